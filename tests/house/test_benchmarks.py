@@ -13,6 +13,7 @@ from drivetrain.loaders import convert
 from loader_pictures import jpeg_folder, raw_pictures
 from machines import Cluster
 from places import ROOT
+from process_state import output_of, run
 
 ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
 PEERS = ROOT / ".build/peers/bin/python"  # of `make bench-peers`; other environments have one of the peers
@@ -82,9 +83,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_short_run(script: str, data: Path, tmp_path: Path) -> None:
     writes = [] if script == "figures" else ["--out", str(tmp_path)]
     command = [sys.executable, str(ROOT / f"benchmarks/{script}.py"), *SMALL[script], *writes]
-    done = subprocess.run(
-        command, cwd=data, capture_output=True, text=True, timeout=560, check=False, env=ENVIRONMENT
-    )
+    done = run(*command, cwd=data, timeout=560, env=ENVIRONMENT)
     if "A control group with a memory limit cannot be created" in done.stderr:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr[-2000:]
@@ -121,8 +120,7 @@ def test_two_recipes_are_tuned(tmp_path: Path) -> None:
     out = tmp_path / "results"
     command = [sys.executable, str(ROOT / "benchmarks/tuning.py"), str(tmp_path / "photos"), "--seconds", "60",
                "--rounds", "2", "--train", str(small), "--val", str(small), "--out", str(out)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-2000:]
+    output_of(*command, timeout=280, env=ENVIRONMENT)
     recipes = json.loads((out / "tuning.json").read_text())["recipes"]
     assert recipes.keys() == {"cifar10-quickstart", "ffcv-resnet18-16"}
     for name, found in recipes.items():

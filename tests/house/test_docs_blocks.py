@@ -10,11 +10,9 @@ import importlib.util
 import io
 import re
 import shlex
-import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from loader_pictures import jpeg_bytes, picture
 from PIL import Image
 from pipeline_data import Toy
 from places import ROOT
+from process_state import output_of
 from torch import nn
 from torch.distributed.run import parse_args
 
@@ -50,16 +49,9 @@ NOT_RUN = {"docs/checkpoints.md": 1, "docs/coming-from.md": 3, "docs/data.md": 1
 BLOCK = re.compile(r"(?:<!-- not run: (.+?) -->\n)?^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Block:
-    """A Python block, and why it is not run; "" if it is."""
-
-    text: str
-    excuse: str
-
-
-def blocks(page: str) -> list[Block]:
-    return [Block(text, excuse) for excuse, text in BLOCK.findall(PAGES[page])]
+def blocks(page: str) -> list[tuple[str, str]]:
+    """For each Python block, why it is not run, "" if it is, and its text."""
+    return BLOCK.findall(PAGES[page])
 
 
 def numbered_images(count: int, side: int = 16) -> np.ndarray:
@@ -147,13 +139,11 @@ PREPARE: dict[str, Callable[[Toy], dict[str, Any]]] = {
 REPLACED = {
     "docs/data.md": {"batch_size=256": "batch_size=4", '"batch_size": 256': '"batch_size": 4'},
     "docs/tuning.md": {
-        "batch_size=256, image_size=176": "batch_size=8, image_size=32",
-        "=600": "=5",
-        "=16)": "=1)",
+        "batch_size=256, image_size=176": "batch_size=8, image_size=32", "=600": "=5", "=16)": "=1)",
         "seconds=3600": "seconds=5",
     },
     "docs/recipes.md": {'strategy="ddp", devices=2': 'accelerator="cpu", enable_checkpointing=False'},
-}
+}  # fmt: skip
 """What would only take long, in memory or in processes."""
 
 
@@ -173,10 +163,9 @@ def test_the_blocks_of_a_page_run_one_after_another(
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names = {"__name__": "page", **PREPARE[page](toy)}
-    for block in blocks(page):
-        if block.excuse:
+    for excuse, text in blocks(page):
+        if excuse:
             continue
-        text = block.text
         for printed, instead in REPLACED.get(page, {}).items():
             text = text.replace(printed, instead)
         exec(compile(text, page, "exec", dont_inherit=True), names)
@@ -192,7 +181,7 @@ def test_every_page_with_python_is_run() -> None:
 
 
 def test_what_is_not_run_is_counted() -> None:
-    found = {page: sum(bool(block.excuse) for block in blocks(page)) for page in PAGES}
+    found = {page: sum(bool(excuse) for excuse, _ in blocks(page)) for page in PAGES}
     assert {page: count for page, count in found.items() if count} == NOT_RUN
     assert sum(len(re.findall("<!-- not run", text)) for text in PAGES.values()) == sum(NOT_RUN.values())
 
@@ -204,17 +193,14 @@ def test_what_is_not_run_imports_names_that_exist() -> None:
     imports = [
         ast.unparse(node)
         for page in NOT_RUN
-        for block in blocks(page)
-        for node in ast.walk(ast.parse(block.text))
-        if block.excuse and isinstance(node, ast.Import | ast.ImportFrom)
+        for excuse, text in blocks(page)
+        for node in ast.walk(ast.parse(text))
+        if excuse and isinstance(node, ast.Import | ast.ImportFrom)
     ]
     roots = [line.split()[1].partition(".")[0] for line in imports]
     there = [line for line, root in zip(imports, roots, strict=True) if importlib.util.find_spec(root)]
     assert len(there) > 8
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", "\n".join(there)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    output_of(sys.executable, "-W", "ignore", "-c", "\n".join(there))
 
 
 def commands(page: str) -> list[list[str]]:

@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 import nbformat
 import pytest
 from places import ROOT
+from process_state import run
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(280)]
 
@@ -36,11 +37,9 @@ def build(*arguments: str | Path, conf: Path = ROOT / "docs") -> subprocess.Comp
     """Run sphinx-build with the options that `make docs` passes."""
     (line,) = re.findall(r"^\t\$\(BIN\)/sphinx-build (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     options = line.partition(" -c docs")[0]
-    return subprocess.run(
-        [sys.executable, "-c", OFFLINE, *shlex.split(options), "-c", conf, *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=270, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
+    command = [sys.executable, "-c", OFFLINE, *shlex.split(options), "-c", conf, *arguments]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return run(*command, cwd=ROOT, timeout=270, env=os.environ | path)
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +88,8 @@ def test_every_link_of_the_site_leads_to_a_page_and_an_anchor(site: Path) -> Non
             assert target.exists(), (path.relative_to(site), link)
             checked += 1
             if parts.fragment and target.suffix == ".html":
-                assert unquote(parts.fragment) in found[target].ids | {"", "top"}, (
-                    path.relative_to(site),
-                    link,
-                )
+                anchors = found[target].ids | {"", "top"}
+                assert unquote(parts.fragment) in anchors, (path.relative_to(site), link)
     assert checked > 1000
 
 
@@ -132,17 +129,8 @@ def test_every_public_name_has_an_entry(site: Path) -> None:
     for package in ("drivetrain", "drivetrain.loaders", "drivetrain.strategies", "drivetrain.pipeline"):
         names = {f"{package}.{name}" for name in importlib.import_module(package).__all__}
         assert names <= entries | {f"{package}.__version__"}, names - entries
-    names = {
-        *transforms.TRANSFORMS,
-        "Transform",
-        "Report",
-        "Session",
-        "get",
-        "to_dict",
-        "catalogue",
-        "from_composer",
-    }
-    assert {f"drivetrain.transforms.{name}" for name in names} <= entries
+    further = ("Transform", "Report", "Session", "get", "to_dict", "catalogue", "from_composer")
+    assert {f"drivetrain.transforms.{name}" for name in (*transforms.TRANSFORMS, *further)} <= entries
     methods = ("load", "transform", "optimize", "distribute", "task", "plan", "fit", "ledger", "build")
     assert {f"drivetrain.Pipeline.{name}" for name in methods} <= entries  # some are those of a private base
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from drivetrain.loaders import convert
+from process_state import output_of
 
 BLOCK = """
 import sys
@@ -45,14 +45,5 @@ def test_missing_extra(blocked: list[str], statement: str, extra: str, tmp_path:
     path = str(tmp_path / "a.beton")
     convert((np.zeros((4, 8, 8, 3), np.uint8), np.arange(4)), path, progress=False)
     program = BLOCK.format(blocked=blocked, statement=statement.format(path=path))
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"pip install 'drivetrain[{extra}]'" in done.stdout
+    assert f"pip install 'drivetrain[{extra}]'" in output_of(sys.executable, "-c", program, cwd=tmp_path)
     assert not (tmp_path / "a.png").exists()

@@ -104,12 +104,8 @@ def test_every_figure_is_that_of_the_results() -> None:
     """If this fails, run `python benchmarks/figures.py`."""
     for page, text in PAGES.items():
         now = figures.written(text)
-        different = [
-            (line, other)
-            for line, other in zip(text.splitlines(), now.splitlines(), strict=False)
-            if line != other
-        ]
-        assert text == now, (page, different[:3])
+        pairs = zip(text.splitlines(), now.splitlines(), strict=False)
+        assert text == now, (page, [(line, other) for line, other in pairs if line != other][:3])
 
 
 def test_a_figure_has_a_source_or_a_reason() -> None:
@@ -127,11 +123,8 @@ def test_each_comment_after_a_figure_is_read() -> None:
     for page, text in PAGES.items():
         comments = re.findall(r"<!-- (?!not run: |table: |end of table -->).*?-->", text)
         assert len(comments) == len(list(figures.MARKED.finditer(text))), page
-        assert (
-            text.count("<!-- table: ")
-            == text.count("<!-- end of table -->")
-            == len(figures.TABLE.findall(text))
-        )
+        tables = len(figures.TABLE.findall(text))
+        assert text.count("<!-- table: ") == text.count("<!-- end of table -->") == tables
 
 
 def test_a_figure_keeps_its_shape() -> None:

@@ -11,14 +11,14 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import gpu_stages
+import process_state
 import pytest
+from ci_scripts import GPU, load
 from drivetrain.loaders.native import library
 
 pytestmark = pytest.mark.process
 
-install = gpu_stages.load("install")
-kit = gpu_stages.load("kit")
+install, kit = load("install", GPU), load("kit", GPU)
 LIMIT = 64 << 10
 
 
@@ -26,16 +26,10 @@ LIMIT = 64 << 10
 def made(tmp_path: Path) -> Path:
     """A kit of a few parts: random files, and a wheel that can be imported."""
     tree, noise = tmp_path / "tree", random.Random(0)
-    sizes = {
-        "cifar/a": 40_000,
-        "cifar/b": 30_000,
-        "photos/c.jpg": 20_000,
-        "source/empty": 0,
-        "source/d": 10_000,
-    }
+    sizes = {"cifar/a": 40, "cifar/b": 30, "photos/c.jpg": 20, "source/empty": 0, "source/d": 10}
     for name, size in sizes.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        (tree / name).write_bytes(noise.randbytes(size))
+        (tree / name).write_bytes(noise.randbytes(1000 * size))
     wheel(tree / "wheels" / "drivetrain-9.0-py3-none-any.whl", "drivetrain", LIBRARY)
     wheel(tree / "wheels" / "torch-9.0-py3-none-any.whl", "torch", TORCH)
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -73,9 +67,9 @@ def parts(folder: Path) -> list[Path]:
 
 def call(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """As on the machine: the script alone, with the standard library."""
-    command = [sys.executable, folder / "install.py", *arguments]
-    environment = {**os.environ, "PYTHONPATH": ""}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    return process_state.run(
+        sys.executable, folder / "install.py", *arguments, env={**os.environ, "PYTHONPATH": ""}
+    )
 
 
 def test_every_part_is_under_the_limit_and_listed(made: Path) -> None:
@@ -232,7 +226,7 @@ def test_cifar10_is_packed_without_loss(cached_cifar10: Path, tmp_path: Path) ->
     from drivetrain.common.errors import DataError
     from drivetrain.loaders.datasets.names import cifar10
 
-    pack = gpu_stages.load("cifar10_pack")
+    pack = load("cifar10_pack", GPU)
     source, packed, out = cached_cifar10 / "cifar10", tmp_path / "packed", tmp_path / "out"
     pack.pack(source, packed, LIMIT)
     pack.unpack(packed, out)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from graphlib import TopologicalSorter
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import grimp
 from places import ROOT
+from process_state import output_of
 
 
 def modules() -> dict[str, set[str]]:
@@ -38,11 +38,7 @@ def test_every_module_has_a_layer() -> None:
 
 
 def test_imports_go_down() -> None:
-    linter = Path(sys.executable).parent / "lint-imports"
-    done = subprocess.run(
-        [linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout
+    output_of(Path(sys.executable).parent / "lint-imports", "--no-cache", cwd=ROOT)
 
 
 def test_the_package_itself_is_imported_relatively() -> None:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import subprocess
 import sys
 import tomllib
 import zipfile
@@ -15,9 +14,9 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import ci_scripts
-import gpu_stages
 import pytest
 from places import ROOT, SUPPORT
+from process_state import output_of, run
 
 pytestmark = pytest.mark.process
 
@@ -27,12 +26,6 @@ STAGES = ("common", "loaders", "pipeline", "strategies", "transforms")
 
 
 BARE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
-
-
-def _run(*command: str | Path, cwd: Path, env: dict[str, str] | None = None) -> str:
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 def _pins(name: str) -> list[str]:
@@ -54,13 +47,13 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel that `make wheel` builds there, from the source distribution."""
     folder = tmp_path_factory.mktemp("wheel")
-    _run(sys.executable, clone / ".ci" / "build_wheel.py", folder, cwd=folder)
+    output_of(sys.executable, clone / ".ci" / "build_wheel.py", folder, cwd=folder)
     (made,) = folder.iterdir()
     return made
 
 
 def test_the_tests_run_in_a_folder_of_any_name(clone: Path) -> None:
-    told = _run(sys.executable, "-m", "pytest", "-q", "tests/common/test_checks.py", cwd=clone)
+    told = output_of(sys.executable, "-m", "pytest", "-q", "tests/common/test_checks.py", cwd=clone)
     assert " passed" in told
 
 
@@ -94,10 +87,12 @@ def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     """
     folder = tmp_path_factory.mktemp("fresh")
     environment, lent = folder / "environment", folder / "lent"
-    _run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
+    output_of(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
     python = environment / "bin" / "python"
     uv = Path(sys.executable).parent / "uv"
-    _run(uv, "pip", "install", "--quiet", "--offline", "--no-deps", "--python", python, wheel, cwd=folder)
+    output_of(
+        uv, "pip", "install", "--quiet", "--offline", "--no-deps", "--python", python, wheel, cwd=folder
+    )
     lent.mkdir()
     for package in {line.split("==")[0] for line in _pins("requirements-run.txt")}:
         with contextlib.suppress(PackageNotFoundError):  # of another version of Python, or another processor
@@ -105,7 +100,9 @@ def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
             for name in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
                 if not (lent / name).is_symlink():  # several packages are in the folder nvidia
                     (lent / name).symlink_to(found.locate_file(name))
-    site = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    site = output_of(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder
+    ).strip()
     (Path(site) / "lent.pth").write_text(f"{lent}\n")
     return environment, Path(site)
 
@@ -120,9 +117,9 @@ def test_the_wheel_works_in_a_fresh_environment_from_another_folder(
         "assert issubclass(drivetrain.BetonError, drivetrain.DataError)\n"
         "print(drivetrain.__file__)"
     )
-    printed = _run(environment / "bin" / "python", "-c", program, cwd=tmp_path, env=BARE).strip()
+    printed = output_of(environment / "bin" / "python", "-c", program, cwd=tmp_path, env=BARE).strip()
     assert Path(printed).is_relative_to(site)
-    recipes = _run(environment / "bin" / "drivetrain", "recipes", cwd=tmp_path, env=BARE)
+    recipes = output_of(environment / "bin" / "drivetrain", "recipes", cwd=tmp_path, env=BARE)
     assert "cifar10-quickstart" in recipes
 
 
@@ -133,7 +130,7 @@ def test_the_wheel_converts_loads_and_trains_with_the_libjpeg_inside(
     """The libraries that are mapped into the process belong to the wheel, or to the wheels of other packages."""
     environment, site = fresh
     program = SUPPORT / "wheel_program.py"
-    printed = _run(environment / "bin" / "python", program, tmp_path, cwd=tmp_path, env=BARE)
+    printed = output_of(environment / "bin" / "python", program, tmp_path, cwd=tmp_path, env=BARE)
     found = json.loads(printed.splitlines()[-1])
     assert Path(found["drivetrain"]).is_relative_to(site)
     assert found["batch"] == [[8, 3, 32, 32], [8]]
@@ -154,9 +151,11 @@ def test_the_quickstart_needs_no_reference(fresh: tuple[Path, Path], tmp_path: P
     environment, _ = fresh
     lacking = "import importlib.util as u, sys; sys.exit(any(map(u.find_spec, sys.argv[1:])))"
     references = "ffcv", "numba", "cv2", "composer", "deepspeed", "fairscale", "lightning"
-    _run(environment / "bin" / "python", "-c", lacking, *references, cwd=tmp_path, env=BARE)
+    output_of(environment / "bin" / "python", "-c", lacking, *references, cwd=tmp_path, env=BARE)
     program = SUPPORT / "wheel_program.py"
-    printed = _run(environment / "bin" / "python", program, tmp_path, "quickstart", cwd=tmp_path, env=BARE)
+    printed = output_of(
+        environment / "bin" / "python", program, tmp_path, "quickstart", cwd=tmp_path, env=BARE
+    )
     found = json.loads(printed.splitlines()[-1])
     assert {"model.safetensors", "ledger.json", "ledger.png", "curves.png"} <= set(found["files"])
     assert found["losses"][0] == pytest.approx(found["losses"][1], abs=1e-4)
@@ -164,7 +163,7 @@ def test_the_quickstart_needs_no_reference(fresh: tuple[Path, Path], tmp_path: P
 
 
 def test_the_gpu_kits_wheel_needs_no_library_that_a_machine_may_lack(wheel: Path, tmp_path: Path) -> None:
-    gpu_stages.load("kit").check_complete(wheel, tmp_path)
+    ci_scripts.load("kit", ci_scripts.GPU).check_complete(wheel, tmp_path)
 
 
 REFUSED = {
@@ -185,10 +184,8 @@ def test_a_build_without_its_tools_ends_with_what_to_install(
     lacking: str, clone: Path, tmp_path: Path
 ) -> None:
     environment, remedy = REFUSED[lacking]
-    done = subprocess.run(
-        [sys.executable, clone / "setup.py", "bdist_wheel", "--dist-dir", tmp_path / "dist"],
-        cwd=tmp_path, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    command = [sys.executable, clone / "setup.py", "bdist_wheel", "--dist-dir", tmp_path / "dist"]
+    done = run(*command, cwd=tmp_path, env=os.environ | environment)
     assert done.returncode == 1
     last = (done.stdout + done.stderr).splitlines()[-1]
     assert last == f"Drivetrain's native library cannot be built: {remedy}"
@@ -199,23 +196,15 @@ def test_a_build_without_its_tools_ends_with_what_to_install(
 
 def test_importing_the_package_is_free_of_heavy_imports() -> None:
     program = "import sys, drivetrain; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
-    _run(sys.executable, "-c", program, cwd=ROOT.parent)
+    output_of(sys.executable, "-c", program, cwd=ROOT.parent)
 
 
 def test_install_files_name_no_address_and_no_path_of_a_machine() -> None:
     forbidden = ("http://", "https://", "file:", str(ROOT), str(Path.home()))
     for name in (
-        "requirements.txt",
-        "requirements-run.txt",
-        "pyproject.toml",
-        "Makefile",
-        ".ci/run",
-        ".ci/native",
-        ".ci/build_wheel.py",
-        ".ci/release.py",
-        ".ci/release_checks.py",
-        ".ci/find-python",
-    ):
+        "requirements.txt", "requirements-run.txt", "pyproject.toml", "Makefile", ".ci/run", ".ci/native",
+        ".ci/build_wheel.py", ".ci/release.py", ".ci/release_checks.py", ".ci/find-python",
+    ):  # fmt: skip
         text = (ROOT / name).read_text()
         assert not [word for word in forbidden if word in text], name
 

@@ -6,7 +6,6 @@ import ast
 import builtins
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from drivetrain.loaders import convert
 from drivetrain.loaders.datasets.names import cifar10
 from imports import import_ours
 from places import ROOT
+from process_state import output_of
 
 README = (ROOT / "README.md").read_text()
 PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -32,13 +32,8 @@ def _example() -> str:
 
 
 def _run_script(text: str, folder: Path, timeout: int) -> str:
-    script = folder / "example.py"
-    script.write_text(text)
-    done = subprocess.run(
-        [sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    (folder / "example.py").write_text(text)
+    return output_of(sys.executable, "example.py", cwd=folder, timeout=timeout)
 
 
 @pytest.mark.process
@@ -151,20 +146,14 @@ def test_the_example_runs_as_printed(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("cifar")
 def test_the_quickstart_trains_evaluates_and_measures(tmp_path: Path) -> None:
     """With half of its epochs, which are minutes."""
-    done = subprocess.run(
-        [
-            BIN / "drivetrain", "train", "cifar10-quickstart", "epochs=4", "--out", "out", "--ledger",
-            "--ledger-seconds", "60",
-        ],
-        cwd=tmp_path, capture_output=True, text=True, timeout=2600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    command = [BIN / "drivetrain", "train", "cifar10-quickstart", "epochs=4", "--out", "out"]
+    printed = output_of(*command, "--ledger", "--ledger-seconds", "60", cwd=tmp_path, timeout=2600)
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {
         "history.json", "model.safetensors", "ledger.json", "ledger.png"
     }  # fmt: skip
     last = json.loads((tmp_path / "out" / "history.json").read_text())["epochs"][-1]
     assert last["metrics"]["top1"] >= 0.65
-    assert f"{last['metrics']['top1']:.2%}" in done.stdout
+    assert f"{last['metrics']['top1']:.2%}" in printed
     ledger = json.loads((tmp_path / "out" / "ledger.json").read_text())
-    assert ledger["bound"] in done.stdout.replace("\n", " ")
+    assert ledger["bound"] in printed.replace("\n", " ")
     assert [row["name"] for row in ledger["rows"]][:2] == ["plain PyTorch", "+ FFCV loader"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 from places import ROOT, TESTS
+from process_state import output_of
 
 pytestmark = pytest.mark.process
 
@@ -23,17 +23,9 @@ REHEARSED = {
 
 
 def pytest_without_a_gpu(*arguments: str, rehearse: bool) -> str:
-    environment = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "DRIVETRAIN_REHEARSE_GPU": "1" if rehearse else "0",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-m", "gpu", *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    environment = {"CUDA_VISIBLE_DEVICES": "", "DRIVETRAIN_REHEARSE_GPU": "1" if rehearse else "0"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-m", "gpu", *arguments]
+    return output_of(*command, cwd=ROOT, env=os.environ | environment, timeout=280)
 
 
 @pytest.mark.slow

@@ -19,15 +19,19 @@ GOOD = f"# Changelog\n\nOf what changes.\n\n## [Unreleased]\n\n{NEW}{OLD}"
 PLACES = ("pyproject.toml", "common/version.py", "CHANGELOG.md", "CITATION.cff")
 
 
+def copy_places(folder: Path) -> None:
+    for name in PLACES:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+
+
 def test_the_version_and_the_date_are_the_same_everywhere() -> None:
     assert checks.check_versions(ROOT) == []
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_another_version_in_one_place_is_found(place: str, tmp_path: Path) -> None:
-    for name in PLACES:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
+    copy_places(tmp_path)
     version = checks.project(ROOT)["version"]
     text = (tmp_path / place).read_text()
     assert version in text
@@ -38,9 +42,7 @@ def test_another_version_in_one_place_is_found(place: str, tmp_path: Path) -> No
 
 
 def test_another_date_is_found(tmp_path: Path) -> None:
-    for name in PLACES:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
+    copy_places(tmp_path)
     ((_, day), *_) = checks.releases((ROOT / "CHANGELOG.md").read_text())
     (tmp_path / "CITATION.cff").write_text((ROOT / "CITATION.cff").read_text().replace(day, "2001-02-03"))
     assert checks.check_versions(tmp_path) == [

@@ -22,9 +22,8 @@ def test_every_part_has_a_training() -> None:
     assert {known[0] for known in STRATEGIES.values()} - strategies == ELSEWHERE
     tasks = {type(case.task).__name__ for case in cases if case.task is not None}
     assert tasks == TASKS.keys()
-    assert {case.optimize.get("optimizer", "sgd") for case in cases} == OPTIMIZERS.keys() - {
-        "adam"
-    }  # adamw's
+    optimizers = {case.optimize.get("optimizer", "sgd") for case in cases}
+    assert optimizers == OPTIMIZERS.keys() - {"adam"}  # adamw's
     assert {case.load.get("order", "random") for case in cases} == set(ORDERS) - {"sequential"}
     assert {case.distribute.get("precision", "fp32") for case in cases} == {"fp32", "bf16"}
     assert any(case.resumed for case in cases)
@@ -39,7 +38,7 @@ def test_a_difference_is_named() -> None:
         "metric": {"epochs": other, "weights": "a"},
         "weights": {"epochs": epochs, "weights": "b"},
     }
-    now.pop("gone")
+    del now["gone"]
     metric, weights, gone = different(before, now)
     assert metric.startswith("metric: epoch 0: {")
     assert (0.25).hex() in metric

@@ -11,16 +11,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-import gpu_stages
 import psutil
 import pytest
+from ci_scripts import GPU, load
 from places import ROOT
 from process_state import wait_until_ended
 
 pytestmark = pytest.mark.process
 
-run = gpu_stages.load("run")
-stages = gpu_stages.load("stages")
+run, stages = load("run", GPU), load("stages", GPU)
 
 WORK = """
 import json, pathlib, sys, time
@@ -146,7 +145,7 @@ def test_a_runner_that_is_killed_repeats_only_the_unit_in_flight(tmp_path: Path)
     )
     here = str(Path(__file__).parent)
     process = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path), here, str(gpu_stages.FOLDER)],
+        [sys.executable, "-c", program, str(tmp_path), here, str(GPU)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     deadline = time.monotonic() + 120
@@ -193,22 +192,16 @@ def test_the_stages_name_what_there_is(tmp_path: Path) -> None:
     cases = text[text.index("CASES: dict") : text.index("def contenders")]
     assert all(f'"{name}": Case(' in cases for name in stages.SURGERIES)
     assert cases.count(": Case(") == len(stages.SURGERIES)
-    assert (
-        f"PARTS = {stages.LOADER_PARTS!r}".replace("'", '"')
-        in (root / "benchmarks" / "loaders.py").read_text()
-    )
+    parts = f"PARTS = {stages.LOADER_PARTS!r}".replace("'", '"')
+    assert parts in (root / "benchmarks" / "loaders.py").read_text()
     photos = tmp_path / "photos"
     photos.mkdir()
     made = {name: stages.make(name, tmp_path, photos, False) for name in stages.NAMES}
-    assert [one.name for one in made["tests"].units] == sorted(
-        p.stem for p in (root / "tests" / "gpu").glob("test_gpu_*.py")
-    )
+    files = sorted(path.stem for path in (root / "tests" / "gpu").glob("test_gpu_*.py"))
+    assert [one.name for one in made["tests"].units] == files
     assert len(made["fast"].units) == stages.SEEDS == 10
-    assert all(
-        Path(one.command[1]).exists()
-        for name in ("loaders", "transforms", "fast")
-        for one in made[name].units
-    )
+    units = [one for name in ("loaders", "transforms", "fast") for one in made[name].units]
+    assert all(Path(one.command[1]).exists() for one in units)
 
 
 def test_seeds_are_summarised_with_those_that_missed_the_target() -> None:
@@ -216,10 +209,8 @@ def test_seeds_are_summarised_with_those_that_missed_the_target() -> None:
         def row(seconds: float | None) -> dict[str, Any]:
             return {"seconds_to_target": seconds, "accuracy": 0.9, "training_s": 4.0}
 
-        return {
-            "contenders": {"Drivetrain": row(ours), "plain PyTorch": row(plain)},
-            "provenance": {"command": "c"},
-        }
+        rows = {"Drivetrain": row(ours), "plain PyTorch": row(plain)}
+        return {"contenders": rows, "provenance": {"command": "c"}}
 
     found = stages.fast_summary({"a": seed(2.0, 4.0), "b": seed(None, 5.0), "c": seed(3.0, None)})
     rows = found["contenders"]
@@ -227,9 +218,8 @@ def test_seeds_are_summarised_with_those_that_missed_the_target() -> None:
     assert rows["Drivetrain"]["n"] == 3
     assert rows["Drivetrain"]["seconds_to_target"]["median"] == 2.5
     assert rows["plain PyTorch"]["seconds_to_target"]["values"] == [4.0, 5.0]
-    assert stages.fast_summary({"a": seed(None, None), "b": seed(None, None)})["contenders"]["Drivetrain"][
-        "seconds_to_target"
-    ] is None  # fmt: skip
+    none = stages.fast_summary({"a": seed(None, None), "b": seed(None, None)})
+    assert none["contenders"]["Drivetrain"]["seconds_to_target"] is None
     assert found["published"]["airbench94"]["source"]
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -144,9 +143,7 @@ def repository(tmp_path: Path) -> Repository:
     return Repository(tmp_path)
 
 
-ALL = sorted(
-    ["quick", "ranks ", "ranks started", "x y", "é::", "slow started", "held", "may fail", "may end"]
-)
+ALL = ["held", "may end", "may fail", "quick", "ranks ", "ranks started", "slow started", "x y", "é::"]
 
 
 @slow
@@ -176,28 +173,19 @@ def test_everything_runs_once_and_a_change_makes_it_run_again(repository: Reposi
     assert repository.ran() == ALL
 
 
-def interrupt(process: subprocess.Popen[str]) -> None:
-    process.send_signal(signal.SIGINT)
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    process.kill()
-
-
-@pytest.mark.parametrize("stop", [pytest.param(interrupt, marks=slow), pytest.param(kill, marks=slow)])
-def test_it_continues_where_it_was_stopped(
-    repository: Repository, stop: Callable[[subprocess.Popen[str]], None]
-) -> None:
+@slow
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL], ids=lambda stop: stop.name)
+def test_it_continues_where_it_was_stopped(repository: Repository, stop: signal.Signals) -> None:
     (repository.folder / "hold").touch()
     process = repository.start()
     repository.wait_for("held")
     family = psutil.Process(process.pid).children(recursive=True)
     assert family
-    stop(process)
+    process.send_signal(stop)
     output, _ = process.communicate(timeout=60)
     assert not wait_until_ended(family, 30)
     assert repository.ran() == sorted(["quick", "ranks ", "x y", "é::", "held"])
-    if stop is interrupt:
+    if stop is signal.SIGINT:
         assert process.returncode == 130
         assert "5 never ran" in output  # the sample included
         assert "test_may_hold (alone)" in output

@@ -94,17 +94,11 @@ def train(order: dict[str, Any], rank: int) -> None:
             "gloo", init_method=f"file://{order['rendezvous']}", rank=rank, world_size=ranks
         )
         pipeline = pipeline.distribute(order["strategy"], devices=ranks)
-    fit(
-        pipeline,
-        FitConfig(
-            epochs=EPOCHS,
-            out=Path(order["out"]),
-            progress=False,
-            resume="auto",
-            checkpoints=Checkpoints(every_steps=order["every_steps"]),
-            **(callbacks() if order["callbacks"] else {}),
-        ),
-    )
+    config = FitConfig(
+        epochs=EPOCHS, out=Path(order["out"]), progress=False, resume="auto",
+        checkpoints=Checkpoints(every_steps=order["every_steps"]), **(callbacks() if order["callbacks"] else {}),
+    )  # fmt: skip
+    fit(pipeline, config)
     if ranks > 1:
         dist.destroy_process_group()
 

@@ -10,6 +10,7 @@ from types import ModuleType
 from places import ROOT
 
 FOLDER = ROOT / ".ci"
+GPU = FOLDER / "gpu"
 
 
 def load(name: str, folder: Path = FOLDER) -> ModuleType:

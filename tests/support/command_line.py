@@ -5,13 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import sys
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+import process_state
 import pytest
 from drivetrain.pipeline.apps.cli.app import main
 from pipeline_data import CLASSES, Toy
@@ -55,10 +55,7 @@ class End:
 def run(*command: str, cwd: Path | None = None) -> End:
     """One command, by the installed program, whose own folder is not on Python's path."""
     program = Path(sys.executable).with_name("drivetrain")
-    done = subprocess.run(
-        [str(program), *command],
-        capture_output=True, text=True, timeout=240, check=False, env=ENVIRONMENT, cwd=cwd,
-    )  # fmt: skip
+    done = process_state.run(str(program), *command, env=ENVIRONMENT, cwd=cwd)
     return End(done.returncode, done.stdout, done.stderr)
 
 
@@ -84,12 +81,9 @@ def call_several(*commands: list[str]) -> list[End]:
 
 def run_several(*commands: list[str], blocked: tuple[str, ...] = ()) -> list[End]:
     """Several commands in one process, in which the `blocked` modules cannot be imported."""
-    done = subprocess.run(
-        [sys.executable, "-c", SEVERAL, json.dumps([commands, blocked])],
-        capture_output=True, text=True, timeout=240, check=False, env=ENVIRONMENT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [End(*end) for end in json.loads(done.stdout.splitlines()[-1])]
+    several = sys.executable, "-c", SEVERAL, json.dumps([commands, blocked])
+    printed = process_state.output_of(*several, env=ENVIRONMENT)
+    return [End(*end) for end in json.loads(printed.splitlines()[-1])]
 
 
 def toy_values(toy: Toy) -> list[str]:

@@ -85,17 +85,9 @@ class Everything(Algorithm):  # type: ignore[misc]
     def apply(self, event: Any, state: Any, logger: Any) -> None:
         batch = None if event == Event.INIT else getattr(state, "batch", None)
         time = state.timestamp
-        self.seen.append(
-            (
-                event.value,
-                int(time.epoch),
-                int(time.batch),
-                int(time.batch_in_epoch),
-                int(time.sample),
-                None if batch is None else len(batch[0]),
-                len(state.optimizers),
-            )
-        )
+        position = (int(one) for one in (time.epoch, time.batch, time.batch_in_epoch, time.sample))
+        images = None if batch is None else len(batch[0])
+        self.seen.append((event.value, *position, images, len(state.optimizers)))
 
 
 class Once(Algorithm):  # type: ignore[misc]
@@ -106,9 +98,8 @@ class Once(Algorithm):  # type: ignore[misc]
 
     def match(self, event: Any, state: Any) -> bool:
         number = int(state.timestamp.batch)
-        return bool(
-            event.value == self.event and (number == self.batch if self.only else number >= self.batch)
-        )
+        reached = number == self.batch if self.only else number >= self.batch
+        return bool(event.value == self.event and reached)
 
     def apply(self, event: Any, state: Any, logger: Any) -> None:
         exec(self.what, {"state": state, "self": self, "torch": torch, "logger": logger})
@@ -193,21 +184,13 @@ def by_composer(
             recorded.append([(images.clone(), labels.clone()) for images, labels in built.train])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wrapped = composer.models.ComposerClassifier(
-            model, num_classes=CLASSES, loss_fn=nn.functional.cross_entropy
-        )
+        loss = nn.functional.cross_entropy
+        wrapped = composer.models.ComposerClassifier(model, num_classes=CLASSES, loss_fn=loss)
         trainer = composer.Trainer(
-            model=wrapped,
-            train_dataloader=Recorded(recorded),
-            max_duration=f"{epochs}ep",
-            optimizers=torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9),
-            algorithms=list(given),
-            device="cpu",
-            device_train_microbatch_size=split,
-            progress_bar=False,
-            seed=0,
-            spin_dataloaders=False,
-        )
+            model=wrapped, train_dataloader=Recorded(recorded), max_duration=f"{epochs}ep",
+            optimizers=torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9), algorithms=list(given),
+            device="cpu", device_train_microbatch_size=split, progress_bar=False, seed=0, spin_dataloaders=False,
+        )  # fmt: skip
         trainer.fit()
         trainer.close()
     return dict(model.state_dict())

@@ -75,11 +75,8 @@ class _Lists(TorchFunctionMode):
 
 def _place() -> str:
     """The innermost lines of code outside of torch; empty where the read is of the host's own."""
-    frames = [
-        f
-        for f in traceback.extract_stack()
-        if Path(f.filename).name not in ("host_syncs.py", "_python_dispatch.py")
-    ]
+    instruments = ("host_syncs.py", "_python_dispatch.py")
+    frames = [f for f in traceback.extract_stack() if Path(f.filename).name not in instruments]
     own = [number for number, frame in enumerate(frames) if "site-packages" not in frame.filename]
     within = frames[own[-1] + 1 :]  # of torch, below the innermost line of ours
     if any(part in frame.filename for part in HOST_ONLY for frame in within[-3:]):

@@ -142,6 +142,3 @@ class LateStreams:
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-__all__ = ["WRONG", "Event", "LateStreams", "Stream"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import process_state
 import torch
 from drivetrain.loaders import TorchLoader, convert
 from numpy.typing import NDArray
@@ -84,15 +85,9 @@ def run_python(
     code: str, *arguments: Any, timeout: float = 100, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script in a fresh interpreter, in the tests' folder."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=Path(__file__).parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        check=False,
-    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    command = sys.executable, "-c", code, *map(str, arguments)
+    return process_state.run(*command, timeout=timeout, cwd=SUPPORT, env=environment)
 
 
 def run_script(name: str, *arguments: Any, **environment: str) -> str:

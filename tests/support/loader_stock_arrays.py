@@ -14,8 +14,7 @@ import numpy as np
 from ffcv.fields import IntField, NDArrayField
 from ffcv.fields.basics import IntDecoder
 from ffcv.fields.ndarray import NDArrayDecoder
-from ffcv.loader import Loader, OrderOption
-from ffcv.writer import DatasetWriter
+from loader_stock_ffcv import Samples, batches, write
 from numpy.typing import NDArray
 
 COUNT = 7
@@ -33,34 +32,15 @@ def pixels(name: str) -> NDArray[Any]:
     )
 
 
-class Pairs:
-    """Images of one kind, with their numbers."""
-
-    def __init__(self, name: str) -> None:
-        self.images = pixels(name)
-
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, index: int) -> tuple[NDArray[Any], int]:
-        return self.images[index], int(index)
-
-
-def read(path: Path) -> None:
-    loader = Loader(
-        str(path), batch_size=3, num_workers=1, order=OrderOption.SEQUENTIAL, drop_last=False,
-        pipelines={"image": [NDArrayDecoder()], "label": [IntDecoder()]},
-    )  # fmt: skip
-    batches = [[part.copy() for part in batch] for batch in loader]
-    images, labels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
-    np.savez(path.with_suffix(".npz"), images=images, labels=labels[:, 0])
-
-
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     for name, (dtype, shape) in KINDS.items():
-        fields = {"image": NDArrayField(np.dtype(dtype), shape), "label": IntField()}
-        writer = DatasetWriter(str(folder / f"theirs-{name}.beton"), fields, num_workers=1, page_size=1 << 21)
-        writer.from_indexed_dataset(Pairs(name), chunksize=3)
+        pairs = list(zip(pixels(name), range(COUNT), strict=True))
+        image = NDArrayField(np.dtype(dtype), shape)
+        write(
+            folder / f"theirs-{name}.beton", Samples(COUNT, pairs.__getitem__), image=image, label=IntField()
+        )
     for path in sorted(folder.glob("*.beton")):
-        read(path)
+        parts = zip(*batches(path, {"image": [NDArrayDecoder()], "label": [IntDecoder()]}), strict=True)
+        images, labels = map(np.concatenate, parts)
+        np.savez(path.with_suffix(".npz"), images=images, labels=labels[:, 0])

@@ -1,12 +1,13 @@
 """Stock FFCV at work, in a process of its own: importing it changes thread counts and prints noise.
 
 Called with a folder, it makes `theirs.beton` there with its DatasetWriter, then reads every `.beton` of the
-folder with its Loader, and saves the result as `.npz` next to it.
+folder with its Loader, and saves the result as `.npz` next to it. `loader_stock_*.py` do so with other fields.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,42 @@ from ffcv.fields.rgb_image import CenterCropRGBImageDecoder, SimpleRGBImageDecod
 from ffcv.loader import Loader, OrderOption
 from ffcv.writer import DatasetWriter
 from loader_pictures import picture
+from numpy.typing import NDArray
 
 
-class Pictures:
-    """Ten pictures, the first four small; DatasetWriter stores images other than JPEGs according to its mode."""
+class Samples:
+    """Samples by their number."""
+
+    def __init__(self, count: int, make: Callable[[int], tuple[Any, ...]]) -> None:
+        self.count, self.make = count, make
 
     def __len__(self) -> int:
-        return 10
+        return self.count
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        side = 20 if index < 4 else 64
-        return picture(index, side, side + 4 * (index % 3)), index * index
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return self.make(int(index))  # FFCV gives numpy's, which would widen arrays
+
+
+def write(path: Path, samples: Samples, workers: int = 1, **fields: Any) -> None:
+    writer = DatasetWriter(str(path), fields, num_workers=workers, page_size=1 << 21)
+    writer.from_indexed_dataset(samples, chunksize=3)
+
+
+def batches(
+    path: Path, pipelines: dict[str, Any], batch_size: int = 3, **options: Any
+) -> list[list[NDArray[Any]]]:
+    """Copies of all batches, in the file's order."""
+    loader = Loader(
+        str(path), batch_size=batch_size, num_workers=1, order=OrderOption.SEQUENTIAL, drop_last=False,
+        pipelines=pipelines, **options,
+    )  # fmt: skip
+    return [[part.copy() for part in batch] for batch in loader]
+
+
+def small_and_large(index: int) -> tuple[Any, int]:
+    """The first four of ten pictures are small; DatasetWriter stores images other than JPEGs according to its mode."""
+    side = 20 if index < 4 else 64
+    return picture(index, side, side + 4 * (index % 3)), index * index
 
 
 def read(path: Path) -> None:
@@ -37,32 +63,16 @@ def read(path: Path) -> None:
     if path.stem == "raw":
         decoders["whole"] = SimpleRGBImageDecoder()
     for name, decoder in decoders.items():
-        loader = Loader(
-            str(path),
-            batch_size=4,
-            num_workers=1,
-            order=OrderOption.SEQUENTIAL,
-            drop_last=False,
-            pipelines={"image": [decoder], "label": [IntDecoder()]},
+        images, labels = zip(
+            *batches(path, {"image": [decoder], "label": [IntDecoder()]}, batch_size=4), strict=True
         )
-        batches = [(images.copy(), labels.copy()) for images, labels in loader]
-        found[name] = np.concatenate([images for images, _ in batches])
-        found["labels"] = np.concatenate([labels for _, labels in batches])[:, 0]
+        found |= {name: np.concatenate(images), "labels": np.concatenate(labels)[:, 0]}
     np.savez(path.with_suffix(".npz"), **found)
-
-
-def write(path: Path) -> None:
-    """Store the small pictures raw and the others as JPEG."""
-    fields = {
-        "image": RGBImageField(write_mode="smart", smart_threshold=20 * 28 * 3, jpeg_quality=90),
-        "label": IntField(),
-    }
-    writer = DatasetWriter(str(path), fields, num_workers=1, page_size=1 << 21)
-    writer.from_indexed_dataset(Pictures(), chunksize=5)
 
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    write(folder / "theirs.beton")
+    smart = RGBImageField(write_mode="smart", smart_threshold=20 * 28 * 3, jpeg_quality=90)  # small ones raw
+    write(folder / "theirs.beton", Samples(10, small_and_large), image=smart, label=IntField())
     for path in sorted(folder.glob("*.beton")):
         read(path)

@@ -17,10 +17,9 @@ from ffcv.fields.basics import FloatDecoder, IntDecoder
 from ffcv.fields.bytes import BytesDecoder
 from ffcv.fields.ndarray import NDArrayDecoder
 from ffcv.fields.rgb_image import CenterCropRGBImageDecoder
-from ffcv.loader import Loader, OrderOption
 from ffcv.reader import Reader
-from ffcv.writer import DatasetWriter
 from loader_pictures import picture
+from loader_stock_ffcv import Samples, batches, write
 
 COUNT = 7
 DECODERS: dict[type, Any] = {
@@ -35,7 +34,6 @@ DECODERS: dict[type, Any] = {
 
 def values(index: int) -> dict[str, Any]:
     """The fields of a sample other than its image, each of a different kind."""
-    index = int(index)  # FFCV gives numpy's, which would widen the array
     return {
         "label": np.arange(index, index + 3, dtype=np.float32) / 4,
         "score": index / 8,
@@ -46,43 +44,26 @@ def values(index: int) -> dict[str, Any]:
     }
 
 
-class Samples:
-    """Pictures with these fields, in their order."""
-
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, index: int) -> tuple[Any, ...]:
-        further = values(index)
-        further["text"] = np.frombuffer(further["text"], np.uint8)
-        return picture(index, 20, 24), *further.values()
+def sample(index: int) -> tuple[Any, ...]:
+    """A picture with these fields, in their order."""
+    further = values(index)
+    further["text"] = np.frombuffer(further["text"], np.uint8)
+    return picture(index, 20, 24), *further.values()
 
 
-def write(path: Path) -> None:
-    fields = {
-        "image": RGBImageField(write_mode="raw"),
-        "label": NDArrayField(np.dtype("float32"), (3,)),
-        "score": FloatField(),
-        "rank": IntField(),
-        "box": NDArrayField(np.dtype("int16"), (2, 3)),
-        "text": BytesField(),
-        "meta": JSONField(),
-    }
-    writer = DatasetWriter(str(path), fields, num_workers=2, page_size=1 << 21)
-    writer.from_indexed_dataset(Samples(), chunksize=3)
+FIELDS = {
+    "image": RGBImageField(write_mode="raw"), "label": NDArrayField(np.dtype("float32"), (3,)), "score": FloatField(),
+    "rank": IntField(), "box": NDArrayField(np.dtype("int16"), (2, 3)), "text": BytesField(), "meta": JSONField(),
+}  # fmt: skip
 
 
 def read(path: Path, os_cache: bool) -> None:
     """Save each field of all samples under its name; JSON as text."""
-    reader = Reader(str(path))
-    loader = Loader(
-        str(path), batch_size=3, num_workers=1, order=OrderOption.SEQUENTIAL, drop_last=False, os_cache=os_cache,
-        pipelines={name: [DECODERS[type(field)]()] for name, field in reader.handlers.items()},
-    )  # fmt: skip
-    batches = [[part.copy() for part in batch] for batch in loader]
+    handlers = Reader(str(path)).handlers
+    pipelines = {name: [DECODERS[type(field)]()] for name, field in handlers.items()}
     found = {}
-    for name, parts in zip(reader.handlers, zip(*batches, strict=True), strict=True):
-        field = reader.handlers[name]
+    columns = zip(*batches(path, pipelines, os_cache=os_cache), strict=True)
+    for (name, field), parts in zip(handlers.items(), columns, strict=True):
         if name == "meta":  # read back, FFCV takes it for a BytesField
             found[name] = np.array([json.dumps(value) for part in parts for value in JSONField.unpack(part)])
         else:
@@ -94,7 +75,7 @@ def read(path: Path, os_cache: bool) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    write(folder / "theirs.beton")
+    write(folder / "theirs.beton", Samples(COUNT, sample), workers=2, **FIELDS)
     for path in sorted(folder.glob("*.beton")):
         for os_cache in (True, False):
             read(path, os_cache)

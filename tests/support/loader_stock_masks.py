@@ -16,10 +16,9 @@ import numpy as np
 from ffcv.fields import BytesField, JSONField, RGBImageField
 from ffcv.fields.bytes import BytesDecoder
 from ffcv.fields.rgb_image import CenterCropRGBImageDecoder
-from ffcv.loader import Loader, OrderOption
 from ffcv.reader import Reader
-from ffcv.writer import DatasetWriter
 from loader_pictures import picture
+from loader_stock_ffcv import Samples, batches, write
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -41,32 +40,21 @@ def mask(index: int) -> NDArray[np.uint8]:
     return indices
 
 
-class Pairs:
-    """Pictures, each with a mask as a grey PNG."""
-
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        buffer = io.BytesIO()
-        Image.fromarray(mask(int(index))).save(buffer, "PNG")
-        return picture(index, *size(int(index))), np.frombuffer(buffer.getvalue(), np.uint8)
+def pair(index: int) -> tuple[Any, Any]:
+    """A picture, and its mask as a gray PNG."""
+    buffer = io.BytesIO()
+    Image.fromarray(mask(index)).save(buffer, "PNG")
+    return picture(index, *size(index)), np.frombuffer(buffer.getvalue(), np.uint8)
 
 
 def read(path: Path) -> None:
     names = list(Reader(str(path)).handlers)
     pipelines: Any = {name: [BytesDecoder()] for name in names}
     pipelines["image"] = [CenterCropRGBImageDecoder((16, 16), ratio=1.0)]
-    loader = Loader(
-        str(path),
-        batch_size=2,
-        num_workers=1,
-        order=OrderOption.SEQUENTIAL,
-        drop_last=False,
-        pipelines=pipelines,
-    )
     read: dict[str, Any] = {}
-    samples = [[part.copy() for part in parts] for batch in loader for parts in zip(*batch, strict=True)]
+    samples = [
+        sample for batch in batches(path, pipelines, batch_size=2) for sample in zip(*batch, strict=True)
+    ]
     for index, sample in enumerate(samples):
         for name, value in zip(names, sample, strict=True):
             if name == "boxes":
@@ -79,10 +67,7 @@ def read(path: Path) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    writer = DatasetWriter(
-        str(folder / "theirs.beton"), {"image": RGBImageField(write_mode="raw"), "mask": BytesField()},
-        num_workers=2, page_size=1 << 21,
-    )  # fmt: skip
-    writer.from_indexed_dataset(Pairs(), chunksize=3)
+    image, text = RGBImageField(write_mode="raw"), BytesField()
+    write(folder / "theirs.beton", Samples(COUNT, pair), workers=2, image=image, mask=text)
     for path in sorted(folder.glob("*.beton")):
         read(path)

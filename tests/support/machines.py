@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from process_state import output_of, run
 
 _ROOT = ["--user", "--map-root-user"]  # in namespaces that belong to it, any user may do this
 _MACHINE = ["--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -42,14 +43,7 @@ def why_not() -> str:
         if shutil.which(name, path=_SYSTEM["PATH"]) is None:
             return f"the program {name} is missing (Debian: apt-get install iproute2 util-linux)"
     setup = ["sh", "-ec", "ip link add switch type bridge; mount -t tmpfs root /mnt"]
-    tried = subprocess.run(
-        ["unshare", *_ROOT, *_MACHINE, *setup],
-        capture_output=True,
-        text=True,
-        timeout=_PATIENCE,
-        check=False,
-        env=_SYSTEM,
-    )
+    tried = run("unshare", *_ROOT, *_MACHINE, *setup, timeout=_PATIENCE, env=_SYSTEM)
     return f"namespaces are not allowed: {tried.stderr.strip()}" if tried.returncode else ""
 
 
@@ -87,7 +81,7 @@ class Machine:
 
     def run(self, *words: str) -> str:
         """Run a command to its end, and return its output."""
-        return _run(self.command(*words))
+        return output_of(*self.command(*words), timeout=_PATIENCE, env=_SYSTEM)
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
         """Start a process; `options` are those of `Popen`. It is a child of the one that is returned."""
@@ -144,7 +138,7 @@ class Cluster:
 
     def run(self, *command: str) -> str:
         """Run a command on the switch, and return its output."""
-        return _run([*self.enter, self._switch, *command])
+        return output_of(*self.enter, self._switch, *command, timeout=_PATIENCE, env=_SYSTEM)
 
     def hold(self, how: Sequence[str], script: str) -> subprocess.Popen[str]:
         """Make namespaces by `unshare`, and return its process, or the parent of theirs.
@@ -169,11 +163,3 @@ class Cluster:
         """End all machines and what runs on them."""
         while self._holders:
             self._holders.pop().communicate(timeout=_PATIENCE)
-
-
-def _run(command: Sequence[str]) -> str:
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=_PATIENCE, check=False, env=_SYSTEM
-    )
-    assert ended.returncode == 0, f"{' '.join(command)}: {ended.stderr}"
-    return ended.stdout

@@ -59,15 +59,8 @@ class Result:
         return self.resident[-1] - self.resident[1]
 
 
-_COMPILE = [
-    "gcc",
-    "-std=gnu11",
-    "-O1",
-    "-g",
-    "-ffp-contract=off",
-    "-DDT_PIECE=512",  # of a file, so that libjpeg gets those of the corpus in several
-    "-fno-sanitize-recover=all",
-]
+_PIECES = "-DDT_PIECE=512"  # of a file, so that libjpeg gets those of the corpus in several
+_COMPILE = ["gcc", "-std=gnu11", "-O1", "-g", "-ffp-contract=off", _PIECES, "-fno-sanitize-recover=all"]
 
 
 def build(out: Path, flags: Sequence[str]) -> None:

@@ -66,9 +66,8 @@ class Drawn(nn.Module):
     ) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, WIDTH, 3, 2, bias=norm == "none")
-        self.norm = {"batch": nn.BatchNorm2d, "group": lambda n: nn.GroupNorm(2, n), "none": nn.Identity}[
-            norm
-        ](WIDTH)
+        norms = {"batch": nn.BatchNorm2d, "group": lambda n: nn.GroupNorm(2, n), "none": nn.Identity}
+        self.norm = norms[norm](WIDTH)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
         if norm == "batch":
             # A large eps: the features differ little, and 1 / their deviation would multiply what sums round.
@@ -118,10 +117,8 @@ LOSSES: dict[str, Any] = {
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": LR, "momentum": 0.9, "weight_decay": 1e-3},
-    "adamw": {
-        "lr": LR / 5,
-        "eps": 1e-3,
-    },  # with a small eps it makes a full step of a gradient that is rounding only
+    # With a small eps it makes a full step of a gradient that is rounding only.
+    "adamw": {"lr": LR / 5, "eps": 1e-3},
 }
 
 
@@ -138,19 +135,12 @@ def draws(number: int, ranks: int, seed: int, strategies: Sequence[str] = (*NAME
         has_complex = one((False, False, True))
         draw = Draw(
             strategy=one([name for name in among if not has_complex or name in COMPLEX]),
-            accumulate=one((1, 1, 2, 3, 4)),
-            micro=int(random.integers(1, 33)),
-            loss=one([*LOSSES]),
-            optimizer=one([*OPTIMIZERS]),
-            precision=one(("fp32", "fp32", "fp32", "bf16")),
-            clip_norm=one((None, None, 0.3)),
-            norm=one(("batch", "batch", "group", "none")),
-            non_persistent=one(NON_PERSISTENT),
-            complex_parameter=has_complex,
-            tied=one((False, True)),
-            double=one((False, True)),
-            seed=int(random.integers(1000)),
-        )
+            accumulate=one((1, 1, 2, 3, 4)), micro=int(random.integers(1, 33)), loss=one([*LOSSES]),
+            optimizer=one([*OPTIMIZERS]), precision=one(("fp32", "fp32", "fp32", "bf16")),
+            clip_norm=one((None, None, 0.3)), norm=one(("batch", "batch", "group", "none")),
+            non_persistent=one(NON_PERSISTENT), complex_parameter=has_complex, tied=one((False, True)),
+            double=one((False, True)), seed=int(random.integers(1000)),
+        )  # fmt: skip
         if 12 <= draw.batch(ranks) <= 64 and _valid(draw):
             found.append(draw)
     return found
@@ -226,9 +216,8 @@ def reference(draw: Draw, ranks: int, train: str, val: str) -> Numbers:
     optimizer = kind(model.parameters(), **OPTIMIZERS[draw.optimizer])
     half = torch.autocast("cpu", torch.bfloat16, enabled=draw.precision == "bf16")
     batch, losses, counts = draw.batch(ranks), [], []
-    with FFCVLoader(
-        train, batch_size=batch, image_size=SIDE, seed=draw.seed, workers=1, drop_last=True
-    ) as loader:
+    load = {"image_size": SIDE, "workers": 1}
+    with FFCVLoader(train, batch_size=batch, seed=draw.seed, drop_last=True, **load) as loader:
         for images, labels in loader:
             with half:
                 outputs = model(images)
@@ -241,11 +230,7 @@ def reference(draw: Draw, ranks: int, train: str, val: str) -> Numbers:
             losses.append(value.item())
             counts.append(counted(draw, labels))
     model.eval()
-    with (
-        FFCVLoader(val, batch_size=1000, image_size=SIDE, train=False, workers=1) as loader,
-        torch.no_grad(),
-        half,
-    ):
+    with FFCVLoader(val, batch_size=1000, train=False, **load) as loader, torch.no_grad(), half:
         ((images, labels),) = list(loader)
         judged = loss(model(images).float(), labels).item()
     return Numbers(float(np.average(losses, weights=counts)), judged, everything(model))

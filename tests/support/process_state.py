@@ -1,4 +1,4 @@
-"""Processes of tests: communication with servers, and whether all started processes have ended."""
+"""Processes of tests: running them, communication with servers, and whether all have ended."""
 
 from __future__ import annotations
 
@@ -7,9 +7,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 import psutil
 from places import SUPPORT
+
+
+def run(*command: str | Path, timeout: float = 240, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, whatever that is; `options` are those of `subprocess.run`."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, **options)
+
+
+def output_of(*command: str | Path, **options: Any) -> str:
+    """Run a command that must succeed, and return what it prints."""
+    done = run(*command, **options)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
 def start_server(script: str) -> subprocess.Popen[str]:

@@ -137,28 +137,19 @@ MANY: Callable[[Data], Any] = lambda data: (data.many, data.many)  # noqa: E731
 
 CASES: dict[str, Case] = {
     "plain": Case(),
-    "surgery": Case(
-        (
-            t.BlurPool(min_channels=4),
-            t.SqueezeExcite(min_channels=8, latent_channels=8),
-            t.ChannelsLast(),
-            t.NoWeightDecay(),
-            t.WeightStandardization(),
-        )
-    ),
+    "surgery": Case((
+        t.BlurPool(min_channels=4), t.SqueezeExcite(min_channels=8, latent_channels=8), t.ChannelsLast(),
+        t.NoWeightDecay(), t.WeightStandardization(),
+    )),
     "surgery of a transformer": Case((t.ALiBi(), t.GatedLinearUnits(), t.LowPrecisionLayerNorm()), vit),
-    "Factorize, GyroDropout": Case(
-        (
-            t.Factorize(min_channels=16, latent_channels=0.25, min_features=16, latent_features=0.5),
-            t.GyroDropout(sigma=8, tau=4),
-        )
-    ),
+    "Factorize, GyroDropout": Case((
+        t.Factorize(min_channels=16, latent_channels=0.25, min_features=16, latent_features=0.5),
+        t.GyroDropout(sigma=8, tau=4),
+    )),
     "GhostBatchNorm": Case((t.GhostBatchNorm(8),)),
     "StochasticDepth": Case((t.StochasticDepth(drop_rate=0.5, method="sample"),), model=resnet),
     "low precision norms": Case(
-        (t.LowPrecisionLayerNorm(), t.LowPrecisionGroupNorm()),
-        no_batch_norm,
-        distribute={"precision": "bf16"},
+        (t.LowPrecisionLayerNorm(), t.LowPrecisionGroupNorm()), no_batch_norm, distribute={"precision": "bf16"}
     ),
     "LabelSmoothing, EMA": Case((t.LabelSmoothing(0.1), t.EMA(half_life=2))),
     "BinaryCrossEntropy": Case((t.BinaryCrossEntropy(),)),
@@ -188,16 +179,12 @@ CASES: dict[str, Case] = {
     "color jitter": Case(load={"color_jitter": (0.4, 0.4, 0.2), "crop": "padded"}),
     "mix of sources": Case(files=lambda data: ({data.train: 3.0, data.val: 1.0}, data.val)),  # type: ignore[dict-item,return-value]
     "weighted loss, MixUp, accumulate": Case(
-        (t.EMA(half_life=2), t.MixUp(0.2)),
-        no_batch_norm,
-        Classification(loss=nn.CrossEntropyLoss(weight=WEIGHTS)),
-        distribute={"accumulate": 2},
+        (t.EMA(half_life=2), t.MixUp(0.2)), no_batch_norm,
+        Classification(loss=nn.CrossEntropyLoss(weight=WEIGHTS)), distribute={"accumulate": 2},
     ),
     "ignored labels, accumulate": Case(
-        (t.SAM(0.05),),
-        no_batch_norm,
-        Classification(loss=nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=1)),
-        distribute={"accumulate": 2},
+        (t.SAM(0.05),), no_batch_norm,
+        Classification(loss=nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=1)), distribute={"accumulate": 2},
     ),
     "metrics": Case(task=Classification(metrics=("top1", "f1"), monitor="f1"), fit={"eval_every": 1}),
     "regression": Case((), lambda: Net(1), Regression(), NUMBERS),
@@ -216,7 +203,7 @@ CASES: dict[str, Case] = {
     "two ranks, fsdp, resumed": Case(
         (t.EMA(half_life=2),), no_batch_norm, distribute={"strategy": "fsdp", "devices": 2}, resumed=True
     ),
-}
+}  # fmt: skip
 """Each transform, strategy, task, optimizer and loader at least once, except DeepSpeed, which takes minutes to compile,
 and SeqLengthWarmup, which is for text."""
 

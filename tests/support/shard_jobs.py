@@ -5,17 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from drivetrain import transforms as t
 from drivetrain.common.errors import PlanError
-from drivetrain.transforms import (
-    EMA,
-    SAM,
-    SWA,
-    GradientClipping,
-    Lookahead,
-    NoWeightDecay,
-    StochasticDepth,
-    Transform,
-)
 from surgery_models import resnet
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -23,8 +14,13 @@ from torch.distributed.tensor import DTensor
 from torchvision.models.resnet import BasicBlock
 
 STEPS, BATCH = 6, 8
-DROPS = StochasticDepth("block", 0.5, "uniform")
-LOOPS: list[Transform] = [EMA(half_life=3), SWA(start=0.3, end=0.7), SWA(start=0.3, end=1.0), Lookahead(2)]
+DROPS = t.StochasticDepth("block", 0.5, "uniform")
+LOOPS: list[t.Transform] = [
+    t.EMA(half_life=3),
+    t.SWA(start=0.3, end=0.7),
+    t.SWA(start=0.3, end=1.0),
+    t.Lookahead(2),
+]
 
 
 def net() -> nn.Sequential:
@@ -52,10 +48,12 @@ def share(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def train(
-    model: nn.Module, method: Transform, rank: int = 0, ranks: int = 1
+    model: nn.Module, method: t.Transform, rank: int = 0, ranks: int = 1
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Train with a loop method or SAM; gives the values seen in an evaluation, after it, and at the end."""
-    factory = NoWeightDecay().optimizer(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1))
+    factory = t.NoWeightDecay().optimizer(
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1)
+    )
     optimizer, session, seen = factory(model.parameters()), method.session(model), {}
 
     def gradients(step: int) -> None:
@@ -64,7 +62,7 @@ def train(
 
     for step in range(STEPS):
         gradients(step)
-        if isinstance(method, SAM) and method.applies(step):
+        if isinstance(method, t.SAM) and method.applies(step):
             restore = method.perturb(model.parameters())
             optimizer.zero_grad()
             gradients(step)
@@ -98,9 +96,9 @@ def clip(model: nn.Module, rank: int = 0, ranks: int = 1) -> dict[str, object]:
     """Clip by norm, then by value: the norm and the gradients, gathered."""
     images, labels = share(0, rank, ranks)
     F.cross_entropy(model(images), labels).backward()
-    norm = GradientClipping("norm", 0.1).clip(model.parameters())
+    norm = t.GradientClipping("norm", 0.1).clip(model.parameters())
     assert norm is not None
-    GradientClipping("value", 0.01).clip(model.parameters())
+    t.GradientClipping("value", 0.01).clip(model.parameters())
     grads = [p.grad for p in model.parameters()]
     return {
         "norm": norm.item(),
@@ -110,7 +108,7 @@ def clip(model: nn.Module, rank: int = 0, ranks: int = 1) -> dict[str, object]:
 
 def checkpoint(model: nn.Module) -> dict[str, torch.Tensor]:
     """Averages that are whole tensors, loaded onto shards, and gathered again."""
-    session = EMA(half_life=3).session(model)
+    session = t.EMA(half_life=3).session(model)
     averages = {name: torch.full(value.shape, 2.0) for name, value in net().named_parameters()}
     session.load_state_dict({"steps": 0, "averages": averages})
     state = session.state_dict()["averages"]
@@ -166,7 +164,7 @@ def everything() -> dict[str, object]:
     """One rank's part of all that the tests look at."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     results: dict[str, object] = {
-        repr(method): train(sharded(), method, rank, ranks) for method in (*LOOPS, SAM(rho=0.5, interval=2))
+        repr(method): train(sharded(), method, rank, ranks) for method in (*LOOPS, t.SAM(rho=0.5, interval=2))
     }
     ddp = nn.parallel.DistributedDataParallel(net())
     results["ddp"] = train(ddp, LOOPS[0], rank, ranks)
@@ -176,7 +174,7 @@ def everything() -> dict[str, object]:
     refused = sharded()
     F.cross_entropy(refused(samples(0)[0]), samples(0)[1]).backward()
     try:
-        GradientClipping("adaptive", 0.01).clip(refused.parameters())
+        t.GradientClipping("adaptive", 0.01).clip(refused.parameters())
     except PlanError as error:
         results["adaptive"] = str(error)
     return results

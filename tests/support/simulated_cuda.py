@@ -167,6 +167,3 @@ def put_on_cuda(model: nn.Module) -> nn.Module:
             if buffer is not None:
                 module._buffers[name] = OnCuda(buffer)
     return model
-
-
-__all__ = ["OnCuda", "SimulatedCuda", "put_on_cuda"]

@@ -10,14 +10,8 @@ from pipeline_data import CLASSES
 BATCH, SIDE = 4, 32
 """Small, as convolutions in bf16 take long on CPUs without instructions for it."""
 TINY_VIT = {
-    "num_classes": CLASSES,
-    "image_size": SIDE,
-    "patch_size": 16,
-    "width": 32,
-    "depth": 2,
-    "heads": 2,
-    "mlp": 64,
-}
+    "num_classes": CLASSES, "image_size": SIDE, "patch_size": 16, "width": 32, "depth": 2, "heads": 2, "mlp": 64,
+}  # fmt: skip
 
 
 def shrunk(name: str, files: dict[str, str]) -> dict[str, Any]:

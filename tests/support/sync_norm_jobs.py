@@ -26,17 +26,8 @@ class Activated(nn.BatchNorm2d):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self.num_batches_tracked.add_(1)
-        out = F.batch_norm(
-            input,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training,
-            self.momentum,
-            self.eps,
-        )
-        return out.relu()
+        tensors = self.running_mean, self.running_var, self.weight, self.bias
+        return F.batch_norm(input, *tensors, self.training, self.momentum, self.eps).relu()
 
 
 class Own(nn.BatchNorm2d):

@@ -101,19 +101,13 @@ TASKS: dict[str, Any] = {
     "MultiLabel": (MultiLabel(metrics=("map", "f1", "auroc")), vectors, LABELS, "tensor"),
     "Regression": (Regression(metrics=("mae", "rmse", "r2")), numbers_of, 1, "tensor"),
     "Regression of vectors": (
-        Regression(loss="l1"),
-        lambda p: p.mean((1, 2)).astype(np.float32) / 100,
-        3,
-        "tensor",
+        Regression(loss="l1"), lambda p: p.mean((1, 2)).astype(np.float32) / 100, 3, "tensor",
     ),
     "Classification": (
-        Classification(metrics=("top1", "top2", "f1", "auroc")),
-        lambda p: p.mean((1, 2)).argmax(1),
-        3,
-        "tuple",
+        Classification(metrics=("top1", "top2", "f1", "auroc")), lambda p: p.mean((1, 2)).argmax(1), 3, "tuple",
     ),
     "your own": (Cosine(2.0), numbers_of, 1, "dict"),
-}
+}  # fmt: skip
 """By name: the task, the targets of images, the model's outputs per image, and what it returns them in."""
 
 

@@ -12,49 +12,33 @@ from typing import ClassVar, get_args
 import pytest
 import torch.nn.functional as F
 from drivetrain import transforms
+from drivetrain import transforms as t
 from drivetrain.common.errors import PlanError
-from drivetrain.transforms import (
-    TRANSFORMS,
-    AugMix,
-    BlurPool,
-    ChannelsLast,
-    Factorize,
-    Kind,
-    LabelSmoothing,
-    LayerFreezing,
-    RandAugment,
-    StochasticDepth,
-    Transform,
-    TrivialAugment,
-    catalogue,
-    get,
-    to_dict,
-)
 
 SAMPLES = [
-    *(cls() for cls in TRANSFORMS.values()),
-    BlurPool(replace_maxpools=False, min_channels=3),
-    Factorize(latent_channels=64, factorize_linears=False),
-    LabelSmoothing(0.2),
-    LayerFreezing(0.0, 0.5),
-    RandAugment(magnitude=12),
-    TrivialAugment(9),
-    AugMix(width=2, alpha=0.5),
-    StochasticDepth("sample", 0.1, "uniform"),
+    *(cls() for cls in t.TRANSFORMS.values()),
+    t.BlurPool(replace_maxpools=False, min_channels=3),
+    t.Factorize(latent_channels=64, factorize_linears=False),
+    t.LabelSmoothing(0.2),
+    t.LayerFreezing(0.0, 0.5),
+    t.RandAugment(magnitude=12),
+    t.TrivialAugment(9),
+    t.AugMix(width=2, alpha=0.5),
+    t.StochasticDepth("sample", 0.1, "uniform"),
 ]
 
 
 @pytest.mark.parametrize("transform", SAMPLES, ids=repr)
-def test_there_and_back_through_json(transform: Transform) -> None:
-    text = json.dumps(to_dict(transform))
-    assert get(**json.loads(text)) == transform
+def test_there_and_back_through_json(transform: t.Transform) -> None:
+    text = json.dumps(t.to_dict(transform))
+    assert t.get(**json.loads(text)) == transform
     assert pickle.loads(pickle.dumps(transform)) == transform
-    assert hash(transform) == hash(get(**json.loads(text)))
+    assert hash(transform) == hash(t.get(**json.loads(text)))
 
 
 def test_the_form_in_a_recipe() -> None:
-    assert to_dict(LabelSmoothing(0.08)) == {"name": "LabelSmoothing", "smoothing": 0.08}
-    assert get("ChannelsLast") == ChannelsLast()
+    assert t.to_dict(t.LabelSmoothing(0.08)) == {"name": "LabelSmoothing", "smoothing": 0.08}
+    assert t.get("ChannelsLast") == t.ChannelsLast()
 
 
 def test_every_transform_file_is_in_the_table() -> None:
@@ -62,17 +46,17 @@ def test_every_transform_file_is_in_the_table() -> None:
     texts = [path.read_text() for path in Path(transforms.__file__).parent.rglob("*.py")]
     classes = r"^class ([A-Z]\w*)\((?:Transform|_Policy)\)"
     defined = {name for text in texts for name in re.findall(classes, text, re.MULTILINE)}
-    assert defined == set(TRANSFORMS)
+    assert defined == set(t.TRANSFORMS)
 
 
-@pytest.mark.parametrize("cls", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_each_declares_itself(cls: type[Transform]) -> None:
-    assert cls.kind in get_args(Kind)
+@pytest.mark.parametrize("cls", t.TRANSFORMS.values(), ids=t.TRANSFORMS)
+def test_each_declares_itself(cls: type[t.Transform]) -> None:
+    assert cls.kind in get_args(t.Kind)
     assert cls.source
     assert "Source: " in cls.__doc__
-    assert set(cls.after) <= set(TRANSFORMS)
+    assert set(cls.after) <= set(t.TRANSFORMS)
     assert set(cls.unsafe_with) <= {"ddp", "fsdp", "deepspeed", "deepspeed_stage_3", "fairscale"}
-    translates = cls.from_plain is not Transform.from_plain
+    translates = cls.from_plain is not t.Transform.from_plain
     assert translates or not cls.renames, f"{cls.__name__} renames and cannot translate"
     for field in dataclasses.fields(cls):
         assert f"{field.name}: " in cls.__doc__, f"{cls.__name__}.{field.name} is not documented"
@@ -82,7 +66,7 @@ def test_each_declares_itself(cls: type[Transform]) -> None:
 
 
 def test_transforms_that_do_not_touch_the_loss_return_it() -> None:
-    assert BlurPool().loss(F.cross_entropy) is F.cross_entropy
+    assert t.BlurPool().loss(F.cross_entropy) is F.cross_entropy
 
 
 @pytest.mark.parametrize(("name", "near"), [
@@ -91,33 +75,33 @@ def test_transforms_that_do_not_touch_the_loss_return_it() -> None:
 ])  # fmt: skip
 def test_unknown_name(name: str, near: str) -> None:
     with pytest.raises(PlanError, match=f"No transform is named '{name}'. Did you mean '{near}'") as caught:
-        get(name)
-    assert f"Known: {', '.join(sorted(TRANSFORMS))}." in str(caught.value)
+        t.get(name)
+    assert f"Known: {', '.join(sorted(t.TRANSFORMS))}." in str(caught.value)
 
 
 def test_unknown_option() -> None:
     with pytest.raises(PlanError, match=r"BlurPool has no option 'min_chanels'\. Did you mean 'min_ch"):
-        get("BlurPool", min_chanels=3)
+        t.get("BlurPool", min_chanels=3)
     with pytest.raises(PlanError, match=r"ChannelsLast has no option 'kind'\. It has no options"):
-        get("ChannelsLast", kind="loss")
+        t.get("ChannelsLast", kind="loss")
     with pytest.raises(PlanError, match="No transform is named 3"):
-        get(3)  # type: ignore[arg-type]
+        t.get(3)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="smoothing=2"):
-        get("LabelSmoothing", smoothing=2)
+        t.get("LabelSmoothing", smoothing=2)
 
 
 def test_a_transform_of_ones_own_has_no_name_in_a_recipe() -> None:
     @dataclasses.dataclass(frozen=True)
-    class Own(Transform):
+    class Own(t.Transform):
         kind: ClassVar = "surgery"
         source: ClassVar[str] = "this test"
 
     with pytest.raises(PlanError, match="Own cannot be imported by name"):
-        to_dict(Own())
+        t.to_dict(Own())
 
 
 def test_the_declared_order_has_no_circle() -> None:
-    waiting, placed = dict(TRANSFORMS), set[str]()
+    waiting, placed = dict(t.TRANSFORMS), set[str]()
     while waiting:
         ready = [name for name, cls in waiting.items() if set(cls.after) <= placed]
         assert ready, f"{sorted(waiting)} must each follow another"
@@ -127,30 +111,30 @@ def test_the_declared_order_has_no_circle() -> None:
 
 def test_declared_facts() -> None:
     """The values that a plan relies on; their proofs are in test_surgery_runs.py and its neighbours."""
-    assert {n for n, cls in TRANSFORMS.items() if not cls.compile_safe} == {"GyroDropout"}
-    assert {n for n, cls in TRANSFORMS.items() if cls.renames} == {
+    assert {n for n, cls in t.TRANSFORMS.items() if not cls.compile_safe} == {"GyroDropout"}
+    assert {n for n, cls in t.TRANSFORMS.items() if cls.renames} == {
         "Factorize",
         "GatedLinearUnits",
         "SqueezeExcite",
     }
-    assert {n for n, cls in TRANSFORMS.items() if cls.unused_parameters} == {"LayerFreezing"}
-    assert {n: cls.unsafe_with for n, cls in TRANSFORMS.items() if cls.unsafe_with} == {
+    assert {n for n, cls in t.TRANSFORMS.items() if cls.unused_parameters} == {"LayerFreezing"}
+    assert {n: cls.unsafe_with for n, cls in t.TRANSFORMS.items() if cls.unsafe_with} == {
         "EMA": ("deepspeed_stage_3",),
         "GradientClipping": ("deepspeed", "fairscale"),
-        "LayerFreezing": LayerFreezing.unsafe_with,
+        "LayerFreezing": t.LayerFreezing.unsafe_with,
         "Lookahead": ("deepspeed",),
         "SAM": ("deepspeed", "fairscale"),
         "StochasticDepth": ("fairscale",),
         "SWA": ("deepspeed",),
     }
-    assert {n for n, cls in TRANSFORMS.items() if cls.kind == "schedule"} == {"LayerFreezing"}
+    assert {n for n, cls in t.TRANSFORMS.items() if cls.kind == "schedule"} == {"LayerFreezing"}
 
 
 def test_the_catalogue_lists_all_and_what_each_declares() -> None:
-    rows = {row.transform: row for row in catalogue()}
-    assert set(rows) == set(TRANSFORMS)
+    rows = {row.transform: row for row in t.catalogue()}
+    assert set(rows) == set(t.TRANSFORMS)
     for name, row in rows.items():
-        cls = TRANSFORMS[name]
+        cls = t.TRANSFORMS[name]
         assert (row.kind, row.source) == (cls.kind, cls.source)
         assert (row.renames == "yes") == cls.renames
         assert row.fsdp == ("no" if "fsdp" in cls.unsafe_with else "yes")
@@ -162,6 +146,6 @@ def test_the_catalogue_lists_all_and_what_each_declares() -> None:
     assert rows["LayerFreezing"].ddp == "find_unused_parameters"
     assert rows["LayerFreezing"].deepspeed == "no"
     assert "smoothing=0.1" in rows["LabelSmoothing"].defaults
-    assert json.loads(json.dumps(catalogue().to_dict()))[0]["transform"] in TRANSFORMS
-    assert "WeightStandardization" in repr(catalogue())
-    assert catalogue()._repr_html_().count("<tr>") == len(TRANSFORMS) + 1
+    assert json.loads(json.dumps(t.catalogue().to_dict()))[0]["transform"] in t.TRANSFORMS
+    assert "WeightStandardization" in repr(t.catalogue())
+    assert t.catalogue()._repr_html_().count("<tr>") == len(t.TRANSFORMS) + 1

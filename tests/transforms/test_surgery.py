@@ -10,32 +10,21 @@ from collections.abc import Callable
 import pytest
 import surgery_models as models
 import torch
+from drivetrain import transforms as t
 from drivetrain.common.errors import PlanError
-from drivetrain.transforms import (
-    TRANSFORMS,
-    Factorize,
-    GatedLinearUnits,
-    GhostBatchNorm,
-    GyroDropout,
-    NothingChanged,
-    SqueezeExcite,
-    StochasticDepth,
-    Transform,
-    WeightStandardization,
-)
 from surgery_cases import CASES, EXCITE, FACTORIZE, cases, made, same_numbers
 from torch import nn
 
 
 def test_every_surgery_is_here() -> None:
-    surgeries = {name for name, cls in TRANSFORMS.items() if cls.kind == "surgery"}
+    surgeries = {name for name, cls in t.TRANSFORMS.items() if cls.kind == "surgery"}
     assert surgeries - {"BlurPool"} == {type(transform).__name__ for transform, _, _ in CASES.values()}
 
 
 @cases
 @pytest.mark.parametrize("train", [True, False])
 def test_what_changes_and_what_stays(
-    transform: Transform, factory: Callable[[], nn.Module], count: int, train: bool
+    transform: t.Transform, factory: Callable[[], nn.Module], count: int, train: bool
 ) -> None:
     model = made(factory).train(train)
     before = dict(model.named_parameters())
@@ -56,7 +45,7 @@ def test_what_changes_and_what_stays(
 
 
 @cases
-def test_twice_is_once(transform: Transform, factory: Callable[[], nn.Module], count: int) -> None:
+def test_twice_is_once(transform: t.Transform, factory: Callable[[], nn.Module], count: int) -> None:
     model = made(factory)
     transform.apply(model)
     state, text = copy.deepcopy(model.state_dict()), str(model)
@@ -69,7 +58,7 @@ def test_twice_is_once(transform: Transform, factory: Callable[[], nn.Module], c
 
 @pytest.mark.long
 @cases
-def test_copies(transform: Transform, factory: Callable[[], nn.Module], count: int) -> None:
+def test_copies(transform: t.Transform, factory: Callable[[], nn.Module], count: int) -> None:
     model = made(factory)
     assert len(transform.apply(model).changed) == count
     stream = io.BytesIO()
@@ -93,7 +82,9 @@ def test_copies(transform: Transform, factory: Callable[[], nn.Module], count: i
 
 
 @cases
-def test_weights_before_or_after(transform: Transform, factory: Callable[[], nn.Module], count: int) -> None:
+def test_weights_before_or_after(
+    transform: t.Transform, factory: Callable[[], nn.Module], count: int
+) -> None:
     """Plain weights give the same model whether they are loaded before the surgery or, translated, after it."""
     weights = made(factory).state_dict()
     before, after = factory(), factory()
@@ -110,7 +101,7 @@ def test_weights_before_or_after(transform: Transform, factory: Callable[[], nn.
 
 
 @cases
-def test_round_trip(transform: Transform, factory: Callable[[], nn.Module], count: int) -> None:
+def test_round_trip(transform: t.Transform, factory: Callable[[], nn.Module], count: int) -> None:
     model = made(factory)
     assert len(transform.apply(model).changed) == count
     plain = transform.to_plain(model.state_dict(), model)
@@ -130,7 +121,7 @@ exported = pytest.mark.parametrize(
 
 @exported
 def test_a_plain_model_gives_the_same_output(
-    transform: Transform, factory: Callable[[], nn.Module], count: int
+    transform: t.Transform, factory: Callable[[], nn.Module], count: int
 ) -> None:
     model = made(factory)
     assert len(transform.apply(model).changed) == count
@@ -140,10 +131,10 @@ def test_a_plain_model_gives_the_same_output(
 
 
 @pytest.mark.parametrize(
-    ("transform", "factory"), [(EXCITE, models.resnet), (GatedLinearUnits(), models.vit)]
+    ("transform", "factory"), [(EXCITE, models.resnet), (t.GatedLinearUnits(), models.vit)]
 )
 def test_what_a_plain_model_cannot_express_keeps_its_names(
-    transform: Transform, factory: Callable[[], nn.Module]
+    transform: t.Transform, factory: Callable[[], nn.Module]
 ) -> None:
     model = made(factory)
     transform.apply(model)
@@ -156,23 +147,23 @@ def test_what_a_plain_model_cannot_express_keeps_its_names(
 
 
 @pytest.mark.parametrize("transform", {type(case[0]): case[0] for case in CASES.values()}.values(), ids=repr)
-def test_nothing_to_change_warns(transform: Transform) -> None:
-    with pytest.warns(NothingChanged, match="it looks for .*; Sequential is made of 1 ReLU") as caught:
+def test_nothing_to_change_warns(transform: t.Transform) -> None:
+    with pytest.warns(t.NothingChanged, match="it looks for .*; Sequential is made of 1 ReLU") as caught:
         report = transform.apply(nn.Sequential(nn.ReLU()))
     assert report.changed == ()
     assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize(("cls", "options"), [
-    (SqueezeExcite, {"latent_channels": 0}), (SqueezeExcite, {"latent_channels": 2.5}),
-    (SqueezeExcite, {"min_channels": -1}), (GhostBatchNorm, {"ghost_batch_size": 0}),
-    (WeightStandardization, {"n_last_layers_ignore": True}), (Factorize, {"latent_features": -0.5}),
-    (Factorize, {"factorize_convs": 1}), (Factorize, {"min_features": "8"}),
-    (StochasticDepth, {"method": "batch"}), (StochasticDepth, {"drop_rate": 1.0}),
-    (StochasticDepth, {"distribution": "even"}), (GyroDropout, {"p": 1.0}), (GyroDropout, {"tau": 0}),
-    (GyroDropout, {"total_steps": 0}),
+    (t.SqueezeExcite, {"latent_channels": 0}), (t.SqueezeExcite, {"latent_channels": 2.5}),
+    (t.SqueezeExcite, {"min_channels": -1}), (t.GhostBatchNorm, {"ghost_batch_size": 0}),
+    (t.WeightStandardization, {"n_last_layers_ignore": True}), (t.Factorize, {"latent_features": -0.5}),
+    (t.Factorize, {"factorize_convs": 1}), (t.Factorize, {"min_features": "8"}),
+    (t.StochasticDepth, {"method": "batch"}), (t.StochasticDepth, {"drop_rate": 1.0}),
+    (t.StochasticDepth, {"distribution": "even"}), (t.GyroDropout, {"p": 1.0}), (t.GyroDropout, {"tau": 0}),
+    (t.GyroDropout, {"total_steps": 0}),
 ])  # fmt: skip
-def test_bad_options(cls: type[Transform], options: dict[str, object]) -> None:
+def test_bad_options(cls: type[t.Transform], options: dict[str, object]) -> None:
     with pytest.raises(PlanError, match=next(iter(options))):
         cls(**options)
 
@@ -183,8 +174,8 @@ def test_subclasses_and_patched_modules_are_left_alone() -> None:
 
     conv = nn.Conv2d(16, 16, 3)
     conv.forward = lambda x: x  # type: ignore[method-assign]
-    for transform in (EXCITE, FACTORIZE, WeightStandardization()):
-        with pytest.warns(NothingChanged):
+    for transform in (EXCITE, FACTORIZE, t.WeightStandardization()):
+        with pytest.warns(t.NothingChanged):
             report = transform.apply(nn.Sequential(Own(16, 16, 3), conv))
         assert "subclass of Conv2d" in report.skipped[0][1]
         assert "replaced on the instance" in report.skipped[1][1]

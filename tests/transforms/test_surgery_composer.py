@@ -11,18 +11,7 @@ from types import ModuleType
 import pytest
 import surgery_models as models
 import torch
-from drivetrain.transforms import (
-    Factorize,
-    GatedLinearUnits,
-    GhostBatchNorm,
-    GyroDropout,
-    LayerFreezing,
-    LowPrecisionGroupNorm,
-    LowPrecisionLayerNorm,
-    SqueezeExcite,
-    StochasticDepth,
-    WeightStandardization,
-)
+from drivetrain import transforms as t
 from drivetrain.transforms.alibi import distance_bias, slopes
 from drivetrain.transforms.gyro_dropout import GyroDropoutLayer
 from torch import nn
@@ -72,7 +61,7 @@ def pair(model: nn.Module, train: bool = True) -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize("latent", [8, 0.25])
 def test_squeeze_excite(composer: ModuleType, train: bool, latent: float) -> None:
     ours, theirs = pair(models.resnet(), train)
-    assert SqueezeExcite(latent, 32).apply(ours).changed
+    assert t.SqueezeExcite(latent, 32).apply(ours).changed
     composer.apply_squeeze_excite(theirs, latent_channels=latent, min_channels=32)
     assert_same(ours, theirs)
 
@@ -81,7 +70,7 @@ def test_squeeze_excite(composer: ModuleType, train: bool, latent: float) -> Non
 @pytest.mark.parametrize("count", [4, 6, 7, 9])
 def test_ghost_batch_norm(composer: ModuleType, train: bool, count: int) -> None:
     ours, theirs = pair(models.bottlenecks(), train)
-    GhostBatchNorm(4).apply(ours)
+    t.GhostBatchNorm(4).apply(ours)
     composer.apply_ghost_batchnorm(theirs, ghost_batch_size=4)
     assert_same(ours, theirs, count)
 
@@ -89,7 +78,7 @@ def test_ghost_batch_norm(composer: ModuleType, train: bool, count: int) -> None
 @pytest.mark.parametrize("factory", [models.resnet, models.convnext])
 def test_weight_standardization(composer: ModuleType, factory) -> None:
     ours, theirs = pair(factory(), False)
-    WeightStandardization().apply(ours)
+    t.WeightStandardization().apply(ours)
     composer.apply_weight_standardization(theirs)
     assert_same(ours, theirs)
 
@@ -99,7 +88,7 @@ def test_factorize_splits_the_same_modules_at_the_same_ranks(composer: ModuleTyp
     # Not torchvision's ViT: Composer factorises its out_proj, whose weight nn.MultiheadAttention reads, and fails.
     for factory in (models.resnet, models.bottlenecks, models.convnext, models.timm_vit):
         ours, theirs = pair(factory(), False)
-        assert Factorize(**options).apply(ours).changed
+        assert t.Factorize(**options).apply(ours).changed
         composer.apply_factorization(theirs, **options)
         shapes = {plain_name(name): value.shape for name, value in theirs.state_dict().items()}
         found = {name: value.shape for name, value in ours.state_dict().items()}
@@ -117,7 +106,7 @@ def test_factorize_splits_the_same_modules_at_the_same_ranks(composer: ModuleTyp
 @pytest.mark.parametrize("distribution", ["linear", "uniform"])
 def test_stochastic_depth(composer: ModuleType, method: str, distribution: str) -> None:
     ours, theirs = pair(models.bottlenecks(), False)
-    StochasticDepth(method, 0.4, distribution).apply(ours)  # type: ignore[arg-type]
+    t.StochasticDepth(method, 0.4, distribution).apply(ours)  # type: ignore[arg-type]
     composer.apply_stochastic_depth(theirs, "ResNetBottleneck", method, 0.4, distribution)
     for place in ("4", "5"):
         block, reference = ours.get_submodule(place), theirs.get_submodule(place)
@@ -130,7 +119,7 @@ def test_stochastic_depth(composer: ModuleType, method: str, distribution: str) 
 def test_stochastic_depth_in_training(composer: ModuleType) -> None:
     """Both give the block with its branch or without, and nothing else."""
     ours, theirs = pair(models.bottlenecks())
-    StochasticDepth("block", 0.5, "uniform").apply(ours)
+    t.StochasticDepth("block", 0.5, "uniform").apply(ours)
     composer.apply_stochastic_depth(theirs, "ResNetBottleneck", "block", 0.5, "uniform")
     block, reference = ours.get_submodule("4"), theirs.get_submodule("4")
     for parameter in (block.bn3.weight, block.bn3.bias):
@@ -145,11 +134,11 @@ def test_low_precision_norms_without_autocast(composer: ModuleType) -> None:
     from composer.core import Precision
 
     ours, theirs = pair(models.vit(), False)
-    LowPrecisionLayerNorm().apply(ours)
+    t.LowPrecisionLayerNorm().apply(ours)
     composer.apply_low_precision_layernorm(theirs, Precision.AMP_BF16)
     assert_same(ours, theirs)
     ours, theirs = pair(models.Mixed(), False)
-    LowPrecisionGroupNorm().apply(ours)
+    t.LowPrecisionGroupNorm().apply(ours)
     composer.apply_low_precision_groupnorm(theirs, Precision.AMP_BF16)
     torch.testing.assert_close(ours(models.images()), theirs(models.images()))
 
@@ -158,7 +147,7 @@ def test_low_precision_norms_without_autocast(composer: ModuleType) -> None:
 def test_gyro_dropout() -> None:
     from composer.algorithms.gyro_dropout import GyroDropoutLayer as Theirs
 
-    transform = GyroDropout(p=0.25, sigma=16, tau=4, total_steps=100)
+    transform = t.GyroDropout(p=0.25, sigma=16, tau=4, total_steps=100)
     model = nn.Sequential(nn.Dropout(0.1))
     transform.apply(model)
     ours = model[0]
@@ -196,7 +185,7 @@ def test_gated_linear_units() -> None:
     from composer.algorithms.gated_linear_units.gated_linear_unit_layers import BERTGatedFFOutput
 
     model = models.timm_vit().eval()
-    GatedLinearUnits().apply(model)
+    t.GatedLinearUnits().apply(model)
     ours = model.get_submodule("blocks.0.mlp")
     nn.init.normal_(ours.value.weight)
     theirs = BERTGatedFFOutput(24, 96, 0.0, nn.GELU(), 1e-5, True, True)
@@ -212,7 +201,7 @@ def test_layer_freezing(composer: ModuleType, start: float, level: float) -> Non
     ours, theirs = pair(models.resnet())
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1)
     for progress in (0.0, 0.2, 0.5, 0.61, 0.9, 1.0):
-        LayerFreezing(start, level).freeze(ours, progress)
+        t.LayerFreezing(start, level).freeze(ours, progress)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             composer.freeze_layers(theirs, optimizer, progress, start, level)

@@ -10,28 +10,15 @@ import surgery_models as models
 import timm
 import torch
 import torch.nn.functional as F
+from drivetrain import transforms as t
 from drivetrain.common.errors import DataError, PlanError
-from drivetrain.transforms import (
-    ALiBi,
-    BlurPool,
-    Factorize,
-    GatedLinearUnits,
-    GhostBatchNorm,
-    GyroDropout,
-    LowPrecisionGroupNorm,
-    LowPrecisionLayerNorm,
-    NothingChanged,
-    SqueezeExcite,
-    Transform,
-    WeightStandardization,
-)
 from drivetrain.transforms.alibi import distance_bias
 from drivetrain.transforms.factorize import factorize, multiply
 from drivetrain.transforms.weight_standardization import standardize
 from torch import nn
 
 
-def operated(transform: Transform, module: nn.Module) -> nn.Module:
+def operated(transform: t.Transform, module: nn.Module) -> nn.Module:
     """The module after the surgery, inside a model of its own."""
     model = nn.Sequential(module)
     assert transform.apply(model).changed
@@ -44,7 +31,7 @@ def operated(transform: Transform, module: nn.Module) -> nn.Module:
 def test_squeeze_excite_is_conv_times_gate() -> None:
     conv = nn.Conv2d(16, 16, 3)
     plain, x = copy.deepcopy(conv), torch.randn(2, 16, 9, 8)
-    model = operated(SqueezeExcite(4, 16), conv)
+    model = operated(t.SqueezeExcite(4, 16), conv)
     out = plain(x)
     gate = torch.sigmoid(conv.se.up.weight @ torch.relu(conv.se.down.weight @ out.mean((2, 3)).T)).T
     torch.testing.assert_close(model(x), out * gate[:, :, None, None])
@@ -55,8 +42,8 @@ def test_squeeze_excite_is_conv_times_gate() -> None:
 def test_squeeze_excite_after_factorize_sees_one_convolution() -> None:
     """Composer finds 13 places before Factorize and 6 after it."""
     model = models.resnet()
-    Factorize(min_channels=16).apply(model)
-    report = SqueezeExcite(min_channels=16).apply(model)
+    t.Factorize(min_channels=16).apply(model)
+    report = t.SqueezeExcite(min_channels=16).apply(model)
     assert len(report.changed) == 8
     assert not any(name.endswith(("down", "up")) for name in report.changed)
 
@@ -67,7 +54,7 @@ def test_squeeze_excite_after_factorize_sees_one_convolution() -> None:
 @pytest.mark.parametrize(("batch", "ghost", "groups"), [(8, 4, 2), (9, 4, 3), (3, 8, 1), (5, 2, 3)])
 def test_ghost_groups_have_statistics_of_their_own(batch: int, ghost: int, groups: int) -> None:
     x = torch.randn(batch, 6, 5, 5) * torch.arange(1, batch + 1)[:, None, None, None]
-    model = operated(GhostBatchNorm(ghost), nn.BatchNorm2d(6, affine=False))
+    model = operated(t.GhostBatchNorm(ghost), nn.BatchNorm2d(6, affine=False))
     expected = [F.batch_norm(group, None, None, training=True) for group in x.chunk(groups)]
     torch.testing.assert_close(model(x), torch.cat(expected))
     assert model[0].num_batches_tracked == groups
@@ -77,7 +64,7 @@ def test_ghost_below_its_size_works_in_evaluation_and_training() -> None:
     """Composer's raises for a last, small batch, in evaluation too."""
     bn = nn.BatchNorm1d(6)
     plain = copy.deepcopy(bn)
-    model = operated(GhostBatchNorm(32), bn)
+    model = operated(t.GhostBatchNorm(32), bn)
     x = torch.randn(5, 6)
     torch.testing.assert_close(model(x), plain(x))
     torch.testing.assert_close(model.eval()(x), plain.eval()(x))
@@ -86,7 +73,7 @@ def test_ghost_below_its_size_works_in_evaluation_and_training() -> None:
 
 def test_ghost_cumulative_statistics() -> None:
     bn = nn.BatchNorm1d(3, momentum=None)
-    operated(GhostBatchNorm(4), bn)
+    operated(t.GhostBatchNorm(4), bn)
     x = torch.randn(8, 3)
     bn(x)
     torch.testing.assert_close(bn.running_mean, x.mean(0))
@@ -94,14 +81,14 @@ def test_ghost_cumulative_statistics() -> None:
 
 def test_ghost_without_running_statistics() -> None:
     bn = nn.BatchNorm3d(3, track_running_stats=False)
-    model = operated(GhostBatchNorm(2), bn)
+    model = operated(t.GhostBatchNorm(2), bn)
     x = torch.randn(4, 3, 2, 2, 2)
     torch.testing.assert_close(model.eval()(x), model.train()(x))
 
 
 def test_ghost_leaves_sync_batch_norm() -> None:
-    with pytest.warns(NothingChanged, match="SyncBatchNorm computes statistics over all devices"):
-        GhostBatchNorm().apply(nn.Sequential(nn.SyncBatchNorm(4)))
+    with pytest.warns(t.NothingChanged, match="SyncBatchNorm computes statistics over all devices"):
+        t.GhostBatchNorm().apply(nn.Sequential(nn.SyncBatchNorm(4)))
 
 
 # ---- WeightStandardization ----
@@ -121,9 +108,9 @@ def test_standardized_weights_have_mean_0_and_variance_1(dtype: torch.dtype) -> 
 
 def test_standardization_leaves_the_last_and_the_single_weights() -> None:
     model = models.resnet()
-    assert len(WeightStandardization(n_last_layers_ignore=3).apply(model).changed) == 6
+    assert len(t.WeightStandardization(n_last_layers_ignore=3).apply(model).changed) == 6
     pointwise = nn.Sequential(nn.Conv2d(4, 4, 1, groups=4), nn.Conv1d(4, 4, 3), nn.Conv3d(4, 4, 3))
-    report = WeightStandardization().apply(pointwise)
+    report = t.WeightStandardization().apply(pointwise)
     assert report.changed == ("1", "2")
     assert report.skipped == (("0", "it has one weight per output channel, which would become 0"),)
 
@@ -132,9 +119,9 @@ def test_standardization_leaves_the_last_and_the_single_weights() -> None:
 def test_standardization_keeps_blurpool_and_padding_mode(blur_first: bool) -> None:
     conv = nn.Conv2d(16, 16, 3, 2, 1, padding_mode="reflect")
     model = nn.Sequential(conv)
-    BlurPool(blur_first=blur_first).apply(model)
+    t.BlurPool(blur_first=blur_first).apply(model)
     reference = copy.deepcopy(model)
-    WeightStandardization().apply(model)
+    t.WeightStandardization().apply(model)
     x = torch.randn(2, 16, 9, 9)
     reference[0].weight.data = standardize(reference[0].weight.data)
     torch.testing.assert_close(model(x), reference(x))
@@ -164,7 +151,7 @@ def test_factorize_keeps_a_pretrained_model_where_it_is() -> None:
     x = torch.randn(2, 16, 9, 9)
     expected = model(x)
     weight, bias = conv.weight.detach(), conv.bias
-    report = Factorize(min_channels=16, min_features=32, latent_channels=4, latent_features=4).apply(model)
+    report = t.Factorize(min_channels=16, min_features=32, latent_channels=4, latent_features=4).apply(model)
     assert report.changed == ("0", "3")
     torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(conv.weight, weight, rtol=1e-3, atol=1e-3)
@@ -179,20 +166,20 @@ def test_factorize_leaves_what_would_not_gain_or_learn() -> None:
     zero = nn.Linear(32, 32)
     nn.init.zeros_(zero.weight)
     layers = [nn.Linear(32, 32), nn.Conv2d(32, 32, 3, groups=2), shared, tied, zero]
-    report = Factorize(min_channels=32, min_features=32, latent_features=16).apply(
+    report = t.Factorize(min_channels=32, min_features=32, latent_features=16).apply(
         nn.Sequential(*layers, nn.Conv2d(32, 32, 3))
     )
     assert report.changed == ("5",)
     reasons = ["saves no multiplications; use at most 15", "2 groups", *["shares its weight"] * 2]
     assert all(part in why for part, (_, why) in zip(reasons, report.skipped[:4], strict=True))
-    zeros = Factorize(min_features=32, latent_features=4).apply(nn.Sequential(zero, nn.Linear(32, 32)))
+    zeros = t.Factorize(min_features=32, latent_features=4).apply(nn.Sequential(zero, nn.Linear(32, 32)))
     assert zeros.skipped == (("0", "its weight is 0, and factors of 0 get no gradient"),)
 
 
 def test_factorize_inside_a_layer_that_reads_its_weights() -> None:
     """nn.TransformerEncoderLayer reads linear1.weight in its fast path."""
     model = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()
-    report = Factorize(min_features=32, latent_features=8).apply(model)
+    report = t.Factorize(min_features=32, latent_features=8).apply(model)
     assert report.changed == ("linear1", "linear2")
     x = torch.randn(2, 5, 32)
     with torch.no_grad():
@@ -205,7 +192,7 @@ def test_factorize_inside_a_layer_that_reads_its_weights() -> None:
 
 def test_subnetworks_are_few_and_held() -> None:
     torch.manual_seed(0)
-    model = operated(GyroDropout(p=0.5, sigma=6, tau=3, total_steps=24), nn.Dropout(0.1))
+    model = operated(t.GyroDropout(p=0.5, sigma=6, tau=3, total_steps=24), nn.Dropout(0.1))
     layer = model[0]
     assert layer.hold == 12
     steps = torch.stack([layer(torch.ones(7, 32)) for _ in range(48)])
@@ -222,7 +209,7 @@ def test_subnetworks_are_few_and_held() -> None:
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_any_shape_and_batch(shape: tuple[int, ...], batch: int) -> None:
     """Composer's fails for a batch that tau does not divide and for tokens."""
-    layer = operated(GyroDropout(tau=4, total_steps=9999), nn.Dropout(0.1))[0]
+    layer = operated(t.GyroDropout(tau=4, total_steps=9999), nn.Dropout(0.1))[0]
     kept = layer(torch.ones(batch, *shape)) > 0
     feature_axis = 1 if len(shape) == 3 else -1
     lines = kept.movedim(feature_axis, -1).flatten(1, -2) if len(shape) > 1 else kept[:, None]
@@ -231,13 +218,13 @@ def test_any_shape_and_batch(shape: tuple[int, ...], batch: int) -> None:
 
 
 def test_short_runs_and_idle_layers() -> None:
-    assert operated(GyroDropout(total_steps=10), nn.Dropout(0.1))[0].hold == 1
-    report = GyroDropout().apply(nn.Sequential(nn.Dropout(0.0), nn.Dropout(0.2)))
+    assert operated(t.GyroDropout(total_steps=10), nn.Dropout(0.1))[0].hold == 1
+    report = t.GyroDropout().apply(nn.Sequential(nn.Dropout(0.0), nn.Dropout(0.2)))
     assert report.skipped == (("0", "p=0 has no effect"),)
 
 
 def test_the_length_of_the_training_is_given_told_or_asked_for() -> None:
-    given, open_ended = GyroDropout(sigma=4, tau=2, total_steps=40), GyroDropout(sigma=4, tau=2)
+    given, open_ended = t.GyroDropout(sigma=4, tau=2, total_steps=40), t.GyroDropout(sigma=4, tau=2)
     model = operated(open_ended, nn.Dropout(0.1))
     assert torch.equal(model.eval()(torch.ones(4, 9)), torch.ones(4, 9))
     with pytest.raises(PlanError, match=r"length of the training.* total_steps=…, or call its begin"):
@@ -253,7 +240,7 @@ def test_ranks_with_one_seed_have_the_same_subnetworks() -> None:
     outs = []
     for _ in range(2):
         torch.manual_seed(5)
-        outs.append(operated(GyroDropout(total_steps=9999), nn.Dropout(0.1))(torch.ones(4, 9)))
+        outs.append(operated(t.GyroDropout(total_steps=9999), nn.Dropout(0.1))(torch.ones(4, 9)))
     assert torch.equal(*outs)
 
 
@@ -266,8 +253,8 @@ def test_low_precision_under_autocast(dtype: torch.dtype) -> None:
     nn.init.normal_(layer.weight)
     x = torch.randn(3, 8)
     expected = F.layer_norm(x.to(dtype), (8,), layer.weight.to(dtype), layer.bias.to(dtype), layer.eps)
-    LowPrecisionLayerNorm().apply(layer)
-    LowPrecisionGroupNorm().apply(group)
+    t.LowPrecisionLayerNorm().apply(layer)
+    t.LowPrecisionGroupNorm().apply(group)
     with torch.autocast("cpu", dtype):
         assert torch.equal(layer(x), expected)
         assert torch.equal(group(x), F.group_norm(x, 2))  # slower in half precision on a CPU
@@ -281,14 +268,14 @@ def test_low_precision_under_autocast(dtype: torch.dtype) -> None:
 def test_low_precision_on_a_gpu(dtype: torch.dtype) -> None:
     model = models.timm_convnext().cuda()
     plain = copy.deepcopy(model)
-    LowPrecisionLayerNorm().apply(model)
+    t.LowPrecisionLayerNorm().apply(model)
     x = models.images().cuda()
     with torch.autocast("cuda", dtype):
         assert model.stem(x).dtype == dtype
         torch.testing.assert_close(model(x), plain(x), rtol=0.05, atol=0.05)
     model(x).sum().backward()
     group = nn.GroupNorm(2, 8).cuda()
-    LowPrecisionGroupNorm().apply(group)
+    t.LowPrecisionGroupNorm().apply(group)
     with torch.autocast("cuda", dtype):
         assert group(torch.randn(3, 8, 4, 4, device="cuda")).dtype == dtype
 
@@ -312,7 +299,7 @@ def test_both_libraries_attend_alike() -> None:
     """torchvision's and timm's attention with the same weights give the same."""
     one, other = models.vit().eval(), models.timm_vit().eval()
     for model in (one, other):
-        assert len(ALiBi().apply(model).changed) == 2
+        assert len(t.ALiBi().apply(model).changed) == 2
     theirs = one.get_submodule("encoder.layers.encoder_layer_0.self_attention")
     ours = other.get_submodule("blocks.0.attn")
     ours.qkv.load_state_dict({"weight": theirs.in_proj_weight, "bias": theirs.in_proj_bias})
@@ -331,7 +318,7 @@ def test_position_embeddings_are_gone_and_the_image_may_grow() -> None:
         "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=3,
         num_classes=5, dynamic_img_size=True,
     ).eval()  # fmt: skip
-    report = ALiBi().apply(model)
+    report = t.ALiBi().apply(model)
     assert report.notes == ("pos_embed is set to 0 and frozen.",)
     assert model.pos_embed.eq(0).all()
     assert not model.pos_embed.requires_grad
@@ -341,8 +328,8 @@ def test_position_embeddings_are_gone_and_the_image_may_grow() -> None:
 
 
 def test_attention_elsewhere_is_left_alone() -> None:
-    with pytest.warns(NothingChanged, match="not inside a ViT with a known, complete grid of patches"):
-        ALiBi().apply(nn.TransformerEncoderLayer(8, 2, batch_first=True))
+    with pytest.warns(t.NothingChanged, match="not inside a ViT with a known, complete grid of patches"):
+        t.ALiBi().apply(nn.TransformerEncoderLayer(8, 2, batch_first=True))
 
 
 # ---- GatedLinearUnits ----
@@ -352,7 +339,7 @@ def test_gating_starts_from_what_the_model_computed() -> None:
     for factory in (models.vit, models.timm_vit, models.timm_convnext):
         model = factory().eval()
         plain = copy.deepcopy(model)
-        GatedLinearUnits().apply(model)
+        t.GatedLinearUnits().apply(model)
         torch.testing.assert_close(model(models.images()), plain(models.images()))
         model(models.images()).square().sum().backward()
         values = [parameter for name, parameter in model.named_parameters() if "value.weight" in name]
@@ -362,9 +349,9 @@ def test_gating_starts_from_what_the_model_computed() -> None:
 
 def test_gating_after_factorize() -> None:
     model = models.timm_vit()
-    Factorize(min_features=16, latent_features=4).apply(model)
-    assert len(GatedLinearUnits().apply(model).changed) == 2
+    t.Factorize(min_features=16, latent_features=4).apply(model)
+    assert len(t.GatedLinearUnits().apply(model).changed) == 2
     assert type(model.blocks[0].mlp.value) is nn.Linear
     conv = timm.create_model("test_convnext", num_classes=5, conv_mlp=True)
-    with pytest.warns(NothingChanged, match="its first layer is a Conv2d"):
-        GatedLinearUnits().apply(conv)
+    with pytest.warns(t.NothingChanged, match="its first layer is a Conv2d"):
+        t.GatedLinearUnits().apply(conv)
