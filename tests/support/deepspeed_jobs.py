@@ -17,14 +17,14 @@ from typing import Any
 import fsdp_models as models
 import torch
 import torch.distributed as dist
-from deepspeed_methods import OFFLOAD, STAGES, attempt, methods, options_of, prepare
+from deepspeed_methods import OFFLOAD, STAGES, methods, options_of, prepare
 from drivetrain import Pipeline, strategies
-from drivetrain.common.errors import DrivetrainError, StrategyError
+from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import OptimizerState
 from drivetrain.strategies.common.memory import held_bytes
 from fsdp_jobs import on_meta, surgeries
 from parity_jobs import BF16, CASES, KINDS, Case, Run, batch, longer, one_step, train
-from pipeline_data import numbers
+from pipeline_data import attempt, fitted
 from strategy_jobs import make_optimizer, refusal
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -230,12 +230,3 @@ def uneven() -> str:
     except StrategyError as error:
         return str(error)
     return "not refused"
-
-
-def fitted(pipeline: Pipeline) -> Any:
-    """Numbers and weights of a training, or its error."""
-    try:
-        result = pipeline.fit(epochs=2, progress=False)
-    except DrivetrainError as error:
-        return f"{type(error).__name__}: {error}"
-    return numbers(result), result.model.state_dict()

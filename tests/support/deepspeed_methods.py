@@ -8,9 +8,9 @@ from typing import Any
 import fsdp_models as models
 import torch
 from drivetrain import strategies
-from drivetrain.common.errors import DrivetrainError
 from drivetrain.transforms import EMA, SAM, SWA, GradientClipping, LayerFreezing
 from parity_jobs import Run, batch, evaluate, one_step
+from pipeline_data import attempt
 from strategy_jobs import make_optimizer
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -42,13 +42,6 @@ def methods() -> dict[str, Any]:
         )
         found[f"LayerFreezing {name}"] = attempt(lambda name=name: frozen_moves(name))
     return found
-
-
-def attempt(action: Any) -> Any:
-    try:
-        return action()
-    except DrivetrainError as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def averaged(name: str) -> dict[str, torch.Tensor]:

@@ -6,12 +6,13 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from drivetrain import Pipeline
+from drivetrain import DrivetrainError, Pipeline
 from drivetrain.loaders import FFCVLoader, convert
 from torch import nn
 
@@ -106,6 +107,24 @@ def evaluated(model: nn.Module, path: str) -> tuple[float, float]:
 def numbers(result: Any) -> list[tuple[float, float, float]]:
     """What must agree between two runs, of each epoch: loss, validation loss, accuracy."""
     return [(epoch.loss, epoch.val_loss, epoch.accuracy) for epoch in result.history.epochs]
+
+
+def attempt(action: Callable[[], Any]) -> Any:
+    """Return what `action` returns, or its error as text."""
+    try:
+        return action()
+    except DrivetrainError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def fitted(pipeline: Pipeline, **fit: Any) -> Any:
+    """Numbers and weights of a training of two epochs, or its error as text."""
+
+    def train() -> tuple[Any, Any]:
+        result = pipeline.fit(**{"epochs": 2, "progress": False} | fit)
+        return numbers(result), result.model.state_dict()
+
+    return attempt(train)
 
 
 RUN_FILES = ["checkpoints", "curves.png", "history.json", "model.safetensors", "plan.txt"]

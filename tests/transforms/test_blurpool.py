@@ -1,19 +1,80 @@
-"""BlurPool alone: what it changes in full models, what it skips, and its reports."""
+"""BlurPool alone: what it changes in full models, what it preserves, its numbers and its reports."""
 
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torchvision
-from blurpool_models import images, models, small_resnet, strided
 from drivetrain.common.errors import PlanError
 from drivetrain.transforms import BlurPool, NothingChanged
-from drivetrain.transforms.blurpool import BlurConv2d, BlurMaxPool2d
+from drivetrain.transforms.blurpool import BlurConv2d, BlurMaxPool2d, blur
 from torch import nn
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+from torchvision.models.resnet import BasicBlock, ResNet
+
+# ---- Models, and the filter by itself ----
+
+
+class Arbitrary(nn.Module):
+    """A convolution registered twice, a pool, a linear layer, and a functional call in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.down = nn.Conv2d(16, 16, 3, stride=2, padding=1)
+        self.again = self.down
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.again(torch.relu(self.down(self.stem(x))))
+        return self.head(self.pool(x).mean((2, 3)))
+
+
+def small_resnet() -> nn.Module:
+    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=5)
+
+
+def small_convnext() -> nn.Module:
+    return ConvNeXt([CNBlockConfig(16, 32, 1), CNBlockConfig(32, None, 1)], num_classes=5)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "resnet18": (torchvision.models.resnet18, 7),
+    "basic_blocks": (small_resnet, 7),
+    "convnext": (small_convnext, 1),
+    "arbitrary": (Arbitrary, 2),
+}
+models = pytest.mark.parametrize(("factory", "count"), MODELS.values(), ids=MODELS)
+
+
+def images(*shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (2, 3, 32, 32)), generator=torch.Generator().manual_seed(0))
+
+
+def strided(**options: object) -> nn.Conv2d:
+    torch.manual_seed(0)
+    return nn.Conv2d(16, 16, **{"kernel_size": 3, "stride": 2, "padding": 1, **options})  # type: ignore[arg-type]
+
+
+def dense_blur(x: torch.Tensor, stride: int = 1) -> torch.Tensor:
+    """The filter written as nine shifted sums."""
+    padded, height, width = F.pad(x, (1, 1, 1, 1)), x.shape[-2], x.shape[-1]
+    out = torch.zeros_like(x)
+    for i, a in enumerate((1, 2, 1)):
+        for j, b in enumerate((1, 2, 1)):
+            out += a * b / 16 * padded[..., i : i + height, j : j + width]
+    return out[..., ::stride, ::stride]
+
+
+# ---- What changes, and the reports ----
 
 
 @models
@@ -161,3 +222,257 @@ def test_nothing_changed_names_the_obstacle() -> None:
 def test_bad_options(options: dict[str, object]) -> None:
     with pytest.raises(PlanError, match=next(iter(options))):
         BlurPool(**options)  # type: ignore[arg-type]
+
+
+# ---- What must stay ----
+
+
+@pytest.mark.parametrize("blur_first", [True, False])
+def test_dtype_device_grad_mode_and_layout(blur_first: bool) -> None:
+    conv = strided(padding_mode="reflect", dtype=torch.bfloat16).requires_grad_(False).eval()
+    meta = strided(device="meta")
+    BlurPool(blur_first=blur_first).apply(nn.ModuleList([conv, meta]))
+    x = images(2, 16, 8, 8).bfloat16().to(memory_format=torch.channels_last)
+    out = conv(x)
+    assert conv.weight.dtype == out.dtype == torch.bfloat16
+    assert not conv.weight.requires_grad
+    assert not conv.training
+    assert conv.padding_mode == "reflect"
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    assert meta(images(2, 16, 8, 8).to("meta")).is_meta
+
+
+def test_meta_weights_then_to_empty() -> None:
+    """The way FSDP builds large models: nothing but the weights may need to be filled in."""
+    with torch.device("meta"):
+        made = nn.Sequential(strided(), nn.MaxPool2d(2))
+    BlurPool().apply(made)
+    plain = nn.Sequential(strided(), nn.MaxPool2d(2))
+    made.to_empty(device="cpu").load_state_dict(plain.state_dict())
+    BlurPool().apply(plain)
+    x = images(2, 16, 8, 8)
+    torch.testing.assert_close(made(x), plain(x))
+
+
+@pytest.mark.parametrize("blur_first", [True, False])
+def test_autocast(blur_first: bool) -> None:
+    conv = strided()
+    BlurPool(blur_first=blur_first).apply(conv)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert conv(images(2, 16, 8, 8)).dtype == torch.bfloat16
+
+
+def test_hooks_run() -> None:
+    seen: list[str] = []
+    conv, pool = strided(), nn.MaxPool2d(2)
+    for module in (conv, pool):
+        module.register_forward_pre_hook(lambda module, _: seen.append(f"before {type(module).__name__}"))
+        module.register_forward_hook(lambda module, *_: seen.append(f"after {type(module).__name__}"))
+        module.register_full_backward_hook(lambda module, *_: seen.append(f"back {type(module).__name__}"))
+    model = nn.Sequential(conv, pool)
+    BlurPool().apply(model)
+    model(images(2, 16, 8, 8).requires_grad_()).sum().backward()
+    both = ("BlurConv2d", "BlurMaxPool2d")
+    assert seen == [f"{moment} {name}" for name in both for moment in ("before", "after")] + [
+        f"back {name}" for name in reversed(both)
+    ]
+
+
+def test_optimizer_made_before_still_steps() -> None:
+    model = Arbitrary()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    BlurPool().apply(model)
+    weight = model.down.weight.detach().clone()
+    model(images()).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.down.weight, weight)
+
+
+def test_shared_module_stays_shared() -> None:
+    model = Arbitrary()
+    report = BlurPool().apply(model)
+    assert report.changed == ("down", "pool")
+    assert model.again is model.down
+
+
+@pytest.mark.parametrize("factory", [small_convnext, Arbitrary])
+def test_deepcopy_and_pickle(factory: Callable[[], nn.Module]) -> None:
+    model = factory().eval()
+    BlurPool(blur_first=False).apply(model)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    for other in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(stream, weights_only=False),
+    ):
+        torch.testing.assert_close(other(images()), model(images()), rtol=0, atol=0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("blur_first", [True, False])
+def test_compiles_without_a_break(blur_first: bool) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.MaxPool2d(3, 2, 1, ceil_mode=True), nn.BatchNorm2d(16), BasicBlock(16, 16)
+    )
+    model.append(strided(padding_mode="reflect"))
+    assert len(BlurPool(blur_first=blur_first).apply(model).changed) == 2
+    compiled = torch.compile(model.eval(), backend="eager", fullgraph=True)
+    for size in (16, 20):  # the second size makes the shapes symbolic
+        torch.testing.assert_close(compiled(images(2, 3, size, size)), model(images(2, 3, size, size)))
+    explanation = torch._dynamo.explain(model)(images(2, 3, 16, 16))
+    assert explanation.graph_break_count == 0
+
+
+@pytest.mark.usefixtures("one_process_group")
+def test_fsdp2_around_each_convolution() -> None:
+    """Composer's BlurConv2d fails here: it calls the inner forward, past the hooks that gather weights."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = small_resnet()
+    BlurPool().apply(model)
+    reference = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (1,))
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    out = model(images())
+    torch.testing.assert_close(out, reference(images()))
+    out.sum().backward()
+    reference(images()).sum().backward()
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name].grad)
+
+
+# ---- The numbers ----
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 7, 6), (3, 7, 6), (1, 4, 1, 1), (2, 1, 2, 9)])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_blur_is_the_binomial_filter(shape: tuple[int, ...], stride: int) -> None:
+    x = images(*shape)
+    torch.testing.assert_close(blur(x, (stride, stride)), dense_blur(x, stride))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_blur_keeps_dtype_and_layout(dtype: torch.dtype) -> None:
+    x = images(2, 8, 6, 6).to(dtype, memory_format=torch.channels_last)
+    assert blur(x).dtype == dtype
+    assert blur(x).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_less_aliasing_than_before() -> None:
+    """What it is for: a shift of one pixel changes the subsampled output less."""
+    x = images(1, 16, 64, 64)
+    pool = nn.MaxPool2d(2)
+
+    def change() -> float:
+        return (pool(x) - pool(x.roll(1, -1))).abs().mean().item() / pool(x).std().item()
+
+    before = change()
+    BlurPool().apply(pool)
+    assert change() < 0.9 * before
+
+
+CONVOLUTIONS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "1x1": {"kernel_size": 1, "padding": 0},
+    "dilated": {"dilation": 2, "padding": 2},
+    "grouped": {"groups": 4},
+    "depthwise": {"groups": 16},
+    "reflect": {"padding_mode": "reflect"},
+    "circular": {"padding_mode": "circular", "padding": (1, 2), "kernel_size": (3, 5)},
+    "stride (2, 1)": {"stride": (2, 1)},
+    "valid": {"padding": "valid"},
+    "stride 3": {"stride": 3, "kernel_size": 5},
+}
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+@pytest.mark.parametrize("batched", [True, False])
+def test_convolution_blurs_its_input(options: dict[str, object], batched: bool) -> None:
+    conv, x = strided(**options), images(2, 16, 13, 12)
+    x = x if batched else x[0]
+    expected = conv(dense_blur(x))
+    BlurPool().apply(conv)
+    torch.testing.assert_close(conv(x), expected)
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_convolution_blurs_its_output(options: dict[str, object]) -> None:
+    conv, x = strided(**options), images(2, 16, 13, 12)
+    shape = conv(x).shape
+    dense = copy.deepcopy(conv)
+    dense.stride = (1, 1)
+    rows, columns = conv.stride
+    expected = dense_blur(dense(x))[..., ::rows, ::columns]
+    BlurPool(blur_first=False).apply(conv)
+    torch.testing.assert_close(conv(x), expected)
+    assert conv(x).shape == shape
+    assert conv.stride == (rows, columns)
+    assert "blur_first=False" in repr(conv)
+
+
+@pytest.mark.parametrize("blur_first", [True, False])
+def test_gradients(blur_first: bool) -> None:
+    conv = strided(padding_mode="reflect", groups=4).double()
+    BlurPool(blur_first=blur_first).apply(conv)
+    x = images(1, 16, 5, 4).double().requires_grad_()
+    assert torch.autograd.gradcheck(conv, x, fast_mode=True)
+
+
+@pytest.mark.parametrize("kernel", [2, 3, (3, 2)])
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("dilation", [1, 2])
+def test_maxpool(kernel: int | tuple[int, int], padding: int, dilation: int) -> None:
+    pool, x = nn.MaxPool2d(kernel, 2, padding, dilation), images(2, 4, 9, 10)
+    shape = pool(x).shape
+    BlurPool().apply(pool)
+    torch.testing.assert_close(pool(x), dense_blur(F.max_pool2d(x, kernel, 1, padding, dilation), 2))
+    assert pool(x).shape == shape
+
+
+@pytest.mark.parametrize("size", range(5, 12))
+@pytest.mark.parametrize(("kernel", "stride", "padding", "dilation"), [
+    (2, 2, 0, 1), (3, 2, 0, 1), (3, 2, 1, 1), (3, 3, 1, 1), (2, 3, 0, 1), (2, 3, 1, 2), (2, 4, 1, 1),
+])  # fmt: skip
+def test_ceil_mode_keeps_the_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> None:
+    pool = nn.MaxPool2d(kernel, stride, padding, dilation, ceil_mode=True)
+    x = images(1, 2, size, size + 1)
+    shape = pool(x).shape
+    # The maximum at every pixel, where a window may also reach over the edge, as ceil_mode allows.
+    far = F.max_pool2d(F.pad(x, (0, 9, 0, 9), value=-1e9), kernel, 1, padding, dilation)
+    rows, columns = ((n - 1) * stride + 1 for n in shape[-2:])
+    floor = F.max_pool2d(x, kernel, 1, padding, dilation)
+    far = far[..., : max(rows, floor.shape[-2]), : max(columns, floor.shape[-1])]
+    expected = dense_blur(far, stride)[..., : shape[-2], : shape[-1]]
+    BlurPool().apply(pool)
+    assert pool(x).shape == shape
+    assert pool(x).isfinite().all()
+    torch.testing.assert_close(pool(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_on_the_cpu_is_the_fp32_filter_rounded(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 9, 11).to(dtype).contiguous(memory_format=torch.channels_last)
+    exact = x.float().requires_grad_()
+    half = x.clone().requires_grad_()
+    wanted = blur(exact, (2, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = blur(half, (2, 2))
+    assert found.dtype == dtype
+    assert torch.equal(found, wanted.to(dtype))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    wanted.sum().backward()
+    found.float().sum().backward()
+    assert exact.grad is not None
+    assert half.grad is not None
+    assert torch.equal(half.grad, exact.grad.to(dtype))
