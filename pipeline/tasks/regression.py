@@ -76,8 +76,9 @@ class Regression(StandardTask):
         shape = (2,) if width == 1 else (2, width)
         if isinstance(outputs, torch.Tensor) and outputs.shape == shape:
             return ""
+        found = shape_of(outputs)
         return (
-            f"The model returns {shape_of(outputs)} for 2 images, but {source} has {width} number(s) per image. Build it so that "
+            f"The model returns {found} for 2 images, but {source} has {width} number(s) per image. Build it so that "
             f"it returns (2, {width}): with num_classes={width}; in a recipe: model_options.num_classes={width}."
         )
 
