@@ -72,7 +72,6 @@ class Agent:
         return agent.children()[0]
 
     def end(self) -> int:
-        """Wait for its end, and return its exit status."""
         try:
             return self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:

@@ -37,8 +37,6 @@ STOPS_AT = 9
 
 
 class Losses(Callback):
-    """Keeps every loss of this rank."""
-
     def __init__(self) -> None:
         self.losses: list[float | None] = []
 

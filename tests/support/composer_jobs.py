@@ -151,8 +151,6 @@ def strided_model(classes: int = CLASSES) -> nn.Module:
 
 
 class Recorded:
-    """A loader of recorded epochs, for Composer's Trainer."""
-
     batch_size = BATCH
 
     def __init__(self, epochs: list[list[Any]]) -> None:

@@ -200,7 +200,6 @@ def meta() -> nn.Module:
 
 
 def refusals() -> dict[str, str]:
-    """The message of each thing that cannot be."""
     twice = nn.Linear(2, 1)
     prepare("deepspeed_stage_2", twice)
     scalar = nn.Linear(2, 1)

@@ -24,7 +24,6 @@ class Durations:
         self._known: dict[str, float] = {} if self._cache is None else self._cache.get(_KEY, {})
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Deselect what took long."""
         if not QUICK:
             return
         long = [item for item in items if self._known.get(item.nodeid, 0) > LIMIT]
@@ -37,6 +36,5 @@ class Durations:
             self._seen[report.nodeid] = round(report.duration, 2)
 
     def pytest_sessionfinish(self) -> None:
-        """Keep the durations; xdist's workers report to the controller."""
         if self._cache is not None and not hasattr(self._config, "workerinput"):
             self._cache.set(_KEY, {**self._known, **self._seen})

@@ -37,8 +37,6 @@ class FixedBatch(_Wrapped):
 
 
 class TwoOutputs(_Wrapped):
-    """Returns a dict with two tensors."""
-
     def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.layers(images)
         return {"logits": logits, "mean": images.mean((1, 2, 3))}

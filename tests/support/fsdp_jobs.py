@@ -37,8 +37,6 @@ def surgeries() -> list[Case]:
 
 @dataclass(frozen=True)
 class Changed:
-    """The factory of a model after surgery."""
-
     transform: Transform
     factory: Callable[[], nn.Module]
 
@@ -141,7 +139,6 @@ def gathered_after_forward(strategy: str) -> tuple[bool, bool]:
 
 
 def optimizer_kinds() -> list[str]:
-    """The types of what the optimizer factory was given."""
     seen: list[str] = []
 
     def factory(params):
@@ -168,7 +165,6 @@ def from_meta() -> dict[str, torch.Tensor]:
 
 
 def refusals() -> dict[str, str]:
-    """The message of each model that cannot be sharded."""
     scalar = nn.Linear(2, 1)
     scalar.scale = nn.Parameter(torch.tensor(1.0))
     twice = nn.Linear(2, 1)

@@ -40,7 +40,6 @@ class Device:
     real: bool
 
     def holds(self, *tensors: torch.Tensor) -> None:
-        """Assert that all tensors are on it."""
         assert tensors
         assert {tensor.device.type for tensor in tensors} == {self.name}
 

@@ -17,8 +17,6 @@ STEPS, BATCH, PIXELS = 4, 8, 16
 
 @dataclass
 class Found:
-    """What one strategy did on one rank."""
-
     losses: list[float] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     device: str = ""

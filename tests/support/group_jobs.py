@@ -70,6 +70,5 @@ def trained(strategy: str, name: str) -> dict[str, Any]:
 
 
 def all_of(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
-    """By strategy and configuration."""
     quiet()
     return {(strategy, config): trained(strategy, config) for strategy, config in pairs}

@@ -56,6 +56,5 @@ class Watch:
 
 
 def register(config: pytest.Config) -> None:
-    """Watch the tests, if the environment asks for it."""
     if MODE:
         config.pluginmanager.register(Watch())

@@ -28,7 +28,6 @@ class Stream:
     done: int = 0
 
     def run(self, until: int | None = None) -> None:
-        """Run what is queued, or the first `until` operations of it."""
         until = len(self.queue) if until is None else until
         while self.done < until:
             self.done += 1

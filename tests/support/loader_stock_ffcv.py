@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 
 
 class Samples:
-    """Samples by their number."""
-
     def __init__(self, count: int, make: Callable[[int], tuple[Any, ...]]) -> None:
         self.count, self.make = count, make
 

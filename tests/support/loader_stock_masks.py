@@ -26,7 +26,6 @@ COUNT = 5
 
 
 def size(index: int) -> tuple[int, int]:
-    """Height and width of a sample."""
     return 40 + 7 * index, 60 - 5 * index
 
 
@@ -41,7 +40,6 @@ def mask(index: int) -> NDArray[np.uint8]:
 
 
 def pair(index: int) -> tuple[Any, Any]:
-    """A picture, and its mask as a gray PNG."""
     buffer = io.BytesIO()
     Image.fromarray(mask(index)).save(buffer, "PNG")
     return picture(index, *size(index)), np.frombuffer(buffer.getvalue(), np.uint8)

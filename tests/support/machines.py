@@ -80,7 +80,6 @@ class Machine:
         ]  # fmt: skip
 
     def run(self, *words: str) -> str:
-        """Run a command to its end, and return its output."""
         return output_of(*self.command(*words), timeout=_PATIENCE, env=_SYSTEM)
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
@@ -92,7 +91,6 @@ class Machine:
         self._cluster.run("ip", "link", "set", self._port, "down")
 
     def plug(self) -> None:
-        """Connect it again."""
         self._cluster.run("ip", "link", "set", self._port, "up")
 
     def processes(self) -> list[psutil.Process]:
@@ -137,7 +135,6 @@ class Cluster:
             raise
 
     def run(self, *command: str) -> str:
-        """Run a command on the switch, and return its output."""
         return output_of(*self.enter, self._switch, *command, timeout=_PATIENCE, env=_SYSTEM)
 
     def hold(self, how: Sequence[str], script: str) -> subprocess.Popen[str]:
@@ -160,6 +157,5 @@ class Cluster:
         return holder
 
     def close(self) -> None:
-        """End all machines and what runs on them."""
         while self._holders:
             self._holders.pop().communicate(timeout=_PATIENCE)

@@ -92,7 +92,6 @@ def watched(pipeline: Pipeline, epochs: int, torchrun: bool, **arguments: Any) -
 
 
 def everything(pipeline: Pipeline, out: Path) -> dict[str, Any]:
-    """One start of the ranks for all trainings."""
     torch.set_num_threads(1)
     return {
         "plain": watched(pipeline, 3, False, out=out / "plain", checkpoints=None),

@@ -64,14 +64,12 @@ _COMPILE = ["gcc", "-std=gnu11", "-O1", "-g", "-ffp-contract=off", _PIECES, "-fn
 
 
 def build(out: Path, flags: Sequence[str]) -> None:
-    """Compile the harness and the native core."""
     sources = [Path(__file__).with_suffix(".c"), *sorted(NATIVE.glob("*.c"))]
     command = [*_COMPILE, *flags, "-o", out, *sources, "-ljpeg", "-lm", "-lpthread"]
     subprocess.run(command, check=True, timeout=300)
 
 
 def build_library(out: Path, flags: Sequence[str]) -> None:
-    """Compile the native core as the library that Python loads."""
     sources = sorted(NATIVE.glob("*.c"))
     command = [*_COMPILE, *flags, "-shared", "-fPIC", "-o", out, *sources, "-ljpeg", "-lm"]
     subprocess.run(command, check=True, timeout=300)

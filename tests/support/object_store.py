@@ -57,7 +57,6 @@ class Store:
         return [each["Key"].removeprefix(prefix) for each in found]
 
     def remove(self, name: str) -> None:
-        """Remove an object."""
         self._client().delete_object(Bucket="bucket", Key=name)
 
     def _client(self) -> object:
@@ -65,7 +64,6 @@ class Store:
         return boto3.client("s3", endpoint_url=f"http://{host}:{port}")
 
     def close(self) -> None:
-        """Stop."""
         self.gone = True
         self._proxy.shutdown()
         self._proxy.server_close()

@@ -49,7 +49,6 @@ class Outcomes:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
-        """Count from here."""
         self._before = self._ranks()
 
     @pytest.hookimpl(tryfirst=True)
@@ -88,13 +87,11 @@ class Outcomes:
 
 
 def _reason(report: pytest.TestReport) -> str:
-    """Return why a test was skipped."""
     told = report.longrepr
     return str(told[2] if isinstance(told, tuple) else told).removeprefix("Skipped: ")
 
 
 def register(config: pytest.Config, ranks: Callable[[], int]) -> None:
-    """Note outcomes if the environment asks for it."""
     if VARIABLE not in os.environ:
         return
     config.pluginmanager.register(Outcomes(config, json.loads(os.environ[VARIABLE]), ranks))

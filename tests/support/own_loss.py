@@ -20,8 +20,6 @@ def by_image(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Own(Transform):
-    """In place of cross entropy."""
-
     function: Loss
 
     kind: ClassVar[Any] = "loss"

@@ -13,8 +13,6 @@ from torch import nn
 
 @dataclass(frozen=True)
 class GaussianNoise(Transform):
-    """Adds noise to images."""
-
     std: float = 0.1
     kind = "batch"
     source = "custom"
@@ -27,8 +25,6 @@ class GaussianNoise(Transform):
 
 @dataclass(frozen=True)
 class Smooth(Transform):
-    """Replaces ReLU by Softplus."""
-
     kind = "surgery"
     source = "custom"
 

@@ -48,12 +48,10 @@ class Draw:
     seed: int
 
     def batch(self, ranks: int) -> int:
-        """The global batch."""
         return self.micro * self.accumulate * ranks
 
     @property
     def model(self) -> dict[str, Any]:
-        """The options of the model."""
         names = ("norm", "non_persistent", "complex_parameter", "tied", "double")
         return {name: value for name, value in asdict(self).items() if name in names}
 
@@ -163,8 +161,6 @@ COMPLEX = ("single", "ddp")
 
 @dataclass
 class Numbers:
-    """What a run computes."""
-
     loss: float
     val_loss: float
     state: dict[str, torch.Tensor]

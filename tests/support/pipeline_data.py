@@ -40,8 +40,6 @@ def write_toy(
 
 
 class Toy:
-    """The files of a data set."""
-
     def __init__(self, folder: Path) -> None:
         self.train = str(write_toy(folder / "train.beton", TRAIN, seed=1))
         self.val = str(write_toy(folder / "val.beton", VAL, seed=2))
@@ -110,7 +108,6 @@ def numbers(result: Any) -> list[tuple[float, float, float]]:
 
 
 def attempt(action: Callable[[], Any]) -> Any:
-    """Return what `action` returns, or its error as text."""
     try:
         return action()
     except DrivetrainError as error:

@@ -33,7 +33,6 @@ class RangeServer:
         self._thread.start()
 
     def address(self, name: str) -> str:
-        """The address of a file."""
         return f"http://127.0.0.1:{self._server.server_address[1]}/{name}"
 
     @property
@@ -66,7 +65,6 @@ class RangeServer:
         return Handler
 
     def answer(self, to: BaseHTTPRequestHandler, *, body: bool) -> None:
-        """Answer a request."""
         if self._gone:
             to.close_connection = True
             return
@@ -104,13 +102,11 @@ class RangeServer:
 
 
 def _tag(file: Path) -> str:
-    """The entity tag of a file."""
     return f'"{file.stat().st_mtime_ns:x}"'
 
 
 @contextmanager
 def serving(folder: Path) -> Iterator[RangeServer]:
-    """A server for the length of the block."""
     server = RangeServer(folder)
     try:
         yield server

@@ -32,8 +32,6 @@ EPOCHS = 2
 
 
 class Block(nn.Module):
-    """A residual block."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
@@ -117,7 +115,6 @@ class Case:
     resumed: bool = False
 
     def pipeline(self, data: Data) -> Pipeline:
-        """Build it."""
         load = {"batch_size": 32, "image_size": SIDE, "flip": True, "workers": 1} | self.load
         optimize = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-3} | self.optimize
         made = Pipeline(self.model).load(*self.files(data), **load).transform(*self.transforms)
@@ -232,7 +229,6 @@ def numbers(case: Case, data: Data, folder: Path) -> dict[str, Any]:
 
 
 def main(out: str, names: list[str]) -> None:
-    """Write the numbers of the named cases to a JSON file."""
     torch.set_num_threads(1)
     found = {}
     with tempfile.TemporaryDirectory() as folder:

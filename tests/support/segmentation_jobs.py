@@ -35,7 +35,6 @@ def scene(seed: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
 
 def write(folder: Path) -> Files:
-    """Two files of such scenes."""
     paths = []
     for name, number, first in (("train", TRAIN, 0), ("val", VAL, 1000)):
         path = folder / f"{name}.beton"

@@ -161,7 +161,6 @@ def drops(rank: int) -> dict[str, object]:
 
 
 def everything() -> dict[str, object]:
-    """One rank's part of all that the tests look at."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     results: dict[str, object] = {
         repr(method): train(sharded(), method, rank, ranks) for method in (*LOOPS, t.SAM(rho=0.5, interval=2))

@@ -71,7 +71,6 @@ def losses(engine, first: int, steps: int) -> list[float]:
 
 
 def exported(strategy: str, optimizer: str, steps: int = BEFORE) -> Exported:
-    """Train, export the state, and continue training."""
     engine = prepare(strategy, optimizer, seed=0, lr=0.01)
     losses(engine, 0, steps)
     engine.sync_buffers()
@@ -93,7 +92,6 @@ def imported(strategy: str, optimizer: str, given: Exported, steps: int = BEFORE
 
 
 def export_all(names: list[str]) -> dict[tuple[str, str], Exported]:
-    """By strategy and optimizer."""
     quiet()
     return {(name, kind): exported(name, kind) for name in names for kind in OPTIMIZERS}
 

@@ -45,7 +45,6 @@ def refusal(strategy: str, model: nn.Module, **options) -> str:
 
 
 def surroundings(value: int) -> dict[str, object]:
-    """What a rank sees around it."""
     total = torch.tensor(float(dist.get_rank() + 1))
     dist.all_reduce(total)
     print(f"hello from rank {dist.get_rank()}")

@@ -112,7 +112,6 @@ TASKS: dict[str, Any] = {
 
 
 def pipeline_of(name: str, files: tuple[str, str], **distribution: Any) -> Pipeline:
-    """A pipeline of the task; `distribution` are the arguments of `distribute`."""
     task, _, width, container = TASKS[name]
     start = Pipeline(Outputs, num_classes=width, container=container).task(task)
     start = start.load(*files, batch_size=32, image_size=SIDE, flip=False, workers=1)
