@@ -173,7 +173,6 @@ class BlurPool(Transform):
         return (self._obstacle(module) or verdict) if verdict is Verdict.CHANGE else verdict
 
     def _obstacle(self, module: nn.Module) -> str | None:
-        """Return why a plain convolution or max-pool cannot change, or None."""
         if isinstance(module, nn.Conv2d) and module.in_channels < self.min_channels:
             return f"{module.in_channels} input channels, fewer than min_channels={self.min_channels}"
         if isinstance(module, nn.MaxPool2d) and max(_pair(module.stride)) == 1:

@@ -180,7 +180,6 @@ class Factorize(Transform):
         )
 
     def _obstacle(self, module: nn.Module) -> str | None:
-        """Return why a candidate cannot change, or None."""
         conv = isinstance(module, nn.Conv2d)
         reason = obstacle(module, nn.Conv2d if conv else nn.Linear)
         if reason:

@@ -52,14 +52,12 @@ class SplitDecay:
     factory: OptimizerFactory
 
     def __call__(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return the optimizer over `parameters`, or groups of them."""
         given = list(parameters)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         return self.factory([part for group in groups for part in _split(group)])
 
 
 def _split(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Split a group into up to two: with and without weight decay."""
     members = group["params"]
     members = [members] if isinstance(members, torch.Tensor) else list(members)
     parts: tuple[list[Any], list[Any]] = [], []

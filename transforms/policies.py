@@ -30,7 +30,6 @@ class _Policy(Transform):
 
     @property
     def loader_settings(self) -> dict[str, Any]:
-        """Return the loader setting `policy`."""
         return {"policy": {"name": self._name, **vars(self)}}
 
     def image(self, image: Image) -> Any:

@@ -78,7 +78,6 @@ class HfModel:
             return self._loaded(kind, config, weights, {**plain, "revision": revision})
 
     def _config(self, revision: str | None, options: dict[str, Any]) -> Any:
-        """Return the configuration with `options`."""
         read = _transformers().AutoConfig.from_pretrained
         arguments = {
             "return_unused_kwargs": True,
@@ -243,7 +242,6 @@ def _misfit(model: Any, report: Mapping[str, Any]) -> str:
 
 
 def _line(error: Exception) -> str:
-    """Return an exception's text as one line."""
     return " ".join(str(error).split()).rstrip(".")[:300] or type(error).__name__
 
 

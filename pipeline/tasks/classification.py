@@ -48,7 +48,6 @@ class Classification(StandardTask):
     DEFAULT_METRICS = ("top1", "top5")
 
     def meters(self, width: int | None) -> dict[str, Metric]:
-        """Return new torchmetrics objects by name, for `width` classes."""
         meters = super().meters(width)
         if "metrics" not in self.options and width is not None and width <= 5:
             del meters["top5"]
@@ -94,7 +93,6 @@ class Classification(StandardTask):
         return classes
 
     def output_error(self, outputs: Any, width: int | None, source: str) -> str:
-        """Return why outputs for two images are not logits of the data's classes; "" if they are."""
         return logits_error(outputs, width, source, "classes")
 
 

@@ -45,7 +45,6 @@ class Contrastive(Task):
 
     @property
     def loss_name(self) -> str:
-        """The loss in plans."""
         return "contrastive loss"
 
     @property
@@ -86,7 +85,6 @@ class Contrastive(Task):
             )
 
     def output_error(self, outputs: Any, width: int | None, source: str) -> str:  # noqa: ARG002
-        """Return why outputs for two images, or for their views, are not embeddings; "" if they are."""
         if isinstance(outputs, torch.Tensor) and outputs.dim() in (2, 3) and outputs.shape[0] == 2:
             return ""
         found = shape_of(outputs)

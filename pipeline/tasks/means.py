@@ -95,11 +95,9 @@ class Adapted:
     adapt: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of a batch, a scalar."""
         return self.base(outputs, self.adapt(targets))
 
     def as_mean(self) -> Mean:
-        """Return it as a mean."""
         base = mean_of(self.base)
         total = None if base.total is None else Adapted(base.total, self.adapt)
         return Mean(self, lambda targets: base.denominator(self.adapt(targets)), total, base.known)

@@ -88,5 +88,4 @@ class MultiLabel(StandardTask):
         return width
 
     def output_error(self, outputs: Any, width: int | None, source: str) -> str:
-        """Return why outputs for two images are not logits of the data's labels; "" if they are."""
         return logits_error(outputs, width, source, "labels")

@@ -72,7 +72,6 @@ class Regression(StandardTask):
         return vectors(self, train, val, "one or more numbers per image")
 
     def output_error(self, outputs: Any, width: int | None, source: str) -> str:
-        """Return why outputs for two images are not the data's numbers; "" if they are."""
         shape = (2,) if width == 1 else (2, width)
         if isinstance(outputs, torch.Tensor) and outputs.shape == shape:
             return ""

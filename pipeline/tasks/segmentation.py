@@ -68,7 +68,6 @@ class Segmentation(StandardTask):
     classes: int
 
     def meters(self, width: int | None) -> dict[str, Metric]:  # noqa: ARG002
-        """Return new torchmetrics objects by name."""
         return super().meters(self.classes)
 
     def predict(self, outputs: Any) -> torch.Tensor:
@@ -112,7 +111,6 @@ class Segmentation(StandardTask):
         return self.classes
 
     def output_error(self, outputs: Any, width: int | None, source: str) -> str:  # noqa: ARG002
-        """Return why outputs for two images are not logits per pixel; "" if they are."""
         logits = isinstance(outputs, torch.Tensor) and outputs.dim() == 4
         if logits and outputs.shape[:2] == (2, self.classes):
             return ""

@@ -282,7 +282,6 @@ class StandardTask(Task):
         return loss  # type: ignore[no-any-return]
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of a batch, a scalar."""
         return self._criterion(outputs, targets if self.loss_in_model else self.loss_targets(targets))
 
     def loss_targets(self, targets: torch.Tensor) -> torch.Tensor:
@@ -290,12 +289,10 @@ class StandardTask(Task):
         return targets
 
     def denominator(self, targets: torch.Tensor) -> Count:
-        """Return what the mean of the loss divides by; see `Task.denominator`."""
         return self.mean(self._function(self._criterion)).denominator(targets)
 
     @property
     def assumes_mean(self) -> bool:
-        """Whether the loss is taken to be the mean over the samples; see `Task.assumes_mean`."""
         return not self.mean(self._function(self._criterion)).known
 
     @property
@@ -310,7 +307,6 @@ class StandardTask(Task):
 
     @property
     def loss_in_model(self) -> bool:
-        """Whether the model computes the loss."""
         return self._criterion is loss_of_model
 
     def model_inputs(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -319,7 +315,6 @@ class StandardTask(Task):
 
     @property
     def loss_name(self) -> str:
-        """The loss in plans."""
         if self.loss_in_model:
             return "the model's own loss"
         for name, known in self.LOSSES.items():
@@ -330,7 +325,6 @@ class StandardTask(Task):
 
     @property
     def about(self) -> str:
-        """What the plan says of targets and metrics."""
         metrics = ", ".join(self._metrics) or "the loss"
         return (
             f"targets: {self.kind}; evaluated by {metrics}; the best epoch is that of the best {self.monitor}"
@@ -363,12 +357,10 @@ class StandardTask(Task):
         return getattr(outputs, "logits", outputs)
 
     def meters(self, width: int | None) -> dict[str, Metric]:
-        """Return new torchmetrics objects by name, for outputs of `width` values per image."""
         return by_name(self, self._metrics, self.METRICS, 1 if width is None else width)
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments that differ from their defaults, by name."""
         return {name: value for name, value in self._given.items() if value is not None}
 
 
@@ -403,13 +395,11 @@ class TaskLoss:
     checked: bool = False
 
     def __call__(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of a batch, a scalar."""
         if self.task.loss_in_model:
             return self.base(outputs, targets)
         return self.base(to_float(self.task.outputs(outputs)), targets)
 
     def as_mean(self) -> Mean:
-        """Return it as a mean."""
         mean = self.task.mean(self.base, checked=self.checked)
         total = None if mean.total is None else TaskLoss(self.task, mean.total)
         return Mean(self, mean.denominator, total, mean.known)
