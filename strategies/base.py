@@ -7,19 +7,30 @@ training loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, Unpack
 
 import torch
 from torch import nn
 
-from .common.memory import Held
 from .common.optimizer_state import Keep, OptimizerState
 from .options import PrepareOptions
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 """Builds an optimizer over parameters (or parameter groups): `lambda params: SGD(params, lr=0.1)`."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """The tensors that one rank holds for training, on any device."""
+
+    parameters: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor]
+    optimizer: Sequence[torch.Tensor]
+    count: int
+    """Number of parameters of the full model."""
 
 
 class Engine(Protocol):

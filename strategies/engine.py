@@ -12,8 +12,8 @@ from torch import nn
 
 from ..common.errors import StrategyError
 from ..common.model_state import has_mean, set_buffer, unlisted_tensors, vacant_buffers
-from .base import Engine
-from .common.memory import Held, tensors_in
+from .base import Engine, Held
+from .common.memory import tensors_in
 from .common.optimizer_state import (
     Entry,
     Keep,

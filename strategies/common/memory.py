@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,17 +45,6 @@ def adamw_bytes(strategy: str, ranks: int) -> tuple[float, float, float]:
         size / ranks if part in divided else size for part, size in whole.items()
     )
     return parameters, gradients, optimizer
-
-
-@dataclass(frozen=True)
-class Held:
-    """The tensors that one rank holds for training, on any device."""
-
-    parameters: Sequence[torch.Tensor]
-    gradients: Sequence[torch.Tensor]
-    optimizer: Sequence[torch.Tensor]
-    count: int
-    """Number of parameters of the full model."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from torch import nn
 
 from ...common.errors import StrategyError
 from ...common.model_state import unlisted_tensors
-from ..common.memory import Held, tensors_in
+from ..base import Held
+from ..common.memory import tensors_in
 from ..common.optimizer_state import Entry, Keep, OptimizerState, import_groups
 from ..engine import RanksEngine
 from ..options import Options
