@@ -22,12 +22,12 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from functools import cache, cached_property
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, cast, get_args, get_origin
 
 from ..checks import ANY, is_flag, is_number, is_whole, number_text, plain, whole_text
 from ..errors import DrivetrainError, PlanError, suggest
@@ -49,6 +49,11 @@ class Kind:
     name: str
     json: bool = True
     choices: tuple[Any, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The name, or that of each choice."""
+        return [repr(choice) for choice in self.choices] or [self.name]
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,9 @@ BY_CALLER = Key("by caller")
 
 Positive = Annotated[int, Whole(1)]
 Natural = Annotated[int, Whole(0)]
-PathText = Annotated[str, Kind(lambda value: isinstance(value, str) and value != "", "text that is not empty")]
+PathText = Annotated[
+    str, Kind(lambda value: isinstance(value, str) and value != "", "text that is not empty")
+]
 
 
 @dataclass(frozen=True)
@@ -98,23 +105,37 @@ class Option:
     Attributes:
         name: the field's name.
         owner: the class that declares it.
-        default: its default; `inspect.Parameter.empty`: it is required.
+        field: the dataclass's field.
         kinds: what values it takes, from its type.
         marks: what `Annotated` adds to its type.
         source: the text of its type.
+        listed: whether tuples are among its values.
     """
 
     name: str
     owner: type[Config]
-    default: Any
+    field: dataclasses.Field[Any]
     kinds: tuple[Kind, ...]
     marks: tuple[Any, ...]
     source: str
+    listed: bool
+
+    @cached_property
+    def default(self) -> Any:
+        """Its default; `inspect.Parameter.empty`: it is required."""
+        if self.field.default_factory is not MISSING:
+            return self.field.default_factory()
+        return Parameter.empty if self.field.default is MISSING else self.field.default
 
     @cached_property
     def text(self) -> str:
-        """Its documentation: the docstring under the field."""
-        return _texts(self.owner).get(self.name, "")
+        """Its documentation: the docstring under the field, in its class or the first base that has one."""
+        texts = (
+            _texts(cast(Any, owner)).get(self.name, "")
+            for owner in self.owner.__mro__
+            if issubclass(owner, Config)
+        )
+        return next(filter(None, texts), "")
 
     @property
     def help(self) -> str:
@@ -150,7 +171,7 @@ class Option:
 
     def normal(self, value: Any) -> Any:
         """Return a value with Python's numbers, a tuple for JSON's list, and a dict that does not change."""
-        if isinstance(value, list) and any(kind.name.endswith(_LISTED) for kind in self.kinds):
+        if isinstance(value, list) and self.listed:
             value = tuple(value)
         if isinstance(value, Mapping) and not isinstance(value, FrozenDict):
             return FrozenDict(value)
@@ -166,24 +187,29 @@ class Option:
 
     def rejection(self, value: Any) -> str:
         """Return the message for a value of none of its kinds."""
-        names = [kind for kind in self.kinds if kind is not NONE]
-        if len(names) == 1 and names[0].choices and names[0] is not FLAG:
-            return f"{self.name}={value!r:.80} is not known.{suggest(str(value), map(str, names[0].choices))}"
-        allowed = either([kind.name for kind in names])
+        kinds = [kind for kind in self.kinds if kind is not NONE]
+        if all(kind.choices and kind is not FLAG for kind in kinds):
+            return f"{self.name}={value!r:.80} is not known.{suggest(str(value), map(str, self.choices))}"
+        allowed = either([name for kind in kinds for name in kind.names])
         if NONE in self.kinds:
-            meaning = re.search(r"\bNone: ([^;.]*)", self.text)
-            allowed += ", or None" + (f" for {meaning[1]}" if meaning and meaning[1] != "none" else "")
+            meaning = re.search(r"\bNone: ([^;,.]*)", self.text)
+            allowed = allowed.replace(" or False", ", False") + ", or None"
+            allowed += f" for {meaning[1]}" if meaning and meaning[1] != "none" else ""
         return f"{self.name}={value!r:.80} must be {allowed}."
 
 
 _NO_KEYS = (IN_WORDS, BY_CALLER)
-_LISTED = ("numbers", "integers", "texts", "dicts", "list")
 
 
 def either(names: Sequence[str]) -> str:
     """Return alternatives in words: `a`, `a or b`, `a, b or c`."""
-    names = [each for name in names for each in name.split(" or ")]
     return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def one_of(names: Iterable[str]) -> Kind:
+    """Return the kind of these texts."""
+    known = tuple(names)
+    return Kind(lambda value: isinstance(value, str) and value in known, "one of the names", choices=known)
 
 
 @dataclass(frozen=True)
@@ -192,10 +218,12 @@ class Config:
 
     Attributes:
         error: the error for an invalid value of an option that the class declares.
+        place: who takes the options, in messages about unknown ones.
         EXTRA: the field with additional options, of the loader, the optimizer or the strategy; "" for none.
     """
 
     error: ClassVar[type[DrivetrainError]] = PlanError
+    place: ClassVar[str] = ""
     EXTRA: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
@@ -225,36 +253,41 @@ class Config:
         return own | {cls.EXTRA: {name: value for name, value in given.items() if name not in known}}
 
     @classmethod
-    def of(cls, place: str, given: Mapping[str, Any]) -> Self:
+    def of(cls, given: Mapping[str, Any]) -> Self:
         """Return the config of these options; raise its error for one that it does not have, with the closest name."""
         known = options_of(cls)
         for name in given:
             if name not in known:
-                raise cls.error(f"{place} has no option {name!r}.{suggest(name, known)}")
+                raise cls.error(f"{cls.place} has no option {name!r}.{suggest(name, known)}")
         return cls(**given)
 
 
-@cache
 def options_of(config: type[Config]) -> dict[str, Option]:
     """Return the options of a config by name: its own before those that it inherits."""
+    return _read(cast(Any, config))
+
+
+@cache
+def _read(config: Any) -> dict[str, Option]:
     declared: dict[str, tuple[type[Config], str]] = {}
     for owner in config.__mro__:
-        for name, source in owner.__dict__.get("__annotations__", {}).items():
+        for name, source in inspect.get_annotations(owner).items():
             declared.setdefault(name, (owner, source))
-    fields = {field.name: field for field in dataclasses.fields(config)}
+    fields = {field.name: field for field in dataclasses.fields(config) if field.init}
     options = {}
     for name, (owner, source) in declared.items():
         if name in fields:
-            hint = _evaluate(source, owner)
-            kinds = tuple(_kinds(hint))
-            options[name] = Option(name, owner, _default(fields[name]), kinds, tuple(_marks(hint)), source)
+            hint = eval(source, vars(sys.modules[owner.__module__]), names_of(owner))
+            options[name] = Option(
+                name,
+                owner,
+                fields[name],
+                tuple(_kinds(hint)),
+                tuple(_marks(hint)),
+                source,
+                _listed(hint),
+            )
     return options
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not MISSING:
-        return field.default_factory()
-    return Parameter.empty if field.default is MISSING else field.default
 
 
 class _AnyType(type):
@@ -276,10 +309,17 @@ class _Names(dict[str, Any]):
         return _Unknown
 
 
-def _evaluate(source: str, owner: type) -> Any:
-    """Return the type of a field, with `_Unknown` for what is not imported."""
-    names = _Names(vars(builtins) | vars(sys.modules[owner.__module__]))
-    return eval(source, {}, names)  # noqa: S307 — the annotations of our own classes
+def names_of(owner: type) -> Mapping[str, Any]:
+    """Return what names mean in the module of a class, with a placeholder for what is not imported."""
+    return _Names(vars(builtins) | vars(sys.modules[owner.__module__]))
+
+
+def _listed(hint: Any) -> bool:
+    origin = get_origin(hint)
+    inner = get_args(hint)[:1] if origin is Annotated else get_args(hint)
+    if origin in (Annotated, Union, types.UnionType):
+        return any(map(_listed, inner))
+    return origin in (tuple, Sequence, Collection)
 
 
 def _marks(hint: Any) -> list[Any]:
@@ -296,13 +336,15 @@ def _kinds(hint: Any, marks: Sequence[Any] = ()) -> list[Kind]:
     if origin in (Union, types.UnionType):
         return [kind for each in inner for kind in _kinds(each, marks)]
     if origin is Literal:
-        return [Kind(lambda value: _is_choice(value, inner), either([repr(v) for v in inner]), choices=inner)]
+        return [Kind(lambda value: _is_choice(value, inner), "one of the values", choices=inner)]
     if origin is tuple:
         return [_tuple(inner, marks)]
     if hint in (int, float):
         return [_number(hint, marks)]
-    if origin in (Sequence, Collection, list):
-        return [TEXTS] if inner == (str,) else [LIST]
+    if inner == (str,) and origin in (Sequence, Collection):
+        return [TEXTS]
+    if origin is Sequence:
+        return [_tuple((*inner, ...), marks)]
     return [_SIMPLE.get(origin or hint) or _instance(hint)]
 
 
@@ -342,7 +384,7 @@ def _is_mapping(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
 
 
-def _is_texts(value: object) -> bool:
+def _is_texts(value: Any) -> bool:
     listed = isinstance(value, Collection) and not isinstance(value, str | Mapping)
     return listed and all(isinstance(each, str) for each in value)
 
@@ -363,7 +405,9 @@ _SIMPLE: dict[Any, Kind] = {
 def _texts(owner: type) -> dict[str, str]:
     """Return the docstrings under the fields of a class, by field; none if its source is not there."""
     tree = _tree(owner.__module__)
-    found = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == owner.__name__]
+    found = [
+        node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == owner.__name__
+    ]
     texts = {}
     for node, after in zip(found[0].body, found[0].body[1:], strict=False) if found else ():
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
