@@ -25,7 +25,7 @@ from one_shot import BATCH, SIDE
 from PIL import Image, ImageDraw
 
 CLASSES, BLOBS = 21, 12
-MULTI_CROP: list[dict[str, Any]] = (
+MULTI_CROP: tuple[dict[str, Any], ...] = (
     {"count": 2, "scale": (0.4, 1.0)},
     {"count": 4, "image_size": 96, "scale": (0.05, 0.4)},
 )

@@ -80,6 +80,13 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Raises:
+    """A mark: the error for an invalid value, if it is not that of the class."""
+
+    error: type[DrivetrainError]
+
+
+@dataclass(frozen=True)
 class Key:
     """A mark: the key in recipes, if it is not the field's name; "": none."""
 
@@ -180,7 +187,8 @@ class Option:
     def check(self, value: Any) -> None:
         """Raise the owner's error for a value that is of none of its kinds, or that a `Check` rejects."""
         if not any(kind.fits(value) for kind in self.kinds):
-            raise self.owner.error(self.rejection(value))
+            errors = [mark.error for mark in self.marks if isinstance(mark, Raises)]
+            raise (errors or [self.owner.error])[0](self.rejection(value))
         for mark in self.marks:
             if isinstance(mark, Check):
                 mark.check(self.name, value)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from ... import strategies
 from ...common.checks import check_whole, is_number
-from ...common.errors import DrivetrainError, PlanError, suggest
+from ...common.errors import DrivetrainError, PlanError, StrategyError, suggest
 from ...common.frozen import FrozenDict
 from ...common.options.config import (
     IN_WORDS,
     Check,
     Key,
     Kind,
+    Raises,
     Whole,
     Within,
     one_of,
@@ -174,7 +175,7 @@ class DistributedConfig(StepOptions):
     devices: Annotated[int | Literal["auto"], Whole(1), IN_WORDS] = 1
     """Number of ranks; "auto": the world size under torchrun, else the number of visible GPUs, else 1. Outside
     torchrun, more than one are started as new interpreters."""
-    precision: Annotated[Precision | Literal["auto"], IN_WORDS] = "fp32"
+    precision: Annotated[Precision | Literal["auto"], Raises(StrategyError), IN_WORDS] = "fp32"
     """Precision: fp32; bf16 or fp16: autocast over fp32 weights; or auto: bf16 where the device computes it natively,
     else fp32. "auto" is decided when the pipeline is resolved: on GPUs by their bf16 units (NVIDIA: compute capability
     8.0), on CPUs by their instructions, `avx512_bf16` or `amx_bf16` on x86, unless `ONEDNN_MAX_CPU_ISA` excludes them.

@@ -78,8 +78,11 @@ def _meaning(key: str, option: Option) -> str:
     text = option.help.replace("{tasks}", ", ".join(TASKS))
     if key == "optimizer":
         text = f"{{name: {_OPTIMIZER.help.removeprefix('the optimizer: ')}, {text}}}"
-    text = text.replace("`", "").replace("None", "null")
-    return text.replace("True", "true").replace("False", "false")
+    return _in_json(text.replace("`", ""))
+
+
+def _in_json(text: str) -> str:
+    return text.replace("None", "null").replace("True", "true").replace("False", "false")
 
 
 def _default(key: str, option: Option) -> Any:
@@ -163,8 +166,7 @@ def _check_kind(key: str, value: object, origin: Origin) -> None:
     if not any(kind.fits(value) for kind in kinds):
         if SCHEMA[key].choices and not isinstance(value, bool) and isinstance(value, str):
             raise RecipeError(f"{origin.at(key)}: {SCHEMA[key].rejection(value)}")
-        words = {"None": "null", "True or False": "true or false", "True": "true", "False": "false"}
-        allowed = " or ".join(words.get(name, name) for kind in kinds for name in kind.names)
+        allowed = _in_json(" or ".join(name for kind in kinds for name in kind.names))
         hint = "" if TEXT in kinds else _number_hint(value)
         raise RecipeError(f"{origin.at(key)}: {key}={value!r:.200} must be {allowed}: {KEYS[key]}.{hint}")
 
