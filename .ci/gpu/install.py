@@ -4,7 +4,7 @@
     python3 install.py install [--store FOLDER]        add; once all parts are there, unpack and install them
     python3 install.py run     [--store FOLDER] ARGS   install; then run.py with ARGS (--stage tests --seconds 480)
 
-`make gpu-kit` writes the kit; see CONTRIBUTING.md. This file uses only the standard library. The machine's Python
+`make gpu-kit` writes the kit; see docs/gpu.md. This file uses only the standard library. The machine's Python
 provides torch and most packages; pip installs those of the kit into a folder of the store, and nowhere else.
 """
 

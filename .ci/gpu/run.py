@@ -20,55 +20,19 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+import stages
+from units import ROOT, Stage, StageError, Unit
+
 GRACE = 8.0  # seconds for a unit to exit after SIGTERM: pytest writes its report, ranks end
 MARGIN = 1.25  # a unit starts if the time left is at least the longest one's so far, times this
 MORE = 75  # EX_TEMPFAIL
 
 Outcome = Literal["complete", "more", "failed"]
-
-
-class StageError(Exception):
-    """A stage cannot run or continue; the message names the file or value, and the remedy."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One process of a stage.
-
-    Attributes:
-        name: unique within its stage.
-        command: the arguments; `{out}` is replaced by an empty folder, to which it writes its result.
-        read: returns the result, as JSON types, from that folder; raises if there is none.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    read: Callable[[Path], dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Units that make up one file of results.
-
-    Attributes:
-        name: the file is `gpu-NAME.json`.
-        units: in the order in which they run.
-        summarise: returns the summary of all units' results, by name.
-        environment: additional environment variables of its units.
-    """
-
-    name: str
-    units: tuple[Unit, ...]
-    summarise: Callable[[dict[str, Any]], dict[str, Any]]
-    environment: tuple[tuple[str, str], ...] = ()
 
 
 class StageFile:
@@ -272,8 +236,6 @@ def tail(path: Path, characters: int = 3000) -> str:
 
 def main(arguments: list[str]) -> int:
     """Run the stages, and return the exit status."""
-    import stages
-
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
 
-from run import ROOT, Stage, StageError, Unit
+from units import ROOT, Stage, StageError, Unit
 
 NAMES = ("tests", "ledger", "loaders", "transforms", "fast")
 SEEDS = 10

@@ -32,6 +32,7 @@ SMALL: dict[str, list[str]] = {
         ["--python", str(PEERS)] if PEERS.exists() else ["--python", sys.executable, "--peers", "torchvision"]
     ),
     "raw_bandwidth": ["--images", "64", "--rounds", "2"],
+    "revisions": ["photos", "--base", "HEAD", "--rounds", "2"],
     "strategies": ["--rounds", "2", "--steps", "1", "--ranks", "1"],
     "targets": ["photos", "--rounds", "2"],
     "threads": ["--synthetic", "--rounds", "2", "--workers", "1", "2", "--images", "1024"],
