@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Required, TypedDict
 
-from ..common import machine
 from ..common.checks import are_numbers, check_whole, is_whole, plain
 from ..common.errors import DataError, DrivetrainError, suggest
 from ..common.options.config import (
@@ -408,6 +407,8 @@ def check_workers(workers: Any, least: int = 1) -> int:
         DataError: if it is less than `least`, or not a number.
     """
     if workers is None:
+        from ..common import machine  # here: it imports psutil
+
         return machine.rank_cores()
     workers = plain(workers)
     check_whole("workers", workers, DataError, least, also=", or None for one per core")

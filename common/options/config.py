@@ -412,10 +412,8 @@ _SIMPLE: dict[Any, Kind] = {
 @cache
 def _texts(owner: type) -> dict[str, str]:
     """Return the docstrings under the fields of a class, by field; none if its source is not there."""
-    tree = _tree(owner.__module__)
-    found = [
-        node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == owner.__name__
-    ]
+    body = _tree(owner.__module__).body
+    found = [node for node in body if isinstance(node, ast.ClassDef) and node.name == owner.__name__]
     texts = {}
     for node, after in zip(found[0].body, found[0].body[1:], strict=False) if found else ():
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -428,6 +426,6 @@ def _texts(owner: type) -> dict[str, str]:
 @cache
 def _tree(module: str) -> ast.Module:
     try:
-        return ast.parse(inspect.getsource(sys.modules[module]))
-    except (OSError, TypeError):  # a notebook's, or an installation without sources
+        return ast.parse(Path(sys.modules[module].__file__ or "").read_text(encoding="utf-8"))
+    except (OSError, AttributeError):  # a notebook's, or an installation without sources
         return ast.Module([], [])
