@@ -21,12 +21,11 @@ LOG_EVERY = 50
 CALLBACKS = Kind(
     lambda value: isinstance(value, list | tuple), "a list of callbacks, such as [EarlyStopping('val_loss')]"
 )
-PATH = Kind(lambda value: isinstance(value, Path), "a path", json=False)
 
 
 def place_kind(name: str) -> Kind:
-    """Return the kind of a path as text; `name` completes "must be …"."""
-    return Kind(lambda value: isinstance(value, str), name)
+    """Return the kind of a path; `name` completes "must be …"."""
+    return Kind(lambda value: isinstance(value, str | Path), name)
 
 
 def check_out(name: str, value: Any) -> None:
@@ -65,14 +64,14 @@ class FitOptions(Config):
     place: ClassVar[str] = "fit()"
 
     out: Annotated[
-        str | Path | None, place_kind("the path of a folder, an address"), PATH, NONE, Check(check_out)
+        str | Path | None, place_kind("the path of a folder or an address"), NONE, Check(check_out)
     ] = None
     """Folder for the results, or its address, such as `s3://bucket/run`; None: no files. It contains `plan.txt` and
     `recipe.yaml`; `history.json` and `model.safetensors`, written after each epoch; `curves.png`, drawn at the end; and
     `checkpoints/`. With several machines, it must be shared. Files of an address are written to a local folder and
     uploaded in the background (extra `remote`)."""
     init_from: Annotated[
-        str | Path | None, place_kind("the path of a run, a checkpoint or a .safetensors file"), PATH, NONE
+        str | Path | None, place_kind("the path of a run, a checkpoint or a .safetensors file"), NONE
     ] = None
     """Weights to begin with: the folder of a run or of a checkpoint, or a `.safetensors` file; None: the model's own.
     From a run or a checkpoint, the weights used for evaluation are loaded: averages with EMA or SWA. Names may be those

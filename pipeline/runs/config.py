@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ...common.checks import check_fields
 from ...common.errors import PlanError, suggest
 from ...common.names import imported
 from ...common.options.config import Check, Kind
 from ...common.storage.addresses import is_address
-from ..describe.fit import CALLBACKS, PATH, FitOptions, check_out
+from ..describe.fit import CALLBACKS, FitOptions, check_out
 
 if TYPE_CHECKING:
     from ..callbacks.callback import Callback
@@ -63,9 +63,14 @@ def _by_name(entry: Mapping[str, Any]) -> object:
         raise PlanError(
             f"No callback is named {name!r}. A custom one is named package.module:Class.{suggest(str(name), known)}"
         )
-    if name in known:
-        check_fields(f"callbacks: {name}", kind, options, PlanError)
-    return kind(**options)
+    parameters = inspect.signature(kind).parameters
+    for option in options:
+        if option not in parameters:
+            raise PlanError(f"callbacks: {name} has no option {option!r}.{suggest(option, parameters)}")
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise PlanError(f"callbacks: {name} cannot be created: {error}.") from error
 
 
 def _check_signals(name: str, value: Sequence[Any]) -> None:
@@ -102,10 +107,9 @@ class FitConfig(FitOptions):
     resume: Annotated[
         str | Path | bool | None,
         Kind(
-            lambda value: value is None or isinstance(value, str | bool),
+            lambda value: value is None or isinstance(value, str | Path | bool),
             "'auto', the path of a checkpoint or of a run",
         ),
-        PATH,
     ] = None
     """Where to resume: `"auto"` or True: from the newest complete checkpoint in `out`, or from scratch if there is
     none; a path: from this checkpoint, or the newest one in this folder of a run; None or False: from scratch. A
