@@ -25,7 +25,7 @@ from typing import Any
 
 from drivetrain.common import machine
 from drivetrain.loaders import FFCVLoader, convert
-from drivetrain.loaders.conversion.sources import FolderSource
+from drivetrain.loaders.conversion.folders import FolderSource
 from measuring import Contender, compare, measure, save
 from one_shot import BATCH, SIDE
 

@@ -21,7 +21,7 @@ import torch
 from drivetrain import strategies
 from drivetrain.common.table import Table
 from drivetrain.strategies.common.memory import adamw_bytes, held_bytes
-from drivetrain.strategies.deepspeed.backend import working
+from drivetrain.strategies.deepspeed.backend import import_deepspeed
 from measuring import Contender, compare, measure, save
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -112,7 +112,7 @@ def by_hand_deepspeed(stage: int) -> Step:
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
     }
-    with working(torch.device("cpu")) as deepspeed:
+    with import_deepspeed(torch.device("cpu")) as deepspeed:
         plain = model()
         wrapped, *_ = deepspeed.initialize(
             model=plain, optimizer=adamw(plain.parameters()), config=config, dist_init_required=False

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
-from drivetrain.loaders.conversion.sources import FolderSource
+from drivetrain.loaders.conversion.folders import FolderSource
 from measuring import Contender, compare, measure, save
 from numpy.typing import NDArray
 from one_shot import BATCH, SIDE

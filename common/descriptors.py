@@ -42,7 +42,6 @@ def more_descriptors(files: int) -> Iterator[Callable[[object], None]]:
 
 
 def _free() -> int:
-    """Return how many descriptors this process may still open."""
     try:
         used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  no paths are needed
     except OSError:  # not Linux

@@ -113,7 +113,6 @@ def bf16_instructions(root: Path = Path("/")) -> str | None:
 
 @cache
 def _cpu_flags(root: Path) -> frozenset[str]:
-    """Return what the kernel lists of the first CPU; nothing if it lists nothing."""
     try:
         lines = (root / "proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -172,8 +171,7 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
 
 
 def _group_name(root: Path, controller: str) -> str | None:
-    """Return this process's group from `/proc/self/cgroup`, whose lines are `NUMBER:CONTROLLERS:NAME`."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in _read(root / "proc/self/cgroup").splitlines():  # NUMBER:CONTROLLERS:NAME
         parts = line.split(":", 2)
         if len(parts) == 3 and controller in parts[1].split(","):
             return parts[2]
@@ -204,7 +202,6 @@ def _unescape(path: str) -> str:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file; empty if it cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -218,7 +215,6 @@ def _number(text: str) -> int | None:
 
 
 def _quota(folder: Path, quota: str, period: str | None) -> float | None:
-    """Return a group's cores: its quota of CPU time over its period."""
     words = _read(folder / quota).split()
     words += _read(folder / period).split() if period else []
     if len(words) != 2:
@@ -240,7 +236,6 @@ def _cpus(path: Path) -> frozenset[int] | None:
 
 
 def _memory(folder: Path, limit: str, used: str, cache: str) -> tuple[int, int] | None:
-    """Return a group's limit and what is left of it, in bytes."""
     allowed, taken = _number(_read(folder / limit)), _number(_read(folder / used)) or 0
     if allowed is None or allowed >= _UNLIMITED:
         return None

@@ -152,17 +152,3 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         copies.restore()
-
-
-__all__ = [
-    "BufferCopies",
-    "ModelState",
-    "buffers_kept",
-    "has_mean",
-    "load_state",
-    "set_buffer",
-    "split_state",
-    "train_mode",
-    "unlisted_tensors",
-    "vacant_buffers",
-]

@@ -1,4 +1,4 @@
-"""Batches for a CUDA device: copied and normalised on a separate stream, one batch ahead.
+"""Batches for a CUDA device: copied and normalized on a separate stream, one batch ahead.
 
 The copy stream never waits. The compute stream waits for a batch's event before it uses the batch. The host waits
 for neither, except when an epoch is left early.
@@ -79,13 +79,13 @@ class _Sent:
 
 
 class DeviceFeed:
-    """Turns host batches into batches on a CUDA device. CUDA is initialised with the first one.
+    """Turns host batches into batches on a CUDA device. CUDA is initialized with the first one.
 
     Args:
         device: where the batches go; without an index, CUDA's current device at the first batch.
         mean: of each channel, for pixels scaled to 0–1.
         std: likewise.
-        dtype: what uint8 images are normalised to; None keeps uint8.
+        dtype: what uint8 images are normalized to; None keeps uint8.
     """
 
     def __init__(
@@ -156,10 +156,10 @@ class DeviceFeed:
     def _send(self, batch: Batch) -> _Sent:
         with self.streams.copying():
             images, *further = (_mapped(self.streams.send, value) for value in batch)
-            return _Sent((_mapped(self._normalised, images), *further), self.streams.record())
+            return _Sent((_mapped(self._normalized, images), *further), self.streams.record())
 
-    def _normalised(self, images: torch.Tensor) -> torch.Tensor:
-        """Normalise in one kernel: it reads bytes, computes in float32, and writes `dtype`."""
+    def _normalized(self, images: torch.Tensor) -> torch.Tensor:
+        """Normalize in one kernel: it reads bytes, computes in float32, and writes `dtype`."""
         if self._dtype is None:
             return images
         factor, summand = self._line
@@ -177,9 +177,6 @@ class DeviceFeed:
             raise sent
         self.streams.hand_over(sent.event, list(_tensors(sent.batch)))
         return sent.batch
-
-
-__all__ = ["CudaStreams", "DeviceFeed", "feed_of"]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -203,7 +200,7 @@ def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any
 def feed_of(device: torch.device, settings: Settings, depth: int = 8) -> DeviceFeed | None:
     """Return what copies a loader's bytes to a GPU and makes its dtype of them; None for the CPU.
 
-    Images of 16 bits are normalised before they are copied.
+    Images of 16 bits are normalized before they are copied.
     """
     if device.type == "cpu":
         return None

@@ -87,14 +87,20 @@ class EpochLoader(ABC):
         return self._device
 
     @property
-    @abstractmethod
     def classes(self) -> list[str]:
         """Names of the classes in label order; empty if the data set has none."""
+        return [] if self.beton is None else self.beton.classes
 
     @property
-    @abstractmethod
     def labels(self) -> NDArray[Any]:
-        """The labels of all samples of the data set, `(N,)` or `(N, K)`."""
+        """The labels of all samples of the data set, `(N,)` or `(N, K)`.
+
+        Raises:
+            DataError: if the data set does not list them.
+        """
+        if self.beton is None:
+            raise DataError(f"{type(self).__name__} has no list of its labels.")
+        return self.beton.labels
 
     @property
     def num_classes(self) -> int:
@@ -241,7 +247,15 @@ class EpochLoader(ABC):
         changed = dataclasses.replace(self.settings, image_size=image_size)
         _check_contents(changed, self.beton)
         self.close()
-        self.settings = changed
+        before, self.settings = self.settings, changed
+        try:
+            self._resize()
+        except DataError:
+            self.settings = before
+            raise
+
+    def _resize(self) -> None:  # noqa: B027  nothing, for most
+        """Prepare for images of another size, that of `settings`; raise DataError if they do not fit into memory."""
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch `epoch`, beginning with its first batch."""

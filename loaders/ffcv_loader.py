@@ -23,10 +23,9 @@ from ..common.threads import end, results
 from .arguments import check_device, options_here
 from .beton.data_set import BetonFiles, open_files
 from .decode.buffers import Buffers
-from .decode.decoder import Decoder, Job, check_memory
+from .decode.decoder import BatchRequest, Decoder
 from .device import feed_of
 from .epochs import Batch, EpochLoader
-from .image_size import ImageSize
 from .native.stop import Stop
 from .options import LoaderKeywords, LoaderOptions, check_workers
 from .sources import Source
@@ -122,18 +121,11 @@ class FFCVLoader(EpochLoader):
             groups = [
                 1 << (size - 1).bit_length() for size in groups if size
             ]  # torch rounds pinned memory up
-        self.memory = check_memory(decoder, self.settings.batches_ahead + 3, sum(groups), self.workers)
+        self.memory = decoder.require_memory(self.settings.batches_ahead + 3, sum(groups), self.workers)
         return decoder
 
-    def set_image_size(self, image_size: ImageSize) -> None:
-        """See `EpochLoader.set_image_size`; in training, JPEGs are decoded at a smaller size if that saves time."""
-        before = self.settings
-        super().set_image_size(image_size)
-        try:
-            self._decoder = self._try_decoder()
-        except DataError:
-            self.settings = before
-            raise
+    def _resize(self) -> None:
+        self._decoder = self._try_decoder()
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         ahead: deque[_Pending] = deque()
@@ -172,14 +164,14 @@ class FFCVLoader(EpochLoader):
         decoder = self._decoder
         images = [self._empty(shape, self._image_dtype) for shape in decoder.shapes(len(indices))]
         targets = decoder.targets.empty(len(indices), self._empty)
-        job = decoder.choose(indices, epoch, images, self.indices, targets, stop)
+        request = decoder.request(indices, epoch, images, self.indices, targets, stop)
         step = self._chunk(len(indices))
         with interrupts_held():
             parts = [
-                self._pool.submit(decoder.load, job, slice(at, at + step))
+                self._pool.submit(decoder.load, request, slice(at, at + step))
                 for at in range(0, len(indices), step)
             ]
-        return _Pending(parts, job)
+        return _Pending(parts, request)
 
     def _chunk(self, n: int) -> int:
         """Return the number of samples in a chunk of a batch of n.
@@ -202,23 +194,13 @@ class FFCVLoader(EpochLoader):
         """Return memory for a part of a batch."""
         return self._buffers.empty(shape, dtype) if self._feed is None else self._feed.pinned(shape, dtype)
 
-    def _batch(self, job: Job) -> Batch:
-        self.replaced += job.replaced
+    def _batch(self, request: BatchRequest) -> Batch:
+        self.replaced += request.replaced
         values = (
-            job.targets[name] if name in job.targets else self._values(job.indices, (name,))[0]
+            request.targets[name] if name in request.targets else self._values(request.indices, (name,))[0]
             for name in (self.beton.label_name, *self.settings.fields)
         )
-        return _images(job, self.settings), *values
-
-    @property
-    def classes(self) -> list[str]:
-        """Names of the classes in label order; empty without a manifest."""
-        return self.beton.classes
-
-    @property
-    def labels(self) -> NDArray[Any]:
-        """The labels of all samples, `(N,)` or `(N, K)`."""
-        return self.beton.labels
+        return _images(request, self.settings), *values
 
     def _release(self) -> None:
         for stop in list(self._stops):
@@ -231,24 +213,24 @@ class FFCVLoader(EpochLoader):
         self._buffers.clear()
 
 
-def _images(job: Job, settings: LoaderOptions) -> torch.Tensor | tuple[torch.Tensor, ...]:
+def _images(request: BatchRequest, settings: LoaderOptions) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Return a batch's images, as the loader yields them."""
     if not settings.has_views:
-        return job.draws[0].images[:, 0].permute(0, 3, 1, 2)
-    groups = tuple(draw.images.permute(0, 1, 4, 2, 3) for draw in job.draws)
+        return request.draws[0].images[:, 0].permute(0, 3, 1, 2)
+    groups = tuple(draw.images.permute(0, 1, 4, 2, 3) for draw in request.draws)
     return groups[0] if isinstance(settings.views, int) else groups
 
 
 class _Pending:
     """A batch in preparation: its chunks, and the memory they fill."""
 
-    def __init__(self, parts: list[Future[None]], job: Job) -> None:
-        self._parts, self._job = parts, job
+    def __init__(self, parts: list[Future[None]], request: BatchRequest) -> None:
+        self._parts, self._request = parts, request
 
-    def result(self) -> Job:
+    def result(self) -> BatchRequest:
         """Wait for all chunks; raise the exception of any of them."""
         results(self._parts)
-        return self._job
+        return self._request
 
     def done(self) -> bool:
         """Whether `result` would not wait."""

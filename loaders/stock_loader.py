@@ -28,7 +28,6 @@ from .decode.ffcv_modules import ffcv_module, thread_counts_restored
 from .decode.moving import moving_fields
 from .device import feed_of
 from .epochs import Batch, EpochLoader
-from .image_size import ImageSize
 from .options import LoaderKeywords, LoaderOptions, check_workers
 from .sources import Source, files_of
 
@@ -114,26 +113,10 @@ class StockFFCVLoader(EpochLoader):
                 raise
             raise exhaustion(error, self._wanted()) from error
 
-    @property
-    def classes(self) -> list[str]:
-        """Names of the classes in label order; empty without a manifest."""
-        return self.beton.classes
-
-    @property
-    def labels(self) -> NDArray[Any]:
-        """The labels of all samples, `(N,)` or `(N, K)`."""
-        return self.beton.labels
-
-    def set_image_size(self, image_size: ImageSize) -> None:
-        """See `EpochLoader.set_image_size`; FFCV does not compile again."""
-        before = self.settings
-        super().set_image_size(image_size)
-        try:
-            self.memory = self._check_memory()
-        except DataError:
-            self.settings = before
-            raise
-        self._decoder.output_size = self.settings.size  # read at the start of each epoch
+    def _resize(self) -> None:
+        self.memory = self._check_memory()
+        # FFCV reads it at the start of each epoch, and does not compile again.
+        self._decoder.output_size = self.settings.size
 
     @property
     def _share(self) -> int:

@@ -32,7 +32,6 @@ from .datasets.torch_dataset import BetonDataset, PictureFolder, make_transform,
 from .decode.moving import check_motion, moving_fields
 from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
-from .image_size import ImageSize
 from .options import LoaderKeywords, LoaderOptions, check_workers
 
 _END_PATIENCE = 0.2  # seconds for the workers to exit by themselves; they hold nothing that could be lost
@@ -102,20 +101,14 @@ class TorchLoader(EpochLoader):
 
     @property
     def labels(self) -> NDArray[Any]:
-        """The labels of all samples of the data set, `(N,)` or `(N, K)`.
-
-        Raises:
-            DataError: if the data set does not list them.
-        """
+        """See `EpochLoader.labels`."""
         if self.beton is not None:
             return self.beton.labels
         if not hasattr(self.dataset, "targets"):
             raise DataError(f"{type(self.dataset).__name__} has no attribute `targets` with its labels.")
         return np.asarray(self.dataset.targets)
 
-    def set_image_size(self, image_size: ImageSize) -> None:
-        """See `EpochLoader.set_image_size`; the worker processes are restarted."""
-        super().set_image_size(image_size)
+    def _resize(self) -> None:
         self.dataset.transform = make_transform(self.settings, self.depth)
         if hasattr(self.dataset, "transforms"):  # torchvision's data sets have both
             self.dataset.transforms = StandardTransform(self.dataset.transform)

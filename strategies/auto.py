@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ..common import machine
-from .base import Engine, OptimizerFactory, Strategy
+from .base import Engine, OptimizerFactory
 from .common.memory import ADAMW_BYTES
 from .common.placement import check_ranks, enter
 from .devices import pick_device
 from .options import PrepareOptions
+from .registry import get
 
 COMFORTABLE = 0.5
 """Fraction of the free memory available to parameters, gradients and optimizer. The rest is for activations, batches
@@ -79,15 +80,10 @@ class Auto:
         if devices > 1:
             dist.all_reduce(free, op=dist.ReduceOp.MIN)
         name, why = self._choose(model, devices, int(free))
-        engine = self._made(name).prepare(model, optimizer_factory, **given)
+        engine = get(name, device=self.device).prepare(model, optimizer_factory, **given)
         engine.note = f"The strategy 'auto' chose {name!r}: {why}."
         _log.info(engine.note)
         return engine
-
-    def _made(self, name: str) -> Strategy:
-        from .registry import get
-
-        return get(name, device=self.device)
 
     def _choose(self, model: nn.Module, devices: int, free: int) -> tuple[str, str]:
         count = sum(parameter.numel() for parameter in model.parameters())

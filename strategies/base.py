@@ -81,8 +81,8 @@ class Engine(Protocol):
         """Accumulate the gradients of `loss / accumulate`; ranks synchronise only on the last microbatch.
 
         Raises:
-            StrategyError: unless `last_microbatch` is True for exactly the `accumulate`-th call since the last step;
-                otherwise the loss would be divided by the wrong number.
+            StrategyError: unless `last_microbatch` is True for exactly the `accumulate`-th call since the last step:
+                the loss is divided by it, so any other number of microbatches would silently train wrong.
         """
         ...
 
@@ -95,6 +95,9 @@ class Engine(Protocol):
         Returns:
             The total norm of the gradients before clipping, `()`, the same on every rank, on the gradients' device;
             reading it synchronises. None without clipping, and for a skipped step, which has no norm.
+
+        Raises:
+            StrategyError: if called before `accumulate` microbatches.
         """
         ...
 
@@ -153,6 +156,9 @@ class Engine(Protocol):
 
         Every rank must call it: tensors are gathered one at a time, and each rank keeps those whose name its own `keep`
         accepts (None: all).
+
+        Raises:
+            StrategyError: if a module has an extra state that is not a tensor.
         """
         ...
 
@@ -162,15 +168,27 @@ class Engine(Protocol):
 
         Every rank must call it, with a mapping that has all tensors in full; each takes its shard. Tensors are read one
         at a time, so a mapping that reads a file need not hold them all.
+
+        Raises:
+            StrategyError: if names or shapes differ from the model's. Nothing has changed if names differ; a shape is
+                checked when its tensor is loaded.
         """
         ...
 
     def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
-        """Return the optimizer's state by plain parameter names, gathered and kept as by `export_state`."""
+        """Return the optimizer's state by plain parameter names, gathered and kept as by `export_state`.
+
+        Raises:
+            StrategyError: for state that is neither a tensor nor a number.
+        """
         ...
 
     def import_optimizer(self, state: OptimizerState) -> None:
-        """Load the result of any engine's `export_optimizer`; see `import_state`."""
+        """Load the result of any engine's `export_optimizer`; see `import_state`.
+
+        Raises:
+            StrategyError: if it belongs to other parameters.
+        """
         ...
 
     def gather(self, value: torch.Tensor, home: int | None = None) -> torch.Tensor:

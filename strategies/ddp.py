@@ -20,18 +20,11 @@ from .options import Options, PrepareOptions
 
 
 class DDPEngine(RanksEngine):
-    """A model wrapped by DistributedDataParallel; see `base.Engine`."""
-
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
-    ) -> None:
-        super().__init__(model, optimizer, device, options)
-        self._wrapper: Any = model  # has `module` and `no_sync`
+    """A model wrapped by DistributedDataParallel."""
 
     @property
     def plain_model(self) -> nn.Module:
-        """The user's module, inside the wrapper."""
-        return cast(nn.Module, self._wrapper.module)
+        return cast(nn.Module, self.model.module)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -40,8 +33,8 @@ class DDPEngine(RanksEngine):
         DDP decides in the *forward* whether the backward communicates: `no_sync` around the backward alone would do
         nothing.
         """
-        last = self._microbatches + 1 == self.accumulate
-        with nullcontext() if last else self._wrapper.no_sync(), super().forward_context():
+        last, wrapper = self._microbatches + 1 == self.accumulate, cast(Any, self.model)
+        with nullcontext() if last else wrapper.no_sync(), super().forward_context():
             yield
 
 

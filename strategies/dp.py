@@ -23,7 +23,6 @@ class DPEngine(LocalEngine):
 
     @property
     def plain_model(self) -> nn.Module:
-        """The user's module, inside the wrapper, on the first device."""
         return cast(nn.Module, self.model.module)
 
 

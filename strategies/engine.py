@@ -12,6 +12,7 @@ from torch import nn
 
 from ..common.errors import StrategyError
 from ..common.model_state import has_mean, set_buffer, unlisted_tensors, vacant_buffers
+from .base import Engine
 from .common.memory import Held, tensors_in
 from .common.optimizer_state import (
     Entry,
@@ -26,8 +27,8 @@ from .common.statistics import pool_buffers
 from .options import Options, half_dtype
 
 
-class LocalEngine:
-    """An engine on one device; see `base.Engine`."""
+class LocalEngine(Engine):
+    """An engine on one device."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
@@ -46,32 +47,22 @@ class LocalEngine:
 
     @property
     def plain_model(self) -> nn.Module:
-        """The user's module, without the strategy's wrapper."""
         return self.model
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are sharded: False here."""
         return False
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each tensor that `export_state` returns, by name."""
         tensors = self._tensors("sizes")
         return {name: self._shape(value).numel() * value.element_size() for name, value in tensors.items()}
 
     def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the precision's autocast context; empty for fp32. Use it in evaluation too."""
         if self._options.precision != "fp32":
             return torch.autocast(self.device.type, dtype=half_dtype(self._options.precision))
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
-        """Accumulate the gradients of `loss / accumulate`.
-
-        Raises:
-            StrategyError: if `last_microbatch` contradicts the `accumulate` passed to `prepare`: the loss is divided by
-                it, so any other number of microbatches would silently train wrong.
-        """
         self._count(last_microbatch)
         # Not divided by 1: that would be two autograd operations, which matters for the step of a small model.
         share = loss if self.accumulate == 1 else loss / self.accumulate
@@ -80,7 +71,6 @@ class LocalEngine:
             self._unscale()
 
     def _count(self, last_microbatch: bool) -> None:
-        """Count a microbatch; raise `StrategyError` as `backward` does."""
         number = self._microbatches + 1
         if last_microbatch != (number == self.accumulate):
             raise StrategyError(
@@ -91,11 +81,6 @@ class LocalEngine:
         self._microbatches = number
 
     def step(self) -> torch.Tensor | None:
-        """Clip, step and zero the gradients; return their total norm before clipping, if it is on. See `base.Engine`.
-
-        Raises:
-            StrategyError: if called before `accumulate` microbatches.
-        """
         self._check_complete()
         norm: torch.Tensor | None = None
         self.skipped = self._overflowed()
@@ -108,7 +93,6 @@ class LocalEngine:
         return norm
 
     def _check_complete(self) -> None:
-        """Raise `StrategyError` as `step` does."""
         if self._microbatches != self.accumulate:
             raise StrategyError(
                 f"step: only {self._microbatches} of accumulate={self.accumulate} microbatches went through backward. "
@@ -116,7 +100,6 @@ class LocalEngine:
             )
 
     def zero_grad(self) -> None:
-        """Discard the gradients accumulated since the last step."""
         self.optimizer.zero_grad(set_to_none=True)
         if self._microbatches == self.accumulate:
             self._scaler.update()
@@ -124,27 +107,23 @@ class LocalEngine:
 
     @torch.no_grad()
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return copies of the gradients before clipping, by plain parameter names; see `base.Engine`."""
         named = self.plain_model.named_parameters()
         return {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
 
     def group_names(self) -> list[list[str]]:
-        """Return the plain names of the parameters in each of the optimizer's groups."""
         names = self._names()
         return [[name_of(p, names) for p in group["params"]] for group in self.optimizer.param_groups]
 
     def reshard(self) -> None:
-        """Free the gathered copies of sharded parameters: there are none here."""
+        pass  # there are no gathered copies
 
     def reduce(self, value: torch.Tensor, op: Literal["mean", "sum"] = "mean") -> torch.Tensor:
-        """Return `value` reduced over all ranks, the same on each; a new tensor on the device of `value`."""
         if op not in ("mean", "sum"):
             raise StrategyError(f"reduce: op={op!r} is unknown. Use 'mean' or 'sum'.")
         total = self._sum(value.detach().to(self.device, copy=True)).to(value.device)
         return total / self.world_size if op == "mean" else total
 
     def sync_buffers(self) -> None:
-        """Pool the buffers of numbers (BatchNorm's statistics) over all ranks; see `base.Engine`."""
         if self.world_size == 1:
             return
         buffers = dict(self.plain_model.named_buffers())
@@ -152,16 +131,10 @@ class LocalEngine:
             buffers[name].detach().copy_(value)
 
     def pool_buffers(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return `values` of the model's buffers that are pooled over all ranks; here, this rank's."""
         return {name: value for name, value in values.items() if has_mean(value)}
 
     @torch.no_grad()
     def export_state(self, keep: Keep | None = None) -> dict[str, torch.Tensor]:
-        """Return all tensors of the model with plain names: full, contiguous copies on the CPU; see `base.Engine`.
-
-        Raises:
-            StrategyError: if a module has an extra state that is not a tensor.
-        """
         state: dict[str, torch.Tensor] = {}
         for name, value in self._tensors("export_state").items():
             whole = self.gather(value, home_of(keep, name))
@@ -171,12 +144,6 @@ class LocalEngine:
 
     @torch.no_grad()
     def import_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite the model's state, in place; see `base.Engine`.
-
-        Raises:
-            StrategyError: if names or shapes differ from the model's. Nothing has changed if names differ; a shape is
-                checked when its tensor is loaded.
-        """
         own, unlisted = self._tensors("import_state"), unlisted_tensors(self.plain_model)
         vacant = vacant_buffers(self.plain_model) & state.keys()
         odd = sorted((set(own) ^ set(state)) - (set(unlisted) - set(state)) - vacant)
@@ -202,11 +169,6 @@ class LocalEngine:
 
     @torch.no_grad()
     def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
-        """Return the optimizer's state by plain parameter names; see `base.Engine`.
-
-        Raises:
-            StrategyError: for state that is neither a tensor nor a number.
-        """
         names = self._names()
         groups = export_groups(self.optimizer, names)
         kept: dict[str, Entry] = {}
@@ -227,11 +189,6 @@ class LocalEngine:
 
     @torch.no_grad()
     def import_optimizer(self, state: OptimizerState) -> None:
-        """Load the result of another engine's `export_optimizer`; see `base.Engine`.
-
-        Raises:
-            StrategyError: if it belongs to other parameters.
-        """
         names = self._names()
         import_groups(self.optimizer, names, state.groups)
         if self._scaler.is_enabled() and state.loss_scale:
@@ -246,11 +203,9 @@ class LocalEngine:
                     }
 
     def gather(self, value: torch.Tensor, home: int | None = None) -> torch.Tensor:  # noqa: ARG002
-        """Return the full `value`: itself, unless it is sharded; then all ranks must call it. See `base.Engine`."""
         return value
 
     def barrier(self) -> None:
-        """Wait until every rank has called it."""
         # Reads a reduced number: unlike `dist.barrier` this needs no device of its own under NCCL.
         self._sum(torch.zeros((), device=self.device)).item()
 
@@ -277,7 +232,6 @@ class LocalEngine:
         return nn.utils.clip_grad_norm_(self.plain_model.parameters(), clip_norm)
 
     def _shape(self, value: torch.Tensor) -> torch.Size:
-        """Return the shape that `gather` gives a tensor of the model."""
         return value.shape
 
     def _write(self, value: torch.Tensor, whole: torch.Tensor) -> None:
@@ -285,7 +239,6 @@ class LocalEngine:
         value.copy_(self._part(whole, value))
 
     def held(self) -> Held:
-        """Return the tensors this rank holds for training; see `memory.held_bytes`."""
         parameters = list(self.plain_model.parameters())
         return Held(
             parameters,
@@ -299,7 +252,6 @@ class LocalEngine:
         return whole
 
     def _tensors(self, caller: str) -> dict[str, torch.Tensor]:
-        """Return all tensors of the model, not copied."""
         state = {**self.plain_model.state_dict(), **unlisted_tensors(self.plain_model)}
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
@@ -310,7 +262,7 @@ class LocalEngine:
         return {name: value.detach() for name, value in state.items()}
 
     def _names(self) -> dict[nn.Parameter, str]:
-        """Return the plain name of each parameter; a tied one has the name of its first occurrence."""
+        # A tied parameter has the name of its first occurrence.
         return {parameter: name for name, parameter in self.plain_model.named_parameters()}
 
     def _entries(self, names: Mapping[nn.Parameter, str]) -> Mapping[str, Entry]:
@@ -343,13 +295,11 @@ class LocalEngine:
     ) -> torch.Tensor | float:
         if not isinstance(value, torch.Tensor):
             return value
-        if key == "step" and value.dim() == 0:  # on the CPU, as torch keeps it, unless a kernel reads it
-            on_device = group.get("capturable") or group.get("fused")
-            return value.to(parameter.device if on_device else "cpu", copy=True)
-        whole_or_part = (
-            self._part(value, parameter) if value.dim() else value
-        )  # NAdam keeps another single number
-        return whole_or_part.to(parameter.device, copy=True)
+        if value.dim():
+            return self._part(value, parameter).to(parameter.device, copy=True)
+        # A count of steps is on the CPU, as torch keeps it, unless a kernel reads it. NAdam keeps another number.
+        on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
+        return value.to("cpu" if on_cpu else parameter.device, copy=True)
 
 
 class RanksEngine(LocalEngine):
@@ -363,7 +313,6 @@ class RanksEngine(LocalEngine):
         self.world_size = dist.get_world_size()
 
     def pool_buffers(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return `values` of the model's buffers that are pooled over all ranks; see `base.Engine`."""
         return pool_buffers(values, self.plain_model, self.reduce)
 
     def _sum(self, value: torch.Tensor) -> torch.Tensor:

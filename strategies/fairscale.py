@@ -7,18 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..common.errors import StrategyError, require
-from .base import OptimizerFactory
 from .common.sharding import begin_like_rank_0, give_channels_last_inputs, make_contiguous
 from .common.zero_redundancy import OwnedEngine, copy_groups, keep_part, refuse_dtypes
 from .ddp import DDP, ReplicatedStrategy
 from .engine import LocalEngine, RanksEngine
-from .options import Options, PrepareOptions
+from .options import Options
 
 EXTRA = "fairscale"
 
@@ -32,28 +31,22 @@ class ShardedDDPEngine(OwnedEngine):
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Return the precision's autocast context; empty for fp32."""
         with LocalEngine.forward_context(self):
             yield
 
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
-        """Accumulate the gradients of `loss / accumulate`; on the last microbatch each is reduced to its owner.
-
-        Raises:
-            StrategyError: as `base.Engine.backward`.
-        """
         if last_microbatch:  # ShardedDDP checks here, and not in the forward as DDP does
             super().backward(loss, last_microbatch)
             return
+        wrapper: Any = self.model
         try:
-            with self._wrapper.no_sync():
+            with wrapper.no_sync():
                 super().backward(loss, last_microbatch)
         finally:  # after an exception no_sync would stay active, and nothing would be reduced
-            self._wrapper._should_accumulate_grads = False
+            wrapper._should_accumulate_grads = False
 
     @torch.no_grad()
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return copies of the gradients before clipping, which only their owners have, on every rank."""
         own, named = super().gradients(), dict(self.plain_model.named_parameters())
         owners = self._sum(torch.tensor([float(name in own) for name in named], device=self.device)).tolist()
         trained = [name for name, number in zip(named, owners, strict=True) if number]
@@ -165,13 +158,11 @@ def _logging_kept() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class FairScaleFSDP:
+class FairScaleFSDP(ReplicatedStrategy):
     """FairScale's FullyShardedDataParallel, known by name only: it raises an error with the reason.
 
     It needs CUDA streams, and is the predecessor of what `fsdp` (FSDP2) does on CPUs and GPUs.
     """
-
-    device: str | None = None
 
     name = "fairscale_fsdp"
     summary = "FairScale's predecessor of fsdp: GPU only, and untested"
@@ -185,13 +176,3 @@ class FairScaleFSDP:
             else "it runs on CUDA GPUs only, and there is none here"
         )
         raise StrategyError(f"strategy {self.name!r}: {reason}. Use 'fsdp', which shards the same.")
-
-    def prepare(
-        self,
-        model: nn.Module,  # noqa: ARG002
-        optimizer_factory: OptimizerFactory,  # noqa: ARG002
-        **given: Unpack[PrepareOptions],  # noqa: ARG002
-    ) -> LocalEngine:
-        """Raise `StrategyError`, as `check` does."""
-        self.check(1)
-        raise AssertionError("unreachable")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Unpack, cast
 
 import torch
@@ -40,40 +41,29 @@ class FSDPEngine(RanksEngine):
     `fsdp_grad_op` all) until the next backward, `step` or `export_state`.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
-    ) -> None:
-        super().__init__(model, optimizer, device, options)
-        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    @cached_property
+    def _units(self) -> list[FSDPModule]:
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are sharded: True."""
         return True
 
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
-        """Accumulate the gradients of `loss / accumulate`; on the last microbatch they are reduced and sharded.
-
-        Before that a rank holds its own gradients in full, 4 bytes per parameter.
-
-        Raises:
-            StrategyError: as `base.Engine.backward`.
-        """
+        # Before the last microbatch a rank holds its own gradients in full, 4 bytes per parameter.
         if self.accumulate > 1:
-            for module in self._sharded:
+            for module in self._units:
                 module.set_requires_gradient_sync(last_microbatch, recurse=False)
         super().backward(loss, last_microbatch)
 
     def step(self) -> torch.Tensor | None:
-        """Clip, step and zero the gradients; see `LocalEngine.step`."""
         # An evaluation after the backward may have left parameters gathered; the next forward would use these copies
         # from before the step.
         self.reshard()
         return super().step()
 
     def reshard(self) -> None:
-        """Free the gathered copies of sharded parameters; see `base.Engine`."""
-        for module in self._sharded:
+        for module in self._units:
             module.reshard()
 
     def _clip(self, clip_norm: float) -> torch.Tensor:
@@ -82,8 +72,6 @@ class FSDPEngine(RanksEngine):
         return whole
 
     def gather(self, value: torch.Tensor, home: int | None = None) -> torch.Tensor:
-        """Return the full `value`; all ranks must call it for a DTensor, whose shards they exchange, or send to `home`
-        if they are rows of all ranks."""
         if not isinstance(value, DTensor):
             return value
         # An offloaded shard is on the CPU, but its mesh may be one of CUDA devices.

@@ -1,16 +1,22 @@
-"""The strategies by name: `get` creates one, `available` lists them all."""
+"""The strategies by name: `get` creates one, `available` lists them all, `register` adds one.
+
+Imports torch only with a strategy, so that `launch` can send what is registered to the ranks it starts.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, cast
 
 from ..common.errors import DrivetrainError, StrategyError, suggest
 from ..common.table import Table
-from . import plugins
-from .base import Strategy
+
+if TYPE_CHECKING:
+    from .base import Strategy
 
 # name -> (file, class), or (file, class, options implied by the name). The class's constructor arguments are the
 # strategy's options.
@@ -51,6 +57,19 @@ ALIASES = {
        for start in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")},
 }  # fmt: skip
 
+GROUP = "drivetrain.strategies"
+"""The entry-point group of packages with strategies. In a package's pyproject.toml:
+
+    [project.entry-points."drivetrain.strategies"]
+    mine = "my_package.my_module:MyStrategy"
+"""
+
+Kind = Callable[..., Any]
+"""A strategy's class, or a function that creates one; its arguments are the strategy's options."""
+
+REGISTERED: dict[str, Kind] = {}
+"""The arguments of `register` in this process."""
+
 TPU_NAMES = ("xla", "xla_debug", "xla_fsdp", "single_xla", "single_tpu")
 
 
@@ -85,10 +104,10 @@ def get(strategy: str | Strategy, **options: Any) -> Strategy:
     return strategy
 
 
-def register(name: str, kind: plugins.Kind) -> None:
+def register(name: str, kind: Kind) -> None:
     """Register a custom strategy under `name`, in this process and the ranks it launches.
 
-    A package can do so for all processes with an entry point; see `plugins.GROUP`.
+    A package can do so for all processes with an entry point; see `GROUP`.
 
     Args:
         name: for `get`; its first word is the family by which a Pipeline checks compatibility.
@@ -108,9 +127,16 @@ def register(name: str, kind: plugins.Kind) -> None:
             f"strategies.register: {name!r} is a {type(kind).__name__}. Pass the strategy's class, or a function that "
             f"creates one."
         )
-    if _is_ours(name) or name in plugins.REGISTERED or name in plugins.installed():
+    if _is_ours(name) or name in REGISTERED or name in _of_packages():
         raise StrategyError(f"strategies.register: the name {name!r} is taken. Choose another.")
-    plugins.REGISTERED[name] = kind
+    REGISTERED[name] = kind
+
+
+def call_with(registered: dict[str, Kind], function: Callable[..., Any], *args: Any) -> Any:
+    """Call `function(*args)` on a rank, with the strategies registered as in the process that launched it."""
+    for name, kind in registered.items():
+        REGISTERED.setdefault(name, kind)
+    return function(*args)
 
 
 def _check_parts(strategy: Any) -> None:
@@ -138,17 +164,16 @@ def _make(name: str, options: dict[str, Any]) -> Strategy:
             )
     strategy = kind(**{**preset, **options})
     _check_parts(strategy)
-    return cast(Strategy, strategy)
+    return cast("Strategy", strategy)
 
 
-def _find(name: str) -> tuple[plugins.Kind, dict[str, Any]]:
-    """Return the class of a strategy, and the options implied by the name."""
+def _find(name: str) -> tuple[Kind, dict[str, Any]]:
     name = ALIASES.get(name, name)
     if name in STRATEGIES:
         file, class_name, *preset = STRATEGIES[name]
         return getattr(importlib.import_module(f".{file}", __package__), class_name), dict(*preset)
-    if name in plugins.REGISTERED:
-        return plugins.REGISTERED[name], {}
+    if name in REGISTERED:
+        return REGISTERED[name], {}
     if name in TPU_NAMES:
         raise StrategyError(
             f"strategies.get: {name!r} trains on TPUs through XLA, which Drivetrain does not support. Use a strategy "
@@ -156,7 +181,7 @@ def _find(name: str) -> tuple[plugins.Kind, dict[str, Any]]:
         )
     theirs = _of_packages()
     if name in theirs:
-        return plugins.load(theirs[name]), {}
+        return _load(theirs[name]), {}
     raise StrategyError(f"strategies.get: unknown strategy {name!r}.{suggest(name, _names())}")
 
 
@@ -164,21 +189,46 @@ def _is_ours(name: str) -> bool:
     return name in STRATEGIES or name in ALIASES or name in TPU_NAMES
 
 
-def _of_packages() -> dict[str, Any]:
-    """Return the strategies of installed packages. Raise `StrategyError` if one uses a name of Drivetrain's."""
-    theirs = plugins.installed()
-    for name, point in theirs.items():
-        if _is_ours(name):
+def _of_packages() -> dict[str, EntryPoint]:
+    """Return the strategies of installed packages. Raise `StrategyError` if one uses the name of another."""
+    theirs: dict[str, EntryPoint] = {}
+    for point in entry_points(group=GROUP):
+        other = theirs.setdefault(point.name, point)
+        if other.value != point.value:  # a package that is on the path twice has the same value
             raise StrategyError(
-                f"The installed strategy {name!r} ({point.value}) has the name of one of Drivetrain's. Rename it, or "
-                f"uninstall its package."
+                f"Two packages provide a strategy {point.name!r}: {_package(other)} ({other.value}) and "
+                f"{_package(point)} ({point.value}). Uninstall one."
+            )
+        if _is_ours(point.name):
+            raise StrategyError(
+                f"The installed strategy {point.name!r} ({point.value}) has the name of one of Drivetrain's. Rename "
+                f"it, or uninstall its package."
             )
     return theirs
 
 
+def _load(point: EntryPoint) -> Kind:
+    try:
+        kind = point.load()
+    except Exception as error:
+        raise StrategyError(
+            f"The strategy {point.name!r} of the package {_package(point)} ({point.value}) cannot be imported: "
+            f"{type(error).__name__}: {error}. Update or uninstall that package."
+        ) from error
+    if not callable(kind):
+        raise StrategyError(
+            f"The strategy {point.name!r} of the package {_package(point)} is a {type(kind).__name__}. An entry point "
+            f"of {GROUP!r} must name a class or a function that creates a strategy."
+        )
+    return kind  # type: ignore[no-any-return]
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "an unknown package"
+
+
 def _names() -> list[str]:
-    """Return all names that `available` lists, each once."""
-    return list(dict.fromkeys([*STRATEGIES, *plugins.REGISTERED, *_of_packages()]))
+    return list(dict.fromkeys([*STRATEGIES, *REGISTERED, *_of_packages()]))
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from cifar10_files import FILE_BYTES, FakeNpm, closed_port
 from drivetrain.loaders.datasets.names import cifar10
 from drivetrain.pipeline.telemetry import curves
 from drivetrain.pipeline.telemetry.history import History
-from drivetrain.strategies import plugins
-from drivetrain.strategies.launching import ranks
+from drivetrain.strategies import registry
+from drivetrain.strategies.launching import launcher
 from durations import Durations
 from forked_ranks import STARTED, RankServer
 from pipeline_data import Toy
@@ -93,7 +93,7 @@ def forked_ranks(request: pytest.FixtureRequest, rank_server: RankServer) -> Ite
     """Ranks are forked but where their start is tested. See `forked_ranks.py`."""
     with pytest.MonkeyPatch.context() as patch:
         if not STARTED and request.path.parent != TESTS / "strategies/launching":
-            patch.setattr(ranks, "start_interpreter", rank_server.start)
+            patch.setattr(launcher, "start_interpreter", rank_server.start)
         yield
 
 
@@ -123,10 +123,10 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def nothing_registered() -> Iterator[None]:
     """Strategies that a test registers are forgotten after it."""
-    before = dict(plugins.REGISTERED)
+    before = dict(registry.REGISTERED)
     yield
-    plugins.REGISTERED.clear()
-    plugins.REGISTERED.update(before)
+    registry.REGISTERED.clear()
+    registry.REGISTERED.update(before)
 
 
 @pytest.fixture

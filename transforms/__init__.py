@@ -21,6 +21,7 @@ from ..common.names import name_of
 from .base import CHANGES_MODEL as CHANGES_MODEL
 from .base import BatchContext as BatchContext
 from .base import Kind as Kind
+from .base import Loop as Loop
 from .base import Loss as Loss
 from .base import NothingChanged as NothingChanged
 from .base import OptimizerFactory as OptimizerFactory

@@ -12,7 +12,6 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -21,7 +20,7 @@ from torch import nn
 
 from ..common.errors import PlanError, first_of, suggest
 from ..common.table import Table
-from .common.moments import LoopView, Moment
+from .common.moments import Loop, Session
 
 Kind = Literal[
     "image", "surgery", "algorithm", "memory_format", "optimizer", "batch", "loss", "schedule", "loop",
@@ -120,50 +119,14 @@ class BatchContext:
     step: int | None = None
 
 
-class Session:
-    """The state of a loop transform during one training run. The defaults do nothing.
-
-    Example::
-
-        >>> session = EMA(half_life=100).session(model)
-        >>> session.after_step(progress=0.1)  # after each optimizer step
-        >>> with session.evaluating():
-        ...     logits = model(images)
-        >>> session.finish()
-    """
-
-    def after_step(self, progress: float) -> None:
-        """Update the state after an optimizer step; `progress` is the fraction of training completed, 0 to 1.
-
-        Do not call it after a step that fp16's loss scaling skipped: those weights were already counted.
-        """
-
-    def at(self, moment: Moment, loop: LoopView) -> None:
-        """Called at every moment of the loop. May change the batch, the outputs and the loss."""
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has its evaluation weights; exit restores the training ones exactly."""
-        return nullcontext()
-
-    def finish(self) -> None:
-        """Leave the evaluation weights in the model. Call it once, at the end."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: tensors (not copied) and JSON values only."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state returned by `state_dict`."""
-
-
 @dataclass(frozen=True)
 class Transform:
     """Base of all transforms: the facts the plan reads, with safe defaults.
 
-    A subclass sets the class variables and overrides the one hook of its kind: `loader_settings` for image,
-    `apply` for surgery and memory format, `loss` for loss, `batch`, `optimizer`, and `session` for loop. A
-    schedule or evaluation transform has its own method, which the training loop calls. The kind algorithm is that
-    of `from_composer`, with both `apply` and `session`.
+    A subclass sets the class variables and overrides the one hook of its kind: `loader_settings` for image, `apply` for
+    surgery and memory format, `loss` for loss, `batch` for batch, `predict` for evaluation, `session` for schedule and
+    loop, and one of `optimizer` and `session` for optimizer, which changes gradients or the step. The kind algorithm is
+    that of `from_composer`, with both `apply` and `session`.
 
     Example::
 
@@ -196,6 +159,20 @@ class Transform:
     """Whether it turns class indices into probabilities, before the loss."""
     unused_parameters: ClassVar[bool] = False
     """Whether some steps leave a parameter without a gradient, so that DDP needs find_unused_parameters."""
+    averages_weights: ClassVar[bool] = False
+    """Whether its session sets the weights to evaluate; a pipeline has at most one such transform."""
+    changes_image_size: ClassVar[bool] = False
+    """Whether images have several sizes during training."""
+    clips_gradients: ClassVar[bool] = False
+    """Whether it does what `distribute(clip_norm=…)` does."""
+    counts_forwards: ClassVar[bool] = False
+    """Whether the changed model computes something else in each forward, so that none may be repeated."""
+    groups_statistics: ClassVar[bool] = False
+    """Whether BatchNorm's statistics become those of a part of the batch."""
+    takes_tokens: ClassVar[bool] = False
+    """Whether it changes sequences of tokens, which a pipeline does not load."""
+    tried_by_tune: ClassVar[Literal["", "format", "resolution", "surgery"]] = ""
+    """The kind of change as which `Pipeline.tune` tries it, with its defaults; "" if it does not."""
 
     @property
     def depends_on_length(self) -> bool:
@@ -220,6 +197,21 @@ class Transform:
     def unknown(self) -> bool:
         """Whether it may change batches, outputs or the loss in ways that it does not declare."""
         return False
+
+    @property
+    def follows_loop(self) -> bool:
+        """Whether it needs Drivetrain's loop, so that Lightning's cannot run it."""
+        return type(self).session is not Transform.session
+
+    @property
+    def needs_whole_weights(self) -> str:
+        """What to use instead where weights are sharded, completing "Use …"; "" if it works there."""
+        return ""
+
+    @property
+    def turning_points(self) -> tuple[float, ...]:
+        """Fractions of training at which `size` or `level` begins or ends to change, for a ledger's trials."""
+        return ()
 
     @property
     def caution(self) -> str:
@@ -277,6 +269,32 @@ class Transform:
         """Return the batch to train on. The inputs are not modified."""
         return images, targets
 
+    def size(self, image_size: int | tuple[int, int], progress: float) -> int | tuple[int, int]:  # noqa: ARG002
+        """Return the side, or height and width, of training images at `progress`, 0 to 1; `image_size` is the full one.
+
+        If a class overrides it, the loader of a pipeline resizes, and `batch` is for other loaders.
+        """
+        return image_size
+
+    def level(self, progress: float) -> float:  # noqa: ARG002
+        """Return the fraction of the layers that are frozen at `progress`, 0 to 1."""
+        return 0.0
+
+    def freeze(self, model: nn.Module, progress: float) -> Report:  # noqa: ARG002
+        """Freeze the layers due at `progress`, 0 to 1, and return their names."""
+        return Report(type(self).__name__)
+
+    def check_epochs(self, epochs: int, image_size: int | tuple[int, int]) -> None:
+        """Raise `PlanError` if a run of so many epochs is too short, with images of this size."""
+
+    def note(self, total_steps: int) -> str:  # noqa: ARG002
+        """Return a sentence for the user about a run of so many steps; "" for nothing."""
+        return ""
+
+    def predict(self, model: Callable[[torch.Tensor], Any], images: torch.Tensor) -> Any:
+        """Return the outputs to evaluate, of images (B, 3, H, W); `model` returns those of a forward."""
+        return model(images)
+
     def optimizer(self, factory: OptimizerFactory) -> OptimizerFactory:
         """Return the factory that builds the optimizer, made from `factory`."""
         return factory
@@ -286,17 +304,19 @@ class Transform:
         return Session()
 
 
-HOOKS: dict[Kind, str] = {
-    "image": "loader_settings",
-    "surgery": "apply",
-    "algorithm": "session",
-    "memory_format": "apply",
-    "optimizer": "optimizer",
-    "batch": "batch",
-    "loss": "loss",
-    "loop": "session",
+HOOKS: dict[Kind, tuple[str, ...]] = {
+    "image": ("loader_settings",),
+    "surgery": ("apply",),
+    "algorithm": ("session",),
+    "memory_format": ("apply",),
+    "optimizer": ("optimizer", "session"),
+    "batch": ("batch",),
+    "loss": ("loss",),
+    "schedule": ("session",),
+    "loop": ("session",),
+    "evaluation": ("predict",),
 }
-"""The hook a class of each kind must define. The loop handles schedules and evaluations by class."""
+"""The hooks of which a class of each kind must define one."""
 
 
 def missing_hook(cls: type[Transform]) -> str:
@@ -304,16 +324,17 @@ def missing_hook(cls: type[Transform]) -> str:
     kind: object = getattr(cls, "kind", None)
     if kind not in get_args(Kind):
         return f"{cls.__name__} has kind={kind!r}; it must declare one.{suggest(str(kind), get_args(Kind))}"
-    hook = HOOKS.get(cls.kind)
-    if hook is None or getattr(cls, hook) is not getattr(Transform, hook):
+    hooks = HOOKS[cls.kind]
+    if any(getattr(cls, hook) is not getattr(Transform, hook) for hook in hooks):
         return ""
     own = [name for base in cls.__mro__ if base not in Transform.__mro__ for name in vars(base)]
-    near = difflib.get_close_matches(hook, own, n=1)
+    near = [match for hook in hooks for match in difflib.get_close_matches(hook, own, n=1)]
     hint = f" It defines {near[0]!r}: rename that." if near else ""
-    what = "the property" if isinstance(getattr(Transform, hook), property) else "the method"
+    what = "the property" if isinstance(getattr(Transform, hooks[0]), property) else "the method"
     return (
-        f"{cls.__name__} is a transform of kind {cls.kind!r} and must define {what} {hook!r} (see "
-        f"drivetrain.transforms.Transform.{hook}); without it, the transform does nothing.{hint}"
+        f"{cls.__name__} is a transform of kind {cls.kind!r} and must define {what} "
+        f"{' or '.join(map(repr, hooks))} (see drivetrain.transforms.Transform.{hooks[0]}); without it, the transform "
+        f"does nothing.{hint}"
     )
 
 
@@ -377,6 +398,7 @@ def warn_nothing_changed(report: Report, looks_for: str, model: nn.Module, *, st
 __all__ = [
     "BatchContext",
     "Kind",
+    "Loop",
     "Loss",
     "NothingChanged",
     "OptimizerFactory",

@@ -38,6 +38,7 @@ class ChannelsLast(Transform):
     """
 
     kind: ClassVar[Kind] = "memory_format"
+    tried_by_tune = "format"
     source: ClassVar[str] = "PyTorch tutorial, Channels Last Memory Format"
     after: ClassVar[tuple[str, ...]] = ("BlurPool",)
 

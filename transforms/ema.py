@@ -52,6 +52,7 @@ class EMA(Transform):
     kind: ClassVar[Kind] = "loop"
     source: ClassVar[str] = "Tarvainen and Valpola 2017, arXiv:1703.01780"
     unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed_stage_3",)
+    averages_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if (self.half_life is None) == (self.smoothing is None):
@@ -81,6 +82,17 @@ class EMA(Transform):
     def share_of_start(self, steps: int) -> float:
         """Return the fraction of the average that still comes from the weights at `session` after `steps` steps."""
         return float((1 - self.share) ** (steps // self.update_every))
+
+    def note(self, total_steps: int) -> str:
+        """Return a warning if the average would mostly be weights from before training. It is not an error: the same
+        recipe is fine for more epochs, and one epoch is a legitimate trial."""
+        share = self.share_of_start(total_steps)
+        if share < 0.1:
+            return ""
+        return (
+            f"{self}: after all {total_steps} steps its average, which evaluation and the result use, still consists "
+            f"of {share:.0%} initial weights. Train longer, or set a shorter half-life."
+        )
 
     def session(self, model: nn.Module) -> Session:
         """Start averaging `model`, after it is moved to its device, sharded and loaded."""

@@ -122,6 +122,7 @@ class Factorize(Transform):
     latent_features: int | float = 128
 
     kind: ClassVar[Kind] = "surgery"
+    tried_by_tune = "surgery"
     source: ClassVar[str] = "Composer's method card; Denton et al. 2014, arXiv:1404.0736"
     renames: ClassVar[bool] = True
 

@@ -108,6 +108,7 @@ class GhostBatchNorm(Transform):
     ghost_batch_size: int = 32
 
     kind: ClassVar[Kind] = "surgery"
+    groups_statistics: ClassVar[bool] = True
     source: ClassVar[str] = "Hoffer et al. 2017, arXiv:1705.08741"
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..common.errors import PlanError
-from .base import Kind, Transform
+from .base import Kind, Loop, Session, Transform
 from .common.checks import check_choice, check_range
 from .common.tensors import is_dtensor, with_gradients
 
@@ -53,10 +53,21 @@ class GradientClipping(Transform):
     kind: ClassVar[Kind] = "optimizer"
     source: ClassVar[str] = "Pascanu et al. 2013, arXiv:1211.5063; Brock et al. 2021, arXiv:2102.06171"
     unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed", "fairscale")
+    depends_on_length: ClassVar[bool] = False
+    clips_gradients: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_choice(self, "by", get_args(By))
         check_range(self, "threshold", "(0, inf)")
+
+    @property
+    def needs_whole_weights(self) -> str:
+        """The other values of `by`, of which only `"adaptive"` needs them."""
+        return "by='norm' or by='value'" if self.by == "adaptive" else ""
+
+    def session(self, model: nn.Module) -> Session:
+        """Clip the gradients of `model` before each step."""
+        return _Clipping(self, model)
 
     def clip(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
         """Clip the gradients in place; parameters without one are skipped.
@@ -80,6 +91,14 @@ class GradientClipping(Transform):
         for parameter in clipped:
             _clip_to_weights(parameter, self.threshold)
         return None
+
+
+class _Clipping(Session):
+    def __init__(self, clipping: GradientClipping, model: nn.Module) -> None:
+        self._clipping, self._model = clipping, model
+
+    def before_step(self, loop: Loop) -> None:  # noqa: ARG002
+        self._clipping.clip(self._model.parameters())
 
 
 @torch.no_grad()

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import ClassVar, ParamSpec
+from typing import Any, ClassVar, ParamSpec
 
 import torch
 from torch import nn
 
 from ..common.errors import PlanError
 from ..common.transfer import to_device
-from .base import Kind, Report, Transform
+from .base import Kind, Report, Session, Transform
 from .common.checks import check_count, check_fraction
 from .common.surgery import Verdict, obstacle, operate
 
@@ -147,6 +147,8 @@ class GyroDropout(Transform):
     kind: ClassVar[Kind] = "surgery"
     source: ClassVar[str] = "Lee et al., MLSys 2022"
     compile_safe: ClassVar[bool] = False
+    counts_forwards: ClassVar[bool] = True
+    follows_loop: ClassVar[bool] = False  # its session only saves the counts
 
     def __post_init__(self) -> None:
         check_fraction(self, "p")
@@ -168,6 +170,10 @@ class GyroDropout(Transform):
             if isinstance(module, GyroDropoutLayer) and self.total_steps is None:
                 module.set_length(total_steps)
 
+    def session(self, model: nn.Module) -> Session:
+        """Save and restore the counts of the layers of `model`."""
+        return _Counts(model)
+
     def _change(self, module: nn.Module) -> None:
         module.__class__ = GyroDropoutLayer
         assert isinstance(module, GyroDropoutLayer)
@@ -176,6 +182,20 @@ class GyroDropout(Transform):
         if self.total_steps is not None:
             module.set_length(self.total_steps)
         module.seed = int(torch.randint(2**62, ()))
+
+
+class _Counts(Session):
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = {
+            name: layer for name, layer in model.named_modules() if isinstance(layer, GyroDropoutLayer)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: layer.step for name, layer in self._layers.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, layer in self._layers.items():
+            layer.step, layer.masks = state[name], None  # the masks depend on the count
 
 
 def _judge(module: nn.Module) -> Verdict | str:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import nn
 
 from ..common.errors import PlanError
-from .base import Kind, Report, Transform
+from .base import Kind, Loop, Report, Session, Transform
 from .common.checks import check_fraction
 
 
@@ -54,6 +54,7 @@ class LayerFreezing(Transform):
     source: ClassVar[str] = "Brock et al. 2017, arXiv:1706.04983"
     unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed",)
     unused_parameters: ClassVar[bool] = True
+    tried_by_tune = "surgery"
 
     def __post_init__(self) -> None:
         check_fraction(self, "freeze_start")
@@ -63,6 +64,15 @@ class LayerFreezing(Transform):
     def depends_on_length(self) -> bool:
         """Return whether any layer is ever frozen."""
         return self.freeze_level > 0
+
+    @property
+    def turning_points(self) -> tuple[float, ...]:
+        """Where it begins to freeze."""
+        return (self.freeze_start,)
+
+    def session(self, model: nn.Module) -> Session:
+        """Freeze layers of `model` before each epoch."""
+        return _Freezing(self, model)
 
     def level(self, progress: float) -> float:
         """Return the fraction of the layers that are frozen, in [0, 1], at `progress`.
@@ -103,6 +113,14 @@ class LayerFreezing(Transform):
                 changed.append(name)
         note = f"{depth} of {len(layers)} layers are frozen at progress {progress:g}."
         return Report("LayerFreezing", tuple(changed), (), (note,))
+
+
+class _Freezing(Session):
+    def __init__(self, freezing: LayerFreezing, model: nn.Module) -> None:
+        self._freezing, self._model = freezing, model
+
+    def before_epoch(self, loop: Loop) -> None:
+        self._freezing.freeze(self._model, loop.progress_at(loop.epoch_start))
 
 
 __all__ = ["LayerFreezing"]

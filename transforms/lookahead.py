@@ -47,6 +47,7 @@ class Lookahead(Transform):
     kind: ClassVar[Kind] = "loop"
     source: ClassVar[str] = "Zhang et al. 2019, arXiv:1907.08610"
     unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed",)
+    averages_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count(self, "interval", 1)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from ..common.errors import PlanError
-from .base import BatchContext, Kind, Transform
+from .base import BatchContext, Kind, Loop, Session, Transform
 from .common.checks import check_count, check_range
 from .common.images import check_batch, resize
 
@@ -48,6 +49,8 @@ class ProgressiveResizing(Transform):
 
     kind: ClassVar[Kind] = "batch"
     source: ClassVar[str] = "Howard and Gugger 2020, fastbook chapter 7"
+    changes_image_size: ClassVar[bool] = True
+    tried_by_tune = "resolution"
 
     def __post_init__(self) -> None:
         check_range(self, "initial_scale", "(0, 1]")
@@ -64,6 +67,23 @@ class ProgressiveResizing(Transform):
     def depends_on_length(self) -> bool:
         """Return whether the size ever changes: not if `finetune` covers the full training."""
         return self.finetune < 1
+
+    @property
+    def turning_points(self) -> tuple[float, ...]:
+        """Where images begin and end to grow."""
+        return self.delay, 1 - self.finetune
+
+    def check_epochs(self, epochs: int, image_size: int | tuple[int, int]) -> None:
+        """Raise `PlanError` if no epoch would have full size, but `finetune` is set."""
+        if self.finetune and self.size(image_size, 1 - 0.5 / epochs) != image_size:
+            raise PlanError(
+                f"{self} sets one size per epoch, and with epochs={epochs} none would have full size. Train for more "
+                f"epochs, or set finetune to at least {0.5 / epochs:g}."
+            )
+
+    def session(self, model: nn.Module) -> Session:  # noqa: ARG002
+        """Set the size of the loader's images before each epoch."""
+        return _Resizing(self)
 
     def size(self, image_size: int | tuple[int, int], progress: float) -> int | tuple[int, int]:
         """Return the side to train at, or height and width, in pixels.
@@ -107,6 +127,18 @@ class ProgressiveResizing(Transform):
         height, width = images.shape[-2:]
         small = self._side(width, context.progress)
         return resize(images, max(height * small // width, 1), small), targets
+
+
+class _Resizing(Session):
+    def __init__(self, resizing: ProgressiveResizing) -> None:
+        self._resizing = resizing
+
+    def before_epoch(self, loop: Loop) -> None:
+        """Set the size of the epoch, that of its midpoint."""
+        middle = loop.progress_at(loop.epoch_start + loop.steps_per_epoch / 2)
+        size = self._resizing.size(loop.image_size, middle)
+        if size != loop.loader.settings.image_size:
+            loop.loader.set_image_size(size)
 
 
 __all__ = ["ProgressiveResizing"]

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import nn
 
-from .base import Kind, Transform
+from ..common.model_state import buffers_kept
+from .base import Kind, Loop, Session, Transform
 from .common.checks import check_count, check_range
 from .common.tensors import locals_of, total_norm, with_gradients
 
@@ -52,6 +54,7 @@ class SAM(Transform):
     kind: ClassVar[Kind] = "optimizer"
     source: ClassVar[str] = "Foret et al. 2021, arXiv:2010.01412"
     unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed", "fairscale")
+    depends_on_length: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_range(self, "rho", "(0, inf)")
@@ -87,6 +90,24 @@ class SAM(Transform):
             before.clear()
 
         return restore
+
+    def session(self, model: nn.Module) -> Session:
+        """Compute the gradients of the steps that apply again, at the perturbed weights of `model`."""
+        return _SecondPass(self, model)
+
+
+class _SecondPass(Session):
+    def __init__(self, sam: SAM, model: nn.Module) -> None:
+        self._sam, self._model = sam, model
+
+    def after_gradients(self, loop: Loop) -> None:
+        if not self._sam.applies(loop.step):
+            return
+        restore = self._sam.perturb(self._model.parameters())
+        loop.engine.zero_grad()
+        with buffers_kept(self._model):  # each image updates BatchNorm's statistics once
+            loop.gradients()
+        restore()
 
 
 __all__ = ["SAM"]

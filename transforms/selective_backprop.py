@@ -70,6 +70,7 @@ class SelectiveBackprop(Transform):
     source: ClassVar[str] = "Jiang et al. 2019, arXiv:1910.00762"
     targets: ClassVar[tuple[str, ...] | None] = ("class indices",)
     after: ClassVar[tuple[str, ...]] = ("ProgressiveResizing",)
+    tried_by_tune = "surgery"
 
     def __post_init__(self) -> None:
         check_range(self, "start", "[0, 1]")

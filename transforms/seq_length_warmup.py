@@ -47,6 +47,7 @@ class SeqLengthWarmup(Transform):
 
     kind: ClassVar[Kind] = "batch"
     source: ClassVar[str] = "Li et al. 2021, arXiv:2108.06084"
+    takes_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_range(self, "duration", "[0, 1]")

@@ -79,6 +79,7 @@ class StochasticDepth(Transform):
     distribution: Literal["linear", "uniform"] = "linear"
 
     kind: ClassVar[Kind] = "surgery"
+    tried_by_tune = "surgery"
     source: ClassVar[str] = "Huang et al. 2016, arXiv:1603.09382"
     unsafe_with: ClassVar[tuple[str, ...]] = ("fairscale",)
 

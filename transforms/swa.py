@@ -54,6 +54,7 @@ class SWA(Transform):
     kind: ClassVar[Kind] = "loop"
     source: ClassVar[str] = "Izmailov et al. 2018, arXiv:1803.05407"
     unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed",)
+    averages_weights: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_range(self, "start", "[0, 1)")

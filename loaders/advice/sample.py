@@ -100,12 +100,13 @@ def _open_folder(folder: Path) -> DataSet:
 
 
 def _open_betons(source: str) -> DataSet:
-    beton = open_files(source)
+    files = open_files(source)
 
     def stored(number: int) -> Any:
-        return beton.stored(number) if beton.modes[number] == MODE_JPEG else beton.image(number)
+        beton, own = files.locate(number)
+        return beton.stored(own) if beton.modes[own] == MODE_JPEG else beton.image(own)
 
-    return DataSet(len(beton), bool((beton.modes != MODE_JPEG).all()), stored)
+    return DataSet(len(files), bool((files.modes != MODE_JPEG).all()), stored)
 
 
 def formats(data: DataSet, side: int) -> list[dict[str, Any]]:

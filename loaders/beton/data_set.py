@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from ...common import machine
 from ...common.descriptors import more_descriptors
@@ -17,7 +16,7 @@ from ...common.errors import BetonError
 from ...common.storage.cache import Remote
 from ..sources import Files, Source, files_of, in_threads
 from .open_file import Identity
-from .reader import Beton, count_classes, open_beton
+from .reader import Beton, open_beton
 
 
 class BetonFiles:
@@ -32,6 +31,9 @@ class BetonFiles:
         starts: `(F + 1,)` the index of each file's first sample; the last entry is the number of all samples.
         parts: of a mix, the samples of each data set, as `(weight, first, end)`; empty if it is one data set.
         name: the source, for messages.
+        fields, targets, classes, channels, depth, label_name: as `Beton`'s, the same in all files.
+        modes, widths, heights, pointers, sizes: `(N,)`, as `Beton`'s.
+        descriptors: `(N,)` int32, of the open file that each sample is in.
 
     Raises:
         BetonError: if the files do not belong together.
@@ -46,6 +48,9 @@ class BetonFiles:
             bounds = self.starts[ends].tolist()
             self.parts = tuple(zip(files.weights, bounds[:-1], bounds[1:], strict=True))
         self._check()
+        first = self.files[0]
+        self.fields, self.targets, self.classes = first.fields, first.targets, first.classes
+        self.channels, self.depth, self.label_name = first.channels, first.depth, first.label_name
         self.modes = self._joined(lambda one: one.modes)
         self.widths = self._joined(lambda one: one.widths)
         self.heights = self._joined(lambda one: one.heights)
@@ -58,47 +63,10 @@ class BetonFiles:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
-    @property
-    def fields(self) -> dict[str, str]:
-        """Map field name to kind, as `Beton.fields`."""
-        return self.files[0].fields
-
-    @property
-    def channels(self) -> int:
-        """The number of the images' channels."""
-        return self.files[0].channels
-
-    @property
-    def depth(self) -> int:
-        """The bits of each value of an image, 8 or 16."""
-        return self.files[0].depth
-
-    @property
-    def targets(self) -> dict[str, str]:
-        """Map the fields that move with the image to their kinds, as `Beton.targets`."""
-        return self.files[0].targets
-
-    @property
-    def label_name(self) -> str:
-        """The label's field."""
-        return self.files[0].label_name
-
-    @property
-    def classes(self) -> list[str]:
-        """Class names in label order; empty without a manifest."""
-        return self.files[0].classes
-
     @cached_property
     def labels(self) -> NDArray[Any]:
         """`(N,)` or `(N, K)`, as `Beton.labels`; raises `BetonError` if they are masks."""
         return self._joined(lambda one: one.labels)
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes; see `Beton.num_classes`."""
-        if self.label_name in self.targets:
-            return len(self.classes)
-        return count_classes(self.classes, self.labels)
 
     @cached_property
     def checksums(self) -> NDArray[np.uint32] | None:
@@ -112,10 +80,9 @@ class BetonFiles:
         """`(N,)` the page that each sample is on, numbered through all files."""
         pages, first = [], 0
         for one in self.files:
-            own = one.pointers.astype(np.int64) // one.page_size
-            pages.append(own + first)
-            first += int(own.max()) + 1
-        return _concatenated(pages)
+            pages.append(one.pointers.astype(np.int64) // one.page_size + first)
+            first = int(pages[-1].max()) + 1
+        return np.concatenate(pages)
 
     def read(self, name: str, indices: NDArray[np.int64]) -> Any:
         """Return the values of one field for the samples `indices` `(n,)`, as `Beton.read`."""
@@ -157,17 +124,7 @@ class BetonFiles:
     @cached_property
     def exceeds_memory(self) -> bool:
         """Whether the files are larger than the free memory, so that the system cannot keep what it has read."""
-        return sum(one.file.size for one in self.files) > machine.free_memory()
-
-    def checksum(self, index: int) -> int:
-        """Return the CRC-32 of the sample's current data; see `Beton.checksum`."""
-        one, own = self._at(index)
-        return one.checksum(own)
-
-    def require_unchanged(self, index: int) -> None:
-        """Raise `BetonError` unless the sample matches its checksum."""
-        one, own = self._at(index)
-        one.require_unchanged(own)
+        return sum(len(one.file) for one in self.files) > machine.free_memory()
 
     def require_sizes(self) -> None:
         """Raise `BetonError` if a file's length has changed since it was opened."""
@@ -184,37 +141,12 @@ class BetonFiles:
         for one, identity in zip(self.files, identities, strict=True):
             one.file.require_identity(identity)
 
-    def stored(self, index: int) -> bytes:
-        """Return a sample's image as stored; see `Beton.stored`."""
-        one, own = self._at(index)
-        return one.stored(own)
-
-    def image(self, index: int) -> Image.Image:
-        """Return a sample's image, decoded by Pillow; see `Beton.image`."""
-        one, own = self._at(index)
-        return one.image(own)
-
-    def pixels(self, index: int) -> NDArray[Any]:
-        """Return a sample's image as an array; see `Beton.pixels`."""
-        one, own = self._at(index)
-        return one.pixels(own)
-
-    def mask(self, name: str, index: int, rows: int | None = None) -> NDArray[Any]:
-        """Return a sample's mask, `(H, W)`; see `Beton.mask`."""
-        one, own = self._at(index)
-        return one.mask(name, own, rows)
-
-    def sample_error(self, index: int, reason: str) -> BetonError:
-        """Return the error for an unusable sample."""
-        one, own = self._at(index)
-        return one.sample_error(own, reason)
-
     def close(self) -> None:
         """End what `prefetch` has begun. The files stay open."""
         for one in self.files:
             one.close()
 
-    def _at(self, index: int) -> tuple[Beton, int]:
+    def locate(self, index: int) -> tuple[Beton, int]:
         """Return the file of a sample, and its index in it."""
         number = int(np.searchsorted(self.starts, index, side="right")) - 1
         return self.files[number], index - int(self.starts[number])
@@ -233,7 +165,8 @@ class BetonFiles:
 
     def _joined(self, values: Callable[[Beton], Any]) -> NDArray[Any]:
         """Return an array of all files; that of a single file is not copied."""
-        return _concatenated([values(one) for one in self.files])
+        arrays = [values(one) for one in self.files]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def _check(self) -> None:
         first = self.files[0]
@@ -264,10 +197,6 @@ def _follows(shard: Any, before: dict[str, Any]) -> bool:
     """
     known = isinstance(shard, dict) and isinstance(before.get("shard"), dict)
     return not known or shard["number"] != before["shard"]["number"] + 1 or shard["follows"] == before["seal"]
-
-
-def _concatenated(arrays: list[NDArray[Any]]) -> NDArray[Any]:
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _types(beton: Beton) -> dict[str, str]:

@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
-from tqdm.auto import tqdm
 
 from ...common.checks import check_whole, plain
 from ...common.errors import BetonError, DataError, require_suffix
-from ...common.exhaustion import exhaustion, is_exhaustion
 from ...common.storage.files import atomic_file
-from ...common.terminal import is_interactive, shortened
-from ...common.threads import in_order
+from ...common.terminal import shortened
 from ..native import jpeg
-from ..native.stop import Stop, stopped_by
+from ..native.threads import stoppable
 from ..options import check_workers
 from .layout import MODE_JPEG
 from .reader import Beton, open_beton
 from .targets import NOT_COUNTED, check_classes, coordinates, decode_mask, palette
+
+_CHUNK = 64
+"""Samples that a thread checks at a time: enough that starting costs nothing, few enough for an even progress bar."""
 
 _MASKS = 200
 """Masks that `inspect` decodes at most, to count the pixels of each class."""
@@ -146,7 +146,7 @@ class Inspection:
 
 
 def inspect(path: str | Path) -> Inspection:
-    """Read a file's tables, without decoding any image, and summarise its content. Up to 200 masks are decoded.
+    """Read a file's tables, without decoding any image, and summarize its content. Up to 200 masks are decoded.
 
     Raises:
         BetonError: if the file's structure is damaged.
@@ -288,38 +288,18 @@ def verify(path: str | Path, *, workers: int | None = None, progress: bool = Tru
     """
     threads = check_workers(workers)
     beton = open_beton(path)
-    try:
-        bad = _bad_samples(beton, threads, progress)
-    except Exception as error:
-        if not is_exhaustion(error):
-            raise
-        raise exhaustion(error, f"{threads} threads", "Use fewer workers.") from error
-    return Verification(str(path), len(beton), bad, beton.checksums is not None)
 
-
-_CHUNK = 64
-"""Samples that a thread checks at a time: enough that starting costs nothing, few enough for an even progress bar."""
-
-
-def _bad_samples(beton: Beton, threads: int, progress: bool) -> list[tuple[int, str]]:
     def faults(start: int) -> list[tuple[int, str]]:
         numbers = range(start, min(start + _CHUNK, len(beton)))
-        with stopped_by(stop):
-            return [(number, reason) for number in numbers if (reason := _fault(beton, number)) is not None]
+        return [(number, reason) for number in numbers if (reason := _fault(beton, number)) is not None]
 
-    stop = Stop()
-    hidden = not (progress and is_interactive())
-    bad: list[tuple[int, str]] = []
-    with (
-        closing(
-            in_order(faults, range(0, len(beton), _CHUNK), threads, "drivetrain-verify", stop=stop.set)
-        ) as found,
-        tqdm(total=len(beton), desc="Verifying", unit="img", disable=hidden, leave=False) as bar,
-    ):
-        for some in found:
-            bad += some
-            bar.update(_CHUNK)
-    return bad
+    found = stoppable(
+        faults, range(0, len(beton), _CHUNK), threads, "drivetrain-verify",
+        title="Verifying", progress=progress, total=len(beton), wanted=f"{threads} threads",
+    )  # fmt: skip
+    with closing(found):
+        bad = [one for some in found for one in some]
+    return Verification(str(path), len(beton), bad, beton.checksums is not None)
 
 
 def _fault(beton: Beton, number: int) -> str | None:
@@ -388,12 +368,12 @@ def _shown(beton: Beton, number: int) -> Image.Image:
 
 
 def _with_targets(beton: Beton, number: int) -> Image.Image:
-    """Return a sample's image with its masks in half-transparent colours, boxes as frames, and keypoints as dots."""
+    """Return a sample's image with its masks in half-transparent colors, boxes as frames, and keypoints as dots."""
     picture = _shown(beton, number)
     for name, kind in beton.targets.items():
         if kind == "mask":
-            colours = palette()[beton.mask(name, number) & 255]
-            picture = Image.blend(picture, Image.fromarray(colours), 0.5)
+            colors = palette()[beton.mask(name, number) & 255]
+            picture = Image.blend(picture, Image.fromarray(colors), 0.5)
             continue
         draw, size = ImageDraw.Draw(picture), max(picture.size) // 64
         try:

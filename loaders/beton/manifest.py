@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ...common.errors import BetonError
 from ...common.exhaustion import is_exhaustion
 from .layout import Field, metadata_dtype, tables_start
-from .open_file import FileBytes
+from .open_file import OpenFile
 from .targets import check_targets
 
 SEAL_BYTES = 32
@@ -36,7 +36,7 @@ def manifest_path(path: Path) -> Path:
 
 
 def tables_checksum(
-    data: FileBytes | NDArray[np.uint8], samples: int, fields: Sequence[Field], table_ptr: int
+    data: OpenFile | NDArray[np.uint8], samples: int, fields: Sequence[Field], table_ptr: int
 ) -> int:
     """Return the CRC-32 of everything but the samples' data: header, fields, metadata, allocation table."""
     end = tables_start(len(fields)) + samples * metadata_dtype(fields).itemsize
@@ -62,7 +62,7 @@ def write_manifest(file: BinaryIO, about: dict[str, Any], checksums: NDArray[np.
 
 
 def read_manifest(
-    path: Path, data: FileBytes | NDArray[np.uint8], header: Any, fields: Sequence[Field]
+    path: Path, data: OpenFile | NDArray[np.uint8], header: Any, fields: Sequence[Field]
 ) -> tuple[dict[str, Any], NDArray[np.uint32] | None]:
     """Return the manifest of the file `path` and its checksums `(N,)`; empty and None if there is no manifest.
 
@@ -114,7 +114,7 @@ def read_manifest(
     return manifest, checksums
 
 
-def _stored_seal(data: FileBytes | NDArray[np.uint8], samples: int, fields: Sequence[Field]) -> bytes:
+def _stored_seal(data: OpenFile | NDArray[np.uint8], samples: int, fields: Sequence[Field]) -> bytes:
     """Return the bytes at the seal's position, whether or not the file has a seal."""
     end = tables_start(len(fields)) + samples * metadata_dtype(fields).itemsize
     return data[end : end + SEAL_BYTES].tobytes()

@@ -56,10 +56,15 @@ class OpenFile:
         # A pickled descriptor number would refer to whatever file is opened after this one is closed.
         return _opened_again, (self.path, self.identity, self._patience)
 
-    @property
-    def size(self) -> int:
-        """Length in bytes when the file was opened."""
+    def __len__(self) -> int:
+        """Return the length in bytes when the file was opened."""
         return self.identity[2]
+
+    def __getitem__(self, part: slice) -> NDArray[np.uint8]:
+        """Read a slice of the bytes, `(n,)`; raises `BetonError` as `read`."""
+        start, stop, _ = part.indices(len(self))
+        found: NDArray[np.uint8] = self.read_many(np.array([start]), max(stop - start, 0))[0]
+        return found
 
     def mapped(self) -> NDArray[np.uint8]:
         """Return the full file, memory-mapped, `(bytes,)` uint8, read-only, as long as the array is referenced.
@@ -67,9 +72,8 @@ class OpenFile:
         Raises:
             BetonError: if it is empty.
         """
-        with open(
-            self.descriptor, "rb", closefd=False
-        ) as opened:  # the same file, even if it is replaced now
+        # By its descriptor: the same file, even if it is replaced now.
+        with open(self.descriptor, "rb", closefd=False) as opened:
             try:
                 return np.asarray(np.memmap(opened, dtype=np.uint8, mode="r"))
             except ValueError:  # an empty file cannot be mapped
@@ -80,9 +84,9 @@ class OpenFile:
     def require_size(self) -> None:
         """Raise `ChangedError`, a `BetonError`, if the file's length has changed."""
         now = os.fstat(self.descriptor).st_size
-        if now != self.size:
+        if now != len(self):
             raise ChangedError(
-                f"{self.path} had {self.size} bytes when it was opened and now has {now}: another program changed it "
+                f"{self.path} had {len(self)} bytes when it was opened and now has {now}: another program changed it "
                 "while it was in use. Convert the data again, under another name, and create a new loader."
             )
 
@@ -141,25 +145,6 @@ class OpenFile:
                     done += got
         except OSError as error:
             raise BetonError(f"{self.path} cannot be read: {error.strerror or error}.") from error
-        return found
-
-
-class FileBytes:
-    """The bytes of an open file: a slice is read when it is taken, so nothing is read through a memory map.
-
-    Raises:
-        BetonError: when a slice is taken, if the file has become too short, or cannot be read.
-    """
-
-    def __init__(self, file: OpenFile) -> None:
-        self._file = file
-
-    def __len__(self) -> int:
-        return self._file.size
-
-    def __getitem__(self, part: slice) -> NDArray[np.uint8]:
-        start, stop, _ = part.indices(len(self))
-        found: NDArray[np.uint8] = self._file.read_many(np.array([start]), max(stop - start, 0))[0]
         return found
 
 

@@ -25,12 +25,10 @@ from ..native import transcode
 from .image_modes import mode_of
 from .layout import HEADER, MODE_RAW, Field, metadata_dtype, tables_start
 from .manifest import SEAL_BYTES, manifest_path, read_manifest
-from .open_file import ChangedError, FileBytes, OpenFile
+from .open_file import ChangedError, OpenFile
 from .tables import (
     Column,
     check_numbers,
-    image_field,
-    label_field,
     match_allocations,
     read_allocations,
     read_fields,
@@ -400,18 +398,18 @@ def _open(path: Path, patience: float) -> Beton:
         raise BetonError(f"{path} cannot be read: {error.strerror or error}.") from error
 
 
-def _fetched_tables(path: Path, patience: float) -> tuple[Any, list[Field]]:
-    """Return header and fields; of a remote file, fetch all tables."""
+def _fetch_tables(path: Path, patience: float) -> tuple[Any, list[Field], Field, Field]:
+    """Return header, fields, image and label; of a remote file, fetch all tables."""
     mirror = Mirror.at(path, patience)
     if mirror is None:
         header = read_header(path)
-        return header, read_fields(path, header)
+        return header, *read_fields(path, header)
     try:
         mirror.fetch(np.array([0]), min(HEADER.itemsize, mirror.size))
         header = read_header(path)
         start = min(tables_start(int(header["num_fields"])), mirror.size)
         mirror.fetch(np.array([0]), start)
-        fields = read_fields(path, header)
+        fields, image, label = read_fields(path, header)
         rows = int(header["num_samples"]) * metadata_dtype(fields).itemsize + SEAL_BYTES
         table = min(int(header["alloc_table_ptr"]), mirror.size)
         mirror.fetch(
@@ -419,24 +417,19 @@ def _fetched_tables(path: Path, patience: float) -> tuple[Any, list[Field]]:
         )
     finally:
         mirror.close()
-    return header, fields
+    return header, fields, image, label
 
 
 def _validated(path: Path, patience: float) -> Beton:
-    header, fields = _fetched_tables(path, patience)
+    header, fields, field, label = _fetch_tables(path, patience)
     file = OpenFile(path, patience)
-    tables = FileBytes(file)
-    rows = read_metadata(path, tables, header, fields)
+    rows = read_metadata(path, file, header, fields)
     first = tables_start(len(fields)) + rows.nbytes
-    table = read_allocations(path, tables, header, first, len(rows))
+    table = read_allocations(path, file, header, first, len(rows))
     columns = {column.field.name: column for column in match_allocations(path, fields, rows, table)}
-    manifest, checksums = read_manifest(path, tables, header, fields)
-    label = label_field(fields)
-    assert label is not None  # read_fields rejects a file without a label
+    manifest, checksums = read_manifest(path, file, header, fields)
     if not label.allocated:
         check_numbers(path, columns[label.name], len(manifest.get("classes", [])))
-    field = image_field(fields)
-    assert field is not None  # nor without an image
     image = columns[field.name]
     modes, widths, heights = _stored_as(image)
     return Beton(

@@ -1,7 +1,7 @@
 """Reads a `.beton` file's tables and validates every number that reading samples relies on.
 
 FFCV checks only the version number; a damaged file then hangs, crashes or returns wrong pixels. All checks are
-vectorised: a million samples take a fraction of a second.
+vectorized: a million samples take a fraction of a second.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .layout import (
     metadata_dtype,
     tables_start,
 )
-from .open_file import FileBytes
+from .open_file import OpenFile
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def read_header(path: Path) -> Any:
     return header
 
 
-def read_fields(path: Path, header: Any) -> list[Field]:
-    """Return the fields, in file order.
+def read_fields(path: Path, header: Any) -> tuple[list[Field], Field, Field]:
+    """Return the fields, in file order; and which of them are the image and the label.
 
     Raises:
         BetonError: for an invalid descriptor, or fields that Drivetrain does not support.
@@ -97,13 +97,14 @@ def read_fields(path: Path, header: Any) -> list[Field]:
             f"{path}: one of its {count} field descriptors is invalid: {error}. Convert the data again."
         ) from None
     names = {field.name for field in fields}
-    if image_field(fields) is None or len(names) < count or label_field(fields) is None:
+    image, label = image_field(fields), label_field(fields)
+    if image is None or label is None or len(names) < count:
         raise BetonError(
             f"{path} has the {count} fields {', '.join(f'{f.name} ({f})' for f in fields)}. Drivetrain "
             "requires one image (rgb_image; or an ndarray named 'image' of uint8 or uint16, (H, W) or (H, W, C) with C "
             "= 1, 3 or 4), a label (int, float, ndarray, or bytes for a mask), and distinct names for all fields."
         )
-    return fields
+    return fields, image, label
 
 
 def image_field(fields: list[Field]) -> Field | None:
@@ -134,7 +135,7 @@ def label_field(fields: list[Field]) -> Field | None:
     return next(iter(named or numeric or masks), None)
 
 
-def read_metadata(path: Path, data: FileBytes | NDArray[np.uint8], header: Any, fields: list[Field]) -> Any:
+def read_metadata(path: Path, data: OpenFile | NDArray[np.uint8], header: Any, fields: list[Field]) -> Any:
     """Return the metadata, `(N,)` of `metadata_dtype(fields)`."""
     start = tables_start(len(fields))
     dtype = metadata_dtype(fields)
@@ -148,7 +149,7 @@ def read_metadata(path: Path, data: FileBytes | NDArray[np.uint8], header: Any, 
 
 
 def read_allocations(
-    path: Path, data: FileBytes | NDArray[np.uint8], header: Any, first: int, samples: int
+    path: Path, data: OpenFile | NDArray[np.uint8], header: Any, first: int, samples: int
 ) -> Any:
     """Return the allocation table sorted by position; data may be anywhere from byte `first` to the table.
 

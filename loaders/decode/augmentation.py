@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from ..options import Settings
 from . import draws
-from .centers import central_crops, fitted
 from .policy_draws import Drawn, draw
 
 # Which draws of a sample's key decide what; the crop uses 0 to 39, and a policy those from 100 (see
@@ -26,7 +25,7 @@ class Choices:
             crop with reflected edges: the row and column shift of the image, and its size.
         flips: `(n,)` bool: whether each image is mirrored.
         color: `(n, 4)` float64: factors of brightness, contrast and saturation, and the index of the order in which
-            they are applied, one of six; empty without colour jitter.
+            they are applied, one of six; empty without color jitter.
         corners: `(n, 2)` int64: top and left of the square that is cut out; empty without CutOut.
         policy: the operations of an augmentation policy; None without one.
         places: `(n, 4)` int64: top, left, height and width of where each crop goes in the output, whose other pixels
@@ -41,7 +40,7 @@ class Choices:
     places: NDArray[np.int64] | None = None
 
 
-def choose(
+def draw_choices(
     settings: Settings,
     keys: NDArray[np.uint64],
     heights: NDArray[np.int64],
@@ -142,3 +141,47 @@ def _policy(keys: NDArray[np.uint64], settings: Settings) -> Drawn | None:
     if settings.policy is None:
         return None
     return draw(settings.policy, keys, settings.size)
+
+
+def central_crops(
+    heights: NDArray[np.int64], widths: NDArray[np.int64], size: tuple[int, int], ratio: float
+) -> NDArray[np.int64]:
+    """Return central crops `(n, 4)`: top, left, height and width, in whole pixels, rounded down, as FFCV's.
+
+    Args:
+        heights, widths: of the images, `(n,)`.
+        size: height and width of the output, whose shape the crops have.
+        ratio: their size relative to the largest such crop; a square's side relative to the image's shorter one.
+    """
+    height, width = size
+    tall = heights * width <= widths * height  # the image's height limits them
+    largest = (
+        np.where(tall, heights, widths * height / width),
+        np.where(tall, heights * width / height, widths),
+    )
+    h, w = (np.maximum(np.floor(sides * ratio).astype(np.int64), 1) for sides in largest)
+    return np.stack([(heights - h) // 2, (widths - w) // 2, h, w], axis=1)
+
+
+def fitted(heights: NDArray[np.int64], widths: NDArray[np.int64], size: tuple[int, int]) -> NDArray[np.int64]:
+    """Return where full images go that are scaled to fit into the output, `(n, 4)`: top, left, height and width.
+
+    They keep their aspect ratio, to the nearest pixel (halves to even, as Python's `round`), and are centered.
+
+    Args:
+        heights, widths: of the images, `(n,)`.
+        size: height and width of the output.
+    """
+    height, width = size
+    tall = height * widths <= width * heights  # the output's height limits them
+    h = np.where(tall, height, _divided(heights * width, widths))
+    w = np.where(tall, _divided(widths * height, heights), width)
+    return np.stack([(height - h) // 2, (width - w) // 2, h, w], axis=1)
+
+
+def _divided(numbers: NDArray[np.int64], divisors: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rounded quotients, at least 1: exact, in integers."""
+    whole, rest = numbers // divisors, numbers % divisors
+    up = (2 * rest > divisors) | ((2 * rest == divisors) & (whole % 2 == 1))
+    rounded: NDArray[np.int64] = np.maximum(whole + up, 1)
+    return rounded

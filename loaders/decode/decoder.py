@@ -6,8 +6,10 @@ import ctypes
 import dataclasses
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,7 +47,7 @@ class Draw:
     Attributes:
         keys: `(n · views,)` keys of their random draws, sample by sample; see `draws`.
         choices: the augmentations.
-        images: `(n, views, H, W, C)`, uint8 or already normalised: the memory for the result.
+        images: `(n, views, H, W, C)`, uint8 or already normalized: the memory for the result.
     """
 
     keys: NDArray[np.uint64]
@@ -54,7 +56,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Job:
+class BatchRequest:
     """A batch to load: its samples, and the images to make of them.
 
     Attributes:
@@ -96,6 +98,30 @@ class Workspace:
         self.close.atexit = False
 
 
+class Workspaces:
+    """The working memory of all threads, lent to one at a time."""
+
+    def __init__(self) -> None:
+        self._free: deque[Workspace] = deque()
+
+    @contextmanager
+    def lend(self) -> Iterator[int]:
+        """Lend a workspace, by its address, for the block."""
+        try:
+            workspace = self._free.pop()
+        except IndexError:
+            workspace = Workspace()
+        try:
+            yield workspace.address
+        finally:
+            self._free.append(workspace)
+
+    def close(self) -> None:
+        """Free the memory. No thread may be using any."""
+        while self._free:
+            self._free.pop().close()
+
+
 class Group:
     """How the images of one size are made of each sample.
 
@@ -113,7 +139,7 @@ class Group:
         self.settings, self._first, self.views = settings, first, views
         self.operations = _compiled(operations, settings.size)
         channels, depth = kind
-        line, table = self._tables = _normalisation(settings, depth)
+        line, table = self._tables = _normalization(settings, depth)
         method = _METHODS[settings.interpolation]
         if method == library.BILINEAR and not settings.train:
             method = library.PILLOW
@@ -144,7 +170,7 @@ class Group:
         if self.views > 1 or self._first:
             keys = draws.view_keys(keys, self._first, self.views)
         heights, widths = (np.repeat(size, self.views) for size in sizes)
-        return Draw(keys, augmentation.choose(settings, keys, heights, widths, flips), images)
+        return Draw(keys, augmentation.draw_choices(settings, keys, heights, widths, flips), images)
 
     def part(self, draw: Draw, samples: slice, images: torch.Tensor) -> _Part:
         """Return the part of the draw that belongs to some of the samples; they are loaded into `images`."""
@@ -206,16 +232,12 @@ class Decoder:
         self.part = max(_PART // (self._pixel * settings.sample_pixels), 1)
         self.coefficient_bytes = library.MOST_MEMORY
         """Memory that each thread may take for the coefficients of a JPEG with several scans."""
-        self._free: deque[Workspace] = deque()
+        self._workspaces = Workspaces()
+        self.close = self._workspaces.close  # no thread may be loading
 
     def shapes(self, n: int) -> list[tuple[int, ...]]:
         """Return the shape of the images of n samples, `(n, views, H, W, C)`, for each group of views."""
         return [(n, group.views, *group.settings.size, self._beton.channels) for group in self._groups]
-
-    @property
-    def largest_bytes(self) -> int:
-        """Return the memory that the largest image takes, whatever becomes of it, in bytes."""
-        return self._longest + self._largest
 
     @property
     def workspace_bytes(self) -> int:
@@ -230,20 +252,17 @@ class Decoder:
         native = self._core.dt_workspace_bytes(
             self._samples, len(self._beton), (library.Views * len(views))(*views), len(views)
         )
-        return int(native) + max(self._further_bytes(group) for group in self._groups)
+        # Besides the native core's: images for FFCV's operations, and one before it is placed.
+        further = [
+            self._pixel * prod(group.settings.size) * (
+                (self.part * group.views if group.operations else 0)
+                + (group.settings.pads or group.settings.active_crop == "fit")
+            )
+            for group in self._groups
+        ]  # fmt: skip
+        return int(native) + max(further)
 
-    def _further_bytes(self, group: Group) -> int:
-        """Return the memory for FFCV's operations, and for images before they are placed."""
-        height, width = group.settings.size
-        images = self.part * group.views if group.operations else 0
-        return (
-            self._pixel
-            * height
-            * width
-            * (images + (group.settings.pads or group.settings.active_crop == "fit"))
-        )
-
-    def choose(
+    def request(
         self,
         numbers: NDArray[np.int64],
         epoch: int,
@@ -251,12 +270,12 @@ class Decoder:
         among: NDArray[np.int64],
         targets: dict[str, Any],
         stop: Stop | None = None,
-    ) -> Job:
-        """Return the job that loads the samples `numbers` `(n,)` of that epoch into `images`, one per group of views,
-        and into `targets`.
+    ) -> BatchRequest:
+        """Return what loads the samples `numbers` `(n,)` of that epoch into `images`, one per group of views, and into
+        `targets`.
 
         A number is an index; each time that a sample is repeated in an epoch, its number is larger by the number of all
-        samples. `among`, `stop`: as in `Job`.
+        samples. `among`, `stop`: as in `BatchRequest`.
         """
         keys = draws.sample_keys(self._settings.seed, epoch, numbers)
         indices = numbers % len(self._beton)
@@ -265,84 +284,77 @@ class Decoder:
             group.draw(keys, numbers, epoch, sizes, own)
             for group, own in zip(self._groups, images, strict=True)
         )
-        return Job(indices, keys, drawn, epoch, among, targets, stop or Stop())
+        return BatchRequest(indices, keys, drawn, epoch, among, targets, stop or Stop())
 
-    def load(self, job: Job, part: slice) -> None:
+    def load(self, request: BatchRequest, part: slice) -> None:
         """Load one chunk of the batch.
 
         Raises:
             BetonError: naming the sample that cannot be decoded, or has changed since the conversion.
             DataError: naming the one that takes too much memory.
-            Stopped: if the job's flag is set.
+            Stopped: if the request's flag is set.
         """
-        try:
-            workspace = self._free.pop()
-        except IndexError:
-            workspace = Workspace()
-        try:
+        with self._workspaces.lend() as workspace:
             if self._settings.on_error == "skip" and self._settings.train:
-                self._load_or_replace(workspace, job, part)
+                self._load_or_replace(workspace, request, part)
             else:
-                self._load(workspace, job, part)
-        finally:
-            self._free.append(workspace)
+                self._load(workspace, request, part)
 
-    def _load_or_replace(self, workspace: Workspace, job: Job, part: slice) -> None:
+    def _load_or_replace(self, workspace: int, request: BatchRequest, part: slice) -> None:
         """Load one chunk; in the place of a sample that cannot be decoded, another one, drawn from its own key.
 
         So the batch is the same whatever thread or rank loads it.
         """
-        try:
-            self._load(workspace, job, part)
-        except ChangedError:
-            raise
-        except BetonError:  # at least one of them
-            for place in range(part.start, min(part.stop, len(job.indices))):
-                self._load_one(workspace, job, place)
+        if self._failure(workspace, request, part) is not None:  # of at least one of them
+            for place in range(part.start, min(part.stop, len(request.indices))):
+                self._load_one(workspace, request, place)
 
-    def _load_one(self, workspace: Workspace, job: Job, place: int) -> None:
+    def _failure(self, workspace: int, request: BatchRequest, part: slice) -> BetonError | None:
+        """Load one chunk; return the error of a sample that cannot be decoded."""
         try:
-            self._load(workspace, job, slice(place, place + 1))
-            return
-        except ChangedError:
+            self._load(workspace, request, part)
+        except ChangedError:  # of the file, not of a sample
             raise
         except BetonError as error:
-            first = error
-        draw = draws.uniforms(job.keys[place : place + 1], REPLACEMENT, _REPLACEMENTS)[0]
-        for number in job.among[(draw * len(job.among)).astype(np.int64)]:
-            images = [draw.images[place : place + 1] for draw in job.draws]
-            targets = {name: values[place : place + 1] for name, values in job.targets.items()}
-            other = self.choose(np.array([number]), job.epoch, images, job.among, targets, job.stop)
-            try:
-                self._load(workspace, other, slice(0, 1))
-            except ChangedError:
-                raise
-            except BetonError:
-                continue
-            for name, values in targets.items():  # of a tensor in the same memory, of a list in a copy
-                job.targets[name][place] = values[0]
-            job.replaced.append(int(job.indices[place]))
-            job.indices[place] = number
-            return
-        raise first
+            return error
+        return None
 
-    def _load(self, workspace: Workspace, job: Job, part: slice) -> None:
-        part = slice(part.start, min(part.stop, len(job.indices)))
-        indices = np.ascontiguousarray(job.indices[part])
+    def _load_one(self, workspace: int, request: BatchRequest, place: int) -> None:
+        alone = slice(place, place + 1)
+        if (failure := self._failure(workspace, request, alone)) is None:
+            return
+        draw = draws.uniforms(request.keys[alone], REPLACEMENT, _REPLACEMENTS)[0]
+        for number in request.among[(draw * len(request.among)).astype(np.int64)]:
+            images = [draw.images[alone] for draw in request.draws]
+            targets = {name: values[alone] for name, values in request.targets.items()}
+            other = self.request(
+                np.array([number]), request.epoch, images, request.among, targets, request.stop
+            )
+            if self._failure(workspace, other, slice(0, 1)) is None:
+                for name, values in targets.items():  # of a tensor in the same memory, of a list in a copy
+                    request.targets[name][place] = values[0]
+                request.replaced.append(int(request.indices[place]))
+                request.indices[place] = number
+                return
+        raise failure
+
+    def _load(self, workspace: int, request: BatchRequest, part: slice) -> None:
+        part = slice(part.start, min(part.stop, len(request.indices)))
+        indices = np.ascontiguousarray(request.indices[part])
         self._beton.prepare(indices)
         parts = [
             group.part(draw, part, draw.images[part])
-            for group, draw in zip(self._groups, job.draws, strict=True)
+            for group, draw in zip(self._groups, request.draws, strict=True)
         ]
         if self._groups[0].operations is None:
-            self._decode(workspace, parts, indices, job.stop)
+            self._decode(workspace, parts, indices, request.stop)
         else:
-            self._decode_and_operate(workspace, parts, indices, job.stop)
+            self._decode_and_operate(workspace, parts, indices, request.stop)
         if self.targets.kinds:
-            self.targets.load(job.targets, indices, job.draws[0].choices, part)
+            self.targets.load(request.targets, indices, request.draws[0].choices, part)
 
     def _decode_and_operate(
-        self, workspace: Workspace, parts: list[_Part], indices: NDArray[np.int64], stop: Stop
+        self, workspace: int, parts: list[_Part], indices: NDArray[np.int64], stop: Stop
     ) -> None:
         """Load the samples; apply FFCV's operations to their levels, before CutOut and the dtype."""
         levels = [
@@ -365,7 +377,7 @@ class Decoder:
 
     def _decode(
         self,
-        workspace: Workspace,
+        workspace: int,
         parts: list[_Part],
         indices: NDArray[np.int64],
         stop: Stop,
@@ -382,7 +394,7 @@ class Decoder:
         crcs = np.zeros(len(indices), dtype=np.uint32) if self._settings.verify else None
         views = (library.Views * len(parts))(*(part.views() for part in parts))
         self._core.dt_load(
-            workspace.address, self._samples, library.address(indices), len(indices), views, len(parts),
+            workspace, self._samples, library.address(indices), len(indices), views, len(parts),
             stop.limits(self.coefficient_bytes), library.address(crcs), status.ctypes.data,
         )  # fmt: skip
         if stop.is_set:
@@ -391,7 +403,8 @@ class Decoder:
             )
         if crcs is not None and not self._beton.are_unchanged(indices, crcs):
             for index in indices.tolist():
-                self._beton.require_unchanged(index)  # raises; or has fetched a sample of a remote file again
+                beton, own = self._beton.locate(index)
+                beton.require_unchanged(own)  # raises; or has fetched a sample of a remote file again
             if not again:
                 self._decode(workspace, parts, indices, stop, again=True)
                 return
@@ -403,12 +416,12 @@ class Decoder:
         """Return the error for a sample with that status."""
         if status == library.NO_MEMORY:
             return MemoryError(f"There is no memory to decode sample {index}.")
-        stored = self._beton.stored(index)  # raises the reason why a sample cannot be read
+        beton, own = self._beton.locate(index)
+        stored = beton.stored(own)  # raises the reason why a sample cannot be read
         if status == library.UNREADABLE:
-            return self._beton.sample_error(index, "it cannot be read")
+            return beton.sample_error(own, "it cannot be read")
         if status == library.WRONG_SIZE:
-            reason = "its JPEG header and the file's metadata disagree on the size"
-            return self._beton.sample_error(index, reason)
+            return beton.sample_error(own, "its JPEG header and the file's metadata disagree on the size")
         limits = stop.limits(self.coefficient_bytes)
         message = jpeg.complaint(stored, int(self._widths[index]), int(self._heights[index]), limits)
         if status == library.TOO_LARGE:
@@ -417,13 +430,32 @@ class Decoder:
                 "several scans, is decoded from all of its coefficients. Use fewer workers, or convert the data again: "
                 "drivetrain convert recodes it without loss."
             )
-        reason = "its JPEG data cannot be decoded" + (f" ({message})" if message else "")
-        return self._beton.sample_error(index, reason)
+        reason = f" ({message})" if message else ""
+        return beton.sample_error(own, f"its JPEG data cannot be decoded{reason}")
 
-    def close(self) -> None:
-        """Release the threads' memory and decoders. No thread may be loading."""
-        while self._free:
-            self._free.pop().close()
+    def require_memory(self, batches: int, batch_bytes: int, workers: int) -> int:
+        """Return the memory a loader needs, in bytes, for all batches and workers together.
+
+        Raises:
+            DataError: if this process may not allocate that much, with what to change.
+            BetonError: if a single image is too large.
+        """
+        free, each = machine.rank_free_memory(), self.workspace_bytes
+        need = batches * batch_bytes + workers * each
+        self.coefficient_bytes = max(free - need, 0) // workers
+        largest = self._longest + self._largest
+        if largest > free:
+            raise BetonError(
+                f"The largest image of the file needs {largest / 1e9:,.1f} GB to be decoded, but {free / 1e9:,.1f} GB "
+                "are free. Convert the data with max_resolution=."
+            )
+        if need > free:
+            raise DataError(
+                f"The loader would need {need / 1e9:,.1f} GB ({batches} batches of {batch_bytes / 1e9:,.2f} GB, and "
+                f"{workers} workers of {each / 1e9:,.2f} GB each), but only {free / 1e9:,.1f} GB are free. Use a "
+                "smaller batch_size or image_size, batches_ahead=1, or fewer workers."
+            )
+        return need
 
 
 def _without_corners(choices: library.Choices) -> library.Choices:
@@ -460,34 +492,10 @@ def _compiled(operations: Sequence[Any], size: tuple[int, int]) -> Operations | 
     return Operations(operations, size)
 
 
-def _normalisation(settings: Settings, depth: int) -> tuple[NDArray[np.float32], NDArray[np.uint16]]:
+def _normalization(settings: Settings, depth: int) -> tuple[NDArray[np.float32], NDArray[np.uint16]]:
     """Return factor and summand of every value of a line, `(2, C · W)`; and bfloat16 bits per byte, `(C, 256)`."""
     mean, std = np.array(settings.mean), np.array(settings.std)
     line = np.tile(np.stack([1 / (((1 << depth) - 1) * std), -mean / std]), settings.size[1])
     levels = (np.arange(256)[None] / 255 - mean[:, None]) / std[:, None]
     table = torch.from_numpy(levels).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
     return line.astype(np.float32), table
-
-
-def check_memory(decoder: Decoder, batches: int, batch_bytes: int, workers: int) -> int:
-    """Return the memory a loader needs, in bytes, for all batches and workers together.
-
-    Raises:
-        DataError: if this process may not allocate that much, with what to change.
-        BetonError: if a single image is too large.
-    """
-    free, each = machine.rank_free_memory(), decoder.workspace_bytes
-    need = batches * batch_bytes + workers * each
-    decoder.coefficient_bytes = max(free - need, 0) // workers
-    if decoder.largest_bytes > free:
-        raise BetonError(
-            f"The largest image of the file needs {decoder.largest_bytes / 1e9:,.1f} GB to be decoded, but "
-            f"{free / 1e9:,.1f} GB are free. Convert the data with max_resolution=."
-        )
-    if need > free:
-        raise DataError(
-            f"The loader would need {need / 1e9:,.1f} GB ({batches} batches of {batch_bytes / 1e9:,.2f} GB, and "
-            f"{workers} workers of {each / 1e9:,.2f} GB each), but only {free / 1e9:,.1f} GB are free. Use a smaller "
-            "batch_size or image_size, batches_ahead=1, or fewer workers."
-        )
-    return need

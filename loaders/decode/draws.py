@@ -47,7 +47,7 @@ def random_resized_crops(
 ) -> NDArray[np.int64]:
     """Return each sample's crop, `(n, 4)`: top, left, height, width in pixels.
 
-    Inception's; after ten tries, the centre. The same distribution as torchvision's `RandomResizedCrop.get_params`.
+    Inception's; after ten tries, the center. The same distribution as torchvision's `RandomResizedCrop.get_params`.
     Draws 0 to 39 of the key.
     """
     keys = np.ascontiguousarray(keys)

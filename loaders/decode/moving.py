@@ -75,7 +75,7 @@ class Motion:
 
         A box outside of the crop has no area then, and stays, so that what belongs to boxes by number still does.
         """
-        corners = boxes.astype(np.float32).reshape(-1, 2, 2) - self._offset
+        corners = boxes.astype(np.float32).reshape(-1, 2, 2) - _floats(self.box[1], self.box[0])
         corners = self._scaled(np.clip(corners, 0, _floats(self.box[3], self.box[2])))
         if self.flip:
             corners[:, :, 0] = np.float32(self.size[1]) - corners[:, ::-1, 0]
@@ -83,14 +83,10 @@ class Motion:
 
     def keypoints(self, points: NDArray[Any]) -> NDArray[np.float32]:
         """Return points `(n, 2)` (x, y) in pixels of the output; those outside of the crop are outside of it."""
-        moved = self._scaled(points.astype(np.float32) - self._offset)
-        if self.flip:  # the centre of a pixel goes to that of its mirror image
+        moved = self._scaled(points.astype(np.float32) - _floats(self.box[1], self.box[0]))
+        if self.flip:  # the center of a pixel goes to that of its mirror image
             moved[:, 0] = np.float32(self.size[1] - 1) - moved[:, 0]
         return moved
-
-    @property
-    def _offset(self) -> NDArray[np.float32]:
-        return _floats(self.box[1], self.box[0])
 
     def _scaled(self, points: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return points `(…, 2)` of the crop in pixels of the output."""
@@ -120,10 +116,14 @@ class Masks:
         last = min(len(self._beton), _TRIED if on_error == "skip" else 1) - 1
         for index in range(last):
             try:
-                return self._beton.mask(self._name, index)
+                return self._read(index)
             except BetonError:
                 continue
-        return self._beton.mask(self._name, last)
+        return self._read(last)
+
+    def _read(self, index: int, rows: int | None = None) -> NDArray[Any]:
+        beton, own = self._beton.locate(index)
+        return beton.mask(self._name, own, rows)
 
     def __call__(self, index: int, motion: Motion | None = None) -> NDArray[Any]:
         """Return a sample's mask, moved with its image.
@@ -131,13 +131,14 @@ class Masks:
         Raises:
             BetonError: if it cannot be read, or does not fit into the dtype.
         """
-        mask = self._beton.mask(self._name, index, None if motion is None else motion.rows)
+        mask = self._read(index, None if motion is None else motion.rows)
         moved = mask if motion is None else motion.mask(mask)
         if self.dtype == torch.int32:
             return moved.astype(np.int32)
         if mask.dtype != np.uint8 and mask.max() > _NARROW:  # of all of it, so that no crop decides
-            raise self._beton.sample_error(
-                index,
+            beton, own = self._beton.locate(index)
+            raise beton.sample_error(
+                own,
                 f"its mask {self._name!r} has the class index {mask.max()}, but the first sample's has 8 bits per "
                 "pixel. Convert the data with classes=, one name per class index",
             )
@@ -188,25 +189,22 @@ class MovingTargets:
         Raises:
             BetonError: naming the sample with an unusable target.
         """
-        moved = list(motions(self._settings, choices, part))
+        moved = list(zip(indices.tolist(), motions(self._settings, choices, part), strict=True))
         for name, kind in self.kinds.items():
             if kind == "mask":
-                for place, (index, motion) in enumerate(
-                    zip(indices.tolist(), moved, strict=True), part.start
-                ):
+                for place, (index, motion) in enumerate(moved, part.start):
                     into[name][place] = torch.from_numpy(self._masks[name](index, motion))
                 continue
             stored = self._beton.read(name, indices)
-            for place, (index, values, motion) in enumerate(
-                zip(indices.tolist(), stored, moved, strict=True), part.start
-            ):
+            for place, (values, (index, motion)) in enumerate(zip(stored, moved, strict=True), part.start):
                 into[name][place] = self._points(name, kind, index, values, motion)
 
     def _points(self, name: str, kind: str, index: int, values: Any, motion: Motion) -> torch.Tensor:
         try:
             points = coordinates(kind, values)
         except ValueError as error:
-            raise self._beton.sample_error(index, f"its {name!r}: {error}") from None
+            beton, own = self._beton.locate(index)
+            raise beton.sample_error(own, f"its {name!r}: {error}") from None
         moved = motion.boxes(points) if kind == "boxes" else motion.keypoints(points)
         return torch.from_numpy(moved)
 

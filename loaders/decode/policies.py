@@ -1,4 +1,4 @@
-"""The augmentation policies of both loaders, by name: their options, checked, and torchvision's classes."""
+"""The augmentation policies of the loaders, by name: their options, checked, and torchvision's classes."""
 
 from __future__ import annotations
 

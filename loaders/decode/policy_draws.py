@@ -89,7 +89,7 @@ def draw(policy: Mapping[str, Any], keys: NDArray[np.uint64], size: tuple[int, i
 def magnitudes(name: str, size: tuple[int, int], bins: int) -> NDArray[np.float64]:
     """Return the magnitudes that a policy chooses from, unsigned, `(len(NAMES), bins)`.
 
-    Shear: pixels per pixel. Translation: pixels. Rotation: degrees. Brightness, colour, contrast and sharpness: added
+    Shear: pixels per pixel. Translation: pixels. Rotation: degrees. Brightness, color, contrast and sharpness: added
     to the factor 1. Posterize: number of bits kept. Solarize: threshold, as a fraction of 255. 0 for the others. Every
     number is torchvision's float32.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections import deque
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from ..beton.layout import MODE_JPEG, MODE_RAW
 from ..image_size import size_text
 from ..native import library, transcode
 from ..options import Settings
-from .augmentation import choose
-from .decoder import Group, Workspace
-from .moving import Motion, motions
+from .augmentation import draw_choices
+from .decoder import Group, Workspaces
+from .moving import motions
 from .pictures import JPEG_FORMATS, LONGEST, UnreadableError, pixels_of, reading, turn_of
 
 
@@ -45,7 +44,7 @@ class Evaluation:
 
     def __init__(self, settings: Settings, depth: int = 8) -> None:
         self.settings, self.depth = dataclasses.replace(settings, train=False), depth
-        self._free: deque[Workspace] = deque()
+        self._workspaces = Workspaces()
 
     def __reduce__(self) -> Any:
         return type(self), (self.settings, self.depth)
@@ -83,7 +82,9 @@ class Evaluation:
             raise DataError(f"{name} does not suit the model: {error}.") from None
         if not masks:
             return image
-        motion = self._motion(*size)
+        keys, (height, width) = np.zeros(1, np.uint64), size
+        choices = draw_choices(self.settings, keys, np.array([height]), np.array([width]))
+        motion = next(motions(self.settings, choices, slice(0, 1)))
         return image, *(torch.from_numpy(motion.mask(mask.numpy()).copy()) for mask in masks)
 
     def _image(self, picture: Any) -> tuple[torch.Tensor, tuple[int, int]]:
@@ -124,27 +125,15 @@ class Evaluation:
             sizes[0].astype(np.uint16), none.astype(np.uint64), np.full(1, stored.nbytes, np.uint64),
         )  # fmt: skip
         samples = library.Samples(*map(library.address, columns), self.channels, self.depth // 8)
-        try:
-            workspace = self._free.pop()
-        except IndexError:
-            workspace = Workspace()
-        try:
+        with self._workspaces.lend() as workspace:
             status = library.library().dt_load_picture(
-                workspace.address, samples, library.address(stored), part.views(),
-                library.Limits(None, library.MOST_MEMORY),
+                workspace, samples, library.address(stored), part.views(), library.Limits(None, library.MOST_MEMORY)
             )  # fmt: skip
-        finally:
-            self._free.append(workspace)
         return images[0, 0].permute(2, 0, 1).contiguous() if status == library.OK else None
 
     @cached_property
     def _group(self) -> Group:
         return Group(self.settings, 0, 1, (), (self.channels, self.depth))
-
-    def _motion(self, height: int, width: int) -> Motion:
-        """Return what becomes of the pixels of a picture."""
-        choices = choose(self.settings, np.zeros(1, np.uint64), np.array([height]), np.array([width]))
-        return next(motions(self.settings, choices, slice(0, 1)))
 
     def __repr__(self) -> str:
         own = self.settings

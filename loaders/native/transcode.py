@@ -43,9 +43,9 @@ def frame_type(jpeg: bytes) -> int | None:
 
 
 def recoded(jpeg: bytes, most: int = _ANY_SIZE, memory: int = MOST_MEMORY) -> bytes | None:
-    """Return a JPEG as a baseline JPEG with optimised Huffman tables. Pixels are identical.
+    """Return a JPEG as a baseline JPEG with optimized Huffman tables. Pixels are identical.
 
-    The result has no EXIF data, colour profile or comments.
+    The result has no EXIF data, color profile or comments.
 
     Args:
         jpeg: a JPEG file, also a progressive one, or one with arithmetic codes.

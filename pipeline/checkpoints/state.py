@@ -121,7 +121,7 @@ def _methods(
     whole: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
     values: dict[str, Any] = {}
-    for method, state in hooks.state_dict(engine).items():
+    for method, state in hooks.state_dict().items():
         values[method] = {}
         for key, value in state.items():
             if not isinstance(value, dict) or not value:
@@ -176,7 +176,7 @@ def load_hooks(checkpoint: Checkpoint, built: Built) -> None:
     engine, content, state = built.engine, checkpoint.content, built.hooks.state
     with restoring(checkpoint):
         own = own_tensors(checkpoint, engine)
-        built.hooks.load_state_dict(engine, with_averages(checkpoint, own))
+        built.hooks.load_state_dict(with_averages(checkpoint, own))
         buffers: Mapping[str, torch.Tensor] = {} if own is None else grouped(own).get("buffer", {})
         with torch.no_grad():
             for name, buffer in engine.plain_model.named_buffers():

@@ -21,7 +21,7 @@ def uses_gpu(how: DistributedConfig) -> bool:
 def choose_benchmark(how: DistributedConfig, transforms: Sequence[Transform]) -> tuple[bool, str]:
     """Return whether cuDNN benchmarks its algorithms at the first batch of each size, and the reason.
 
-    It pays off if all images have one size, which only ProgressiveResizing changes. It is off if torch is set to
+    It pays off if all images have one size, which a transform may change. It is off if torch is set to
     deterministic algorithms, because the selection may differ from run to run.
     """
     chosen = how.cudnn_benchmark
@@ -32,8 +32,12 @@ def choose_benchmark(how: DistributedConfig, transforms: Sequence[Transform]) ->
             False,
             "torch is set to deterministic algorithms, and a benchmark may select others in each run",
         )
-    if any(t.known_as == "ProgressiveResizing" for t in transforms):
-        return False, "ProgressiveResizing changes the image size, and each size would be benchmarked"
+    for transform in transforms:
+        if transform.changes_image_size:
+            return (
+                False,
+                f"{transform.known_as} changes the image size, and each size would be benchmarked",
+            )
     return True, "all images have one size, so convolutions are benchmarked once"
 
 

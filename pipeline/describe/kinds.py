@@ -1,15 +1,10 @@
-"""The kinds of transforms: the order in which they apply, and the method that the training loop calls."""
+"""The kinds of transforms: the order in which they apply."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
-
 from ...common.errors import PlanError
-from ...transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, TestTimeFlip, Transform
+from ...transforms import Transform
 from ...transforms.base import missing_hook
-
-T = TypeVar("T", bound=Transform)
 
 # Surgery replaces modules, so it comes before everything that uses their parameters. New modules would lose a memory
 # format set before surgery (BlurPool after ChannelsLast: 3 weights of a ResNet). An algorithm of Composer's may be
@@ -27,13 +22,6 @@ KINDS = (
     "evaluation",
 )
 KIND_ORDER = {kind: number for number, kind in enumerate(KINDS)}
-CALLED_BY_CLASS = (SAM, GradientClipping, LayerFreezing, ProgressiveResizing, TestTimeFlip)
-"""Transforms whose specific methods the loop calls; see `training/hooks.py`."""
-
-
-def find(transforms: Iterable[Transform], kind: type[T]) -> T | None:
-    """Return the transform of class `kind`, or None. A pipeline has at most one of each class."""
-    return next((transform for transform in transforms if isinstance(transform, kind)), None)
 
 
 def sort_transforms(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:
@@ -59,19 +47,6 @@ def sort_transforms(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:
 
 
 def check_hook(transform: Transform) -> None:
-    """Reject a transform that lacks the method of its kind, and so would do nothing.
-
-    Raises:
-        PlanError: naming its class, its kind and the method.
-    """
-    if isinstance(transform, CALLED_BY_CLASS):
-        return
-    lacking = missing_hook(type(transform))
-    if not lacking and transform.kind in ("schedule", "evaluation"):
-        base = "LayerFreezing" if transform.kind == "schedule" else "TestTimeFlip"
-        lacking = (
-            f"{type(transform).__name__} has kind {transform.kind!r}, for which the loop calls only {base}. Derive "
-            f"it from {base}, or use another kind."
-        )
-    if lacking:
+    """Raise PlanError if a transform lacks the method of its kind, and so would do nothing."""
+    if lacking := missing_hook(type(transform)):
         raise PlanError(lacking)

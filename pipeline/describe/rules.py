@@ -7,17 +7,9 @@ from collections.abc import Callable
 from ... import strategies
 from ...common.checks import check_whole
 from ...common.errors import PlanError
-from ...transforms import (
-    GhostBatchNorm,
-    GradientClipping,
-    GyroDropout,
-    ProgressiveResizing,
-    SeqLengthWarmup,
-    Transform,
-)
+from ...transforms import Transform
 from ..optim.optimizers import gathers, label, needs_whole_matrices
 from ..tasks.scales import check_monitor
-from .kinds import find
 from .pipeline_spec import PipelineSpec
 
 FAMILIES = {"hsdp": "fsdp", "zero_redundancy": "ddp", "fairscale_oss": "ddp"}
@@ -55,14 +47,9 @@ def check_epochs(spec: PipelineSpec, epochs: int) -> None:
         PlanError: naming the value or the transform, and the remedy.
     """
     check_whole("epochs", epochs, PlanError, 1)
-    resizing, data = find(spec.transforms, ProgressiveResizing), spec.data
-    if resizing is None or data is None or resizing.finetune == 0:
-        return
-    if resizing.size(data.image_size, 1 - 0.5 / epochs) != data.image_size:
-        raise PlanError(
-            f"{resizing} sets one size per epoch, and with epochs={epochs} none would have full size. Train for more "
-            f"epochs, or set finetune to at least {0.5 / epochs:g}."
-        )
+    if spec.data is not None:
+        for transform in spec.transforms:
+            transform.check_epochs(epochs, spec.data.image_size)
 
 
 def _unsafe_strategies(spec: PipelineSpec) -> None:
@@ -102,7 +89,7 @@ def _unused_parameters(spec: PipelineSpec) -> None:
 
 
 def _clipped_twice(spec: PipelineSpec) -> None:
-    clipping = next((t for t in spec.transforms if t.known_as == "GradientClipping"), None)
+    clipping = _first(spec, lambda transform: transform.clips_gradients)
     if clipping is not None and spec.distributed.clip_norm is not None:
         raise PlanError(
             f"{clipping} and distribute(clip_norm={spec.distributed.clip_norm}) both clip the gradients. "
@@ -111,16 +98,15 @@ def _clipped_twice(spec: PipelineSpec) -> None:
 
 
 def _clipping_of_shards(spec: PipelineSpec) -> None:
-    clipping = find(spec.transforms, GradientClipping)
     strategy = spec.distributed.name
-    if clipping is None or family(strategy) in ("single", "ddp", "dp"):
+    sharded = _first(spec, lambda transform: bool(transform.needs_whole_weights))
+    if sharded is None or family(strategy) in ("single", "ddp", "dp"):
         return
     does = "might shard" if family(strategy) == "auto" else "shards"
-    if clipping.by == "adaptive":
-        raise PlanError(
-            f"{clipping} needs unsharded weights, but {strategy!r} {does} them. Use by='norm' or by='value', or "
-            "distribute with 'ddp'."
-        )
+    raise PlanError(
+        f"{sharded} needs unsharded weights, but {strategy!r} {does} them. Use {sharded.needs_whole_weights}, or "
+        "distribute with 'ddp'."
+    )
 
 
 def _same_method_twice(spec: PipelineSpec) -> None:
@@ -132,26 +118,26 @@ def _same_method_twice(spec: PipelineSpec) -> None:
 
 
 def _two_averages(spec: PipelineSpec) -> None:
-    averages = [_name(t) for t in spec.transforms if t.known_as in ("EMA", "Lookahead", "SWA")]
+    averages = [_name(t) for t in spec.transforms if t.averages_weights]
     if len(averages) > 1:
         first, second = averages[:2]
         raise PlanError(f"{first} and {second} both set the weights to evaluate. Leave one of the two out.")
 
 
 def _resizing_of_padded_crops(spec: PipelineSpec) -> None:
-    data = spec.data
-    if data is not None and data.loading.crop == "padded" and find(spec.transforms, ProgressiveResizing):
+    resizing = _first(spec, _sets_size)
+    if resizing is not None and spec.data is not None and spec.data.loading.crop == "padded":
         raise PlanError(
-            "ProgressiveResizing changes the size of the images, but crop='padded' keeps that of the file. Use "
-            "crop='resized', or leave ProgressiveResizing out."
+            f"{_name(resizing)} changes the size of the images, but crop='padded' keeps that of the file. Use "
+            f"crop='resized', or leave {_name(resizing)} out."
         )
 
 
 def _sequences_of_images(spec: PipelineSpec) -> None:
-    if find(spec.transforms, SeqLengthWarmup):
+    if transform := _first(spec, lambda transform: transform.takes_tokens):
         raise PlanError(
-            "SeqLengthWarmup truncates sequences of tokens, but a pipeline loads images. Use it in a custom loop, or "
-            "ProgressiveResizing here."
+            f"{_name(transform)} truncates sequences of tokens, but a pipeline loads images. Use it in a custom loop, "
+            "or ProgressiveResizing here."
         )
 
 
@@ -173,15 +159,16 @@ def _compiled(spec: PipelineSpec) -> None:
 
 
 def _counted_forwards(spec: PipelineSpec) -> None:
-    if spec.distributed.activation_checkpointing and find(spec.transforms, GyroDropout):
+    counting = _first(spec, lambda transform: transform.counts_forwards)
+    if counting is not None and spec.distributed.activation_checkpointing:
         raise PlanError(
-            "GyroDropout counts forwards, but activation_checkpointing runs each twice: the second would drop other "
-            "features. Leave one of the two out."
+            f"{_name(counting)} counts forwards, but activation_checkpointing runs each twice: the second would "
+            "compute something else. Leave one of the two out."
         )
 
 
 def _opposite_statistics(spec: PipelineSpec) -> None:
-    ghost = find(spec.transforms, GhostBatchNorm)
+    ghost = _first(spec, lambda transform: transform.groups_statistics)
     if ghost is not None and spec.distributed.sync_batchnorm:
         raise PlanError(
             f"{ghost} computes BatchNorm's statistics over small groups of images, but distribute(sync_batchnorm=True) "
@@ -271,7 +258,7 @@ def _views(spec: PipelineSpec) -> None:
             "those of their microbatch. Leave accumulate out, or use a smaller batch_size."
         )
     for transform in spec.transforms:
-        if transform.kind in ("batch", "algorithm") and not isinstance(transform, ProgressiveResizing):
+        if transform.kind in ("batch", "algorithm") and not _sets_size(transform):
             raise PlanError(
                 f"{_name(transform)} changes batches of images, but with views={views} there are several of each "
                 "sample. Leave it out."
@@ -297,6 +284,16 @@ RULES: tuple[Callable[[PipelineSpec], None], ...] = (
     _views,
 )
 """Every rule, one function each."""
+
+
+def _first(spec: PipelineSpec, has: Callable[[Transform], bool]) -> Transform | None:
+    """Return the first transform with a fact."""
+    return next(filter(has, spec.transforms), None)
+
+
+def _sets_size(transform: Transform) -> bool:
+    """Return whether the loader resizes for it."""
+    return type(transform).size is not Transform.size
 
 
 def _name(transform: Transform) -> str:

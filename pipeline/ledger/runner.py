@@ -19,9 +19,7 @@ from ...common.errors import DrivetrainError, StrategyError
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
 from ...strategies import launch
-from ...transforms import LayerFreezing
 from ..describe.cuda_settings import cuda_settings
-from ..describe.kinds import find
 from ..describe.resolve import ResolvedPlan
 from ..measuring.budget import OutOfTime
 from ..training.build import build, fork_rng, make_loader
@@ -227,7 +225,6 @@ def build_variant(
         built,
         phases(plan.transforms, plan.data.image_size),
         lambda size: loaders.get(plan, size, engine.device),
-        find(plan.transforms, LayerFreezing),
         partial(cuda_settings, plan.distribution, plan.transforms),
     )
     if plan.distribution.compile:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ...loaders.image_size import ImageSize
-from ...transforms import LayerFreezing, ProgressiveResizing, Transform
-from ..describe.kinds import find
+from ...transforms import Transform
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,7 @@ def phases(transforms: Sequence[Transform], image_size: ImageSize) -> list[Phase
     exact if the time of a step is a polynomial of up to third degree in the side (it grows with the square) and linear
     in the frozen fraction. Without such a schedule there is one phase. Equal phases are merged.
     """
-    resizing = find(transforms, ProgressiveResizing)
-    freezing = find(transforms, LayerFreezing)
-    points = {0.0, 1.0}
-    points |= {resizing.delay, 1 - resizing.finetune} if resizing else set()
-    points |= {freezing.freeze_start} if freezing else set()
+    points = {0.0, 1.0}.union(*(transform.turning_points for transform in transforms))
     shares: dict[tuple[ImageSize, float], float] = defaultdict(float)
     for begin, end in pairwise(sorted(points)):
         if end - begin < 1e-9:  # equal up to rounding
@@ -42,7 +37,9 @@ def phases(transforms: Sequence[Transform], image_size: ImageSize) -> list[Phase
             inside = min(
                 progress, end - 1e-6
             )  # at the end itself, the size may jump to that of the next interval
-            size = resizing.size(image_size, inside) if resizing else image_size
-            frozen = progress if freezing and freezing.level(progress) > 0 else 0.0
+            size = image_size
+            for transform in transforms:
+                size = transform.size(size, inside)
+            frozen = progress if any(transform.level(progress) > 0 for transform in transforms) else 0.0
             shares[size, frozen] += weight * (end - begin)
     return [Phase(size, progress, share) for (size, progress), share in sorted(shares.items())]

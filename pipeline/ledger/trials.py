@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -23,11 +24,11 @@ from ...loaders.epochs import Batch, EpochLoader
 from ...loaders.image_size import ImageSize
 from ...strategies import Engine
 from ...strategies.common.memory import HeldBytes, held_bytes
-from ...transforms import LayerFreezing
+from ...transforms import Loop
 from ..describe.fit import LOG_EVERY
 from ..measuring.budget import until
 from ..telemetry.metrics import Metrics
-from ..telemetry.observer import Observer, Observers, Phase
+from ..telemetry.observer import Observer, Observers
 from ..telemetry.progress import Progress
 from ..telemetry.state import TrainState
 from ..training.build import Built
@@ -47,7 +48,6 @@ class BuiltVariant:
     built: Built
     phases: Sequence[SchedulePhase]
     loader: Callable[[ImageSize], EpochLoader]
-    freezing: LayerFreezing | None
     settings: Callable[[], AbstractContextManager[None]] = nullcontext
     """torch's settings while it runs; see `cuda_settings`."""
 
@@ -94,12 +94,11 @@ def mean_trial(trials: Sequence[Trial], shares: Sequence[float]) -> Trial:
 
 @contextmanager
 def _frozen(variant: BuiltVariant, phase: SchedulePhase) -> Iterator[None]:
-    """Freeze the phase's layers inside the block; unfreeze them on exit, which `LayerFreezing` does not do."""
-    if variant.freezing is None:
-        yield
-        return
-    trainable = [p for p in variant.built.engine.plain_model.parameters() if p.requires_grad]
-    variant.freezing.freeze(variant.built.engine.plain_model, phase.progress)
+    """Freeze the phase's layers inside the block; unfreeze them on exit, which no run does."""
+    model = variant.built.engine.plain_model
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    for transform in variant.built.plan.transforms:
+        transform.freeze(model, phase.progress)
     try:
         yield
     finally:
@@ -188,21 +187,9 @@ class TimedObservers(Observers):
         finally:
             self.seconds += perf_counter() - start
 
-    def on_step_start(self, state: TrainState) -> None:
-        with self._timed():
-            super().on_step_start(state)
-
-    def should_step(self, state: TrainState, loss: torch.Tensor) -> bool:
-        with self._timed():
-            return super().should_step(state, loss)
-
-    def on_optimizer_step(self, state: TrainState, norm: torch.Tensor | None, skipped: bool) -> None:
-        with self._timed():
-            super().on_optimizer_step(state, norm, skipped)
-
-    def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:
-        with self._timed():
-            super().on_step_end(state, loss, images)
+    def calls(self, moment: str) -> Iterator[Callable[[Any], Any]]:
+        for call in super().calls(moment):
+            yield self._timed()(call)
 
     def flush(self) -> None:
         with self._timed():
@@ -222,9 +209,9 @@ class RecordingGuard(NonFiniteGuard):
         with suppress(NonFiniteError):
             super()._check_norm(step, value)
 
-    def on_optimizer_step(self, state: TrainState, norm: torch.Tensor | None, skipped: bool) -> None:
+    def on_optimizer_step(self, state: TrainState) -> None:
         with suppress(NonFiniteError):
-            super().on_optimizer_step(state, norm, skipped)
+            super().on_optimizer_step(state)
 
 
 def _recorded(loader: EpochLoader, seen: list[Any]) -> Iterator[Batch]:
@@ -275,6 +262,14 @@ class _Copies:
         return times * len(self._sources[0])
 
 
+PHASES = {
+    "on_step_start": "transforms", "before_forward": "forward", "after_forward": "loss", "before_backward": "backward",
+    "after_backward": "hooks", "before_step": "step", "on_optimizer_step": "hooks", "on_step_end": "other",
+}  # fmt: skip
+"""What a step does after each moment. "transforms" are those of batches, with their forwards; "hooks" what other
+transforms do around the optimizer's step, such as SAM's perturbation, clipping, and averages; "other" is the rest."""
+
+
 class PhaseClock(Observer):
     """Time the phases of each step. A GPU is synchronized at each change of phase."""
 
@@ -282,7 +277,11 @@ class PhaseClock(Observer):
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self._engine, self._phase, self._since = engine, "other", 0.0
 
-    def on_phase(self, phase: Phase) -> None:
+    def calls(self, moment: str) -> Iterator[Callable[[Any], Any]]:
+        if moment in PHASES:
+            yield partial(self._enter, PHASES[moment])
+
+    def _enter(self, phase: str, _: object) -> None:
         """Add the time of the ending phase."""
         if phase == self._phase:
             return
@@ -299,8 +298,7 @@ class MemoryScale(Observer):
         self._engine, self.steps = engine, 0
         self.held: HeldBytes | None = None
 
-    def on_phase(self, phase: Phase) -> None:
+    def before_step(self, loop: Loop) -> None:  # noqa: ARG002
         """Measure the engine's memory."""
-        if phase == "step":
-            self.held = held_bytes(self._engine)
-            self.steps += 1
+        self.held = held_bytes(self._engine)
+        self.steps += 1

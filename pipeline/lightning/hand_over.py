@@ -21,8 +21,7 @@ from ...common.errors import PlanError
 from ...loaders.epochs import EpochLoader
 from ...loaders.sources import Source
 from ...strategies.common.sharding import give_channels_last_inputs, make_contiguous
-from ...transforms import SAM, GradientClipping, LayerFreezing, ProgressiveResizing, Report, Transform
-from ...transforms.composer.transform import ComposerTransform
+from ...transforms import Report, Transform
 from ...transforms.no_weight_decay import note_shape
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
@@ -132,9 +131,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def _check_methods(transforms: tuple[Transform, ...]) -> None:
-    loop_only = (SAM, GradientClipping, LayerFreezing, ProgressiveResizing)
-    unsupported = [type(t).__name__ for t in transforms if t.kind == "loop" or isinstance(t, loop_only)]
-    unsupported += [f"{t}" for t in transforms if isinstance(t, ComposerTransform) and t.events != ("init",)]
+    unsupported = [
+        f"{t}" if t.kind == "algorithm" else type(t).__name__ for t in transforms if t.follows_loop
+    ]
     if unsupported:
         raise PlanError(
             f"{', '.join(unsupported)} works only in Drivetrain's loop. Train with fit(), or remove it and use "

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ...common.checks import check_picklable
@@ -19,7 +18,7 @@ from ..callbacks.view import RunView
 from ..describe.resolve import ResolvedPlan
 from ..tasks.scales import scales
 from ..telemetry.history import Epoch, Evaluation
-from ..telemetry.observer import Observer, Phase
+from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
 from ..training.agreement import Exchange, broadcast_text
 
@@ -142,19 +141,19 @@ class RunCallbacks(Observer):
                 self._guarded(one, "load_state_dict", self._saved[type(one).__name__])
         self._agree()
 
-    def on_phase(self, phase: Phase) -> None:
-        """Keep the gradients before the optimizer's step, if a callback needs them."""
-        if phase == "step" and self._at_steps and self._failure is None:
-            number = self._view.step + 1
+    def before_step(self, state: TrainState) -> None:
+        """Keep the gradients, if a callback needs them."""
+        if self._at_steps and self._failure is None:
+            number = state.step + 1
             answers = [self._guarded(one, "needs_gradients", number) for one in self._all]
             if any(answers):
                 self._view._gradients = self._engine.gradients()
 
-    def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:  # noqa: ARG002
+    def on_step_end(self, state: TrainState) -> None:
         """Call `on_step_end`, evaluate if due, and agree."""
         ends = state.meter.steps >= self._steps
         if self._at_steps:
-            self._view._loss = loss
+            self._view._loss = state.step_loss
             if self._view._gradients is None:
                 needed = self._failure is None and any(one.needs_gradients(state.step) for one in self._all)
                 self._view._gradients = {} if needed else None  # the step was skipped

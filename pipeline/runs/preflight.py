@@ -29,7 +29,7 @@ from ...common.version import __version__
 from ...common.waiting import Wait
 from ...loaders.sources import Source, files_of
 from ...strategies.launching.group import group_store, in_group
-from ...strategies.launching.store import arrives
+from ...strategies.launching.meeting import arrives
 from ..checkpoints.identity import identity
 from ..describe.resolve import ResolvedPlan
 from ..recipes.export import to_recipe

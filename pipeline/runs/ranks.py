@@ -12,7 +12,7 @@ from torch import nn
 from ... import strategies
 from ...common.errors import DrivetrainError, StrategyError
 from ...strategies.launching.group import is_rank, refuse_lone_task
-from ...strategies.launching.store import under_torchrun
+from ...strategies.launching.meeting import under_torchrun
 from ..checkpoints.state import global_randomness_kept
 from ..describe.cuda_settings import cuda_settings
 from ..describe.resolve import ResolvedPlan

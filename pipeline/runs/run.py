@@ -459,7 +459,7 @@ class LeaveOnRequest(Observer):
     def __init__(self, requests: Requests, leave: Callable[[], None]) -> None:
         self._requests, self._leave = requests, leave
 
-    def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:  # noqa: ARG002
+    def on_step_end(self, state: TrainState) -> None:
         """Leave, once the other observers have processed the step."""
         if self._requests.stop and state.stop is None:
             self._leave()

@@ -47,7 +47,7 @@ class SaveCheckpoints(Observer):
         self._built, self._writer, self._every = built, writer, every_steps
         self._capture, self._guard, self._advice, self._requests = capture, guard, advice, requests
 
-    def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:  # noqa: ARG002
+    def on_step_end(self, state: TrainState) -> None:
         """Save within the epoch when due, or if the run is stopped there; `on_epoch_end` saves at its end, after the
         evaluation, for which a request to stop does not wait."""
         due = self._every is not None and state.step % self._every == 0

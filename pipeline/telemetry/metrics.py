@@ -67,7 +67,7 @@ class Metrics(Observer):
             self._loggers.log(evaluation.results, state.step)
             self._since = self._now(state)
 
-    def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:  # noqa: ARG002
+    def on_step_end(self, state: TrainState) -> None:
         """If an entry is due, log this rank's loss, the learning rate, and the throughput since the last entry."""
         if not self._loggers:
             return
@@ -84,7 +84,7 @@ class Metrics(Observer):
             "step/data_wait_fraction": waited / seconds,
         }
         self._arrive()
-        self._late = state.step, values, HostCopy(loss)
+        self._late = state.step, values, HostCopy(state.step_loss)
         if self._late[2].arrived:
             self._arrive()
 

@@ -7,7 +7,6 @@ from datetime import timedelta
 from time import perf_counter
 from typing import Self, TextIO
 
-import torch
 from tqdm import tqdm as text_bar
 from tqdm.auto import tqdm
 
@@ -57,19 +56,19 @@ class Progress(Observer):
             self._bar.update(state.meter.images)
             self._bar.unpause()
 
-    def on_step_end(self, state: TrainState, loss: torch.Tensor, images: int) -> None:
+    def on_step_end(self, state: TrainState) -> None:
         """Advance by the step's images, and show the latest loss that has arrived."""
         if not self._show:
             return
         if self._loss is None and perf_counter() >= self._next:
             self._next = perf_counter() + _REFRESH
-            self._loss = HostCopy(loss)
+            self._loss = HostCopy(state.step_loss)
         if self._loss is not None and self._loss.arrived:
             waiting = state.meter.data_wait_s / max(state.meter.seconds, 1e-9)
             text = f"loss {self._loss.values():.4f}{self._metric}, waiting {waiting:.0%}"
             self._bar.set_postfix_str(text, refresh=False)
             self._loss = None
-        self._bar.update(images)
+        self._bar.update(state.step_images)
 
     def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:
         """Print an evaluation within the epoch, and show its first metric."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from ...strategies import Engine
+from ...transforms.common.moments import Loop
+from ..tasks.nests import to_float
 
 
 @dataclass
@@ -63,38 +65,26 @@ class EpochMeter:
 
 
 @dataclass
-class TrainState:
-    """The position of a run, the same on every rank.
+class TrainState(Loop):
+    """The position of a run, the same on every rank, and what its current step has computed.
 
     Attributes:
-        total_steps: optimizer steps of the full run.
-        epoch: finished epochs.
-        step: completed optimizer steps, including skipped ones.
         lr: learning rate of the first parameter group in the last step.
         meter: sums of the current epoch; its `steps` are the position within it.
         stop: why training ends after the current step or epoch, agreed among all ranks; None to continue.
     """
 
-    total_steps: int = 1
-    epoch: int = 0
-    step: int = 0
     lr: float = 0.0
     meter: EpochMeter = field(default_factory=EpochMeter)
     stop: str | None = None
 
     @property
-    def progress(self) -> float:
-        """The completed fraction of training, 0 to 1."""
-        return self.progress_at(self.step)
+    def step_in_epoch(self) -> int:
+        return self.meter.steps
 
-    @property
-    def epoch_start(self) -> int:
-        """The number of steps completed before the current epoch."""
-        return self.step - self.meter.steps
-
-    def progress_at(self, step: float) -> float:
-        """Return the fraction of training, 0 to 1, completed after `step` steps."""
-        return min(step / max(self.total_steps, 1), 1.0)
+    def forward(self, images: torch.Tensor) -> Any:
+        with self.engine.forward_context():
+            return to_float(self.engine.model(images))
 
     def begin_epoch(self, device: torch.device) -> EpochMeter:
         """Return the meter of the current epoch: a new one, unless the run resumes within the epoch."""

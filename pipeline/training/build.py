@@ -97,7 +97,7 @@ class Built:
 
     def begin_epoch(self) -> None:
         """Set what transforms change between epochs: the image size, frozen layers. Call it before each epoch."""
-        self.hooks.begin_epoch(self.engine, self.train, self.plan.data.image_size)
+        self.hooks.begin_epoch(self.train, self.plan.data.image_size)
 
     def step_loss(self, microbatches: Sequence[Microbatch]) -> StepLoss:
         """Return the loss of one step in a loop of your own: the shares that the microbatches of all ranks have in its

@@ -43,10 +43,10 @@ def targets_of(loader: EpochLoader, source: str) -> Targets:
     return Targets(source, np.empty(0), names, _largest(loader.beton))
 
 
-def _largest(beton: BetonFiles) -> int:
+def _largest(files: BetonFiles) -> int:
     """Return the largest class index, except 255, of masks all over the data: all would take minutes to read."""
-    some = np.unique(np.linspace(0, len(beton) - 1, _MASKS).astype(np.int64))
-    masks = (beton.mask(beton.label_name, index) for index in some.tolist())
+    some = np.unique(np.linspace(0, len(files) - 1, _MASKS).astype(np.int64))
+    masks = (beton.mask(files.label_name, own) for beton, own in map(files.locate, some.tolist()))
     return max(int(mask.max(where=mask != NOT_COUNTED, initial=0)) for mask in masks)
 
 

@@ -69,13 +69,13 @@ class NonFiniteGuard(Observer):
             self._buffers = BufferCopies(self._engine.plain_model)
 
     @torch.no_grad()
-    def should_step(self, state: TrainState, loss: torch.Tensor) -> bool:
+    def should_step(self, state: TrainState) -> bool:
         """Return whether the loss is finite on every rank; every rank must call it.
 
         Raises:
             NonFiniteError: naming step and rank; on CUDA, for the previous step.
         """
-        numbers = self._of_all_ranks(loss)
+        numbers = self._of_all_ranks(state.step_loss)
         if self._at_once:
             self._look_at_norm()
             return self._judged(state.step + 1, numbers.tolist())
@@ -116,14 +116,14 @@ class NonFiniteGuard(Observer):
             numbers[ranks + self._engine.rank] = flags
         return self._engine.reduce(numbers, "sum")
 
-    def on_optimizer_step(self, state: TrainState, norm: torch.Tensor | None, skipped: bool) -> None:
+    def on_optimizer_step(self, state: TrainState) -> None:
         """Check the gradient norm, and count consecutive overflows.
 
         Raises:
             NonFiniteError: naming the step; on CUDA, for the norm of the previous step.
         """
-        self._overflows = self._overflows + 1 if skipped else 0
-        step = state.step + 1
+        self._overflows = self._overflows + 1 if state.overflowed else 0
+        step, norm = state.step + 1, state.norm
         if self._overflows == OVERFLOWS:
             raise NonFiniteError(
                 f"At step {step} the gradients overflowed in fp16 for the {OVERFLOWS}th consecutive step, at "

@@ -4,37 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from ...common.model_state import buffers_kept
+from ...common.errors import PlanError
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
 from ...strategies import Engine
-from ...transforms import (
-    EMA,
-    SAM,
-    BatchContext,
-    GradientClipping,
-    LayerFreezing,
-    Loss,
-    ProgressiveResizing,
-    Session,
-    TestTimeFlip,
-    Transform,
-)
-from ...transforms.gyro_dropout import GyroDropoutLayer
-from ..describe.kinds import find
+from ...transforms import BatchContext, Loss, Session, Transform
 from ..tasks.nests import to_float
 from ..tasks.task import Task, TaskLoss, loss_and_metric_inputs
+from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
-from .events import LoopEvents, loop_view
-
-Microbatch = tuple[torch.Tensor, torch.Tensor]
-"""Images `(b, 3, H, W)` and targets: class indices `(b,)` or probabilities `(b, C)`."""
+from .moments import Microbatch as Microbatch
+from .moments import Moments
 
 
 def split_microbatches(images: torch.Tensor, labels: torch.Tensor, number: int) -> list[Microbatch]:
@@ -56,7 +43,6 @@ class TrainingHooks:
 
     Attributes:
         state: the position of the run; `begin` resets it.
-        events: the moments of the loop, for transforms that follow it; `begin` creates them.
         equal_shares: whether every rank's share of a batch is known to have equally many samples.
     """
 
@@ -67,66 +53,70 @@ class TrainingHooks:
         classes: int | None = None,
         precision: str = "fp32",
     ) -> None:
-        self.state, self.events = TrainState(), LoopEvents()
+        self.state = TrainState()
         self.equal_shares = False
         self._precision = precision
         self._seed, self._classes, self._all = seed, classes, tuple(transforms)
-        self._resizing = find(transforms, ProgressiveResizing)
-        self._batch = [t for t in transforms if t.kind == "batch" and t is not self._resizing]
-        self._sam, self._clipping = find(transforms, SAM), find(transforms, GradientClipping)
-        self._freezing, self._flip = find(transforms, LayerFreezing), find(transforms, TestTimeFlip)
-        self._loop = [t for t in transforms if t.kind in ("loop", "algorithm")]
-        self._sessions: list[Session] = []
+        # The loader does the work of those that set the size of its images.
+        self._batch = [t for t in transforms if t.kind == "batch" and type(t).size is Transform.size]
+        self._evaluation = [t for t in transforms if t.kind == "evaluation"]
+        self._sessions: dict[str, Session] = {}
+        self._moments = self.moments(Observer())
+
+    def moments(self, observer: Observer) -> Moments:
+        """Return what the loop calls at each moment, with an observer."""
+        return Moments(tuple(self._sessions.values()), observer)
 
     def begin(self, engine: Engine, total: int, loader: EpochLoader | None = None) -> None:
         """Start a run of `total` steps from the wrapped model's current weights. `loader` is that of the training."""
-        self.state = TrainState(total)
         for transform in self._all:
             transform.begin(engine.plain_model, total)
-        self._sessions = [transform.session(engine.plain_model) for transform in self._loop]
-        self.equal_shares = loader is not None
-        following = [session for session in self._sessions if type(session).at is not Session.at]
-        if following:
-            view = loop_view(engine, total, loader, self._seed, self._precision)
-            self.events = LoopEvents(following, view, self.state, engine.accumulate)
-            self.equal_shares = False  # a session may change the batch
+        # A class is unique in a pipeline: the plan checks it.
+        own = [transform for transform in self._all if type(transform).session is not Transform.session]
+        self._sessions = {
+            type(transform).__name__: transform.session(engine.plain_model) for transform in own
+        }
+        self.state = state = TrainState(total, seed=self._seed, precision=self._precision, loader=loader)
+        state.engine, state.sessions = engine, tuple(self._sessions.values())
+        state.steps_per_epoch = total if loader is None else max(len(loader), 1)
+        self._moments = moments = self.moments(Observer())
+        # A session may change the batch.
+        self.equal_shares = loader is not None and not (moments.on_step_start or moments.before_forward)
 
     def note(self) -> str:
-        """Return a warning if the averaged weights would mostly be those from before training; else "".
+        """Return a sentence of a transform about a run of this length; "" if none has one."""
+        return next(filter(None, (transform.note(self.state.total_steps) for transform in self._all)), "")
 
-        It is not an error: the same recipe is fine for more epochs, and one epoch is a legitimate trial.
-        """
-        average = find(self._loop, EMA)
-        share = 0.0 if average is None else average.share_of_start(self.state.total_steps)
-        if share < 0.1:
-            return ""
-        return (
-            f"{average}: after all {self.state.total_steps} steps its average, which evaluation and the result use, "
-            f"still consists of {share:.0%} initial weights. Train longer, or set a shorter half-life."
-        )
-
-    def begin_epoch(self, engine: Engine, loader: EpochLoader, image_size: ImageSize) -> None:
-        """Set what changes between epochs: the image size and the frozen layers.
-
-        An epoch has one image size, that of its midpoint.
-        """
-        start = self.state.epoch_start  # also if the run resumes within the epoch
-        if self._resizing is not None:
-            size = self._resizing.size(image_size, self.state.progress_at(start + len(loader) / 2))
-            if size != loader.settings.image_size:
-                loader.set_image_size(size)
-        if self._freezing is not None:
-            self._freezing.freeze(engine.plain_model, self.state.progress_at(start))
+    def begin_epoch(self, loader: EpochLoader, image_size: ImageSize) -> None:
+        """Set what changes between epochs, such as the image size and the frozen layers, also if the run resumes within
+        an epoch."""
+        state = self.state
+        state.loader, state.image_size, state.steps_per_epoch = loader, image_size, max(len(loader), 1)
+        for session in state.sessions:
+            session.before_epoch(state)
 
     def microbatches(
-        self, engine: Engine, images: torch.Tensor, labels: torch.Tensor, loss: Loss
+        self,
+        engine: Engine,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+        loss: Loss,
+        moments: Moments | None = None,
     ) -> list[Microbatch]:
         """Split this rank's batch into `engine.accumulate` microbatches, and apply the batch transforms to each.
 
         Random numbers depend on (seed, step, index of the microbatch over all ranks), so two ranks mix like one process
-        with twice the microbatches.
+        with twice the microbatches. `moments` are those of `train_epoch`; leave it out in a loop of your own.
         """
-        images, labels = self.events.begin_step(images, labels, loss)
+        moments = moments or self._moments
+        if moments.on_step_start:
+            self.state.loss_function, self.state.microbatch, own = loss, engine.rank, images
+            images, labels = moments.batch(moments.on_step_start, self.state, (images, labels))
+            if images is not own and len(images) % engine.accumulate:
+                raise PlanError(
+                    f"A transform changed the batch to {len(images)} images, which cannot be split into "
+                    f"accumulate={engine.accumulate} equal microbatches. Set accumulate=1, or leave it out."
+                )
         split = split_microbatches(images, labels, engine.accumulate)
         if not self._batch:
             return split
@@ -157,21 +147,15 @@ class TrainingHooks:
             microbatch = transform.batch(*microbatch, context)
         return microbatch
 
-    def second_pass(self, engine: Engine, gradients: Callable[[], object]) -> None:
-        """With SAM, recompute the gradients at the perturbed weights, and restore the weights."""
-        if self._sam is None or not self._sam.applies(self.state.step):
-            return
-        restore = self._sam.perturb(engine.plain_model.parameters())
-        engine.zero_grad()
-        with buffers_kept(engine.plain_model):  # each image updates BatchNorm's statistics once
-            gradients()
-        restore()
+    def before_step(self, gradients: Callable[[], object]) -> None:
+        """Do what transforms do to the gradients (SAM, clipping), in a loop of your own, before `engine.step()`.
 
-    def clip(self, engine: Engine) -> None:
-        """Clip the gradients with `GradientClipping`; the engine applies `clip_norm` of `distribute` itself."""
-        self.events.at("after_train_batch")
-        if self._clipping is not None:
-            self._clipping.clip(engine.plain_model.parameters())
+        Args:
+            gradients: computes the gradients of the step again, for all its microbatches.
+        """
+        self.state.gradients = gradients
+        for call in (*self._moments.after_gradients, *self._moments.before_step):
+            call(self.state)
 
     def after_step(self, *, taken: bool = True) -> None:
         """Count the step. Unless the optimizer skipped it, update the sessions, such as weight averages.
@@ -180,36 +164,35 @@ class TrainingHooks:
         """
         self.state.step += 1
         if taken:
-            for session in self._sessions:
+            for session in self.state.sessions:
                 session.after_step(self.state.progress)
-        self.events.at("batch_end")
 
     def finish(self) -> None:
         """End training: the model keeps the weights used in evaluation."""
-        self.events.at("fit_end")
-        for session in self._sessions:
+        for session in self.state.sessions:
+            session.on_fit_end(self.state)
             session.finish()
 
-    def state_dict(self, engine: Engine) -> dict[str, Any]:
-        """Return the state apart from the position: JSON values and tensors (not copied; sharded if the model is)."""
-        counts = {name: layer.step for name, layer in _counting(engine)}
-        return {"counts": counts, **{_key(t): s.state_dict() for t, s in self._with_sessions()}}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state apart from the position, by class name of the transform: JSON values and tensors (not
+        copied; sharded if the model is)."""
+        own = {name: each for name, each in self._sessions.items() if _overrides(each, "state_dict")}
+        # "counts" were those of GyroDropout before it had a session; earlier versions require the entry.
+        return {"counts": {}, **{name: session.state_dict() for name, session in own.items()}}
 
-    def load_state_dict(self, engine: Engine, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`, with full tensors; call it after `begin`."""
-        for name, layer in _counting(engine):
-            layer.step, layer.masks = state["counts"][name], None  # the masks depend on the count
-        for transform, session in self._with_sessions():
-            session.load_state_dict(state[_key(transform)])
-
-    def _with_sessions(self) -> Iterator[tuple[Transform, Session]]:
-        return zip(self._loop, self._sessions, strict=True)
+        for name, session in self._sessions.items():
+            if name in state:
+                session.load_state_dict(state[name])
+            elif _overrides(session, "load_state_dict"):
+                session.load_state_dict(state["counts"])
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Give the model the weights used in evaluation and in the result (EMA, SWA) inside the block."""
         with ExitStack() as stack:
-            for session in self._sessions:
+            for session in self.state.sessions:
                 stack.enter_context(session.evaluating())
             yield
 
@@ -217,20 +200,20 @@ class TrainingHooks:
         self, model: Callable[..., Any], images: torch.Tensor, targets: torch.Tensor, task: Task
     ) -> tuple[Any, Any]:
         """Return the model's outputs for images `(B, 3, H, W)` in evaluation, in float32: those for the loss, and those
-        for the metrics. With TestTimeFlip, both are one tensor."""
+        for the metrics. With evaluation transforms, such as TestTimeFlip, both are theirs."""
         inputs = task.model_inputs(targets)
-        if self._flip is None:
+        if not self._evaluation:
             return loss_and_metric_inputs(task, model(images, **inputs))
-        averaged = to_float(self._flip.predict(lambda seen: task.outputs(model(seen, **inputs)), images))
-        return averaged, averaged
+
+        def outputs(seen: torch.Tensor) -> Any:
+            return task.outputs(model(seen, **inputs))
+
+        predict = reduce(
+            lambda inner, transform: partial(transform.predict, inner), self._evaluation, outputs
+        )
+        judged = to_float(predict(images))
+        return judged, judged
 
 
-def _key(transform: Transform) -> str:
-    return type(transform).__name__  # unique in a pipeline: the plan checks it
-
-
-def _counting(engine: Engine) -> Iterator[tuple[str, GyroDropoutLayer]]:
-    """Yield the layers that count their batches, with their names."""
-    for name, module in engine.plain_model.named_modules():
-        if isinstance(module, GyroDropoutLayer):
-            yield name, module
+def _overrides(session: Session, method: str) -> bool:
+    return getattr(type(session), method) is not getattr(Session, method)

@@ -16,14 +16,16 @@ from ...loaders.epochs import Batch, EpochLoader
 from ...strategies import Engine
 from ...strategies.common.sync_batch_norm import absent
 from ...strategies.devices import current_device
+from ...transforms.common.moments import outside_of_a_step
 from ..tasks.classification import Classification
 from ..tasks.means import LossFunction, mean_of
 from ..tasks.metrics import compute
 from ..tasks.nests import map_tensors, to_float
 from ..tasks.task import Task, model_inputs
 from ..telemetry.observer import Observer
-from .events import LoopEvents
+from ..telemetry.state import TrainState
 from .hooks import Microbatch, TrainingHooks
+from .moments import Moments
 from .schedule import Schedule
 from .step_loss import StepLoss
 from .views import forward
@@ -80,81 +82,95 @@ def train_epoch(
         >>> stats = train_epoch(engine, loader, nn.functional.cross_entropy)
     """
     hooks, observer = hooks or TrainingHooks(()), observer or Observer()
-    state, meter = hooks.state, hooks.state.begin_epoch(engine.device)
+    state, meter, moments = hooks.state, hooks.state.begin_epoch(engine.device), hooks.moments(observer)
     train_mode(engine.model)
     waiting, start, before = Stopwatch(), perf_counter(), (meter.seconds, meter.data_wait_s)
     evaluated = meter.evaluation_s
     mean, equal = mean_of(loss), hooks.equal_shares or isinstance(batches, EpochLoader)
-    observer.on_epoch_start(state)
     with current_device(engine.device):
-        hooks.events.begin_epoch()
+        for call in moments.on_epoch_start:
+            call(state)
         for images, labels in waiting.around(batches):
-            observer.on_step_start(state)
-            observer.on_phase("transforms")
-            microbatches = hooks.microbatches(engine, images, labels, loss)
+            microbatches = hooks.microbatches(engine, images, labels, loss, moments)
             step = StepLoss(mean, microbatches, engine, equal=equal)
-            gradients = partial(add_gradients, engine, microbatches, step, observer, hooks.events)
-            step_loss = gradients()
+            state.gradients = partial(add_gradients, engine, microbatches, step, state, moments)
+            state.step_loss = step_loss = state.gradients()
             if schedule is not None:
                 state.lr = schedule.set_lr(state.step)
-            admitted = observer.should_step(state, step_loss)
-            if admitted:
-                hooks.second_pass(engine, gradients)
-                admitted = observer.should_apply(state)
-            if admitted:
-                hooks.clip(engine)
-                observer.on_phase("step")
-                norm = engine.step()
-                observer.on_phase("hooks")
-                observer.on_optimizer_step(state, norm, engine.skipped)
+            taken = _optimizer_step(engine, state, moments)
+            if taken:
                 meter.add(step_loss, step.weight, overflowed=engine.skipped)
             else:
                 engine.zero_grad()
                 meter.skipped += 1
-            hooks.after_step(taken=admitted and not engine.skipped)
-            observer.on_phase("other")
-            meter.images += len(images) * engine.world_size
+            hooks.after_step(taken=taken and not engine.skipped)
+            state.step_images = len(images) * engine.world_size
+            meter.images += state.step_images
             meter.seconds = before[0] + perf_counter() - start - (meter.evaluation_s - evaluated)
             meter.data_wait_s = before[1] + waiting.seconds
-            observer.on_step_end(state, step_loss, len(images) * engine.world_size)
+            for call in moments.on_step_end:
+                call(state)
             if state.stop is not None:
                 break
         observer.flush()
+    state.gradients = outside_of_a_step  # frees the batch
     epoch_loss = engine.reduce(meter.mean()).item()
     seconds = before[0] + perf_counter() - start - (meter.evaluation_s - evaluated)
     if state.stop is None:
         state.end_epoch()
-        hooks.events.at("epoch_end")
+        for session in state.sessions:
+            session.after_epoch(state)
     return EpochStats(epoch_loss, meter.images, seconds, meter.data_wait_s, meter.skipped, meter.overflowed)
 
 
+def _optimizer_step(engine: Engine, state: TrainState, moments: Moments) -> bool:
+    """Step with the gradients, unless an observer vetoes it. Return whether the optimizer stepped."""
+    answers = [call(state) for call in moments.should_step]
+    if not all(answers):
+        return False
+    for call in moments.after_gradients:
+        call(state)
+    answers = [call(state) for call in moments.should_apply]
+    if not all(answers):
+        return False
+    for call in moments.before_step:
+        call(state)
+    state.norm, state.overflowed = engine.step(), engine.skipped
+    for call in moments.on_optimizer_step:
+        call(state)
+    return True
+
+
 def add_gradients(
-    engine: Engine,
-    microbatches: list[Microbatch],
-    loss: StepLoss,
-    observer: Observer,
-    events: LoopEvents,
+    engine: Engine, microbatches: list[Microbatch], step: StepLoss, state: TrainState, moments: Moments
 ) -> torch.Tensor:
     """Run forward and backward of each microbatch. Return the mean of their shares of the loss, on the device."""
-    losses = []
+    losses, whole = [], state.batch
     for number, (images, targets) in enumerate(microbatches, 1):
         last = number == len(microbatches)
         if not len(images):
-            losses.append(_take_part(engine, images, model_inputs(loss.mean.loss, targets), last=last))
+            losses.append(_take_part(engine, images, model_inputs(step.mean.loss, targets), last=last))
             continue
-        images, targets = events.before_forward(images, targets, number)
-        observer.on_phase("forward")
+        if moments.before_forward:
+            state.microbatch = engine.rank * engine.accumulate + number - 1
+            images, targets = moments.batch(moments.before_forward, state, (images, targets))
         with engine.forward_context():
-            outputs = forward(engine.model, images, **model_inputs(loss.mean.loss, targets))
-        observer.on_phase("loss")
-        outputs, targets = events.before_loss(to_float(outputs), targets)
-        value = events.before_backward(loss.share(number, outputs, targets))
-        observer.on_phase("backward")
+            outputs = forward(engine.model, images, **model_inputs(step.mean.loss, targets))
+        for call in moments.after_forward:
+            call(state)
+        outputs = to_float(outputs)
+        if moments.before_loss:
+            state.outputs = outputs
+            images, targets = moments.batch(moments.before_loss, state, (images, targets))
+            outputs = state.outputs
+        value = step.share(number, outputs, targets)
+        if moments.before_backward:
+            value = moments.loss(state, value)
         engine.backward(value, last_microbatch=last)
-        observer.on_phase("hooks")
-        events.at("after_backward")
+        for call in moments.after_backward:
+            call(state)
         losses.append(value.detach())
-    events.end_microbatches()
+    state.batch, state.microbatch = whole, engine.rank
     return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
 

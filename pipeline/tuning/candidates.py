@@ -13,17 +13,8 @@ from typing import Any, Literal
 from ...common import machine
 from ...common.errors import PlanError, suggest
 from ...loaders.image_size import ImageSize, height_width
-from ...transforms import (
-    ChannelsLast,
-    Factorize,
-    LayerFreezing,
-    ProgressiveResizing,
-    SelectiveBackprop,
-    StochasticDepth,
-    Transform,
-)
+from ...transforms import TRANSFORMS, Transform
 from ..describe.cuda_settings import uses_gpu
-from ..describe.kinds import find
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
 from ..describe.rules import family
@@ -37,8 +28,6 @@ EQUAL = ("ddp", "zero_redundancy", "fsdp")
 AHEAD = (1, 6)
 VARIABLES = {"cpu": machine.KEEPS_MEMORY, "cuda": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
 """Environment variables of the allocator of a device: glibc's, and torch's."""
-FASTER: tuple[Transform, ...] = (Factorize(), LayerFreezing(), SelectiveBackprop(), StochasticDepth())
-"""Methods that make steps shorter."""
 SIDES = (3 / 4, 7 / 8)
 """Parts of the image size."""
 LARGER = (2, 4)
@@ -75,8 +64,7 @@ def candidates(plan: ResolvedPlan) -> list[Candidate]:
         for count in sorted({1, max(cores // 2, 1), max(cores - 1, 1), cores, 2 * cores} - {own})
     ]
     changes += [_data("batches_ahead", count) for count in AHEAD if count != data.batches_ahead]
-    if find(plan.transforms, ChannelsLast) is None:
-        changes.append(_transform(ChannelsLast()))
+    changes += _transforms(plan, "format")
     if uses_gpu(distribution):
         modes = {True, False} - {distribution.cudnn_benchmark}
         changes += [_distributed("cudnn_benchmark", mode, "step") for mode in sorted(modes, reverse=True)]
@@ -137,9 +125,7 @@ def _precision(plan: ResolvedPlan) -> list[Candidate]:
 
 
 def _resolution(plan: ResolvedPlan) -> list[Candidate]:
-    changes = (
-        [_transform(ProgressiveResizing())] if find(plan.transforms, ProgressiveResizing) is None else []
-    )
+    changes = _transforms(plan, "resolution")
     own = height_width(plan.data.image_size)
     for part in SIDES:
         height, width = (max(round(side * part / 2) * 2, 2) for side in own)
@@ -160,7 +146,13 @@ def _image_size(size: ImageSize) -> Candidate:
 
 
 def _surgery(plan: ResolvedPlan) -> list[Candidate]:
-    return [_transform(one) for one in FASTER if find(plan.transforms, type(one)) is None]
+    return _transforms(plan, "surgery")
+
+
+def _transforms(plan: ResolvedPlan, kind: str) -> list[Candidate]:
+    """Return the transforms that are such a change, which the pipeline does not have."""
+    used = {type(transform) for transform in plan.transforms}
+    return [_transform(cls()) for cls in TRANSFORMS.values() if cls.tried_by_tune == kind and cls not in used]
 
 
 def _batch_size(plan: ResolvedPlan) -> list[Candidate]:

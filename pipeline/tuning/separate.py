@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 
 from ...common.errors import DrivetrainError
-from ...strategies import plugins
+from ...strategies import registry
 from ..describe.pipeline_spec import PipelineSpec
 from ..ledger import data as identity
 from ..ledger.runner import Loaders, VariantRunner, described
@@ -72,8 +72,8 @@ class Separate:
             )  # fmt: skip
         try:
             job: Any = partial(_answer, spec, batches)
-            if plugins.REGISTERED:
-                job = partial(plugins.call_with, plugins.REGISTERED, job)
+            if registry.REGISTERED:
+                job = partial(registry.call_with, registry.REGISTERED, job)
             with suppress(BrokenPipeError):  # it died at once: the answer says so
                 self._line.send_bytes(cloudpickle.dumps(job))
             self._received()

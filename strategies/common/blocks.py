@@ -93,7 +93,6 @@ def _size(module: nn.Module) -> int:
 
 
 def _holders_of_tied(model: nn.Module) -> list[set[nn.Module]]:
-    """Return, for each parameter held by several modules, those modules."""
     holders: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -102,6 +101,5 @@ def _holders_of_tied(model: nn.Module) -> list[set[nn.Module]]:
 
 
 def _cuts_a_tie(block: nn.Module, tied: list[set[nn.Module]]) -> bool:
-    """Whether a parameter is held both inside and outside of `block`."""
     inside = set(block.modules())
     return any(modules & inside and modules - inside for modules in tied)

@@ -57,7 +57,6 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
 
 
 def _meta_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the module's own parameters and buffers that have no values."""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return [(name, tensor) for name, tensor in own if tensor.is_meta]
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from ..base import Engine
 
 ADAMW_BYTES = 16.0
 """Bytes per parameter of AdamW in fp32: 4 for the parameter, 4 for its gradient, 8 for the optimizer."""
@@ -55,12 +58,6 @@ class Held:
     """Number of parameters of the full model."""
 
 
-class HoldsTensors(Protocol):
-    """What `held_bytes` requires of an engine."""
-
-    def held(self) -> Held: ...
-
-
 @dataclass(frozen=True)
 class HeldBytes:
     """Bytes that one rank holds between backward and step, on any device, without activations."""
@@ -77,7 +74,7 @@ class HeldBytes:
         return (self.parameters + self.gradients + self.optimizer) / self.count
 
 
-def held_bytes(engine: HoldsTensors) -> HeldBytes:
+def held_bytes(engine: Engine) -> HeldBytes:
     """Count what this rank holds now, without communication.
 
     Gradients exist only between the last `backward` and `step`, and most optimizers create their state in the first

@@ -14,6 +14,9 @@ from ...common.errors import StrategyError
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options of a parameter group that select torch's implementation, not its result; set where the optimizer is built."""
 Keep = Callable[[str], bool]
+"""Selects the tensors of an export that this rank keeps, by parameter name. All ranks take part in gathering each."""
+Entry = Mapping[str, torch.Tensor | float | int | bool]
+"""One parameter's state: `{"exp_avg": tensor of the parameter's shape, "step": 0-dim tensor}`."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,6 @@ class Homes:
 def home_of(keep: Keep | None, name: str) -> int | None:
     """Return the only rank that keeps a tensor, if it is known."""
     return keep.home(name) if isinstance(keep, Homes) else None
-
-
-"""Selects the tensors of an export that this rank keeps, by parameter name. All ranks take part in gathering each."""
-Entry = Mapping[str, torch.Tensor | float | int | bool]
-"""One parameter's state: `{"exp_avg": tensor of the parameter's shape, "step": 0-dim tensor}`."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +121,7 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def _like(present: Any, value: Any) -> Any:
-    """Return `value` in the group's current type: JSON has neither tuples nor tensors."""
-    if isinstance(present, torch.Tensor):
+    if isinstance(present, torch.Tensor):  # JSON has neither tensors nor tuples
         return present.new_tensor(value)
     return tuple(value) if isinstance(value, list) and isinstance(present, tuple) else value
 

@@ -13,7 +13,7 @@ from ...common.errors import StrategyError
 from ..base import OptimizerFactory
 from ..devices import pick_device, rank_device, refuse_shared_gpu
 from ..launching.group import is_rank, join_group
-from ..launching.store import under_torchrun
+from ..launching.meeting import under_torchrun
 from ..options import Options
 from .recompute import recompute_activations
 from .sync_batch_norm import sync_batch_norms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,13 +33,11 @@ def recompute_activations(model: nn.Module, module_filter: ModuleFilter) -> tupl
             outermost[name] = module
     for module in outermost.values():
         if not isinstance(module, _Recomputed):
-            module.__class__ = _recomputed(type(module))
+            module.__class__ = _recomputed(type(module))  # type: ignore[arg-type]
     return tuple(outermost)
 
 
 class _Recomputed(nn.Module):
-    """Mixin placed before the class of a module."""
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward: Callable[..., Any] = super().forward
         if not torch.is_grad_enabled():
@@ -50,18 +48,12 @@ class _Recomputed(nn.Module):
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-_KINDS: dict[type[nn.Module], type[nn.Module]] = {}
-
-
+@cache  # modules of one class keep a common class
 def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return one subclass per class, so that modules of one class keep a common class."""
-    if kind not in _KINDS:
-        _KINDS[kind] = type(f"Recomputed{kind.__name__}", (_Recomputed, kind), {"__module__": __name__})
-    return _KINDS[kind]
+    return type(f"Recomputed{kind.__name__}", (_Recomputed, kind), {"__module__": __name__})
 
 
 def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of the first forward and of the second."""
     return nullcontext(), _buffers_as_in_the_first(module, BufferCopies(module))
 
 

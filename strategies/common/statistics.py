@@ -58,7 +58,6 @@ def _reals(value: torch.Tensor) -> torch.Tensor:
 
 
 def _like(flat: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return numbers as a tensor of the shape and dtype of `value`."""
     if value.is_complex():
         return torch.view_as_complex(flat.view(*value.shape, 2)).to(value.dtype)
     return flat.to(value.dtype).view(value.shape)

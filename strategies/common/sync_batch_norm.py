@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def sync_batch_norms(model: nn.Module) -> tuple[str, ...]:
                 f"a {type(layer).__name__}, which computes them over small groups of it. Leave one of the two out."
             )
     for layer in layers.values():
-        layer.__class__ = _synced(type(layer))
+        layer.__class__ = _synced(type(layer))  # type: ignore[arg-type]
     return tuple(layers)
 
 
@@ -80,8 +81,6 @@ def _is_local(module: nn.Module) -> bool:
 
 
 class _Synced(nn.Module):
-    """Mixin placed before the class of a layer."""
-
     sums_over_ranks = True
     """All ranks must run it together, so StochasticDepth does not skip it."""
 
@@ -104,14 +103,9 @@ class _Synced(nn.Module):
         return out
 
 
-_KINDS: dict[type[nn.Module], type[nn.Module]] = {}
-
-
+@cache  # layers of one class keep a common class
 def _synced(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return one subclass per class, so that layers of one class keep a common class."""
-    if kind not in _KINDS:
-        _KINDS[kind] = type(f"Synced{kind.__name__}", (_Synced, kind), {"__module__": __name__})
-    return _KINDS[kind]
+    return type(f"Synced{kind.__name__}", (_Synced, kind), {"__module__": __name__})
 
 
 class _OverRanks(TorchFunctionMode):
@@ -217,7 +211,6 @@ class _BatchNormOverRanks(torch.autograd.Function):
 
 
 def _wide(tensor: Any) -> Any:
-    """Return a tensor in at least float32, in which statistics are computed; None stays None."""
     half = tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16)
     return tensor.float() if half else tensor
 

@@ -19,8 +19,8 @@ from ..devices import local_rank, pick_device
 
 
 @contextmanager
-def working(device: torch.device) -> Iterator[Any]:
-    """Yield DeepSpeed, to prepare an engine on `device`.
+def import_deepspeed(device: torch.device) -> Iterator[Any]:
+    """Import DeepSpeed inside the block, to prepare an engine on `device`.
 
     On exit, environment variables and DeepSpeed's global switches are restored. DeepSpeed's choice of the accelerator
     is kept, because engines query it all the time: a process has one kind of device.
@@ -57,7 +57,7 @@ def reason_without_aio() -> str:
     """
     # DeepSpeed's own check takes seconds: run it only if the library to compile with is installed.
     if find_library("aio") is not None:
-        with working(pick_device(None)) as deepspeed:
+        with import_deepspeed(pick_device(None)) as deepspeed:
             builder = deepspeed.accelerator.get_accelerator().create_op_builder("AsyncIOBuilder")
             if builder is not None and builder.is_compatible(verbose=False):
                 return ""
@@ -118,7 +118,6 @@ def _should_log(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def _environment_kept() -> Iterator[None]:
-    """Restore environment variables on exit."""
     before = dict(os.environ)
     try:
         yield

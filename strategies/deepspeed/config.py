@@ -115,7 +115,6 @@ def choose_zero(stage: int | None, offload: str | None, nvme_path: str | None, c
 
 
 def _offload_of(section: Config, stage: int) -> tuple[str | None, str | None]:
-    """Return device and path of the optimizer's offload in a configuration."""
     keys = ("offload_optimizer", "offload_param") if stage == 3 else ("offload_optimizer",)
     for key in keys:
         where = section.get(key) or {}
@@ -143,6 +142,8 @@ def make_config(zero: Zero, options: Options, theirs: Config, name: str) -> dict
         "gradient_accumulation_steps": (options.accumulate, f"accumulate={options.accumulate}"),
         # Always written, because DeepSpeed's default is to clip at 1.0.
         "gradient_clipping": (clip, f"clip_norm={options.clip_norm}"),
+        # If offloaded, any optimizer may step; Adam is torch's, see `strategy.step_fused`.
+        "zero_force_ds_cpu_optimizer": (False, "the optimizer, which is your factory's"),
     }
     for key, (value, argument) in decided.items():
         if theirs.get(key, value) != value:
@@ -153,30 +154,10 @@ def make_config(zero: Zero, options: Options, theirs: Config, name: str) -> dict
     whole["train_micro_batch_size_per_gpu"] = 1
     whole["zero_optimization"] = _joined(zero.section(), theirs.get("zero_optimization", {}))
     whole["zero_allow_untested_optimizer"] = True
-    # If offloaded, any optimizer may step; `takes_cpu_adam` decides when DeepSpeed's replaces torch's.
-    whole.setdefault("zero_force_ds_cpu_optimizer", False)
     if options.precision == "bf16":
         # No modules: those listed there would send their gradients in bf16.
         whole["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
     return whole
-
-
-def takes_cpu_adam(whole: Config, theirs: Config) -> bool:
-    """Whether DeepSpeed's CPU Adam may replace torch's: only if the full optimizer is on the CPU.
-
-    Args:
-        whole: result of `make_config`.
-        theirs: the user's part of it; `zero_force_ds_cpu_optimizer: false` in it keeps torch's.
-    """
-    section = whole["zero_optimization"]
-    where = section.get("offload_optimizer") or {}
-    # These step parts of the optimizer elsewhere, or at another time, with state that no engine exports.
-    otherwise = section.get("zenflow") or where.get("super_offload") or where.get("ratio", 1) != 1
-    return (
-        where.get("device") == "cpu"
-        and not otherwise
-        and theirs.get("zero_force_ds_cpu_optimizer") is not False
-    )
 
 
 def _joined(ours: Config, theirs: Config) -> dict[str, Any]:

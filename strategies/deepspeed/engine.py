@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -16,7 +15,6 @@ from ..common.memory import Held, tensors_in
 from ..common.optimizer_state import Entry, Keep, OptimizerState, import_groups
 from ..engine import RanksEngine
 from ..options import Options
-from .adam import is_deepspeeds, like_deepspeed, like_torch, refuse_other_options, without_its_own
 
 Groups = list[list[nn.Parameter]]
 """The parameters of an optimizer's groups, before DeepSpeed replaces them by flat ones."""
@@ -54,27 +52,19 @@ class DeepSpeedEngine(RanksEngine):
         self._wrapper = wrapper
         self._groups = groups
         self._stage = stage
-        self._deepspeeds = is_deepspeeds(self.optimizer, deepspeed)
 
     @property
     def plain_model(self) -> nn.Module:
-        """The user's module, inside DeepSpeed's engine."""
         return cast(nn.Module, self._wrapper.module)
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are sharded: True for stage 3."""
         return self._stage == 3
 
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
-        """Accumulate the gradients of `loss / accumulate`; DeepSpeed does the division.
-
-        Raises:
-            StrategyError: as `base.Engine.backward`.
-        """
         self._count(last_microbatch)
         self._wrapper.set_gradient_accumulation_boundary(last_microbatch)
-        self._wrapper.backward(loss)
+        self._wrapper.backward(loss)  # which divides it
 
     def step(self) -> torch.Tensor | None:
         """Clip, step and zero the gradients; see `LocalEngine.step`.
@@ -90,14 +80,11 @@ class DeepSpeedEngine(RanksEngine):
                 "step: the gradients are not finite, and DeepSpeed has skipped the step. Lower the learning rate, add "
                 "a warm-up, or set clip_norm."
             )
-        return (
-            None
-            if self._options.clip_norm is None
-            else torch.as_tensor(self._zero._global_grad_norm).reshape(())
-        )
+        if self._options.clip_norm is None:
+            return None
+        return torch.as_tensor(self._zero._global_grad_norm).reshape(())
 
     def zero_grad(self) -> None:
-        """Discard the gradients accumulated since the last step."""
         self._wait_for_reduction()
         self._zero.zero_grad()
         if self._stage < 3:
@@ -109,13 +96,11 @@ class DeepSpeedEngine(RanksEngine):
         self._microbatches = 0
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradients before clipping, gathered from DeepSpeed's partitions; see `base.Engine`."""
         named = [(name, p) for name, p in self.plain_model.named_parameters() if p.requires_grad]
         whole = {name: self._deepspeed.utils.safe_get_full_grad(p) for name, p in named}
         return {name: value.detach().clone() for name, value in whole.items() if value is not None}
 
     def group_names(self) -> list[list[str]]:
-        """Return the plain names of the parameters in each of the optimizer's groups."""
         with self._plain_groups():
             return super().group_names()
 
@@ -133,18 +118,13 @@ class DeepSpeedEngine(RanksEngine):
 
     @torch.no_grad()
     def import_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite the model's state and its trained fp32 copy; see `LocalEngine.import_state`."""
         super().import_state(state)
         self._zero.refresh_fp32_params()
 
     def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
-        """Return the optimizer's state by plain parameter names; see `LocalEngine.export_optimizer`."""
         self._link_states()
         with self._plain_groups():
-            state = super().export_optimizer(keep)
-        if not self._deepspeeds:
-            return state
-        return replace(state, groups=[without_its_own(group) for group in state.groups])
+            return super().export_optimizer(keep)
 
     @torch.no_grad()
     def import_optimizer(self, state: OptimizerState) -> None:
@@ -154,8 +134,6 @@ class DeepSpeedEngine(RanksEngine):
             StrategyError: if it belongs to other parameters, or differs between parameters of one group here.
         """
         names = self._names()
-        if self._deepspeeds:
-            refuse_other_options(self.optimizer, state.groups)
         with self._plain_groups():
             import_groups(self.optimizer, names, state.groups)
         self.optimizer.state.clear()
@@ -166,10 +144,7 @@ class DeepSpeedEngine(RanksEngine):
             entries = {names[p]: state.entries[names[p]] for p in parameters if names[p] in state.entries}
             if entries:
                 _refuse_uneven(entries, [names[p] for p in parameters])
-                blank = _blank(flat, next(iter(entries.values())))
-                if self._deepspeeds:
-                    blank = {key: like_deepspeed(key, value) for key, value in blank.items()}
-                self.optimizer.state[flat] = blank
+                self.optimizer.state[flat] = _blank(flat, next(iter(entries.values())))
         self._link_states()
         for parameter in (p for group in self._groups for p in group):
             for key, value in state.entries.get(names[parameter], {}).items():
@@ -186,7 +161,6 @@ class DeepSpeedEngine(RanksEngine):
             self._zero._lazy_init_hp_params_optimizer_state()
 
     def gather(self, value: torch.Tensor, home: int | None = None) -> torch.Tensor:  # noqa: ARG002
-        """Return the full `value`; all ranks must call it for a parameter that stage 3 has partitioned."""
         if not hasattr(value, "ds_id"):
             return value
         with self._deepspeed.zero.GatheredParameters([value]):
@@ -233,8 +207,6 @@ class DeepSpeedEngine(RanksEngine):
     ) -> torch.Tensor | float:
         if _is_per_element(value, self._flat(parameter)):
             value = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
-        elif self._deepspeeds:
-            value = like_torch(key, value)
         return super()._exported(parameter, name, key, value, home)
 
     def _set_state(self, parameter: nn.Parameter, key: str, whole: torch.Tensor) -> None:
@@ -285,7 +257,6 @@ def _blank(flat: torch.Tensor, entry: Entry) -> dict[str, Any]:
 
 
 def _refuse_uneven(entries: Mapping[str, Entry], names: list[str]) -> None:
-    """Raise `StrategyError` unless all of `names` have an entry with the same number of steps."""
     missing = [name for name in names if name not in entries]
     if missing:
         raise StrategyError(

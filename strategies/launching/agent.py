@@ -6,7 +6,6 @@ import ctypes
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -72,9 +71,3 @@ def nodes_of(command: Sequence[str]) -> str:
         if word == "-m" and following.startswith("drivetrain"):
             break  # what follows is not torchrun's
     return ""
-
-
-def warn_of_blocked_growth() -> None:
-    """Issue an ElasticWarning on rank 0 if no machine can join this job later."""
-    if os.environ.get("RANK") == "0" and (why := blocked_growth()):
-        warnings.warn(why, ElasticWarning, stacklevel=2)

@@ -13,9 +13,19 @@ import torch.distributed as dist
 from ...common.errors import StrategyError
 from ...common.waiting import Wait
 from ..devices import local_rank
-from .failures import FailedRankError, post, raise_posted
-from .meeting import Meeting, meet
-from .store import arrives, connect, listed, own_name, place, under_torchrun
+from .meeting import (
+    FailedRankError,
+    Meeting,
+    arrives,
+    connect,
+    listed,
+    meet,
+    own_name,
+    place,
+    post,
+    raise_posted,
+    under_torchrun,
+)
 
 _ROUND = 0.2  # seconds between two looks whether another rank has failed to connect
 

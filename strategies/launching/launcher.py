@@ -2,30 +2,130 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import math
 import os
 import pickle
 import signal
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import cloudpickle
 
 from ...common.errors import StrategyError
 from ...common.signals import handled
-from .. import plugins
-from .agent import killed_with_agent, warn_of_blocked_growth
+from .. import registry
+from .agent import ElasticWarning, blocked_growth, killed_with_agent
 from .group import COLLECTIVE_TIMEOUT, in_group, is_rank, join_group
 from .peers import LostRankError, lost_ranks_named
-from .ranks import Rank, Ranks, Report
+from .rank_main import BOOT, COMPLETE
 
 Result = TypeVar("Result")
 
 _INTERRUPT_PATIENCE = 3.0  # seconds the ranks have to answer after Ctrl-C
 _ECHO_PATIENCE = 2.0  # seconds to wait for the cause after a rank that only lost its connection
+_EXIT_PATIENCE = 10.0  # seconds a rank that has answered may take to exit by itself
+_ROUND = 0.02  # seconds between two looks for answers, and for ranks that died without one
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a rank ended."""
+
+    kind: str
+    """`"result"`, `"error"` (it raised) or `"died"` (it ended without an answer)."""
+    what: str
+    """The end of a sentence that begins with "rank 1 of 2"."""
+    traceback: str = ""
+    echo: bool = False
+    """Whether it is probably a consequence of another rank's end."""
+    time: float = field(default_factory=time.monotonic)
+    """When it failed, on the clock `time.monotonic`, which all processes share."""
+
+
+class Rank:
+    """One child process, and the file in memory for its answer."""
+
+    def __init__(self, number: int, devices: int, job: int) -> None:
+        self.number = number
+        self.report: Report | None = None
+        self.heard = 0.0
+        """When its answer last grew, by `time.monotonic`."""
+        self._size = 0  # of the answer so far, in bytes
+        self._file = _file_in_memory("answer")
+        try:
+            self.process = start_interpreter(_environment(number, devices), job, self._file.fileno())
+        except BaseException:
+            self._file.close()
+            raise
+
+    def look(self) -> None:
+        """Record how the process ended, if it has answered, or ended without an answer."""
+        if self.report is not None:
+            return
+        ended = self.exited()  # before the answer is looked for: it may come in between
+        if os.pread(self._file.fileno(), len(COMPLETE), 0) == COMPLETE:
+            self._file.seek(len(COMPLETE))
+            self.report = Report(**pickle.load(self._file))
+        elif ended:
+            self.report = Report("died", _cause_of_death(self.process.pid))
+        elif (size := os.fstat(self._file.fileno()).st_size) != self._size:
+            self._size, self.heard = size, time.monotonic()
+
+    def load(self) -> Any:
+        """Return the result or exception of a rank that has answered; call it once."""
+        return pickle.load(self._file)
+
+    def exited(self) -> bool:
+        """Whether the process has ended. It is not reaped, so that its process id is not reused."""
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # reaped elsewhere: SIGCHLD is ignored, or another thread waits
+            return True
+
+    def kill(self) -> None:
+        """Kill the process and its children."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Reap the process, which has been killed."""
+        self._file.close()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self.process.wait()
+
+
+def _file_in_memory(name: str) -> IO[bytes]:
+    """Return a file that only processes which inherit its descriptor see, and that takes no disk."""
+    libc = ctypes.CDLL(None, use_errno=True)  # a Python built for older systems lacks `os.memfd_create`
+    descriptor = libc.memfd_create(f"drivetrain {name}".encode(), 1)  # MFD_CLOEXEC
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return os.fdopen(descriptor, "w+b")
+
+
+def _cause_of_death(pid: int) -> str:
+    try:
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        status = None
+    if status is None:
+        return "ended before it returned"
+    if status.si_code == os.CLD_EXITED:
+        return f"exited with code {status.si_status} before it returned"
+    name = signal.Signals(status.si_status).name
+    hint = " (often the system ran out of memory: use fewer devices or a smaller batch)"
+    return f"was killed by {name} before it returned" + (hint if name == "SIGKILL" else "")
 
 
 def launch(
@@ -85,16 +185,17 @@ def launch(
     job = _pickle_job(function, args)
     deadline = None if timeout is None else time.monotonic() + timeout
     with (
-        Ranks(job, devices, device, collective_timeout) as ranks,
-        handled(forward, lambda number, _: ranks.signal(number)),
+        _started(job, devices, device, collective_timeout) as ranks,
+        handled(forward, lambda number, _: _signal(ranks, number)),
     ):
         try:
             _wait_for_results(ranks, deadline, timeout)
-            ranks.wait_for_exit()
-            reports = [rank.report for rank in ranks.all]
+            end = time.monotonic() + _EXIT_PATIENCE  # for exit handlers
+            while time.monotonic() < end and not all(rank.exited() for rank in ranks):
+                time.sleep(0.01)
+            return [_load_result(rank) for rank in ranks]
         except KeyboardInterrupt as interrupt:
             raise (_answer_to_interrupt(ranks, patience, saves) or interrupt) from None
-    return [_load_result(number, report) for number, report in enumerate(reports) if report]
 
 
 def _call_here(
@@ -114,7 +215,8 @@ def _call_here(
         )
     if in_group():
         return function(*args)
-    warn_of_blocked_growth()
+    if os.environ["RANK"] == "0" and (why := blocked_growth()):
+        warnings.warn(why, ElasticWarning, stacklevel=3)
     with killed_with_agent():
         meeting = join_group(device=device, timeout=collective_timeout)
         assert meeting is not None
@@ -126,8 +228,8 @@ def _call_here(
 
 
 def _pickle_job(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    if plugins.REGISTERED:
-        function = partial(plugins.call_with, plugins.REGISTERED, function)
+    if registry.REGISTERED:
+        function = partial(registry.call_with, registry.REGISTERED, function)
     try:
         return cloudpickle.dumps((function, args))  # type: ignore[no-any-return]
     except Exception as error:
@@ -146,17 +248,60 @@ def _pickle_job(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def _wait_for_results(ranks: Ranks, deadline: float | None, timeout: float | None) -> None:
+@contextmanager
+def _started(job: bytes, devices: int, device: str | None, timeout: float) -> Iterator[list[Rank]]:
+    """Start the ranks; kill and reap those that are still running at the end of the block."""
+    ranks: list[Rank] = []
+    with tempfile.TemporaryDirectory(prefix="drivetrain-") as directory, _file_in_memory("job") as file:
+        order = {
+            "path": [str(entry) for entry in sys.path],
+            "argv": sys.argv,
+            "rank_main": f"{__package__}.rank_main",
+            "directory": directory,
+            "device": device,
+            "timeout": timeout,
+        }
+        file.write(json.dumps(order).encode() + b"\n")
+        file.write(job)
+        file.flush()
+        try:
+            for number in range(devices):
+                ranks.append(Rank(number, devices, file.fileno()))
+            file.close()  # it is gone when the ranks have loaded it
+            yield ranks
+        finally:
+            for rank in ranks:
+                rank.kill()
+            for rank in ranks:
+                rank.close()
+
+
+def _look(ranks: list[Rank]) -> None:
+    """Wait for a moment, then record which ranks have answered or died."""
+    time.sleep(_ROUND)
+    for rank in ranks:
+        rank.look()
+
+
+def _signal(ranks: list[Rank], number: int) -> None:
+    """Send a signal to every rank that has not answered yet."""
+    for rank in ranks:
+        if rank.report is None:
+            with suppress(ProcessLookupError):
+                os.kill(rank.process.pid, number)
+
+
+def _wait_for_results(ranks: list[Rank], deadline: float | None, timeout: float | None) -> None:
     """Wait until every rank has a result; if one fails, raise the error of the first cause."""
-    waiting = ranks.all
+    waiting = ranks
     while waiting:
-        ranks.pump()
-        if any(_failed(rank) for rank in ranks.all):
+        _look(ranks)
+        if any(_failed(rank) for rank in ranks):
             raise _first_cause(ranks)
-        waiting = [rank for rank in ranks.all if rank.report is None]
+        waiting = [rank for rank in ranks if rank.report is None]
         if waiting and deadline is not None and time.monotonic() > deadline:
             raise StrategyError(
-                f"launch: rank(s) {[rank.number for rank in waiting]} of {len(ranks.all)} did not return "
+                f"launch: rank(s) {[rank.number for rank in waiting]} of {len(ranks)} did not return "
                 f"within timeout={timeout:g} s; all ranks were terminated. Increase the timeout, or look for a "
                 f"collective call that not every rank makes."
             )
@@ -166,63 +311,91 @@ def _failed(rank: Rank) -> bool:
     return rank.report is not None and rank.report.kind != "result"
 
 
-def _first_cause(ranks: Ranks) -> StrategyError:
+def _first_cause(ranks: list[Rank]) -> StrategyError:
     """Return the error of the rank that failed first; one that only lost its connection comes last."""
     patience = time.monotonic() + _ECHO_PATIENCE
     failed: list[tuple[Rank, Report]] = []
     while not any(not report.echo for _, report in failed) and time.monotonic() < patience:
-        ranks.pump()
-        failed = [(rank, rank.report) for rank in ranks.all if rank.report and _failed(rank)]
+        _look(ranks)
+        failed = [(rank, rank.report) for rank in ranks if rank.report and _failed(rank)]
     rank, report = min(failed, key=lambda pair: (pair[1].echo, pair[1].time))
-    message = f"launch: rank {rank.number} of {len(ranks.all)} {report.what}. All ranks were terminated."
-    returned = [rank.number for rank in ranks.all if rank.report and not _failed(rank)]
+    message = f"launch: rank {rank.number} of {len(ranks)} {report.what}. All ranks were terminated."
+    returned = [rank.number for rank in ranks if rank.report and not _failed(rank)]
     if report.echo and returned:
         message += f" Rank(s) {returned} had already returned: they made fewer collective calls."
     if report.traceback:
         message += f"\n\nTraceback of rank {rank.number}:\n{report.traceback}"
     error = (LostRankError if report.echo or report.kind == "died" else StrategyError)(message)
-    error.__cause__ = _load_exception(report)
+    error.__cause__ = _load_exception(rank)
     return error
 
 
-def _answer_to_interrupt(ranks: Ranks, patience: float, saves: bool) -> KeyboardInterrupt | None:
-    """Forward Ctrl-C and wait; return rank 0's KeyboardInterrupt if it sent one. See `launch`."""
+def _answer_to_interrupt(ranks: list[Rank], patience: float, saves: bool) -> KeyboardInterrupt | None:
+    """Forward Ctrl-C and wait for `patience` seconds, of ranks that save until one has died; return rank 0's
+    KeyboardInterrupt if it sent one. See `launch`."""
     if saves:
         with suppress(KeyboardInterrupt):  # the second one, which the ranks receive, too
             return _wait_after_interrupt(ranks, patience, saves=True)
     return _wait_after_interrupt(ranks, patience) if patience else None
 
 
-def _wait_after_interrupt(ranks: Ranks, patience: float, *, saves: bool = False) -> KeyboardInterrupt | None:
-    """Forward Ctrl-C and wait for `patience` seconds, of ranks that save until one has died."""
-    ranks.signal(signal.SIGINT)
-    first = ranks.all[0]
+def _wait_after_interrupt(
+    ranks: list[Rank], patience: float, *, saves: bool = False
+) -> KeyboardInterrupt | None:
+    _signal(ranks, signal.SIGINT)
+    first = ranks[0]
     deadline = math.inf if saves else time.monotonic() + patience
     # An answer that is arriving (large weights) is worth waiting for.
     while time.monotonic() < max(deadline, first.heard + 1.0):
-        ranks.pump()
-        if all(rank.report for rank in ranks.all):
+        _look(ranks)
+        if all(rank.report for rank in ranks):
             break
-        if any(rank.report and rank.report.kind == "died" for rank in ranks.all):
+        if any(rank.report and rank.report.kind == "died" for rank in ranks):
             deadline = min(deadline, time.monotonic() + patience)
-    error = _load_exception(first.report) if first.report and first.report.kind == "error" else None
+    error = _load_exception(first) if first.report and first.report.kind == "error" else None
     return error if isinstance(error, KeyboardInterrupt) else None
 
 
-def _load_exception(report: Report) -> BaseException | None:
+def _load_exception(rank: Rank) -> BaseException | None:
     """Return the rank's exception, or None if it cannot be unpickled; its text is in the message."""
     try:
-        error = pickle.loads(report.payload)
+        error = rank.load()
     except Exception:
         return None
     return error if isinstance(error, BaseException) else None
 
 
-def _load_result(number: int, report: Report) -> Any:
+def _load_result(rank: Rank) -> Any:
     try:
-        return pickle.loads(report.payload)
+        return rank.load()
     except Exception as error:
+        assert rank.report is not None
         raise StrategyError(
-            f"launch: rank {number} {report.what}, which cannot be loaded here: "
+            f"launch: rank {rank.number} {rank.report.what}, which cannot be loaded here: "
             f"{type(error).__name__}: {error}. Return tensors and plain values instead."
         ) from error
+
+
+def start_interpreter(environment: dict[str, str], job: int, answer: int) -> subprocess.Popen[bytes]:
+    """Start a rank's process, which inherits the descriptors of its job and of its answer."""
+    return subprocess.Popen(
+        [sys.executable, "-c", BOOT, str(job), str(answer)],
+        stdin=subprocess.PIPE,
+        pass_fds=[job, answer],
+        env=environment,
+        start_new_session=True,  # the terminal's Ctrl-C reaches the parent only
+        bufsize=0,
+    )
+
+
+def _environment(number: int, devices: int) -> dict[str, str]:
+    environment = {
+        **os.environ,
+        "RANK": str(number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(devices),
+        "LOCAL_WORLD_SIZE": str(devices),
+    }
+    # All ranks are on this machine; looking up its host name can hang or return a foreign address.
+    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return environment

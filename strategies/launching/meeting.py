@@ -1,9 +1,12 @@
-"""Where the ranks of a job find each other: a store of this start alone, also after torchrun has restarted them.
+"""Where the ranks of a torchrun job find each other: a store of this start alone, also after a restart.
 
 torchrun starts workers again when one fails, or when a machine comes or goes. torch 2.15 gives them the store of the
 start before, in which the addresses of the ranks that have ended are still written, and whose counters differ between
 the ranks. `TORCHELASTIC_RESTART_COUNT` does not name a start either: every agent counts its own. Therefore rank 0 draws
 a name, and waits until each rank has answered to it.
+
+A rank that fails before the ranks train together leaves its error in the store. Without it the others would wait until
+their time is up for a rank that has ended, e.g. because its machine lacks the data. See `peers` for what comes after.
 """
 
 from __future__ import annotations
@@ -11,19 +14,108 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from ...common.errors import StrategyError
 from ...common.waiting import Wait
-from .failures import before_meeting, count_meeting, raise_posted
-from .store import arrives, connect_to_job, listed, own_name, place
 
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_ATTEMPT = 5.0  # seconds that one attempt to connect may take
+_LOOKS = (0.02, 0.08, 0.15, 0.25)  # seconds between two looks for a key
+_HOLD = 9.0  # seconds that a rank which has failed stays, so that the others hear of it: its end may end the store
+_ROUND = 0.1  # seconds between two looks whether they have
+_SHOWN = 2000  # characters of an error
 _NAME = "drivetrain/meeting"  # the key under which rank 0 leaves the name
 _PAUSE = 0.02  # seconds before the answer to another start is looked at again
+_meetings = 0  # of this process, whether or not the others came
+
+
+class FailedRankError(StrategyError):
+    """Another rank of the job failed before the ranks began to train together."""
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun (or another launcher that sets the same variables) started this process."""
+    return all(name in os.environ for name in _TORCHRUN)
+
+
+def place() -> str:
+    """Return where the ranks meet, as text."""
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def own_name() -> str:
+    """Return which rank this is, and its host, for the beginning of a sentence."""
+    return f"Rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} ({socket.gethostname()})"
+
+
+def listed(ranks: Sequence[object]) -> str:
+    """Return the numbers of ranks as text: the first few of many."""
+    return f"rank(s) {', '.join(map(str, ranks[:8]))}{', …' if len(ranks) > 8 else ''}"
+
+
+def connect(patience: timedelta, *, host: bool = False) -> Any:
+    """Return a connection of its own to the job's store.
+
+    Args:
+        patience: how long it waits for answers.
+        host: whether this process is the store's server.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=host, timeout=patience,
+        wait_for_workers=False, multi_tenant=True,
+    )  # fmt: skip
+
+
+def connect_to_job(wait: Wait) -> Any:
+    """Return a connection to the store, which torchrun's agent serves, or rank 0, once it can be reached.
+
+    Raises:
+        RuntimeError: torch's, at the end of the wait.
+    """
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host = os.environ["RANK"] == "0" and not served
+    while True:
+        last = wait.left <= 2 * _ATTEMPT  # torch tries it twice in one attempt
+        try:
+            seconds = max(wait.left / 2, 0.5) if last else _ATTEMPT
+            store = connect(timedelta(seconds=seconds), host=host)
+        except RuntimeError:
+            if last or host:
+                raise
+            wait.report(
+                lambda: (
+                    f"{own_name()} waits for the store of the job at {place()}, which "
+                    f"{'torchrun on that machine' if served else 'rank 0'} serves: it does not answer yet"
+                )
+            )
+            continue
+        store.set_timeout(timedelta(seconds=max(wait.left, 1.0)))
+        return store
+
+
+def arrives(store: Any, key: str) -> bool:
+    """Return whether a key is in the store, or arrives there within half a second.
+
+    The store's own `wait` prints a warning when the time is up.
+
+    Raises:
+        RuntimeError: torch's, if the store has been lost.
+    """
+    for pause in _LOOKS:
+        if store.check([key]):
+            return True
+        time.sleep(pause)
+    return bool(store.check([key]))
 
 
 @dataclass(frozen=True)
@@ -54,6 +146,7 @@ def meet(timeout: float, about: Mapping[str, Any] | None = None) -> Meeting:
     """
     import torch.distributed as dist
 
+    global _meetings
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     mine = {"host": socket.gethostname(), **(about or {}), "nonce": uuid.uuid4().hex}
     wait = Wait(timeout)
@@ -70,7 +163,7 @@ def meet(timeout: float, about: Mapping[str, Any] | None = None) -> Meeting:
             f"of ranks that were started. ({_first_line(error)})"
         ) from error
     finally:
-        count_meeting()
+        _meetings += 1
     return Meeting(name, dist.PrefixStore(f"drivetrain/{name}", store), told)  # type: ignore[attr-defined]
 
 
@@ -87,7 +180,7 @@ def _gather(
         if arrives(store, key):
             told.append(json.loads(store.get(key)))
             continue
-        raise_posted(store, before_meeting())
+        raise_posted(store, _before_meeting())
         if wait.left <= 0:
             missing = _missing(store, name, ranks)
             here = {
@@ -109,7 +202,7 @@ def _arrive(
     """On the other ranks: answer to the name in the store until rank 0 confirms it. The name of an earlier start is
     there until rank 0 has replaced it, and so is its confirmation, without this rank's nonce."""
     while True:
-        raise_posted(store, before_meeting())
+        raise_posted(store, _before_meeting())
         if arrives(store, _NAME):
             name = store.get(_NAME).decode()
             store.set(f"{_NAME}/{name}/{rank}", json.dumps(mine))
@@ -126,7 +219,6 @@ def _arrive(
 
 
 def _missing(store: Any, name: str, ranks: int) -> list[int]:
-    """Return the ranks that have not answered to a name."""
     return [rank for rank in range(ranks) if not store.check([f"{_NAME}/{name}/{rank}"])]
 
 
@@ -141,3 +233,64 @@ def _report(wait: Wait, store: Any, name: str, ranks: int) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _before_meeting() -> str:
+    """Return the key of the failures before the next meeting: the same on ranks that run the same program."""
+    return f"drivetrain/failed/{_meetings}"
+
+
+def post(store: Any, key: str, error: BaseException) -> None:
+    """Leave this rank's error under `key`, and stay until the others know, at most nine seconds.
+
+    Only the first error is kept: further ones are its consequences, or of the same kind.
+    """
+    own = f"{own_name().replace('Rank', 'rank')} failed: {type(error).__name__}: {error}"[:_SHOWN]
+    ranks, wait = int(os.environ["WORLD_SIZE"]), Wait(_HOLD)
+    with suppress(RuntimeError):  # the store ends with the ranks
+        store.compare_set(f"{key}/first", "", json.dumps({"rank": os.environ["RANK"], "said": own}))
+        store.add(f"{key}/heard", 1)
+        while store.add(f"{key}/heard", 0) < ranks and wait.left > 0:
+            time.sleep(_ROUND)
+
+
+def raise_posted(store: Any, key: str) -> None:
+    """Raise a FailedRankError if another rank has left an error under `key`."""
+    if not store.check([f"{key}/first"]):
+        return
+    first = json.loads(store.get(f"{key}/first"))
+    if first["rank"] != os.environ["RANK"]:
+        store.add(f"{key}/heard", 1)
+        raise FailedRankError(f"{own_name()} stops, because {first['said']}")
+
+
+@contextmanager
+def failures_posted() -> Iterator[None]:
+    """Inside the block, let the other ranks of the job know of an error before they have met this one.
+
+    Nothing is posted if no rank waits: without torchrun, in a process group, after the meeting, and if torchrun starts
+    all ranks again.
+    """
+    global _meetings
+    begun = _meetings
+    try:
+        yield
+    except Exception as error:
+        if _meetings == begun and _others_wait():
+            try:
+                post(connect_to_job(Wait(_HOLD)), _before_meeting(), error)
+            except (RuntimeError, OSError, ValueError):  # nobody serves a store at that address
+                pass
+            finally:
+                _meetings += 1
+        raise
+
+
+def _others_wait() -> bool:
+    if not under_torchrun() or not os.environ["WORLD_SIZE"].isdecimal() or int(os.environ["WORLD_SIZE"]) < 2:
+        return False
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return False
+    starts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
+    return not (all(map(str.isdecimal, starts)) and int(starts[0]) < int(starts[1]))

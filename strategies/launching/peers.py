@@ -15,10 +15,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
 
 from ...common.errors import StrategyError
-from .store import connect, place
+from .meeting import connect, place
 
 BEAT = 1.0  # seconds between two heartbeats
 _MISSED = 3.5  # seconds without a heartbeat after which a rank counts as lost
@@ -47,10 +46,13 @@ class Peers:
     """
 
     def __init__(self, rank: int, ranks: int, name: str) -> None:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
         self._rank, self._ranks = rank, ranks
         self._done = threading.Event()
         self._answers = True  # the store does, as far as is known
-        self._store = self._connect(name)
+        # A connection of its own: another call through torch's may wait for minutes.
+        self._store = PrefixStore(f"drivetrain/peers/{name}", connect(timedelta(seconds=_ANSWER)))
         self._post("who", f"{socket.gethostname()}, process {os.getpid()}")
         self._thread = threading.Thread(target=self._beat, name="drivetrain-heartbeat", daemon=True)
         self._thread.start()
@@ -80,29 +82,22 @@ class Peers:
 
     def _report(self, timeout: float) -> str:
         try:
-            before = self._beats()
+            before = self._all("beat")
             for _ in range(round(_MISSED / 0.5)):
-                if failed := self._failed():
-                    return failed
+                errors = [(self._name(rank), text) for rank, text in self._all("error").items() if text]
+                if errors:
+                    return " ".join(f"{name} failed: {text}" for name, text in errors)
                 time.sleep(0.5)
-            after = self._beats()
-            lost = [rank for rank in range(self._ranks) if after.get(rank) == before.get(rank)]
-            names = [f"rank {rank} ({self._get('who', rank)})" for rank in lost if rank != self._rank]
+            after = self._all("beat")
+            lost = [self._name(rank) for rank in before if after[rank] == before[rank] and rank != self._rank]
         except Exception:
             return _no_answer()
-        if names:
-            return f"{', '.join(names)} does not answer: its process, its host or the network is lost."
+        if lost:
+            return f"{', '.join(lost)} does not answer: its process, its host or the network is lost."
         return (
             f"no rank is lost, but one did not take part in a collective within {timeout:g} s. If it was busy, e.g. "
             "with slow data, pass distribute(timeout=…)."
         )
-
-    @staticmethod
-    def _connect(name: str) -> Any:
-        """Return a connection of its own to the store: another call through torch's may wait for minutes."""
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-        return PrefixStore(f"drivetrain/peers/{name}", connect(timedelta(seconds=_ANSWER)))
 
     def _beat(self) -> None:
         count = 0
@@ -111,13 +106,11 @@ class Peers:
             with suppress(Exception):  # the store ends with the job
                 self._post("beat", str(count))
 
-    def _beats(self) -> dict[int, str]:
-        return {rank: self._get("beat", rank) for rank in range(self._ranks)}
+    def _all(self, what: str) -> dict[int, str]:
+        return {rank: self._get(what, rank) for rank in range(self._ranks)}
 
-    def _failed(self) -> str:
-        errors = [(rank, self._get("error", rank)) for rank in range(self._ranks)]
-        said = [f"rank {rank} ({self._get('who', rank)}) failed: {text}" for rank, text in errors if text]
-        return " ".join(said)
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} ({self._get('who', rank)})"
 
     def _post(self, what: str, value: str) -> None:
         self._store.set(f"{what}/{self._rank}", value)

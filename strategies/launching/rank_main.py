@@ -1,14 +1,15 @@
 """What a rank runs in the interpreter that `launch` started for it.
 
-The parent writes one JSON line and the pickled job to the rank's standard input; the rank answers with one JSON line
-and a pickled payload on a separate pipe, so that standard output and error are the user's. Imports torch as late as
-possible: the parent must be watched during the seconds that takes.
+The order and the pickled job are in a file in memory that all ranks share; the answer goes into one of the rank's own,
+so that standard output and error are the user's. Standard input is a pipe that ends when the parent dies. Imports torch
+as late as possible: the parent must be watched during the seconds that takes.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import json
+import io
+import mmap
 import os
 import pickle
 import shutil
@@ -24,93 +25,84 @@ import cloudpickle
 from ...common.signals import handlers_kept
 from .peers import is_echo
 
-# The interpreter's `-c` program. Unbuffered, so that no byte of the job is lost to a buffer; a parent
-# that died before it wrote the line leaves an empty one.
+# The interpreter's `-c` program; its arguments are the descriptors of the job and of the answer.
 BOOT = """
-import json, os, sys
-line = open(0, "rb", buffering=0, closefd=False).readline()
-if not line: sys.exit(1)
-order = json.loads(line)
+import json, mmap, os, sys
+job, answer = mmap.mmap(int(sys.argv[1]), 0, prot=mmap.PROT_READ), int(sys.argv[2])
+os.close(int(sys.argv[1]))
+order = json.loads(job.readline())
 sys.path[:], sys.argv[:] = order["path"], order["argv"]
 import importlib
-importlib.import_module(order["rank_main"]).main(order)
+importlib.import_module(order["rank_main"]).main(order, job, answer)
 """
 
-Answer = tuple[dict[str, Any], bytes]
+COMPLETE = b"complete"
+"""The first bytes of an answer, which are written last. Then follow, pickled one by one, what is known of the end of
+the rank (the fields of `launcher.Report`), and the result or the exception."""
 
 
-def main(order: dict[str, Any]) -> None:
-    """Read the job, run it, and answer.
+def main(order: dict[str, Any], job: mmap.mmap, answer: int) -> None:
+    """Run the job, and answer.
 
     Args:
-        order: the parent's first line: `bytes` (the job's length), `directory` (of the rendezvous, to be removed if the
-            parent dies), `answer` (the file descriptor to write to), `device` and `timeout` (of `launch`).
+        order: `directory` (of the rendezvous, to be removed if the parent dies), `device` and `timeout` (of `launch`).
+        job: of which the order has been read.
+        answer: the file descriptor to write to.
     """
-    orders = _take_stdin()
+    threading.Thread(target=_die_with_parent, args=(_take_stdin(), order["directory"]), daemon=True).start()
     # A parent started in the background has SIGINT ignored, and that is inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     faulthandler.enable()  # a segmentation fault leaves its Python stack on stderr
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    try:
-        header, payload = _run(orders, order)
-    except BaseException as error:  # SIGINT between two steps
-        header, payload = _failure("raised", error)
-    # The answer is sent before any connection closes, so the first cause is the first to arrive.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _send(order["answer"], header, payload)
+    with open(answer, "wb") as file:
+        try:
+            kind = _run(order, job, file)
+        except BaseException as error:  # SIGINT between two steps
+            kind = _fail(file, "raised", error)
+        # The answer is complete before any connection closes, so the first cause is the first to arrive.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        file.flush()
+        os.pwrite(answer, COMPLETE, 0)
     sys.stdout.flush()
     sys.stderr.flush()
-    if header["kind"] != "result":
+    if kind != "result":
         os._exit(1)  # a clean exit may wait for ranks that never come
     _leave_group()
 
 
 def _take_stdin() -> int:
     """Return the descriptor of the parent's pipe; the user's code gets an empty standard input instead."""
-    orders = os.dup(0)
+    pipe = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    return orders
+    return pipe
 
 
-def _read_exactly(descriptor: int, size: int) -> bytearray:
-    data = bytearray()
-    while len(data) < size:
-        part = os.read(descriptor, min(size - len(data), 1 << 20))
-        if not part:
-            os._exit(1)  # the parent died while writing
-        data += part
-    return data
-
-
-def _die_with_parent(orders: int, directory: str) -> None:
+def _die_with_parent(pipe: int, directory: str) -> None:
     """Terminate this rank and its children as soon as the parent's end of the pipe closes."""
-    while os.read(orders, 1):
-        pass
+    os.read(pipe, 1)
     shutil.rmtree(directory, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
-def _run(orders: int, order: dict[str, Any]) -> Answer:
-    job = _read_exactly(orders, order["bytes"])
-    threading.Thread(target=_die_with_parent, args=(orders, order["directory"]), daemon=True).start()
+def _run(order: dict[str, Any], job: mmap.mmap, file: io.BufferedWriter) -> str:
+    """Run the job and write its result, or how it failed; return which of the two."""
     stage = "could not load the job:"
     try:
-        with handlers_kept():  # modules that the job imports may replace them
-            function, args = pickle.loads(job)
-        del job  # it may hold a data set
+        with handlers_kept(), job:  # modules that the job imports may replace them
+            function, args = pickle.load(job)
         stage = "could not join the other ranks:"
         _join(order["directory"], order["device"], order["timeout"])
         stage = "raised"
         result = function(*args)
     except BaseException as error:
-        return _failure(stage, error)
+        return _fail(file, stage, error)
     try:
-        payload = cloudpickle.dumps(result)
+        _write(file, {"kind": "result", "what": f"returned a {type(result).__name__}"}, result)
     except Exception as error:
-        return _failure(f"returned a {type(result).__name__} that cannot be pickled:", error)
-    return {"kind": "result", "what": f"returned a {type(result).__name__}"}, payload
+        return _fail(file, f"returned a {type(result).__name__} that cannot be pickled:", error)
+    return "result"
 
 
 def _join(directory: str, device: str | None, timeout: float) -> None:
@@ -125,9 +117,9 @@ def _join(directory: str, device: str | None, timeout: float) -> None:
     join_group(f"file://{directory}/rendezvous", device, timeout)
 
 
-def _failure(stage: str, error: BaseException) -> Answer:
+def _fail(file: io.BufferedWriter, stage: str, error: BaseException) -> str:
     text = "".join(traceback.format_exception(error))
-    header = {
+    report = {
         "kind": "error",
         "what": f"{stage} {type(error).__name__}: {error}",
         "traceback": text,
@@ -135,19 +127,17 @@ def _failure(stage: str, error: BaseException) -> Answer:
         "time": time.monotonic(),  # one clock for all processes of a machine
     }
     try:
-        payload = cloudpickle.dumps(error)
+        _write(file, report, error)
     except Exception:
-        payload = b""
-    return header, payload
+        _write(file, report, None)
+    return "error"
 
 
-def _send(descriptor: int, header: dict[str, Any], payload: bytes) -> None:
-    line = json.dumps({**header, "bytes": len(payload)}).encode() + b"\n"
-    with open(descriptor, "wb", buffering=0) as pipe:
-        for part in (line, payload):
-            rest = memoryview(part)
-            while rest:
-                rest = rest[pipe.write(rest) :]
+def _write(file: io.BufferedWriter, report: dict[str, Any], value: object) -> None:
+    file.seek(len(COMPLETE))
+    file.truncate()
+    pickle.dump(report, file)
+    cloudpickle.dump(value, file)
 
 
 def _leave_group() -> None:

@@ -56,20 +56,15 @@ def all_reduce_speed(size: int, device: torch.device) -> AllReduce:
 
 
 def _timed(values: torch.Tensor) -> float:
-    _finish(values.device)
+    finish = torch.cuda.synchronize if values.is_cuda else lambda _: None
+    finish(values.device)
     start = time.perf_counter()
     dist.all_reduce(values)
-    _finish(values.device)
+    finish(values.device)
     return time.perf_counter() - start
 
 
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _slowest(seconds: list[float], device: torch.device) -> list[float]:
-    """Return the largest time of all ranks for each repetition."""
     times = torch.tensor(seconds, device=device)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return [float(each) for each in times.tolist()]

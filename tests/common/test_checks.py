@@ -163,7 +163,7 @@ def test_the_number_of_classes_of_vectors_and_targets(tmp_path: Path, kind: Any)
         convert((images, given), path, progress=False)
         workers = {"workers": 0} if kind is TorchLoader else {}
         with kind(path, batch_size=2, image_size=12, **workers) as loader:
-            assert (loader.num_classes, loader.beton.num_classes) == (count, count)
+            assert (loader.num_classes, loader.beton.files[0].num_classes) == (count, count)
 
 
 # The stages

@@ -132,8 +132,9 @@ def late_guard(monkeypatch: pytest.MonkeyPatch) -> tuple[NonFiniteGuard, TrainSt
 
 
 def step(guard: NonFiniteGuard, state: TrainState, loss: float, norm: float) -> None:
-    guard.should_step(state, torch.tensor(loss))
-    guard.on_optimizer_step(state, OnGpu(norm), False)  # type: ignore[arg-type]
+    state.step_loss, state.norm = torch.tensor(loss), OnGpu(norm)  # type: ignore[assignment]
+    guard.should_step(state)
+    guard.on_optimizer_step(state)
     state.step += 1
 
 
@@ -166,12 +167,14 @@ def test_the_bar_waits_for_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
         arrived = property(lambda _: here[0])  # type: ignore[assignment]
 
     monkeypatch.setattr("drivetrain.pipeline.telemetry.progress.HostCopy", Slow)
-    state = TrainState()
+    state = TrainState(step_images=10)
+    state.step_loss = torch.tensor(0.5)
     with Progress(1, 1, 30, show=True, file=sys.stderr) as bar:
-        bar.on_step_end(state, torch.tensor(0.5), 10)
+        bar.on_step_end(state)
         assert "0.5000" not in str(bar._bar)
         here[0] = True
-        bar.on_step_end(state, torch.tensor(0.25), 10)
+        state.step_loss = torch.tensor(0.25)
+        bar.on_step_end(state)
         assert "0.5000" in str(bar._bar)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that tests fork answer as those that are started, wherever their pipe is."""
+"""Ranks that tests fork answer as those that are started, wherever their answers go."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drivetrain.strategies import launch
 
 @pytest.mark.process
 def test_a_process_with_many_open_files() -> None:
-    """The pipe's number is among those that `rank_server.become` uses itself."""
+    """The answer's number is among those that `rank_server.become` uses itself."""
     with ExitStack() as files:
         number = 0
         while number < 199:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
+from loader_pictures import make as make_loader
 from loader_pictures import raw_pictures
 
 COUNT, SIDE = 11, 12
@@ -36,7 +37,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for index, (image, label) in enumerate(zip(images, labels, strict=True))
     ]
     out = tmp_path_factory.mktemp("fields") / "fields.beton"
-    convert(data, out, fields=NAMES, progress=False)
+    convert(data, out, fields=NAMES)
     return out
 
 
@@ -46,13 +47,12 @@ def vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
     images, _ = raw_pictures(COUNT, SIDE)
     labels = np.random.default_rng(0).normal(size=(COUNT, 3)).astype(np.float32)
     out = tmp_path_factory.mktemp("fields") / "vectors.beton"
-    convert([(image, label) for image, label in zip(images, labels, strict=True)], out, progress=False)
+    convert([(image, label) for image, label in zip(images, labels, strict=True)], out)
     return out
 
 
 def make(kind: Any, path: Path, **options: Any) -> Any:
-    workers = 0 if kind is TorchLoader else 2
-    return kind(path, **{"batch_size": 4, "image_size": SIDE, "workers": workers, **options})
+    return make_loader(kind, path, **{"image_size": SIDE, **options})
 
 
 @pytest.mark.parametrize("kind", LOADERS)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert
 from drivetrain.loaders.decode.preprocess import Evaluation
 from drivetrain.loaders.options import Settings
 from late_streams import LateStreams
+from loader_pictures import make, run_script
 from loader_stock_arrays import COUNT as COUNT_OF_FFCV
 from loader_stock_arrays import KINDS, pixels
 from numpy.typing import NDArray
 from PIL import Image
-from places import SUPPORT
 from torch.nn import functional
 
 MODES = {"L": (1, 8), "RGBA": (4, 8), "I;16": (1, 16), "RGB;16": (3, 16), "RGBA;16": (4, 16)}
@@ -55,7 +54,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
         if mode not in made:
             made[mode] = root / f"{mode.replace(';', '-')}.beton"
             images = levels(*(MODES | {"RGB": (3, 8)})[mode])
-            convert((images, np.arange(COUNT)), made[mode], image_mode=mode, write_mode="raw", progress=False)
+            convert((images, np.arange(COUNT)), made[mode], image_mode=mode, write_mode="raw")
         return made[mode]
 
     return file
@@ -64,11 +63,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 def load(path: Path, image_size: Any, kind: Any = FFCVLoader, epochs: int = 1, **options: Any) -> Any:
     """Return the images of the epochs: `(N, …)`, or a list of such for groups of views; with the labels after them."""
     channels = open_beton(path).channels
-    given = {
-        "batch_size": 4, "order": "sequential", "workers": 0 if kind is TorchLoader else 2,
-        "mean": MEAN[:channels], "std": STD[:channels],
-    }  # fmt: skip
-    with kind(path, image_size=image_size, **given | options) as loader:
+    given = {"order": "sequential", "mean": MEAN[:channels], "std": STD[:channels]}
+    with make(kind, path, image_size=image_size, **given | options) as loader:
         batches = [batch for _ in range(epochs) for batch in loader]
     columns = [list(column) for column in zip(*batches, strict=True)]
     return [torch.cat(column) if isinstance(column[0], torch.Tensor) else column for column in columns]
@@ -142,23 +138,38 @@ TRAINING: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def beside_rgb(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """Return the file of a mode, and that of the same pictures in RGB."""
+    root, images = tmp_path_factory.mktemp("beside"), levels(4, 8)
+    convert((images[..., :3], np.arange(COUNT)), root / "rgb.beton", write_mode="raw")
+
+    @functools.cache
+    def made(mode: str) -> tuple[Path, Path]:
+        channels, depth = MODES[mode]
+        own = images[..., :channels].astype(np.uint16) * 257 if depth == 16 else images[..., :channels]
+        path = root / f"{mode.replace(';', '-')}.beton"
+        convert((own, np.arange(COUNT)), path, image_mode=mode)
+        return path, root / "rgb.beton"
+
+    return made
+
+
 @pytest.mark.parametrize("options", TRAINING, ids=str)
 @pytest.mark.parametrize("mode", ["L", "RGBA", "RGB;16"])
-def test_they_become_what_rgb_does(mode: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_they_become_what_rgb_does(
+    mode: str, options: dict[str, Any], beside_rgb: Callable[[str], tuple[Path, Path]]
+) -> None:
     """The same draws, crops, flips, places and colours: to the nearest pixel, so that each channel is exactly equal."""
     options = {"image_size": (24, 32), "interpolation": "nearest", "epochs": 2, "seed": 3, **options}
-    channels, depth = MODES[mode]
-    images = levels(4, 8)
-    convert((images[..., :3], np.arange(COUNT)), tmp_path / "rgb.beton", write_mode="raw", progress=False)
-    own = images[..., :channels].astype(np.uint16) * 257 if depth == 16 else images[..., :channels]
-    convert((own, np.arange(COUNT)), tmp_path / "own.beton", image_mode=mode, progress=False)
+    channels, (own, rgb) = MODES[mode][0], beside_rgb(mode)
     # A mean that is a level of both depths; 257 · 128 = 65535 · 128 / 255.
     options |= {"mean": (128 / 255,) * channels, "std": (0.5,) * channels}
-    both = load(tmp_path / "own.beton", **options), load(tmp_path / "rgb.beton", **options | {
-        "mean": (128 / 255,) * 3, "std": (0.5,) * 3})  # fmt: skip
-    for ours, theirs in zip(*(each[:-1] for each in both), strict=True):
-        ours, theirs = ([one] if isinstance(one, torch.Tensor) else _joined(one) for one in (ours, theirs))
-        for one, other in zip(ours, theirs, strict=True):
+    theirs = options | {"mean": (128 / 255,) * 3, "std": (0.5,) * 3}
+    both = load(own, **options), load(rgb, **theirs)
+    for pair in zip(*(each[:-1] for each in both), strict=True):
+        views = ([one] if isinstance(one, torch.Tensor) else _joined(one) for one in pair)
+        for one, other in zip(*views, strict=True):
             shared = min(channels, 3)
             torch.testing.assert_close(one[..., :shared, :, :], other[..., :shared, :, :], rtol=0, atol=1e-6)
     assert both[0][-1].equal(both[1][-1])
@@ -187,7 +198,7 @@ def test_masks_move_with_them(kind: Any, mode: str, tmp_path: Path) -> None:
     """A mask that is in the image's pixels stays equal to them."""
     channels, depth = MODES[mode]
     images = np.repeat(masks()[..., None], channels, axis=-1).astype(f"u{depth // 8}")
-    convert((images, masks()), tmp_path / "a.beton", image_mode=mode, progress=False)
+    convert((images, masks()), tmp_path / "a.beton", image_mode=mode)
     for options in (
         {},
         {"crop": "padded", "image_size": (HEIGHT, WIDTH)},
@@ -209,7 +220,7 @@ def test_boxes_and_keypoints_move_with_them(tmp_path: Path) -> None:
     for mode, dtype, channels in (("RGB", np.uint8, 3), ("I;16", np.uint16, 1)):
         image = np.zeros((HEIGHT, WIDTH, channels), dtype)
         data = [{"image": image, "label": 0, "boxes": boxes, "points": points}] * 8
-        convert(data, tmp_path / "a.beton", image_mode=mode, fields=fields, write_mode="raw", progress=False)
+        convert(data, tmp_path / "a.beton", image_mode=mode, fields=fields, write_mode="raw")
         found.append(load(tmp_path / "a.beton", (24, 32), fields=("boxes", "points"))[2:])
     for one, other in zip(*found, strict=True):
         for ours, theirs in zip(one, other, strict=True):
@@ -346,7 +357,7 @@ def test_what_is_for_rgb_only(files: Files, tmp_path: Path) -> None:
 
 def test_checksums(tmp_path: Path) -> None:
     path = tmp_path / "a.beton"
-    convert((levels(1, 16), np.arange(COUNT)), path, image_mode="I;16", progress=False)
+    convert((levels(1, 16), np.arange(COUNT)), path, image_mode="I;16")
     assert evaluate(path, 16, verify=True).equal(evaluate(path, 16))
     with path.open("r+b") as file:
         file.seek(int(open_beton(path).pointers[5]))
@@ -359,9 +370,7 @@ def test_checksums(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.process
 def test_files_of_ffcvs_writer_load(tmp_path: Path) -> None:
-    script = [sys.executable, str(SUPPORT / "loader_stock_arrays.py"), str(tmp_path)]
-    run = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
+    run_script("loader_stock_arrays.py", tmp_path)
     for name, (dtype, shape) in KINDS.items():
         depth = 8 * np.dtype(dtype).itemsize
         found = evaluate(tmp_path / f"theirs-{name}.beton", shape[:2], eval_crop="whole")

@@ -20,6 +20,7 @@ from drivetrain.loaders.device import CudaStreams, DeviceFeed
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.training import build as building
 from late_streams import WRONG, LateStreams
+from loader_pictures import make as make_loader
 from loader_pictures import raw_pictures
 from pipeline_data import Toy
 
@@ -42,7 +43,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for image, label in zip(images, labels, strict=True)
     ]
     out = tmp_path_factory.mktemp("device") / "fields.beton"
-    convert(data, out, fields=FIELDS, progress=False)
+    convert(data, out, fields=FIELDS)
     return out
 
 
@@ -59,8 +60,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as 
 
 
 def make(kind: Any, path: Path, **options: Any) -> Any:
-    workers = 0 if kind is TorchLoader else 2
-    return kind(path, **{"batch_size": BATCH, "image_size": SIDE, "workers": workers, **options})
+    return make_loader(kind, path, **{"image_size": SIDE, **options})
 
 
 def streams_of(loader: Any) -> LateStreams:

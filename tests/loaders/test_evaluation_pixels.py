@@ -13,12 +13,12 @@ import torch
 from drivetrain import Pipeline
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert, open_beton
-from drivetrain.loaders.decode.centers import central_crops, fitted
+from drivetrain.loaders.decode.augmentation import central_crops, fitted
 from drivetrain.loaders.decode.preprocess import Evaluation
 from drivetrain.loaders.options import Settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loader_pictures import jpeg_bytes, picture
+from loader_pictures import image_folder, jpeg_bytes, make, picture
 from PIL import Image
 from torchvision.datasets import FakeData
 
@@ -35,18 +35,17 @@ MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """JPEGs of one class, of several codings and sizes: training decodes some at a part of theirs."""
-    root = tmp_path_factory.mktemp("evaluation") / "images"
-    (root / "a").mkdir(parents=True)
-    for number in range(14):
-        data = jpeg_bytes(picture(number, *SIDES[number % len(SIDES)]), **WAYS[number % len(WAYS)])
-        (root / "a" / f"{number:02}.jpg").write_bytes(data)
-    return root
+    files = {
+        f"{n:02}.jpg": jpeg_bytes(picture(n, *SIDES[n % len(SIDES)]), **WAYS[n % len(WAYS)])
+        for n in range(14)
+    }
+    return image_folder(tmp_path_factory.mktemp("evaluation") / "images", files)
 
 
 @pytest.fixture(scope="module")
 def beton(folder: Path) -> Path:
     """Progressive ones are recoded, without loss."""
-    convert(folder, folder.parent / "photos.beton", progress=False)
+    convert(folder, folder.parent / "photos.beton")
     assert open_beton(folder.parent / "photos.beton").manifest is not None
     return folder.parent / "photos.beton"
 
@@ -56,9 +55,8 @@ def opened(file: Path) -> Image.Image:
 
 
 def evaluated(kind: Any, source: Any, **options: Any) -> torch.Tensor:
-    workers = 0 if kind is TorchLoader else 2
-    given: dict[str, Any] = {"batch_size": 14, "image_size": 48, "mean": MEAN, "std": STD, "workers": workers}
-    with kind(source, train=False, **{**given, **options}) as loader:
+    given: dict[str, Any] = {"batch_size": 14, "image_size": 48, "mean": MEAN, "std": STD}
+    with make(kind, source, train=False, **{**given, **options}) as loader:
         return torch.cat([batch[0] for batch in loader])
 
 
@@ -168,8 +166,8 @@ def test_odd_files_are_seen_as_convert_sees_them(tmp_path: Path, interpolation: 
     """Bit for bit what a file without loss has; a JPEG that must be encoded again is within its quality."""
     files = odd_files(tmp_path / "images")
     options: dict[str, Any] = {"image_size": (48, 32), "interpolation": interpolation, "dtype": torch.uint8}
-    convert(tmp_path / "images", tmp_path / "raw.beton", write_mode="raw", progress=False)
-    convert(tmp_path / "images", tmp_path / "lossy.beton", progress=False)
+    convert(tmp_path / "images", tmp_path / "raw.beton", write_mode="raw")
+    convert(tmp_path / "images", tmp_path / "lossy.beton")
     expected = evaluated(FFCVLoader, tmp_path / "raw.beton", **options)
     assert torch.equal(made_by(files, **options), expected)
     assert torch.equal(made_by(map(opened, files), **options), expected)
@@ -183,7 +181,7 @@ def test_odd_files_are_seen_as_convert_sees_them(tmp_path: Path, interpolation: 
 
 def test_a_file_that_was_scaled_down_is_another_picture(folder: Path, tmp_path: Path) -> None:
     """Its predictions from the original are not its evaluation; those of what is stored are."""
-    convert(folder, tmp_path / "small.beton", max_resolution=100, progress=False)
+    convert(folder, tmp_path / "small.beton", max_resolution=100)
     stored = open_beton(tmp_path / "small.beton")
     images = evaluated(FFCVLoader, tmp_path / "small.beton")
     assert not torch.equal(made_by(sorted(folder.glob("a/*"))), images)
@@ -194,7 +192,7 @@ def test_a_file_that_was_scaled_down_is_another_picture(folder: Path, tmp_path: 
 def test_ffcvs_own_loader_evaluates_the_same_crops(folder: Path, tmp_path: Path) -> None:
     """With sides whose share is no whole number, which FFCV rounds down."""
     files = [file for file in sorted(folder.glob("a/*")) if min(opened(file).size) > 1]
-    convert([(file.read_bytes(), 0) for file in files], tmp_path / "own.beton", progress=False)
+    convert([(file.read_bytes(), 0) for file in files], tmp_path / "own.beton")
     stock = evaluated(StockFFCVLoader, tmp_path / "own.beton", dtype=torch.uint8)
     options: dict[str, Any] = {"interpolation": "area", "dtype": torch.uint8}
     assert torch.equal(evaluated(FFCVLoader, tmp_path / "own.beton", **options), stock)
@@ -215,13 +213,13 @@ def test_ffcvs_own_loader_evaluates_the_same_crops(folder: Path, tmp_path: Path)
 def test_predictions_take_the_runs_pixels(folder: Path, tmp_path: Path, name: str) -> None:
     files = [file for file in sorted(folder.glob("a/*")) if min(opened(file).size) > 1]
     samples = [(file.read_bytes(), number % 2) for number, file in enumerate(files)]
-    convert(samples, tmp_path / "own.beton", progress=False)
+    convert(samples, tmp_path / "own.beton")
     own = str(tmp_path / "own.beton")
     options: dict[str, Any] = {"eval_ratio": 0.81, "mean": MEAN, "std": STD}
     pipeline = Pipeline("cifar_resnet", num_classes=2, width=4).load(
         own, own, loader=name, batch_size=4, image_size=24, eval_image_size=40, workers=1, **options
     )
-    result = pipeline.optimize("sgd", lr=0.01).fit(epochs=1, progress=False)
+    result = pipeline.optimize("sgd", lr=0.01).fit(epochs=1)
     kind = {"ffcv": FFCVLoader, "torch": TorchLoader, "ffcv_stock": StockFFCVLoader}[name]
     expected = evaluated(kind, own, image_size=40, **options)
     found = torch.stack([result.preprocess(file) for file in files])
@@ -284,7 +282,7 @@ def test_other_channels_and_bits(tmp_path: Path, mode: str) -> None:
             image = image.convert(mode)
         image.save(tmp_path / "images" / "a" / f"{number}.png", exif=exif)
     files = sorted(tmp_path.glob("images/a/*"))
-    convert(tmp_path / "images", tmp_path / "own.beton", image_mode=mode, progress=False)
+    convert(tmp_path / "images", tmp_path / "own.beton", image_mode=mode)
     channels = 4 if mode == "RGBA" else 1
     options: dict[str, Any] = {"mean": (0.5,) * channels, "std": (0.2,) * channels}
     for interpolation in RESAMPLING:

@@ -51,7 +51,7 @@ small, large = make(FFCVLoader, 32, 3, 2), make(FFCVLoader, 1024, 18, 2)
 wide = make(TorchLoader, 2048, 18, 0)
 usable(small)                       # everything is compiled and imported
 next(iter(make(TorchLoader, 32, 3, 0)))
-verify(path, workers=2, progress=False)
+verify(path, workers=2)
 memory(100 * MB)                    # a batch takes 226
 starved("batch", lambda: list(large))
 starved("set_image_size", lambda: large.set_image_size(12_000_000))
@@ -67,7 +67,7 @@ if os.geteuid() == 0:               # the number of root's threads is not limite
 resource.setrlimit(resource.RLIMIT_NPROC, (1, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
 starved("threads", lambda: list(small))
 starved("processes", lambda: list(make(TorchLoader, 32, 3, 1)))
-starved("verify", lambda: verify(path, workers=2, progress=False))
+starved("verify", lambda: verify(path, workers=2))
 """
 
 
@@ -163,7 +163,7 @@ class Pictures(Dataset[Any]):
 @pytest.mark.parametrize("refusal", [MemoryError(), OSError(errno.EMFILE, "Too many open files")])
 def test_conversion_does_not_blame_a_sample(refusal: Exception, on_error: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^The system has too .*Required: 2 threads"):
-        convert(Pictures(refusal), tmp_path / "x.beton", on_error=on_error, workers=2, progress=False)
+        convert(Pictures(refusal), tmp_path / "x.beton", on_error=on_error, workers=2)
     assert not any(tmp_path.iterdir())
 
 
@@ -174,5 +174,5 @@ def test_conversion_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
     images = np.zeros((3, 4, 4, 3), np.uint8)
     with pytest.raises(DataError, match=r"can't start new thread.*Use fewer workers"):
-        convert((images, np.arange(3)), tmp_path / "x.beton", progress=False)
+        convert((images, np.arange(3)), tmp_path / "x.beton")
     assert not any(tmp_path.iterdir())

@@ -9,23 +9,18 @@ import numpy as np
 import pytest
 import torch
 from drivetrain.loaders import FFCVLoader, convert, open_beton
-from drivetrain.loaders.decode.augmentation import choose
+from drivetrain.loaders.decode.augmentation import draw_choices
 from drivetrain.loaders.decode.draws import random_resized_crops, sample_keys, uniforms
 from drivetrain.loaders.native.library import BICUBIC, NEAREST, SHIFT
 from drivetrain.loaders.options import Settings
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loader_pictures import jpeg_beton, jpeg_bytes, picture, raw_beton, raw_pictures
+from loader_pictures import image_folder, jpeg_bytes, picture, raw_beton, raw_pictures
 from native_pixels import load_pictures
 from PIL import Image
 from torchvision.transforms import v2
 
 SIDE = 12
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jpeg_beton(tmp_path_factory.mktemp("values") / "photos.beton")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +102,7 @@ def test_area_averages_the_centre(photos: Path, tmp_path: Path, side: int, ratio
     options = {"image_size": side, "train": False, "eval_ratio": ratio, "dtype": torch.uint8}
     options["interpolation"] = "area"
     if side < 58 * ratio:
-        convert(samples, tmp_path / "raw.beton", progress=False)
+        convert(samples, tmp_path / "raw.beton")
         beton = open_beton(tmp_path / "raw.beton")
         assert beton.modes.tolist() == [1, 1, 1]
         images, _ = load(beton.path, **options)
@@ -187,16 +182,14 @@ def test_bicubic_and_nearest_are_pillows_in_every_bit(
 
 def test_small_images_of_large_jpegs(tmp_path: Path) -> None:
     """Decoded at a half, a quarter and an eighth, a picture stays where it is and what it is."""
-    (tmp_path / "images" / "a").mkdir(parents=True)
-    for seed in range(4):
-        (tmp_path / "images" / "a" / f"{seed}.jpg").write_bytes(jpeg_bytes(picture(seed, 261, 335)))
-    convert(tmp_path / "images", tmp_path / "large.beton", progress=False)
+    files = {f"{seed}.jpg": jpeg_bytes(picture(seed, 261, 335)) for seed in range(4)}
+    convert(image_folder(tmp_path / "images", files), tmp_path / "large.beton")
     for side in (120, 60, 30):
         options = {"image_size": side, "dtype": torch.uint8, "seed": 3, "order": "sequential"}
         images, _ = load(tmp_path / "large.beton", **options)
         made = settings_of(**options)
         keys = sample_keys(3, 0, np.arange(4))
-        chosen = choose(made, keys, np.full(4, 261), np.full(4, 335))
+        chosen = draw_choices(made, keys, np.full(4, 261), np.full(4, 335))
         for index, found in enumerate(images):
             expected = pillows(
                 open_beton(tmp_path / "large.beton").image(index), tuple(chosen.boxes[index]), side
@@ -259,7 +252,7 @@ def test_crops_of_extreme_shapes_stay_inside() -> None:
 def test_images_of_extreme_shapes_load(tmp_path: Path) -> None:
     shapes = [(1, 1), (1, 60), (60, 1), (3, 200), (200, 3)]
     samples = [(np.full((*shape, 3), 10 * n, np.uint8), n) for n, shape in enumerate(shapes, 1)]
-    convert(samples, tmp_path / "odd.beton", progress=False)
+    convert(samples, tmp_path / "odd.beton")
     for train in (True, False):
         images, labels = load(tmp_path / "odd.beton", train=train, dtype=torch.uint8)
         for image, label in zip(images, labels, strict=True):
@@ -280,9 +273,7 @@ def test_shifted_copy_is_a_reflected_pad_and_crop(padding: int) -> None:
 def test_padded_crop_gives_every_offset_and_nothing_else(tmp_path: Path) -> None:
     """200 copies of one picture, 12 epochs: each of the 9 × 9 offsets, each mirrored and not, about as often."""
     image = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), np.uint8)
-    convert(
-        (np.repeat(image[None], 200, axis=0), np.zeros(200, int)), tmp_path / "same.beton", progress=False
-    )
+    convert((np.repeat(image[None], 200, axis=0), np.zeros(200, int)), tmp_path / "same.beton")
     padded = np.pad(image, ((4, 4), (4, 4), (0, 0)), mode="reflect")
     names = {}
     for top in range(9):

@@ -13,15 +13,14 @@ import torch
 from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.beton.data_set import open_files
-from drivetrain.loaders.decode.augmentation import choose
-from drivetrain.loaders.decode.centers import fitted
+from drivetrain.loaders.decode.augmentation import draw_choices, fitted
 from drivetrain.loaders.decode.decoder import Decoder
 from drivetrain.loaders.decode.draws import sample_keys
 from drivetrain.loaders.native import library
 from drivetrain.loaders.options import Settings, fill_color
 from hypothesis import given
 from hypothesis import strategies as st
-from loader_pictures import jpeg_bytes, picture
+from loader_pictures import image_folder, jpeg_bytes, make, picture
 from native_pixels import load_pictures
 from PIL import Image
 from torchvision.transforms import v2
@@ -49,10 +48,8 @@ OUTPUTS = [(24, 40), (40, 24), 32]
 def raws(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Raw pictures: wide and tall ones, lines, one pixel, smaller and larger than the outputs."""
     root = tmp_path_factory.mktemp("fit")
-    (root / "images" / "a").mkdir(parents=True)
-    for number, size in enumerate(SIZES):
-        Image.fromarray(picture(number, *size)).save(root / "images" / "a" / f"{number:02}.png")
-    convert(root / "images", root / "raws.beton", write_mode="raw", progress=False)
+    images = {f"{number:02}.png": picture(number, *size) for number, size in enumerate(SIZES)}
+    convert(image_folder(root / "images", images), root / "raws.beton", write_mode="raw")
     return root / "raws.beton"
 
 
@@ -60,24 +57,15 @@ def raws(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def jpegs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """JPEGs of one size."""
     root = tmp_path_factory.mktemp("pad")
-    (root / "images" / "a").mkdir(parents=True)
-    for number in range(24):
-        data = jpeg_bytes(picture(number, 24, 40), subsampling=number % 3)
-        (root / "images" / "a" / f"{number:02}.jpg").write_bytes(data)
-    convert(root / "images", root / "jpegs.beton", progress=False)
+    files = {f"{n:02}.jpg": jpeg_bytes(picture(n, 24, 40), subsampling=n % 3) for n in range(24)}
+    convert(image_folder(root / "images", files), root / "jpegs.beton")
     return root / "jpegs.beton"
 
 
 def load(kind: Any, path: Path, image_size: Any = (24, 40), **options: Any) -> Any:
     """Return the images `(N, H, W, 3)`, as stored."""
-    given = {
-        "batch_size": 6,
-        "order": "sequential",
-        "dtype": torch.uint8,
-        "workers": 0 if kind is TorchLoader else 2,
-        "mean": MEAN,
-    }
-    with kind(path, image_size=image_size, **{**given, **options}) as loader:
+    given = {"batch_size": 6, "order": "sequential", "dtype": torch.uint8, "mean": MEAN}
+    with make(kind, path, image_size=image_size, **{**given, **options}) as loader:
         return np.concatenate([images.permute(0, 2, 3, 1).float().numpy() for images, _ in loader])
 
 
@@ -131,26 +119,16 @@ def test_halves_are_rounded_to_even() -> None:
 @pytest.mark.parametrize("crop", ["whole", "fit"])
 @pytest.mark.parametrize("interpolation", ["nearest", "bicubic", "bilinear"])
 @pytest.mark.parametrize("train", [False, True])
-def test_ffcv_loaders_images_are_pillows(
-    raws: Path, size: Any, crop: str, interpolation: str, train: bool
+@pytest.mark.parametrize("kind", LOADERS)
+def test_images_are_pillows(
+    raws: Path, kind: Any, size: Any, crop: str, interpolation: str, train: bool
 ) -> None:
     which = {"crop": crop, "flip": False} if train else {"eval_crop": crop}
-    images = load(FFCVLoader, raws, size, train=train, interpolation=interpolation, **which)
-    fast = train and interpolation == "bilinear"
-    off = np.abs(images - expected(raws, crop, size, interpolation, at_once=fast))
+    images = load(kind, raws, size, train=train, interpolation=interpolation, **which)
+    fast = kind is FFCVLoader and train and interpolation == "bilinear"
+    at_once = train and (kind is TorchLoader or fast)
+    off = np.abs(images - expected(raws, crop, size, interpolation, at_once))
     assert off.max() <= (2 if fast else 0)
-
-
-@pytest.mark.parametrize("size", OUTPUTS, ids=str)
-@pytest.mark.parametrize("crop", ["whole", "fit"])
-@pytest.mark.parametrize("interpolation", ["nearest", "bicubic", "bilinear"])
-@pytest.mark.parametrize("train", [False, True])
-def test_torch_loaders_images_are_pillows(
-    raws: Path, size: Any, crop: str, interpolation: str, train: bool
-) -> None:
-    which = {"crop": crop, "flip": False} if train else {"eval_crop": crop}
-    images = load(TorchLoader, raws, size, train=train, interpolation=interpolation, **which)
-    assert np.array_equal(images, expected(raws, crop, size, interpolation, at_once=train))
 
 
 def test_area_is_that_of_the_place_alone(raws: Path) -> None:
@@ -214,7 +192,7 @@ def test_constant_padding_is_torchvisions(jpegs: Path, options: dict[str, Any]) 
     shared = {"crop": "padded", "seed": 5, **options}
     images = load(FFCVLoader, jpegs, padding_mode="constant", **shared)
     reflected = Settings(batch_size=1, image_size=(24, 40), **shared)
-    chosen = choose(reflected, sample_keys(5, 0, np.arange(24)), np.full(24, 24), np.full(24, 40))
+    chosen = draw_choices(reflected, sample_keys(5, 0, np.arange(24)), np.full(24, 24), np.full(24, 40))
     beton, padding = open_beton(jpegs), reflected.padding
     assert 0 < chosen.flips.sum() < 24
     assert len(np.unique(chosen.boxes[:, :2], axis=0)) > 8 or not padding
@@ -253,15 +231,8 @@ def test_constant_padding_needs_images_of_that_size(kind: Any, raws: Path) -> No
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_the_image_size_may_change(kind: Any, raws: Path) -> None:
-    options: dict[str, Any] = {
-        "train": False,
-        "eval_crop": "fit",
-        "interpolation": "nearest",
-        "dtype": torch.uint8,
-    }
-    with kind(
-        raws, batch_size=11, image_size=20, workers=0 if kind is TorchLoader else 1, mean=MEAN, **options
-    ) as one:
+    options = {"train": False, "eval_crop": "fit", "interpolation": "nearest", "dtype": torch.uint8}
+    with make(kind, raws, batch_size=11, image_size=20, mean=MEAN, **options) as one:
         list(one)
         one.set_image_size((24, 40))
         ((images, _),) = one
@@ -270,12 +241,9 @@ def test_the_image_size_may_change(kind: Any, raws: Path) -> None:
 
 def test_another_sample_is_placed_by_its_own_shape(tmp_path: Path) -> None:
     """`on_error="skip"`: a tall image in the place of a damaged wide one."""
-    folder = tmp_path / "images" / "a"
-    folder.mkdir(parents=True)
-    for number, size in enumerate([(30, 90), (90, 30)]):
-        (folder / f"{number}.jpg").write_bytes(jpeg_bytes(picture(number, *size)))
-    path = tmp_path / "two.beton"
-    convert(tmp_path / "images", path, progress=False)
+    sizes, path = [(30, 90), (90, 30)], tmp_path / "two.beton"
+    files = {f"{n}.jpg": jpeg_bytes(picture(n, *size)) for n, size in enumerate(sizes)}
+    convert(image_folder(tmp_path / "images", files), path)
     options: dict[str, Any] = {"crop": "fit", "flip": False, "interpolation": "nearest", "batch_size": 2}
     known = load(FFCVLoader, path, 40, **options)
     beton, data = open_beton(path), bytearray(path.read_bytes())
@@ -296,13 +264,13 @@ def test_a_place_outside_of_the_output_is_refused(raws: Path, place: tuple[int, 
     settings = Settings(batch_size=1, image_size=(24, 40), train=False, eval_crop="fit", dtype=torch.uint8)
     decoder = Decoder(beton, settings, ())
     images = torch.full((1, 24, 40, 3), 7, dtype=torch.uint8)
-    job = decoder.choose(np.array([2]), 0, [images[:, None]], np.array([2]), {})
-    choices = dataclasses.replace(job.draws[0].choices, places=np.array([place]))
-    draw = dataclasses.replace(job.draws[0], choices=choices)
+    request = decoder.request(np.array([2]), 0, [images[:, None]], np.array([2]), {})
+    choices = dataclasses.replace(request.draws[0].choices, places=np.array([place]))
+    draw = dataclasses.replace(request.draws[0], choices=choices)
     with pytest.raises(BetonError, match="sample 2"):
-        decoder.load(dataclasses.replace(job, draws=(draw,)), slice(0, 1))
+        decoder.load(dataclasses.replace(request, draws=(draw,)), slice(0, 1))
     assert (images == 7).all()
-    decoder.load(job, slice(0, 1))
+    decoder.load(request, slice(0, 1))
     decoder.close()
 
 

@@ -11,14 +11,14 @@ import pytest
 from command_line import call, run
 from drivetrain import BetonError, DataError
 from drivetrain.loaders import contact_sheet, convert, inspect, open_beton, verify
-from loader_pictures import jpeg_bytes, jpeg_folder, picture
+from loader_pictures import jpeg_bytes, jpeg_folder, picture, raw_pictures
 from PIL import Image
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     """Eighteen JPEGs of three classes."""
-    convert(jpeg_folder(tmp_path / "photos"), tmp_path / "photos.beton", progress=False)
+    convert(jpeg_folder(tmp_path / "photos"), tmp_path / "photos.beton")
     return tmp_path / "photos.beton"
 
 
@@ -46,26 +46,26 @@ def test_inspection_counts_what_is_there(photos: Path) -> None:
 
 
 def test_inspection_without_a_manifest_numbers_the_classes(tmp_path: Path) -> None:
-    images = np.stack([picture(seed, 16, 16) for seed in range(6)])
-    convert((images, np.array([0, 0, 2, 2, 2, 1])), tmp_path / "a.beton", progress=False)
+    images, _ = raw_pictures(6, 16)
+    convert((images, np.array([0, 0, 2, 2, 2, 1])), tmp_path / "a.beton")
     (tmp_path / "a.beton.json").unlink()
     found = inspect(tmp_path / "a.beton")
     assert (found.classes, found.checked, found.raws) == ({"0": 2, "1": 1, "2": 3}, False, 6)
-    assert verify(tmp_path / "a.beton", progress=False).sound
+    assert verify(tmp_path / "a.beton").sound
 
 
 def test_float_labels_have_no_classes(tmp_path: Path) -> None:
-    images = np.stack([picture(seed, 16, 16) for seed in range(3)])
-    convert((images, np.array([0.5, 1.5, -2.0])), tmp_path / "a.beton", progress=False)
+    images, _ = raw_pictures(3, 16)
+    convert((images, np.array([0.5, 1.5, -2.0])), tmp_path / "a.beton")
     assert inspect(tmp_path / "a.beton").classes == {}
-    assert verify(tmp_path / "a.beton", progress=False).sound
+    assert verify(tmp_path / "a.beton").sound
 
 
 def test_verify_names_each_changed_sample_and_no_other(photos: Path) -> None:
-    assert verify(photos, progress=False).sound
+    assert verify(photos).sound
     damage(photos, 3, offset=0.7)
     damage(photos, 11, offset=0.5)
-    found = verify(photos, workers=2, progress=False)
+    found = verify(photos, workers=2)
     assert [number for number, _ in found.bad] == [3, 11]
     assert all("checksum" in reason for _, reason in found.bad)
 
@@ -73,7 +73,7 @@ def test_verify_names_each_changed_sample_and_no_other(photos: Path) -> None:
 def test_verify_without_checksums_still_decodes(photos: Path) -> None:
     photos.with_name("photos.beton.json").unlink()
     damage(photos, 5, offset=0.0)  # the JPEG's first bytes
-    found = verify(photos, progress=False)
+    found = verify(photos)
     assert [number for number, _ in found.bad] == [5]
     assert not found.checked
 
@@ -81,7 +81,7 @@ def test_verify_without_checksums_still_decodes(photos: Path) -> None:
 @pytest.mark.parametrize("workers", [0, -1, 1.5])
 def test_a_number_of_threads_that_is_none_is_refused(photos: Path, workers: int) -> None:
     with pytest.raises(DataError, match=f"workers={workers} must be a positive integer, or None"):
-        verify(photos, workers=workers, progress=False)
+        verify(photos, workers=workers)
 
 
 def test_contact_sheet_shows_pictures_in_a_grid(photos: Path, tmp_path: Path) -> None:
@@ -164,8 +164,8 @@ def test_command_line_with_shards_fields_and_modes(tmp_path: Path, monkeypatch: 
 
 
 def test_contact_sheet_with_vector_labels(tmp_path: Path) -> None:
-    images = np.stack([picture(seed, 16, 16) for seed in range(3)])
-    convert((images, np.eye(3)), tmp_path / "a.beton", classes=["a", "b", "c"], progress=False)
+    images, _ = raw_pictures(3, 16)
+    convert((images, np.eye(3)), tmp_path / "a.beton", classes=["a", "b", "c"])
     contact_sheet(tmp_path / "a.beton", tmp_path / "sheet.png", side=64)
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.size == (3 * 64, 78)
@@ -173,6 +173,6 @@ def test_contact_sheet_with_vector_labels(tmp_path: Path) -> None:
 
 def test_labels_without_classes_may_be_any_number(tmp_path: Path) -> None:
     """Of stock FFCV, say: neither small nor positive."""
-    images = np.stack([picture(seed, 16, 16) for seed in range(2)])
-    convert((images, np.array([0, (1 << 31) - 1])), tmp_path / "a.beton", progress=False)
+    images, _ = raw_pictures(2, 16)
+    convert((images, np.array([0, (1 << 31) - 1])), tmp_path / "a.beton")
     assert inspect(tmp_path / "a.beton").classes == {"0": 1, str((1 << 31) - 1): 1}

@@ -14,21 +14,9 @@ from drivetrain.loaders import FFCVLoader, TorchLoader
 from drivetrain.loaders.order import ORDERS, WINDOW, epoch_batches, rank_slice
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loader_pictures import jpeg_beton, raw_beton, run_python
+from loader_pictures import run_python
 
 COUNT, SIDE = 23, 12
-
-
-@pytest.fixture(scope="module")
-def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Raw pictures whose labels number them."""
-    return raw_beton(tmp_path_factory.mktemp("order") / "numbered.beton", COUNT, SIDE)
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """JPEG files of several sizes, 18 of them."""
-    return jpeg_beton(tmp_path_factory.mktemp("order") / "photos.beton")
 
 
 def loader(path: Path, **options: Any) -> FFCVLoader:
@@ -242,18 +230,9 @@ def test_quasi_random_order_goes_by_stretches_of_pages(data: st.DataObject) -> N
 
 def test_quasi_random_order_mixes_and_changes() -> None:
     pages = np.arange(1000) // 10
+    options: dict[str, Any] = {"order": "quasi_random", "seed": 4, "batch_size": 5, "drop_last": False}
     first, second, same = (
-        np.concatenate(
-            epoch_batches(
-                np.arange(1000),
-                order="quasi_random",
-                seed=4,
-                epoch=number,
-                batch_size=5,
-                drop_last=False,
-                pages=pages,
-            )
-        )
+        np.concatenate(epoch_batches(np.arange(1000), epoch=number, pages=pages, **options))
         for number in (0, 1, 0)
     )
     assert np.array_equal(first, same)

@@ -11,14 +11,14 @@ import torch
 from drivetrain import Pipeline
 from drivetrain.common.errors import DataError, PlanError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
-from drivetrain.loaders.decode.augmentation import choose
-from drivetrain.loaders.decode.centers import central_crops
+from drivetrain.loaders.decode.augmentation import central_crops, draw_choices
 from drivetrain.loaders.decode.draws import sample_keys
 from drivetrain.loaders.decode.policy_draws import NAMES, magnitudes
 from drivetrain.loaders.decode.preprocess import Evaluation
 from drivetrain.loaders.options import Settings
 from drivetrain.transforms import ProgressiveResizing
-from loader_pictures import jpeg_beton, picture, raw_beton, raw_pictures
+from loader_pictures import load as load_images
+from loader_pictures import picture, raw_beton, raw_pictures
 from PIL import Image
 from torch import nn
 
@@ -26,22 +26,8 @@ SIZE = (24, 40)
 LOADERS = [FFCVLoader, TorchLoader]
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jpeg_beton(tmp_path_factory.mktemp("rectangles") / "photos.beton")
-
-
 def load(kind: Any, path: Path, **options: Any) -> torch.Tensor:
-    workers = 0 if kind is TorchLoader else 2
-    given = {
-        "batch_size": 6,
-        "image_size": SIZE,
-        "order": "sequential",
-        "dtype": torch.uint8,
-        "workers": workers,
-    }
-    with kind(path, **{**given, **options}) as loader:
-        return torch.cat([images for images, _ in loader])
+    return load_images(kind, path, **{"batch_size": 6, "image_size": SIZE, **options})
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -58,7 +44,7 @@ def test_images_have_height_and_width(kind: Any, options: dict[str, Any], photos
 def test_training_crops_are_pillows(photos: Path, interpolation: str) -> None:
     images = load(FFCVLoader, photos, interpolation=interpolation, seed=4)
     beton, made = open_beton(photos), Settings(batch_size=6, image_size=SIZE)
-    chosen = choose(made, sample_keys(4, 0, np.arange(18)), *(
+    chosen = draw_choices(made, sample_keys(4, 0, np.arange(18)), *(
         each.astype(np.int64) for each in (beton.heights, beton.widths)
     ))  # fmt: skip
     resampling = getattr(Image.Resampling, interpolation.upper())
@@ -100,7 +86,7 @@ def test_central_crops() -> None:
 @pytest.mark.parametrize("kind", LOADERS)
 def test_padded_crops_of_rectangles(kind: Any, tmp_path: Path) -> None:
     pictures = np.stack([picture(seed, *SIZE) for seed in range(6)])
-    convert((pictures, np.zeros(6, int)), tmp_path / "raw.beton", write_mode="raw", progress=False)
+    convert((pictures, np.zeros(6, int)), tmp_path / "raw.beton", write_mode="raw")
     plain = load(kind, tmp_path / "raw.beton", crop="padded", padding=0, flip=False)
     assert torch.equal(plain, torch.from_numpy(pictures).permute(0, 3, 1, 2))
     square = raw_beton(tmp_path / "square.beton", 6, 24)
@@ -127,7 +113,7 @@ def test_random_crops_are_pieces_of_the_image(kind: Any, photos: Path) -> None:
 
 def test_random_crops_are_uniform() -> None:
     made = Settings(batch_size=1, image_size=(4, 6), crop="random")
-    boxes = choose(made, sample_keys(0, 0, np.arange(9000)), np.full(9000, 6), np.full(9000, 8)).boxes
+    boxes = draw_choices(made, sample_keys(0, 0, np.arange(9000)), np.full(9000, 6), np.full(9000, 8)).boxes
     assert (boxes[:, 2:] == (4, 6)).all()
     counts = np.bincount(boxes[:, 0] * 3 + boxes[:, 1], minlength=9)
     assert counts.min() > 850  # of 9 places, 1000 each
@@ -170,7 +156,7 @@ def test_a_pipeline_on_rectangles(photos: Path, tmp_path: Path) -> None:
         .distribute("single")
     )
     assert "24 × 40 px" in str(pipeline.plan())
-    result = pipeline.fit(epochs=1, out=tmp_path / "out", progress=False)
+    result = pipeline.fit(epochs=1, out=tmp_path / "out")
     assert pipeline.to_recipe()["image_size"] == [24, 40]
     assert result.preprocess(Image.new("RGB", (90, 50))).shape == (3, 32, 48)
     square = pipeline.replace(data=None).load(photos, batch_size=6, image_size=(24, 24))

@@ -19,12 +19,7 @@ from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton
 from drivetrain.loaders.decode import decoder
 from drivetrain.loaders.native.library import library
 from held import grown, settled
-from loader_pictures import jpeg_beton, run_python
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jpeg_beton(tmp_path_factory.mktemp("resources") / "photos.beton")
+from loader_pictures import run_python
 
 
 def loader(path: Path, **options: object) -> FFCVLoader:

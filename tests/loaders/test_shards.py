@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from drivetrain.loaders.order import epoch_batches, mixed
 from drivetrain.loaders.sources import expand, files_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loader_pictures import run_python
 from range_server import serving
 
 SAMPLES = 60
@@ -35,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (SAMPLES, 40, 44, 3), dtype=np.uint8)
     labels = np.arange(SAMPLES) % 5
-    options: dict[str, Any] = {"progress": False, "classes": list("abcde")}
+    options: dict[str, Any] = {"classes": list("abcde")}
     convert((images, labels), made / "whole.beton", **options)
     for number, part in enumerate((slice(0, 7), slice(7, 40), slice(40, 60))):
         convert((images[part], labels[part]), made / f"part-{number}.beton", **options)
@@ -89,10 +88,12 @@ def test_one_value_of_each_kind_by_sample(folder: Path) -> None:
     indices = np.array([59, 3, 39, 40, 7, 6])
     assert parts.read("label", indices).tolist() == whole.read("label", indices).tolist()
     assert parts.read("image", indices) == whole.read("image", indices)
-    assert [parts.checksum(index) for index in indices] == [whole.checksum(index) for index in indices]
+    shards = [parts.locate(index) for index in indices]
+    assert [one.checksum(own) for one, own in shards] == [whole.files[0].checksum(i) for i in indices]
     assert np.array_equal(parts.checksums, whole.checksums)
-    assert parts.image(41).tobytes() == whole.image(41).tobytes()
-    assert (len(parts), parts.num_classes, parts.classes) == (SAMPLES, 5, list("abcde"))
+    shard, own = parts.locate(41)
+    assert shard.image(own).tobytes() == whole.files[0].image(41).tobytes()
+    assert (len(parts), parts.classes) == (SAMPLES, list("abcde"))
 
 
 def test_a_damaged_sample_is_named_by_its_file(folder: Path, tmp_path: Path) -> None:
@@ -214,8 +215,8 @@ def test_unusable_sources(source: Any, message: str) -> None:
 def test_files_that_do_not_belong_together(folder: Path, tmp_path: Path) -> None:
     random = np.random.default_rng(1)
     images = random.integers(0, 256, (20, 40, 44, 3), dtype=np.uint8)
-    convert((images, np.arange(20) % 5), tmp_path / "named.beton", classes=list("vwxyz"), progress=False)
-    convert((images, np.arange(20) / 5), tmp_path / "targets.beton", progress=False)
+    convert((images, np.arange(20) % 5), tmp_path / "named.beton", classes=list("vwxyz"))
+    convert((images, np.arange(20) / 5), tmp_path / "targets.beton")
     other = str(folder / "other.beton")
     with pytest.raises(BetonError, match=r"named.beton has the classes .*'v'.* and .*other.beton has"):
         FFCVLoader({other: 1, str(tmp_path / "named.beton"): 1}, **OPTIONS)
@@ -266,9 +267,7 @@ def test_hundreds_of_files_need_few_descriptors(folder: Path, tmp_path: Path) ->
     for number in range(300):
         for suffix in ("", ".json"):
             os.link(folder / f"part-0.beton{suffix}", tmp_path / f"{number:03}.beton{suffix}")
-    ended = subprocess.run(
-        [sys.executable, "-c", MANY, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
-    )
+    ended = run_python(MANY, tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "too many open files" in ended.stdout
     assert "Raise the limit (ulimit -n), use fewer and larger files" in ended.stdout
@@ -277,7 +276,7 @@ def test_hundreds_of_files_need_few_descriptors(folder: Path, tmp_path: Path) ->
 def test_a_conversion_to_several_files(folder: Path, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     images, labels = random.integers(0, 256, (SAMPLES, 40, 44, 3), dtype=np.uint8), np.arange(SAMPLES) % 5
-    options: dict[str, Any] = {"progress": False, "classes": list("abcde")}
+    options: dict[str, Any] = {"classes": list("abcde")}
     pattern = tmp_path / "set-{00..03}.beton"
     report = convert((images, labels), pattern, **options)
     assert (report.samples, report.modes, report.path) == (SAMPLES, {"raw": SAMPLES}, pattern)
@@ -299,7 +298,7 @@ def test_a_conversion_that_fails_leaves_no_file(tmp_path: Path) -> None:
     images, labels = np.zeros((9, 8, 8, 3), dtype=np.uint8), np.arange(9)
     pattern = tmp_path / "set-{0..2}.beton"
     with pytest.raises(DataError, match="there are 7 classes"):
-        convert((images, labels), pattern, classes=list("abcdefg"), progress=False)
+        convert((images, labels), pattern, classes=list("abcdefg"))
     assert list(tmp_path.iterdir()) == []
     for wrong, message in (
         ("set-{0..9}.beton", "stands for 10 files, but there are only 9 samples"),
@@ -309,7 +308,7 @@ def test_a_conversion_that_fails_leaves_no_file(tmp_path: Path) -> None:
         ("set-{0..1}", "beton"),
     ):
         with pytest.raises(DataError, match=message):
-            convert((images, labels), tmp_path / wrong, progress=False)
+            convert((images, labels), tmp_path / wrong)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,22 +10,14 @@ import torch
 from drivetrain.common.errors import BetonError, DataError
 from drivetrain.common.machine import rank_free_memory
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
-from loader_pictures import jpeg_beton, raw_beton, raw_pictures
+from loader_pictures import make as make_loader
+from loader_pictures import raw_beton, raw_pictures
 
 LOADERS = [FFCVLoader, TorchLoader]
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its images are next to it, in `photos-images`."""
-    return jpeg_beton(tmp_path_factory.mktemp("sizes") / "photos.beton")
-
-
 def make(kind: Any, path: Path, **options: Any) -> Any:
-    workers = 0 if kind is TorchLoader else 2
-    return kind(
-        path, **{"batch_size": 4, "image_size": 32, "workers": workers, "dtype": torch.uint8, **options}
-    )
+    return make_loader(kind, path, **{"image_size": 32, "dtype": torch.uint8, **options})
 
 
 @pytest.mark.parametrize("kind", LOADERS)
@@ -119,6 +111,6 @@ def test_labels_and_classes_are_there(photos: Path, tmp_path: Path) -> None:
             assert loader.classes == ["ant", "bee", "cat"]
             assert loader.labels.tolist() == [0] * 6 + [1] * 6 + [2] * 6
             assert loader.num_classes == 3
-    convert(raw_pictures(9), tmp_path / "plain.beton", progress=False)
+    convert(raw_pictures(9), tmp_path / "plain.beton")
     with make(FFCVLoader, tmp_path / "plain.beton", image_size=12) as loader:
         assert (loader.classes, loader.num_classes) == ([], 9)

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from drivetrain.loaders import FFCVLoader, convert, open_beton
-from loader_pictures import jpeg_bytes, jpeg_folder, picture, raw_pictures
+from loader_pictures import jpeg_bytes, jpeg_folder, picture, raw_pictures, run_script
 from PIL import Image
-from places import SUPPORT
 
 pytestmark = pytest.mark.process
-
-SCRIPT = SUPPORT / "loader_stock_ffcv.py"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`raw.beton` and `mixed.beton` of ours, `theirs.beton`, and an `.npz` of what stock FFCV reads of each."""
     root = tmp_path_factory.mktemp("stock")
-    convert(raw_pictures(10, 16), root / "raw.beton", progress=False)
-    report = convert(mixed_images(root), root / "mixed.beton", on_error="skip", progress=False)
+    convert(raw_pictures(10, 16), root / "raw.beton")
+    report = convert(mixed_images(root), root / "mixed.beton", on_error="skip")
     assert (report.samples, len(report.skipped)) == (25, 1)
-    run = subprocess.run(
-        [sys.executable, str(SCRIPT), str(root)], capture_output=True, text=True, timeout=150, check=False
-    )
-    assert run.returncode == 0, run.stderr
+    run_script("loader_stock_ffcv.py", root)
     return root
 
 
@@ -47,16 +39,8 @@ def mixed_images(root: Path) -> Path:
 
 
 def ours(path: Path, side: int) -> tuple[np.ndarray, list[int]]:
-    with FFCVLoader(
-        path,
-        batch_size=4,
-        image_size=side,
-        train=False,
-        eval_ratio=1.0,
-        workers=1,
-        dtype=torch.uint8,
-        interpolation="area",
-    ) as loader:
+    options = {"train": False, "eval_ratio": 1.0, "dtype": torch.uint8, "interpolation": "area"}
+    with FFCVLoader(path, batch_size=4, image_size=side, workers=1, **options) as loader:
         batches = list(loader)
     images = torch.cat([images for images, _ in batches]).permute(0, 2, 3, 1)
     return images.numpy(), torch.cat([labels for _, labels in batches]).tolist()
@@ -102,7 +86,7 @@ def test_we_read_what_stock_wrote(folder: Path) -> None:
 def test_float_targets(tmp_path: Path) -> None:
     images, _ = raw_pictures(5, 16)
     targets = np.random.default_rng(0).normal(size=5)
-    convert((images, targets), tmp_path / "targets.beton", progress=False)
+    convert((images, targets), tmp_path / "targets.beton")
     with FFCVLoader(tmp_path / "targets.beton", batch_size=5, image_size=16, train=False) as loader:
         (_, labels), *rest = loader
     assert labels.dtype == torch.float32

@@ -22,7 +22,7 @@ from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, convert, device, stock_loader
 from held import grown, settled
 from late_streams import LateStreams
-from loader_pictures import jpeg_beton, raw_beton, raw_pictures
+from loader_pictures import jpeg_beton, raw_pictures
 
 COUNT, SIDE = 23, 12
 PHOTOS: dict[str, Any] = {"batch_size": 4, "image_size": 32, "train": False, "dtype": torch.uint8}
@@ -35,12 +35,6 @@ pytestmark = pytest.mark.long
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """JPEGs of several sizes."""
     return jpeg_beton(tmp_path_factory.mktemp("stock") / "photos.beton")
-
-
-@pytest.fixture(scope="module")
-def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Raw images whose labels number them."""
-    return raw_beton(tmp_path_factory.mktemp("stock") / "numbered.beton", COUNT, SIDE)
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +309,7 @@ def test_batches_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         for image, label in zip(images, labels, strict=True)
     ]
     path = tmp_path / "fields.beton"
-    convert(data, path, fields=["weight", "note"], progress=False)
+    convert(data, path, fields=["weight", "note"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(device, "CudaStreams", LateStreams)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
-from loader_pictures import jpeg_beton, raw_beton, raw_pictures
+from loader_pictures import image_folder, make, raw_pictures
 from PIL import Image
 from process_state import running_children, wait_until_ended
 from torchvision.datasets import ImageFolder
@@ -21,20 +21,8 @@ from torchvision.datasets import ImageFolder
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its images are next to it, in `photos-images`."""
-    return jpeg_beton(tmp_path_factory.mktemp("torch") / "photos.beton")
-
-
-@pytest.fixture(scope="module")
-def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return raw_beton(tmp_path_factory.mktemp("torch") / "numbered.beton", 23)
-
-
 def load(kind: Any, source: Any, epoch: int = 0, **options: Any) -> Batches:
-    workers = 0 if kind is TorchLoader else 1
-    with kind(source, **{"batch_size": 4, "image_size": 16, "workers": workers, **options}) as loader:
+    with make(kind, source, **{"image_size": 16, **options}) as loader:
         loader.set_epoch(epoch)
         return list(loader)
 
@@ -107,7 +95,7 @@ def test_image_folder_and_data_set_sources(photos: Path) -> None:
 
 def test_float_targets(tmp_path: Path) -> None:
     images, _ = raw_pictures(5)
-    convert((images, np.linspace(-1, 1, 5)), tmp_path / "t.beton", progress=False)
+    convert((images, np.linspace(-1, 1, 5)), tmp_path / "t.beton")
     for rank in (0, 1):  # one sample is left for the last batch: rank 1 gets an empty one
         options = {"batch_size": 2, "world_size": 2, "rank": rank, "train": False}
         ours = load(FFCVLoader, tmp_path / "t.beton", **options)
@@ -167,14 +155,9 @@ with TorchLoader({str(photos)!r}, batch_size=6, image_size=16, workers=1) as loa
     print(len(list(loader)), len(list(loader)))
 print(__file__)
 """)
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    command = [sys.executable, str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout == f"begin\n3 3\n{script}\n"
 
@@ -204,8 +187,7 @@ def test_data_set_that_raises() -> None:
 
 
 def test_a_broken_file_in_an_image_folder(tmp_path: Path) -> None:
-    (tmp_path / "images" / "a").mkdir(parents=True)
-    (tmp_path / "images" / "a" / "x.jpg").write_text("words")
+    image_folder(tmp_path / "images", {"x.jpg": b"words"})
     with (
         TorchLoader(tmp_path / "images", batch_size=1, image_size=16, workers=0) as loader,
         pytest.raises(DataError, match=r"Sample 0 of PictureFolder could not be loaded: .*x\.jpg"),
@@ -217,9 +199,8 @@ def test_a_broken_file_in_an_image_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_errors_of_samples_are_told_without_torchs_words(tmp_path: Path, workers: int) -> None:
     """Also from a worker process, whose exceptions torch raises with their traceback as the message."""
-    (tmp_path / "images" / "a").mkdir(parents=True)
-    for name, size in (("x", (16, 16)), ("y", (20, 18))):
-        Image.new("RGB", size).save(tmp_path / "images" / "a" / f"{name}.png")
+    sizes = {"x.png": (16, 16), "y.png": (20, 18)}
+    image_folder(tmp_path / "images", {name: Image.new("RGB", size) for name, size in sizes.items()})
     options = {"batch_size": 1, "image_size": 16, "workers": workers, "crop": "padded", "order": "sequential"}
     with TorchLoader(tmp_path / "images", **options) as loader:
         for _ in range(2):  # the loader continues after an error

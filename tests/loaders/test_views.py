@@ -18,11 +18,6 @@ MULTI_CROP = (
 )
 
 
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jpeg_beton(tmp_path_factory.mktemp("views") / "photos.beton")
-
-
 def load(path: Path, kind: Any = FFCVLoader, **options: Any) -> tuple[Any, torch.Tensor]:
     """Return the images of one epoch of all samples as one batch, and the labels."""
     given = {"batch_size": 18, "image_size": 40, "order": "sequential", "workers": 2, **options}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import psutil
 import pytest
 import torch
+from ddp_jobs import CASES
 from drivetrain import PlanError, strategies
 from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import Auto
 from drivetrain.strategies.auto import COMFORTABLE, free_bytes
 from drivetrain.transforms import GradientClipping, LayerFreezing
+from parity_jobs import train
 from pipeline_data import Toy
-from strategy_jobs import CASES, train
 from torch import nn
 
 NEED = 16 * 1000 * 1001

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from ddp_jobs import BATCH_NORM, CASES, ddp_everything
 from drivetrain.strategies import launch
-from strategy_jobs import BATCH_NORM, CASES, Case, ddp_everything, train
+from parity_jobs import Case, train
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 
 
 @pytest.fixture(scope="module")

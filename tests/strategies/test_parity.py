@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import fsdp_models as models
 import pytest
 import torch
 from drivetrain import strategies
-from drivetrain.strategies import Single, launch, plugins
+from drivetrain.strategies import Single, launch, registry
 from drivetrain.strategies.common.memory import ADAMW_BYTES, adamw_bytes
 from parity_jobs import (
     BF16,
@@ -40,18 +41,12 @@ def ranks() -> Ranks:
     try:
         return launch(parity, NAMES, MORE, devices=2, timeout=280)
     finally:
-        del plugins.REGISTERED["of_the_launcher"]
+        del registry.REGISTERED["of_the_launcher"]
 
 
-SINGLE: dict[tuple[Case, int], Run] = {}
-"""One device's runs, by case and microbatches: each is compared with many."""
-
-
+@cache  # each is compared with many
 def on_one_device(case: Case, parts: int) -> Run:
-    key = (case, parts)
-    if key not in SINGLE:
-        SINGLE[key] = train("single", case, parts=parts)
-    return SINGLE[key]
+    return train("single", case, parts=parts)
 
 
 def check(ranks: Ranks, name: str, cases: list[Case], tolerance: float = 1e-5) -> None:

@@ -14,7 +14,7 @@ from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import DDP, DP, Single
 from drivetrain.strategies.dp import DPEngine
 from drivetrain.strategies.options import Options
-from strategy_jobs import BATCH_NORM, CASES, build, make_optimizer, train
+from strategy_jobs import build, make_optimizer
 from torch import nn
 
 OURS = [
@@ -97,15 +97,9 @@ def test_an_option_cannot_contradict_the_name() -> None:
         strategies.get("ddp_find_unused_parameters", find_unused_parameters=False)
 
 
-@pytest.mark.parametrize("case", [*CASES, BATCH_NORM], ids=lambda case: case.name)
-def test_dp_on_the_cpu_is_single(case: object) -> None:
-    single, dp = train("single", case), train("dp", case)
-    assert (dp.losses, dp.norms) == (single.losses, single.norms)
-
-
 def test_the_names_under_data_parallel_are_plain() -> None:
     """The wrapper of several GPUs, here without any."""
-    model = build(True, 0)
+    model = build(True)
     optimizer = make_optimizer("adamw")(model.parameters())
     engine = DPEngine(nn.DataParallel(model), optimizer, torch.device("cpu"), Options())
     engine.backward(engine.model(torch.randn(4, 3, 6, 6)).sum())

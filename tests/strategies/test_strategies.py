@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from ddp_jobs import BATCH_NORM, CASES
 from drivetrain import strategies
 from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import DDP, Single
-from strategy_jobs import BATCH_NORM, CASES, make_optimizer, train
+from parity_jobs import Case, train
+from strategy_jobs import make_optimizer
 from torch import nn
 
 
@@ -100,18 +103,13 @@ def test_the_cores_of_the_cpu_suffice_for_several_ranks_each() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"precision": "fp64"}, "precision='fp64'"),
-        ({"clip_norm": 0.0}, "clip_norm=0.0"),
-        ({"clip_norm": float("nan")}, "clip_norm=nan"),
-        ({"accumulate": 0}, "accumulate=0"),
-    ],
+    ("option", "value"),
+    [("precision", "fp64"), ("clip_norm", 0.0), ("clip_norm", math.nan), ("accumulate", 0)],
 )
 @pytest.mark.parametrize("name", ["single", "ddp"])
-def test_prepare_refuses(name: str, options: dict[str, object], words: str) -> None:
-    with pytest.raises(StrategyError, match=words):
-        strategies.get(name, device="cpu").prepare(nn.Linear(2, 1), make_optimizer("sgd"), **options)
+def test_prepare_refuses(name: str, option: str, value: object) -> None:
+    with pytest.raises(StrategyError, match=f"{option}={value!r}"):
+        strategies.get(name, device="cpu").prepare(nn.Linear(2, 1), make_optimizer("sgd"), **{option: value})
 
 
 def test_prepare_refuses_a_model_that_cannot_train() -> None:
@@ -192,10 +190,11 @@ def test_reduce_on_one_rank_is_a_copy() -> None:
 
 
 @pytest.mark.parametrize("case", [*CASES, BATCH_NORM], ids=lambda case: case.name)
-def test_ddp_alone_in_a_process_is_single(case: object) -> None:
-    single, ddp = train("single", case), train("ddp", case)
-    assert ddp.losses == single.losses
-    assert ddp.norms == single.norms
+@pytest.mark.parametrize("name", ["ddp", "dp"])
+def test_alone_in_a_process_it_is_single(name: str, case: Case) -> None:
+    """`dp` on the CPU."""
+    single, other = train("single", case), train(name, case)
+    assert (other.losses, other.norms) == (single.losses, single.norms)
 
 
 def test_accumulation_is_the_whole_batch_at_once() -> None:

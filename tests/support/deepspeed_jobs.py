@@ -66,6 +66,7 @@ def everything(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
     results["ddp " + FEW[0].name] = train("ddp", FEW[0])
     results |= {f"{a} to {b}": moved(a, b, MOVED[0]) for a, b in MOVES[:6]}
     results["discarded"] = {name: discarded(name) for name in (*STAGES, *OFFLOAD)}
+    results["fused"] = {name: fused(name) for name in (*STAGES, *OFFLOAD)}
     results["held"] = {name: held(name) for name in STAGES}
     results["meta"] = {name: prepare(name, meta()).export_state() for name in STAGES}
     results["methods"] = methods()
@@ -161,6 +162,12 @@ def discarded(name: str) -> list[dict[str, torch.Tensor]]:
             engine.step()
         states.append(engine.export_state())
     return states
+
+
+def fused(name: str) -> list[Any]:
+    """The optimizers that a strategy steps, and whether with torch's fused kernel."""
+    made = [prepare(name, nn.Linear(2, 1), optimizer).optimizer for optimizer in ("adamw", "sgd")]
+    return [(type(each).__name__, each.param_groups[0]["fused"]) for each in made]
 
 
 def gradients(engine: Any, step: int, number: int) -> None:

@@ -72,17 +72,17 @@ class RankServer:
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
 
-    def start(self, environment: dict[str, str], answer: int) -> ForkedRank:
-        """As `ranks.start_interpreter`."""
+    def start(self, environment: dict[str, str], job: int, answer: int) -> ForkedRank:
+        """As `launcher.start_interpreter`."""
         RankServer.forked += 1
-        order = {"environment": environment, "folder": str(Path.cwd()), "answer": answer}
+        order = {"environment": environment, "folder": str(Path.cwd())}
         theirs, ours = os.pipe()
         try:
             with self._lock:
                 if self._process is None or self._process.poll() is not None:
                     self._begin()
                 with adopting():
-                    socket.send_fds(self._control, [json.dumps(order).encode()], [theirs, 1, 2, answer])
+                    socket.send_fds(self._control, [json.dumps(order).encode()], [theirs, 1, 2, job, answer])
                     pid = int(self._control.recv(100))
         finally:
             os.close(theirs)

@@ -114,10 +114,10 @@ def coefficients(beton: Path, way: int) -> int:
 
 def taken(decoder: Decoder, images: torch.Tensor) -> int:
     """What the first loading takes at most. The memory for the images is not counted."""
-    job = decoder.choose(np.zeros(1, np.int64), 0, [images], np.zeros(1, np.int64), {})
+    request = decoder.request(np.zeros(1, np.int64), 0, [images], np.zeros(1, np.int64), {})
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is in use now
     before = peak()
-    decoder.load(job, slice(0, 1))
+    decoder.load(request, slice(0, 1))
     return peak() - before
 
 

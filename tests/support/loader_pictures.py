@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from drivetrain.loaders import TorchLoader, convert
 from numpy.typing import NDArray
 from PIL import Image
+from places import SUPPORT
 
 
 def picture(seed: int, height: int, width: int) -> NDArray[np.uint8]:
@@ -35,6 +37,17 @@ def jpeg_bytes(pixels: NDArray[np.uint8], **options: Any) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "JPEG", **{"quality": 92, **options})
     return buffer.getvalue()
+
+
+def image_folder(root: Path, images: Mapping[str, Any]) -> Path:
+    """A folder of one class, `a`: files by name, from their bytes, an image of Pillow's, or pixels."""
+    (root / "a").mkdir(parents=True)
+    for name, image in images.items():
+        if isinstance(image, bytes):
+            (root / "a" / name).write_bytes(image)
+        else:
+            (Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(root / "a" / name)
+    return root
 
 
 def jpeg_folder(root: Path, per_class: int = 6, classes: tuple[str, ...] = ("ant", "bee", "cat")) -> Path:
@@ -82,8 +95,23 @@ def run_python(
     )
 
 
+def run_script(name: str, *arguments: Any, **environment: str) -> str:
+    """Run a script of this folder in a fresh interpreter, which must succeed; return its output."""
+    command = [sys.executable, str(SUPPORT / name), *map(str, arguments)]
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | environment, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run.stdout
+
+
+def make(kind: Any, source: Any, **options: Any) -> Any:
+    """A loader of this kind, of small batches, that starts no process."""
+    given = {"batch_size": 4, "image_size": 24, "workers": 0 if kind is TorchLoader else 2}
+    return kind(source, **given | options)
+
+
 def load(kind: Any, path: Path, **options: Any) -> torch.Tensor:
     """All images of an epoch by a loader of this kind, in the file's order, uint8, 24 pixels wide."""
-    base = {"batch_size": 4, "image_size": 24, "order": "sequential", "dtype": torch.uint8}
-    with kind(path, **{**base, "workers": 0 if kind is TorchLoader else 2, **options}) as loader:
+    with make(kind, path, **{"order": "sequential", "dtype": torch.uint8, **options}) as loader:
         return torch.cat([images for images, _ in loader])

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from drivetrain import Classification, MultiLabel, Segmentation, Task, strategies
 from drivetrain.pipeline.tasks.task import TaskLoss
 from drivetrain.pipeline.telemetry.observer import Observer
+from drivetrain.pipeline.telemetry.state import TrainState
 from drivetrain.pipeline.training.loop import evaluate, train_epoch
 from drivetrain.transforms import LabelSmoothing
 from torch import nn
@@ -211,8 +212,8 @@ class Losses(Observer):
     def __init__(self, engine: Any) -> None:
         self.engine, self.found = engine, list[float]()
 
-    def on_step_end(self, state: Any, loss: torch.Tensor, images: int) -> None:  # noqa: ARG002
-        self.found.append(self.engine.reduce(loss).item())
+    def on_step_end(self, state: TrainState) -> None:
+        self.found.append(self.engine.reduce(state.step_loss).item())
 
 
 def trained(strategy: str, name: str, accumulate: int, **options: Any) -> Run:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from drivetrain.transforms import Report, Transform
+from drivetrain.transforms import Loop, Report, Session, Transform
 from torch import nn
 
 
@@ -36,3 +37,69 @@ class Smooth(Transform):
         for name in places:
             setattr(model, name, nn.Softplus())
         return Report("Smooth", changed=tuple(places))
+
+
+@dataclass(frozen=True)
+class FadingDropout(Transform):
+    """A schedule: dropout falls to 0 over the epochs."""
+
+    kind = "schedule"
+    source = "custom"
+    depends_on_length = True
+
+    def session(self, model: nn.Module) -> Session:
+        layers = [module for module in model.modules() if isinstance(module, nn.Dropout)]
+        return _Fading(layers)
+
+
+class _Fading(Session):
+    def __init__(self, layers: list[nn.Dropout]) -> None:
+        self._layers = layers
+
+    def before_epoch(self, loop: Loop) -> None:
+        for layer in self._layers:
+            layer.p = 0.5 * (1 - loop.progress_at(loop.epoch_start))
+
+
+@dataclass(frozen=True)
+class Upside(Transform):
+    """An evaluation: the mean over each image and its upside-down one."""
+
+    kind = "evaluation"
+    source = "custom"
+
+    def predict(self, model: Callable[[torch.Tensor], Any], images: torch.Tensor) -> Any:
+        return (model(images) + model(images.flip(-2))) / 2
+
+
+@dataclass(frozen=True)
+class SignMomentum(Transform):
+    """A gradient method: adds the sign of a running mean of the gradients."""
+
+    share: float = 0.1
+    kind = "optimizer"
+    source = "custom"
+    depends_on_length = False
+
+    def session(self, model: nn.Module) -> Session:
+        return _SignMomentum(self.share, dict(model.named_parameters()))
+
+
+class _SignMomentum(Session):
+    def __init__(self, share: float, parameters: dict[str, nn.Parameter]) -> None:
+        self._share, self._parameters = share, parameters
+        self._means = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+
+    @torch.no_grad()
+    def before_step(self, loop: Loop) -> None:
+        for name, parameter in self._parameters.items():
+            assert parameter.grad is not None
+            self._means[name].lerp_(parameter.grad, 0.5)
+            parameter.grad.add_(self._means[name].sign(), alpha=self._share * (1 - loop.progress))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"means": self._means}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state["means"].items():
+            self._means[name].copy_(value)

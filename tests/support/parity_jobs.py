@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from drivetrain import strategies
 from drivetrain.common.errors import StrategyError
-from drivetrain.strategies import auto, plugins
+from drivetrain.strategies import auto, registry
 from drivetrain.strategies.common.memory import held_bytes
 from strategy_jobs import make_optimizer, norm_of, refusal
 from torch import nn
@@ -193,7 +193,7 @@ def parity(names: list[str], more: list[str], long: bool = False) -> dict[str, o
     results["adagrad"] = {name: entries_of_adagrad(name) for name in ("zero_redundancy", "fairscale_oss")}
     results["auto"] = chosen()
     results["handlers"] = len(logging.root.handlers)
-    results["registered"] = "of_the_launcher" in plugins.REGISTERED
+    results["registered"] = "of_the_launcher" in registry.REGISTERED
     return results
 
 

@@ -1,7 +1,7 @@
 """Forks the ranks of `forked_ranks.py`: it has imported what each of them would import for seconds, computed nothing.
 
-`python rank_server.py FD`: each message to that socket is an order, `{"environment", "folder", "answer"}`, with the
-descriptors of the rank's stdin, stdout and stderr and of `answer`. The reply is the rank's process id, sent when the
+`python rank_server.py FD`: each message to that socket is an order, `{"environment", "folder"}`, with the descriptors
+of the rank's stdin, stdout and stderr, and of its job and its answer. The reply is the rank's process id, sent when the
 rank has become a child of the process that asked (`PR_SET_CHILD_SUBREAPER` of prctl(2)).
 """
 
@@ -17,12 +17,13 @@ import torchvision  # noqa: F401
 from drivetrain.strategies.launching.rank_main import BOOT
 
 FREE = 200  # this process itself has no descriptor from here on
+PLACES = 5  # of the descriptors in a rank: 0 to 4
 
 
 def serve(control: socket.socket) -> None:
     """Answer orders until the one that gives them has ended; return in each rank, to run it."""
     while True:
-        text, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 4)
+        text, descriptors, _, _ = socket.recv_fds(control, 1 << 20, PLACES)
         if not text:
             os._exit(0)
         end, start = os.pipe()
@@ -44,13 +45,13 @@ def serve(control: socket.socket) -> None:
 def become(order: dict[str, Any], descriptors: list[int]) -> None:
     """Make this process what `subprocess.Popen` would have started."""
     os.setsid()
-    free = max(FREE, order["answer"] + 1)
     for place, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, free + place)
-    os.closerange(3, free)
-    for place, number in enumerate((0, 1, 2, order["answer"])):
-        os.dup2(free + place, number)
-    os.closerange(free, free + 4)
+        os.dup2(descriptor, FREE + place)
+    os.closerange(3, FREE)
+    for place in range(PLACES):
+        os.dup2(FREE + place, place)
+    os.closerange(FREE, FREE + PLACES)
+    sys.argv = ["-c", "3", "4"]
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])

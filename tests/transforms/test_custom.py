@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from drivetrain import Pipeline, PlanError
+from drivetrain import Callback, Pipeline, PlanError, RunView
 from drivetrain.common.errors import CheckpointError
 from drivetrain.pipeline import load_run
 from drivetrain.pipeline.checkpoints.fingerprint import rebuild_spec
 from drivetrain.transforms import LabelSmoothing, Transform, get, to_dict
-from own_transforms import GaussianNoise, Smooth
+from own_transforms import FadingDropout, GaussianNoise, SignMomentum, Smooth, Upside
 from PIL import Image
-from pipeline_data import Toy
+from pipeline_data import Toy, numbers
+from torch import nn
 
 MODEL = "pipeline_data:plain_model"
 
@@ -67,3 +69,36 @@ def test_a_checkpoint_imports_no_transform() -> None:
     }
     with pytest.raises(CheckpointError, match="'own_transforms:Smooth', which would have to be imported"):
         rebuild_spec(saved)
+
+
+class StopsAfterAnEpoch(Callback):
+    def on_epoch_end(self, view: RunView) -> None:
+        if view.epoch == 1:
+            view.stop("half of the epochs")
+
+
+def dropout_model(classes: int = 4) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.Linear(32, classes),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", [FadingDropout(), Upside(), SignMomentum()], ids=repr)
+def test_a_schedule_an_evaluation_and_a_gradient_method_are_one_class(
+    transform: Transform, toy: Toy, tmp_path: Path
+) -> None:
+    """The loop calls them without knowing them, and a run that resumes continues exactly."""
+    plain = toy.pipeline(dropout_model)
+    pipeline = plain.transform(transform)
+    whole = pipeline.fit(epochs=2, progress=False)
+    without = plain.fit(epochs=2, progress=False)
+    assert numbers(whole) != numbers(without)
+    losses, others = ([epoch.loss for epoch in run.history.epochs] for run in (whole, without))
+    assert (losses == others) is isinstance(transform, Upside)  # which changes the evaluation alone
+    stopped = pipeline.fit(epochs=2, progress=False, out=tmp_path, callbacks=[StopsAfterAnEpoch()])
+    assert numbers(stopped) == numbers(whole)[:1]
+    resumed = pipeline.fit(epochs=2, progress=False, out=tmp_path, resume=True, continue_stopped=True)
+    assert numbers(resumed) == numbers(whole)
+    state, expected = resumed.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())

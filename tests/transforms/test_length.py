@@ -96,7 +96,7 @@ def run(transform: Transform, epochs: int, train: str) -> list[Any]:
             stack.enter_context(loader)
         methods.begin(engine, epochs * PER_EPOCH)
         for _ in range(EPOCHS):
-            methods.begin_epoch(engine, loader, SIDE)
+            methods.begin_epoch(loader, SIDE)
             train_epoch(engine, loader, looked, hooks=methods)
             seen.append([p.requires_grad for p in model.parameters()])
             seen.append({name: value.clone() for name, value in model.state_dict().items()})

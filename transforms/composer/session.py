@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...common.errors import PlanError
-from ..base import Session
-from ..common.moments import LoopView, Moment
+from ..base import Loop, Session
 from .state import SilentLogger, StateView, brought, seeded
 
-PLACES = (
-    "init", "fit_start", "iteration_start", "epoch_start", "after_dataloader", "batch_start", "before_train_batch",
-    "before_forward", "after_forward", "before_loss", "after_loss", "before_backward", "after_backward",
-    "after_train_batch", "batch_end", "epoch_end", "eval_before_all", "eval_start", "eval_end", "eval_after_all",
-    "fit_end",
-)  # fmt: skip
+EVENTS: dict[str, tuple[str, ...]] = {
+    "on_epoch_start": ("fit_start", "iteration_start", "epoch_start"),
+    "on_step_start": ("after_dataloader", "batch_start", "before_train_batch"),
+    "before_forward": ("before_forward",),
+    "before_loss": ("after_forward", "before_loss"),
+    "before_backward": ("after_loss", "before_backward"),
+    "after_backward": ("after_backward",),
+    "before_step": ("after_train_batch",),
+    "on_step_end": ("batch_end",),
+    "after_epoch": ("epoch_end",),
+    "on_fit_end": ("fit_end",),
+}
+"""The events of training, by the moment of the loop."""
+EVALUATION = ("eval_before_all", "eval_start", "eval_end", "eval_after_all")
+_TRAINING = [event for events in EVENTS.values() for event in events]
+PLACES = ("init", *_TRAINING[:-1], *EVALUATION, _TRAINING[-1])
 """The events that have a place, in the order of a run."""
 ELSEWHERE = ("eval_standalone_", "predict_")
 """Events outside of training, which a run never reaches, in Composer neither."""
@@ -68,15 +78,44 @@ class ComposerSession(Session):
         self._algorithm = self._copy(applied.algorithm)
         self._event = brought("core.event").Event
         self._key = zlib.crc32(of.encode())
-        self._loop: LoopView | None = None
+        self._loop: Loop | None = None
         encoded(
             self._name, self._algorithm.state_dict(), "state", {}
         )  # before training, rather than at a checkpoint
 
-    def at(self, moment: Moment, loop: LoopView) -> None:
-        """Run the algorithm, if it matches the event of this moment."""
-        self._loop = self._model.steps.loop = loop
-        self._run(moment, self._algorithm)
+    def calls(self, moment: str) -> Iterator[Callable[[Any], Any]]:
+        if moment in EVENTS:
+            yield partial(self._at, moment)
+
+    def after_epoch(self, loop: Loop) -> None:
+        self._at("after_epoch", loop)
+
+    def on_fit_end(self, loop: Loop) -> None:
+        self._at("on_fit_end", loop)
+
+    def _at(self, moment: str, loop: Loop) -> None:
+        """Run all algorithms of the run at the events of a moment: the first of their sessions does, because at an
+        event after something they run in reverse order."""
+        sessions = [session for session in loop.sessions if isinstance(session, ComposerSession)]
+        if self is not sessions[0]:
+            return
+        for event in self._events(moment, loop):
+            for session in reversed(sessions) if event.startswith("after_") else sessions:
+                session._loop = session._model.steps.loop = loop
+                session._run(event, session._algorithm)
+
+    def _events(self, moment: str, loop: Loop) -> Sequence[str]:
+        if moment == "on_step_start" and self._loop is None:
+            raise PlanError(
+                "Algorithms of Composer's follow the moments of train_epoch. Call that, instead of "
+                "TrainingHooks.microbatches in a loop of your own."
+            )
+        if moment != "on_epoch_start":
+            return EVENTS[moment]
+        loop.microbatch = loop.engine.rank
+        first, resumed = self._loop is None, loop.step_in_epoch > 0
+        start = ("fit_start",) if loop.step else ("fit_start", "iteration_start")
+        return (*(start if first else ()), *(() if resumed else ("epoch_start",)))
 
     @contextmanager
     def _evaluation(self, algorithm: Any) -> Iterator[None]:
@@ -138,12 +177,14 @@ class ComposerSession(Session):
         here = self._event(event)
         if not algorithm.match(here, state):
             return
-        if loop.sharded and event not in self._on_shards:
+        if loop.engine.sharded and event not in self._on_shards:
             raise PlanError(
                 f"{self._name} runs at Event.{here.name} on shards of the model, which was not known before. Declare "
                 "that it is safe there, with from_composer(…, safe_with=(…)), or distribute with 'ddp'."
             )
-        with seeded([loop.seed, loop.step, loop.microbatch, self._key, PLACES.index(event)], loop.device):
+        with seeded(
+            [loop.seed, loop.step, loop.microbatch, self._key, PLACES.index(event)], loop.engine.device
+        ):
             algorithm.apply(here, state, SilentLogger())
 
 

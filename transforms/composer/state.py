@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...common.errors import PlanError
-from ..common.moments import LoopView
+from ..base import Loop
 
 
 class NoPlace(PlanError, AttributeError):
@@ -45,7 +45,7 @@ def brought(module: str) -> Any:
 class Steps:
     """What the algorithm's model computes with, in a run: the wrapped model and the loss. Never copied."""
 
-    loop: LoopView | None = None
+    loop: Loop | None = None
 
     def __deepcopy__(self, memo: object) -> Steps:
         return self
@@ -98,15 +98,12 @@ class DeviceView:
         self._device = device
 
     def tensor_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on the device."""
         return tensor.to(self._device)
 
     def batch_to_device(self, batch: Any) -> Any:
-        """Return the batch, whose tensors are on the device already."""
         return type(batch)(each.to(self._device) for each in batch)
 
     def module_to_device(self, module: nn.Module) -> nn.Module:
-        """Return the module on the device."""
         return module.to(self._device)
 
 
@@ -115,18 +112,14 @@ class SilentLogger:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("log_"):
-            return _drop
+            return lambda *_, **__: None
         raise NoPlace(f"logger.{name} has no place in Drivetrain's loop, which drops what algorithms log.")
-
-
-def _drop(*arguments: Any, **options: Any) -> None:
-    """Do nothing with what is logged."""
 
 
 class Probe:
     """A point of a nominal run, for `match` before there is one: 10 epochs of 10 steps."""
 
-    epochs, steps_per_epoch, batch_size = 10, 10, 10
+    total_steps, steps_per_epoch, batch_size = 100, 10, 10
 
     def __init__(self, step: int) -> None:
         self.epoch, self.step, self.step_in_epoch = step // 10, step, step % 10
@@ -147,14 +140,16 @@ class StateView:
     precision_config = None
     dataloader_label = "train"
 
-    def __init__(self, name: str, model: Any, loop: LoopView | Probe | None, algorithm: Any) -> None:
+    def __init__(self, name: str, model: Any, loop: Loop | Probe | None, algorithm: Any) -> None:
         vars(self).update(_name=name, _model=model, _loop=loop, callbacks=[], algorithms=[algorithm])
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if isinstance(part := vars(StateView).get(name), property) and part.fget is not None:
-            return part.fget(self)  # it raised NoPlace, which is an AttributeError: raise it again
+        if name in _AT_STEPS:
+            return _AT_STEPS[name](self._at_step(name))
+        if name in _IN_RUN:
+            return _IN_RUN[name](self._in_run(name))
         raise NoPlace(
             f"{self._name} uses state.{name}, which has no place in Drivetrain's loop. It has: "
             f"{', '.join(sorted(_PARTS))}."
@@ -170,25 +165,9 @@ class StateView:
 
     @property
     def model(self) -> Any:
-        """A `ComposerModel` of the plain model; see `composer_model`."""
         if self._model is None:
             raise Unknown
         return self._model
-
-    @property
-    def batch(self) -> Any:
-        """`(images, targets)` of this rank."""
-        return self._in_run("batch").batch
-
-    @property
-    def outputs(self) -> Any:
-        """The model's outputs, in float32."""
-        return self._in_run("outputs").outputs
-
-    @property
-    def loss(self) -> Any:
-        """The loss of the microbatch."""
-        return self._in_run("loss").loss
 
     def batch_get_item(self, key: Any) -> Any:
         """Return an item of the batch, by index or by a function."""
@@ -201,12 +180,10 @@ class StateView:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizer; at `Event.INIT` there is none yet."""
-        return [] if self._loop is None else [self._in_run("optimizers").optimizer]
+        return [] if self._loop is None else [self._in_run("optimizers").engine.optimizer]
 
     @property
     def timestamp(self) -> Any:
-        """The position of the run."""
         loop = self._loop
         if loop is None:
             return brought("core.time").Timestamp()
@@ -219,84 +196,56 @@ class StateView:
             sample_in_epoch=loop.step_in_epoch * loop.batch_size,
         )
 
-    @property
-    def max_duration(self) -> Any:
-        """The epochs of the run."""
-        loop = self._at_step("max_duration")
-        epochs = loop.epochs if isinstance(loop, Probe) else max(loop.total_steps // loop.steps_per_epoch, 1)
-        return brought("core.time").Time(epochs, "ep")
-
     def get_elapsed_duration(self) -> Any:
         """Return the completed fraction of the run, in finished epochs, as Composer does for a duration in epochs."""
         duration = self.max_duration
         return self.timestamp.get(duration.unit) / duration
 
-    @property
-    def dataloader_len(self) -> Any:
-        """The steps of an epoch."""
-        return brought("core.time").Time(self._at_step("dataloader_len").steps_per_epoch, "ba")
-
-    @property
-    def dataloader(self) -> Any:
-        """The training loader, which is not a `torch.utils.data.DataLoader`."""
-        return self._in_run("dataloader").loader
-
-    @property
-    def train_dataloader(self) -> Any:
-        """The training loader, which is not a `torch.utils.data.DataLoader`."""
-        return self.dataloader
-
-    @property
-    def device(self) -> DeviceView:
-        """The device of the batches."""
-        return DeviceView(self._in_run("device").device)
-
-    @property
-    def precision(self) -> Any:
-        """Composer's name of the precision."""
-        names = {"fp32": "fp32", "bf16": "amp_bf16", "fp16": "amp_fp16"}
-        return brought("core.precision").Precision(names[self._in_run("precision").precision])
-
-    @property
-    def _precision(self) -> Any:
-        return self.precision
-
-    @property
-    def rank_zero_seed(self) -> int:
-        """The seed of the run."""
-        return self._in_run("rank_zero_seed").seed
-
-    @property
-    def seed(self) -> int:
-        """The seed of this rank."""
-        return self.rank_zero_seed + self._in_run("seed").rank
-
-    @property
-    def fsdp_enabled(self) -> bool:
-        """Whether parameters are sharded."""
-        return self._in_run("fsdp_enabled").sharded
-
-    @property
-    def fsdp_config_version(self) -> int:
-        """2 (FSDP2) if parameters are sharded, else 0."""
-        return 2 if self.fsdp_enabled else 0
-
-    def _at_step(self, name: str) -> LoopView | Probe:
+    def _at_step(self, name: str) -> Loop | Probe:
         if self._loop is None:
             raise NoPlace(
                 f"{self._name} uses state.{name} at Event.INIT, where Drivetrain does not know it yet."
             )
-        loop: LoopView | Probe = self._loop
+        loop: Loop | Probe = self._loop
         return loop
 
-    def _in_run(self, name: str) -> LoopView:
+    def _in_run(self, name: str) -> Loop:
         loop = self._at_step(name)
         if isinstance(loop, Probe):
             raise Unknown
         return loop
 
 
-_PARTS = [name for name in vars(StateView) if not name.startswith("_")] + ["callbacks", "algorithms"]
+_AT_STEPS: dict[str, Callable[[Loop | Probe], Any]] = {
+    "dataloader_len": lambda loop: brought("core.time").Time(loop.steps_per_epoch, "ba"),
+    "max_duration": lambda loop: brought("core.time").Time(
+        max(loop.total_steps // loop.steps_per_epoch, 1), "ep"
+    ),
+}
+_IN_RUN: dict[str, Callable[[Loop], Any]] = {
+    "batch": lambda loop: loop.batch,
+    "outputs": lambda loop: loop.outputs,
+    "loss": lambda loop: loop.loss,
+    "dataloader": lambda loop: loop.loader,
+    "train_dataloader": lambda loop: loop.loader,
+    "device": lambda loop: DeviceView(loop.engine.device),
+    "precision": lambda loop: _precision(loop),
+    "_precision": lambda loop: _precision(loop),
+    "rank_zero_seed": lambda loop: loop.seed,
+    "seed": lambda loop: loop.seed + loop.engine.rank,
+    "fsdp_enabled": lambda loop: loop.engine.sharded,
+    "fsdp_config_version": lambda loop: 2 * loop.engine.sharded,
+}
+_PARTS = [
+    name
+    for name in (*vars(StateView), *_AT_STEPS, *_IN_RUN, "callbacks", "algorithms")
+    if not name.startswith("_")
+]
+
+
+def _precision(loop: Loop) -> Any:
+    names = {"fp32": "fp32", "bf16": "amp_bf16", "fp16": "amp_fp16"}
+    return brought("core.precision").Precision(names[loop.precision])
 
 
 @contextmanager

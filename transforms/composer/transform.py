@@ -87,6 +87,9 @@ def from_composer(
         else depends_on_length,
         unsafe_with=() if safe else tuple(each for each in SHARDED if each not in families),
         unused_parameters=unused,
+        averages_weights=known is not None and known.ours in ("EMA()", "SWA()"),
+        changes_image_size=known is not None and known.ours == "ProgressiveResizing()",
+        clips_gradients=known is not None and known.ours == "GradientClipping()",
         targets=None if known is None else known.targets,
         soft_targets=known is not None
         and known.soft_targets
@@ -176,6 +179,11 @@ class ComposerTransform(base.Transform):
     def unknown(self) -> bool:
         """Whether it is the user's, and runs during training."""
         return known_of(self.algorithm) is None and not set(self.events) <= {"init"}
+
+    @property
+    def follows_loop(self) -> bool:
+        """Whether it runs during training."""
+        return self.events != ("init",)
 
     @property
     def caution(self) -> str:

@@ -138,7 +138,7 @@ def _heard() -> AbstractContextManager[None]:
     """Return what lets the other ranks of a job know of an error, e.g. a recipe that this machine does not have."""
     if "WORLD_SIZE" not in os.environ:  # saves the time of importing torch
         return nullcontext()
-    from ....strategies.launching.failures import failures_posted
+    from ....strategies.launching.meeting import failures_posted
 
     return failures_posted()
 

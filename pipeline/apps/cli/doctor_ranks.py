@@ -17,10 +17,9 @@ from ....common.version import __version__
 from ....strategies.devices import rank_device
 from ....strategies.launching.agent import blocked_growth, killed_with_agent
 from ....strategies.launching.group import join_group
-from ....strategies.launching.meeting import Meeting, meet
+from ....strategies.launching.meeting import Meeting, meet, under_torchrun
 from ....strategies.launching.peers import lost_ranks_named
 from ....strategies.launching.speed import AllReduce, all_reduce_speed
-from ....strategies.launching.store import under_torchrun
 from .doctor import Finding, host_address
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

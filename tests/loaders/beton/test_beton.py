@@ -160,24 +160,22 @@ def test_image_field_of_another_type_and_arguments_where_none_belong(copy: Path)
     refused(copy, "field 'image' has arguments")
 
 
-def test_two_fields_of_one_name(copy: Path) -> None:
-    patch(copy, HEADER.itemsize + FIELD.itemsize + 1, b"image")
-    refused(copy, "distinct names for all fields")
-
-
-def test_field_name_not_ascii(copy: Path) -> None:
-    patch(copy, HEADER.itemsize + 1, b"\xff")
-    refused(copy, "ASCII")
-
-
-def test_int_labels_read_as_floats(copy: Path) -> None:
-    patch(copy, HEADER.itemsize + FIELD.itemsize, b"\0")
-    refused(copy, "label .*float32")
+@pytest.mark.parametrize(
+    ("position", "data", "words"),
+    [
+        (FIELD.itemsize + 1, b"image", "distinct names for all fields"),
+        (1, b"\xff", "ASCII"),
+        (FIELD.itemsize, b"\0", "label .*float32"),  # ints read as floats
+    ],
+)
+def test_a_field_descriptor_with_other_bytes(copy: Path, position: int, data: bytes, words: str) -> None:
+    patch(copy, HEADER.itemsize + position, data)
+    refused(copy, words)
 
 
 def test_float_labels_read_as_ints(tmp_path: Path) -> None:
     images, labels = raw_pictures(3)
-    convert((images, labels + 0.5), tmp_path / "f.beton", progress=False)
+    convert((images, labels + 0.5), tmp_path / "f.beton")
     assert open_beton(tmp_path / "f.beton").labels.tolist() == [0.5, 1.5, 2.5]
     manifest_path(tmp_path / "f.beton").unlink()
     patch(tmp_path / "f.beton", HEADER.itemsize + FIELD.itemsize, b"\1")
@@ -249,7 +247,7 @@ def test_label_out_of_all_bounds(copy: Path) -> None:
 def test_manifest_of_another_file(sound: Path, copy: Path, tmp_path: Path) -> None:
     """Also of one with as many samples and the same fields."""
     images, labels = raw_pictures(COUNT, SIDE)
-    convert((images[::-1], labels[::-1].copy()), tmp_path / "other.beton", progress=False)
+    convert((images[::-1], labels[::-1].copy()), tmp_path / "other.beton")
     shutil.copy(manifest_path(tmp_path / "other.beton"), manifest_path(copy))
     refused(copy, "does not belong")
     shutil.copy(manifest_path(sound), manifest_path(copy))
@@ -282,12 +280,12 @@ def test_manifest_of_a_file_of_equal_tables(tmp_path: Path) -> None:
     """Raw images of one size and the same labels: the tables are equal to the last byte."""
     images, labels = raw_pictures(COUNT)
     for name, pixels in (("a", images), ("b", 255 - images)):
-        convert((pixels, labels), tmp_path / f"{name}.beton", progress=False)
+        convert((pixels, labels), tmp_path / f"{name}.beton")
     shutil.copy(manifest_path(tmp_path / "a.beton"), manifest_path(tmp_path / "b.beton"))
     refused(tmp_path / "b.beton", "does not belong to b.beton.*seal.*Convert the data again")
     one = images.copy()
     one[COUNT // 2 + 1, 3, 3, 1] ^= 1  # a single bit of a single picture
-    convert((one, labels), tmp_path / "b.beton", progress=False)
+    convert((one, labels), tmp_path / "b.beton")
     shutil.copy(manifest_path(tmp_path / "a.beton"), manifest_path(tmp_path / "b.beton"))
     refused(tmp_path / "b.beton", "does not belong to b.beton.*seal")
     for suffix in ("", ".json"):  # the same pair under another name

@@ -113,13 +113,7 @@ class Arrays(Samples):
 def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("fuzz") / "fuzz.beton"
     arrays = request.param == "arrays"
-    convert(
-        Arrays() if arrays else Samples(),
-        path,
-        fields=NAMES,
-        image_mode="I;16" if arrays else None,
-        progress=False,
-    )
+    convert(Arrays() if arrays else Samples(), path, fields=NAMES, image_mode="I;16" if arrays else None)
     return path
 
 

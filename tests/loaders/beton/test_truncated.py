@@ -16,7 +16,7 @@ from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton, ver
 from drivetrain.loaders.beton import reader
 from drivetrain.loaders.beton.open_file import OpenFile
 from drivetrain.loaders.datasets.torch_dataset import BetonDataset
-from loader_pictures import jpeg_beton, raw_pictures, run_python
+from loader_pictures import raw_pictures, run_python
 
 TRUNCATE = """
 import os, sys
@@ -45,9 +45,10 @@ def one(kind, path, between, **options):
             next(batches)
             os.truncate(path, length)
             refused(lambda: list(batches))
-        refused(lambda: loader.beton.image(len(loader.beton) - 1))
-        refused(lambda: loader.beton.read("image", [len(loader.beton) - 1]))
-        refused(lambda: loader.beton.checksum(len(loader.beton) - 1))
+        beton = loader.beton.files[0]
+        refused(lambda: beton.image(len(beton) - 1))
+        refused(lambda: beton.read("image", [len(beton) - 1]))
+        refused(lambda: beton.checksum(len(beton) - 1))
         loader.close()
         open(path, "wb").write(data)
 
@@ -60,17 +61,10 @@ for path in sys.argv[1:]:
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jpeg_beton(tmp_path_factory.mktemp("truncated") / "photos.beton")
-
-
-@pytest.fixture(scope="module")
 def raws(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("truncated") / "raws.beton"
     images, _ = raw_pictures(18)
-    convert(
-        (images, np.eye(18, 5, dtype=np.float32)), path, progress=False
-    )  # vector labels, which lie on pages too
+    convert((images, np.eye(18, 5, dtype=np.float32)), path)  # vector labels, which lie on pages too
     return path
 
 
@@ -161,7 +155,7 @@ def test_verify_and_labels_of_a_file_that_became_shorter(raws: Path, tmp_path: P
     with pytest.raises(BetonError, match="bytes when it was opened"):
         _ = beton.labels
     with pytest.raises(BetonError, match="truncated"):
-        verify(path, progress=False)
+        verify(path)
 
 
 def test_reading_a_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from PIL import Image
 
 
 def converted(source: Any, tmp_path: Path, **options: Any) -> tuple[Beton, dict[str, int]]:
-    report = convert(source, tmp_path / "out.beton", **{"progress": False, **options})
+    report = convert(source, tmp_path / "out.beton", **options)
     beton = open_beton(report.path)
     assert report.samples == len(beton)
     assert report.size == report.path.stat().st_size
@@ -71,7 +71,7 @@ def test_grey(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("shape", [(2, 12, 10), (2, 12, 10, 1), (2, 1, 12, 10)])
 def test_grey_arrays_become_rgb(tmp_path: Path, shape: tuple[int, ...]) -> None:
     grey = np.random.default_rng(0).integers(0, 256, (2, 12, 10), dtype=np.uint8)
-    convert((grey.reshape(shape), np.arange(2)), tmp_path / "grey.beton", progress=False)
+    convert((grey.reshape(shape), np.arange(2)), tmp_path / "grey.beton")
     beton = open_beton(tmp_path / "grey.beton")
     for number in range(2):
         assert np.array_equal(np.asarray(beton.image(number)), np.repeat(grey[number, :, :, None], 3, axis=2))
@@ -231,7 +231,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path: Path) -> None:
     results = []
     for workers in (1, 2, 5):
         out = tmp_path / f"{workers}.beton"
-        report = convert(folder, out, workers=workers, on_error="skip", progress=False)
+        report = convert(folder, out, workers=workers, on_error="skip")
         assert [Path(name).name for name, _ in report.skipped] == ["broken.jpg"]
         results.append((out.read_bytes(), manifest_path(out).read_bytes()))
     assert results[0] == results[1] == results[2]
@@ -292,7 +292,7 @@ def test_page_grows_with_the_largest_sample(tmp_path: Path) -> None:
 
 
 def test_report_reads_well(tmp_path: Path) -> None:
-    report = convert(jpeg_folder(tmp_path / "images"), tmp_path / "out.beton", progress=False)
+    report = convert(jpeg_folder(tmp_path / "images"), tmp_path / "out.beton")
     assert "18 images (all copied unchanged)" in str(report)
     assert json.loads(json.dumps(report.to_dict()))["path"] == str(tmp_path / "out.beton")
 
@@ -305,7 +305,7 @@ def test_hidden_folders_and_files_are_left_out(tmp_path: Path) -> None:
         (root / hidden).mkdir()
         (root / hidden / "000.jpg").write_bytes(picture)
     (root / "cat" / "._000.jpg").write_bytes(b"\0\5\26\7")
-    report = convert(root, tmp_path / "out.beton", progress=False)
+    report = convert(root, tmp_path / "out.beton")
     with TorchLoader(root, batch_size=2, image_size=16, workers=0, train=False) as loader:
         assert loader.classes == report.classes
         assert loader.labels.tolist() == open_beton(tmp_path / "out.beton").labels.tolist()

@@ -17,8 +17,8 @@ from drivetrain.common.errors import BetonError, DataError, DrivetrainError
 from drivetrain.loaders import convert, open_beton
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.conversion.encode import Encoding
-from drivetrain.loaders.conversion.sampling import Job, encoded_samples, first_fields
-from drivetrain.loaders.conversion.sources import open_source
+from drivetrain.loaders.conversion.sample_source import open_source
+from drivetrain.loaders.conversion.sampling import Conversion, encoded_samples, first_fields
 from loader_pictures import jpeg_folder, raw_beton, raw_pictures
 from process_state import start_server
 
@@ -86,11 +86,11 @@ def test_failure_leaves_the_old_file_as_it_was(tmp_path: Path) -> None:
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     images, labels = raw_pictures(9)
     with pytest.raises(DataError):
-        convert((images, labels - 1), out, progress=False)  # noticed after all images are written
+        convert((images, labels - 1), out)  # noticed after all images are written
     folder = jpeg_folder(tmp_path / "images")
     (folder / "cat" / "zzz.jpg").write_text("not a picture")
     with pytest.raises(DataError, match=r"zzz\.jpg"):
-        convert(folder, out, progress=False)
+        convert(folder, out)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
     assert len(open_beton(out)) == 5
 
@@ -98,7 +98,7 @@ def test_failure_leaves_the_old_file_as_it_was(tmp_path: Path) -> None:
 def test_manifest_that_cannot_be_written_fails_before_the_file_appears(tmp_path: Path) -> None:
     manifest_path(tmp_path / "out.beton").mkdir()
     with pytest.raises(DrivetrainError, match=r"out\.beton\.json could not be written"):
-        convert(raw_pictures(5), tmp_path / "out.beton", progress=False)
+        convert(raw_pictures(5), tmp_path / "out.beton")
     assert [path.name for path in tmp_path.iterdir()] == ["out.beton.json"]
 
 
@@ -114,7 +114,7 @@ def test_an_open_file_survives_its_replacement(tmp_path: Path) -> None:
     out = raw_beton(tmp_path / "out.beton", 5)
     old = open_beton(out)
     before = [old.stored(index) for index in range(5)]
-    convert((raw_pictures(5)[0][::-1], raw_pictures(5)[1]), out, progress=False)
+    convert((raw_pictures(5)[0][::-1], raw_pictures(5)[1]), out)
     assert [old.stored(index) for index in range(5)] == before
     assert open_beton(out).stored(0) == before[4]
 
@@ -158,7 +158,7 @@ def test_sigkill_between_the_renames_never_pairs_new_names_with_old_pixels(
         if older:
             images = np.repeat(np.arange(195, 255, dtype=np.uint8), 64 * 64 * 3).reshape(60, 64, 64, 3)
             names = [f"old-{label}" for label in range(60)]
-            convert((images, np.arange(60)), out, classes=names, write_mode="raw", progress=False)
+            convert((images, np.arange(60)), out, classes=names, write_mode="raw")
         server.start(out, renames=renames)
         assert server.status() == (0 if renames == 2 else -signal.SIGKILL)
         if whole_or_refused(out):
@@ -193,7 +193,7 @@ def test_conversions_to_one_name_at_a_time_in_several_threads(tmp_path: Path) ->
         for turn in range(8):
             images = np.full((10 + shade + turn % 2, 8, 8, 3), shade, np.uint8)
             classes = [f"{shade}-{label}" for label in range(len(images))]
-            convert((images, np.arange(len(images))), out, classes=classes, workers=1, progress=False)
+            convert((images, np.arange(len(images))), out, classes=classes, workers=1)
 
     with ThreadPoolExecutor(4) as pool:
         writers = [pool.submit(write, shade) for shade in range(4)]
@@ -252,11 +252,9 @@ def test_left_alone_it_ends_well_and_says_nothing(server: Server, tmp_path: Path
 
 def test_no_thread_remains(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    convert(raw_pictures(20), tmp_path / "out.beton", workers=4, progress=False)
+    convert(raw_pictures(20), tmp_path / "out.beton", workers=4)
     with pytest.raises(DataError):
-        convert(
-            (raw_pictures(20)[0], raw_pictures(20)[1] - 1), tmp_path / "x.beton", workers=4, progress=False
-        )
+        convert((raw_pictures(20)[0], raw_pictures(20)[1] - 1), tmp_path / "x.beton", workers=4)
     assert set(threading.enumerate()) <= before  # what an earlier test left may end meanwhile
 
 
@@ -277,7 +275,7 @@ def test_memory_is_bounded() -> None:
     source = Counted()
     opened = open_source(source)
     samples = encoded_samples(
-        Job(opened, Encoding(), first_fields(opened, {}, "raise", Encoding()), "raise"), 2, False
+        Conversion(opened, Encoding(), first_fields(opened, {}, "raise", Encoding()), "raise"), 2, False
     )
     for number, _ in enumerate(samples, 1):
         if number % 20 == 0:

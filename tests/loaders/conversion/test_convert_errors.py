@@ -12,7 +12,7 @@ import pytest
 import torch
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import convert, open_beton, verify
-from loader_pictures import jpeg_bytes, jpeg_folder, picture, raw_pictures
+from loader_pictures import image_folder, jpeg_bytes, jpeg_folder, picture, raw_pictures
 from PIL import Image
 
 IMAGES, LABELS = raw_pictures(5, 12)
@@ -24,7 +24,7 @@ def refused(source: Any, tmp_path: Path, words: str, **options: Any) -> str:
     out = tmp_path / "out"
     out.mkdir(exist_ok=True)
     with pytest.raises(DataError, match=words) as caught:
-        convert(source, out / "out.beton", **{"progress": False, **options})
+        convert(source, out / "out.beton", **options)
     assert list(out.iterdir()) == []
     return str(caught.value)
 
@@ -79,7 +79,7 @@ def test_bad_image(tmp_path: Path, make: Any) -> None:
     assert message.endswith("Repair or remove it, or use on_error='skip' (--skip-bad).")
     assert ".." not in message
 
-    report = convert(folder, tmp_path / "out.beton", on_error="skip", progress=False)
+    report = convert(folder, tmp_path / "out.beton", on_error="skip")
     assert report.samples == len(open_beton(tmp_path / "out.beton")) == 18
     ((name, reason),) = report.skipped
     assert name == str(bad)
@@ -88,8 +88,7 @@ def test_bad_image(tmp_path: Path, make: Any) -> None:
 
 
 def test_all_images_bad(tmp_path: Path) -> None:
-    (tmp_path / "images" / "a").mkdir(parents=True)
-    text(tmp_path / "images" / "a" / "x.jpg")
+    image_folder(tmp_path / "images", {"x.jpg": b"words, not pixels"})
     refused(tmp_path / "images", tmp_path, "None of the 1 samples.*x.jpg: it is not", on_error="skip")
 
 
@@ -203,7 +202,7 @@ def lazily_opened(tmp_path: Path) -> Image.Image:
 def test_data_set_with_a_bad_sample(tmp_path: Path, third: Any, words: str) -> None:
     message = refused(Awkward(third), tmp_path, words)
     assert message.startswith("sample 2: ")
-    report = convert(Awkward(third), tmp_path / "out.beton", on_error="skip", progress=False)
+    report = convert(Awkward(third), tmp_path / "out.beton", on_error="skip")
     assert [name for name, _ in report.skipped] == ["sample 2"]
     assert open_beton(tmp_path / "out.beton").labels.tolist() == [0, 1, 3, 4]
 
@@ -211,7 +210,7 @@ def test_data_set_with_a_bad_sample(tmp_path: Path, third: Any, words: str) -> N
 def test_the_cause_is_kept(tmp_path: Path) -> None:
     cause = KeyError("no such row")
     with pytest.raises(DataError) as caught:
-        convert(Awkward(cause), tmp_path / "out.beton", progress=False)
+        convert(Awkward(cause), tmp_path / "out.beton")
     assert caught.value.__cause__ is cause
 
 
@@ -244,7 +243,7 @@ def test_arguments(tmp_path: Path, options: dict[str, Any], words: str) -> None:
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     def to(out: Path, words: str) -> None:
         with pytest.raises(DataError, match=words):
-            convert((IMAGES, LABELS), out, progress=False)
+            convert((IMAGES, LABELS), out)
 
     to(tmp_path, "is a folder. Pass the file")
     to(tmp_path / "no" / "x.beton", "no does not exist. Create it first")
@@ -260,18 +259,17 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_what_each_check_finds(tmp_path: Path) -> None:
     """A truncated JPEG is found by both; one whose data is damaged, by decoding, and later by `verify`."""
-    folder, jpeg = tmp_path / "images" / "a", jpeg_bytes(picture(0, 90, 120))
-    folder.mkdir(parents=True)
+    jpeg = jpeg_bytes(picture(0, 90, 120))
     damaged = bytearray(jpeg)
     middle = len(jpeg) // 2
     damaged[middle : middle + 40] = bytes([0x55] * 40)
-    for name, data in (("0", jpeg), ("1", bytes(damaged)), ("2", jpeg + b"after the end")):
-        (folder / f"{name}.jpg").write_bytes(data)
-    whole = convert(folder.parent, tmp_path / "whole.beton", progress=False)
+    files = {"0.jpg": jpeg, "1.jpg": bytes(damaged), "2.jpg": jpeg + b"after the end"}
+    folder = image_folder(tmp_path / "images", files)
+    whole = convert(folder, tmp_path / "whole.beton")
     assert sum(count for how, count in whole.treatments.items() if how.startswith("re-encoded")) == 1
-    quick = convert(folder.parent, tmp_path / "quick.beton", check="structure", progress=False)
+    quick = convert(folder, tmp_path / "quick.beton", check="structure")
     assert quick.treatments == {"copied unchanged": 3}
-    assert [number for number, _ in verify(tmp_path / "quick.beton", progress=False).bad] == [1]
-    (folder / "3.jpg").write_bytes(jpeg[:-30])
+    assert [number for number, _ in verify(tmp_path / "quick.beton").bad] == [1]
+    (folder / "a" / "3.jpg").write_bytes(jpeg[:-30])
     with pytest.raises(DataError, match=r"3\.jpg: it cannot be decoded: image file is truncated"):
-        convert(folder.parent, tmp_path / "quick.beton", check="structure", progress=False)
+        convert(folder, tmp_path / "quick.beton", check="structure")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,10 @@ from drivetrain.loaders.beton.layout import Field
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.beton.tables import image_field, label_field
 from drivetrain.pipeline.apps.cli import main
-from loader_pictures import jpeg_bytes, picture
+from loader_pictures import image_folder, jpeg_bytes, picture, run_script
 from loader_stock_arrays import COUNT, KINDS, pixels
 from numpy.typing import NDArray
 from PIL import Image
-from places import SUPPORT
 
 SHAPE = (20, 24)
 MODES = {"L": (1, 8), "RGBA": (4, 8), "I;16": (1, 16), "RGB;16": (3, 16), "RGBA;16": (4, 16)}
@@ -45,7 +42,7 @@ def test_arrays_and_tensors_are_stored_as_they_are(mode: str, tmp_path: Path) ->
     forms: list[Any] = [images, torch.from_numpy(images)]
     forms.append(images[..., None] if channels == 1 else torch.from_numpy(np.moveaxis(images, -1, 1).copy()))
     for form in forms:
-        report = convert((form, labels), path, image_mode=mode, progress=False)
+        report = convert((form, labels), path, image_mode=mode)
         assert report.modes == {"raw": 5}
         assert report.treatments == {"stored": 5}
         beton = open_beton(path)
@@ -54,7 +51,7 @@ def test_arrays_and_tensors_are_stored_as_they_are(mode: str, tmp_path: Path) ->
         assert (set(beton.heights), set(beton.widths), set(beton.modes)) == ({20}, {24}, {1})
         for number in range(5):
             np.testing.assert_array_equal(beton.pixels(number), images[number])
-        assert verify(path, progress=False).sound
+        assert verify(path).sound
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "I;16"])
@@ -63,7 +60,7 @@ def test_pillow_images_and_files(mode: str, tmp_path: Path) -> None:
     pictures = [Image.fromarray(image) for image in images]
     assert {one.mode for one in pictures} == {mode}
     for data in ([(one, 0) for one in pictures], [(png(one), 0) for one in pictures]):
-        convert(data, tmp_path / "a.beton", image_mode=mode, progress=False)
+        convert(data, tmp_path / "a.beton", image_mode=mode)
         beton = open_beton(tmp_path / "a.beton")
         assert beton.image(2).mode == mode
         np.testing.assert_array_equal(np.asarray(beton.image(2)), images[2])
@@ -86,7 +83,7 @@ def test_channels_of_8_bits_are_converted(mode: str, tmp_path: Path) -> None:
         turned.getvalue(),
         {"bytes": jpeg, "path": None},
     ]
-    report = convert([(one, 0) for one in data], tmp_path / "a.beton", image_mode=mode, progress=False)
+    report = convert([(one, 0) for one in data], tmp_path / "a.beton", image_mode=mode)
     assert report.treatments["converted from RGB"] == 5
     beton, decoded = open_beton(tmp_path / "a.beton"), Image.open(io.BytesIO(jpeg))
     for number, expected in enumerate([image, image.convert("P"), image, decoded, image, decoded]):
@@ -95,8 +92,8 @@ def test_channels_of_8_bits_are_converted(mode: str, tmp_path: Path) -> None:
 
 def test_rgb_is_the_default(tmp_path: Path) -> None:
     data = [(Image.fromarray(levels(*MODES["L"])[0]), 0), (jpeg_bytes(picture(1, 40, 30)), 1)]
-    convert(data, tmp_path / "a.beton", progress=False)
-    convert(data, tmp_path / "b.beton", image_mode="RGB", progress=False)
+    convert(data, tmp_path / "a.beton")
+    convert(data, tmp_path / "b.beton", image_mode="RGB")
     assert (tmp_path / "a.beton").read_bytes() == (tmp_path / "b.beton").read_bytes()
     beton = open_beton(tmp_path / "a.beton")
     assert (beton.channels, beton.depth, beton.fields["image"]) == (3, 8, "rgb_image")
@@ -148,7 +145,7 @@ GREY, WIDE = Image.fromarray(levels(1, 8)[0]), Image.fromarray(levels(1, 16)[0])
 )  # fmt: skip
 def test_images_of_other_kinds(image: Any, mode: str | None, words: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=words):
-        convert([(image, 0)], tmp_path / "a.beton", image_mode=mode, progress=False)
+        convert([(image, 0)], tmp_path / "a.beton", image_mode=mode)
     assert not (tmp_path / "a.beton").exists()
 
 
@@ -156,8 +153,8 @@ def test_all_have_one_size(tmp_path: Path) -> None:
     data = [(GREY, 0), (GREY.resize((30, 40)), 0)]
     words = r"sample 1: it has 40 × 30 pixels \(height × width\), but the first sample has 20 × 24; .* resize them"
     with pytest.raises(DataError, match=words):
-        convert(data, tmp_path / "a.beton", image_mode="L", progress=False)
-    report = convert(data, tmp_path / "a.beton", image_mode="L", on_error="skip", progress=False)
+        convert(data, tmp_path / "a.beton", image_mode="L")
+    report = convert(data, tmp_path / "a.beton", image_mode="L", on_error="skip")
     assert [name for name, _ in report.skipped] == ["sample 1"]
 
 
@@ -177,14 +174,14 @@ def test_all_have_one_size(tmp_path: Path) -> None:
 )
 def test_options_of_jpegs(options: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=words):
-        convert([(GREY, 0)], tmp_path / "a.beton", **{"image_mode": "L", **options}, progress=False)
+        convert([(GREY, 0)], tmp_path / "a.beton", **{"image_mode": "L", **options})
 
 
 def test_masks_and_further_fields(tmp_path: Path) -> None:
     mask = np.arange(480).reshape(SHAPE) % 4
     data = [{"image": WIDE, "label": mask, "boxes": [[1, 2, 3, 4]], "score": 0.5}]
     fields = {"boxes": "boxes", "score": None}
-    convert(data, tmp_path / "a.beton", image_mode="I;16", fields=fields, progress=False)
+    convert(data, tmp_path / "a.beton", image_mode="I;16", fields=fields)
     beton = open_beton(tmp_path / "a.beton")
     assert beton.fields == {"image": "ndarray", "label": "bytes", "boxes": "json", "score": "float"}
     np.testing.assert_array_equal(beton.mask("label", 0), mask)
@@ -194,7 +191,7 @@ def test_inspection(tmp_path: Path) -> None:
     path, sheet = tmp_path / "a.beton", tmp_path / "sheet.png"
     for mode, kind in MODES.items():
         images = levels(*kind)
-        convert((images, np.arange(5)), path, image_mode=mode, progress=False)
+        convert((images, np.arange(5)), path, image_mode=mode)
         found = inspect(path)
         assert (found.jpegs, found.raws, found.width.largest, found.height.largest) == (0, 5, 24, 20)
         assert found.fields["image"].startswith(f"ndarray uint{kind[1]} (20, 24")
@@ -211,11 +208,11 @@ def test_inspection(tmp_path: Path) -> None:
 
 def test_a_changed_pixel_is_found(tmp_path: Path) -> None:
     path = tmp_path / "a.beton"
-    convert((levels(1, 16), np.arange(5)), path, image_mode="I;16", progress=False)
+    convert((levels(1, 16), np.arange(5)), path, image_mode="I;16")
     with path.open("r+b") as file:
         file.seek(int(open_beton(path).pointers[3]) + 7)
         file.write(b"\1\2")
-    assert [number for number, _ in verify(path, progress=False).bad] == [3]
+    assert [number for number, _ in verify(path).bad] == [3]
 
 
 def test_the_image_among_the_fields() -> None:
@@ -240,14 +237,13 @@ def test_the_image_among_the_fields() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "in" / "a").mkdir(parents=True)
-    WIDE.save(tmp_path / "in" / "a" / "1.png")
+    source = str(image_folder(tmp_path / "in", {"1.png": WIDE}))
     out = str(tmp_path / "a.beton")
     with pytest.raises(SystemExit, match=r"^0$"):
-        main(["convert", str(tmp_path / "in"), out, "--image-mode", "I;16", "--quiet"])
+        main(["convert", source, out, "--image-mode", "I;16", "--quiet"])
     np.testing.assert_array_equal(open_beton(out).pixels(0), levels(1, 16)[0])
     with pytest.raises(SystemExit, match=r"^1$"):
-        main(["convert", str(tmp_path / "in"), out, "--image-mode", "L", "--quiet"])
+        main(["convert", source, out, "--image-mode", "L", "--quiet"])
     assert "1.png: its values have more than 8 bits" in capsys.readouterr().err
 
 
@@ -255,13 +251,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.process
 def test_ffcv_reads_ours_and_we_read_its_files(tmp_path: Path) -> None:
     for mode, kind in MODES.items():
-        convert(
-            (levels(*kind), np.arange(5)), tmp_path / f"ours-{mode}.beton", image_mode=mode, progress=False
-        )
+        convert((levels(*kind), np.arange(5)), tmp_path / f"ours-{mode}.beton", image_mode=mode)
         manifest_path(tmp_path / f"ours-{mode}.beton").unlink()
-    script = [sys.executable, str(SUPPORT / "loader_stock_arrays.py"), str(tmp_path)]
-    run = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
+    run_script("loader_stock_arrays.py", tmp_path)
     for mode, kind in MODES.items():
         theirs = np.load(tmp_path / f"ours-{mode}.npz")
         np.testing.assert_array_equal(theirs["images"], levels(*kind))

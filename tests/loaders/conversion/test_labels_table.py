@@ -66,7 +66,7 @@ ACCEPTED = {
 def test_labels_are_those_of_the_rows(name: str, encoding: str, folder: Path, tmp_path: Path) -> None:
     text, labels, classes = ACCEPTED[name]
     out = tmp_path / "out.beton"
-    report = convert(folder, out, labels=table(tmp_path, text, encoding), progress=False)
+    report = convert(folder, out, labels=table(tmp_path, text, encoding))
     beton = open_beton(out)
     np.testing.assert_array_equal(beton.labels, np.array(labels, dtype=beton.labels.dtype))
     assert report.classes == list(beton.classes) == classes
@@ -79,12 +79,12 @@ def test_labels_are_those_of_the_rows(name: str, encoding: str, folder: Path, tm
 def test_classes_given_by_name_keep_their_order(folder: Path, tmp_path: Path) -> None:
     text, *_ = ACCEPTED["class names"]
     names = ["dog", "whale", "cat", "ant"]
-    convert(folder, tmp_path / "out.beton", labels=table(tmp_path, text), classes=names, progress=False)
+    convert(folder, tmp_path / "out.beton", labels=table(tmp_path, text), classes=names)
     beton = open_beton(tmp_path / "out.beton")
     assert beton.labels.tolist() == [2, 0, 0, 3]
     assert list(beton.classes) == names
     numbers = table(tmp_path, "file,house\na.jpg,7\nb.JPG,8\ndeep/c.png,7\ndeep/er/d.jpeg,7\n")
-    convert(folder, tmp_path / "out.beton", labels=numbers, classes=["7", "8"], progress=False)
+    convert(folder, tmp_path / "out.beton", labels=numbers, classes=["7", "8"])
     assert open_beton(tmp_path / "out.beton").labels.tolist() == [0, 1, 0, 0]
 
 
@@ -146,12 +146,7 @@ REFUSED = {
 def test_refused(case: str, folder: Path, tmp_path: Path) -> None:
     text, words = REFUSED[case]
     with pytest.raises(DataError, match=words):
-        convert(
-            folder,
-            tmp_path / "out.beton",
-            labels=table(tmp_path, text.replace("FOLDER", folder.name)),
-            progress=False,
-        )
+        convert(folder, tmp_path / "out.beton", labels=table(tmp_path, text.replace("FOLDER", folder.name)))
     assert not (tmp_path / "out.beton").exists()
 
 
@@ -175,7 +170,7 @@ def test_refused_arguments(folder: Path, tmp_path: Path) -> None:
         (folder, names, {"classes": ["cat", "dog"]}, r"line 5: animal is 'ant', which is not in classes"),
     ):
         with pytest.raises(DataError, match=words):
-            convert(source, tmp_path / "out.beton", labels=labels, progress=False, **options)  # type: ignore[arg-type]
+            convert(source, tmp_path / "out.beton", labels=labels, **options)  # type: ignore[arg-type]
 
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from drivetrain.loaders.conversion.encode import Encoding, encode_image
 from drivetrain.loaders.native import jpeg as jpegs
 from drivetrain.loaders.native import transcode
 from drivetrain.loaders.native.transcode import frame_type, recoded
-from loader_pictures import jpeg_bytes, picture
+from loader_pictures import image_folder, jpeg_bytes, picture
 from PIL import Image
 
 SIDES = (90, 121)  # no multiples of a block, and odd
@@ -78,7 +78,7 @@ def by_pillow(jpeg: bytes) -> np.ndarray[Any, Any]:
 def by_loader(folder: Path, **options: Any) -> torch.Tensor:
     """Convert a folder, and load it with `FFCVLoader` at its own size."""
     path = folder.parent / f"{len(options)}.beton"
-    convert(folder, path, progress=False, **options)
+    convert(folder, path, **options)
     settings: dict[str, Any] = {"image_size": 64, "train": False, "dtype": torch.uint8, "workers": 1}
     with FFCVLoader(path, batch_size=len(open_beton(path)), order="sequential", **settings) as loader:
         ((images, _),) = loader
@@ -86,11 +86,8 @@ def by_loader(folder: Path, **options: Any) -> torch.Tensor:
 
 
 def folder_of(tmp_path: Path, *jpegs: bytes) -> Path:
-    folder = tmp_path / "images"
-    (folder / "class").mkdir(parents=True)
-    for number, jpeg in enumerate(jpegs):
-        (folder / "class" / f"{number:03}.jpg").write_bytes(jpeg)
-    return folder
+    files = {f"{number:03}.jpg": jpeg for number, jpeg in enumerate(jpegs)}
+    return image_folder(tmp_path / "images", files)
 
 
 @pytest.mark.parametrize("progressive", [False, True])
@@ -258,22 +255,22 @@ def test_report_and_keep_bytes(tmp_path: Path) -> None:
         tmp_path, jpeg_bytes(PICTURE, optimize=True), jpeg_bytes(PICTURE), jpeg_bytes(PICTURE, progressive=True),
         PROGRESSIVE_ARITHMETIC,
     )  # fmt: skip
-    report = convert(folder, tmp_path / "a.beton", optimize=True, progress=False)
+    report = convert(folder, tmp_path / "a.beton", optimize=True)
     assert report.treatments == {BASELINE: 2, OPTIMISED: 1, COPIED: 1}
     assert f"2 {BASELINE}, " in str(report)
     end = call("convert", str(folder), str(tmp_path / "b.beton"), "--keep-bytes", "--quiet")
     assert "4 images (all copied unchanged)" in end.out
     beton = open_beton(tmp_path / "b.beton")
     assert [beton.stored(number) for number in range(4)] == [
-        path.read_bytes() for path in sorted((folder / "class").iterdir())
+        path.read_bytes() for path in sorted((folder / "a").iterdir())
     ]
     assert beton.manifest["settings"]["keep_bytes"] is True
     for number in range(4):
         np.testing.assert_array_equal(beton.image(number), open_beton(tmp_path / "a.beton").image(number))
     with pytest.raises(DataError, match="keep_bytes='yes'"):
-        convert(folder, tmp_path / "c.beton", keep_bytes="yes", progress=False)  # type: ignore[arg-type]
+        convert(folder, tmp_path / "c.beton", keep_bytes="yes")  # type: ignore[arg-type]
     with pytest.raises(DataError, match="Pass only one"):
-        convert(folder, tmp_path / "c.beton", keep_bytes=True, optimize=True, progress=False)
+        convert(folder, tmp_path / "c.beton", keep_bytes=True, optimize=True)
 
 
 def test_same_file_for_any_number_of_workers(tmp_path: Path) -> None:
@@ -284,7 +281,7 @@ def test_same_file_for_any_number_of_workers(tmp_path: Path) -> None:
     folder, results = folder_of(tmp_path, *jpegs), []
     for workers in (1, 2, 5):
         out = tmp_path / f"{workers}.beton"
-        convert(folder, out, workers=workers, optimize=True, progress=False)
+        convert(folder, out, workers=workers, optimize=True)
         results.append((out.read_bytes(), manifest_path(out).read_bytes()))
     assert results[0] == results[1] == results[2]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -20,10 +18,9 @@ from drivetrain.loaders import contact_sheet, convert, inspect, open_beton, veri
 from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.beton.targets import encode_mask, palette
-from loader_pictures import jpeg_bytes, picture
+from loader_pictures import jpeg_bytes, picture, run_script
 from loader_stock_masks import COUNT, mask, size
 from PIL import Image, ImageOps
-from places import SUPPORT
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
@@ -58,7 +55,7 @@ FIELDS = {"boxes": "boxes", "points": "keypoints"}
 
 def refused(source: Any, tmp_path: Path, words: str, **options: Any) -> None:
     with pytest.raises(DataError, match=words):
-        convert(source, tmp_path / "bad.beton", progress=False, **options)
+        convert(source, tmp_path / "bad.beton", **options)
     assert not (tmp_path / "bad.beton").exists()
 
 
@@ -68,23 +65,25 @@ def changed(**values: Any) -> Samples:
 
 def test_targets_are_stored_and_read(tmp_path: Path) -> None:
     path = tmp_path / "a.beton"
-    report = convert(Samples(), path, fields=FIELDS, classes=CLASSES, progress=False)
+    report = convert(Samples(), path, fields=FIELDS, classes=CLASSES)
     kinds = {"image": "rgb_image", "label": "mask", "boxes": "boxes", "points": "keypoints"}
     assert report.fields == kinds
     assert "fields: image (rgb_image), label (mask), boxes (boxes), points (keypoints)" in str(report)
-    for beton in (open_beton(path), open_files(path)):
+    single = open_beton(path)
+    for beton in (single, open_files(path)):
         assert beton.fields == {"image": "rgb_image", "label": "bytes", "boxes": "json", "points": "json"}
         assert beton.targets == {"label": "mask", "boxes": "boxes", "points": "keypoints"}
-        assert (beton.classes, beton.num_classes, beton.label_name) == (CLASSES, 3, "label")
-        for index in range(COUNT):
-            assert np.array_equal(beton.mask("label", index), mask(index))
+        assert (beton.classes, beton.label_name) == (CLASSES, "label")
         assert beton.read("boxes", np.arange(COUNT)) == BOXES
         assert beton.read("points", np.arange(COUNT)) == POINTS
         with pytest.raises(BetonError, match=r"its labels are masks.*read\('label', indices\)"):
             _ = beton.labels
-        with pytest.raises(BetonError, match="has no mask 'boxes'"):
-            beton.mask("boxes", 0)
-    assert verify(path, progress=False).sound
+    assert single.num_classes == 3
+    for index in range(COUNT):
+        assert np.array_equal(single.mask("label", index), mask(index))
+    with pytest.raises(BetonError, match="has no mask 'boxes'"):
+        single.mask("boxes", 0)
+    assert verify(path).sound
 
 
 def as_palette(index: int) -> Image.Image:
@@ -109,8 +108,8 @@ def as_palette(index: int) -> Image.Image:
     ids=["P", "L", "I;16", "int64", "tensor", "1HW", "tv_tensors", "png", "mixed"],
 )
 def test_every_form_of_a_mask_gives_the_same_file(tmp_path: Path, label: Callable[[int], Any]) -> None:
-    convert(Samples(), tmp_path / "a.beton", progress=False)
-    convert(Samples(label), tmp_path / "b.beton", workers=1, progress=False)
+    convert(Samples(), tmp_path / "a.beton")
+    convert(Samples(label), tmp_path / "b.beton", workers=1)
     assert (tmp_path / "a.beton").read_bytes() == (tmp_path / "b.beton").read_bytes()
     assert (open_beton(tmp_path / "b.beton").classes, open_beton(tmp_path / "b.beton").num_classes) == ([], 0)
 
@@ -121,20 +120,20 @@ def test_binary_and_large_masks_further_fields_and_arrays(tmp_path: Path) -> Non
 
     samples = [sample(index) for index in range(3)]
     path = tmp_path / "a.beton"
-    convert(samples, path, fields={"part": "mask", "ids": "mask"}, classes=["a", "b", "c"], progress=False)
+    convert(samples, path, fields={"part": "mask", "ids": "mask"}, classes=["a", "b", "c"])
     beton = open_beton(path)
     assert beton.targets == {"part": "mask", "ids": "mask"}
     assert beton.labels.tolist() == [0, 1, 2]
     assert np.array_equal(beton.mask("part", 1), mask(0)[:20, :30] > 0)
     assert (beton.mask("ids", 2) == 40000).all()
     images, masks = np.stack([one[0] for one in samples]), np.stack([mask(0)[:20, :30]] * 3)
-    convert((images, masks), path, progress=False)
+    convert((images, masks), path)
     assert np.array_equal(open_beton(path).mask("label", 2), masks[2])
 
 
 def test_a_mask_that_is_not_requested_stays_an_array(tmp_path: Path) -> None:
     samples = [(picture(0, 20, 30), 0, mask(0)[:20, :30])]
-    convert(samples, tmp_path / "a.beton", fields=["map"], progress=False)
+    convert(samples, tmp_path / "a.beton", fields=["map"])
     beton = open_beton(tmp_path / "a.beton")
     assert (beton.fields["map"], beton.targets) == ("ndarray", {})
 
@@ -142,7 +141,7 @@ def test_a_mask_that_is_not_requested_stays_an_array(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"max_resolution": 33}, {"min_resolution": 17}], ids=str)
 def test_targets_are_scaled_as_torchvision_does(tmp_path: Path, options: dict[str, int]) -> None:
     path = tmp_path / "a.beton"
-    convert(Samples(), path, fields=FIELDS, progress=False, **options)
+    convert(Samples(), path, fields=FIELDS, **options)
     beton = open_beton(path)
     for index in range(COUNT):
         height, width = size(index)
@@ -170,7 +169,7 @@ def test_masks_are_scaled_with_the_rounding_of_torchvision(before: int, after: i
     """For the first three sizes, exact division would take other pixels."""
     stripes = np.broadcast_to(np.arange(before, dtype=np.uint16) % 251, (before, before))
     images = np.zeros((1, before, before, 3), np.uint8)
-    convert((images, stripes[None]), tmp_path / "a.beton", max_resolution=after, progress=False)
+    convert((images, stripes[None]), tmp_path / "a.beton", max_resolution=after)
     expected = v2.functional.resize(
         tv_tensors.Mask(torch.from_numpy(stripes.astype(np.uint8))), [after, after]
     )
@@ -184,7 +183,7 @@ def test_targets_are_those_of_the_upright_picture(tmp_path: Path, orientation: i
     image = Image.open(io.BytesIO(jpeg_bytes(picture(0, 40, 60), exif=exif)))
     upright = np.asarray(ImageOps.exif_transpose(image).convert("L")) > 127
     box = [[1, 2, 3, 4]]
-    convert([(image, upright, box)], tmp_path / "a.beton", fields={"boxes": "boxes"}, progress=False)
+    convert([(image, upright, box)], tmp_path / "a.beton", fields={"boxes": "boxes"})
     beton = open_beton(tmp_path / "a.beton")
     assert (beton.heights[0], beton.widths[0]) == upright.shape
     assert np.array_equal(beton.mask("label", 0), upright)
@@ -219,7 +218,7 @@ def test_targets_are_those_of_the_upright_picture(tmp_path: Path, orientation: i
     ids=lambda value: str(value)[:40] if isinstance(value, str) else next(iter(value)),
 )
 def test_bad_targets_are_rejected_or_skipped(tmp_path: Path, change: dict[str, Any], words: str) -> None:
-    options: dict[str, Any] = {"fields": FIELDS, "classes": CLASSES, "progress": False}
+    options: dict[str, Any] = {"fields": FIELDS, "classes": CLASSES}
     refused(changed(**change), tmp_path, words, fields=FIELDS, classes=CLASSES)
     report = convert(changed(**change), tmp_path / "a.beton", on_error="skip", **options)
     assert [name for name, _ in report.skipped] == ["sample 3"]
@@ -237,10 +236,10 @@ def test_boxes_of_torchvision(tmp_path: Path) -> None:
         values = torch.tensor([[1, 2, 3, 4.5]], dtype=dtype)
         return tv_tensors.BoundingBoxes(values, format=form, canvas_size=canvas)
 
-    convert(changed(boxes=boxes("XYXY")), tmp_path / "a.beton", fields=FIELDS, progress=False)
+    convert(changed(boxes=boxes("XYXY")), tmp_path / "a.beton", fields=FIELDS)
     assert open_beton(tmp_path / "a.beton").read("boxes", np.array([3])) == [[[1, 2, 3, 4.5]]]
     half = changed(boxes=boxes("XYXY", dtype=torch.bfloat16))
-    convert(half, tmp_path / "a.beton", fields=FIELDS, progress=False)
+    convert(half, tmp_path / "a.beton", fields=FIELDS)
     assert open_beton(tmp_path / "a.beton").read("boxes", np.array([3])) == [[[1, 2, 3, 4.5]]]
     refused(changed(boxes=boxes("XYWH")), tmp_path, "format is XYWH.*ConvertBoundingBoxFormat", fields=FIELDS)
     refused(changed(boxes=boxes("XYXY", (45, 61))), tmp_path, r"canvas is \(45, 61\)", fields=FIELDS)
@@ -260,7 +259,7 @@ def test_classes_name_the_indices(tmp_path: Path) -> None:
     class Named(Samples):
         classes = ("wrong",)
 
-    convert(Named(), tmp_path / "a.beton", progress=False)
+    convert(Named(), tmp_path / "a.beton")
     assert open_beton(tmp_path / "a.beton").classes == []
 
 
@@ -281,7 +280,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 def test_a_folder_of_masks(folders: tuple[Path, Path], tmp_path: Path) -> None:
     photos, masks = folders
     path = tmp_path / "a.beton"
-    convert(photos, path, labels=masks, classes=CLASSES, progress=False)
+    convert(photos, path, labels=masks, classes=CLASSES)
     beton = open_beton(path)
     for place, index in enumerate([0, 2, 4, 1, 3]):
         assert np.array_equal(beton.mask("label", place), mask(index))
@@ -295,7 +294,7 @@ def test_a_folder_of_masks(folders: tuple[Path, Path], tmp_path: Path) -> None:
     end = call("convert", str(photos), str(tmp_path / "b.beton"), "--labels", str(masks), "--classes", "a,,b")
     assert "class 1 has no name" in end.line
     masks.rename(photos / "masks")  # below the images
-    convert(photos, tmp_path / "c.beton", labels=photos / "masks", progress=False)
+    convert(photos, tmp_path / "c.beton", labels=photos / "masks")
     assert len(open_beton(tmp_path / "c.beton")) == COUNT
 
 
@@ -324,7 +323,7 @@ def test_masks_in_shards(tmp_path: Path) -> None:
             add(tar, f"{index}.jpg", jpeg_bytes(picture(index, *size(index))))
             add(tar, f"{index}.mask.png", encode_mask(mask(index)))
             add(tar, f"{index}.json", str(index).encode())
-    convert(tmp_path / "a.tar", tmp_path / "a.beton", classes=CLASSES, progress=False)
+    convert(tmp_path / "a.tar", tmp_path / "a.beton", classes=CLASSES)
     end = call("convert", str(tmp_path / "a.tar"), str(tmp_path / "b.beton"), "--field", "mask.png=mask")
     assert end.code == 0
     one, other = open_beton(tmp_path / "a.beton"), open_beton(tmp_path / "b.beton")
@@ -338,12 +337,8 @@ def test_masks_in_shards(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.long
 def test_stock_reads_our_masks_and_we_read_theirs(tmp_path: Path) -> None:
-    convert(Samples(), tmp_path / "ours.beton", fields={"boxes": "boxes"}, progress=False)
-    run = subprocess.run(
-        [sys.executable, str(SUPPORT / "loader_stock_masks.py"), str(tmp_path)], capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    convert(Samples(), tmp_path / "ours.beton", fields={"boxes": "boxes"})
+    run_script("loader_stock_masks.py", tmp_path)
     ours, theirs = np.load(tmp_path / "ours.npz"), np.load(tmp_path / "theirs.npz")
     for index in range(COUNT):
         assert np.array_equal(ours[f"label{index}"], mask(index))
@@ -353,14 +348,14 @@ def test_stock_reads_our_masks_and_we_read_theirs(tmp_path: Path) -> None:
     assert (beton.label_name, beton.targets, beton.num_classes) == ("mask", {"mask": "mask"}, 0)
     for index in range(COUNT):
         assert np.array_equal(beton.mask("mask", index), mask(index))
-    assert verify(tmp_path / "theirs.beton", progress=False).sound
+    assert verify(tmp_path / "theirs.beton").sound
     assert inspect(tmp_path / "theirs.beton").fields == {"image": "rgb_image", "mask": "mask"}
     contact_sheet(tmp_path / "theirs.beton", tmp_path / "sheet.png")
 
 
 def test_inspection_counts_pixels(tmp_path: Path) -> None:
     path = tmp_path / "a.beton"
-    convert(Samples(), path, fields=FIELDS, classes=CLASSES, progress=False)
+    convert(Samples(), path, fields=FIELDS, classes=CLASSES)
     found = inspect(path)
     pixels = np.concatenate([mask(index).ravel() for index in range(COUNT)])
     names = {0: "ground", 1: "car", 2: "tree", 255: "255 (does not count)"}
@@ -378,7 +373,7 @@ def test_the_contact_sheet_draws_targets(tmp_path: Path) -> None:
     half = np.zeros((64, 64), np.uint8)
     half[:, 32:] = 1
     sample = (grey, half, [[4, 4, 20, 20]], [[40, 40]])
-    convert([sample], tmp_path / "a.beton", fields=FIELDS, classes=["sky", "car"], progress=False)
+    convert([sample], tmp_path / "a.beton", fields=FIELDS, classes=["sky", "car"])
     contact_sheet(tmp_path / "a.beton", tmp_path / "sheet.png", side=68)
     sheet = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)[2:66, 2:66]
     assert sheet[60, 10].tolist() == [50, 50, 50]  # half of black
@@ -390,7 +385,7 @@ def test_the_contact_sheet_draws_targets(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_verify_finds_bad_targets_without_checksums(tmp_path: Path) -> None:
     path, copy = tmp_path / "a.beton", tmp_path / "b.beton"
-    convert(Samples(), path, fields=FIELDS, classes=CLASSES, progress=False)
+    convert(Samples(), path, fields=FIELDS, classes=CLASSES)
     beton = open_beton(path)
     data = bytearray(path.read_bytes())
     label, boxes = beton.columns["label"], beton.columns["boxes"]
@@ -398,13 +393,13 @@ def test_verify_finds_bad_targets_without_checksums(tmp_path: Path) -> None:
         changed = bytearray(data)
         changed[int(label.pointers[1]) + byte] ^= 4
         copy.write_bytes(changed)
-        (bad,) = verify(copy, workers=1, progress=False).bad
+        (bad,) = verify(copy, workers=1).bad
         assert bad[0] == 1
         assert bad[1].startswith("its mask 'label': ")
     place = int(boxes.pointers[3])
     data[place : place + int(boxes.sizes[3])] = b"[[9, 2, 1, 1]]".ljust(int(boxes.sizes[3]) - 1) + b"\0"
     copy.write_bytes(data)
-    assert verify(copy, progress=False).sound  # without a manifest, nobody knows that they are boxes
+    assert verify(copy).sound  # without a manifest, nobody knows that they are boxes
     assert inspect(copy).masks["label"].damaged == 0
     first = int(label.pointers[0])
     data[first + 60] ^= 1
@@ -418,22 +413,22 @@ def test_verify_finds_bad_targets_without_checksums(tmp_path: Path) -> None:
 def test_verify_checks_targets_by_the_manifest(tmp_path: Path) -> None:
     """What no checksum shows: of data that another program wrote, and of a manifest that was edited."""
     path, bad = tmp_path / "a.beton", {"boxes": [[9, 2, 1, 1]]}
-    convert(Samples(change=(3, bad)), path, fields={"boxes": "json"}, classes=CLASSES, progress=False)
-    assert verify(path, progress=False).sound
+    convert(Samples(change=(3, bad)), path, fields={"boxes": "json"}, classes=CLASSES)
+    assert verify(path).sound
     manifest = manifest_path(path)
     manifest.write_text(manifest.read_text().replace('"label": "mask"', '"label": "mask", "boxes": "boxes"'))
-    (fault,) = verify(path, progress=False).bad
+    (fault,) = verify(path).bad
     assert fault[0] == 3
     assert fault[1].startswith("its boxes 'boxes': box 0 is [9, 2, 1, 1], which ends before it begins")
     manifest.write_text(manifest.read_text().replace(',\n  "tree"', ""))
-    faults = verify(path, progress=False).bad
+    faults = verify(path).bad
     assert len(faults) == COUNT
     assert faults[0][1].startswith("its mask 'label': it has the class index 2 at row 15, column 20, but")
 
 
 def test_the_manifest_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "a.beton"
-    convert(Samples(), path, fields=FIELDS, classes=CLASSES, progress=False)
+    convert(Samples(), path, fields=FIELDS, classes=CLASSES)
     text = manifest_path(path).read_text()
     for old, new, words in (
         ('"label": "mask"', '"label": "boxes"', "the target 'label' is 'boxes', but the field is bytes"),
@@ -452,12 +447,13 @@ def test_the_manifest_is_checked(tmp_path: Path) -> None:
 
 
 def test_files_of_a_data_set_must_have_the_same_targets(tmp_path: Path) -> None:
-    convert(Samples(), tmp_path / "a0.beton", fields=FIELDS, progress=False)
-    convert(Samples(), tmp_path / "a1.beton", fields={"boxes": "json", "points": "keypoints"}, progress=False)
+    convert(Samples(), tmp_path / "a0.beton", fields=FIELDS)
+    convert(Samples(), tmp_path / "a1.beton", fields={"boxes": "json", "points": "keypoints"})
     with pytest.raises(BetonError, match=r"a1\.beton has the targets .*fields="):
         open_files(str(tmp_path / "a{0,1}.beton"))
-    convert(Samples(), tmp_path / "b{0..2}.beton", fields=FIELDS, progress=False)
+    convert(Samples(), tmp_path / "b{0..2}.beton", fields=FIELDS)
     several = open_files(str(tmp_path / "b{0..2}.beton"))
     assert several.targets == {"label": "mask", "boxes": "boxes", "points": "keypoints"}
     for index in range(COUNT):
-        assert np.array_equal(several.mask("label", index), mask(index))
+        beton, own = several.locate(index)
+        assert np.array_equal(beton.mask("label", own), mask(index))

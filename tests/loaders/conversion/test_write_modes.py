@@ -10,7 +10,7 @@ import pytest
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import Beton, convert, open_beton
 from drivetrain.loaders.conversion.encode import Encoding
-from loader_pictures import jpeg_bytes, picture
+from loader_pictures import image_folder, jpeg_bytes, picture
 from PIL import Image
 
 SMALL, LARGE = picture(1, 20, 24), picture(2, 90, 120)
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def modes(source: Any, tmp_path: Path, **options: Any) -> tuple[Beton, list[int], dict[str, int]]:
-    report = convert(source, tmp_path / "a.beton", progress=False, **options)
+    report = convert(source, tmp_path / "a.beton", **options)
     beton = open_beton(tmp_path / "a.beton")
     assert report.modes == {
         name: count
@@ -101,9 +101,8 @@ def test_proportion_is_the_same_for_any_workers_and_about_right(tmp_path: Path) 
 def test_min_resolution_is_of_the_shorter_side_and_never_enlarges(
     tmp_path: Path, limit: int, size: tuple[int, int]
 ) -> None:
-    (tmp_path / "images" / "a").mkdir(parents=True)
-    (tmp_path / "images" / "a" / "x.jpg").write_bytes(jpeg_bytes(LARGE))
-    beton, _, how = modes(tmp_path / "images", tmp_path, min_resolution=limit)
+    images = image_folder(tmp_path / "images", {"x.jpg": jpeg_bytes(LARGE)})
+    beton, _, how = modes(images, tmp_path, min_resolution=limit)
     assert (beton.widths[0], beton.heights[0]) == size
     assert how == {"copied unchanged" if limit >= 90 else "scaled down": 1}
 
@@ -133,5 +132,5 @@ def test_target_sizes() -> None:
 )
 def test_arguments(folder: Path, tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=words):
-        convert(folder, tmp_path / "a.beton", progress=False, **options)
+        convert(folder, tmp_path / "a.beton", **options)
     assert list(tmp_path.iterdir()) == []

@@ -14,15 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cifar10_files import (
-    COMPLETE,
-    COUNT,
-    FILE_BYTES,
-    LABELS,
-    PIXELS,
-    FakeNpm,
-    snapshot,
-)
+from cifar10_files import COMPLETE, COUNT, FILE_BYTES, LABELS, PIXELS, FakeNpm, snapshot
 from drivetrain.common.errors import DataError
 from drivetrain.loaders.datasets.cifar10 import FILES, META, fetch_cifar10, load_cifar10
 from drivetrain.loaders.datasets.names import cifar10

@@ -37,7 +37,7 @@ def dataset(tmp_path: Path) -> Any:
 
 
 def test_features_become_fields_and_jpegs_pass_through(dataset: Any, tmp_path: Path) -> None:
-    report = convert(dataset, tmp_path / "a.beton", fields=["embedding", "caption"], progress=False)
+    report = convert(dataset, tmp_path / "a.beton", fields=["embedding", "caption"])
     assert report.treatments == {"copied unchanged": 5, "stored": 1}
     beton = open_beton(tmp_path / "a.beton")
     assert beton.classes == ["ant", "bee", "cat"]
@@ -56,7 +56,7 @@ def test_a_transform_of_the_user_decides(dataset: Any, tmp_path: Path) -> None:
             "label": batch["label"],
         }
 
-    convert(dataset.with_transform(mirrored), tmp_path / "a.beton", progress=False)
+    convert(dataset.with_transform(mirrored), tmp_path / "a.beton")
     found = np.asarray(open_beton(tmp_path / "a.beton").image(5))
     assert np.array_equal(found, picture(5, 20, 20)[:, ::-1])
 
@@ -66,8 +66,8 @@ def test_bad_sample_is_named(dataset: Any, tmp_path: Path) -> None:
     columns["image"][2]["bytes"] = columns["image"][2]["bytes"][:900]
     bad = datasets.Dataset.from_dict(columns, features=dataset.features)
     with pytest.raises(DataError, match="sample 2: it cannot be decoded"):
-        convert(bad, tmp_path / "a.beton", progress=False)
+        convert(bad, tmp_path / "a.beton")
     with pytest.raises(DataError, match=r"the fields \['rating'\] are missing"):
-        convert(dataset, tmp_path / "a.beton", fields=["rating"], progress=False)
-    report = convert(bad, tmp_path / "a.beton", on_error="skip", progress=False)
+        convert(dataset, tmp_path / "a.beton", fields=["rating"])
+    report = convert(bad, tmp_path / "a.beton", on_error="skip")
     assert [name for name, _ in report.skipped] == ["sample 2"]

@@ -58,7 +58,7 @@ def shards(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("pattern", ["train-{000..002}.tar", "train-*.tar", "train-{000,001,002}.tar"])
 def test_patterns(shards: Path, pattern: str) -> None:
-    report = convert(str(shards / pattern), shards / "out.beton", progress=False)
+    report = convert(str(shards / pattern), shards / "out.beton")
     beton = open_beton(shards / "out.beton")
     assert report.treatments == {"copied unchanged": 12}
     assert beton.labels.tolist() == list(range(12))
@@ -70,13 +70,13 @@ def test_one_shard_a_list_and_any_number_of_workers(shards: Path) -> None:
     paths = [shards / "train-002.tar", shards / "train-000.tar"]
     files = []
     for workers in (1, 3):
-        convert(paths, shards / "out.beton", workers=workers, classes=list("abcdefghijkl"), progress=False)
+        convert(paths, shards / "out.beton", workers=workers, classes=list("abcdefghijkl"))
         files.append((shards / "out.beton").read_bytes())
     beton = open_beton(shards / "out.beton")
     assert files[0] == files[1]
     assert beton.labels.tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
     assert beton.classes[8] == "i"
-    convert(shards / "train-001.tar", shards / "one.beton", progress=False)
+    convert(shards / "train-001.tar", shards / "one.beton")
     assert open_beton(shards / "one.beton").labels.tolist() == [4, 5, 6, 7]
 
 
@@ -95,7 +95,7 @@ def test_one_shard_a_list_and_any_number_of_workers(shards: Path) -> None:
 def test_labels(tmp_path: Path, extension: str, text: bytes, label: Any, form: int) -> None:
     key = "a" * (80 if form == tarfile.USTAR_FORMAT else 300)  # long names have headers of their own
     path = shard(tmp_path / "a.tar", {f"{key}.{extension}": text, f"{key}.PNG": png(picture(1, 9, 9))}, form)
-    convert(path, tmp_path / "a.beton", progress=False)
+    convert(path, tmp_path / "a.beton")
     beton = open_beton(tmp_path / "a.beton")
     assert beton.labels.tolist() == [label]
     assert np.array_equal(np.asarray(beton.image(0)), picture(1, 9, 9))
@@ -109,7 +109,7 @@ def test_further_members_are_fields(tmp_path: Path) -> None:
             txt=b"words " * label, **{"seg.png": png(picture(label, 8, 8))},
         )  # fmt: skip
     path = shard(tmp_path / "a.tar", members)
-    convert(path, tmp_path / "a.beton", fields=["json", "npy", "txt", "seg.png"], progress=False)
+    convert(path, tmp_path / "a.beton", fields=["json", "npy", "txt", "seg.png"])
     beton, some = open_beton(tmp_path / "a.beton"), np.array([2, 0])
     assert list(beton.fields.values())[2:] == ["json", "ndarray", "bytes", "bytes"]
     assert beton.read("json", some) == [{"n": 2}, {"n": 0}]
@@ -117,7 +117,7 @@ def test_further_members_are_fields(tmp_path: Path) -> None:
     assert beton.read("txt", some) == [b"words words ", b""]
     assert beton.read("seg.png", some)[1] == png(picture(0, 8, 8))
     with pytest.raises(DataError, match=r"a\.tar: key 0: it has no member \.flac"):
-        convert(path, tmp_path / "b.beton", fields=["flac"], progress=False)
+        convert(path, tmp_path / "b.beton", fields=["flac"])
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_sample_that_lacks_something(tmp_path: Path, change: dict[str, bytes | N
     members = sample("a", 0) | sample("b", 1) | sample("c", 2) | change
     path = shard(tmp_path / "x.tar", {name: data for name, data in members.items() if data is not None})
     with pytest.raises(DataError, match=rf"x\.tar: key b: {words}"):
-        convert(path, tmp_path / "a.beton", progress=False)
-    report = convert(path, tmp_path / "a.beton", on_error="skip", progress=False)
+        convert(path, tmp_path / "a.beton")
+    report = convert(path, tmp_path / "a.beton", on_error="skip")
     assert [name for name, _ in report.skipped] == [f"{path}: key b"]
     assert open_beton(tmp_path / "a.beton").labels.tolist() == [0, 2]
 
@@ -149,14 +149,14 @@ def test_truncated_at_every_length_is_named(shards: Path) -> None:
     for length in [0, 1, 511, 512, 600, 1024, len(data) // 2, len(last) - 1000, len(last) - 1, len(last)]:
         path.write_bytes(data[:length])
         with pytest.raises(DataError, match=r"train-001\.tar is truncated"):
-            convert(str(shards / "train-*.tar"), shards / "out.beton", progress=False)
+            convert(str(shards / "train-*.tar"), shards / "out.beton")
         assert not (shards / "out.beton").exists()
 
 
 def test_what_is_no_shard(tmp_path: Path) -> None:
     def refused(source: Any, words: str) -> None:
         with pytest.raises(DataError, match=words):
-            convert(source, tmp_path / "out.beton", progress=False)
+            convert(source, tmp_path / "out.beton")
 
     (tmp_path / "words.tar").write_text("words, no archive " * 100)
     refused(tmp_path / "words.tar", r"words\.tar is truncated or not a tar file")
@@ -183,7 +183,7 @@ def test_members_without_a_key_and_folders_are_no_samples(tmp_path: Path) -> Non
         folder = tarfile.TarInfo("folder.d")
         folder.type = tarfile.DIRTYPE
         tar.addfile(folder)
-    convert(path, tmp_path / "a.beton", progress=False)
+    convert(path, tmp_path / "a.beton")
     assert open_beton(tmp_path / "a.beton").labels.tolist() == [5]
 
 

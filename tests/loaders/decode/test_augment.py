@@ -11,10 +11,10 @@ import pytest
 import torch
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
-from drivetrain.loaders.decode.augmentation import choose
+from drivetrain.loaders.decode.augmentation import draw_choices
 from drivetrain.loaders.decode.draws import sample_keys
 from drivetrain.loaders.options import Settings
-from loader_pictures import jpeg_beton, load, picture
+from loader_pictures import load, picture
 from native_pixels import load_pictures
 from PIL import Image, ImageEnhance
 from torchvision.transforms import v2
@@ -24,15 +24,10 @@ LOADERS = [FFCVLoader, TorchLoader]
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jpeg_beton(tmp_path_factory.mktemp("augment") / "photos.beton")
-
-
-@pytest.fixture(scope="module")
 def grey(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """200 pictures of one grey, so that whatever differs was painted."""
     path = tmp_path_factory.mktemp("augment") / "grey.beton"
-    convert((np.full((200, SIDE, SIDE, 3), 100, np.uint8), np.zeros(200, int)), path, progress=False)
+    convert((np.full((200, SIDE, SIDE, 3), 100, np.uint8), np.zeros(200, int)), path)
     return path
 
 
@@ -53,7 +48,7 @@ def test_colours_are_drawn_as_torchvision_draws_them() -> None:
     """Range, mean and spread of each factor; each order of the three about as often."""
     made = Settings(batch_size=1, image_size=8, color_jitter=(0.4, 0.2, 1.5))
     keys = sample_keys(1, 2, np.arange(6000))
-    drawn = choose(made, keys, np.full(6000, 9), np.full(6000, 9)).color
+    drawn = draw_choices(made, keys, np.full(6000, 9), np.full(6000, 9)).color
     torch.manual_seed(0)
     jitter = v2.ColorJitter(0.4, 0.2, 1.5)
     theirs = [jitter.make_params([]) for _ in range(6000)]
@@ -140,7 +135,7 @@ def test_torchvision_has_no_area_resize(photos: Path) -> None:
 @pytest.mark.parametrize("kind", LOADERS)
 def test_alternating_flips_show_both_sides_in_two_epochs(kind: Any, tmp_path: Path) -> None:
     pictures = np.stack([picture(seed, SIDE, SIDE) for seed in range(40)])
-    convert((pictures, np.zeros(40, int)), tmp_path / "raw.beton", progress=False)
+    convert((pictures, np.zeros(40, int)), tmp_path / "raw.beton")
     whole = {"crop": "padded", "padding": 0, "flip": "alternating", "dtype": torch.uint8}
     options: dict[str, Any] = {
         "batch_size": 8,

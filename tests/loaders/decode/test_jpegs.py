@@ -134,7 +134,7 @@ def test_a_file_with_arithmetic_codes_is_read_by_both_loaders(tmp_path: Path) ->
     images = [long_arithmetic(), jpeg_bytes(PICTURE, quality=60)]
     samples = [Sample(Encoded(MODE_JPEG, 64, 48, image, "", (64, 48)), (0,)) for image in images]
     write_betons([path], samples, len(samples), fields, {"classes": []})
-    assert verify(path, progress=False).sound
+    assert verify(path).sound
     assert open_beton(path).image(0).tobytes() == open_beton(path).image(1).tobytes()
     options = {"batch_size": 2, "image_size": 32, "train": False, "workers": 1}
     with FFCVLoader(path, **options) as ours, TorchLoader(path, **options | {"workers": 0}) as theirs:

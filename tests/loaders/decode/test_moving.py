@@ -61,7 +61,7 @@ class Samples:
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("moving") / "a.beton"
-    convert(Samples(), path, fields=FIELDS, progress=False)
+    convert(Samples(), path, fields=FIELDS)
     return path
 
 
@@ -112,7 +112,7 @@ def test_targets_equal_those_of_torchvision_with_the_same_draws(name: str, file:
             assert images.shape[2:] == masks.shape[1:] == settings.size
             assert masks.dtype == torch.uint8
             keys = sample_keys(3, epoch, np.arange(len(SIZES)))
-            own = augmentation.choose(settings, keys, heights, widths)
+            own = augmentation.draw_choices(settings, keys, heights, widths)
             for index in range(len(SIZES)):
                 m, b, p = moved_by_torchvision(index, own, index, settings.size)
                 assert torch.equal(masks[index], m), (epoch, index)
@@ -127,7 +127,7 @@ def test_a_padded_crop_moves_the_mask_like_the_pixels(mode: str, tmp_path: Path)
     pictures = np.stack([picture(seed, 12, 12) for seed in range(8)])
     shown = [(np.repeat(p[:, :, :1], 3, 2), p[:, :, 0] % 200) for p in pictures]
     path = tmp_path / "a.beton"
-    convert(shown, path, progress=False)
+    convert(shown, path)
     options = {"crop": "padded", "padding": 5, "padding_mode": mode, "dtype": torch.uint8}
     with FFCVLoader(path, batch_size=8, image_size=12, workers=1, **options) as loader:
         for _ in range(4):
@@ -175,22 +175,20 @@ def test_class_indices_above_255(tmp_path: Path) -> None:
         return mask(index).astype(np.int64) * 100
 
     path = tmp_path / "wide.beton"
-    convert(Samples(wide), path, progress=False)
+    convert(Samples(wide), path)
     with FFCVLoader(path, batch_size=6, image_size=24, train=False, crop="whole", workers=1) as loader:
         _, masks = next(iter(loader))
     assert masks.dtype == torch.int32
     assert masks.max() == 600
     late = tmp_path / "late.beton"
-    convert(Samples(lambda index: wide(index) if index > 2 else mask(index)), late, progress=False)
+    convert(Samples(lambda index: wide(index) if index > 2 else mask(index)), late)
     with (
         FFCVLoader(late, batch_size=6, image_size=24, train=False, workers=1) as loader,
         pytest.raises(BetonError, match=r"sample 3.*class index 600, but the first sample's has 8 bits"),
     ):
         next(iter(loader))
     names = [str(number) for number in range(601)]
-    convert(
-        Samples(lambda index: wide(index) if index > 2 else mask(index)), late, classes=names, progress=False
-    )
+    convert(Samples(lambda index: wide(index) if index > 2 else mask(index)), late, classes=names)
     with FFCVLoader(late, batch_size=6, image_size=24, train=False, workers=1) as loader:
         assert next(iter(loader))[1].max() == 600
 
@@ -218,7 +216,7 @@ def test_a_png_of_a_field_that_is_no_mask(tmp_path: Path) -> None:
     Image.fromarray(picture(1, 12, 12)).save(buffer, "PNG")
     samples = [(picture(n, 12, 12), n, buffer.getvalue()) for n in range(4)]
     path = tmp_path / "a.beton"
-    convert(samples, path, fields={"map": "bytes"}, progress=False)
+    convert(samples, path, fields={"map": "bytes"})
     with pytest.raises(BetonError, match=r"sample 0.*its mask 'map': it is a PNG that is RGB"):
         FFCVLoader(path, batch_size=2, image_size=12, fields={"map": "mask"})
 
@@ -246,7 +244,7 @@ def test_operations_of_ffcv_are_refused(file: Path) -> None:
 def test_points_do_not_follow_reflected_edges(tmp_path: Path) -> None:
     samples = [(picture(n, 12, 12), n, [[1.0, 2.0]]) for n in range(4)]
     path = tmp_path / "a.beton"
-    convert(samples, path, fields={"points": "keypoints"}, progress=False)
+    convert(samples, path, fields={"points": "keypoints"})
     options = {"batch_size": 4, "image_size": 12, "crop": "padded", "fields": ("points",)}
     with pytest.raises(DataError, match=r"reflected edges. Use padding_mode='constant'"):
         FFCVLoader(path, **options)

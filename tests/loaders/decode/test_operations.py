@@ -88,15 +88,9 @@ def test_a_users_own_operation(raws: Path) -> None:
 def test_random_operations_depend_on_seed_epoch_and_sample_alone(raws: Path) -> None:
     """Stock FFCV gives others at every run."""
     options = {"batch_size": 8, "image_size": SIDE, "crop": "padded", "padding": 0, "flip": False}
+    options |= {"order": "sequential", "dtype": torch.uint8, "operations": [RandomHorizontalFlip(0.5)]}
     # Each loader compiles its operations again, for seconds, so the number of loaders is minimal.
-    with FFCVLoader(
-        raws,
-        operations=[RandomHorizontalFlip(0.5)],
-        order="sequential",
-        dtype=torch.uint8,
-        workers=1,
-        **options,
-    ) as loader:
+    with FFCVLoader(raws, workers=1, **options) as loader:
         once = torch.cat([images for images, _ in loader])
         loader.set_epoch(1)
         assert not torch.equal(once, torch.cat([images for images, _ in loader]))
@@ -123,7 +117,7 @@ def test_several_random_operations_are_the_same_in_another_process(raws: Path) -
 
 def test_samples_draw_differently(tmp_path: Path) -> None:
     same = np.repeat(raw_pictures(1, SIDE)[0], 30, axis=0)
-    convert((same, np.zeros(30, int)), tmp_path / "same.beton", progress=False)
+    convert((same, np.zeros(30, int)), tmp_path / "same.beton")
     flipped = load(tmp_path / "same.beton", [RandomHorizontalFlip(0.5)])
     share = (flipped != flipped[0]).flatten(1).any(1).float().mean().item()
     assert 0.2 < share < 0.8
@@ -158,7 +152,7 @@ def test_an_exception_reaches_the_caller_at_once(tmp_path: Path) -> None:
     """Stock FFCV waits forever: its worker thread is dead, and the loop does not notice."""
     images = raw_pictures(20, SIDE)[0] | 8
     images[13, 0, 0, 0] = 7
-    convert((images, np.arange(20)), tmp_path / "dark.beton", progress=False)
+    convert((images, np.arange(20)), tmp_path / "dark.beton")
     options = {"batch_size": 2, "image_size": SIDE, "train": False, "eval_ratio": 1.0}
     with FFCVLoader(tmp_path / "dark.beton", operations=[RaisesAtDark()], **options) as loader:
         list(zip(range(3), loader, strict=False))

@@ -15,7 +15,7 @@ from drivetrain.loaders import FFCVLoader, TorchLoader, convert
 from drivetrain.loaders.decode.draws import sample_keys
 from drivetrain.loaders.decode.policies import POLICIES
 from drivetrain.loaders.decode.policy_draws import NAMES, draw, magnitudes
-from loader_pictures import jpeg_beton, load, picture
+from loader_pictures import load, picture
 from native_pixels import load_pictures
 from numpy.typing import NDArray
 from PIL import Image
@@ -155,16 +155,11 @@ def test_aug_mix_mixes_as_torchvision_does() -> None:
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return jpeg_beton(tmp_path_factory.mktemp("policies") / "photos.beton")
-
-
-@pytest.fixture(scope="module")
 def same(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """1500 times the same picture: whatever differs was drawn."""
     path = tmp_path_factory.mktemp("policies") / "same.beton"
     images = np.repeat(picture(5, SIDE, SIDE)[None], 1500, axis=0)
-    convert((images, np.zeros(len(images), int)), path, progress=False)
+    convert((images, np.zeros(len(images), int)), path)
     return path
 
 

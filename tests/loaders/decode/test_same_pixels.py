@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from drivetrain.loaders import FFCVLoader, convert
-from loader_pictures import jpeg_bytes, picture
-from PIL import Image
+from loader_pictures import image_folder, jpeg_bytes, picture
 
 KNOWN = json.loads(Path(__file__).with_name("pixels.json").read_text())
 JITTER = {"color_jitter": (0.4, 0.4, 0.4), "cutout": 12}
@@ -44,13 +43,10 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """24 JPEGs of four codings, and 8 raw pictures of 48 pixels."""
     folder = tmp_path_factory.mktemp("same")
     ways = ({"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"progressive": True})
-    (folder / "images" / "a").mkdir(parents=True)
+    files: dict[str, Any] = {f"{n}.png": picture(n, 48, 48) for n in range(24, 32)}
     for n in range(24):
-        data = jpeg_bytes(picture(n, 90 + 7 * n, 160 - 3 * n), **ways[n % 4])
-        (folder / "images" / "a" / f"{n:02}.jpg").write_bytes(data)
-    for n in range(24, 32):
-        Image.fromarray(picture(n, 48, 48)).save(folder / "images" / "a" / f"{n}.png")
-    convert(folder / "images", folder / "mixed.beton", progress=False)
+        files[f"{n:02}.jpg"] = jpeg_bytes(picture(n, 90 + 7 * n, 160 - 3 * n), **ways[n % 4])
+    convert(image_folder(folder / "images", files), folder / "mixed.beton")
     return folder / "mixed.beton"
 
 

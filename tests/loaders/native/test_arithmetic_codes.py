@@ -80,7 +80,7 @@ def test_codes_whose_zeros_were_left_out(tmp_path: Path, sampling: str, way: int
 def test_the_loader_names_the_sample(tmp_path: Path) -> None:
     (tmp_path / "train" / "a").mkdir(parents=True)
     path = native_fuzz.write_jpeg(tmp_path / "train" / "a", (HEIGHT, WIDTH), "2211", ARITHMETIC)
-    convert(tmp_path / "train", tmp_path / "a.beton", keep_bytes=True, progress=False)
+    convert(tmp_path / "train", tmp_path / "a.beton", keep_bytes=True)
     data, beton = path.read_bytes(), (tmp_path / "a.beton").read_bytes()
     ((begin, end, _),) = scans(data)
     middle = (begin + end) // 2

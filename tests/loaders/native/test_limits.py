@@ -19,6 +19,7 @@ from drivetrain.loaders import FFCVLoader, convert, open_beton, verify
 from drivetrain.loaders.conversion.encode import Encoding, encode_image
 from drivetrain.loaders.native import jpeg, transcode
 from drivetrain.loaders.native.stop import Stop
+from loader_pictures import image_folder, run_python, run_script
 from PIL import Image
 
 
@@ -58,9 +59,8 @@ def test_conversion_does_not_go_round_the_limit_through_pillow() -> None:
 
 
 def test_coefficients_beyond_the_memory_are_refused_before_they_are_allocated(tmp_path: Path) -> None:
-    (tmp_path / "train" / "a").mkdir(parents=True)
-    (tmp_path / "train" / "a" / "0.jpg").write_bytes(progressive(2000, 1))
-    convert(tmp_path / "train", tmp_path / "p.beton", keep_bytes=True, progress=False)
+    folder = image_folder(tmp_path / "train", {"0.jpg": progressive(2000, 1)})
+    convert(folder, tmp_path / "p.beton", keep_bytes=True)
     with FFCVLoader(tmp_path / "p.beton", batch_size=1, image_size=32, workers=1, train=False) as loader:
         assert next(iter(loader))[0].shape == (1, 3, 32, 32)
         loader._decoder.coefficient_bytes = 1_000_000
@@ -73,19 +73,17 @@ def test_coefficients_beyond_the_memory_are_refused_before_they_are_allocated(tm
 def test_ctrl_c_ends_the_reading_of_repeated_scans(tmp_path: Path, work: str) -> None:
     """Of 110 scans of 36 megapixels, which take some seconds in each of four pictures."""
     bomb = progressive(6000, 110)
-    (tmp_path / "train" / "a").mkdir(parents=True)
-    for number in range(4):
-        (tmp_path / "train" / "a" / f"{number}.jpg").write_bytes(bomb)
+    image_folder(tmp_path / "train", {f"{number}.jpg": bomb for number in range(4)})
     stored = tmp_path / "a.beton"
-    convert(tmp_path / "train", stored, keep_bytes=True, check="structure", progress=False)
+    convert(tmp_path / "train", stored, keep_bytes=True, check="structure")
     program = """
 import sys
 from drivetrain.loaders import convert, verify
 print("ready", flush=True)
 if sys.argv[1] == "convert":
-    convert(sys.argv[2], sys.argv[3], workers=1, progress=False)
+    convert(sys.argv[2], sys.argv[3], workers=1)
 else:
-    verify(sys.argv[3], workers=1, progress=False)
+    verify(sys.argv[3], workers=1)
 """
     out = stored if work == "verify" else tmp_path / "b.beton"
     command = [sys.executable, "-c", program, work, tmp_path / "train", out]
@@ -106,13 +104,8 @@ else:
 @pytest.mark.skipif(sys.platform != "linux", reason="the system's peak of memory")
 def test_memory_is_reckoned_as_it_is_taken(tmp_path: Path) -> None:
     """Of pictures of 3 MB, of 36 kinds: never less than is taken, and at most twice as much where all is decoded."""
-    done = subprocess.run(
-        [sys.executable, Path(__file__).parents[2] / "support" / "loader_memory.py", tmp_path],
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"},
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    kinds = [json.loads(line) for line in done.stdout.splitlines()]
+    output = run_script("loader_memory.py", tmp_path, MALLOC_MMAP_THRESHOLD_="65536")
+    kinds = [json.loads(line) for line in output.splitlines()]
     assert len(kinds) == 36
     libjpeg = 1 << 20  # its tables, and rounding up to pages
     wrong = [one for one in kinds if not one[2] <= one[1] + libjpeg or (one[3] and one[1] > 2 * one[2])]
@@ -123,7 +116,7 @@ def test_memory_is_reckoned_as_it_is_taken(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_while_it_is_opened_is_an_error(tmp_path: Path) -> None:
     """Its tables were read through a memory map, which ended the process."""
     pictures = [(np.full((8, 8, 3), i, np.uint8), i) for i in range(4)]
-    convert(pictures, tmp_path / "a.beton", progress=False)
+    convert(pictures, tmp_path / "a.beton")
     program = """
 import os, sys
 from drivetrain.common.errors import BetonError
@@ -139,17 +132,14 @@ try:
 except BetonError as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "a.beton"],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
+    done = run_python(program, tmp_path / "a.beton")
     assert done.returncode == 0, done.stderr[-1000:]
     assert "bytes" in done.stdout
 
 
 def test_a_forked_process_is_told_that_it_has_no_threads(tmp_path: Path) -> None:
     pictures = [(np.full((8, 8, 3), i, np.uint8), i) for i in range(4)]
-    convert(pictures, tmp_path / "a.beton", progress=False)
+    convert(pictures, tmp_path / "a.beton")
     with FFCVLoader(tmp_path / "a.beton", batch_size=2, image_size=8, workers=1, train=False) as loader:
         list(loader)
         loader._process -= 1  # as it is in a child
@@ -159,7 +149,7 @@ def test_a_forked_process_is_told_that_it_has_no_threads(tmp_path: Path) -> None
 
 
 def test_a_manifest_of_brackets_is_no_manifest(tmp_path: Path) -> None:
-    convert([(np.zeros((8, 8, 3), np.uint8), 0)], tmp_path / "a.beton", progress=False)
+    convert([(np.zeros((8, 8, 3), np.uint8), 0)], tmp_path / "a.beton")
     (tmp_path / "a.beton.json").write_text("[" * 200_000)
     with pytest.raises(BetonError, match="is not a manifest"):
         open_beton(tmp_path / "a.beton")
@@ -169,8 +159,7 @@ def test_verify_and_the_loader_agree_on_large_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pillow's limit of pixels is for pictures to convert."""
-    (tmp_path / "train" / "a").mkdir(parents=True)
-    Image.new("RGB", (500, 500), "teal").save(tmp_path / "train" / "a" / "0.jpg")
-    convert(tmp_path / "train", tmp_path / "a.beton", progress=False)
+    folder = image_folder(tmp_path / "train", {"0.jpg": Image.new("RGB", (500, 500), "teal")})
+    convert(folder, tmp_path / "a.beton")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    assert verify(tmp_path / "a.beton", progress=False).sound
+    assert verify(tmp_path / "a.beton").sound

@@ -97,7 +97,7 @@ class Reader:
             group.pop("lr")  # which the schedule sets before the next step
         return {
             "finished": hooks.state.epoch, "model": engine.export_state(), "optimizer": asdict(optimizer),
-            "methods": hooks.state_dict(engine), "step": hooks.state.step,
+            "methods": hooks.state_dict(), "step": hooks.state.step,
             "loader": self._built.train.state_dict(), "meter": [m.total, m.counted, m.skipped],
             "random": torch.get_rng_state(), "history": [asdict(e) for e in run._artifacts.history.epochs],
         }  # fmt: skip

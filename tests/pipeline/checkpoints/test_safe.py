@@ -119,7 +119,7 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(saved: Path, tmp_path: P
 
 
 def test_the_package_never_unpickles_a_file() -> None:
-    """`pickle` serves pipes to our own processes alone; torch.load reads only tensors, of a user's file of weights."""
+    """`pickle` serves our own processes alone; torch.load reads only tensors, of a user's file of weights."""
     for path in [
         *ROOT.glob("*.py"),
         *(

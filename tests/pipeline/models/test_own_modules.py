@@ -170,7 +170,7 @@ LACKING: dict[type[Transform], str] = {
     Losses: "Losses is a transform of kind 'loss' and must define the method 'loss' .*It defines 'losses': rename",
     Surgery: "Surgery is a transform of kind 'surgery' and must define the method 'apply'",
     Image: "Image is a transform of kind 'image' and must define the property 'loader_settings'",
-    Evaluation: "Evaluation .*'evaluation', for which the loop calls only TestTimeFlip. Derive it",
+    Evaluation: "Evaluation is a transform of kind 'evaluation' and must define the method 'predict'",
     Kindless: "Kindless has kind=None; it must declare one",
     Misspelt: "Misspelt has kind='losses'; .*Did you mean 'loss'",
 }

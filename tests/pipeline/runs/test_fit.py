@@ -182,11 +182,12 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
 def test_the_bar_shows_every_figure() -> None:
     """As people see it in the middle of the second epoch: epoch, loss, accuracy, images/s, waiting, time left."""
     file = io.StringIO()
-    state = TrainState(meter=EpochMeter(seconds=2.0, data_wait_s=0.5))
+    state = TrainState(meter=EpochMeter(seconds=2.0, data_wait_s=0.5), step_images=32)
+    state.step_loss = torch.tensor(1.25)
     with Progress(2, 3, 128, "top1 81.25%", show=True, file=file) as bar:
-        bar.on_step_end(state, torch.tensor(1.25), 32)
+        bar.on_step_end(state)
         time.sleep(0.6)  # it is drawn every half second
-        bar.on_step_end(state, torch.tensor(1.25), 32)
+        bar.on_step_end(state)
     drawn = file.getvalue().split("\r")
     seen = [text for text in drawn if "loss 1.2500, top1 81.25%, waiting 25%" in text]
     assert seen, drawn

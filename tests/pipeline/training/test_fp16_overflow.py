@@ -96,7 +96,7 @@ def trained(
     methods.begin(engine, 100)
     guard = NonFiniteGuard(engine, "skip", str, scaled=precision == "fp16")
     stats = train_epoch(engine, batches, overflows_on_class_0, methods, observer=guard)
-    state = methods.state_dict(engine)[type(method).__name__]
+    state = methods.state_dict()[type(method).__name__]
     return state, engine.export_state(), (stats.overflowed, stats.skipped, methods.state.step)
 
 

@@ -105,7 +105,7 @@ def test_images_grow_in_the_decoder(toy: Toy) -> None:
         methods, loader = built.hooks, built.train
         methods.begin(built.engine, 8 * len(loader))
         for _ in range(8):
-            methods.begin_epoch(built.engine, loader, SIDE)
+            methods.begin_epoch(loader, SIDE)
             shapes = {tuple(images.shape[2:]) for images, _ in loader}
             methods.state.step += len(loader)
             sizes.append(shapes)
@@ -161,7 +161,7 @@ def test_sam_takes_its_gradient_nearby_and_counts_batches_once(toy: Toy) -> None
 
         gradients()
         first, before = weight.grad.clone(), weight.detach().clone()
-        methods.second_pass(engine, gradients)
+        methods.before_step(gradients)
         assert torch.equal(weight, before)
         assert not torch.allclose(weight.grad, first, rtol=1e-3)
         assert engine.plain_model[1].num_batches_tracked.item() == 1
@@ -174,10 +174,10 @@ def test_frozen_layers_stop(toy: Toy) -> None:
     with pipeline.build() as built:
         model = built.engine.plain_model
         built.hooks.begin(built.engine, 2)
-        built.hooks.begin_epoch(built.engine, built.train, SIDE)
+        built.hooks.begin_epoch(built.train, SIDE)
         assert all(parameter.requires_grad for parameter in model.parameters())
         built.hooks.state.step = 1
-        built.hooks.begin_epoch(built.engine, built.train, SIDE)
+        built.hooks.begin_epoch(built.train, SIDE)
         assert [parameter.requires_grad for parameter in model.parameters()] == [False, *[True] * 4]
 
 

@@ -155,6 +155,12 @@ def test_a_training_moves_between_strategies(ranks: Ranks, first: str, second: s
 
 
 @pytest.mark.parametrize("name", [*STAGES, *OFFLOAD])
+def test_adam_on_the_cpu_is_torchs_fused_one(ranks: Ranks, name: str) -> None:
+    for rank in ranks:
+        assert rank["fused"][name] == [("AdamW", True if name in OFFLOAD else None), ("SGD", None)]
+
+
+@pytest.mark.parametrize("name", [*STAGES, *OFFLOAD])
 def test_gradients_that_were_thrown_away_leave_no_trace(ranks: Ranks, name: str) -> None:
     for rank in ranks:
         none, some, all_ = rank["discarded"][name]

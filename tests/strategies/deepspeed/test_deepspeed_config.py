@@ -79,6 +79,7 @@ def test_a_configuration_passes_through(tmp_path: Path) -> None:
         ({"train_micro_batch_size_per_gpu": 8}, r"config\['train_micro_batch_size_per_gpu'\]"),
         ({"bf16": {"enabled": True}}, r"config\['bf16'\] cannot be set, because precision"),
         ({"fp16": {"enabled": True}}, r"config\['fp16'\] cannot be set"),
+        ({"zero_force_ds_cpu_optimizer": True}, "zero_force_ds_cpu_optimizer=True contradicts the optimizer"),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage=3 contradicts stage=2"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "'nvme' needs stage=3"),
         ({"zero_optimization": 3}, "must be an object"),

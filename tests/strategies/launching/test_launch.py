@@ -144,32 +144,16 @@ def test_a_rank_that_never_returns_meets_the_time_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "argument", "words"),
+    ("function", "arguments", "devices", "words"),
     [
-        (print, threading.Lock(), r"argument 1 \(a lock\) cannot be sent"),
-        (threading.Lock().acquire, 0, "the function 'acquire' cannot be sent"),
+        (print, [threading.Lock()], 2, r"argument 1 \(a lock\) cannot be sent"),
+        (threading.Lock().acquire, [0], 2, "the function 'acquire' cannot be sent"),
+        (print, [Unloadable()], 1, "could not load the job: ValueError: this object cannot"),
+        (lambda: threading.Lock(), [], 1, "returned a lock that cannot be pickled"),
+        (lambda: Unloadable(), [], 1, "rank 0 returned a Unloadable, which cannot be loaded here"),
+        (print, [], 0, "devices=0"),
     ],
 )
-def test_a_job_that_cannot_be_pickled_is_named(function: Any, argument: Any, words: str) -> None:
+def test_what_cannot_be_sent_is_named(function: Any, arguments: list[Any], devices: int, words: str) -> None:
     with pytest.raises(StrategyError, match=words):
-        launch(function, argument, devices=2)
-
-
-def test_a_job_that_cannot_be_loaded() -> None:
-    with pytest.raises(StrategyError, match="could not load the job: ValueError: this object cannot"):
-        launch(print, Unloadable(), devices=1, timeout=60)
-
-
-def test_a_result_that_cannot_be_pickled() -> None:
-    with pytest.raises(StrategyError, match="returned a lock that cannot be pickled"):
-        launch(lambda: threading.Lock(), devices=1, timeout=60)
-
-
-def test_a_result_that_cannot_be_loaded() -> None:
-    with pytest.raises(StrategyError, match="rank 0 returned a Unloadable, which cannot be loaded here"):
-        launch(lambda: Unloadable(), devices=1, timeout=60)
-
-
-def test_devices_must_be_positive() -> None:
-    with pytest.raises(StrategyError, match="devices=0"):
-        launch(print, devices=0)
+        launch(function, *arguments, devices=devices, timeout=60)

@@ -9,7 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from cluster_jobs import free_port
+from process_state import wait_until_ended
 
 pytestmark = pytest.mark.process
 
@@ -34,12 +37,6 @@ except Exception as error:
     print(type(error).__name__, error, flush=True)
     os._exit(3)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @pytest.mark.timeout(150)
@@ -74,7 +71,6 @@ def test_a_store_that_is_silent(tmp_path: Path, started: list[subprocess.Popen[s
 
 
 def start(tmp_path: Path, started: list[subprocess.Popen[str]], how: str) -> None:
-    """Start two ranks."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -112,13 +108,7 @@ def test_no_worker_outlives_its_agent(tmp_path: Path, started: list[subprocess.P
     deadline = time.monotonic() + 90
     while not (place.exists() and place.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    worker = int(place.read_text())
+    worker = psutil.Process(int(place.read_text()))
     agent.kill()
     agent.wait()
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{worker}/stat").exists() and time.monotonic() < deadline:
-        if Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            break
-        time.sleep(0.05)
-    else:
-        assert not Path(f"/proc/{worker}").exists()
+    assert not wait_until_ended([worker], 5)

@@ -1,12 +1,83 @@
-"""Data sets in memory as sources: a pair of arrays, or any indexable data set."""
+"""What can be converted: folders of images, tar shards, indexable data sets and arrays, behind one interface."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from ...common.errors import DataError
+from .folders import FolderSource, MaskFolder
+from .labelled_folder import LabelledFolder
+from .tar_source import TarSource, is_shards
+
+
+class SampleSource(Protocol):
+    """Samples by index. Several threads may call `get`."""
+
+    kind: str
+    classes: list[str]
+
+    def __len__(self) -> int: ...
+
+    def get(self, index: int) -> tuple[Any, ...]:
+        """Return the image in any form that `encode_image` accepts, the label, and each further field's value."""
+        ...
+
+    def describe(self, index: int) -> str:
+        """Return the sample's name for an error message: a path, or its index."""
+        ...
+
+
+def open_source(
+    source: Any, fields: Sequence[str] = (), labels: str | Path | None = None, classes: Sequence[str] = ()
+) -> SampleSource:
+    """Open a source of any supported type.
+
+    Args:
+        source: a folder laid out as `CLASS/image.jpg` (see `FolderSource`); WebDataset shards: a path that ends in
+            `.tar`, a pattern such as `train-{000..003}.tar` or `train-*.tar`, or a list of them; a pair
+            `(images, labels)` of arrays or tensors; or any object with `len` and `[index]` that returns
+            `(image, label, …)` or a dict with `image`/`img` and `label`.
+        fields: names of the further fields that each sample must have.
+        labels: for a folder, the CSV file that labels its images (see `LabelledFolder`), or the folder of their masks
+            (see `MaskFolder`).
+        classes: class names in label order, for the names in `labels`.
+
+    Raises:
+        DataError: if it is missing, empty, or none of these, or cannot provide such fields.
+    """
+    if labels is not None:
+        if not isinstance(source, str | Path) or is_shards(source):
+            raise DataError(
+                f"labels={str(labels)!r} are for a folder of images. Leave them out for other sources."
+            )
+        _refuse_fields(fields, "folder")
+        if Path(labels).is_dir():
+            return MaskFolder(Path(source), Path(labels))
+        return LabelledFolder(Path(source), Path(labels), classes)
+    if is_shards(source):
+        return TarSource(source, fields)
+    if isinstance(source, str | Path):
+        _refuse_fields(fields, "folder")
+        return FolderSource(Path(source))
+    if isinstance(source, tuple) and len(source) == 2 and all(hasattr(part, "shape") for part in source):
+        _refuse_fields(fields, "pair of arrays")
+        return ArraySource(*source)
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+        return DatasetSource(source, fields)
+    raise DataError(
+        f"A {type(source).__name__} cannot be converted. Pass a folder with one folder per class, .tar shards, a "
+        "pair of arrays (images, labels), or a data set with len() and [index] that returns (image, label)."
+    )
+
+
+def _refuse_fields(fields: Sequence[str], kind: str) -> None:
+    if fields:
+        raise DataError(
+            f"A {kind} has only image and label, no fields {list(fields)}. Pass a data set or .tar shards."
+        )
 
 
 class ArraySource:
@@ -52,7 +123,7 @@ class DatasetSource:
     def __init__(self, dataset: Any, fields: Sequence[str] = ()) -> None:
         self.kind = f"dataset {type(dataset).__name__}"
         self.classes = [str(name) for name in getattr(dataset, "classes", None) or _feature_names(dataset)]
-        self._dataset, self._fields, self._lock = _with_files(dataset), list(fields), threading.Lock()
+        self._dataset, self._fields, self._lock = _undecoded(dataset), list(fields), threading.Lock()
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -89,7 +160,7 @@ def _feature_names(dataset: Any) -> Sequence[str]:
     return getattr(features.get("label"), "names", None) or [] if isinstance(features, dict) else []
 
 
-def _with_files(dataset: Any) -> Any:
+def _undecoded(dataset: Any) -> Any:
     """Make a Hugging Face data set return each image's stored file, so that JPEGs are copied unchanged."""
     features = getattr(dataset, "features", None)
     if not isinstance(features, dict) or not hasattr(dataset, "cast_column"):

@@ -1,0 +1,122 @@
+"""The walks of docs/architecture.md: what it says of the code happens, in that order, within few files."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from drivetrain import Pipeline
+from drivetrain.loaders import FFCVLoader
+from pipeline_data import Toy
+from places import ROOT
+
+STEP = re.compile(r"`([a-z_0-9/]+\.(?:py|c))`(?:\s+\(`(\w+)`\))?")
+PAGE = (ROOT / "docs/architecture.md").read_text()
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A walk of the page: its title, the files and functions it passes, and the most Python files that it may pass."""
+
+    title: str
+    most: int
+    steps: tuple[tuple[str, str], ...]
+
+
+def walks() -> dict[str, Walk]:
+    """Return the walks by title, each `- **Title**, at most N files: ...` of the page."""
+    found = {}
+    for title, most, text in re.findall(
+        r"^- \*\*(.+?)\*\*, at most (\d+) files: (.+?)(?=^- |^\S|\Z)", PAGE, re.M | re.S
+    ):
+        found[title] = Walk(title, int(most), tuple(STEP.findall(text)))
+    return found
+
+
+@contextmanager
+def calls() -> Iterator[list[tuple[str, str]]]:
+    """Note the file and the name of each function of the package that is called meanwhile, in any thread."""
+    seen: list[tuple[str, str]] = []
+    prefix = f"{ROOT}/"
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(prefix):
+            seen.append((frame.f_code.co_filename.removeprefix(prefix), frame.f_code.co_name))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def follow(walk: Walk, seen: list[tuple[str, str]]) -> None:
+    """Each function of Python that the walk names was called after the one before it."""
+    at = 0
+    for file, name in walk.steps:
+        if not file.endswith(".py") or not name:
+            continue
+        try:
+            at = seen.index((file, name), at)
+        except ValueError:
+            pytest.fail(f"{walk.title}: {file} ({name}) was not called after the step before it")
+
+
+def test_the_walks_are_short_and_lead_somewhere() -> None:
+    """Each file is there, and defines what is named in it."""
+    assert set(walks()) >= {"A batch", "A recipe", "A checkpoint", "`image_size`", "`clip_norm`"}
+    for walk in walks().values():
+        assert len({file for file, _ in walk.steps if file.endswith(".py")}) <= walk.most, walk.title
+        for file, name in walk.steps:
+            text = (ROOT / file).read_text()
+            assert not name or re.search(rf"^ *(def|class|DT_|int|void) *.*\b{name}\b", text, re.M), (
+                file,
+                name,
+            )
+
+
+def load(toy: Toy, tmp_path: Path) -> None:  # noqa: ARG001
+    loader = FFCVLoader(toy.train, batch_size=8, image_size=16, workers=1)
+    next(iter(loader))
+    loader.close()
+
+
+def recipe(toy: Toy, tmp_path: Path) -> None:
+    pipeline = Pipeline.from_recipe(_recipe(toy))
+    pipeline.fit(out=tmp_path, progress=False)
+
+
+def resume(toy: Toy, tmp_path: Path) -> None:
+    recipe(toy, tmp_path)
+    Pipeline.from_recipe(_recipe(toy)).fit(epochs=2, out=tmp_path, resume="auto", progress=False)
+
+
+def _recipe(toy: Toy) -> dict[str, Any]:
+    return {
+        "model": "cifar_resnet", "model_options": {"num_classes": 4, "width": 4}, "train": str(toy.train),
+        "batch_size": 16, "image_size": 16, "optimizer": {"name": "sgd", "lr": 0.1}, "clip_norm": 1.0,
+        "strategy": "single", "strategy_options": {"device": "cpu"}, "epochs": 1,
+    }  # fmt: skip
+
+
+ACTIONS: dict[str, Callable[[Toy, Path], None]] = {
+    "A batch": load, "A recipe": recipe, "A checkpoint": resume, "`image_size`": recipe, "`clip_norm`": recipe,
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("title", ACTIONS)
+def test_a_walk_is_what_happens(title: str, toy: Toy, tmp_path: Path) -> None:
+    with calls() as seen:
+        ACTIONS[title](toy, tmp_path)
+    follow(walks()[title], seen)
