@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ..common.errors import require
-from ..common.options.option import built_from
+from ..common.options.signatures import built_from
 from .describe.pipeline_spec import PipelineSpec
 from .describe.plan import Plan
 from .describe.resolve import resolve
 from .recipes.build import build_pipeline
 from .recipes.export import to_recipe
+from .recipes.presets import Completed
 from .runs.config import FitConfig
 
 if TYPE_CHECKING:
@@ -59,11 +60,11 @@ class Pipeline(PipelineSpec):
     """
 
     @classmethod
-    def from_recipe(cls, recipe: str | Path | Mapping[str, Any], **overrides: Any) -> Self:
+    def from_recipe(cls, recipe: str | Path | Mapping[str, Any] | Completed, **overrides: Any) -> Self:
         """Build the pipeline of a recipe, with some values replaced.
 
         Args:
-            recipe: a name in `RECIPES`, a dict, or a .yaml, .yml or .json file.
+            recipe: a name in `RECIPES`, a dict, a .yaml, .yml or .json file, or a `Completed` recipe.
             overrides: values by key (`epochs=36`, `batch_size=512`, `train="train.beton"`); a dotted key
                 sets an entry of a dict (`**{"optimizer.lr": 0.5}`).
 
@@ -131,7 +132,7 @@ class Pipeline(PipelineSpec):
 
         return build(resolve(self))
 
-    @built_from(FitConfig)
+    @built_from(FitConfig, PipelineSpec.fit_defaults)
     def fit(self, config: FitConfig) -> FitResult:
         """Train.
 

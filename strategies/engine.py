@@ -24,7 +24,7 @@ from .common.optimizer_state import (
     name_of,
 )
 from .common.statistics import pool_buffers
-from .options import HALF, Options
+from .options import Options, half_dtype
 
 
 class LocalEngine(Engine):
@@ -59,7 +59,7 @@ class LocalEngine(Engine):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         if self._options.precision != "fp32":
-            return torch.autocast(self.device.type, dtype=HALF[self._options.precision])
+            return torch.autocast(self.device.type, dtype=half_dtype(self._options.precision))
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:

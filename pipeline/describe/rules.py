@@ -126,7 +126,7 @@ def _two_averages(spec: PipelineSpec) -> None:
 
 def _resizing_of_padded_crops(spec: PipelineSpec) -> None:
     resizing = _first(spec, _sets_size)
-    if resizing is not None and spec.data is not None and spec.data.settings.get("crop") == "padded":
+    if resizing is not None and spec.data is not None and spec.data.loading.crop == "padded":
         raise PlanError(
             f"{_name(resizing)} changes the size of the images, but crop='padded' keeps that of the file. Use "
             f"crop='resized', or leave {_name(resizing)} out."
@@ -229,7 +229,7 @@ def _loss_of_the_model(spec: PipelineSpec) -> None:
 
 
 def _views(spec: PipelineSpec) -> None:
-    views = 1 if spec.data is None else spec.data.settings.get("views", 1)
+    views = 1 if spec.data is None else spec.data.loading.views
     task = spec.target
     if not isinstance(views, int):
         raise PlanError(

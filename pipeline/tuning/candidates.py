@@ -14,11 +14,11 @@ from ...common import machine
 from ...common.errors import PlanError, suggest
 from ...loaders.image_size import ImageSize, height_width
 from ...transforms import TRANSFORMS, Transform
-from ..describe.config import OptimizerConfig
 from ..describe.cuda_settings import uses_gpu
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
 from ..describe.rules import family
+from ..optim.config import OptimizerConfig
 
 Bottleneck = Literal["data", "step", "communication"]
 """The bottlenecks of a training."""
