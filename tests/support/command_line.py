@@ -11,9 +11,10 @@ import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from drivetrain.pipeline.apps.cli.app import main
+from drivetrain.pipeline.apps.cli.app import main, program
 from pipeline_data import CLASSES, Toy
 
 ENVIRONMENT = {**os.environ, "COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
@@ -90,6 +91,11 @@ def run_several(*commands: list[str], blocked: tuple[str, ...] = ()) -> list[End
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [End(*end) for end in json.loads(done.stdout.splitlines()[-1])]
+
+
+def parsed(command: str, *arguments: str) -> dict[str, Any]:
+    """The values that a command's function gets; fails if it cannot parse the arguments."""
+    return program.commands[command].make_context(command, list(arguments)).params
 
 
 def toy_values(toy: Toy) -> list[str]:
