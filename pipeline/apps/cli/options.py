@@ -98,7 +98,8 @@ class Override(Text):
     ) -> list[CompletionItem[str]]:
         from ...recipes.presets import KEYS
 
-        *_, key = ["", *(ctx.params["overrides"] or ())]
+        given: tuple[str, ...] = ctx.params["overrides"] or ()
+        *_, key = ["", *given]
         if key in KEYS:  # in bash, the value follows as a word of its own
             return [CompletionItem(incomplete, type="file")] * (key in ("train", "val"))
         key, separator, start = incomplete.partition("=")
