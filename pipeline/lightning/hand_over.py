@@ -270,11 +270,10 @@ class LitModule(pl.LightningModule):
     ) -> None:
         """Clip gradients as Lightning does; with FSDP1, where Lightning rejects it, by the norm over all shards."""
         wrapped = self.trainer.model
-        sharded = isinstance(wrapped, FullyShardedDataParallel)
-        if sharded and gradient_clip_val and gradient_clip_algorithm == "norm":
-            wrapped.clip_grad_norm_(gradient_clip_val)
-        else:
+        if not isinstance(wrapped, FullyShardedDataParallel) or gradient_clip_algorithm != "norm":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_val:
+            wrapped.clip_grad_norm_(gradient_clip_val)
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer of the wrapped parameters, and the learning rate schedule, per step."""
