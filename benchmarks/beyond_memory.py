@@ -47,7 +47,7 @@ class Repeated:
         return self._source.get(index % len(self._source))
 
 
-def loader(path: Path, workers: int, order: str, *, ahead: bool) -> FFCVLoader:
+def loader(path: Path, workers: int, order: Any, *, ahead: bool) -> FFCVLoader:
     """Return a loader, which asks for samples in advance or not, whatever it would decide by itself."""
     made = FFCVLoader(path, batch_size=BATCH, image_size=SIDE, workers=workers, order=order)
     made.beton.__dict__["exceeds_memory"] = ahead  # the cached property

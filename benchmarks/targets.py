@@ -25,7 +25,10 @@ from one_shot import BATCH, SIDE
 from PIL import Image, ImageDraw
 
 CLASSES, BLOBS = 21, 12
-MULTI_CROP = ({"count": 2, "scale": (0.4, 1.0)}, {"count": 4, "image_size": 96, "scale": (0.05, 0.4)})
+MULTI_CROP: tuple[dict[str, Any], ...] = (
+    {"count": 2, "scale": (0.4, 1.0)},
+    {"count": 4, "image_size": 96, "scale": (0.05, 0.4)},
+)
 
 
 def epochs_of(loader: Any, views: int = 1) -> Contender:

@@ -52,6 +52,20 @@ def are_numbers(value: object, count: int, interval: str = ANY) -> TypeGuard[tup
     )
 
 
+def whole_text(low: int | None = None, high: int | None = None) -> str:
+    """Return what `is_whole` allows, in words."""
+    if high is not None:
+        return f"an integer from {low} to {high}"
+    words = {None: "an integer", 0: "an integer, 0 or more", 1: "a positive integer"}
+    return words.get(low, f"an integer, {low} or more")
+
+
+def number_text(interval: str = ANY) -> str:
+    """Return what `is_number` allows, in words."""
+    where = {ANY: "", "(0, inf)": " above 0", "[0, inf)": ", 0 or more"}
+    return f"a finite number{where.get(interval, f' in {interval}')}"
+
+
 def check_flag(name: str, value: object, error: type[DrivetrainError]) -> None:
     """Raise `error` unless `value` is True or False."""
     if not is_flag(value):
@@ -68,15 +82,8 @@ def check_whole(
     also: str = "",
 ) -> None:
     """Raise `error` unless `value` is an int from `low` to `high`; `also` completes the message with alternatives."""
-    if is_whole(value, low, high):
-        return
-    if high is not None:
-        allowed = f"an integer from {low} to {high}"
-    else:
-        allowed = {None: "an integer", 0: "an integer, 0 or more", 1: "a positive integer"}.get(
-            low, f"an integer, {low} or more"
-        )
-    raise error(f"{name}={value!r:.80} must be {allowed}{also}.")
+    if not is_whole(value, low, high):
+        raise error(f"{name}={value!r:.80} must be {whole_text(low, high)}{also}.")
 
 
 def check_number(
@@ -84,8 +91,7 @@ def check_number(
 ) -> None:
     """Raise `error` unless `value` is a finite number in `interval`; `also` completes the message with alternatives."""
     if not is_number(value, interval):
-        where = {ANY: "", "(0, inf)": " above 0", "[0, inf)": ", 0 or more"}.get(interval, f" in {interval}")
-        raise error(f"{name}={value!r:.80} must be a finite number{where}{also}.")
+        raise error(f"{name}={value!r:.80} must be {number_text(interval)}{also}.")
 
 
 def check_fields(place: str, kind: Any, options: Iterable[str], error: type[DrivetrainError]) -> None:

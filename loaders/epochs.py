@@ -1,4 +1,4 @@
-"""What both loaders share: epochs, the position in one, and the interface that makes them interchangeable."""
+"""What all loaders share: epochs, the position in one, and the interface that makes them interchangeable."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from ..common.checks import check_whole, plain
 from ..common.errors import DataError, suggest
 from ..common.exhaustion import exhaustion, is_exhaustion
+from .arguments import check_images, check_indices
 from .beton.data_set import BetonFiles
 from .beton.reader import count_classes
 from .image_size import ImageSize, size_text
-from .options import Settings, check_images, check_indices, odd_size, too_small
+from .options import LoaderOptions, odd_size, too_small
 from .order import (
     LastBatch,
     check_batch_size,
@@ -41,14 +42,13 @@ class EpochLoader(ABC):
     the same batches.
     """
 
-    settings: Settings
+    settings: LoaderOptions
     _device: torch.device
     workers: int
-    _ahead: int
     beton: BetonFiles | None
     """The files; None if the source is not a `.beton`."""
 
-    def __init__(self, settings: Settings, indices: Any, samples: int, beton: BetonFiles | None) -> None:
+    def __init__(self, settings: LoaderOptions, indices: Any, samples: int, beton: BetonFiles | None) -> None:
         self.settings, self.samples, self.beton = settings, samples, beton
         _check_contents(settings, beton)
         self._pages = None if beton is None or settings.order != "quasi_random" else beton.pages
@@ -184,7 +184,7 @@ class EpochLoader(ABC):
         share = -(-own.batch_size // own.world_size)
         batch = share * own.sample_pixels * self.channels * own.dtype.itemsize
         return (
-            f"workers={self.workers}, and with batches_ahead={self._ahead} {self._ahead + 1} batches of "
+            f"workers={self.workers}, and with batches_ahead={own.batches_ahead} {own.batches_ahead + 1} batches of "
             f"{batch:,} bytes, {share} images of {size_text(own.image_size)} pixels each"
         )
 
@@ -316,7 +316,7 @@ def _collated(beton: BetonFiles, name: str, indices: NDArray[np.int64]) -> Any:
     return tensor.float() if beton.fields[name] == "float" else tensor  # the file has no other float64
 
 
-def _check_contents(settings: Settings, beton: BetonFiles | None) -> None:
+def _check_contents(settings: LoaderOptions, beton: BetonFiles | None) -> None:
     """Reject settings that require what the source does not have, or images of another size."""
     known = [] if beton is None else list(beton.fields)
     for name in settings.fields:
@@ -339,7 +339,7 @@ def _check_contents(settings: Settings, beton: BetonFiles | None) -> None:
             _check_sizes(own, beton)
 
 
-def _check_sizes(settings: Settings, beton: BetonFiles) -> None:
+def _check_sizes(settings: LoaderOptions, beton: BetonFiles) -> None:
     """Reject images of a size that the training crop cannot use."""
     height, width = settings.size
     if settings.crop == "random":

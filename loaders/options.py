@@ -1,133 +1,265 @@
-"""The settings that both loaders share, checked once."""
+"""The options of the loaders: how a file is read, and how its images become batches. torch is not imported.
+
+To add one, add a field, and the line that uses it; run `python -m drivetrain.common.options.signatures` once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
-
-import numpy as np
-import torch
-import torch.distributed as dist
-from numpy.typing import NDArray
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Required, TypedDict
 
 from ..common import machine
-from ..common.checks import are_numbers, check_whole, is_flag, is_number, is_whole, make_plain, plain
-from ..common.errors import DataError, suggest
-from .beton.image_modes import CHANNELS, RGB, channels_text
-from .beton.targets import MOVING
+from ..common.checks import are_numbers, check_whole, is_whole, plain
+from ..common.errors import DataError, DrivetrainError, suggest
+from ..common.options.config import (
+    BY_CALLER,
+    IN_WORDS,
+    Config,
+    Kind,
+    PathText,
+    Positive,
+    Within,
+    options_of,
+)
+from ..common.storage.addresses import PATIENCE
 from .decode.policies import complete
 from .image_size import ImageSize, height_width, is_size, size_text, usual_size
-from .order import ORDERS
+
+if TYPE_CHECKING:
+    import torch
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 """ImageNet's, for pixels scaled to 0–1; torchvision's documented values."""
 
-ON_ERROR = ("raise", "skip")
-CROPS = ("resized", "random", "whole", "fit", "padded")
-EVAL_CROPS = ("center", "whole", "fit")
 EVAL_RATIO = 224 / 256
-PADDING_MODES = ("reflect", "constant")
-INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "area")
-VIEW_SETTINGS = (
-    "image_size", "crop", "scale", "ratio", "padding", "padding_mode", "flip", "color_jitter", "policy", "cutout"
-)  # fmt: skip
-"""The settings in which groups of views may differ."""
-DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+
+PER_VIEW = object()
+"""A mark: groups of views may differ in the option."""
+SIZE = Kind(lambda value: is_size(usual_size(value)), "a positive integer, or two: height and width")
+SEED = Kind(lambda value: is_whole(value, 0, 2**63 - 1), "an integer, 0 or more")
+CHANNEL_VALUES = Kind(
+    lambda value: any(are_numbers(value, channels) for channels in (1, 3, 4)),
+    "3 finite numbers, one per channel; for images with 1 or 4, as many",
+)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How images become batches. See `FFCVLoader` for each setting.
+def _default_dtype() -> torch.dtype:
+    import torch
+
+    return torch.float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions(Config):
+    """How a file is read: the options that the loaders share with `Pipeline.load`."""
+
+    error: ClassVar[type[DrivetrainError]] = DataError
+
+    batch_size: Annotated[Positive, IN_WORDS]
+    """Global batch size, in images, over all ranks. Step k trains on the same samples on one device or on eight."""
+    image_size: Annotated[ImageSize, SIZE, PER_VIEW, IN_WORDS]
+    """Side of square images, or height and width, in pixels. In training, a JPEG with a crop at least twice as large is
+    decoded at half (a quarter, an eighth) of its size; see `interpolation`. `set_image_size` changes a loader's between
+    epochs."""
+    workers: int | None = None
+    """Loader threads (ffcv, ffcv_stock) or processes (torch) per rank; None: one per core."""
+    batches_ahead: Positive = 3
+    """Batches that the loader prepares while one is in use. More even out samples that take long; each takes the memory
+    of a batch. 3 is FFCV's."""
+    cache: Annotated[PathText | Path | None, IN_WORDS] = None
+    """Folder of the local copies of files at an address; None: remote in $DRIVETRAIN_DATA, else in ~/.cache/drivetrain.
+    The ranks of a machine, and later jobs, share a copy."""
+    cache_limit: Annotated[float | None, Within("(0, 1e9]", ", in GB"), IN_WORDS] = None
+    """GB that these copies may take on disk; None: no limit. Copies that nobody uses are removed, the least recently
+    used first."""
+    patience: Annotated[float, Within("[0, 1e9]", ", in seconds"), IN_WORDS] = PATIENCE
+    """Seconds for which the server of files at an address may not answer. Its requests are repeated with growing
+    pauses, which is reported. Five minutes are enough for the restart of a server or a router."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions(Config):
+    """How images are cropped, resized, augmented and normalized."""
+
+    error: ClassVar[type[DrivetrainError]] = DataError
+
+    crop: Annotated[Literal["resized", "random", "whole", "fit", "padded"], PER_VIEW] = "resized"
+    """Crop in training: `"resized"` (Inception's random resized crop), `"random"` (a place in the image, in its own
+    resolution: torchvision's `RandomCrop`), `"whole"` and `"fit"` (as `eval_crop`), or `"padded"` (the full image
+    shifted by up to `padding` pixels; the usual choice for CIFAR)."""
+    scale: Annotated[tuple[float, float], PER_VIEW] = (0.25, 1.0)
+    """Fraction of the area that a resized crop covers. Default (0.25, 1), as in ffcv-imagenet's recipes."""
+    ratio: Annotated[tuple[float, float], PER_VIEW] = (3 / 4, 4 / 3)
+    """Aspect ratio of a resized crop."""
+    padding: Annotated[int, PER_VIEW] = 4
+    """Maximum shift of the padded crop, in pixels. Default 4, the usual choice for CIFAR's 32 pixels."""
+    padding_mode: Annotated[Literal["reflect", "constant"], PER_VIEW] = "reflect"
+    """What the padded crop has beyond the image's edges: `"reflect"` (default), its pixels, mirrored; or `"constant"`,
+    the mean color (`mean`, rounded to levels): torchvision's `RandomCrop` with that `fill`."""
+    views: int | Sequence[Mapping[str, Any]] = 1
+    """Number of images to make of each training sample, from one decoding. Each view's draws are a function of (seed,
+    epoch, sample, view). Above 1, images are `(B, V, C, H, W)`. Or a list of dicts, such as `[{"count": 2, "scale":
+    (0.4, 1)}, {"count": 4, "image_size": 96, "scale": (0.05, 0.4)}]` (multi-crop; Caron et al. 2020, arXiv:2006.09882):
+    images are a tuple of such tensors, one per dict. `image_size`, `crop`, `scale`, `ratio`, `padding`, `padding_mode`,
+    `flip`, `color_jitter`, `policy` and `cutout` may differ among them. A JPEG is decoded at a smaller size only if
+    this suffices for all views. Default 1: images are `(B, C, H, W)`."""
+    eval_crop: Literal["center", "whole", "fit"] = "center"
+    """Crop in evaluation: `"center"` (a central crop, resized; default), `"whole"` (the full image, resized to the
+    shape of the output, whatever its own; timm's "squash") or `"fit"` (a letterbox: the full image, scaled to fit, in
+    its own shape, and centered on the mean color; timm's "border")."""
+    eval_ratio: Annotated[float, Within("(0, 1]", ", a fraction of the shorter side")] = EVAL_RATIO
+    """With `eval_crop="center"`, the size of the central crop relative to the largest one of the shape of the output,
+    rounded down to whole pixels, as FFCV's; for square images, its side relative to the image's shorter side. Default
+    224/256, customary for ImageNet."""
+    interpolation: Literal["bilinear", "bicubic", "nearest", "area"] = "bilinear"
+    """Interpolation: `"bilinear"` (default) or `"bicubic"`, antialiased, or `"nearest"`, with exactly the pixels of
+    Pillow (since version 13, Pillow shrinks tall images first vertically, which changes some by a level or two); or
+    `"area"`, OpenCV's, with exactly FFCV's pixels. Only `"bilinear"` in training is faster and less exact: within two
+    levels of Pillow, four if a raw image shrinks more than eightfold, and a few more of JPEGs decoded at a smaller
+    size, as in no other case. Of images of other channels, or of 16 bits, each channel is resized by itself; `"area"`,
+    `color_jitter`, `policy` and `operations` are not available for them."""
+    flip: Annotated[bool | Literal["alternating"], PER_VIEW] = True
+    """Whether each training image is mirrored or not, at random in each epoch. `"alternating"`: at random in epoch 0,
+    inverted in every odd epoch, so that two epochs show each image both ways (airbench's, arXiv:2404.00498, section
+    3.6; better with few epochs). False: never."""
+    color_jitter: Annotated[tuple[float, float, float], PER_VIEW] = (0.0, 0.0, 0.0)
+    """Maximum deviation of a training image's brightness, contrast and saturation factors from 1, each drawn at random,
+    as in torchvision's `ColorJitter`. Default (0, 0, 0): off."""
+    policy: Annotated[Mapping[str, Any] | None, PER_VIEW] = None
+    """Augmentation policy for training images, after the color operations and before further operations: `{"name":
+    "rand_augment", "num_ops": 2, "magnitude": 9, "num_magnitude_bins": 31}`, `{"name": "trivial_augment",
+    "num_magnitude_bins": 31}` or `{"name": "aug_mix", "severity": 3, "width": 3, "depth": -1, "alpha": 1.0}`; its
+    options may be omitted. As torchvision's `RandAugment`, `TrivialAugmentWide` and `AugMix`. Default None: no
+    policy."""
+    cutout: Annotated[int, PER_VIEW] = 0
+    """Side, in pixels, of a randomly placed square of a training image that is filled with `mean` (DeVries and Taylor
+    2017, arXiv:1708.04552). Default 0: off."""
+    mean: Annotated[tuple[float, ...], CHANNEL_VALUES] = IMAGENET_MEAN
+    """Mean of each channel, for pixels scaled to 0–1 (by 255, or 65535 for 16 bits). Default: ImageNet's, for three
+    channels."""
+    std: Annotated[tuple[float, ...], CHANNEL_VALUES] = IMAGENET_STD
+    """Standard deviation of each channel, likewise."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """What to do with a training sample that cannot be decoded, or does not match its checksum: `"raise"` (default), or
+    `"skip"`: another one of `indices` takes its place, drawn as a function of (seed, epoch, sample), so that batches
+    are the same for any number of workers and ranks; `replaced` lists those of this rank. Evaluation always raises: its
+    figures would be of other data. So does a file that has become shorter."""
+    verify: bool = False
+    """Whether to compare each sample with its CRC-32 in the manifest before it is used. Default False, because it takes
+    time; `drivetrain verify` checks the full file once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions(ReadOptions, ImageOptions):
+    """All options of a loader.
 
     Raises:
-        DataError: naming the setting, its value, and what is allowed.
+        DataError: naming the option, its value, and what is allowed.
     """
 
-    batch_size: int
-    image_size: ImageSize
+    place: ClassVar[str] = "The loader"
+
     train: bool = True
-    seed: int = 0
-    order: str = "random"
-    drop_last: bool = False
+    """True for random crops, flips and the other augmentations; False for `eval_crop`, in order."""
+    seed: Annotated[int, SEED] = 0
+    """Seed of order and augmentation."""
+    order: Annotated[Literal["random", "quasi_random", "sequential"], BY_CALLER] = "random"
+    """Sample order: `"random"`, `"sequential"`, or `"quasi_random"`, which mixes about 16 batches at a time, so that a
+    file larger than the memory is read in long runs. Default None: random in training, else sequential."""
+    drop_last: Annotated[bool, BY_CALLER] = False
+    """Whether to drop a last batch that is not full; `dropped` is the number of samples. Default None: True in training
+    on several ranks, so that their shards are equal. With False, training on several ranks repeats the fewest samples
+    that make the shards equal, as torch's `DistributedSampler` does (`padded` is their number); evaluation yields each
+    sample once, and a last batch with fewer samples than ranks is merged into the previous one."""
     pad_last: bool = False
-    crop: str = "resized"
-    scale: tuple[float, float] = (0.25, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    padding: int = 4
-    padding_mode: str = "reflect"
-    views: int | tuple[Mapping[str, Any], ...] = 1
-    eval_crop: str = "center"
-    eval_ratio: float = EVAL_RATIO
-    interpolation: str = "bilinear"
-    flip: bool | str = True
-    color_jitter: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    policy: Mapping[str, Any] | None = None
-    cutout: int = 0
-    mean: tuple[float, ...] = IMAGENET_MEAN
-    std: tuple[float, ...] = IMAGENET_STD
-    dtype: torch.dtype = torch.float32
-    fields: tuple[str, ...] | Mapping[str, str | None] = ()
-    verify: bool = False
-    on_error: str = "raise"
-    rank: int = 0
-    world_size: int = 1
+    """Whether to fill up the last batch with the epoch's first samples; `padded` is the number of repeated samples."""
+    dtype: torch.dtype = field(default_factory=_default_dtype)
+    """`torch.float32` or `torch.bfloat16`, normalized; or `torch.uint8`, as stored (8 bits only)."""
+    fields: Sequence[str] | Mapping[str, str | None] = ()
+    """Names of further fields of the file, yielded after the labels: a tensor for numbers and arrays, a list for bytes
+    and JSON. Targets that move with the image, as `convert` stored them, are cropped, resized and mirrored like its
+    pixels, and equal torchvision's `tv_tensors` after the same draws: masks `(B, H, W)` uint8 (int32 if there are class
+    indices above 255), resized to the nearest pixel, 255 where there is no image; lists of boxes `(n, 4)` (left, top,
+    right, bottom) and of keypoints `(n, 2)` (x, y), float32, in pixels of the output. Boxes are cut at the crop's
+    edges, and those outside of it stay, without an area. For a file without a manifest, a dict of names and kinds,
+    `{"mask": "mask", "boxes": "boxes", "points": "keypoints"}`; with None, a field is as stored."""
+    rank: Annotated[int, BY_CALLER] = 0
+    """This process's shard of each batch, a contiguous slice. Default None, of both `rank` and `world_size`: those of
+    torch.distributed's process group, if there is one."""
+    world_size: Annotated[Positive, BY_CALLER] = 1
+    """Number of shards."""
 
     def __post_init__(self) -> None:
-        def check(name: str, valid: bool, allowed: str) -> None:
-            if not valid:
-                raise DataError(f"{name}={getattr(self, name)!r} must be {allowed}.")
-
-        make_plain(self)
+        super().__post_init__()
         object.__setattr__(self, "image_size", usual_size(self.image_size))
-        self._check_types(check)
-        check("batch_size", self.batch_size >= 1, "at least 1")
-        check("world_size", self.world_size >= 1, "at least 1")
-        check("seed", 0 <= self.seed < 2**63, "an integer, 0 or more")
-        for name, known in (
-            ("order", ORDERS), ("crop", CROPS), ("padding_mode", PADDING_MODES), ("eval_crop", EVAL_CROPS),
-            ("interpolation", INTERPOLATIONS),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            article = "an" if name[0] in "aeiou" else "a"
-            check(
-                name,
-                isinstance(value, str) and value in known,
-                f"{article} {name}.{suggest(str(value), known)}"[:-1],
-            )
-        check("on_error", self.on_error in ON_ERROR, "'raise' or 'skip'")
-        check("pad_last", not (self.pad_last and self.drop_last), "False if drop_last is True")
-        check(
-            "scale", 0 < self.scale[0] <= self.scale[1] <= 1, "two fractions of the area, 0 < low ≤ high ≤ 1"
-        )
-        check("ratio", 0 < self.ratio[0] <= self.ratio[1], "two aspect ratios, 0 < low ≤ high")
+        self._check_crops()
+        self._check_pixels()
+        self._check_fields()
+        self._check_views()
+        self._require("pad_last", not (self.pad_last and self.drop_last), "False if drop_last is True")
+        most = self.world_size - 1
+        self._require("rank", 0 <= self.rank <= most, f"from 0 to world_size - 1 = {most}")
+
+    def _require(self, name: str, valid: bool, allowed: str) -> None:
+        if not valid:
+            raise DataError(f"{name}={getattr(self, name)!r} must be {allowed}.")
+
+    def _check_crops(self) -> None:
+        low, high = self.scale
+        self._require("scale", 0 < low <= high <= 1, "two fractions of the area, 0 < low ≤ high ≤ 1")
+        low, high = self.ratio
+        self._require("ratio", 0 < low <= high, "two aspect ratios, 0 < low ≤ high")
         if self.shifts:
-            check("padding", 0 <= self.padding < min(self.size), "from 0 to less than image_size pixels")
-        check(
-            "eval_ratio",
-            is_number(self.eval_ratio, "(0, 1]"),
-            "a fraction of the shorter side, above 0 and at most 1",
-        )
-        self._check_contradictions()
-        check("color_jitter", min(self.color_jitter) >= 0, "three strengths, 0 or more")
+            fits = 0 <= self.padding < min(self.size)
+            self._require("padding", fits, "from 0 to less than image_size pixels")
+        self._require("cutout", 0 <= self.cutout <= min(self.size), "a side from 0 to image_size pixels")
+        if self.eval_crop != "center" and self.eval_ratio != EVAL_RATIO:
+            raise DataError(
+                f"eval_crop={self.eval_crop!r} takes the full image, but eval_ratio={self.eval_ratio!r} is the size of "
+                f"a central crop. Leave eval_ratio at {EVAL_RATIO}, or use eval_crop='center'."
+            )
+        if self.padding_mode != "reflect" and self.crop != "padded":
+            raise DataError(
+                f"padding_mode={self.padding_mode!r} is of crop='padded', but crop={self.crop!r} does not pad. Leave "
+                "padding_mode out, or use crop='padded'."
+            )
+
+    def _check_pixels(self) -> None:
+        import torch
+
+        channels = len(self.mean)
+        self._require("std", len(self.std) == channels, f"as many numbers as mean={self.mean!r}")
+        self._require("std", min(self.std) > 0, "positive numbers")
+        self._require("color_jitter", min(self.color_jitter) >= 0, "three strengths, 0 or more")
         if self.policy is not None:
             complete(self.policy)
+        known = (torch.float32, torch.bfloat16, torch.uint8)
+        self._require("dtype", self.dtype in known, "torch.float32, torch.bfloat16 or torch.uint8")
+
+    def _check_fields(self) -> None:
+        from .beton.targets import MOVING
+
+        for name, kind in self.fields.items() if isinstance(self.fields, Mapping) else ():
+            if kind is not None and kind not in MOVING:
+                raise DataError(
+                    f"fields={{{name!r}: {kind!r}}}: the kind of a field that moves with the image must be one of "
+                    f"{', '.join(map(repr, MOVING))}; None is for one that does not."
+                )
+
+    def _check_views(self) -> None:
         if isinstance(self.views, int):
-            check("views", self.views >= 1, "at least 1")
+            self._require("views", self.views >= 1, "at least 1")
+        else:
+            example = "an integer, or a list of dicts such as {'count': 2, 'image_size': 96}"
+            self._require("views", len(self.views) > 0, example)
+            _check_groups(self.views)
         if self.has_views:
-            check("flip", not self.alternates, "True or False with several views per image")
-            self.groups  # noqa: B018 — each has the settings of a loader, which are checked
-        check("cutout", 0 <= self.cutout <= min(self.size), "a side from 0 to image_size pixels")
-        check("std", min(self.std) > 0, "positive numbers")
-        check(
-            "dtype",
-            isinstance(self.dtype, torch.dtype) and self.dtype in DTYPES,
-            "torch.float32, torch.bfloat16 or torch.uint8",
-        )
-        check("rank", 0 <= self.rank < self.world_size, f"from 0 to world_size - 1 = {self.world_size - 1}")
+            self._require("flip", not self.alternates, "True or False with several views per image")
+            self.groups  # noqa: B018 — each has the options of a loader, which are checked
 
     @property
     def size(self) -> tuple[int, int]:
@@ -145,7 +277,7 @@ class Settings:
         return self.train and self.views != 1
 
     @property
-    def groups(self) -> tuple[tuple[int, Settings], ...]:
+    def groups(self) -> tuple[tuple[int, LoaderOptions], ...]:
         """The groups of views: the number of views, and the settings of each. In evaluation, one view."""
         if not self.train or isinstance(self.views, int):
             return ((self.views if isinstance(self.views, int) and self.train else 1, self),)
@@ -173,7 +305,7 @@ class Settings:
 
     @property
     def fill(self) -> tuple[int, ...]:
-        """The levels, from 0 to 255, of each channel of what is filled: the mean colour."""
+        """The levels, from 0 to 255, of each channel of what is filled: the mean color."""
         return fill_color(self.mean)
 
     @property
@@ -181,97 +313,76 @@ class Settings:
         """Whether an image's mirroring follows from the epoch instead of a draw."""
         return self.train and self.flip == "alternating"
 
-    def _check_contradictions(self) -> None:
-        if self.eval_crop != "center" and self.eval_ratio != EVAL_RATIO:
-            raise DataError(
-                f"eval_crop={self.eval_crop!r} takes the full image, but eval_ratio={self.eval_ratio!r} is the size of "
-                f"a central crop. Leave eval_ratio at {EVAL_RATIO}, or use eval_crop='center'."
-            )
-        if self.padding_mode != "reflect" and self.crop != "padded":
-            raise DataError(
-                f"padding_mode={self.padding_mode!r} is of crop='padded', but crop={self.crop!r} does not pad. Leave "
-                "padding_mode out, or use crop='padded'."
-            )
 
-    def _check_types(self, check: Callable[[str, bool, str], None]) -> None:
-        check("image_size", is_size(self.image_size), "a positive integer, or two: height and width")
-        for name in ("batch_size", "seed", "padding", "cutout", "rank", "world_size"):
-            check(name, is_whole(getattr(self, name)), "an integer")
-        for name in ("train", "drop_last", "pad_last", "verify"):
-            check(name, is_flag(getattr(self, name)), "True or False")
-        alternating = isinstance(self.flip, str) and self.flip == "alternating"
-        check("flip", is_flag(self.flip) or alternating, "True, False or 'alternating'")
-        for name in ("scale", "ratio"):
-            check(name, are_numbers(getattr(self, name), 2), "2 finite numbers")
-        for name in ("mean", "std"):
-            numbers = any(are_numbers(getattr(self, name), count) for count in CHANNELS)
-            check(name, numbers, "3 finite numbers, one per channel; for images with 1 or 4, as many")
-        check("std", len(self.std) == len(self.mean), f"as many numbers as mean={self.mean!r}")
-        check(
-            "color_jitter",
-            are_numbers(self.color_jitter, 3),
-            "3 finite numbers: three strengths",
-        )
-        self._check_views(check)
-        fields = self.fields
-        listed = isinstance(fields, tuple | list | Mapping) and all(isinstance(name, str) for name in fields)
-        check("fields", listed, "a list of names, or a dict of names and kinds")
-        for name, kind in fields.items() if isinstance(fields, Mapping) else ():
-            if kind is not None and kind not in MOVING:
-                raise DataError(
-                    f"fields={{{name!r}: {kind!r}}}: the kind of a field that moves with the image must be one of "
-                    f"{', '.join(map(repr, MOVING))}; None is for one that does not."
-                )
+class ReadKeywords(TypedDict, total=False):
+    """The options of `ReadOptions` as keywords, for type checkers."""
 
-    def _check_views(self, check: Callable[[str, bool, str], None]) -> None:
-        views: Any = self.views
-        if is_whole(views):
-            return
-        grouped = isinstance(views, tuple | list) and len(views) > 0
-        grouped = grouped and all(isinstance(group, Mapping) for group in views)
-        check("views", grouped, "an integer, or a list of dicts such as {'count': 2, 'image_size': 96}")
-        known = ("count", *VIEW_SETTINGS)
-        for group in views:
-            for name in group:
-                if name not in known:
-                    raise DataError(f"views: {name!r} cannot differ among views.{suggest(str(name), known)}")
-            if not is_whole(group.get("count", 1), 1):
-                raise DataError(f"views: count={group['count']!r} must be a positive integer.")
-        object.__setattr__(self, "views", tuple(views))
+    # keywords of ReadOptions
+    batch_size: Required[int]
+    image_size: Required[ImageSize]
+    workers: int | None
+    batches_ahead: int
+    cache: str | Path | None
+    cache_limit: float | None
+    patience: float
+    # end
+
+
+class ImageKeywords(TypedDict, total=False):
+    """The options of `ImageOptions` as keywords, for type checkers."""
+
+    # keywords of ImageOptions
+    crop: Literal["resized", "random", "whole", "fit", "padded"]
+    scale: tuple[float, float]
+    ratio: tuple[float, float]
+    padding: int
+    padding_mode: Literal["reflect", "constant"]
+    views: int | Sequence[Mapping[str, Any]]
+    eval_crop: Literal["center", "whole", "fit"]
+    eval_ratio: float
+    interpolation: Literal["bilinear", "bicubic", "nearest", "area"]
+    flip: bool | Literal["alternating"]
+    color_jitter: tuple[float, float, float]
+    policy: Mapping[str, Any] | None
+    cutout: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    on_error: Literal["raise", "skip"]
+    verify: bool
+    # end
+
+
+class LoaderKeywords(ReadKeywords, ImageKeywords, total=False):
+    """The options of `LoaderOptions` as keywords, for type checkers."""
+
+    # keywords of LoaderOptions
+    train: bool
+    seed: int
+    order: Literal["random", "quasi_random", "sequential"] | None
+    drop_last: bool | None
+    pad_last: bool
+    dtype: torch.dtype
+    fields: Sequence[str] | Mapping[str, str | None]
+    rank: int | None
+    world_size: int | None
+    # end
+
+
+def _check_groups(views: Sequence[Mapping[str, Any]]) -> None:
+    options = options_of(LoaderOptions)
+    known = ("count", *(name for name, option in options.items() if PER_VIEW in option.marks))
+    for group in views:
+        for name in group:
+            if name not in known:
+                raise DataError(f"views: {name!r} cannot differ among views.{suggest(str(name), known)}")
+        if not is_whole(group.get("count", 1), 1):
+            raise DataError(f"views: count={group['count']!r} must be a positive integer.")
 
 
 def fill_color(mean: Sequence[float], depth: int = 8) -> tuple[int, ...]:
-    """Return the levels of that mean colour, of `depth` bits; `mean` is for pixels scaled to 0–1."""
+    """Return the levels of that mean color, of `depth` bits; `mean` is for pixels scaled to 0–1."""
     most = (1 << depth) - 1
     return tuple(min(max(round(level * most), 0), most) for level in mean)
-
-
-def check_images(settings: Settings, channels: int, depth: int, source: str) -> None:
-    """Raise `DataError` for settings that images of so many channels and bits do not have."""
-    if len(settings.mean) != channels:
-        values = f"{channels} value{'s' * (channels > 1)}"
-        raise DataError(
-            f"The images of {source} have {channels_text(channels, depth)}, but mean={settings.mean!r} and "
-            f"std={settings.std!r} are of {len(settings.mean)}. Pass mean= and std= with {values}, for pixels "
-            "scaled to 0–1."
-        )
-    if (channels, depth) == RGB:
-        return
-    refused: list[tuple[str, bool, str]] = [
-        ("interpolation", settings.interpolation == "area", "Use 'bilinear', 'bicubic' or 'nearest'"),
-        ("dtype", settings.dtype == torch.uint8 and depth == 16, "Use torch.float32 or torch.bfloat16"),
-    ]
-    for _, own in settings.groups:
-        for name, wrong, remedy in (
-            *refused,
-            ("color_jitter", own.train and any(own.color_jitter), "Leave it out: it is for colours in RGB"),
-            ("policy", own.train and own.policy is not None, "Leave it out: it is for colours in RGB"),
-        ):
-            if wrong:
-                raise DataError(
-                    f"{name}={getattr(own, name)!r} is for RGB with 8 bits, but the images of {source} have "
-                    f"{channels_text(channels, depth)}. {remedy}."
-                )
 
 
 def odd_size(sample: str, width: int, height: int, image_size: ImageSize) -> DataError:
@@ -290,73 +401,6 @@ def too_small(sample: str, height: int, width: int, image_size: ImageSize) -> Da
     )
 
 
-def make_settings(**settings: Any) -> Settings:
-    """Return the checked settings; rank, world size and drop_last are resolved if they are None.
-
-    Raises:
-        DataError: for an invalid or unknown setting.
-    """
-    known = [field.name for field in fields(Settings)]
-    for name in settings:
-        if name not in known:
-            raise DataError(f"{name}= is not a loader setting.{suggest(name, known)}")
-    rank, world_size = find_ranks(settings.pop("rank", None), settings.pop("world_size", None))
-    drop_last = settings.pop("drop_last", None)
-    made = Settings(
-        rank=rank, world_size=world_size, drop_last=False if drop_last is None else drop_last, **settings
-    )
-    equal = made.train and made.world_size > 1 and not made.pad_last
-    return dataclasses.replace(made, drop_last=True) if drop_last is None and equal else made
-
-
-def find_ranks(rank: Any, world_size: Any) -> tuple[Any, Any]:
-    """Return this process's rank and world size: as given, else those of torch.distributed's process group.
-
-    Raises:
-        DataError: if only one of them is given, or if a launched process has not joined its group yet: then every rank
-            would load all samples.
-    """
-    if (rank is None) != (world_size is None):
-        raise DataError(
-            f"rank={rank!r} and world_size={world_size!r}: pass both, or neither, to use those of torch.distributed's "
-            "process group."
-        )
-    if rank is not None:
-        return rank, world_size
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    started = os.environ.get("WORLD_SIZE", "")
-    if all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")) and started not in (
-        "",
-        "1",
-    ):
-        raise DataError(
-            f"A launcher started this process as one of WORLD_SIZE={started}, but it has not joined their process "
-            "group. Call torch.distributed.init_process_group() before creating the loader, or pass rank= and "
-            "world_size= (rank=0, world_size=1: all samples)."
-        )
-    return 0, 1
-
-
-def check_device(device: torch.device | str) -> torch.device:
-    """Return the device that batches go to.
-
-    Raises:
-        DataError: if the name is invalid, or there is no such device.
-    """
-    try:
-        parsed = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise DataError(f"device={device!r} is not a torch device. Use 'cpu' or 'cuda'.") from None
-    if parsed.type not in ("cpu", "cuda"):
-        raise DataError(f"device={device!r} is not supported for batches. Use 'cpu' or 'cuda'.")
-    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
-        raise DataError(
-            f"device={device!r} does not exist: torch finds {torch.cuda.device_count()} CUDA devices."
-        )
-    return parsed
-
-
 def check_workers(workers: Any, least: int = 1) -> int:
     """Return the number of threads or processes: as given, or for None one per available core.
 
@@ -370,33 +414,4 @@ def check_workers(workers: Any, least: int = 1) -> int:
     return int(workers)
 
 
-def check_ahead(batches_ahead: Any) -> int:
-    """Return the number of batches to prepare while one is in use.
-
-    Raises:
-        DataError: if it is not a positive integer.
-    """
-    batches_ahead = plain(batches_ahead)
-    check_whole("batches_ahead", batches_ahead, DataError, 1)
-    return int(batches_ahead)
-
-
-def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
-    """Return the indices to load, or all of them; for a boolean mask `(samples,)`, those that are True.
-
-    Raises:
-        DataError: if one is out of range, or none is left.
-    """
-    if indices is None:
-        return np.arange(samples, dtype=np.int64)
-    chosen = np.asarray(indices)
-    if chosen.dtype == np.bool_ and chosen.shape == (samples,):
-        chosen = np.flatnonzero(chosen)
-    if chosen.ndim != 1 or len(chosen) == 0 or not np.issubdtype(chosen.dtype, np.integer):
-        raise DataError(f"indices must be a non-empty list of sample indices, not {indices!r:.80}.")
-    outside = (chosen < 0) | (chosen >= samples)
-    if outside.any():
-        raise DataError(
-            f"indices contains {chosen[outside][0]}, but the data set has samples 0 to {samples - 1}."
-        )
-    return chosen.astype(np.int64)
+Settings = LoaderOptions

@@ -10,7 +10,7 @@ from pathlib import Path
 from queue import Empty
 from time import monotonic
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from ..common import machine
 from ..common.errors import DataError, require
 from ..common.exhaustion import exhaustion, is_exhaustion
+from ..common.options.signatures import documented
 from ..common.storage.addresses import is_address
+from .arguments import check_device, options_here
 from .beton.data_set import BetonFiles, open_files
 from .decode.buffers import Buffers
 from .decode.ffcv_modules import ffcv_module, thread_counts_restored
@@ -27,7 +29,7 @@ from .decode.moving import moving_fields
 from .device import feed_of
 from .epochs import Batch, EpochLoader
 from .image_size import ImageSize
-from .options import Settings, check_ahead, check_device, check_workers, make_settings
+from .options import LoaderKeywords, LoaderOptions, check_workers
 from .sources import Source, files_of
 
 PATIENCE = 600.0  # seconds without a batch after which FFCV counts as hung
@@ -37,6 +39,7 @@ _OURS = "use loader='ffcv' (FFCVLoader)"
 _COMPILING = threading.Lock()
 
 
+@documented(LoaderOptions)
 class StockFFCVLoader(EpochLoader):
     """Load a `.beton` file with FFCV's own `ffcv.loader.Loader` (1.0.2).
 
@@ -57,12 +60,13 @@ class StockFFCVLoader(EpochLoader):
     copied out of FFCV's memory, which it would overwrite. An epoch that is left early, `close` and errors end FFCV's
     thread. The number of threads of torch and numba, which FFCV sets for the whole process, is restored.
 
+    What FFCV does not have is rejected: several files, mixes, addresses, more threads than numba's limit
+    (`NUMBA_NUM_THREADS`), `verify`, and in evaluation another `eval_crop` than "center", and in training another `crop`
+    than "resized", `flip="alternating"`, `color_jitter`, `policy` and `cutout`. `interpolation` is "area".
+
     Args:
         source: one local `.beton` file.
-        workers: number of threads, at most numba's limit (`NUMBA_NUM_THREADS`). Default None: one per available core.
-        others: see `FFCVLoader`. What FFCV does not have is rejected: several files, mixes, addresses, `verify`, and in
-            evaluation another `eval_crop` than "center", and in training another `crop` than "resized",
-            `flip="alternating"`, `color_jitter`, `policy` and `cutout`. `interpolation` is "area".
+        indices, device: see `FFCVLoader`.
 
     Raises:
         BetonError: for an unusable file.
@@ -77,22 +81,12 @@ class StockFFCVLoader(EpochLoader):
         self,
         source: Source,
         *,
-        batch_size: int,
-        image_size: ImageSize,
-        train: bool = True,
-        seed: int = 0,
-        workers: int | None = None,
-        order: str | None = None,
         indices: Any = None,
         device: torch.device | str = "cpu",
-        batches_ahead: int = 3,
-        **settings: Any,
+        **options: Unpack[LoaderKeywords],
     ) -> None:
-        order = order or ("random" if train else "sequential")
-        settings |= {"batch_size": batch_size, "image_size": image_size, "train": train, "seed": seed}
-        self.workers, self._device = _check_workers(workers), check_device(device)
-        self._ahead = check_ahead(batches_ahead)
-        checked = stock_settings(order=order, **settings)
+        own = stock_options(options)
+        self.workers, self._device = _check_workers(own.workers), check_device(device)
         check_stock_source(source)
         self.beton = open_files(source)
         if self.beton.remote:
@@ -102,14 +96,14 @@ class StockFFCVLoader(EpochLoader):
                 f"{self.beton.name} has its images in an ndarray field, which FFCV's own loader does not crop or "
                 f"resize. To load them, {_OURS}."
             )
-        if targets := moving_fields(self.beton, checked):
+        if targets := moving_fields(self.beton, own):
             raise DataError(
                 f"{self.beton.name} has targets that move with the image ({', '.join(targets)}: "
                 f"{', '.join(set(targets.values()))}), which FFCV's own loader does not have. To move them, {_OURS}."
             )
-        super().__init__(checked, indices, len(self.beton), self.beton)
-        _require_crops(checked, self.beton)
-        self._feed = feed_of(self._device, checked)
+        super().__init__(own, indices, len(self.beton), self.beton)
+        _require_crops(own, self.beton)
+        self._feed = feed_of(self._device, own)
         self._buffers = Buffers(keep=3)  # the one in use, and two spare ones
         self._run: _Run | None = None
         self.memory = self._check_memory()
@@ -160,7 +154,7 @@ class StockFFCVLoader(EpochLoader):
             names = self.beton.fields
             self._loader: Any = ffcv_module("ffcv.loader").Loader(
                 str(file.path), batch_size=self._share, num_workers=self.workers, seed=0, drop_last=False,
-                batches_ahead=self._ahead,
+                batches_ahead=self.settings.batches_ahead,
                 pipelines={name: image if kind == "rgb_image" else None for name, kind in names.items()},
             )  # fmt: skip
             first = self._start(self.indices[:1])
@@ -194,7 +188,7 @@ class StockFFCVLoader(EpochLoader):
         Raises:
             DataError: if this process may not allocate that much.
         """
-        own, ahead, beton = self.settings, self._ahead + 2, self.beton
+        own, ahead, beton = self.settings, self.settings.batches_ahead + 2, self.beton
         pixels = own.size[0] * own.size[1] * 3
         largest = int(beton.widths.max()) * int(beton.heights.max()) * 3
         copies = 1 + (own.train and bool(own.flip)) + 4 * (self._on_host == torch.float32)
@@ -349,13 +343,13 @@ def _epoch_class() -> Any:
     return Epoch
 
 
-def stock_settings(**settings: Any) -> Settings:
-    """Return the checked settings of FFCV's own loader; see `make_settings`.
+def stock_options(given: LoaderKeywords) -> LoaderOptions:
+    """Return the checked options of FFCV's own loader; see `options_here`.
 
     Raises:
-        DataError: for an invalid setting, and for one that FFCV does not have.
+        DataError: for an invalid option, and for one that FFCV does not have.
     """
-    made = make_settings(**{"interpolation": "area", **settings})
+    made = options_here({"interpolation": "area", **given})
     train = made.train
     refused = (
         ("interpolation", made.interpolation != "area", "Leave it out, because FFCV resizes by area"),
@@ -393,7 +387,7 @@ def check_stock_source(source: Source) -> None:
         raise _at_an_address(files.names[0])
 
 
-def _require_crops(settings: Settings, beton: BetonFiles) -> None:
+def _require_crops(settings: LoaderOptions, beton: BetonFiles) -> None:
     """Raise `DataError` if a crop of an image may be empty: FFCV would end the process."""
     heights, widths = beton.heights.astype(np.float64), beton.widths.astype(np.float64)
     if settings.train:  # what FFCV falls back to when no random crop fits

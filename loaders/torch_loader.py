@@ -12,9 +12,8 @@ import threading
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
-from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -25,19 +24,21 @@ from torchvision.datasets.vision import StandardTransform
 
 from ..common.errors import BetonError, DataError, DrivetrainError
 from ..common.exhaustion import exhaustion, is_exhaustion
+from ..common.options.signatures import documented
 from ..common.signals import interrupts_held
-from ..common.storage.addresses import PATIENCE
 from ..common.storage.cache import Remote
+from .arguments import check_device, check_images, options_here
 from .datasets.torch_dataset import BetonDataset, PictureFolder, make_transform, open_dataset
 from .decode.moving import check_motion, moving_fields
 from .device import DeviceFeed
 from .epochs import Batch, EpochLoader
 from .image_size import ImageSize
-from .options import Settings, check_ahead, check_device, check_images, check_workers, make_settings
+from .options import LoaderKeywords, LoaderOptions, check_workers
 
 _END_PATIENCE = 0.2  # seconds for the workers to exit by themselves; they hold nothing that could be lost
 
 
+@documented(LoaderOptions)
 class TorchLoader(EpochLoader):
     """Load a folder `CLASS/image.jpg`, a `.beton` file or a data set of `(PIL image, label)` with plain PyTorch.
 
@@ -62,46 +63,32 @@ class TorchLoader(EpochLoader):
         self,
         source: Any,
         *,
-        batch_size: int,
-        image_size: ImageSize,
-        train: bool = True,
-        seed: int = 0,
-        workers: int | None = None,
-        order: str | None = None,
         indices: Any = None,
         device: torch.device | str = "cpu",
-        batches_ahead: int = 3,
-        cache: str | Path | None = None,
-        cache_limit: float | None = None,
-        patience: float = PATIENCE,
-        **settings: Any,
+        **options: Unpack[LoaderKeywords],
     ) -> None:
-        order = order or ("random" if train else "sequential")
-        settings |= {"batch_size": batch_size, "image_size": image_size, "train": train, "seed": seed}
-        self.workers = check_workers(workers, least=0)
-        self._ahead = check_ahead(batches_ahead)
-        checked = make_settings(order=order, **settings)
-        if checked.on_error == "skip":
+        own = options_here(options)
+        self.workers = check_workers(own.workers, least=0)
+        if own.on_error == "skip":
             raise DataError("on_error='skip' is only available in FFCVLoader. Use 'raise'.")
-        if checked.interpolation == "area":
+        if own.interpolation == "area":
             raise DataError("interpolation='area' is only available in FFCVLoader. Use 'bilinear'.")
-        self.dataset = open_dataset(
-            source, make_transform(checked), checked.verify, Remote(cache, cache_limit, patience)
-        )
+        remote = Remote(own.cache, own.cache_limit, own.patience)
+        self.dataset = open_dataset(source, make_transform(own), own.verify, remote)
         beton = self.dataset.beton if isinstance(self.dataset, BetonDataset) else None
         if isinstance(self.dataset, PictureFolder):
-            check_images(checked, 3, 8, str(source))
+            check_images(own, 3, 8, str(source))
         if beton is not None:
-            check_images(checked, beton.channels, beton.depth, beton.name)
-            self.dataset.transform = make_transform(checked, beton.depth)
-            targets = moving_fields(beton, checked)
-            check_motion(targets, checked)
-            if further := [name for name in checked.fields if name in targets]:
+            check_images(own, beton.channels, beton.depth, beton.name)
+            self.dataset.transform = make_transform(own, beton.depth)
+            targets = moving_fields(beton, own)
+            check_motion(targets, own)
+            if further := [name for name in own.fields if name in targets]:
                 raise DataError(
                     f"fields={further}: targets that move with the image, besides the label, are only available in "
                     "FFCVLoader. Leave them out, or load them as stored: fields={name: None}."
                 )
-        super().__init__(checked, indices, len(self.dataset), beton)
+        super().__init__(own, indices, len(self.dataset), beton)
         self._device = check_device(device)
         self._feed = None if self._device.type == "cpu" else DeviceFeed(self._device)
         self._sampler = _Sampler()
@@ -175,7 +162,7 @@ class TorchLoader(EpochLoader):
     def _make_loader(self) -> DataLoader[Any]:
         parallel: dict[str, Any] = {}
         if self.workers:
-            ahead = max(-(-self._ahead // self.workers), 1)
+            ahead = max(-(-self.settings.batches_ahead // self.workers), 1)
             parallel = {
                 "num_workers": self.workers,
                 "multiprocessing_context": "spawn",
@@ -268,7 +255,7 @@ class _Keyed(Dataset[Any]):
     Takes 3 µs per sample in a worker process, 2 % of loading a CIFAR-10 image; this is the baseline.
     """
 
-    def __init__(self, dataset: Any, settings: Settings, wanted: str) -> None:
+    def __init__(self, dataset: Any, settings: LoaderOptions, wanted: str) -> None:
         self._wanted, self._samples = wanted, len(dataset)
         self._dataset, self._seed = dataset, int(settings.seed)
         self._alternates, self._train = settings.alternates, settings.train

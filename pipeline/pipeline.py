@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ..common.errors import require
-from ..common.options.option import built_from
+from ..common.options.signatures import built_from
 from .describe.pipeline_spec import PipelineSpec
 from .describe.plan import Plan
 from .describe.resolve import resolve
@@ -131,7 +131,7 @@ class Pipeline(PipelineSpec):
 
         return build(resolve(self))
 
-    @built_from(FitConfig)
+    @built_from(FitConfig, PipelineSpec.fit_defaults)
     def fit(self, config: FitConfig) -> FitResult:
         """Train.
 

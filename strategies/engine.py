@@ -23,7 +23,7 @@ from .common.optimizer_state import (
     name_of,
 )
 from .common.statistics import pool_buffers
-from .options import HALF, Options
+from .options import Options, half_dtype
 
 
 class LocalEngine:
@@ -62,7 +62,7 @@ class LocalEngine:
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the precision's autocast context; empty for fp32. Use it in evaluation too."""
         if self._options.precision != "fp32":
-            return torch.autocast(self.device.type, dtype=HALF[self._options.precision])
+            return torch.autocast(self.device.type, dtype=half_dtype(self._options.precision))
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:

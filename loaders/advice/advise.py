@@ -20,7 +20,7 @@ from ...common.errors import DataError
 from ...common.signals import handled
 from ...common.terminal import time_bar
 from ..image_size import ImageSize
-from ..options import check_workers, make_settings
+from ..options import LoaderOptions, check_workers
 from .report import Advice, Rate, Row, bound, by_loss, bytes_text
 from .sample import Converted, Sample, converted, distinct, formats, open_data_set
 from .trials import disk_rate, loading_rate
@@ -79,7 +79,7 @@ def advise(
         check_number("wanted", wanted, DataError, "(0, inf)", also=", or None for the most")
     check_number("seconds", seconds, DataError, "(0, inf)")
     check_whole("samples", samples, DataError, 1)
-    size = make_settings(batch_size=1, image_size=image_size, rank=0, world_size=1).size
+    size = LoaderOptions(batch_size=1, image_size=image_size).size
     threads = check_workers(workers)
     data = open_data_set(source)
     sample = data.sample(samples, _SEED)

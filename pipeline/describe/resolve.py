@@ -16,8 +16,9 @@ from ...loaders.sources import Files
 from ...strategies import Strategy
 from ...strategies.launching.group import needs_ranks
 from ...transforms import Transform
+from ..optim.config import OptimizerConfig
 from ..tasks.task import Task
-from .config import DataConfig, DistributedConfig, OptimizerConfig
+from .config import DataConfig, DistributedConfig
 from .kinds import sort_transforms
 from .pipeline_spec import PipelineSpec
 from .plan import Step, lay_out

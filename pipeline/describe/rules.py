@@ -140,11 +140,7 @@ def _two_averages(spec: PipelineSpec) -> None:
 
 def _resizing_of_padded_crops(spec: PipelineSpec) -> None:
     data = spec.data
-    if (
-        data is not None
-        and data.settings.get("crop") == "padded"
-        and find(spec.transforms, ProgressiveResizing)
-    ):
+    if data is not None and data.loading.crop == "padded" and find(spec.transforms, ProgressiveResizing):
         raise PlanError(
             "ProgressiveResizing changes the size of the images, but crop='padded' keeps that of the file. Use "
             "crop='resized', or leave ProgressiveResizing out."
@@ -246,7 +242,7 @@ def _loss_of_the_model(spec: PipelineSpec) -> None:
 
 
 def _views(spec: PipelineSpec) -> None:
-    views = 1 if spec.data is None else spec.data.settings.get("views", 1)
+    views = 1 if spec.data is None else spec.data.loading.views
     task = spec.target
     if not isinstance(views, int):
         raise PlanError(

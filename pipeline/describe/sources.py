@@ -26,9 +26,10 @@ def check_loader(data: DataConfig, settings: Mapping[str, Any]) -> None:
     """
     if data.loader != "ffcv_stock":
         return
-    from ...loaders.stock_loader import check_stock_source, stock_settings  # here: it imports torch
+    from ...loaders.stock_loader import check_stock_source, stock_options  # here: it imports torch
 
-    stock_settings(batch_size=data.batch_size, image_size=data.image_size, rank=0, world_size=1, **settings)
+    given: Any = data.read_options | {"rank": 0, "world_size": 1} | dict(settings)
+    stock_options(given)
     for source in (data.train, data.val):
         if source is not None:
             check_stock_source(source)

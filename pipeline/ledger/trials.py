@@ -24,8 +24,8 @@ from ...loaders.image_size import ImageSize
 from ...strategies import Engine
 from ...strategies.common.memory import HeldBytes, held_bytes
 from ...transforms import LayerFreezing
+from ..describe.fit import LOG_EVERY
 from ..measuring.budget import until
-from ..telemetry.loggers import LOG_EVERY
 from ..telemetry.metrics import Metrics
 from ..telemetry.observer import Observer, Observers, Phase
 from ..telemetry.progress import Progress

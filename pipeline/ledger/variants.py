@@ -10,11 +10,11 @@ from functools import cached_property, partial
 from typing import Any
 
 from ...common.errors import DrivetrainError
-from ...common.options.option import OptionalGroups
 from ...transforms import Transform
 from ..describe.config import DistributedConfig
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
+from ..optim.config import OptionalGroups
 from . import data as identity
 from .data import COPY, EXTRAS, LOADER, MODEL, PLAIN, SPLIT, VariantId, only, without
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ...common.errors import PlanError
-from ...common.options.option import OptionalGroups
 from ...strategies import OptimizerFactory
+from .config import OptionalGroups
 
 WRAPPED = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|_orig_mod)\.")
 """Parts of a parameter's name that wrappers of other libraries add."""

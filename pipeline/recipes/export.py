@@ -14,12 +14,13 @@ from torch import nn
 from ... import strategies
 from ...common.errors import PlanError, RecipeError, StrategyError
 from ...common.names import name_of
-from ...common.options.option import Config
+from ...common.options.config import Config
 from ...loaders.sources import Files
 from ...transforms import to_dict
-from ..describe.config import DistributedConfig, OptimizerConfig
+from ..describe.config import DistributedConfig
 from ..describe.pipeline_spec import PipelineSpec
 from ..models.factories import name_of_factory
+from ..optim.config import OptimizerConfig
 from ..tasks import registry as tasks
 from ..tasks.task import Task
 from .schema import keys_of
@@ -49,6 +50,8 @@ def to_recipe(pipeline: PipelineSpec) -> dict[str, Any]:
             strategy_options=_strategy_options(distribution),
             activation_checkpointing=_checkpointed(distribution),
         )
+    if pipeline.fit_options is not None:
+        recipe |= _values(pipeline.fit_options)
     return recipe | {"epochs": pipeline.epochs, "seed": pipeline.seed}
 
 

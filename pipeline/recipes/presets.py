@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...common.errors import RecipeError, suggest
+from ...common.options.config import Config
 from .cifar import CIFAR
 from .files import is_file_name, json_or_text, read_recipe
 from .resnet import RESNETS
-from .schema import DEFAULTS, KEYS, Origin, check_key, check_values
+from .schema import DEFAULTS, KEYS, Origin, check_key, check_values, keys_of
 from .transformers import TRANSFORMERS
 
-__all__ = ["DEFAULTS", "KEYS", "RECIPES", "complete", "completed", "parse_overrides"]
+__all__ = ["DEFAULTS", "KEYS", "RECIPES", "Completed", "complete", "completed", "parse_overrides"]
 
 # Copied, because several recipes share values.
 RECIPES: dict[str, dict[str, Any]] = {
@@ -24,35 +26,50 @@ RECIPES: dict[str, dict[str, Any]] = {
 """All recipes by name. `schema.KEYS` describes the keys; `complete` fills in the defaults."""
 
 
+@dataclass(frozen=True)
+class Completed:
+    """A checked recipe with its overrides and all defaults; `Pipeline.from_recipe` takes it, too.
+
+    Attributes:
+        values: by key; also `name`, None for a dict without one.
+        given: the keys that the recipe or its overrides set.
+        origin: for messages.
+    """
+
+    values: dict[str, Any]
+    given: frozenset[str]
+    origin: Origin
+
+    def sets(self, config: type[Config]) -> bool:
+        """Whether it sets one of the options of this config."""
+        return not self.given.isdisjoint(keys_of(config))
+
+
 def complete(
     recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
+    """Return the values of `completed`."""
+    return completed(recipe, overrides or {}).values
+
+
+def completed(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any]) -> Completed:
     """Return a recipe with its overrides and all defaults filled in, checked.
 
     Raises:
         RecipeError: for an unknown name or key (with the closest one), a missing key, a value of the wrong type, or an
             unreadable file.
     """
-    return completed(recipe, overrides or {})[0]
-
-
-def completed(
-    recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any]
-) -> tuple[dict[str, Any], set[str], Origin]:
-    """Return the recipe as from `complete`, the keys that were given, and its origin."""
     given, origin = _find(recipe)
     name = given.pop("name", None)
     full = dict(DEFAULTS)
     replaced = {str(key).partition(".")[0] for key in overrides}
     lines = {key: line for key, line in origin.lines.items() if key not in replaced}
     origin = Origin(str(name) if isinstance(recipe, Mapping) and name else origin.name, lines)
-    given_keys: set[str] = set()
-    for layer in (given, overrides):
-        given_keys |= _put(full, layer, origin)
+    keys = _put(full, given, origin) | _put(full, overrides, origin)
     full["base_batch_size"] = _base_batch_size(full, given, overrides)
     check_values(full | {"name": name}, origin)
     # Copied, so that changes do not reach RECIPES.
-    return copy.deepcopy(full) | {"name": name}, given_keys, origin
+    return Completed(copy.deepcopy(full) | {"name": name}, frozenset(keys), origin)
 
 
 def _put(full: dict[str, Any], layer: Mapping[str, Any], origin: Origin) -> set[str]:

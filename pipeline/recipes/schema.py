@@ -1,112 +1,102 @@
 """The schema of recipes: every key with its meaning, its default, and its types.
 
-Keys of the builder's options derive from their configs; only the other keys are described here.
+Keys of the builder's options derive from their configs; only the other keys are declared here.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from inspect import Parameter
-from typing import Any
+from typing import Annotated, Any
 
 from ...common.errors import RecipeError, suggest
-from ...common.options.option import (
-    LIST,
-    MAPPING,
-    NATURAL,
-    NOTES,
-    NULL,
-    POSITIVE,
-    TEXT,
-    Config,
-    Option,
-    options_of,
-)
-from ..describe.config import DataConfig, DistributedConfig, OptimizerConfig
+from ...common.frozen import FrozenDict
+from ...common.options.config import LIST, TEXT, Config, Kind, Natural, Option, Positive, options_of
+from ..describe.config import DataConfig, DistributedConfig
+from ..describe.fit import FitOptions
+from ..optim.config import OptimizerConfig
 from ..tasks.registry import TASKS
 
-_BEFORE = {
-    "description": Option("what the recipe is for", (TEXT,), default=""),
-    "source": Option("the publication of its values", (TEXT,), default=""),
-    "published": Option("results published by the source, with their hardware", (TEXT,), default=""),
-    "measured": Option("results measured by Drivetrain's authors, with their hardware", (TEXT,), default=""),
-    "notes": Option(
-        "for single values: their source, or how they differ from it; {key: text}",
-        (NOTES,),
-        default={},
-    ),
-    "model": Option(
-        "name of a model of Drivetrain or torchvision, timm:NAME, hf:NAME, or package.module:factory", (TEXT,)
-    ),
-    "model_options": Option(
-        "arguments of the model's factory; for another model, replace all of them: model_options={…}",
-        (MAPPING,),
-        default={},
-    ),
-}
-_TASK = {
-    "task": Option(
-        f"what it trains for: {', '.join(TASKS)}, or package.module:Class; or {{name, …arguments}}; "
-        "null: Classification",
-        (TEXT, MAPPING, NULL),
-        default=None,
-    )
-}
-_TRANSFORMS = {
-    "transforms": Option(
-        "list of transforms, each {name, …options}; the name of an algorithm of Composer's is package.module:Class",
-        (LIST,),
-        default=[],
-    )
-}
-_AFTER = {
-    "epochs": Option(
-        "passes over the training data; null: set by fit(epochs=…)", (POSITIVE, NULL), default=None
-    ),
-    "seed": Option("seed of weights, sample order and augmentation", (NATURAL,), default=0),
-    "trained": Option(
-        "written by a run into its recipe.yaml: its task, the preprocessing of its evaluation, and the names of its "
-        "classes; training ignores it and writes that of its own data",
-        (MAPPING,),
-        default={},
-    ),
-}
+NOTES = Kind(
+    lambda value: isinstance(value, Mapping) and all(isinstance(each, str) for each in value.values()),
+    "a dict of texts",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head(Config):
+    description: str = ""
+    """What the recipe is for."""
+    source: str = ""
+    """The publication of its values."""
+    published: str = ""
+    """Results published by the source, with their hardware."""
+    measured: str = ""
+    """Results measured by Drivetrain's authors, with their hardware."""
+    notes: Annotated[Mapping[str, str], NOTES] = field(default_factory=FrozenDict)
+    """For single values: their source, or how they differ from it; {key: text}."""
+    model: str
+    """Name of a model of Drivetrain or torchvision, timm:NAME, hf:NAME, or package.module:factory."""
+    model_options: Mapping[str, Any] = field(default_factory=FrozenDict)
+    """Arguments of the model's factory; for another model, replace all of them: model_options={…}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Model(Config):
+    task: str | Mapping[str, Any] | None = None
+    """What it trains for: {tasks}, or package.module:Class; or {name, …arguments}; null: Classification."""
+    transforms: Annotated[Sequence[Mapping[str, Any]], LIST] = ()
+    """List of transforms, each {name, …options}; the name of an algorithm of Composer's is package.module:Class."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run(Config):
+    epochs: Positive | None = None
+    """Passes over the training data; null: set by fit(epochs=…)."""
+    seed: Natural = 0
+    """Seed of weights, sample order and augmentation."""
+    trained: Mapping[str, Any] = field(default_factory=FrozenDict)
+    """Written by a run into its recipe.yaml: its task, the preprocessing of its evaluation, and the names of its
+    classes; training ignores it and writes that of its own data."""
 
 
 def keys_of(config: type[Config]) -> dict[str, Option]:
-    """Return the options of a config by recipe key. The key `optimizer` combines two fields."""
-    keys = {option.recipe_key: option for option in options_of(config).values() if option.recipe_key}
-    for option in options_of(config).values():
-        if isinstance(option.default, Mapping):
-            keys[option.recipe_key] = dataclasses.replace(option, default=dict(option.default))
-    if config is OptimizerConfig:
-        name, rest = options_of(config)["optimizer"], keys["optimizer"]
-        keys["optimizer"] = dataclasses.replace(
-            rest,
-            help=f"{{name: {name.help}, {rest.help}}}",
-            default={"name": name.default, **rest.default},
-        )
-    return keys
+    """Return the options of a config by recipe key, as far as recipes have them."""
+    return {option.key: option for option in options_of(config).values() if option.key}
 
 
-SCHEMA = (
-    _BEFORE
-    | keys_of(DataConfig)
-    | _TASK
-    | _TRANSFORMS
-    | keys_of(OptimizerConfig)
-    | keys_of(DistributedConfig)
-    | _AFTER
-)
-"""Every key of a recipe, which may also have a `name`. The configs check ranges, names and options."""
+_CONFIGS = (_Head, DataConfig, _Model, OptimizerConfig, DistributedConfig, FitOptions, _Run)
+SCHEMA = {key: option for config in _CONFIGS for key, option in keys_of(config).items()}
+"""Every key of a recipe, which may also have a `name`. The configs check names and combinations."""
 
-KEYS = {key: option.recipe_help for key, option in SCHEMA.items()}
+_OPTIMIZER = options_of(OptimizerConfig)["optimizer"]
+"""Part of the key `optimizer`, as `name`."""
+
+
+def _meaning(key: str, option: Option) -> str:
+    """Return the meaning of a key in YAML's and JSON's terms."""
+    text = option.help.replace("{tasks}", ", ".join(TASKS))
+    if key == "optimizer":
+        text = f"{{name: {_OPTIMIZER.help.removeprefix('the optimizer: ')}, {text}}}"
+    return _in_json(text.replace("`", ""))
+
+
+def _in_json(text: str) -> str:
+    return text.replace("None", "null").replace("True", "true").replace("False", "false")
+
+
+def _default(key: str, option: Option) -> Any:
+    value = option.default
+    if isinstance(value, Mapping):
+        return ({"name": _OPTIMIZER.default} if key == "optimizer" else {}) | dict(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+KEYS = {key: _meaning(key, option) for key, option in SCHEMA.items()}
 """The meaning of every key."""
 
 DEFAULTS: dict[str, Any] = {
-    key: option.default for key, option in SCHEMA.items() if option.default is not Parameter.empty
+    key: _default(key, option) for key, option in SCHEMA.items() if not option.required
 }
 """The optional keys with their defaults."""
 
@@ -155,8 +145,7 @@ def check_values(full: Mapping[str, Any], origin: Origin) -> None:
         raise RecipeError(f"{origin.at('name')}: name={name!r:.200} must be text: the recipe's name.")
     if not isinstance(full["optimizer"].get("name"), str):
         raise RecipeError(
-            f"{origin.at('optimizer')}: optimizer={dict(full['optimizer'])} needs a name: "
-            f"{options_of(OptimizerConfig)['optimizer'].help}."
+            f"{origin.at('optimizer')}: optimizer={dict(full['optimizer'])} needs a name: {_OPTIMIZER.help}."
         )
     _check_entries(full, origin)
     _check_texts_that_are_numbers(full, origin)
@@ -173,9 +162,11 @@ def _check_entries(full: Mapping[str, Any], origin: Origin) -> None:
 
 
 def _check_kind(key: str, value: object, origin: Origin) -> None:
-    kinds = SCHEMA[key].kinds
+    kinds = [kind for kind in SCHEMA[key].kinds if kind.json]
     if not any(kind.fits(value) for kind in kinds):
-        allowed = " or ".join(kind.name for kind in kinds)
+        if SCHEMA[key].choices and not isinstance(value, bool) and isinstance(value, str):
+            raise RecipeError(f"{origin.at(key)}: {SCHEMA[key].rejection(value)}")
+        allowed = _in_json(" or ".join(name for kind in kinds for name in kind.names))
         hint = "" if TEXT in kinds else _number_hint(value)
         raise RecipeError(f"{origin.at(key)}: {key}={value!r:.200} must be {allowed}: {KEYS[key]}.{hint}")
 

@@ -22,8 +22,6 @@ from .history import COLUMNS
 Values = dict[str, float]
 """Metrics by name. Of a step: `step/loss` and so on; of an epoch: the fields of its `Epoch` that are not None."""
 
-LOG_EVERY = 50
-"""Optimizer steps between two entries, chosen so that logging costs next to nothing."""
 NAMES, METRICS = ("csv", "tensorboard"), "metrics.csv"
 EPOCH = tuple(COLUMNS)
 STEP = ("step/loss", "step/lr", "step/images_per_s", "step/data_wait_fraction")

@@ -256,24 +256,18 @@ def make_loader(
     data = plan.data
     if ranks is None:
         ranks = (dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1)
+    own: dict[str, Any] = {
+        "image_size": data.image_size if train else data.eval_size,
+        "train": train,
+        "seed": plan.seed,
+        "order": data.order if train else None,
+        "drop_last": train,  # a partial batch would give its samples more weight, and another weight on each rank
+        "rank": ranks[0],
+        "world_size": ranks[1],
+    }
     kind: Any = getattr(loaders, LOADERS[data.loader])
-    remote = {} if data.loader == "ffcv_stock" else {"patience": data.patience}  # it reads no addresses
-    loader: EpochLoader = kind(
-        source_files(data, source),
-        batch_size=data.batch_size,
-        image_size=data.image_size if train else data.eval_size,
-        train=train,
-        seed=plan.seed,
-        order=data.order if train else None,
-        workers=data.workers,
-        batches_ahead=data.batches_ahead,
-        device=device,
-        drop_last=train,  # a partial batch would give its samples more weight, and another weight on each rank
-        rank=ranks[0],
-        world_size=ranks[1],
-        **remote,
-        **(plan.train_settings if train else data.settings),
-    )
+    given = data.read_options | own | dict(plan.train_settings if train else data.settings)
+    loader: EpochLoader = kind(source_files(data, source), device=device, **given)
     return loader
 
 

@@ -20,10 +20,9 @@ from ...loaders.beton.data_set import BetonFiles
 from ...loaders.beton.targets import NOT_COUNTED
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width, size_text
-from ...loaders.options import IMAGENET_MEAN
 from ...loaders.sources import files_of
 from ...strategies import Precision
-from ...strategies.options import HALF
+from ...strategies.options import half_dtype
 from ..describe.config import DataConfig
 from ..models.hf_models import loss_mismatch
 from ..tasks.means import Mean
@@ -85,12 +84,12 @@ def check_output(
         PlanError: if it does not, or if the forward fails.
     """
     training, size, inputs = model.training, data.eval_size, dict[str, torch.Tensor]()
-    channels = len(data.settings.get("mean", IMAGENET_MEAN))
-    context = nullcontext() if precision == "fp32" else torch.autocast("cpu", dtype=HALF[precision])
+    channels = len(data.loading.mean)
+    context = nullcontext() if precision == "fp32" else torch.autocast("cpu", dtype=half_dtype(precision))
     try:
         with torch.no_grad(), context, buffers_kept(model):
             output = model.eval()(torch.zeros(2, channels, *height_width(size)))  # as in prediction
-            views = data.settings.get("views", 1)
+            views = data.loading.views
             shape = (2, channels) if views == 1 else (2, views, channels)
             # Lazy modules have their shapes now, so that their statistics change only in the copies, too.
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}

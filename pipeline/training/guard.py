@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal, get_args
 
 import torch
 
-from ...common.errors import NonFiniteError, PlanError, suggest
+from ...common.errors import NonFiniteError
 from ...common.model_state import BufferCopies
 from ...strategies import Engine
 from ...transforms.common.tensors import locals_of, total_norm
+from ..describe.fit import OnNonFinite
 from ..telemetry.host_copy import HostCopy
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
 from .requests import Requests
 
-OnNonFinite = Literal["raise", "skip"]
-
 OVERFLOWS = 50
 """Consecutive steps that fp16 may skip. Each halves the loss scale, and fp16's range is 2^-24 to 2^16: after 50
 halvings no finite gradient overflows."""
-
-
-def check_choice(how: str) -> None:
-    """Raise PlanError unless `how` is an `OnNonFinite`."""
-    if how not in get_args(OnNonFinite):
-        raise PlanError(f"on_nonfinite={how!r} is not known.{suggest(str(how), get_args(OnNonFinite))}")
 
 
 class NonFiniteGuard(Observer):

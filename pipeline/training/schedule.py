@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from ...common.checks import is_number
 from ...common.errors import PlanError
-from ..describe.config import OptimizerConfig
+from ..optim.config import OptimizerConfig
 from ..optim.schedules import ScheduleFunction, label, refuse_plateau
 
 

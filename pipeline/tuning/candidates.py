@@ -22,12 +22,12 @@ from ...transforms import (
     StochasticDepth,
     Transform,
 )
-from ..describe.config import OptimizerConfig
 from ..describe.cuda_settings import uses_gpu
 from ..describe.kinds import find
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
 from ..describe.rules import family
+from ..optim.config import OptimizerConfig
 
 Bottleneck = Literal["data", "step", "communication"]
 """The bottlenecks of a training."""

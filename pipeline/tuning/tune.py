@@ -19,7 +19,7 @@ from typing import Any, Generic
 
 from ...common.checks import check_whole
 from ...common.errors import DrivetrainError, PlanError
-from ...common.options.option import Config
+from ...common.options.config import Config
 from ..checkpoints.identity import identity
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ...common.errors import StrategyError
-from ..options import HALF, Precision
+from ..options import Precision, half_dtype
 from .blocks import find_blocks, without_cut_ties
 from .module_filter import ModuleFilter, choose
 
@@ -133,7 +133,7 @@ def mixed_precision(strategy: str, model: nn.Module, precision: Precision) -> Mi
         if isinstance(module, _NormBase)
         for parameter in module.parameters(recurse=False)
     }
-    options: dict[str, Any] = {"param_dtype": HALF[precision], "reduce_dtype": torch.float32}
+    options: dict[str, Any] = {"param_dtype": half_dtype(precision), "reduce_dtype": torch.float32}
     if kept:
         if "param_dtype_override_fn" not in inspect.signature(MixedPrecisionPolicy).parameters:
             raise StrategyError(

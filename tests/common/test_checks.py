@@ -97,7 +97,7 @@ def test_other_libraries_numbers_become_pythons() -> None:
 
 
 LOADING: list[tuple[dict[str, Any], str]] = [
-    ({"batch_size": True}, "batch_size=True must be an integer"),
+    ({"batch_size": True}, "batch_size=True must be a positive integer"),
     ({"image_size": True}, "image_size=True must be a positive integer"),
     ({"seed": False}, "seed=False must be an integer"),
     ({"verify": "no"}, "verify='no' must be True or False"),

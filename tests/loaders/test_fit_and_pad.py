@@ -321,10 +321,10 @@ def test_memory_for_the_place_is_counted(raws: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"eval_crop": "squash"}, "eval_crop='squash' must be an eval_crop. Known: center, fit, whole"),
-        ({"padding_mode": "edge", "crop": "padded"}, "padding_mode='edge' must be a padding_mode"),
+        ({"eval_crop": "squash"}, "eval_crop='squash' is not known. Known: center, fit, whole"),
+        ({"padding_mode": "edge", "crop": "padded"}, "padding_mode='edge' is not known. Known: constant"),
         ({"padding_mode": "reflct"}, "padding_mode='reflct' .* Did you mean 'reflect'"),
-        ({"eval_crop": 1}, "eval_crop=1 must be"),
+        ({"eval_crop": 1}, "eval_crop=1 is not known"),
         (
             {"eval_crop": "fit", "eval_ratio": 1.0},
             r"eval_crop='fit' takes the full image, but eval_ratio=1\.0 .* Leave eval_ratio at 0\.875, or use "

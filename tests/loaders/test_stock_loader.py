@@ -235,7 +235,7 @@ def test_what_ffcv_does_not_have_is_rejected(numbered: Path, settings: dict[str,
 
 def test_training_settings_do_not_matter_in_evaluation() -> None:
     settings = {"crop": "padded", "flip": "alternating", "cutout": 4, "policy": {"name": "aug_mix"}}
-    made = stock_loader.stock_settings(batch_size=4, image_size=16, train=False, **settings)
+    made = stock_loader.stock_options({"batch_size": 4, "image_size": 16, "train": False, **settings})
     assert made.interpolation == "area"
 
 

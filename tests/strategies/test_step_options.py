@@ -99,18 +99,21 @@ def test_a_recomputed_model_is_copied_whole_and_chosen_once() -> None:
     ("options", "message"),
     [
         ({"activation_checkpointing": ["Bloc"]}, r"\['Bloc'\] selects no module.*Did you mean 'Block'"),
-        ({"activation_checkpointing": "Block"}, "must be a list"),
+        ({"activation_checkpointing": "Block"}, "must be True, False, a list of class names or a function"),
         ({"activation_checkpointing": lambda *_: False}, "the function selects no module"),
         ({"compile": "max-autotun"}, "no mode 'max-autotun'.*Did you mean 'max-autotune'"),
-        ({"activation_checkpointing": 3}, "activation_checkpointing=3 must be a list"),
-        ({"compile": 3}, "compile=3 must be True, False, or the name of a mode"),
-        ({"precision": "fp61"}, "'fp61' is unknown.*Did you mean 'fp16'"),
+        (
+            {"activation_checkpointing": 3},
+            "activation_checkpointing=3 must be True, False, a list of class names or a function",
+        ),
+        ({"compile": 3}, "compile=3 must be True, False or the name of a mode"),
+        ({"precision": "fp61"}, "'fp61' is not known.*Did you mean 'fp16'"),
         ({"accumulate": 1.5}, "accumulate=1.5 must be a positive integer"),
         ({"accumulate": "2"}, "accumulate='2' must be a positive integer"),
         ({"accumulate": True}, "accumulate=True must be a positive integer"),
         ({"clip_norm": "1"}, "clip_norm='1' must be a finite number"),
         ({"clip_norm": float("nan")}, "clip_norm=nan must be a finite number"),
-        ({"clipnorm": 1.0}, "unknown option 'clipnorm'.*Did you mean 'clip_norm'"),
+        ({"clipnorm": 1.0}, "prepare\\(\\) has no option 'clipnorm'.*Did you mean 'clip_norm'"),
     ],
 )
 def test_what_cannot_be_done_is_refused(options: dict[str, Any], message: str) -> None:

@@ -8,7 +8,7 @@ import fsdp_models as models
 import torch
 from deepspeed_methods import DIVIDED
 from drivetrain import strategies
-from drivetrain.pipeline.describe.config import OptimizerConfig
+from drivetrain.pipeline.optim.config import OptimizerConfig
 from drivetrain.pipeline.optim.groups import GroupedFactory
 from drivetrain.pipeline.training.schedule import Schedule
 from drivetrain.strategies import OptimizerState

@@ -7,7 +7,7 @@ import copy
 import composer_reference
 import pytest
 import torch
-from drivetrain.pipeline.describe.config import OptimizerConfig
+from drivetrain.pipeline.optim.config import OptimizerConfig
 from drivetrain.pipeline.optim.sgdw import SGDW
 from drivetrain.pipeline.training.schedule import Schedule
 from drivetrain.transforms import NoWeightDecay

@@ -118,13 +118,13 @@ def test_bfloat16_is_float32_rounded(kind: Any, photos: Path) -> None:
         ({"cutout": 1.5}, "cutout=1.5 must be an integer"),
         ({"color_jitter": 0.4}, "color_jitter=0.4 must be 3 finite numbers"),
         ({"color_jitter": (0.4, -1, 0)}, "three strengths"),
-        ({"color_jitter": (float("nan"), 0, 0)}, "three strengths"),
+        ({"color_jitter": (float("nan"), 0, 0)}, "3 finite numbers"),
         (
             {"interpolation": "cubic"},
-            "interpolation='cubic' must be an interpolation. Did you mean 'bicubic'",
+            "interpolation='cubic' is not known. Did you mean 'bicubic'",
         ),
         ({"verify": True, "fields": ["weight"]}, "'weight' is not a field"),
-        ({"fields": "label"}, "fields='label' must be a list of names"),
+        ({"fields": "label"}, "fields='label' must be a list of texts"),
     ],
 )
 def test_settings_that_cannot_be(kind: Any, photos: Path, options: dict[str, Any], words: str) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from drivetrain import Pipeline, PlanError, StrategyError, strategies
 from drivetrain.pipeline import Checkpoints
-from drivetrain.pipeline.describe.config import OptimizerConfig
 from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.optim.config import OptimizerConfig
 from drivetrain.pipeline.optim.muon import ADAMW, MUON, Muon, orthogonalized
 from drivetrain.strategies import launch
 from drivetrain.transforms import NoWeightDecay

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import Pipeline, PlanError, RecipeError
-from drivetrain.pipeline.describe.config import OptimizerConfig
 from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.optim.config import OptimizerConfig
 from pipeline_data import Toy, numbers
 from torch import nn
 

@@ -131,7 +131,7 @@ REFUSED_AT_ONCE: dict[str, tuple[Make, type[DrivetrainError], str]] = {
     "a setting of the pipeline's": (lambda toy: toy.pipeline(drop_last=True), PlanError, "'drop_last'"),
     "setting of another type": (lambda toy: toy.pipeline(scale=0.5), DrivetrainError, "scale.*0.5"),
     "image size": (lambda toy: toy.pipeline(image_size=0), DataError, "image_size=0 must be a positive integer"),
-    "batch size": (lambda toy: toy.pipeline(batch_size=0), DataError, "batch_size=0 must be at least 1"),
+    "batch size": (lambda toy: toy.pipeline(batch_size=0), DataError, "batch_size=0 must be a positive integer"),
     "threads": (lambda toy: toy.pipeline(workers=0), PlanError, "workers=0 must be a positive integer"),
     "processes": (lambda toy: toy.pipeline(workers=-1, loader="torch"), PlanError, "workers=-1.*an integer, 0 or more"),
     "data that is no file": (
@@ -192,7 +192,7 @@ REFUSED_AT_ONCE: dict[str, tuple[Make, type[DrivetrainError], str]] = {
     "schedule": (
         lambda toy: toy.pipeline().optimize("sgd", schedule="cosin"), PlanError, "'cosin'.*Did you mean 'cosine'"
     ),
-    "warm-up": (lambda toy: toy.pipeline().optimize("sgd", warmup=5), PlanError, "warmup=5 is a fraction"),
+    "warm-up": (lambda toy: toy.pipeline().optimize("sgd", warmup=5), PlanError, "warmup=5 must be a finite number in"),
     "warm-up as text": (lambda toy: toy.pipeline().optimize("sgd", warmup="1"), PlanError, "warmup='1'"),
     "strategy": (lambda toy: toy.pipeline().distribute("dpd"), StrategyError, "'dpd'.*Did you mean 'dp'"),
     "strategy option": (

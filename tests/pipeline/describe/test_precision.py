@@ -61,12 +61,12 @@ def test_on_gpus(
 def test_a_recipe_keeps_auto_and_a_typo_is_an_error(toy: Toy) -> None:
     assert auto(toy).to_recipe()["precision"] == "auto"
     assert Pipeline.from_recipe("cifar10-quickstart").distributed.precision == "auto"
-    hint = r"is unknown\. Did you mean 'auto'\? Known: auto, bf16, fp16, fp32\."
+    hint = r"is not known\. Did you mean 'auto'\? Known: auto, bf16, fp16, fp32\."
     for typo in ("atuo", "Auto"):
         with pytest.raises(StrategyError, match=f"precision='{typo}' {hint}"):
             toy.pipeline().distribute("single", precision=typo)  # type: ignore[arg-type]
     # A strategy is given one that was decided.
-    with pytest.raises(StrategyError, match=r"precision='auto' is unknown\. Known: bf16, fp16, fp32\."):
+    with pytest.raises(StrategyError, match=r"precision='auto' is not known\. Known: bf16, fp16, fp32\."):
         strategies.Options(precision="auto")  # type: ignore[arg-type]
 
 

@@ -13,8 +13,8 @@ import own_schedules
 import pytest
 import torch
 from drivetrain import Pipeline, PlanError, RecipeError
-from drivetrain.pipeline.describe.config import OptimizerConfig
 from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.optim.config import OptimizerConfig
 from drivetrain.pipeline.training.schedule import Schedule
 from pipeline_data import Toy, numbers, plain_model
 from torch.optim import lr_scheduler

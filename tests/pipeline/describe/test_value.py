@@ -13,6 +13,7 @@ import recipe_factories
 import torch
 from drivetrain import Classification, Pipeline, PlanError
 from drivetrain.common.frozen import FrozenDict
+from drivetrain.pipeline.describe.fit import FitOptions
 from drivetrain.strategies import DDP
 from drivetrain.transforms import EMA, BlurPool, LabelSmoothing
 
@@ -27,7 +28,7 @@ def full(kind: type[Pipeline] = Pipeline) -> Any:
         .optimize("sgd", lr=0.1, momentum=0.9, schedule="linear", base_batch_size=16)
         .distribute("ddp", devices=2, precision="bf16", device="cpu", activation_checkpointing=["B", "A"])
     )
-    return made.replace(epochs=3, recipe="mine")
+    return made.replace(epochs=3, recipe="mine", fit_options=FitOptions(eval_every=2))
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -41,6 +42,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "seed": lambda p: p.replace(seed=4),
     "epochs": lambda p: p.replace(epochs=4),
     "recipe": lambda p: p.replace(recipe=None),
+    "fit_options": lambda p: p.replace(fit_options=FitOptions(eval_every=3)),
 }
 
 
@@ -160,7 +162,7 @@ def test_the_repr_is_the_calls_that_were_made() -> None:
         "EMA(half_life=10, smoothing=None, update_every=1))\n"
         "  .optimize('sgd', lr=0.1, momentum=0.9, schedule='linear', base_batch_size=16)\n"
         "  .distribute('ddp', devices=2, precision='bf16', activation_checkpointing=('A', 'B'), device='cpu')\n"
-        "  # recipe 'mine', epochs=3"
+        "  # recipe 'mine', epochs=3, eval_every=2"
     )
     assert repr(Pipeline(recipe_factories.small)) == "Pipeline(small)"
     assert "DDP(" in repr(Pipeline("resnet18").distribute(DDP(device="cpu")))

@@ -287,11 +287,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "transforms: alpha='0.2' is text",
     ),
     "not a number as text": ({"optimizer.lr": "NaN"}, "optimizer: lr='NaN' is text. Numbers .* finite"),
-    "infinity as YAML has it": ({"warmup": "-.inf"}, "warmup='-.inf' must be a number: .* Numbers .* finite"),
+    "infinity as YAML has it": ({"warmup": "-.inf"}, "warmup='-.inf' must be a finite number in .* Numbers .* finite"),
     "note": ({"notes": {"bach_size": "ours"}}, "no key 'bach_size'.*Did you mean 'batch_size'"),
     "evaluated size": (
         {"eval_image_size": 0},
-        "eval_image_size=0 must be a positive integer or two positive integers or null",
+        "eval_image_size=0 must be a positive integer, or two: height and width or null",
     ),
     "strategy's option": (
         {"strategy_options": {"devce": "cpu"}},

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from drivetrain import Pipeline, PlanError
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline import FitResult
-from drivetrain.pipeline.describe.config import OptimizerConfig
+from drivetrain.pipeline.optim.config import OptimizerConfig
 from drivetrain.pipeline.telemetry.history import COLUMNS
 from drivetrain.pipeline.telemetry.progress import Progress
 from drivetrain.pipeline.telemetry.state import EpochMeter, TrainState

@@ -153,7 +153,7 @@ def test_a_logger_that_fails_warns_once_and_training_goes_on(toy: Toy) -> None:
         ({"logger": "csv", "out": None}, r"Pass fit\(out=…\)"),
         ({"logger": ["csv", 3]}, r"logger=3 cannot log: it has neither log\(dict, step\) nor log_metrics"),
         ({"logger": ["csv", "csv"]}, r"names one twice, which would duplicate its entries"),
-        ({"logger": "csv", "log_every": 0}, "log_every=0 must be a positive integer of steps"),
+        ({"logger": "csv", "log_every": 0}, "log_every=0 must be a positive integer"),
         ({"log_every": True}, "log_every=True must"),
     ],
 )

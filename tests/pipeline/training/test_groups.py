@@ -9,8 +9,8 @@ import pytest
 import torch
 from drivetrain import Pipeline, PlanError
 from drivetrain.pipeline import layerwise_decay
-from drivetrain.pipeline.describe.config import OptimizerConfig
 from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.optim.config import OptimizerConfig
 from drivetrain.pipeline.optim.groups import GroupedFactory
 from drivetrain.pipeline.training.build import build, build_model
 from drivetrain.strategies import launch

@@ -1,0 +1,185 @@
+"""Signatures from options: what `help()` shows, what type checkers read, and the documentation of arguments.
+
+What type checkers must find as text is written by `python -m drivetrain.common.options.signatures`, between a comment
+`# keywords of CONFIG` (fields of a TypedDict), `# parameters of CONFIG` (of a method) or `# values of CONFIG` (what it
+passes on) and the comment `# end`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, cast, get_origin
+
+from ..errors import PlanError
+from .config import BY_CALLER, Config, Option, names_of, options_of
+
+T = TypeVar("T", bound=Callable[..., Any])
+P = ParamSpec("P")
+C = TypeVar("C")
+S = TypeVar("S")
+R = TypeVar("R")
+
+
+def documented(*configs: type[Config]) -> Callable[[T], T]:
+    """Return a decorator that completes the docstring and the signature of a method or class that takes the options of
+    `configs` as keywords."""
+
+    def complete(target: T) -> T:
+        options = {name: option for config in configs for name, option in options_of(config).items()}
+        open_ended = configs[0].EXTRA if len(configs) == 1 else ""
+        if len(configs) > 1:
+            options.pop(configs[0].EXTRA, None)
+        text, raises, errors = inspect.cleandoc(target.__doc__ or "").partition("Raises:")
+        head = "" if "Args:" in text else "\nArgs:\n"
+        described = "\n".join(map(_described, options.values()))
+        target.__doc__ = f"{text.rstrip()}\n{head}{described}\n\n{raises}{errors}".rstrip()
+        function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+        signature = inspect.signature(function)
+        named = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        extra = [p for p in signature.parameters.values() if p.name == open_ended]
+        taken = {parameter.name for parameter in (*named, *extra)}
+        new = [
+            Parameter(option.name, Parameter.KEYWORD_ONLY, default=_default(option), annotation=_type(option))
+            for option in options.values()
+            if option.name not in taken
+        ]
+        vars(function)["__signature__"] = signature.replace(parameters=[*named, *new, *extra])
+        return target
+
+    return complete
+
+
+def built_from(
+    config: Callable[P, C], defaults: Callable[[Any], Mapping[str, Any]]
+) -> Callable[[Callable[[S, C], R]], Callable[Concatenate[S, P], R]]:
+    """Return a decorator that turns `method(self, config)` into a documented `method(self, **options)`, whose signature
+    for type checkers is the config's constructor. `defaults(self)` has the options that are not given."""
+
+    def complete(function: Callable[[S, C], R]) -> Callable[Concatenate[S, P], R]:
+        kind = cast(type[Config], config)
+
+        def method(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            if args:
+                first = next(iter(options_of(kind)))
+                raise PlanError(
+                    f"{kind.place} takes options by name, such as {first}=…, not {args[0]!r:.80}."
+                )
+            return function(self, cast(C, kind.of({**defaults(self), **kwargs})))
+
+        for name in ("__doc__", "__name__", "__module__", "__qualname__"):
+            setattr(method, name, getattr(function, name))
+        method.__annotations__ = {"return": function.__annotations__["return"]}
+        return documented(kind)(method)
+
+    return complete
+
+
+def _described(option: Option) -> str:
+    text = f"{option.name}: {option.help}. {option.details}".strip()
+    return textwrap.fill(
+        text,
+        110,
+        initial_indent="    ",
+        subsequent_indent="        ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _default(option: Option) -> Any:
+    return None if BY_CALLER in option.marks else option.default
+
+
+def _type(option: Option) -> str:
+    """Return the text of an option's type, without what `Annotated` adds."""
+    tree = _Plain(names_of(option.owner)).visit(ast.parse(option.source, mode="eval"))
+    return ast.unparse(tree) + " | None" * (BY_CALLER in option.marks)
+
+
+class _Plain(ast.NodeTransformer):
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self._names = names
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        if isinstance(node.value, ast.Name) and node.value.id == "Annotated":
+            return self.visit(node.slice.elts[0])  # type: ignore[attr-defined, no-any-return]
+        return self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        meant: Any = self._names.get(node.id)
+        if get_origin(meant) is Annotated:
+            return ast.Name(meant.__origin__.__name__)
+        return node
+
+
+_REGION = re.compile(
+    r"^( *)# (keywords|parameters|values) of (\w+)\n(.*?)^ *# end\n", re.MULTILINE | re.DOTALL
+)
+
+
+def complete_text(text: str, module: object) -> str:
+    """Return the source of a module with its marked regions written from the options."""
+
+    def write(match: re.Match[str]) -> str:
+        indent, what, name = match[1], match[2], match[3]
+        config: type[Config] = getattr(module, name)
+        keywords = {field.name for field in dataclasses.fields(config) if field.kw_only} - {config.EXTRA}
+        lines = []
+        for option in options_of(config).values():
+            if option.name in keywords and (what != "keywords" or option.owner is config):
+                lines.append(f"{indent}{_LINES[what](option)}\n")
+        return f"{indent}# {what} of {name}\n{''.join(lines)}{indent}# end\n"
+
+    return _REGION.sub(write, text)
+
+
+def _keyword(option: Option) -> str:
+    return f"{option.name}: {f'Required[{_type(option)}]' if option.required else _type(option)}"
+
+
+def _parameter(option: Option) -> str:
+    default = _default(option)
+    shown = "FrozenDict()" if isinstance(default, Mapping) else repr(default)
+    return f"{option.name}: {_type(option)}{'' if option.required else f' = {shown}'},"
+
+
+_LINES: dict[str, Callable[[Option], str]] = {
+    "keywords": _keyword,
+    "parameters": _parameter,
+    "values": lambda option: f"{option.name}={option.name},",
+}
+
+
+def outdated(root: Path, package: str) -> dict[Path, str]:
+    """Return the files of a package whose marked regions are not what the options say, with what they should be."""
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if relative.parts[0] in ("tests", ".venv") or path == Path(__file__):
+            continue
+        text = path.read_text()
+        if _REGION.search(text):
+            module = importlib.import_module(".".join((package, *relative.with_suffix("").parts)))
+            new = complete_text(text, module)
+            if _packed(new) != _packed(text):
+                found[path] = new
+    return found
+
+
+def _packed(text: str) -> str:
+    """Return source without what a formatter may change."""
+    return re.sub(r"\s|,(?=\s*[\])])", "", text).replace("'", '"')
+
+
+if __name__ == "__main__":
+    for file, source in outdated(Path(__file__).parents[2], (__package__ or "").split(".")[0]).items():
+        file.write_text(source)
+        print(file)

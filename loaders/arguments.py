@@ -1,0 +1,135 @@
+"""What a loader is called with: its options for this process, device, indices, and the images of its source."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ..common.errors import DataError
+from .beton.image_modes import RGB, channels_text
+from .options import LoaderKeywords, LoaderOptions
+
+
+def options_here(given: LoaderKeywords) -> LoaderOptions:
+    """Return the checked options of a loader of this process: where `order`, `drop_last`, `rank` and `world_size` are
+    None, what follows from the others.
+
+    Raises:
+        DataError: for an invalid or unknown option.
+    """
+    train = given.get("train", True)
+    rank, world_size = find_ranks(given.get("rank"), given.get("world_size"))
+    order = given.get("order") or ("random" if train else "sequential")
+    drop_last = given.get("drop_last")
+    decided = {
+        "rank": rank,
+        "world_size": world_size,
+        "order": order,
+        "drop_last": False if drop_last is None else drop_last,
+    }
+    made = LoaderOptions.of({**given, **decided})
+    equal = made.train and made.world_size > 1 and not made.pad_last
+    return dataclasses.replace(made, drop_last=True) if drop_last is None and equal else made
+
+
+def find_ranks(rank: Any, world_size: Any) -> tuple[Any, Any]:
+    """Return this process's rank and world size: as given, else those of torch.distributed's process group.
+
+    Raises:
+        DataError: if only one of them is given, or if a launched process has not joined its group yet: then every rank
+            would load all samples.
+    """
+    if (rank is None) != (world_size is None):
+        raise DataError(
+            f"rank={rank!r} and world_size={world_size!r}: pass both, or neither, to use those of torch.distributed's "
+            "process group."
+        )
+    if rank is not None:
+        return rank, world_size
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    started = os.environ.get("WORLD_SIZE", "")
+    if all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")) and started not in (
+        "",
+        "1",
+    ):
+        raise DataError(
+            f"A launcher started this process as one of WORLD_SIZE={started}, but it has not joined their process "
+            "group. Call torch.distributed.init_process_group() before creating the loader, or pass rank= and "
+            "world_size= (rank=0, world_size=1: all samples)."
+        )
+    return 0, 1
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """Return the device that batches go to.
+
+    Raises:
+        DataError: if the name is invalid, or there is no such device.
+    """
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise DataError(f"device={device!r} is not a torch device. Use 'cpu' or 'cuda'.") from None
+    if parsed.type not in ("cpu", "cuda"):
+        raise DataError(f"device={device!r} is not supported for batches. Use 'cpu' or 'cuda'.")
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
+        raise DataError(
+            f"device={device!r} does not exist: torch finds {torch.cuda.device_count()} CUDA devices."
+        )
+    return parsed
+
+
+def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
+    """Return the indices to load, or all of them; for a boolean mask `(samples,)`, those that are True.
+
+    Raises:
+        DataError: if one is out of range, or none is left.
+    """
+    if indices is None:
+        return np.arange(samples, dtype=np.int64)
+    chosen = np.asarray(indices)
+    if chosen.dtype == np.bool_ and chosen.shape == (samples,):
+        chosen = np.flatnonzero(chosen)
+    if chosen.ndim != 1 or len(chosen) == 0 or not np.issubdtype(chosen.dtype, np.integer):
+        raise DataError(f"indices must be a non-empty list of sample indices, not {indices!r:.80}.")
+    outside = (chosen < 0) | (chosen >= samples)
+    if outside.any():
+        raise DataError(
+            f"indices contains {chosen[outside][0]}, but the data set has samples 0 to {samples - 1}."
+        )
+    return chosen.astype(np.int64)
+
+
+def check_images(options: LoaderOptions, channels: int, depth: int, source: str) -> None:
+    """Raise `DataError` for options that images of so many channels and bits do not have."""
+    if len(options.mean) != channels:
+        values = f"{channels} value{'s' * (channels > 1)}"
+        raise DataError(
+            f"The images of {source} have {channels_text(channels, depth)}, but mean={options.mean!r} and "
+            f"std={options.std!r} are of {len(options.mean)}. Pass mean= and std= with {values}, for pixels "
+            "scaled to 0–1."
+        )
+    if (channels, depth) == RGB:
+        return
+    refused: list[tuple[str, bool, str]] = [
+        ("interpolation", options.interpolation == "area", "Use 'bilinear', 'bicubic' or 'nearest'"),
+        ("dtype", options.dtype == torch.uint8 and depth == 16, "Use torch.float32 or torch.bfloat16"),
+    ]
+    for _, own in options.groups:
+        for name, wrong, remedy in (
+            *refused,
+            ("color_jitter", own.train and any(own.color_jitter), "Leave it out: it is for colors in RGB"),
+            ("policy", own.train and own.policy is not None, "Leave it out: it is for colors in RGB"),
+        ):
+            if wrong:
+                raise DataError(
+                    f"{name}={getattr(own, name)!r} is for RGB with 8 bits, but the images of {source} have "
+                    f"{channels_text(channels, depth)}. {remedy}."
+                )

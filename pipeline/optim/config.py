@@ -1,0 +1,313 @@
+"""The validated options of `Pipeline.optimize`, and what follows from them. torch is imported on use."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from ...common.checks import is_flag, plain
+from ...common.errors import PlanError, suggest
+from ...common.frozen import FrozenDict
+from ...common.options.config import IN_WORDS, MAPPING, TEXT, Config, Key, Kind, Positive, Within
+from .schedules import (
+    ScheduleFunction,
+    check_schedule,
+    describe_schedule,
+    factor_at,
+    find_schedule,
+    is_factory,
+    label,
+    named,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...strategies import OptimizerFactory
+
+
+class OptionalGroups(FrozenDict):
+    """Parameter groups whose patterns may match nothing.
+
+    Those of a ledger's variants, which lack the parameters that the full pipeline's surgery adds or renames.
+    """
+
+
+def named_options(name: str, given: object) -> FrozenDict:
+    """Return a mapping of options with tuples in place of lists, which JSON and YAML have instead.
+
+    Raises:
+        PlanError: if it is not a mapping of names.
+    """
+    if not isinstance(given, Mapping) or not MAPPING.fits(given):
+        raise PlanError(f"{name}={given!r:.80} must be a dict of names and values.")
+    kind = OptionalGroups if isinstance(given, OptionalGroups) else FrozenDict
+    return kind({key: _with_tuples(value) for key, value in given.items()})
+
+
+def _with_tuples(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_tuples(each) for key, each in value.items()}
+    return tuple(_with_tuples(each) for each in value) if isinstance(value, list | tuple) else plain(value)
+
+
+class _Source(str):
+    """Text whose `repr` is itself: the name of a function in a pipeline's `repr`."""
+
+    __repr__ = str.__str__
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(Config):
+    """The options of `Pipeline.optimize`.
+
+    Raises:
+        PlanError: naming the invalid value.
+    """
+
+    place: ClassVar[str] = "optimize()"
+    EXTRA: ClassVar[str] = "options"
+
+    optimizer: Annotated[str | type[torch.optim.Optimizer] | OptimizerFactory, Key(""), IN_WORDS] = "sgd"
+    """The optimizer: sgd, sgdw, adam, adamw, muon, or package.module:Class, such as torch.optim:NAdam. Or a class, with
+    its options. Or a factory: a function `parameters -> Optimizer`, never an optimizer. It is called on the final
+    parameters, after surgery and wrapping."""
+    options: Annotated[Mapping[str, Any], Key("optimizer")] = field(
+        default_factory=lambda: FrozenDict({"lr": 0.1, "momentum": 0.9})
+    )
+    """lr, momentum, weight_decay, …. The optimizer's own arguments."""
+    _: KW_ONLY
+    schedule: Annotated[str | ScheduleFunction, TEXT, Kind(callable, "a function", json=False), IN_WORDS] = (
+        "cosine"
+    )
+    """Learning rate schedule, per step: cosine, linear, constant, step, multistep, onecycle, wsd, or
+    package.module:function. Or a function of the progress, 0 to 1 from the end of warm-up to the end of the run, that
+    returns a factor of the learning rate (finite, 0 or more; checked before training). Or a factory of any torch
+    scheduler, recognized by its first parameter, which must be named `optimizer`: `lambda optimizer:
+    torch.optim.lr_scheduler.StepLR(optimizer, 30)`. The scheduler is stepped once per optimizer step, also during
+    warm-up; on resume, it is created again and stepped as often as before, which restores its state exactly."""
+    schedule_options: Annotated[Mapping[str, Any], IN_WORDS] = field(default_factory=FrozenDict)
+    """The schedule's own options: every, gamma, milestones, rise, start, end, decay, shape. Fractions are of the full
+    run, warm-up included; factors are of the peak learning rate. linear, cosine: end=0. step: every=1/3, gamma=0.1.
+    multistep: milestones=(0.3, 0.6, 0.8), gamma=0.2. onecycle: rise=0.3, start=1/25, end=1/250000. wsd: decay=0.2,
+    shape='1-sqrt', end=0. For a function or a factory: its keyword arguments."""
+    warmup: Annotated[float, Within("[0, 1)", ", a fraction of all steps"), IN_WORDS] = 0.0
+    """Fraction of all steps, 0 to 1, in which the learning rate rises linearly to its peak. It multiplies any schedule
+    except onecycle, which has its own."""
+    groups: Annotated[Mapping[str, Mapping[str, Any]], IN_WORDS] = field(default_factory=FrozenDict)
+    """Options of the optimizer for some parameters, by patterns over their names: {'head.*': {'lr': 1.0}}. Names are
+    those of `model.named_parameters()` after surgery, and patterns those of `fnmatch`, in which `*` matches dots, too.
+    A parameter takes the options of the first pattern that matches it, and `optimize`'s for all others. A pattern that
+    matches nothing is an error, raised before training. The schedule scales every group by the same factor.
+    `drivetrain.pipeline.layerwise_decay` returns groups."""
+    base_batch_size: Annotated[Positive | None, IN_WORDS] = None
+    """Global batch size, in images, that the learning rate was tuned for; None: the pipeline's own, in a recipe the one
+    before overrides. If `load` has another, the plan states how much the learning rate per image differs."""
+    scale_lr: Annotated[
+        bool, Kind(is_flag, "True or False; the batch size to scale from is base_batch_size"), IN_WORDS
+    ] = False
+    """Whether to scale the learning rate from base_batch_size to the batch size: linearly for sgd and sgdw, by the
+    square root for adam and adamw. Also by the square root for torch's NAdam, RAdam and RMSprop; for other optimizers
+    no rule is known. See Goyal et al. 2017, arXiv:1706.02677, and Malladi et al. 2022, arXiv:2205.10287. In a pipeline
+    from a recipe, base_batch_size defaults to the recipe's batch size."""
+
+    _torch_scheduler: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        from .optimizers import check_no_options, check_options, find_optimizer
+
+        object.__setattr__(self, "optimizer", find_optimizer(self.optimizer))
+        object.__setattr__(self, "schedule", find_schedule(self.schedule))
+        for name in ("options", "schedule_options", "groups"):
+            object.__setattr__(self, name, named_options(name, getattr(self, name)))
+        if self.is_factory:
+            check_no_options(self.options)
+        super().__post_init__()
+        check_schedule(self.schedule, self.schedule_options, self.warmup)
+        if not self.is_factory:
+            check_options(self.optimizer, self.options)
+        object.__setattr__(self, "_torch_scheduler", is_factory(self.schedule))  # asked in every step
+        self._check_groups()
+        if self.scale_lr:
+            self._check_scaling()
+
+    def _check_groups(self) -> None:
+        from .optimizers import check_options
+
+        for pattern, options in self.groups.items():
+            if not isinstance(options, Mapping) or not options or "params" in options:
+                raise PlanError(
+                    f"groups[{pattern!r}]={options!r:.80} must be a dict of the optimizer's options, such as "
+                    "{'lr': 1.0}."
+                )
+            if not self.is_factory:
+                check_options(self.optimizer, {**self.options, **options}, f"groups[{pattern!r}]")
+
+    def _check_scaling(self) -> None:
+        from .optimizers import SCALING, label
+
+        if self.base_batch_size is None:
+            raise PlanError(
+                "scale_lr=True needs the batch size that the learning rate was tuned for. Pass base_batch_size=…."
+            )
+        if self.is_factory:
+            raise PlanError(
+                "scale_lr=True needs an optimizer by name, such as 'sgd'. Scale lr in your factory."
+            )
+        if not self.scaling:
+            known = ", ".join(sorted(getattr(kind, "__name__", str(kind)) for kind in SCALING))
+            raise PlanError(
+                f"scale_lr=True: no rule is known for how the learning rate of {label(self.optimizer)} depends on the "
+                f"batch size, only for {known}. Set lr for this batch size yourself."
+            )
+
+    @property
+    def is_factory(self) -> bool:
+        """Whether the optimizer is a user's function, neither a name nor a class."""
+        return not isinstance(self.optimizer, str | type)
+
+    def arguments(self) -> tuple[list[str], dict[str, Any]]:
+        """Return the arguments of `optimize()` that create this config."""
+        factory = self.optimizer
+        name = getattr(factory, "__qualname__", type(factory).__qualname__)
+        named = {name: value for name, value in self.changed().items() if name != "optimizer"}
+        if "schedule" in named and not isinstance(self.schedule, str):
+            named["schedule"] = _Source(label(self.schedule))
+        return [repr(factory) if isinstance(factory, str) else name], dict(self.options) | named
+
+    @property
+    def lr(self) -> float:
+        """The peak learning rate as given, or the optimizer's default."""
+        from .optimizers import default_lr
+
+        return float(self.options["lr"] if "lr" in self.options else default_lr(self.optimizer))
+
+    @property
+    def scaling(self) -> str:
+        """How the learning rate scales with the batch size: `"linear"` or `"square root"`, see `optimizers.SCALING`; ""
+        if no rule is known."""
+        from .optimizers import SCALING, class_of
+
+        kind = class_of(self.optimizer)
+        return "" if kind is None else SCALING.get(kind, "")
+
+    def _scale(self, batch_size: int) -> float:
+        """Return the factor of the learning rate from the base batch size to `batch_size`."""
+        ratio = batch_size / (self.base_batch_size or batch_size)
+        return math.sqrt(ratio) if self.scaling == "square root" else ratio
+
+    def lr_for(self, batch_size: int) -> float:
+        """Return the learning rate scaled from the base batch size to `batch_size`."""
+        return self.lr * self._scale(batch_size)
+
+    def at(self, batch_size: int) -> OptimizerConfig:
+        """Return the config for batches of this size: with `scale_lr`, the learning rate is scaled; with a torch
+        scheduler, see `scheduled_scale`."""
+        if not self.scale_lr or self.uses_torch_scheduler:  # whose rates are scaled: it may set them itself
+            return self
+        options = {**self.options, "lr": self.lr_for(batch_size)}
+        scaled = {
+            pattern: {**own, "lr": own["lr"] * self._scale(batch_size)} if "lr" in own else own
+            for pattern, own in self.groups.items()
+        }
+        groups = OptionalGroups(scaled) if isinstance(self.groups, OptionalGroups) else scaled
+        return dataclasses.replace(self, options=options, groups=groups, base_batch_size=batch_size)
+
+    def scheduled_scale(self, batch_size: int) -> float:
+        """Return the factor by which `scale_lr` multiplies each learning rate of a torch scheduler, whether it computes
+        it from the optimizer's or, as OneCycleLR does, sets it itself; 1 otherwise."""
+        return self._scale(batch_size) if self.scale_lr and self.uses_torch_scheduler else 1.0
+
+    def note(self, batch_size: int) -> str:
+        """Return the plan's note on learning rate and batch size; "" if they were tuned together."""
+        base = self.base_batch_size
+        if base is None or self.is_factory or (base == batch_size and not self.scale_lr):
+            return ""
+        if not self.scaling:
+            return f"caution: the learning rate is for batches of {base:,} images, not {batch_size:,}"
+        given = f"lr={self.lr:g} is for batches of {base:,} images"
+        if self.scale_lr and self.uses_torch_scheduler:
+            return (
+                f"the scheduler's learning rates are for batches of {base:,} images; each is multiplied by "
+                f"{self._scale(batch_size):.4g} for {batch_size:,} ({self.scaling}, scale_lr)"
+            )
+        scaled = f"{self.lr_for(batch_size):.4g}"
+        if self.scale_lr:
+            return f"{given}; scaled to {scaled} for {batch_size:,} ({self.scaling}, scale_lr)"
+        ratio = base / batch_size
+        per_image = f"{ratio:.3g} times" if ratio >= 1 else f"1/{1 / ratio:.3g} of"
+        return (
+            f"caution: {given}; with {batch_size:,} the learning rate per image is {per_image} that. "
+            f"scale_lr=True makes it {scaled} ({self.scaling})"
+        )
+
+    def factory(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        """Build the optimizer. Strategies call this with the final parameters, or groups of them.
+
+        Raises:
+            PlanError: if the optimizer rejects the parameters, or does not have an option of a group.
+        """
+        from .optimizers import class_of, label
+
+        given = list(parameters)
+        build = class_of(self.optimizer) or self.optimizer
+        try:
+            optimizer: torch.optim.Optimizer = build(given, **self.options)  # type: ignore[operator]
+        except ValueError as error:
+            if self.is_factory or isinstance(error, PlanError):
+                raise
+            raise PlanError(f"{label(self.optimizer)} cannot train this model: {error}.") from error
+        for pattern, options in self.groups.items():
+            for name in options.keys() - optimizer.defaults.keys():
+                raise PlanError(
+                    f"groups[{pattern!r}]: {type(optimizer).__name__} has no option {name!r} for single parameters."
+                    f"{suggest(name, optimizer.defaults)}"
+                )
+        return optimizer
+
+    @property
+    def uses_torch_scheduler(self) -> bool:
+        """Whether `schedule` is a factory of a torch scheduler, which then sets the learning rates itself."""
+        return self._torch_scheduler
+
+    def warmup_factor(self, step: int, steps: int) -> float:
+        """Return the factor of the warm-up alone at step `step`, counted from 0, of `steps`: 1 after it."""
+        warm = self.warmup * steps
+        return (step + 1) / (warm + 1) if step < warm else 1.0
+
+    def lr_factor(self, step: int, steps: int) -> float:
+        """Return the learning rate's factor at step `step`, counted from 0, of `steps`.
+
+        With a torch scheduler, return the factor by which to multiply the scheduler's own learning rates.
+
+        Raises:
+            PlanError: if a function returns an invalid factor.
+        """
+        if self.uses_torch_scheduler:
+            return self.warmup_factor(step, steps)
+        warm = self.warmup * steps
+        after = max(step - warm, 0.0) / max(steps - warm, 1)
+        if not isinstance(self.schedule, str):
+            factor = factor_at(self.schedule, self.schedule_options, after)
+        else:
+            schedule = named(self.schedule, self.schedule_options)
+            whole = schedule.whole_run
+            factor = schedule.factor(
+                step / max(steps, 1) if whole else after, steps if whole else steps - warm
+            )
+        return self.warmup_factor(step, steps) * factor
+
+    def describe(self) -> str:
+        """Return the optimizer and its options as one line."""
+        from .optimizers import label as label_of_optimizer
+
+        options = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        name = label_of_optimizer(self.optimizer)
+        warm = f", warm-up {self.warmup:.0%} of all steps" if self.warmup else ""
+        schedule = describe_schedule(self.schedule, self.schedule_options)
+        if not options:
+            return f"{name}, {schedule}{warm}"
+        return f"{name} ({options}), {schedule} schedule{warm}"
