@@ -70,6 +70,15 @@ class Text(click.ParamType[str]):
         return found or [CompletionItem(incomplete, type="file")] * self._files
 
 
+class Json(Text):
+    """A value as JSON; what is not JSON is text."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
+        from ...recipes.files import json_or_text
+
+        return json_or_text(f"{param and param.name}", value)
+
+
 class RecipeName(Text):
     """A recipe's name or file."""
 

@@ -12,8 +12,22 @@ import click
 from click.core import ParameterSource
 
 from ....common.errors import CheckpointError, LedgerError, MissingExtra, PlanError
+from ....common.options.config import options_of
 from ....common.storage.addresses import is_address
-from .options import Command, File, Place, Text, argument, option, out_folder, quiet, recipe_arguments
+from ...runs.config import FitConfig
+from .options import (
+    Command,
+    F,
+    File,
+    Json,
+    Place,
+    Text,
+    argument,
+    option,
+    out_folder,
+    quiet,
+    recipe_arguments,
+)
 
 if TYPE_CHECKING:
     from ...ledger.ledger import Ledger
@@ -21,6 +35,34 @@ if TYPE_CHECKING:
     from ...runs.result import TrainingInterrupted
 
 SECONDS_HELP = "Time budget of the ledger, in seconds: building, warm-up and all rounds."
+
+_OTHERWISE = {
+    "epochs",
+    "out",
+    "init_from",
+    "resume",
+    "logger",
+    "callbacks",
+    "progress",
+    "checkpoints",
+    "stop_on",
+}
+"""Options of `fit` that the command line has in a form of its own, or sets itself."""
+
+
+def fit_options(function: F) -> F:
+    """Add the other options of `fit`, by their declarations. What is not given comes from the recipe."""
+    for one in reversed(options_of(FitConfig).values()):
+        if one.name in _OTHERWISE:
+            continue
+        metavar = "" if isinstance(one.default, bool) else " VALUE"
+        default = "" if one.default in (None, False) else f" Default: {one.default}."
+        text = one.help.replace("`", "").replace('"', "")
+        function = option(
+            f"--{one.name.replace('_', '-')}{metavar}", f"{text[0].upper()}{text[1:]}.{default}",
+            Json(*map(str, one.choices)), default=None,
+        )(function)  # fmt: skip
+    return function
 
 
 @click.command(cls=Command)
@@ -46,14 +88,23 @@ SECONDS_HELP = "Time budget of the ledger, in seconds: building, warm-up and all
     float,
     name="tune_seconds",
 )
+@option(
+    "--callback NAME",
+    'Run this callback, by name, or as JSON with its options: \'{"name": "EarlyStopping", "monitor": "top1"}\'. May '
+    "be repeated.",
+    Json("EarlyStopping", "GradientNorms", "Profile"),
+    name="callbacks",
+    multiple=True,
+)
+@fit_options
 @option("--ledger", "Measure the ledger after training.")
 @option("--ledger-seconds SECONDS", SECONDS_HELP, float, default=90)
 @quiet
 @option("--verbose", "Print the names of all modules that the transforms changed.")
 def train(
-    recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, out: Path | str | None,
-    every_steps: int | None, every_minutes: float | None, logger: tuple[str, ...], tune_seconds: float | None,
-    ledger: bool, ledger_seconds: float, quiet: bool, verbose: bool, **options: Any,
+    recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, every_steps: int | None,
+    every_minutes: float | None, tune_seconds: float | None, ledger: bool, ledger_seconds: float, quiet: bool,
+    verbose: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Train a recipe and print the result.
 
@@ -73,7 +124,6 @@ def train(
     from ...checkpoints.directory import Checkpoints
     from ...pipeline import Pipeline
     from ...recipes.importing import modules_of
-    from ...runs.config import FitConfig
     from ...runs.fit import fit
     from ...telemetry.history import shown
 
@@ -81,20 +131,30 @@ def train(
         from ...ledger.measure import check_asked
 
         check_asked(ledger_seconds)  # before training, not after it
-    if out is None and (every_steps is not None or every_minutes is not None):
-        raise PlanError(
-            "--every-steps and --every-minutes save checkpoints, which need a folder. Pass --out, too."
-        )
     with modules_of(recipe):
         pipeline = Pipeline.from_recipe(recipe, **changes)
+        options["callbacks"] = [
+            {"name": one} if isinstance(one, str) else one for one in options["callbacks"]
+        ]
+        given = {
+            name: value
+            for name, value in options.items()
+            if value not in (None, [], ()) and value is not False
+        }
+        options = pipeline.fit_defaults() | given
+        out = options.get("out")
+        if out is None and (every_steps is not None or every_minutes is not None):
+            raise PlanError(
+                "--every-steps and --every-minutes save checkpoints, which need a folder. Pass --out, too."
+            )
         if tune_seconds is not None:
             if is_address(out):
                 raise PlanError("--tune writes its files to a local folder. Pass --out as a folder.")
             pipeline = _tuned(pipeline, tune_seconds, None if out is None else Path(out), quiet)
         with _end_reported(out, quiet):
             config = FitConfig(
-                out=out, logger=list(logger) or None, progress=not quiet, stop_on=("SIGTERM", "SIGUSR1"),
-                checkpoints=Checkpoints(every_steps=every_steps, every_minutes=every_minutes), **options,
+                progress=not quiet, checkpoints=Checkpoints(every_steps=every_steps, every_minutes=every_minutes),
+                stop_on=("SIGTERM", "SIGUSR1"), **options,
             )  # fmt: skip
             result = fit(pipeline, config, show_plan=not quiet)
         if not is_main_process():  # under torchrun every rank runs this; only one prints

@@ -15,12 +15,14 @@ import pytest
 from command_line import ENVIRONMENT, call, call_several, parsed, run, run_several, toy_values
 from drivetrain import RECIPES, Pipeline, loaders
 from drivetrain.common.machine import KEEPS_MEMORY
+from drivetrain.common.options.config import options_of
 from drivetrain.pipeline.apps.cli.app import program
 from drivetrain.pipeline.apps.cli.doctor import EXTRAS, memory_kept, reachable_host
 from drivetrain.pipeline.apps.cli.options import say
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.recipes.presets import KEYS
 from drivetrain.pipeline.recipes.table import PROSE
+from drivetrain.pipeline.runs.config import FitConfig
 from PIL import Image
 from pipeline_data import CLASSES, RUN_FILES, Toy, left_in, toy_arrays
 from places import ROOT
@@ -354,3 +356,36 @@ def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
     (remedy,) = (line for line in doctor.out.splitlines() if line.startswith("  extra ffcv: "))
     assert "drivetrain[ffcv]" in remedy
     assert train.code == 0  # which loads, and needs no FFCV
+
+
+@pytest.mark.long
+def test_the_options_of_fit_are_flags(toy: Toy, tmp_path: Path) -> None:
+    """They replace those of the recipe; what is not given is the recipe's."""
+    stopping = '{"name": "EarlyStopping", "monitor": "top1", "patience": 1, "min_delta": 1}'
+    values = [each for each in toy_values(toy) if each != "epochs=2"] + ["epochs=4", "on_nonfinite=skip"]
+    command = ["train", "cifar10-quickstart", *values, "--out", str(tmp_path)]
+    options = [
+        "--eval-every-steps",
+        "3",
+        "--callback",
+        stopping,
+        "--callback",
+        "GradientNorms",
+        "--logger",
+        "csv",
+    ]
+    wrong, zero, done = call_several(
+        [*command, "--on-nonfinite", "skp"], [*command, "--eval-every", "0"], [*command, *options]
+    )
+    assert "on_nonfinite='skp' is not known. Did you mean 'skip'?" in wrong.line
+    assert "eval_every=0 must be a positive integer" in zero.line
+    assert done.code == 0, done.err
+    history = json.loads((tmp_path / "history.json").read_text())
+    assert len(history["epochs"]) == 1, "EarlyStopping has stopped it"
+    assert [one["step"] for one in history["evaluations"]] == [3]
+    assert "gradient" in (tmp_path / "metrics.csv").read_text().partition("\n")[0]
+
+
+def test_every_option_of_fit_can_be_set() -> None:
+    flags = {*parsed("train", "baseline")} | {"epochs", "progress", "checkpoints", "stop_on"}
+    assert set(options_of(FitConfig)) <= flags
