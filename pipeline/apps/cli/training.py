@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SECONDS_HELP = "Time budget of the ledger, in seconds: building, warm-up and all rounds."
 
-_OTHERWISE = {
+_OTHERWISE = (
     "epochs",
     "out",
     "init_from",
@@ -46,7 +46,7 @@ _OTHERWISE = {
     "progress",
     "checkpoints",
     "stop_on",
-}
+)
 """Options of `fit` that the command line has in a form of its own, or sets itself."""
 
 
@@ -133,15 +133,11 @@ def train(
         check_asked(ledger_seconds)  # before training, not after it
     with modules_of(recipe):
         pipeline = Pipeline.from_recipe(recipe, **changes)
-        options["callbacks"] = [
-            {"name": one} if isinstance(one, str) else one for one in options["callbacks"]
-        ]
+        callbacks = [{"name": one} if isinstance(one, str) else one for one in options.pop("callbacks")]
         given = {
-            name: value
-            for name, value in options.items()
-            if value not in (None, [], ()) and value is not False
+            name: value for name, value in options.items() if value not in (None, ()) and value is not False
         }
-        options = pipeline.fit_defaults() | given
+        options = pipeline.fit_defaults() | given | ({"callbacks": callbacks} if callbacks else {})
         out = options.get("out")
         if out is None and (every_steps is not None or every_minutes is not None):
             raise PlanError(

@@ -347,9 +347,7 @@ def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
     assert "strategy ddp" in whole.out
     assert "…" not in whole.out  # nothing is cut off
     doctor, train = run_several(
-        ["doctor"],
-        ["train", "cifar10-quickstart", *toy_values(toy)],
-        blocked=("ffcv", "numba"),
+        ["doctor"], ["train", "cifar10-quickstart", *toy_values(toy)], blocked=("ffcv", "numba")
     )
     assert doctor.code == 0  # the core is whole
     assert re.search(r"missing +. extra ffcv", doctor.out)
@@ -364,16 +362,8 @@ def test_the_options_of_fit_are_flags(toy: Toy, tmp_path: Path) -> None:
     stopping = '{"name": "EarlyStopping", "monitor": "top1", "patience": 1, "min_delta": 1}'
     values = [each for each in toy_values(toy) if each != "epochs=2"] + ["epochs=4", "on_nonfinite=skip"]
     command = ["train", "cifar10-quickstart", *values, "--out", str(tmp_path)]
-    options = [
-        "--eval-every-steps",
-        "3",
-        "--callback",
-        stopping,
-        "--callback",
-        "GradientNorms",
-        "--logger",
-        "csv",
-    ]
+    norms = '{"name": "GradientNorms", "every": 1}'
+    options = ["--eval-every-steps", "3", "--callback", stopping, "--callback", norms, "--logger", "csv"]
     wrong, zero, done = call_several(
         [*command, "--on-nonfinite", "skp"], [*command, "--eval-every", "0"], [*command, *options]
     )
