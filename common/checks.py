@@ -8,6 +8,7 @@ is allowed. Booleans, infinities and NaN are not numbers.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import sys
 from collections.abc import Iterable
@@ -95,8 +96,8 @@ def check_number(
 
 
 def check_fields(place: str, kind: Any, options: Iterable[str], error: type[DrivetrainError]) -> None:
-    """Raise `error` for an option that is not a field of the dataclass `kind`, with the closest one."""
-    known = [field.name for field in dataclasses.fields(kind)]
+    """Raise `error` for an option that the class `kind` does not take, with the closest one."""
+    known = [*inspect.signature(kind).parameters]
     for option in options:
         if option not in known:
             tail = suggest(option, known) if known else " It has no options."

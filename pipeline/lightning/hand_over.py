@@ -27,7 +27,6 @@ from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
 from ..runs.callbacks import run_options
 from ..tasks.means import Mean, mean_of
-from ..tasks.metrics import compute
 from ..tasks.nests import to_float
 from ..tasks.task import model_inputs
 from ..training.build import (
@@ -41,7 +40,7 @@ from ..training.build import (
     training_loss,
 )
 from ..training.hooks import TrainingHooks, split_microbatches
-from ..training.loop import val_loss
+from ..training.loop import EvaluationSums
 from ..training.plain_torch import plain_torch
 from ..training.schedule import torch_scheduler
 from ..training.step_loss import StepLoss
@@ -186,10 +185,8 @@ class LitModule(pl.LightningModule):
         self._plan, self._epochs, self._steps = plan, epochs, epochs * steps
         self._loss = training_loss(plan, torch.device("cpu"))
         self._width = parts.width
-        self._criterion: Mean = mean_of(self._loss)
-        self._meters: dict[str, Any] = {}
         self._hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes)
-        self._sums = torch.zeros(2)
+        self._sums = EvaluationSums(plan.task, torch.device("cpu"))
         self._random = ExitStack()
         for parameter in self.model.parameters():
             note_shape(parameter)  # FSDP1 flattens them before the optimizer is built
@@ -246,30 +243,23 @@ class LitModule(pl.LightningModule):
         return loss * accumulate if isinstance(self.trainer.strategy, DeepSpeedStrategy) else loss
 
     def on_validation_epoch_start(self) -> None:
-        """Reset this rank's sums: loss, samples, and the metrics' own."""
-        task = self._plan.task
-        self._sums = torch.zeros(2, device=self.device, dtype=torch.float64)
-        self._criterion = task.mean(task.move(self.device))
-        self._meters = {name: meter.to(self.device) for name, meter in task.meters(self._width).items()}
+        """Reset this rank's sums."""
+        self._sums = EvaluationSums(self._plan.task, self.device)
+        self._sums.make_meters(self._width)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """Add one batch to the sums; a rank's share of a small last batch may be empty."""
         images, labels = batch
-        task = self._plan.task
-        if not len(images):
+        if len(images):
+            judged, outputs = self._hooks.predict(self.model, images, labels, self._plan.task)
+            self._sums.add(judged, outputs, labels)
+        else:
             self.model(images.new_zeros(1, *images.shape[1:]))  # gathering sharded parameters needs all ranks
-            return
-        judged, outputs = self._hooks.predict(self.model, images, labels, task)
-        count = self._criterion.denominator(labels)
-        self._sums[0] += self._criterion.numerator(judged, labels, count)
-        self._sums[1] += count
-        for meter in self._meters.values():
-            meter.update(outputs, task.metric_targets(labels))
 
     def on_validation_epoch_end(self) -> None:
         """Log the mean loss and the metrics over all samples of all ranks."""
-        loss = val_loss(self.trainer.strategy.reduce(self._sums, reduce_op="sum"))
-        self.log_dict({"val_loss": loss, **compute(self._meters, self.trainer.world_size)})
+        reduce = self.trainer.strategy.reduce
+        self.log_dict(self._sums.result(lambda sums: reduce(sums, reduce_op="sum"), self.trainer.world_size))
 
     def configure_gradient_clipping(
         self,
@@ -279,14 +269,10 @@ class LitModule(pl.LightningModule):
     ) -> None:
         """Clip gradients as Lightning does; with FSDP1, where Lightning rejects it, by the norm over all shards."""
         wrapped = self.trainer.model
-        if (
-            isinstance(wrapped, FullyShardedDataParallel)
-            and gradient_clip_val
-            and gradient_clip_algorithm == "norm"
-        ):
-            wrapped.clip_grad_norm_(gradient_clip_val)
-        else:
+        if not isinstance(wrapped, FullyShardedDataParallel) or gradient_clip_algorithm != "norm":
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_val:
+            wrapped.clip_grad_norm_(gradient_clip_val)
 
     def configure_optimizers(self) -> Any:
         """Return the optimizer of the wrapped parameters, and the learning rate schedule, per step."""
@@ -312,20 +298,16 @@ class LitDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> Microbatches:
         """Return the training data; each batch is split into the microbatches of gradient accumulation."""
-        data = self._plan.data
-        assert data is not None
-        return self._create_loader(data.train, True, self._plan.distribution.accumulate)
+        return self._create_loader(self._plan.data.train, True, self._plan.distribution.accumulate)
 
     def val_dataloader(self) -> Microbatches | list[Any]:
         """Return the validation data; an empty list without."""
-        data = self._plan.data
-        assert data is not None
-        return [] if data.val is None else self._create_loader(data.val, False, 1)
+        source = self._plan.data.val
+        return [] if source is None else self._create_loader(source, False, 1)
 
     def _create_loader(self, source: Source, train: bool, accumulate: int) -> Microbatches:
         trainer, data = self.trainer, self._plan.data
         assert trainer is not None
-        assert data is not None
         ranks = share(trainer)
         if train and data.batch_size % (ranks[1] * accumulate):
             raise PlanError(

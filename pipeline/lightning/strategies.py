@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -42,24 +41,20 @@ def trainer_arguments(options: DistributedConfig, given: dict[str, Any]) -> dict
         if name in given:
             raise PlanError(f"to_lightning({name}={given[name]!r}): set it in {place}.")
     arguments: dict[str, Any] = {"devices": options.ranks}
-    if "strategy" in given:
-        _check_name(given["strategy"])
-    else:
+    if "strategy" not in given:
         arguments["strategy"] = to_strategy(options)
+    elif isinstance(named := given["strategy"], str):
+        known = ["auto", *StrategyRegistry.available_strategies()]
+        if named.lower() not in known:
+            raise PlanError(
+                f"to_lightning(strategy={named!r}) takes Lightning's names and objects.{suggest(named, known)}"
+            )
     if options.device is not None:
         kind, _, index = options.device.partition(":")
         arguments["accelerator"] = "cpu" if kind == "cpu" else "gpu"
         if index:
             arguments["devices"] = [int(index)]
     return {**arguments, **given}
-
-
-def _check_name(strategy: object) -> None:
-    known = ["auto", *StrategyRegistry.available_strategies()]
-    if isinstance(strategy, str) and strategy.lower() not in known:
-        raise PlanError(
-            f"to_lightning(strategy={strategy!r}) takes Lightning's names and objects.{suggest(strategy, known)}"
-        )
 
 
 def to_strategy(options: DistributedConfig) -> str | Strategy:
@@ -76,8 +71,8 @@ def to_strategy(options: DistributedConfig) -> str | Strategy:
                 "Lightning's strategy: to_lightning(strategy=FSDPStrategy(auto_wrap_policy=…)), or "
                 "DeepSpeedStrategy(config=…)."
             )
-    if ours.name in _OBJECTS:
-        return _OBJECTS[ours.name](ours, options.ranks)
+    if (made := _as_object(ours, options.ranks)) is not None:
+        return made
     if ours.name == "single":
         return "auto"  # with one device, Lightning's SingleDeviceStrategy
     if ours.name == "ddp":
@@ -91,32 +86,22 @@ def to_strategy(options: DistributedConfig) -> str | Strategy:
     )
 
 
-def _sharded_gradients(ours: Any, devices: int) -> Strategy:  # noqa: ARG001
-    return FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")
-
-
-def _sharded_in_groups(ours: Any, devices: int) -> Strategy:
-    size = ours.shard_size or devices
-    return FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(devices // size, size))
-
-
-def _zero_1_offloaded(ours: Any, devices: int) -> Strategy:  # noqa: ARG001
-    return DeepSpeedStrategy(stage=1, offload_optimizer=True)
-
-
-def _zero_3_on_disk(ours: Any, devices: int) -> Strategy:  # noqa: ARG001
-    return DeepSpeedStrategy(
-        stage=3, offload_optimizer=True, offload_parameters=True, remote_device="nvme",
-        offload_params_device="nvme", offload_optimizer_device="nvme", nvme_path=ours.nvme_path,
-    )  # fmt: skip
-
-
-_OBJECTS: dict[str, Callable[[Any, int], Strategy]] = {
-    "fsdp_grad_op": _sharded_gradients,
-    "hsdp": _sharded_in_groups,
-    "deepspeed_stage_1_offload": _zero_1_offloaded,
-    "deepspeed_stage_3_offload_nvme": _zero_3_on_disk,  # Lightning's name has a fixed path, /local_nvme
-}
+def _as_object(ours: Any, devices: int) -> Strategy | None:
+    """Return Lightning's strategy, if no name of Lightning's describes it."""
+    match ours.name:
+        case "fsdp_grad_op":
+            return FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")
+        case "hsdp":
+            size = ours.shard_size or devices
+            return FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(devices // size, size))
+        case "deepspeed_stage_1_offload":
+            return DeepSpeedStrategy(stage=1, offload_optimizer=True)
+        case "deepspeed_stage_3_offload_nvme":  # Lightning's name has a fixed path, /local_nvme
+            return DeepSpeedStrategy(
+                stage=3, offload_optimizer=True, offload_parameters=True, remote_device="nvme",
+                offload_params_device="nvme", offload_optimizer_device="nvme", nvme_path=ours.nvme_path,
+            )  # fmt: skip
+    return None
 
 
 def share(trainer: pl.Trainer) -> tuple[int, int]:

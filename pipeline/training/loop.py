@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -217,30 +217,47 @@ def evaluate(
     """
     hooks, task = hooks or TrainingHooks(()), task or Classification()
     engine.model.eval()
-    mean, meters = task.mean(task.move(engine.device)), dict[str, Any]()
-    sums = torch.zeros(2, device=engine.device, dtype=torch.float64)
+    sums = EvaluationSums(task, engine.device)
 
     with current_device(engine.device):
-        for number, (images, labels) in enumerate(batches):
+        for images, labels in batches:
             empty = len(images) == 0
             if empty:
                 # This rank has no share of a small last batch, but gathering sharded parameters needs all ranks.
                 images, labels = (each.new_zeros(1, *each.shape[1:]) for each in (images, labels))
             with engine.forward_context():
                 judged, outputs = hooks.predict(engine.plain_model, images, labels, task)
-            if number == 0:
-                meters = task.meters(_width(outputs))
-                for meter in meters.values():
-                    meter.to(engine.device)
-            if empty:
-                continue
-            count = mean.denominator(labels)
-            sums[0] += mean.numerator(judged, labels, count)
-            sums[1] += count
-            targets = task.metric_targets(labels)
-            for meter in meters.values():
-                meter.update(outputs, targets)
-    return {"val_loss": val_loss(engine.reduce(sums, "sum")), **compute(meters, engine.world_size)}
+            sums.make_meters(_width(outputs))
+            if not empty:
+                sums.add(judged, outputs, labels)
+    return sums.result(lambda values: engine.reduce(values, "sum"), engine.world_size)
+
+
+class EvaluationSums:
+    """A rank's sums of an evaluation: numerator and denominator of the task's mean loss, and its metrics."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self._task, self._device = task, device
+        self._mean, self._meters = task.mean(task.move(device)), dict[str, Any]()
+        self._sums = torch.zeros(2, device=device, dtype=torch.float64)
+
+    def make_meters(self, width: int | None) -> None:
+        """Make the metrics of outputs with `width` values, if there are none yet."""
+        if not self._meters:
+            self._meters = {name: meter.to(self._device) for name, meter in self._task.meters(width).items()}
+
+    def add(self, judged: Any, outputs: Any, labels: Any) -> None:
+        """Add a batch: what the loss judges, the outputs `(B, …)` and the labels."""
+        count = self._mean.denominator(labels)
+        self._sums[0] += self._mean.numerator(judged, labels, count)
+        self._sums[1] += count
+        targets = self._task.metric_targets(labels)
+        for meter in self._meters.values():
+            meter.update(outputs, targets)
+
+    def result(self, add_ranks: Callable[[torch.Tensor], torch.Tensor], ranks: int) -> dict[str, float]:
+        """Return `val_loss` and the metrics over all ranks, whose sums `add_ranks` adds."""
+        return {"val_loss": val_loss(add_ranks(self._sums)), **compute(self._meters, ranks)}
 
 
 def val_loss(sums: torch.Tensor) -> float:

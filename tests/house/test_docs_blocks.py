@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_line import parsed
 from drivetrain.loaders import FFCVLoader, convert
-from drivetrain.pipeline.apps.cli.app import COMMANDS
-from drivetrain.pipeline.apps.cli.parser import Parser
+from drivetrain.pipeline.apps.cli.app import program
 from drivetrain.pipeline.recipes.presets import KEYS, parse_overrides
 from loader_pictures import jpeg_bytes, picture
 from PIL import Image
@@ -212,8 +212,7 @@ def commands(page: str) -> list[list[str]]:
 
 def parses(words: list[str]) -> None:
     """Fail unless our parser and the recipes' keys know all that follows `drivetrain`."""
-    values = Parser(words[0], COMMANDS[words[0]]).parse(words[1:])
-    keys = {key.partition(".")[0] for key in parse_overrides(values.get("overrides", ()))}
+    keys = {key.partition(".")[0] for key in parse_overrides(parsed(*words).get("overrides", ()))}
     assert keys <= set(KEYS), words
 
 
@@ -221,21 +220,22 @@ def parses(words: list[str]) -> None:
 def test_each_command_parses(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     monkeypatch.chdir(tmp_path)
-    for program, *words in commands(page):
-        if program == "drivetrain":
+    for name, *words in commands(page):
+        if name == "drivetrain":
             parses(words)
-        elif program == "torchrun":
+        elif name == "torchrun":
             parses(parse_args(words).training_script_args)
-        elif program == "make":
+        elif name == "make":
             assert words[0] in targets, words
         else:
-            assert program in ("export", "pip"), program
+            assert name in ("export", "pip"), name
 
 
 def test_options_within_sentences_are_options_of_the_command() -> None:
     """`drivetrain train … --resume`, and options alone, such as `--scratch`, of any command."""
     known = {
-        name: {one.name for one in Parser(name, function).arguments} for name, function in COMMANDS.items()
+        name: {word for param in command.params for word in param.opts} | {"--help"}
+        for name, command in program.commands.items()
     }
     seen = 0
     for page, text in PAGES.items():

@@ -10,10 +10,11 @@ import warnings
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import process_state
 import pytest
-from drivetrain.pipeline.apps.cli.app import main
+from drivetrain.pipeline.apps.cli.app import main, program
 from pipeline_data import CLASSES, Toy
 
 ENVIRONMENT = {**os.environ, "COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
@@ -84,6 +85,11 @@ def run_several(*commands: list[str], blocked: tuple[str, ...] = ()) -> list[End
     several = sys.executable, "-c", SEVERAL, json.dumps([commands, blocked])
     printed = process_state.output_of(*several, env=ENVIRONMENT)
     return [End(*end) for end in json.loads(printed.splitlines()[-1])]
+
+
+def parsed(command: str, *arguments: str) -> dict[str, Any]:
+    """The values that a command's function gets; fails if it cannot parse the arguments."""
+    return program.commands[command].make_context(command, list(arguments)).params
 
 
 def toy_values(toy: Toy) -> list[str]:

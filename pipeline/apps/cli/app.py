@@ -1,54 +1,110 @@
-"""The command line: `drivetrain convert | inspect | verify | advise | train | predict | export | ledger | tune |
-job | recipes | completion | doctor`."""
+"""The program `drivetrain` and the commands about itself; the others are in files of their own."""
 
 from __future__ import annotations
 
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Annotated, Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+from click.exceptions import Exit, NoArgsIsHelpError
+from click.shell_completion import BashComplete, add_completion_class, get_completion_class, shell_complete
 
 from ....common.errors import DrivetrainError, PlanError, suggest
-from ....common.signals import interrupts_held
 from ....common.version import __version__
 from . import data, job, predict, training
-from .parser import Parser, listed, say
+from .options import RECIPE, Command, Text, argument, option, say
+
+_COMPLETE = "_DRIVETRAIN_COMPLETE"
+"""The environment variable by which a shell asks for completions."""
+SHELLS = ("bash", "zsh", "fish")
 
 
-def recipes(
-    name: Annotated[
-        str | None,
-        "Show this recipe, by name or file: each value, its meaning and its source.",
-        None,
-        "recipes",
-    ] = None,
-    *,
-    keys: Annotated[bool, "List the keys of a recipe."] = False,
-) -> None:
+@add_completion_class
+class Bash(BashComplete):
+    """Completion in bash, which divides `key=value` into three words, and puts no space after `key=`."""
+
+    source_template = BashComplete.source_template.replace(
+        "COMPREPLY+=($value)", 'COMPREPLY+=("$value"); [[ $value == *= ]] && compopt -o nospace'
+    )
+
+    def get_completion_args(self) -> tuple[list[str], str]:
+        words, incomplete = super().get_completion_args()
+        return [word for word in words if word != "="], incomplete
+
+
+class Program(click.Group):
+    """The commands, in the order of their use."""
+
+    command_class = Command
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(self.commands)
+
+
+@click.group(
+    cls=Program,
+    commands=[data.convert, data.inspect, data.verify, data.advise, training.train, predict.predict, training.export,
+              training.ledger, training.tune, job.job],
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110},
+)  # fmt: skip
+@click.version_option(__version__, message="%(prog)s %(version)s", help="Print the version and exit.")
+def program() -> None:
+    """Fast training of PyTorch image models: FFCV loading, model surgery and a distribution strategy behind one
+    pipeline, and a ledger that measures what each of them brings."""
+
+
+@program.command()
+@argument(
+    "name",
+    "Show this recipe, by name or file: each value, its meaning and its source.",
+    RECIPE,
+    required=False,
+)
+@option("--keys", "List the keys of a recipe.")
+def recipes(name: str | None, keys: bool) -> None:
     """List the recipes, or show one."""
     from ...recipes.table import keys_table, recipe_table, recipes_table
 
     print(keys_table() if keys else recipes_table() if name is None else recipe_table(name))
 
 
-def doctor(
-    *,
-    ranks: Annotated[
-        bool, "Under torchrun: compare the ranks, and measure how fast they exchange tensors."
-    ] = False,
-    timeout: Annotated[
-        float | None, "With --ranks: how long to wait for a rank. Default: 60.", "SECONDS"
-    ] = None,
-) -> int:
+@program.command()
+@argument("shell", "bash, zsh or fish.", Text(*SHELLS))
+def completion(shell: str) -> None:
+    """Print a script that completes commands, options, recipes and files in a shell.
+
+    To load it in every new shell:
+
+    \b
+    drivetrain completion bash > ~/.local/share/bash-completion/completions/drivetrain
+    drivetrain completion zsh > ~/.drivetrain.zsh   # and in ~/.zshrc: source ~/.drivetrain.zsh
+    drivetrain completion fish > ~/.config/fish/completions/drivetrain.fish
+    """
+    written_by = get_completion_class(shell) if shell in SHELLS else None
+    if written_by is None:
+        raise PlanError(f"There is no completion for the shell {shell!r}.{suggest(shell, SHELLS)}")
+    script = written_by(program, {}, "drivetrain", _COMPLETE).source()
+    # A key that ends in "=" is continued by its value, without a space.
+    script = script.replace(
+        "COMPREPLY+=($value)", 'COMPREPLY+=("$value"); [[ $value == *= ]] && compopt -o nospace'
+    )
+    print(script, end="")
+
+
+@program.command()
+@option("--ranks", "Under torchrun: compare the ranks, and measure how fast they exchange tensors.")
+@option("--timeout SECONDS", "With --ranks: how long to wait for a rank. Default: 60.", float)
+def doctor(ranks: bool, timeout: float | None) -> int:
     """Report what is installed, in which version, what is missing and how to install it.
 
     The exit status is 1 if a core requirement is missing. On several machines, this shows whether they find each other,
     and how fast their network is:
 
-      torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=node0:29400 \\
-          -m drivetrain doctor --ranks
+    \b
+    torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=node0:29400 \\
+        -m drivetrain doctor --ranks
     """
     if timeout is not None and (not ranks or not 0 < timeout < 1e6):
         raise PlanError(
@@ -65,62 +121,15 @@ def doctor(
     return 0 if healthy else 1
 
 
-def completion(
-    shell: Annotated[str, "bash, zsh or fish.", None, ("bash", "zsh", "fish")],
-) -> None:
-    """Print a script that completes commands, options, recipes and files in a shell.
-
-    Completing starts no Python. To load it in every new shell:
-
-      drivetrain completion bash > ~/.local/share/bash-completion/completions/drivetrain
-      drivetrain completion zsh > ~/.drivetrain.zsh   # and in ~/.zshrc: source ~/.drivetrain.zsh
-      drivetrain completion fish > ~/.config/fish/completions/drivetrain.fish
-    """
-    from .completion import script
-
-    print(script(shell, COMMANDS, _overview), end="")
-
-
-COMMANDS: dict[str, Callable[..., int | None]] = {
-    function.__name__: function
-    for function in (data.convert, data.inspect, data.verify, data.advise, training.train, predict.predict,
-                     training.export, training.ledger, training.tune, job.job, recipes, completion, doctor)
-}  # fmt: skip
-"""The commands by name. Each returns its exit status, or None for 0."""
-
-
-def _overview(*, version: Annotated[bool, "Print the version and exit."] = False) -> None:
-    """Fast training of PyTorch image models: FFCV loading, model surgery and a distribution strategy behind one
-    pipeline, and a ledger that measures what each of them brings."""
-
-
-def _run(arguments: Sequence[str]) -> int:
-    """Run a command; without one, print the version or the overview. Return the exit status."""
-    command = arguments[0] if arguments else ""
-    if command in COMMANDS:
-        function = COMMANDS[command]
-        with interrupts_held():  # argparse clears up with attributes that it may not have set yet
-            values = Parser(f"drivetrain {command}", function).parse(arguments[1:])
-        with _plain_warnings(hidden=values.get("quiet", False)), _heard():
-            return function(**values) or 0
-    usage, epilog = "drivetrain COMMAND [ARGUMENTS]", f"commands:\n{listed(COMMANDS)}"
-    parser = Parser("drivetrain", _overview, usage=usage, epilog=epilog)
-    if command and not command.startswith("-"):
-        parser.error(f"No such command {command!r}.{suggest(command, COMMANDS)}")
-    if parser.parse(arguments):
-        print(f"drivetrain {__version__}")
-        return 0
-    parser.print_help()
-    return 2
-
-
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command in `arguments`, by default those of the process, and exit with its status.
 
     Drivetrain's errors and Ctrl-C are reported as a line on stderr.
     """
     try:
-        status = _run(sys.argv[1:] if arguments is None else arguments)
+        if instruction := os.environ.get(_COMPLETE):
+            sys.exit(shell_complete(program, {}, "drivetrain", _COMPLETE, instruction))
+        status = _run(sys.argv[1:] if arguments is None else list(arguments))
         sys.stdout.flush()
     except DrivetrainError as error:
         say(type(error).__name__, str(error))
@@ -134,27 +143,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(status)
 
 
-def _heard() -> AbstractContextManager[None]:
-    """Return what lets the other ranks of a job know of an error, e.g. a recipe that this machine does not have."""
-    if "WORLD_SIZE" not in os.environ:  # saves the time of importing torch
-        return nullcontext()
-    from ....strategies.launching.meeting import failures_posted
-
-    return failures_posted()
-
-
-@contextmanager
-def _plain_warnings(*, hidden: bool) -> Iterator[None]:
-    """Inside the block, print Drivetrain's warnings like its errors: one line, without source code; or hide them."""
-    with warnings.catch_warnings():
-        others = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-            if category.__module__.startswith(f"{__package__.partition('.')[0]}."):
-                if not hidden:
-                    say(category.__name__, str(message))
-            else:
-                others(message, category, *args, **kwargs)
-
-        warnings.showwarning = show
-        yield
+def _run(arguments: list[str]) -> int:
+    """Run a command, and return its exit status. click's own `main` would replace Ctrl-C's notes."""
+    try:
+        with program.make_context("drivetrain", arguments) as context:
+            return program.invoke(context) or 0
+    except NoArgsIsHelpError as error:
+        print(error.format_message())
+        return error.exit_code
+    except click.UsageError as error:
+        text, path = error.format_message(), error.ctx.command_path if error.ctx else "drivetrain"
+        say("UsageError", f"{text}{'' if text[-1] in '.?' else '.'} See: {path} --help")
+        return error.exit_code
+    except Exit as end:  # of --help and --version
+        return end.exit_code

@@ -18,17 +18,9 @@ from ....common.table import Table
 from ...telemetry.provenance import version
 
 CORE = (
-    "torch",
-    "torchvision",
-    "torchmetrics",
-    "numpy",
-    "safetensors",
-    "pillow",
-    "tqdm",
-    "cloudpickle",
-    "psutil",
-    "pyyaml",
-)
+    "torch", "torchvision", "torchmetrics", "numpy", "safetensors", "pillow", "tqdm", "click", "cloudpickle",
+    "psutil", "pyyaml",
+)  # fmt: skip
 EXTRAS = {
     "ffcv": (("ffcv", "numba"), "run FFCV's own operations and loader on .beton files"),
     "deepspeed": (("deepspeed",), "train with the strategies deepspeed_stage_1 to 3"),

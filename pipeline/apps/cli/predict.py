@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
+
+import click
 
 from ....common.errors import DataError
 from ....common.table import Table
-from .parser import Place
+from .options import FILES, Command, Place, argument, option
 
 _SHOWN = 3  # most probable classes in the table
 
 
-def predict(
-    run: Annotated[Place, "Folder or address of a finished run (train --out)."],
-    image: Annotated[Sequence[str], "Image files.", None, "files"] = (),
-    *,
-    json: Annotated[bool, "Print one JSON object per image, with all probabilities."] = False,
-) -> None:
+@click.command(cls=Command)
+@argument("run", "Folder or address of a finished run (train --out).", Place())
+@argument("image", "Image files.", FILES, nargs=-1)
+@option("--json", "Print one JSON object per image, with all probabilities.", name="as_json")
+def predict(run: Path | str, image: tuple[str, ...], as_json: bool) -> None:
     """Predict images with a trained model.
 
     Each image is cropped, resized and normalized as in the run's evaluation.
@@ -37,7 +37,7 @@ def predict(
     with modules_of():
         result = load_run(run)
     rows = result.predict(list(image))
-    if json:
+    if as_json:
         for row in rows:
             print(dumps(row, ensure_ascii=False))
         return

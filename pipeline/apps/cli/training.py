@@ -4,74 +4,108 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+from click.core import ParameterSource
 
 from ....common.errors import CheckpointError, LedgerError, MissingExtra, PlanError
+from ....common.options.config import options_of
 from ....common.storage.addresses import is_address
-from .parser import Place, Quiet
+from ...runs.config import FitConfig
+from .options import (
+    Command,
+    F,
+    File,
+    Json,
+    Place,
+    Text,
+    argument,
+    option,
+    out_folder,
+    quiet,
+    recipe_arguments,
+)
 
 if TYPE_CHECKING:
     from ...ledger.ledger import Ledger
     from ...pipeline import Pipeline
     from ...runs.result import TrainingInterrupted
 
-RECIPE = "Name of a recipe (see: drivetrain recipes), or a .yaml or .json file."
-SECONDS = "Time budget of the ledger, in seconds: building, warm-up and all rounds."
-Overrides = Annotated[
-    Sequence[str],
-    "Values of the recipe to replace, e.g. epochs=36 batch_size=512 optimizer.lr=0.5. Valid JSON is parsed as JSON; "
-    "anything else is text. List the keys with: drivetrain recipes --keys.",
-    "KEY=VALUE",
-    "keys",
-]
-Train = Annotated[
-    str | None, "Training data: a .beton file, or a name such as cifar10:train.", "DATA", "files"
-]
-Val = Annotated[str | None, "Validation data, likewise.", "DATA", "files"]
-Out = Annotated[
-    Place | None,
-    "Folder for the results, created if missing; or an address, such as s3://bucket/run.",
-    "FOLDER",
-]
+SECONDS_HELP = "Time budget of the ledger, in seconds: building, warm-up and all rounds."
+
+_OTHERWISE = (
+    "epochs",
+    "out",
+    "init_from",
+    "resume",
+    "logger",
+    "callbacks",
+    "progress",
+    "checkpoints",
+    "stop_on",
+)
+"""Options of `fit` that the command line has in a form of its own, or sets itself."""
 
 
+def fit_options(function: F) -> F:
+    """Add the other options of `fit`, by their declarations. What is not given comes from the recipe."""
+    for one in reversed(options_of(FitConfig).values()):
+        if one.name in _OTHERWISE:
+            continue
+        metavar = "" if isinstance(one.default, bool) else " VALUE"
+        default = "" if one.default in (None, False) else f" Default: {one.default}."
+        text = one.help.replace("`", "").replace('"', "")
+        function = option(
+            f"--{one.name.replace('_', '-')}{metavar}", f"{text[0].upper()}{text[1:]}.{default}",
+            Json(*map(str, one.choices)), default=None,
+        )(function)  # fmt: skip
+    return function
+
+
+@click.command(cls=Command)
+@recipe_arguments()
+@out_folder
+@option(
+    "--init-from RUN_OR_FILE",
+    "Begin with these weights: the folder of a run or of a checkpoint, or a .safetensors file.",
+    Place(),
+)
+@option("--resume", "Resume from the newest checkpoint in --out, if there is one.")
+@option("--every-steps N", "Save a checkpoint after every N steps, too, not only after each epoch.", int)
+@option("--every-minutes N", "Save a checkpoint N minutes after the last one, too.", float)
+@option(
+    "--logger NAME",
+    "Log the metrics of steps and epochs to --out: csv or tensorboard. May be repeated.",
+    Text("csv", "tensorboard"),
+    multiple=True,
+)
+@option(
+    "--tune N",
+    "Tune for N seconds first, and train the tuned pipeline; with --out, write tuned.json and tuned.yaml there.",
+    float,
+    name="tune_seconds",
+)
+@option(
+    "--callback NAME",
+    'Run this callback, by name, or as JSON with its options: \'{"name": "EarlyStopping", "monitor": "top1"}\'. May '
+    "be repeated.",
+    Json("EarlyStopping", "GradientNorms", "Profile"),
+    name="callbacks",
+    multiple=True,
+)
+@fit_options
+@option("--ledger", "Measure the ledger after training.")
+@option("--ledger-seconds SECONDS", SECONDS_HELP, float, default=90)
+@quiet
+@option("--verbose", "Print the names of all modules that the transforms changed.")
 def train(
-    recipe: Annotated[str, RECIPE, None, "recipes"],
-    overrides: Overrides = (),
-    *,
-    train: Train = None,
-    val: Val = None,
-    out: Out = None,
-    init_from: Annotated[
-        Place | None,
-        "Begin with these weights: the folder of a run or of a checkpoint, or a .safetensors file.",
-        "RUN_OR_FILE",
-    ] = None,
-    resume: Annotated[bool, "Resume from the newest checkpoint in --out, if there is one."] = False,
-    every_steps: Annotated[
-        int | None, "Save a checkpoint after every N steps, too, not only after each epoch.", "N"
-    ] = None,
-    every_minutes: Annotated[
-        float | None, "Save a checkpoint N minutes after the last one, too.", "N"
-    ] = None,
-    logger: Annotated[
-        Sequence[str],
-        "Log the metrics of steps and epochs to --out: csv or tensorboard. May be repeated.",
-        None,
-        ("csv", "tensorboard"),
-    ] = (),
-    tune: Annotated[
-        float | None,
-        "Tune for N seconds first, and train the tuned pipeline; with --out, write tuned.json and tuned.yaml there.",
-        "N",
-    ] = None,
-    ledger: Annotated[bool, "Measure the ledger after training."] = False,
-    ledger_seconds: Annotated[float, SECONDS, "SECONDS"] = 90,
-    quiet: Quiet = False,
-    verbose: Annotated[bool, "Print the names of all modules that the transforms changed."] = False,
-) -> None:
+    recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, every_steps: int | None,
+    every_minutes: float | None, tune_seconds: float | None, ledger: bool, ledger_seconds: float, quiet: bool,
+    verbose: bool, **options: Any,
+) -> None:  # fmt: skip
     """Train a recipe and print the result.
 
     With --out, plan.txt and recipe.yaml are written first; history.json, model.safetensors and a checkpoint
@@ -82,14 +116,14 @@ def train(
     Paths in a recipe file are relative to the working directory, not to the file; a custom model
     (model: module:factory) is imported from the working directory or the file's folder. On several devices:
 
-      torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=auto
+    \b
+    torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=auto
     """
     changes = _checked(recipe, overrides, train, val)
     from ....strategies.launching.group import is_main_process
     from ...checkpoints.directory import Checkpoints
     from ...pipeline import Pipeline
     from ...recipes.importing import modules_of
-    from ...runs.config import FitConfig
     from ...runs.fit import fit
     from ...telemetry.history import shown
 
@@ -97,21 +131,26 @@ def train(
         from ...ledger.measure import check_asked
 
         check_asked(ledger_seconds)  # before training, not after it
-    if out is None and (every_steps is not None or every_minutes is not None):
-        raise PlanError(
-            "--every-steps and --every-minutes save checkpoints, which need a folder. Pass --out, too."
-        )
     with modules_of(recipe):
         pipeline = Pipeline.from_recipe(recipe, **changes)
-        if tune is not None:
+        callbacks = [{"name": one} if isinstance(one, str) else one for one in options.pop("callbacks")]
+        given = {
+            name: value for name, value in options.items() if value not in (None, ()) and value is not False
+        }
+        options = pipeline.fit_defaults() | given | ({"callbacks": callbacks} if callbacks else {})
+        out = options.get("out")
+        if out is None and (every_steps is not None or every_minutes is not None):
+            raise PlanError(
+                "--every-steps and --every-minutes save checkpoints, which need a folder. Pass --out, too."
+            )
+        if tune_seconds is not None:
             if is_address(out):
                 raise PlanError("--tune writes its files to a local folder. Pass --out as a folder.")
-            pipeline = _tuned(pipeline, tune, None if out is None else Path(out), quiet)
+            pipeline = _tuned(pipeline, tune_seconds, None if out is None else Path(out), quiet)
         with _end_reported(out, quiet):
             config = FitConfig(
-                out=out, init_from=init_from, resume=resume, logger=list(logger) or None, progress=not quiet,
-                checkpoints=Checkpoints(every_steps=every_steps, every_minutes=every_minutes),
-                stop_on=("SIGTERM", "SIGUSR1"),
+                progress=not quiet, checkpoints=Checkpoints(every_steps=every_steps, every_minutes=every_minutes),
+                stop_on=("SIGTERM", "SIGUSR1"), **options,
             )  # fmt: skip
             result = fit(pipeline, config, show_plan=not quiet)
         if not is_main_process():  # under torchrun every rank runs this; only one prints
@@ -162,28 +201,27 @@ def _tuned(
     return cast("Pipeline", tuned.pipeline)
 
 
+@click.command(cls=Command)
+@recipe_arguments()
+@option(
+    "--out FOLDER",
+    "Folder for tuned.yaml (the recipe), tuned.json (all trials) and tuned.png, created if missing.",
+    File(),
+)
+@option("--seconds SECONDS", "Time budget, in seconds, for everything.", float, default=600)
+@option(
+    "--allow CHANGE",
+    "Also try changes of what the training computes: precision, resolution, surgery or batch_size. They are "
+    "accepted only if short trainings show that they keep the accuracy. May be repeated.",
+    Text("precision", "resolution", "surgery", "batch_size"),
+    multiple=True,
+)
+@option("--epochs N", "Epochs of each of these short trainings.", int, default=1)
+@quiet
 def tune(
-    recipe: Annotated[str, RECIPE, None, "recipes"],
-    overrides: Overrides = (),
-    *,
-    train: Train = None,
-    val: Val = None,
-    out: Annotated[
-        Path | None,
-        "Folder for tuned.yaml (the recipe), tuned.json (all trials) and tuned.png, created if missing.",
-        "FOLDER",
-    ] = None,
-    seconds: Annotated[float, "Time budget, in seconds, for everything.", "SECONDS"] = 600,
-    allow: Annotated[
-        Sequence[str],
-        "Also try changes of what the training computes: precision, resolution, surgery or batch_size. They are "
-        "accepted only if short trainings show that they keep the accuracy. May be repeated.",
-        None,
-        ("precision", "resolution", "surgery", "batch_size"),
-    ] = (),
-    epochs: Annotated[int, "Epochs of each of these short trainings.", "N"] = 1,
-    quiet: Quiet = False,
-) -> None:
+    recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, out: Path | None,
+    seconds: float, allow: tuple[str, ...], epochs: int, quiet: bool,
+) -> None:  # fmt: skip
     """Find the fastest way to run a recipe on this machine, and prove it.
 
     Without --allow, only changes that keep what the training computes are tried: workers, batches ahead, memory
@@ -201,7 +239,7 @@ def tune(
         _tuned(Pipeline.from_recipe(recipe, **changes), seconds, out, quiet, allow, epochs)
 
 
-def _files_in(out: Place) -> list[str]:
+def _files_in(out: Path | str) -> list[str]:
     """Return the names of the files in a run's folder."""
     if is_address(out):
         from ....common.storage.folder import RemoteFolder
@@ -211,7 +249,7 @@ def _files_in(out: Place) -> list[str]:
 
 
 @contextmanager
-def _end_reported(out: Place | None, quiet: bool) -> Iterator[None]:
+def _end_reported(out: Path | str | None, quiet: bool) -> Iterator[None]:
     """Report how far a run got that Ctrl-C or another signal ends in the block."""
     from ....strategies.launching.group import is_main_process
     from ...runs.result import TrainingInterrupted, TrainingPreempted
@@ -227,7 +265,7 @@ def _end_reported(out: Place | None, quiet: bool) -> Iterator[None]:
         raise
 
 
-def what_is_left(interrupt: TrainingInterrupted, out: Place | None) -> str:
+def what_is_left(interrupt: TrainingInterrupted, out: Path | str | None) -> str:
     """Return how far an interrupted run got, and how to continue it."""
     if interrupt.checkpoint is not None:
         return f"Saved {interrupt.checkpoint}. Run the same command with --resume to continue from there."
@@ -237,43 +275,41 @@ def what_is_left(interrupt: TrainingInterrupted, out: Place | None) -> str:
     return f"Epoch {interrupt.epochs} was the last to finish.{remedy}"
 
 
+@click.command(cls=Command)
+@argument("place", "Folder or address of a run or of one checkpoint.", Place(), metavar="RUN_OR_CHECKPOINT")
+@argument("out", "The file to write: .safetensors, .pt2 or .onnx.", File())
+@option(
+    "--format FORMAT",
+    "safetensors: the weights; torch-export: a program for torch.export.load; onnx: one for any ONNX runtime. "
+    "Default: by the suffix of OUT.",
+    Text("safetensors", "torch-export", "onnx"),
+)
+@option(
+    "--names NAMES",
+    "Names of the weights in safetensors: plain (before surgery) or trained (after it).",
+    Text("plain", "trained"),
+    default="plain",
+)
+@option("--best", "Export the checkpoint of the best monitored metric instead of the newest.")
+@option(
+    "--model MODULE:FACTORY",
+    "Factory of the model before surgery, if it is a custom one. Importing its module runs its code; a checkpoint "
+    "alone imports nothing.",
+)
+@option(
+    "--data FILE",
+    "A .beton file, to compare a program with the model on its images. Default: the run's validation data if it "
+    "is there, else random images.",
+    File(),
+)
+@option(
+    "--tolerance X",
+    "Largest difference of a program's outputs, relative to the largest one. Default: 0.001.",
+    float,
+)
+@quiet
 def export(
-    place: Annotated[Place, "Folder or address of a run or of one checkpoint.", "RUN_OR_CHECKPOINT"],
-    out: Annotated[Path, "The file to write: .safetensors, .pt2 or .onnx."],
-    *,
-    format: Annotated[
-        str | None,
-        "safetensors: the weights; torch-export: a program for torch.export.load; onnx: one for any ONNX runtime. "
-        "Default: by the suffix of OUT.",
-        None,
-        ("safetensors", "torch-export", "onnx"),
-    ] = None,
-    names: Annotated[
-        str,
-        "Names of the weights in safetensors: plain (before surgery) or trained (after it).",
-        None,
-        ("plain", "trained"),
-    ] = "plain",
-    best: Annotated[
-        bool, "Export the checkpoint of the best monitored metric instead of the newest."
-    ] = False,
-    model: Annotated[
-        str | None,
-        "Factory of the model before surgery, if it is a custom one. Importing its module runs its code; a checkpoint "
-        "alone imports nothing.",
-        "MODULE:FACTORY",
-    ] = None,
-    data: Annotated[
-        Path | None,
-        "A .beton file, to compare a program with the model on its images. Default: the run's validation data if it is "
-        "there, else random images.",
-        "FILE",
-    ] = None,
-    tolerance: Annotated[
-        float | None,
-        "Largest difference of a program's outputs, relative to the largest one. Default: 0.001.",
-    ] = None,
-    quiet: Quiet = False,
+    place: Path | str, out: Path, names: str, tolerance: float | None, quiet: bool, **options: Any
 ) -> None:
     """Write a trained model as one file, with a model card (MODEL_CARD.md) next to it.
 
@@ -281,49 +317,42 @@ def export(
     the model after surgery and take any number of images. Each is run before it is written: its outputs must be the
     model's. To load them in Python:
 
-      model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
-      model = torch.export.load("model.pt2").module()
-      session = onnxruntime.InferenceSession("model.onnx")
+    \b
+    model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+    model = torch.export.load("model.pt2").module()
+    session = onnxruntime.InferenceSession("model.onnx")
     """
     from ...recipes.importing import modules_of
-    from ..exports.export import Format, Names
+    from ..exports.export import Names
     from ..exports.export import export as run
 
     if names not in ("plain", "trained"):
         raise CheckpointError(f"--names {names} is not known. Pass plain or trained.")
-    more = {} if tolerance is None else {"tolerance": tolerance}
+    if tolerance is not None:
+        options["tolerance"] = tolerance
     with modules_of():
-        exported = run(
-            place, out, format=cast(Format | None, format), names=cast(Names, names), best=best, model=model, data=data,
-            **more,
-        )  # fmt: skip
+        exported = run(place, out, names=cast(Names, names), **options)
     print(f"{exported}".partition("\n")[0] if quiet else exported)
 
 
+@click.command(cls=Command)
+@recipe_arguments(required=False)
+@out_folder
+@option("--seconds SECONDS", f"{SECONDS_HELP} Default: 120.", float)
+@option("--accuracy", "Also train each variant once, to measure its accuracy. This takes additional time.")
+@option("--epochs N", "Epochs to train each variant with --accuracy. Default: the recipe's.", int)
+@option(
+    "--other-loader LOADER",
+    "Also measure another loader, alone and in the full pipeline: ffcv_stock is FFCV's own.",
+    Text("ffcv_stock"),
+)
+@option("--compare A.JSON B.JSON", "Do not measure: compare two ledger.json files.", File(), nargs=2)
+@quiet
 def ledger(
-    recipe: Annotated[str | None, RECIPE, None, "recipes"] = None,
-    overrides: Overrides = (),
-    *,
-    train: Train = None,
-    val: Val = None,
-    out: Out = None,
-    seconds: Annotated[float | None, f"{SECONDS} Default: 120."] = None,
-    accuracy: Annotated[
-        bool, "Also train each variant once, to measure its accuracy. This takes additional time."
-    ] = False,
-    epochs: Annotated[
-        int | None, "Epochs to train each variant with --accuracy. Default: the recipe's."
-    ] = None,
-    other_loader: Annotated[
-        str | None,
-        "Also measure another loader, alone and in the full pipeline: ffcv_stock is FFCV's own.",
-        "LOADER",
-    ] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None, "Do not measure: compare two ledger.json files.", ("A.JSON", "B.JSON")
-    ] = None,
-    quiet: Quiet = False,
-) -> None:
+    recipe: str | None, overrides: tuple[str, ...], train: str | None, val: str | None, out: Path | str | None,
+    seconds: float | None, epochs: int | None, compare: tuple[Path, Path] | None, quiet: bool, accuracy: bool,
+    other_loader: str | None,
+) -> None:  # fmt: skip
     """Measure what each stage of a recipe brings on this machine, and which stage is the bottleneck.
 
     Plain PyTorch is 1.00; each stage is added in turn, measured alone, and left out of the full pipeline. All
@@ -334,10 +363,14 @@ def ledger(
     if compare is not None:
         from ...ledger.comparison import compare as run
 
-        measured = {"recipe": recipe, "KEY=VALUE": overrides, "--train": train, "--val": val, "--out": out,
-                    "--seconds": seconds, "--accuracy": accuracy, "--epochs": epochs,
-                    "--other-loader": other_loader}  # fmt: skip
-        if given := ", ".join(name for name, value in measured.items() if value):
+        context = click.get_current_context()
+        measured = [
+            param.metavar if param.nargs == -1 else param.opts[-1]
+            for param in context.command.params
+            if param.name not in ("compare", "quiet")
+            and context.get_parameter_source(f"{param.name}") is ParameterSource.COMMANDLINE
+        ]
+        if given := ", ".join(map(str, measured)):
             raise PlanError(f"--compare does not measure. Remove the options of a measurement: {given}.")
         print(run(*compare))
         return
@@ -360,9 +393,10 @@ def ledger(
 
 
 def measure(
-    pipeline: Pipeline, seconds: float, out: Place | None, quiet: bool = False, **options: Any
+    pipeline: Pipeline, seconds: float, out: Path | str | None, quiet: bool = False, **options: Any
 ) -> None:
     """Measure a ledger, print it, and write it to `out`; after Ctrl-C or an error, with the results so far."""
+    from ...ledger.ledger import LedgerInterrupted
     from ...ledger.measure import check_asked
     from ...runs.config import check_out
     from ...runs.fit import make_folder
@@ -371,31 +405,21 @@ def measure(
     check_asked(seconds)  # invalid options must not create a folder
     check_out("--out", out)
     pipeline.plan()
-    if is_address(out):
-        with uploading_from(str(out)) as folder:
-            _measure(pipeline, seconds, folder, quiet, **options)
-    else:
-        # The folder is made before measuring, so that it fails then.
-        _measure(pipeline, seconds, None if out is None else make_folder(Path(out)), quiet, **options)
-
-
-def _measure(
-    pipeline: Pipeline, seconds: float, folder: Path | None, quiet: bool = False, **options: Any
-) -> None:
-    from ...ledger.ledger import LedgerInterrupted
-
-    if folder is not None:
-        with suppress(ImportError):  # now rather than after Ctrl-C, when each second counts
-            importlib.import_module("matplotlib.figure")
-    try:
-        measured = pipeline.ledger(seconds=seconds, progress=not quiet, **options)
-    except LedgerInterrupted as interrupt:
-        interrupt.add_note(_what_is_measured(interrupt.ledger, folder))
-        raise
-    except LedgerError as error:
-        _show(error.ledger, folder)
-        raise
-    _show(measured, folder)
+    # The folder is made before measuring, so that it fails then.
+    local = nullcontext(None if out is None or is_address(out) else make_folder(Path(out)))
+    with uploading_from(str(out)) if is_address(out) else local as folder:
+        if folder is not None:
+            with suppress(ImportError):  # now rather than after Ctrl-C, when each second counts
+                importlib.import_module("matplotlib.figure")
+        try:
+            measured = pipeline.ledger(seconds=seconds, progress=not quiet, **options)
+        except LedgerInterrupted as interrupt:
+            interrupt.add_note(_what_is_measured(interrupt.ledger, folder))
+            raise
+        except LedgerError as error:
+            _show(error.ledger, folder)
+            raise
+        _show(measured, folder)
 
 
 def _what_is_measured(measured: Ledger | None, folder: Path | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,8 @@ def write_card(
     recipe = {key: value for key, value in recipe.items() if key != "trained"}  # the card has it elsewhere
     parts = [
         _front_matter(facts, kind), MARK, f"# {exported.name}", _origin(checkpoint, recipe),
-        *_use(exported, kind, names, facts, difference), *_training(checkpoint, recipe), *_results(checkpoint),
-        _ledger(folder), *_environment(checkpoint),
+        *_use(exported, kind, names, facts, difference), _training(checkpoint, recipe), *_results(checkpoint),
+        _ledger(folder), _environment(checkpoint),
     ]  # fmt: skip
     if recipe:
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
@@ -131,24 +131,20 @@ def _use(
 
 def _input_text(inputs: Inputs, kind: str, task_name: object) -> str:
     height, width = height_width(inputs.image_size)
-    name = f"`{INPUT}`" if kind == "onnx" else "`images`"
+    name, result = (f"`{INPUT}`", f"`{OUTPUT}`") if kind == "onnx" else ("`images`", "`outputs`")
     channels = _CHANNELS[inputs.channels] + (", from 16 bits" if inputs.depth == 16 else "")
-    lines = [
-        f"{name}: float32 `(N, {len(inputs.mean)}, {height}, {width})`, {channels}. {_crop_text(inputs)}, "
-        f"scaled to 0–1, minus the mean {_list(inputs.mean)}, divided by the standard deviation "
-        f"{_list(inputs.std)}.",
-    ]
-    result = f"`{OUTPUT}`" if kind == "onnx" else "`outputs`"
+    text = (
+        f"{name}: float32 `(N, {len(inputs.mean)}, {height}, {width})`, {channels}. {_crop_text(inputs)}, scaled to "
+        f"0–1, minus the mean {_list(inputs.mean)}, divided by the standard deviation {_list(inputs.std)}."
+    )
+    if not inputs.classes:
+        return text
     count = len(inputs.classes)
-    if count:
-        names = (
-            ", ".join(inputs.classes)
-            if count <= _MANY
-            else "their names are in the file's metadata, `inputs`"
-        )
-        before = next((text for task, text in _BEFORE.items() if str(task_name).startswith(f"{task}(")), "")
-        lines.append(f"{result}: {before}a value for each of {count} classes: {names}.")
-    return "\n\n".join(lines)
+    names = (
+        ", ".join(inputs.classes) if count <= _MANY else "their names are in the file's metadata, `inputs`"
+    )
+    before = next((text for task, text in _BEFORE.items() if str(task_name).startswith(f"{task}(")), "")
+    return f"{text}\n\n{result}: {before}a value for each of {count} classes: {names}."
 
 
 def _crop_text(inputs: Inputs) -> str:
@@ -173,11 +169,17 @@ def _list(values: tuple[float, ...]) -> str:
     return f"({', '.join(f'{value:g}' for value in values)})"
 
 
-def _training(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> Iterator[str]:
+def _section(title: str, rows: Sequence[tuple[str, object]]) -> str:
+    """Return a section with a table of the known values; "" without any."""
+    known = [(name, _text(value)) for name, value in rows if value is not None]
+    return f"## {title}\n\n{Table(('', ''), known).markdown()}" if known else ""
+
+
+def _training(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> str:
     content, facts = checkpoint.content, checkpoint.content.facts
     run = content.history.facts
     groups = facts.get("parameter groups")
-    rows = [
+    return _section("Training", [
         ("training data", recipe.get("train")),
         ("training samples", facts.get("training samples")),
         ("validation data", recipe.get("val")),
@@ -194,9 +196,7 @@ def _training(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> Iterator[str
         ("seed", facts.get("seed")),
         ("began with", (run.get("init_from") or {}).get("source")),
         ("stopped", (run.get("stopped") or {}).get("reason")),
-    ]
-    yield "## Training"
-    yield Table(("", ""), [(name, _text(value)) for name, value in rows if value is not None]).markdown()
+    ])  # fmt: skip
 
 
 def _pairs(group: Mapping[str, Any]) -> str:
@@ -253,20 +253,15 @@ def _ledger(folder: Path | None) -> str:
     return "\n\n".join(["## Speed of training", tables(ledger)[0].markdown(), ledger.bound])
 
 
-def _environment(checkpoint: Checkpoint) -> Iterator[str]:
+def _environment(checkpoint: Checkpoint) -> str:
     source = checkpoint.content.history.facts.get("provenance") or {}
     hardware, versions = source.get("hardware") or {}, source.get("versions") or {}
-    gpus = ", ".join(hardware.get("gpus") or ())
-    cores = hardware.get("cores")
     rows = [
         ("date", source.get("date")),
         ("command", f"`{source['command']}`" if source.get("command") else None),
-        ("hardware", gpus or hardware.get("processor")),
-        ("cores", cores),
+        ("hardware", ", ".join(hardware.get("gpus") or ()) or hardware.get("processor")),
+        ("cores", hardware.get("cores")),
         ("revision of Drivetrain", source.get("git_revision")),
         ("versions", ", ".join(f"{name} {each}" for name, each in versions.items() if each)),
     ]
-    kept = [(name, str(value)) for name, value in rows if value]
-    if kept:
-        yield "## Environment"
-        yield Table(("", ""), kept).markdown()
+    return _section("Environment", [(name, value or None) for name, value in rows])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -141,22 +142,20 @@ def export(
 
 
 def _format(format: str | None, out: Path) -> Format:
-    """Return the format, which must fit the suffix of `out`.
-
-    Raises:
-        CheckpointError: if it does not, or is unknown.
-    """
-    by_suffix: dict[str, Format] = {suffix: kind for kind, suffix in SUFFIXES.items()}
-    if format is None and out.suffix not in by_suffix:
-        raise CheckpointError(
-            f"{out} does not end in {' or '.join(by_suffix)} and might be a file of another kind; nothing was written. "
-            f"Pass a name with one of these suffixes, e.g. {out.parent / (out.stem or 'out')}.safetensors."
-        )
-    kind = by_suffix[out.suffix] if format is None else format
-    if kind not in SUFFIXES:
-        raise CheckpointError(f"No format is named {format!r}.{suggest(str(format), SUFFIXES)}")
-    require_suffix(out, SUFFIXES[kind], CheckpointError)
-    return kind
+    """Return the format, which must fit the suffix of `out`."""
+    by_suffix = {suffix: kind for kind, suffix in SUFFIXES.items()}
+    if format is None:
+        if out.suffix not in by_suffix:
+            raise CheckpointError(
+                f"{out} does not end in {' or '.join(by_suffix)} and might be a file of another kind; nothing was "
+                f"written. Pass a name with one of these suffixes, e.g. {out.parent / (out.stem or 'out')}.safetensors."
+            )
+        return by_suffix[out.suffix]
+    for kind, suffix in SUFFIXES.items():
+        if kind == format:
+            require_suffix(out, suffix, CheckpointError)
+            return kind
+    raise CheckpointError(f"No format is named {format!r}.{suggest(str(format), SUFFIXES)}")
 
 
 def _program(
@@ -187,7 +186,8 @@ def _images(inputs: Inputs, recipe: Mapping[str, Any], data: Path | None) -> tup
     ones."""
     from ....loaders.datasets.torch_dataset import open_dataset
 
-    source = data or _validation_data(recipe)
+    of_run = (Path(f"{recipe.get(key)}") for key in ("val", "train"))
+    source = data or next((path for path in of_run if path.suffix == ".beton" and path.is_file()), None)
     if source is not None:
         try:
             data_set = open_dataset(source, inputs.transform(), verify=False)
@@ -211,21 +211,12 @@ def _recipe(folder: Path | None) -> dict[str, Any]:
         return {}
 
 
-def _validation_data(recipe: Mapping[str, Any]) -> Path | None:
-    """Return the `.beton` file of the run's validation data, else of its training data, if it exists."""
-    for source in (recipe.get("val"), recipe.get("train")):
-        if isinstance(source, str) and source.endswith(".beton") and Path(source).is_file():
-            return Path(source)
-    return None
-
-
 def run_folder(checkpoint: Checkpoint) -> Path | None:
     """Return the folder of the run that wrote a checkpoint; None if it is elsewhere, or holds another run by now."""
     store = CheckpointDir(checkpoint.path.resolve().parent)
     if store.folder.name != "checkpoints" or not (checkpoint.path / STATE).exists():
         return None
-    try:
-        own = store.run == checkpoint.content.run
-    except CheckpointError:
-        return None
-    return store.folder.parent if own else None
+    with suppress(CheckpointError):
+        if store.run == checkpoint.content.run:
+            return store.folder.parent
+    return None

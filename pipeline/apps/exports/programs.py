@@ -22,6 +22,8 @@ OUTPUT = "outputs"
 """Name of the output in ONNX, of a model that returns one tensor."""
 PURPOSE = "export to ONNX"
 
+_SHAPES = ({0: torch.export.Dim("batch")},)
+
 Run = Callable[[torch.Tensor], list[torch.Tensor]]
 """Returns the tensors of a program's output, in order."""
 
@@ -68,18 +70,18 @@ def write_program(
         ExportError: if the model cannot be exported, or the program computes something else.
         MissingExtra: for ONNX without the extra `onnx`.
     """
-    write, load = {
-        "torch-export": (_write_torch_export, _load_torch_export),
-        "onnx": (_write_onnx, _load_onnx),
-    }[kind]
+    write, load = (_write_onnx, _load_onnx) if kind == "onnx" else (_write_torch_export, _load_torch_export)
     if kind == "onnx":
         for module in ("onnx", "onnxscript", "onnxruntime"):
             require(module, "onnx", PURPOSE)
-    with torch.no_grad(), _quiet(), atomic_file(out) as file:
+    with torch.no_grad(), warnings.catch_warnings(), atomic_file(out) as file:
+        warnings.simplefilter("ignore")  # the exporters' are about their own code
         with _failures(
             f"The model cannot be exported as {kind}", "A model's code must not depend on the batch size."
         ):
-            write(_exported(model, images), images, file, metadata)
+            # An example of one image would be taken for a constant batch size.
+            program = torch.export.export(model, (images[:2],), dynamic_shapes=_SHAPES)
+            write(program, images, file, metadata)
         file.flush()
         with _failures(
             f"The exported {kind} program does not run", "Its operations may be newer than the runtime."
@@ -99,14 +101,6 @@ def write_program(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress the exporters' warnings, which are about their own code."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextmanager
 def _failures(what: str, remedy: str) -> Iterator[None]:
     """Raise what the exporters and runtimes raise as ExportError."""
     try:
@@ -114,15 +108,6 @@ def _failures(what: str, remedy: str) -> Iterator[None]:
     except Exception as error:
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         raise ExportError(f"{what}: {type(error).__name__}: {reason:.300} {remedy}") from error
-
-
-def _exported(model: nn.Module, images: torch.Tensor) -> torch.export.ExportedProgram:
-    # An example of one image would be taken for a constant batch size.
-    return torch.export.export(model, (images[:2],), dynamic_shapes=_shapes())
-
-
-def _shapes() -> tuple[dict[int, Any]]:
-    return ({0: torch.export.Dim("batch")},)
 
 
 def _write_torch_export(
@@ -143,7 +128,7 @@ def _write_onnx(
     single = len(program.graph_signature.user_outputs) == 1
     converted = torch.onnx.export(
         program, (images[:2],), input_names=[INPUT], output_names=[OUTPUT] if single else None,
-        dynamic_shapes=_shapes(), dynamo=True, verbose=False,
+        dynamic_shapes=_SHAPES, dynamo=True, verbose=False,
     )  # fmt: skip
     assert converted is not None
     converted.model.metadata_props.update(metadata)

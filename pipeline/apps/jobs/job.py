@@ -100,20 +100,21 @@ class Job:
         """The first folder of the path `out`, where a cluster mounts what its machines share; of an address, None."""
         return None if is_address(self.out) else f"/{PurePosixPath(self.out).parts[1]}"
 
-    def unmounted(self, *, copied: bool) -> tuple[str, ...]:
+    def unmounted(self, *, copied: bool) -> list[str]:
         """Return the data at paths that machines do not have which mount only `top_folder`, or with an address nothing.
 
         Args:
             copied: whether the working directory is copied to them, too. Otherwise they work in `top_folder`.
         """
-
-        def is_there(file: str) -> bool:
+        top, found = self.top_folder, []
+        for file in self.data:
             path = PurePosixPath(file)
-            if path.is_absolute():
-                return self.top_folder is not None and path.is_relative_to(self.top_folder)
-            return ".." not in path.parts and (copied or self.top_folder is not None)
-
-        return tuple(file for file in self.data if not (is_address(file) or file in NAMES or is_there(file)))
+            there = top is not None and path.is_relative_to(top)
+            if not path.is_absolute():
+                there = ".." not in path.parts and (copied or top is not None)
+            if not (there or is_address(file) or file in NAMES):
+                found.append(file)
+        return found
 
     def arguments(self, recipe: str | None = None) -> list[str]:
         """Return the arguments of `drivetrain train`, not quoted; `recipe` replaces the recipe's path."""

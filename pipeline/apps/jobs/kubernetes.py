@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
-
 from ....common.errors import PlanError
 from .job import WARNING_SECONDS, Job
-from .text import SIGNALS, TORCHRUN_PORT, literal, scalar, stoppable
+from .text import SIGNALS, TORCHRUN_PORT, fill, literal, scalar, stoppable
 
 _RESTARTS = 10
 _MAX_CONFIG = 1_000_000  # bytes; a ConfigMap may have 1 MiB
@@ -14,49 +12,33 @@ _SYSTEM = (
     "bin", "boot", "dev", "etc", "lib", "lib64", "opt", "proc", "root", "run", "sbin", "sys", "usr", "var",
 )  # fmt: skip
 """Folders that an image needs itself."""
-
-
-def kubernetes(job: Job) -> str:
-    """Return manifests for `kubectl apply`.
-
-    Raises:
-        PlanError: without an image, or if the run's folder cannot be in a volume.
-    """
-    if job.image is None:
-        raise PlanError(
-            "Kubernetes runs containers. Pass --image, one that has Drivetrain and its requirements."
-        )
-    if job.top_folder is not None and job.top_folder[1:] in _SYSTEM:
-        raise PlanError(
-            f"--out {job.out!r} is in {job.top_folder}, which the image needs itself. Pass a folder in a shared "
-            "volume, e.g. --out /shared/runs/mine."
-        )
-    words = job.arguments("/recipe/" + _recipe_name(job) if job.recipe_file else None)
-    arguments = "\n".join(f"        - {scalar(word.replace('$(', '$$('))}" for word in words)
-    return f"""\
+_MANIFESTS = """\
 # Trains with Drivetrain; written by `drivetrain job kubernetes`. Submit it with: kubectl apply -f FILE
-# To submit it again, first run: kubectl delete job {job.name}
-{_recipe(job)}{_claim(job)}# Gives the pods names, so that they find the first of them: {job.name}-0.{job.name}
+# To submit it again, first run: kubectl delete job @name@
+@recipe@
+@claim@
+# Gives the pods names, so that they find the first of them: @name@-0.@name@
 apiVersion: v1
 kind: Service
 metadata:
-  name: {job.name}
+  name: @name@
 spec:
   clusterIP: None
   publishNotReadyAddresses: true
   selector:
-    batch.kubernetes.io/job-name: {job.name}
+    batch.kubernetes.io/job-name: @name@
 ---
 apiVersion: batch/v1
 kind: Job
 metadata:
-  name: {job.name}
+  name: @name@
 spec:
   completionMode: Indexed
-  completions: {job.most}
-  parallelism: {job.most}
-{_success(job)}  # Pods that were evicted, or stopped and saved (75), are replaced without limit.
-  backoffLimit: {_RESTARTS * job.most}
+  completions: @most@
+  parallelism: @most@
+  @success@
+  # Pods that were evicted, or stopped and saved (75), are replaced without limit.
+  backoffLimit: @restarts@
   podFailurePolicy:
     rules:
     - action: Ignore
@@ -69,62 +51,59 @@ spec:
         values: [75]
   template:
     spec:
-      subdomain: {job.name}
+      subdomain: @name@
       restartPolicy: Never
-      terminationGracePeriodSeconds: {WARNING_SECONDS}
-{_selector(job)}      containers:
+      terminationGracePeriodSeconds: @warning@
+      @selector@
+      containers:
       - name: train
-        image: {scalar(job.image)}
-{_working_folder(job)}        command:
+        image: @image@
+        @folder@
+        command:
         - /bin/bash
         - -c
         - |
-{textwrap.indent(_script(job), "          ").rstrip()}
+          @script@
         - drivetrain
         args:  # of drivetrain train
-{arguments}
+        @arguments@
         resources:
           requests:
-            cpu: {job.cpus * job.processes}
-{_gpus(job)}        volumeMounts:
-{_shared_mount(job)}        - name: memory
-          mountPath: /dev/shm{_recipe_mount(job)}
+            cpu: @cores@
+          @limits@
+        volumeMounts:
+        @shared_mount@
+        - name: memory
+          mountPath: /dev/shm
+        @recipe_mount@
       volumes:
-{_shared_volume(job)}\
+      @shared_volume@
       - name: memory  # of NCCL and of loaders with processes, for which the usual 64 MiB are too small
         emptyDir:
-          medium: Memory{_recipe_volume(job)}
+          medium: Memory
+      @recipe_volume@
 """
-
-
-def _script(job: Job) -> str:
-    """Return the shell commands of a pod, which take the arguments of `drivetrain train`. They must not contain `$(`,
-    which Kubernetes would replace."""
-    command = f"""\
-torchrun --nnodes={job.nnodes} --nproc-per-node={job.processes} --max-restarts={_RESTARTS} \\
-    --rdzv-backend=c10d --rdzv-endpoint={job.name}-0.{job.name}:{TORCHRUN_PORT} --rdzv-id={job.name} \\
-    --rdzv-conf="is_host=$first,join_timeout=3600" \\
-    {SIGNALS} \\
-    -m drivetrain train "$@"
-"""
-    return f"""\
-{_elastic(job)}# The first pod is where the pods meet. Kubernetes may need some time to start all of them.
+_SCRIPT = """\
+@elastic@
+# The first pod is where the pods meet. Kubernetes may need some time to start all of them.
 if [ "$JOB_COMPLETION_INDEX" = 0 ]; then first=true; else first=false; fi
-{stoppable(command, "agent", "TERM")}
+@run@
 exit "$status"
 """
-
-
-def _claim(job: Job) -> str:
-    """Return the manifest of the volume; nothing if the run is at an address."""
-    if job.top_folder is None:
-        return ""
-    return f"""\
+"""The shell commands of a pod, which take the arguments of `drivetrain train`. They must not contain `$(`, which
+Kubernetes would replace."""
+_COMMAND = """\
+torchrun --nnodes=@nnodes@ --nproc-per-node=@processes@ --max-restarts=@restarts@ \\
+    --rdzv-backend=c10d --rdzv-endpoint=@name@-0.@name@:@port@ --rdzv-id=@name@ \\
+    --rdzv-conf="is_host=$first,join_timeout=3600" \\
+    @signals@ \\
+    -m drivetrain train "$@\""""
+_CLAIM = """\
 # What all pods share, with the data and the run's folder. Remove this part if the claim exists.
 apiVersion: v1
 kind: PersistentVolumeClaim
 metadata:
-  name: {job.name}
+  name: @name@
 spec:
   accessModes: [ReadWriteMany]
   resources:
@@ -132,95 +111,91 @@ spec:
       storage: 500Gi
 ---
 """
-
-
-def _working_folder(job: Job) -> str:
-    """Return where the pods work; if the run is at an address, where they have its credentials from."""
-    if job.top_folder is not None:
-        return f"        workingDir: {scalar(job.top_folder)}\n"
-    return f"""\
-        # The results are at an address, and so should the data be. The store's credentials, as variables:
-        # kubectl create secret generic {job.name} --from-literal=AWS_ACCESS_KEY_ID=…
-        envFrom:
-        - secretRef:
-            name: {job.name}
-            optional: true  # if the pods have them otherwise, e.g. by their service account
+_CREDENTIALS = """\
+# The results are at an address, and so should the data be. The store's credentials, as variables:
+# kubectl create secret generic @name@ --from-literal=AWS_ACCESS_KEY_ID=…
+envFrom:
+- secretRef:
+    name: @name@
+    optional: true  # if the pods have them otherwise, e.g. by their service account
+"""
+_RECIPE = """\
+# The recipe. Modules of your own that it names must be in the image.
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: @name@
+data:
+  @text@
+---
+"""
+_SUCCESS = """\
+# torchrun begins with @fewest@ pod(s) or more, and all end together.
+@note@
+successPolicy:
+  rules:
+  - succeededIndexes: "0"
 """
 
 
-def _shared_mount(job: Job) -> str:
-    folder = job.top_folder
-    return "" if folder is None else f"        - name: shared\n          mountPath: {scalar(folder)}\n"
+def kubernetes(job: Job) -> str:
+    """Return manifests for `kubectl apply`.
+
+    Raises:
+        PlanError: without an image, or if the run's folder cannot be in a volume.
+    """
+    folder, file, name = job.top_folder, job.recipe_file, job.name
+    if job.image is None:
+        raise PlanError(
+            "Kubernetes runs containers. Pass --image, one that has Drivetrain and its requirements."
+        )
+    if folder is not None and folder[1:] in _SYSTEM:
+        raise PlanError(
+            f"--out {job.out!r} is in {folder}, which the image needs itself. Pass a folder in a shared volume, e.g. "
+            "--out /shared/runs/mine."
+        )
+    recipe = None if file is None else f"{name}{file.suffix.lower()}"
+    words = job.arguments(recipe and f"/recipe/{recipe}")
+    return fill(
+        _MANIFESTS, name=name, most=job.most, restarts=_RESTARTS * job.most, warning=WARNING_SECONDS,
+        image=scalar(job.image), cores=job.cpus * job.processes, script=_script(job), success=_success(job),
+        # Kubernetes would replace "$(…)".
+        arguments="\n".join(f"- {scalar(word.replace('$(', '$$('))}" for word in words),
+        selector="" if job.gpu_type is None else f"nodeSelector:\n  nvidia.com/gpu.product: {scalar(job.gpu_type)}",
+        limits=f"limits:\n  nvidia.com/gpu: {job.processes}" if job.on_gpus else "",
+        claim=fill(_CLAIM, name=name) if folder else "",
+        folder=f"workingDir: {scalar(folder)}" if folder else fill(_CREDENTIALS, name=name),
+        shared_mount=f"- name: shared\n  mountPath: {scalar(folder)}" if folder else "",
+        shared_volume=f"- name: shared\n  persistentVolumeClaim:\n    claimName: {name}" if folder else "",
+        recipe=fill(_RECIPE, name=name, text=literal(recipe, _recipe_text(job))) if recipe else "",
+        recipe_mount="- name: recipe\n  mountPath: /recipe" if recipe else "",
+        recipe_volume=f"- name: recipe\n  configMap:\n    name: {name}" if recipe else "",
+    )  # fmt: skip
 
 
-def _shared_volume(job: Job) -> str:
-    if job.top_folder is None:
-        return ""
-    return f"      - name: shared\n        persistentVolumeClaim:\n          claimName: {job.name}\n"
-
-
-def _elastic(job: Job) -> str:
-    if job.fewest == job.most:
-        return ""
-    return "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # so that pods can join later\n"
+def _script(job: Job) -> str:
+    command = fill(
+        _COMMAND, nnodes=job.nnodes, processes=job.processes, restarts=_RESTARTS, name=job.name, port=TORCHRUN_PORT,
+        signals=SIGNALS,
+    )  # fmt: skip
+    later = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # so that pods can join later"
+    return fill(
+        _SCRIPT, elastic=later if job.fewest < job.most else "", run=stoppable(command, "agent", "TERM")
+    )
 
 
 def _success(job: Job) -> str:
     """Return the rule by which a job ends that never had all of its pods."""
-    if job.fewest == job.most:
-        return ""
     missing = ", ".join(map(str, job.left_out))
-    note = f"  # {missing} pods do not divide the batch: the ranks end there, which uses up restarts.\n"
-    return f"""\
-  # torchrun begins with {job.fewest} pod(s) or more, and all end together.
-{note if job.left_out else ""}  successPolicy:
-    rules:
-    - succeededIndexes: "0"
-"""
+    note = f"# {missing} pods do not divide the batch: the ranks end there, which uses up restarts."
+    return fill(_SUCCESS, fewest=job.fewest, note=note if missing else "") if job.fewest < job.most else ""
 
 
-def _gpus(job: Job) -> str:
-    return f"          limits:\n            nvidia.com/gpu: {job.processes}\n" if job.on_gpus else ""
-
-
-def _selector(job: Job) -> str:
-    if job.gpu_type is None:
-        return ""
-    return f"      nodeSelector:\n        nvidia.com/gpu.product: {scalar(job.gpu_type)}\n"
-
-
-def _recipe_name(job: Job) -> str:
-    """Return the recipe's file name in the ConfigMap."""
+def _recipe_text(job: Job) -> str:
     assert job.recipe_file is not None
-    return f"{job.name}{job.recipe_file.suffix.lower()}"
-
-
-def _recipe(job: Job) -> str:
-    """Return the manifest with the recipe's file."""
-    if job.recipe_file is None:
-        return ""
     text = job.recipe_file.read_text(encoding="utf-8-sig")
     if len(text.encode()) > _MAX_CONFIG:
         raise PlanError(
             f"{job.recipe} has {len(text.encode()):,} bytes, too many for a ConfigMap. Shorten it."
         )
-    return f"""\
-# The recipe. Modules of your own that it names must be in the image.
-apiVersion: v1
-kind: ConfigMap
-metadata:
-  name: {job.name}
-data:
-  {literal(_recipe_name(job), text, "  ")}
----
-"""
-
-
-def _recipe_mount(job: Job) -> str:
-    return "" if job.recipe_file is None else "\n        - name: recipe\n          mountPath: /recipe"
-
-
-def _recipe_volume(job: Job) -> str:
-    if job.recipe_file is None:
-        return ""
-    return f"\n      - name: recipe\n        configMap:\n          name: {job.name}"
+    return text

@@ -36,9 +36,9 @@ class Scheduler:
     copies: bool = False
     elastic: bool = False
 
-    def unmounted(self, job: Job) -> tuple[str, ...]:
+    def unmounted(self, job: Job) -> list[str]:
         """Return the data of a job at paths that its machines do not have."""
-        return job.unmounted(copied=self.copies) if self.mounts else ()
+        return job.unmounted(copied=self.copies) if self.mounts else []
 
 
 SCHEDULERS = {

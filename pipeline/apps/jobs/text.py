@@ -1,11 +1,9 @@
-"""Pieces of job files: quoted values, and the shell commands that several schedulers share."""
+"""Pieces of job files: templates, quoted values, and the shell commands that several schedulers share."""
 
 from __future__ import annotations
 
-import shlex
+import re
 import textwrap
-from collections.abc import Sequence
-from typing import Any
 
 import yaml
 
@@ -18,14 +16,20 @@ SIGNALS = f"--signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout {SHUTD
 """Options of torchrun, so that it forwards signals and waits while the ranks save."""
 
 
-def shell_words(words: Sequence[str], indent: str) -> str:
-    """Return words as quoted arguments of a shell command, a few on a line; `indent` begins all lines but the first."""
-    lines = [""]
-    for word in map(shlex.quote, words):
-        if len(lines[-1]) + len(word) > 75 and lines[-1]:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return f" \\\n{indent}".join(lines)
+def fill(template: str, **values: object) -> str:
+    """Return a template in which each `@name@` is replaced by a value, in one pass.
+
+    A value that has a line to itself may have several lines, which get its indentation; without text, the line goes.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        indent, block, within = match.groups()
+        text = f"{values[within or block]}"
+        if block and text:
+            text = textwrap.indent(text.rstrip("\n") + "\n", indent)
+        return text
+
+    return re.sub(r"^( *)@(\w+)@\n|@(\w+)@", replace, template, flags=re.MULTILINE)
 
 
 def scalar(value: str) -> str:
@@ -33,43 +37,31 @@ def scalar(value: str) -> str:
     return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=float("inf")).strip()
 
 
-class _Literal(str):
-    """Text that YAML shows line by line."""
-
-
-class _Dumper(yaml.SafeDumper):
-    pass
-
-
-_Dumper.add_representer(
-    _Literal, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|")
-)
-
-
-def literal(key: str, text: str, indent: str) -> str:
+def literal(key: str, text: str) -> str:
     """Return `key: text` in YAML, line by line if YAML can express the text so, else quoted."""
-    entry: Any = {key: _Literal(text)}
-    dumped = yaml.dump(entry, Dumper=_Dumper, allow_unicode=True, width=float("inf"))
-    return textwrap.indent(dumped, indent).removeprefix(indent).rstrip("\n")
+    return yaml.safe_dump({key: text}, default_style="|", allow_unicode=True, width=float("inf")).rstrip("\n")
 
 
-def stoppable(command: str, name: str, signal: str, note: str = "") -> str:
+_STOPPABLE = """\
+stopped=""
+trap 'stopped=yes; kill -@signal@ "$@process@" 2>/dev/null' @signal@@note@
+@command@ &
+@process@=$!
+wait "$@process@"; status=$?
+while kill -0 "$@process@" 2>/dev/null; do wait "$@process@"; status=$?; done  # a signal ends "wait" early
+# Drivetrain has saved and left with 75; torchrun makes a 1 of it.
+if [ -n "$stopped" ] && [ "$status" -ne 0 ]; then status=75; fi"""
+
+
+def stoppable(command: str, process: str, signal: str, note: str = "") -> str:
     """Return shell commands that run `command`, which is torchrun or starts it, forward a signal to it, and wait.
 
     Afterwards `$status` is its status; 75 if the signal has stopped it, because torchrun ends with 1 then.
 
     Args:
         command: the shell command.
-        name: the shell variable for its process id.
+        process: the shell variable for its process id.
         signal: name of the signal.
         note: comment on the line that forwards it.
     """
-    return f"""\
-stopped=""
-trap 'stopped=yes; kill -{signal} "${name}" 2>/dev/null' {signal}{note and f"  # {note}"}
-{command.strip()} &
-{name}=$!
-wait "${name}"; status=$?
-while kill -0 "${name}" 2>/dev/null; do wait "${name}"; status=$?; done  # a signal ends "wait" early
-# Drivetrain has saved and left with 75; torchrun makes a 1 of it.
-if [ -n "$stopped" ] && [ "$status" -ne 0 ]; then status=75; fi"""
+    return fill(_STOPPABLE, command=command, process=process, signal=signal, note=note and f"  # {note}")

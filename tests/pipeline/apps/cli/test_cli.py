@@ -12,15 +12,17 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from command_line import ENVIRONMENT, call, call_several, run, run_several, toy_values
+from command_line import ENVIRONMENT, call, call_several, parsed, run, run_several, toy_values
 from drivetrain import RECIPES, Pipeline, loaders
 from drivetrain.common.machine import KEEPS_MEMORY
-from drivetrain.pipeline.apps.cli import app, data
+from drivetrain.common.options.config import options_of
+from drivetrain.pipeline.apps.cli.app import program
 from drivetrain.pipeline.apps.cli.doctor import EXTRAS, memory_kept, reachable_host
-from drivetrain.pipeline.apps.cli.parser import Parser, say
+from drivetrain.pipeline.apps.cli.options import say
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.recipes.presets import KEYS
 from drivetrain.pipeline.recipes.table import PROSE
+from drivetrain.pipeline.runs.config import FitConfig
 from PIL import Image
 from pipeline_data import CLASSES, RUN_FILES, Toy, left_in, toy_arrays
 from places import ROOT
@@ -39,37 +41,41 @@ def test_help_describes_every_command_and_option(monkeypatch: pytest.MonkeyPatch
         for option, rest in options:
             assert re.search(r"  \S.* \w+", rest), f"{command} {option} is not described:\n{own.out}"
         assert max(map(len, own.out.splitlines())) < 110
-    assert "Default: 0.5." in pages[0].out
+    assert "[default: 0.5]" in pages[0].out
     assert "\n\n  torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=auto\n" in pages[4].out
     empty = call()
     assert (empty.code, empty.out) == (2, page.out)
     assert call("--version").out.startswith("drivetrain 0.")
 
 
-@pytest.mark.parametrize("command", app.COMMANDS)
+@pytest.mark.parametrize("command", program.commands)
 def test_help_is_printed_as_written(command: str) -> None:
-    """argparse formats help texts with `%`, so "4 % smaller" would print its own parameters."""
-    parser = Parser(command, app.COMMANDS[command])
-    printed = " ".join(parser.format_help().split())
-    assert "option_strings" not in printed
-    assert command != "convert" or "Huffman tables of their own: 4 % smaller, and" in printed
+    printed = "".join(call(command, "--help").out.split())
+    for param in program.commands[command].params:
+        assert "".join(f"{vars(param)['help']}".split()) in printed
 
 
 WRONG = {
     "a command": (["tran"], "No such command 'tran'. Did you mean 'train'?"),
-    "an option": (["train", "baseline", "--ot", "x"], "No such option: --ot. Did you mean '--out'?"),
+    "an option": (
+        ["train", "baseline", "--ot", "x"],
+        "No such option '--ot'. (Did you mean one of: '--out',",
+    ),
     "an option with its value": (
         ["ledger", "--second=3"],
-        "No such option: --second=3. Did you mean '--seconds'?",
+        "No such option '--second'. Did you mean '--seconds'?",
     ),
     "an option of no command": (["--versio"], "Did you mean '--version'?"),
-    "too few": (["export", "a"], "arguments are required: out"),
-    "too many": (["recipes", "a", "b"], "Too many arguments: b."),
-    "no value": (["train", "baseline", "--out"], "--out: expected one argument"),
-    "a value too many": (["train", "baseline", "--resume=yes"], "--resume: ignored explicit argument 'yes'"),
-    "one file to compare": (["ledger", "--compare", "a.json"], "--compare: expected 2 arguments"),
-    "no number": (["train", "baseline", "--ledger-seconds", "many"], "invalid float value: 'many'"),
-    "an empty folder": (["train", "baseline", "--out="], "--out: it is empty."),
+    "too few": (["export", "a"], "Missing argument 'OUT'."),
+    "too many": (["recipes", "a", "b"], "unexpected extra argument (b)."),
+    "no value": (["train", "baseline", "--out"], "'--out' requires an argument."),
+    "a value too many": (["train", "baseline", "--resume=yes"], "'--resume' does not take a value."),
+    "one file to compare": (["ledger", "--compare", "a.json"], "'--compare' requires 2 arguments."),
+    "no number": (
+        ["train", "baseline", "--ledger-seconds", "many"],
+        "'--ledger-seconds': 'many' is not a valid float.",
+    ),
+    "an empty folder": (["train", "baseline", "--out="], "'--out': it is empty."),
 }
 
 
@@ -119,10 +125,10 @@ def test_output_that_nobody_reads_is_no_error() -> None:
 
 def test_the_defaults_of_convert_are_its_owners() -> None:
     owner = inspect.signature(loaders.convert).parameters
-    for name, default in (data.convert.__kwdefaults__ or {}).items():
+    for name, value in parsed("convert", "photos", "out.beton").items():
         # Called fields=, on_error= and progress=; the last is of the report's text.
-        if name not in ("field", "skip_bad", "quiet", "verbose"):
-            assert owner[name].default == default, name
+        if name not in ("source", "out", "field", "skip_bad", "quiet", "verbose"):
+            assert owner[name].default == value, name
 
 
 def test_recipes_are_listed_shown_and_explained() -> None:
@@ -341,12 +347,35 @@ def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
     assert "strategy ddp" in whole.out
     assert "…" not in whole.out  # nothing is cut off
     doctor, train = run_several(
-        ["doctor"],
-        ["train", "cifar10-quickstart", *toy_values(toy)],
-        blocked=("ffcv", "numba"),
+        ["doctor"], ["train", "cifar10-quickstart", *toy_values(toy)], blocked=("ffcv", "numba")
     )
     assert doctor.code == 0  # the core is whole
     assert re.search(r"missing +. extra ffcv", doctor.out)
     (remedy,) = (line for line in doctor.out.splitlines() if line.startswith("  extra ffcv: "))
     assert "drivetrain[ffcv]" in remedy
     assert train.code == 0  # which loads, and needs no FFCV
+
+
+@pytest.mark.long
+def test_the_options_of_fit_are_flags(toy: Toy, tmp_path: Path) -> None:
+    """They replace those of the recipe; what is not given is the recipe's."""
+    stopping = '{"name": "EarlyStopping", "monitor": "top1", "patience": 1, "min_delta": 1}'
+    values = [each for each in toy_values(toy) if each != "epochs=2"] + ["epochs=4", "on_nonfinite=skip"]
+    command = ["train", "cifar10-quickstart", *values, "--out", str(tmp_path)]
+    norms = '{"name": "GradientNorms", "every": 1}'
+    options = ["--eval-every-steps", "3", "--callback", stopping, "--callback", norms, "--logger", "csv"]
+    wrong, zero, done = call_several(
+        [*command, "--on-nonfinite", "skp"], [*command, "--eval-every", "0"], [*command, *options]
+    )
+    assert "on_nonfinite='skp' is not known. Did you mean 'skip'?" in wrong.line
+    assert "eval_every=0 must be a positive integer" in zero.line
+    assert done.code == 0, done.err
+    history = json.loads((tmp_path / "history.json").read_text())
+    assert len(history["epochs"]) == 1, "EarlyStopping has stopped it"
+    assert [one["step"] for one in history["evaluations"]] == [3]
+    assert "gradient" in (tmp_path / "metrics.csv").read_text().partition("\n")[0]
+
+
+def test_every_option_of_fit_can_be_set() -> None:
+    flags = {*parsed("train", "baseline")} | {"epochs", "progress", "checkpoints", "stop_on"}
+    assert set(options_of(FitConfig)) <= flags

@@ -6,8 +6,7 @@ import re
 import shlex
 
 import pytest
-from drivetrain.pipeline.apps.cli.app import COMMANDS
-from drivetrain.pipeline.apps.cli.parser import Parser
+from command_line import parsed
 from drivetrain.pipeline.recipes.presets import KEYS, parse_overrides
 from places import ROOT
 from torch.distributed.run import parse_args
@@ -27,8 +26,7 @@ def test_each_command_parses(line: str) -> None:
         words = given.training_script_args
     else:
         assert program == "drivetrain"
-    values = Parser(words[0], COMMANDS[words[0]]).parse(words[1:])
-    assert set(parse_overrides(values.get("overrides", ()))) <= set(KEYS)
+    assert set(parse_overrides(parsed(*words).get("overrides", ()))) <= set(KEYS)
 
 
 def test_there_are_commands() -> None:

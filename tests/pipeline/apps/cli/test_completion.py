@@ -1,130 +1,137 @@
-"""The shells' completion, by the shells."""
+"""Completion in a shell: what is offered, and that the shells' scripts load."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from command_line import call
+from command_line import ENVIRONMENT, call
 from drivetrain import RECIPES
-from drivetrain.pipeline.apps.cli.app import COMMANDS
+from drivetrain.pipeline.apps.cli.app import SHELLS, Bash, program
+from drivetrain.pipeline.recipes.presets import KEYS
 
-ASK = """\
-source "$1"; shift
-cd "$1"; shift
-COMP_WORDS=("$@")
-COMP_CWORD=$(($# - 1))
-_drivetrain
-printf '%s\\n' "${COMPREPLY[@]}"
-"""
+FILES = {"file"}
+"""A shell's own completion of files, here."""
+OFFERS: list[tuple[str, set[str]]] = [
+    ("in", {"inspect"}),
+    ("--", {"--help", "--version"}),
+    ("train cifar10-q", {"cifar10-quickstart"}),
+    ("train mi", FILES),
+    ("train ", {*RECIPES}),
+    ("train --le", {"--ledger", "--ledger-seconds"}),
+    ("train baseline batch_", {"batch_size="}),
+    ("train baseline ", {f"{key}=" for key in KEYS} - {"notes=", "trained="}),
+    ("train baseline epochs = 3 see", {"seed="}),
+    ("train baseline epochs=3 see", {"seed="}),
+    ("train --out ", FILES),
+    ("train --out a", FILES),
+    ("train --out x cifar10-q", {"cifar10-quickstart"}),
+    ("train baseline train =", FILES),
+    ("train baseline train = mi", FILES),
+    ("train baseline train=mi", {"train=mine.yaml"}),
+    ("train baseline epochs =", set()),
+    ("train baseline --ledger seed", {"seed="}),
+    ("train --logger ", {"csv", "tensorboard"}),
+    ("train --ledger-seconds ", set()),
+    ("ledger --compare x mi", FILES),
+    ("export run x --format ", {"safetensors", "torch-export", "onnx"}),
+    ("export run x --format = to", {"torch-export"}),
+    ("recipes cifar10-q", {"cifar10-quickstart"}),
+    ("predict run x.jpg mi", FILES),
+    ("job ", {"slurm", "kubernetes", "ray", "skypilot"}),
+    ("job slurm cifar10-q", {"cifar10-quickstart"}),
+    ("job slurm mine.yaml --nodes 1 see", {"seed="}),
+    ("completion ", {"bash", "zsh", "fish"}),
+    ("doctor ", set()),
+    ("nonsense ", {*program.commands}),
+]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script for bash, next to some files."""
-    path = tmp_path_factory.mktemp("completion") / "drivetrain.bash"
-    end = call("completion", "bash")
-    assert end.code == 0, end.err
-    path.write_text(end.out)
-    (path.parent / "a run").mkdir()
-    (path.parent / "mine.yaml").touch()
-    return path
+def offered(line: str) -> set[str]:
+    """What is offered for the last word of a line after `drivetrain`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMP_WORDS", f"drivetrain {line}")
+        patch.setenv("COMP_CWORD", f"{len(line.split(' '))}")
+        found = Bash(program, {}, "drivetrain", "_DRIVETRAIN_COMPLETE").complete().splitlines()
+    return {"file" if one.startswith("file,") else one.removeprefix("plain,") for one in found}
 
 
-def completed(script: Path, *words: str) -> set[str]:
-    """What bash offers for the last of the words after `drivetrain`."""
+@pytest.mark.parametrize(("line", "words"), OFFERS, ids=[line for line, _ in OFFERS])
+def test_commands_options_recipes_and_files_are_offered(
+    line: str, words: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").touch()
+    assert offered(line) == words
+
+
+def test_every_command_and_option_is_offered() -> None:
+    assert offered("") == {*program.commands}
+    for name in program.commands:
+        shown = {word.rstrip(",") for word in call(name, "--help").out.split() if word.startswith("--")}
+        assert offered(f"{name} --") <= shown
+        assert "--help" in offered(f"{name} --")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """A folder with the shells' scripts, and a program that they can start."""
+    for shell in SHELLS:
+        end = call("completion", shell)
+        assert end.code == 0, end.err
+        (tmp_path / f"drivetrain.{shell}").write_text(end.out)
+    (tmp_path / "drivetrain").write_text(f'#!/bin/sh\nexec {sys.executable} -m drivetrain "$@"\n')
+    (tmp_path / "drivetrain").chmod(0o755)
+    return tmp_path
+
+
+def reply(shell: str, commands: str, folder: Path) -> set[str]:
+    """The lines that a shell prints after it has loaded its script."""
+    load = f"source {shlex.quote(str(folder / f'drivetrain.{shell}'))}"
+    plain = {"bash": "--norc", "zsh": "-f", "fish": "--no-config"}[shell]
+    environment = {**ENVIRONMENT, "PATH": f"{folder}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "--norc", "-c", ASK, "ask", str(script), str(script.parent), "drivetrain", *words],
-        capture_output=True, text=True, timeout=20, check=True,
+        [shell, plain, "-c", commands.replace("LOAD", load)],
+        capture_output=True, text=True, timeout=60, check=True, cwd=folder, env=environment,
     )  # fmt: skip
     assert done.stderr == ""
     return {*done.stdout.splitlines()} - {""}
 
 
-FILES = {"a run", "drivetrain.bash", "mine.yaml"}
-
-
-def test_bash_completes_commands_options_recipes_and_files(script: Path) -> None:
-    def offered(*words: str) -> set[str]:
-        return completed(script, *words)
-
-    assert offered("") == {*COMMANDS, "--help", "--version"}
-    assert offered("in") == {"inspect"}
-    assert offered("train", "cifar10-q") == {"cifar10-quickstart"}
-    assert offered("train", "mi") == {"mine.yaml"}
-    assert offered("train", "") == {*RECIPES, *FILES}
-    assert offered("train", "--le") == {"--ledger", "--ledger-seconds"}
-    assert offered("train", "baseline", "batch_") == {"batch_size="}
-    assert offered("train", "baseline", "epochs", "=", "3", "see") == {"seed="}
-    assert offered("train", "--out", "") == FILES
-    assert offered("train", "--out", "a") == {"a run"}
-    assert offered("train", "--out", "x", "cifar10-q") == {"cifar10-quickstart"}
-    assert offered("train", "baseline", "train", "=") == FILES
-    assert offered("train", "baseline", "train", "=", "mi") == {"mine.yaml"}
-    assert offered("train", "baseline", "epochs", "=") == set()
-    assert offered("train", "baseline", "--ledger", "seed") == {"seed="}
-    assert offered("train", "--logger", "") == {"csv", "tensorboard"}
-    assert offered("train", "--ledger-seconds", "") == set()
-    assert offered("ledger", "--compare", "x", "mi") == {"mine.yaml"}
-    assert offered("export", "a run", "x", "--format", "") == {"safetensors", "torch-export", "onnx"}
-    assert offered("export", "a run", "x", "--format", "=", "to") == {"torch-export"}
-    assert offered("recipes", "cifar10-q") == {"cifar10-quickstart"}
-    assert offered("predict", "a run", "x.jpg", "mi") == {"mine.yaml"}
-    assert offered("job", "") == {"slurm", "kubernetes", "ray", "skypilot"}
-    assert offered("job", "slurm", "cifar10-q") == {"cifar10-quickstart"}
-    assert offered("job", "slurm", "mine.yaml", "--nodes", "1", "see") == {"seed="}
-    assert offered("completion", "") == {"bash", "zsh", "fish"}
-    assert offered("doctor", "") == set()
-    assert offered("nonsense", "") == set()
-
-
-def test_every_option_is_offered(script: Path) -> None:
-    for command in COMMANDS:
-        shown = {word for word in call(command, "--help").out.split() if word.startswith("--")}
-        assert completed(script, command, "--") <= {word.rstrip(",") for word in shown} | {"--help"}
-        assert {"--help", "--version"} - completed(script, command, "--") == {"--version"}
+@pytest.mark.process
+def test_bash_completes(script: Path) -> None:
+    ask = (
+        "LOAD; compopt() { echo compopt $*; }; COMP_WORDS=(drivetrain train baseline see); COMP_CWORD=3; "
+        "_drivetrain_completion drivetrain; printf '%s\\n' \"${COMPREPLY[@]}\""
+    )
+    assert reply("bash", ask, script) == {"seed=", "compopt -o nospace"}
+    assert reply("bash", ask.replace("baseline see", "--out ''"), script) == {"compopt -o default"}
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-def test_zsh_loads_and_completes(tmp_path: Path) -> None:
-    path = tmp_path / "drivetrain.zsh"
-    path.write_text(call("completion", "zsh").out)
-    ask = (  # as bashcompinit calls it
-        f"autoload -U compinit; compinit -u -D; source {shlex.quote(str(path))}; setopt ksharrays shwordsplit; "
-        'COMP_WORDS=(drivetrain train cifar10-q); COMP_CWORD=2; _drivetrain; print -l "${COMPREPLY[@]}"'
+def test_zsh_completes(script: Path) -> None:
+    ask = (
+        "autoload -U compinit; compinit -u -D; LOAD; compadd() { print -l $completions }; "
+        "words=(drivetrain train cifar10-q); CURRENT=3; _drivetrain_completion"
     )
-    done = subprocess.run(["zsh", "-f", "-c", ask], capture_output=True, text=True, timeout=20, check=True)
-    assert "cifar10-quickstart" in done.stdout.split()
+    assert "cifar10-quickstart" in reply("zsh", ask, script)
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
-def test_fish_completes(tmp_path: Path) -> None:
-    path = tmp_path / "drivetrain.fish"
-    path.write_text(call("completion", "fish").out)
+def test_fish_completes(script: Path) -> None:
     for line, word in (
         ("drivetrain tr", "train"),
         ("drivetrain train cifar10-q", "cifar10-quickstart"),
         ("drivetrain export a b --format to", "torch-export"),
         ("drivetrain train --ou", "--out"),
     ):
-        done = subprocess.run(
-            ["fish", "--no-config", "-c", f"source {shlex.quote(str(path))}; complete -C {shlex.quote(line)}"],
-            capture_output=True, text=True, timeout=20, check=True, cwd=tmp_path,
-        )  # fmt: skip
-        assert word in {offer.partition("\t")[0] for offer in done.stdout.splitlines()}
-
-
-def test_the_script_of_fish_has_every_option_and_closes_its_quotes() -> None:
-    text = call("completion", "fish").out
-    for line in text.splitlines():
-        shlex.split(line.replace("\\'", ""))  # raises for an open quote
-    for command in COMMANDS:
-        assert f"-a {command} -d " in text
-    assert "\"__fish_seen_subcommand_from export\" -l format -r -f -a 'safetensors torch-export onnx'" in text
-    assert '"__fish_seen_subcommand_from train" -l resume -d ' in text
+        offers = reply("fish", f"LOAD; complete -C {shlex.quote(line)}", script)
+        assert word in {offer.partition("\t")[0] for offer in offers}
 
 
 def test_another_shell_is_refused() -> None:
