@@ -21,7 +21,6 @@ from ..describe.resolve import ResolvedPlan
 from ..describe.rules import family
 
 Bottleneck = Literal["data", "step", "communication"]
-"""The bottlenecks of a training."""
 
 EQUAL = ("ddp", "zero_redundancy", "fsdp")
 """Strategies with the same numbers, but for the order of sums."""
@@ -100,9 +99,8 @@ def allowed(plan: ResolvedPlan, allow: Sequence[str]) -> list[Candidate]:
     changes: list[Candidate] = []
     for name in dict.fromkeys(allow):
         if name not in ALLOW:
-            hint = (
-                " Pass each as an item (--allow for each)." if "," in str(name) else suggest(str(name), ALLOW)
-            )
+            several = "," in str(name)
+            hint = " Pass each as an item (--allow for each)." if several else suggest(str(name), ALLOW)
             raise PlanError(f"allow={name!r} is not a kind of change.{hint}")
         of_this = ALLOW[name](plan)
         if not of_this:
@@ -112,15 +110,15 @@ def allowed(plan: ResolvedPlan, allow: Sequence[str]) -> list[Candidate]:
 
 
 def _precision(plan: ResolvedPlan) -> list[Candidate]:
-    distribution = plan.distribution
-    changes = [_distributed("precision", "bf16", "step")] if distribution.precision == "fp32" else []
-    if uses_gpu(distribution):
-        changes += [_distributed("precision", "fp16", "step")] if distribution.precision == "fp32" else []
-        changes += (
-            [_distributed("matmul_precision", "high", "step")]
-            if distribution.matmul_precision != "high"
-            else []
-        )
+    own = plan.distribution
+    gpu = uses_gpu(own)
+    changes = []
+    if own.precision == "fp32":
+        changes += [
+            _distributed("precision", name, "step") for name in (("bf16", "fp16") if gpu else ("bf16",))
+        ]
+    if gpu and own.matmul_precision != "high":
+        changes.append(_distributed("matmul_precision", "high", "step"))
     return changes
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from time import perf_counter
 
+from ...common.budget import OutOfTime
 from ...common.errors import StrategyError
-from ...strategies import launch
 from ...strategies.devices import rank_device
 from ...strategies.launching.speed import all_reduce_speed
 from ..describe.resolve import ResolvedPlan
-from ..measuring.budget import OutOfTime
+from ..measuring.runner import on_ranks
 from ..training.build import build_model
 
 
@@ -24,14 +24,9 @@ def collective_seconds(plan: ResolvedPlan, deadline: float) -> float:
     model, _ = build_model(plan.spec, plan.transforms)
     size = 4 * sum(one.numel() for one in model.parameters() if one.requires_grad)
     del model
-    how = plan.distribution
+    left = max(deadline - perf_counter(), 0.0)
     try:
-        return max(
-            launch(
-                _median, size, how.device, devices=how.ranks, device=how.device, collective_timeout=how.timeout,
-                timeout=max(deadline - perf_counter(), 0.0), patience=0.0,
-            )
-        )  # fmt: skip
+        return max(on_ranks(plan, left, _median, size, plan.distribution.device))
     except StrategyError:
         if perf_counter() >= deadline:
             raise OutOfTime from None

@@ -17,14 +17,15 @@ from statistics import median
 from time import perf_counter
 from typing import Any, Generic
 
+from ...common.budget import Budget, OutOfTime, alarm, rounded_up
 from ...common.checks import check_whole
 from ...common.errors import DrivetrainError, PlanError
-from ...common.options.option import Config
 from ..checkpoints.identity import identity
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
-from ..ledger.measure import check_asked
-from ..measuring.budget import Budget, OutOfTime, alarm, rounded_up
+from ..measuring.process import Failed
+from ..measuring.runner import check_measurable
+from ..measuring.sequential import LOOKS, PROCESSES, SEEDS, WORTH, judge, judge_accuracy
 from ..runs.fit import make_folder
 from ..tasks.scales import check_comparable
 from ..telemetry.provenance import provenance
@@ -32,9 +33,7 @@ from ..training.build import fork_rng, resolve_data
 from ..training.plain_torch import plain_torch
 from .arena import LIMIT_ROUNDS, Arena, C, Trials, is_out_of_memory
 from .candidates import Bottleneck, Candidate, allowed, candidates, fitting, ordered
-from .result import Tried, Tuned, TuneInterrupted, read_trials
-from .separate import Failed
-from .sequential import LOOKS, PROCESSES, SEEDS, WORTH, judge, judge_accuracy
+from .result import Outcome, Tried, Tuned, TuneInterrupted, read_trials
 
 SHARE = 1 / 100
 """Part of the budget that a trial takes at most: with two pipelines, a change can have all its rounds in half of it."""
@@ -48,14 +47,14 @@ COMMUNICATION = 0.5
 def tune(
     spec: PipelineSpec,
     *,
-    seconds: float = 600.0,
-    allow: Sequence[str] = (),
-    epochs: int = 1,
-    out: str | Path | None = None,
-    progress: bool = True,
+    seconds: float,
+    allow: Sequence[str],
+    epochs: int,
+    out: str | Path | None,
+    progress: bool,
 ) -> Tuned:
     """Tune a pipeline; see `Pipeline.tune`."""
-    check_asked(seconds)
+    check_measurable(seconds)
     begin = perf_counter()
     plan = resolve_data(resolve(spec), progress)
     spec = spec.replace(distribution=plan.spec.distribution)  # its precision is decided
@@ -75,7 +74,7 @@ def tune(
     tuner = Tuner(spec, arena, changes, fitting(plan), facts, known, budget.show)
     interrupted = False
     try:
-        with fork_rng(plan.seed), alarm(budget.end):
+        with budget, fork_rng(plan.seed), alarm(budget.end):
             tuner.run()
     except OutOfTime:
         tuner.stopped = f"Stopped at the {seconds:g} s budget.{tuner.too_short(seconds)}"
@@ -84,7 +83,6 @@ def tune(
         tuner.stopped = "Interrupted."
     finally:
         tuner.close()
-        budget.close()
     tuned = tuner.result()
     if file is not None:
         tuned.save(file)
@@ -118,16 +116,16 @@ def facts_of(plan: ResolvedPlan) -> dict[str, Any]:
         "seed": plan.seed,
         "task": f"{type(plan.task).__qualname__} {identity(plan.task.options)}",
         "transforms": [identity(one) for one in plan.transforms],
-        **_options(plan.data, ""),
-        **_options(plan.optimization, "optimizer's "),
-        **_options(plan.distribution, ""),
+        **{
+            f"{prefix}{field.name}": identity(getattr(config, field.name))
+            for prefix, config in (
+                ("", plan.data),
+                ("optimizer's ", plan.optimization),
+                ("", plan.distribution),
+            )
+            for field in dataclasses.fields(config)
+        },
         **{name: known[name] for name in ("hardware", "environment", "versions")},
-    }
-
-
-def _options(config: Config, prefix: str) -> dict[str, str]:
-    return {
-        f"{prefix}{field.name}": identity(getattr(config, field.name)) for field in dataclasses.fields(config)
     }
 
 
@@ -188,7 +186,7 @@ class Tuner(Generic[C]):
             left.remove(candidate)
             reason = self._pointless(candidate)
             if reason:
-                self._trials.append(Tried(candidate.name, candidate.bottleneck, "not tried", reason=reason))
+                self._add(candidate, "not tried", reason)
             elif self._try(candidate) and not candidate.variables:
                 self._measure_limits()  # the bottleneck may be another one now
         self.stopped = "Every change was tried."
@@ -212,10 +210,9 @@ class Tuner(Generic[C]):
 
     def _recall(self) -> None:
         """Take over the trials of an earlier call."""
+        changes = {one.name: one for one in (*self._changes, *self._fitting)}
         for tried in self._known:
-            candidate = next(
-                (one for one in (*self._fitting, *self._changes) if one.name == tried.name), None
-            )
+            candidate = changes.get(tried.name)
             if candidate is None:
                 continue
             self._trials.append(tried)
@@ -225,6 +222,10 @@ class Tuner(Generic[C]):
                     self._gain *= tried.ratio or 1.0
                 if candidate in self._fitting:
                     self._given = candidate.change(self._given)
+
+    def _add(self, candidate: Candidate, outcome: Outcome, reason: str) -> None:
+        """Add a row."""
+        self._trials.append(Tried(candidate.name, candidate.bottleneck, outcome, reason=reason))
 
     def _first(self) -> C:
         """Build the pipeline as given, or with what makes it fit into memory."""
@@ -238,7 +239,7 @@ class Tuner(Generic[C]):
             except Failed as failure:
                 reason = str(failure)
                 if candidate is not None:
-                    self._trials.append(Tried(candidate.name, candidate.bottleneck, "failed", reason=reason))
+                    self._add(candidate, "failed", reason)
                 if not is_out_of_memory(reason):
                     raise PlanError(
                         f"The pipeline cannot be trained, so it cannot be tuned: {reason}"
@@ -246,8 +247,7 @@ class Tuner(Generic[C]):
                 continue
             if candidate is not None:
                 self._given = candidate.change(self._given)  # as given, it could not be trained
-                why = "the pipeline does not fit into memory without it"
-                self._trials.append(Tried(candidate.name, candidate.bottleneck, "accepted", reason=why))
+                self._add(candidate, "accepted", "the pipeline does not fit into memory without it")
             self._spec = spec
             return contender
         raise PlanError(f"The pipeline fits into memory with no number of microbatches: {reason}")
@@ -270,8 +270,7 @@ class Tuner(Generic[C]):
     def _try(self, candidate: Candidate) -> bool:
         """Test a change against the best pipeline, and return whether it is accepted."""
         assert self._best is not None
-        reason = "the tuning ended before there was a verdict"
-        self._trials.append(Tried(candidate.name, candidate.bottleneck, "not tried", reason=reason))
+        self._add(candidate, "not tried", "the tuning ended before there was a verdict")
         self._show(candidate.name)
         with ExitStack() as opened:
             try:
@@ -288,7 +287,8 @@ class Tuner(Generic[C]):
                         opened.pop_all()
                     return True
             except (Failed, DrivetrainError) as error:
-                self._trials[-1] = Tried(candidate.name, candidate.bottleneck, "failed", reason=str(error))
+                self._trials.pop()
+                self._add(candidate, "failed", str(error))
         return False
 
     def _note(self, **changes: Any) -> None:
@@ -374,11 +374,6 @@ class Tuner(Generic[C]):
             if one.name not in names
         ]
         return Tuned(
-            self._spec,
-            [*self._trials, *left],
-            self._limits,
-            self._before,
-            self._facts,
-            self.stopped,
+            self._spec, [*self._trials, *left], self._limits, self._before, self._facts, self.stopped,
             self._variables,
-        )
+        )  # fmt: skip

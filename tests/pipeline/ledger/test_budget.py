@@ -21,14 +21,14 @@ import pytest
 import torch
 from command_line import call
 from drivetrain import LedgerError, PlanError
+from drivetrain.common import budget as ledger_budget
+from drivetrain.common.budget import Budget, OutOfTime, alarm, rounded_up, until
 from drivetrain.loaders import TorchLoader
 from drivetrain.pipeline import Ledger, LedgerInterrupted
 from drivetrain.pipeline.apps.cli.training import measure
 from drivetrain.pipeline.ledger import measure as ledger_module
-from drivetrain.pipeline.ledger import runner as ledger_runner
-from drivetrain.pipeline.ledger.data import MODEL, PLAIN
-from drivetrain.pipeline.measuring import budget as ledger_budget
-from drivetrain.pipeline.measuring.budget import Budget, OutOfTime, alarm, rounded_up, until
+from drivetrain.pipeline.measuring import runner as ledger_runner
+from drivetrain.pipeline.measuring.variant import MODEL, PLAIN
 from drivetrain.transforms import EMA, ChannelsLast, LabelSmoothing
 from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
 from places import SUPPORT
@@ -273,12 +273,12 @@ def test_an_alarm_that_comes_as_its_block_ends_is_no_ctrl_c(monkeypatch: pytest.
 def test_the_bar_has_the_share_of_the_time_that_is_used(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Budget(10.0, time.perf_counter(), progress=True).close()
+    with Budget(10.0, time.perf_counter(), progress=True, label="ledger"):
+        pass
     assert capsys.readouterr().err == ""  # a log file, where each redrawing would be another line
     monkeypatch.setattr("drivetrain.common.terminal.is_interactive", lambda: True)
-    budget = Budget(10.0, time.perf_counter() - 4.0, progress=True)
-    budget.show("round 3, + bf16")
-    budget.close()
+    with Budget(10.0, time.perf_counter() - 4.0, progress=True, label="ledger") as budget:
+        budget.show("round 3, + bf16")
     assert "ledger: round 3, + bf16:  40% of 10 s" in capsys.readouterr().err
     assert [rounded_up(value) for value in (0.123, 12.1, 99.5, 341.0)] == [0.13, 13.0, 100.0, 350.0]
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from drivetrain import DrivetrainError, LedgerError, NonFiniteError, Pipeline, StrategyError
 from drivetrain.pipeline import Ledger, compare
-from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, in_turn, without
 from drivetrain.pipeline.ledger.picture import caption, picture
-from drivetrain.pipeline.ledger.runner import described
+from drivetrain.pipeline.measuring.runner import describe_error
+from drivetrain.pipeline.measuring.variant import LOADER, MODEL, PLAIN, in_turn, without
 from drivetrain.transforms import GradientClipping, LabelSmoothing, Report, Transform
 from pipeline_data import BATCH, Toy, plain_model
 from process_state import running_children
@@ -109,7 +109,7 @@ def test_a_variant_that_cannot_warm_up(toy: Toy, tmp_path: Path) -> None:
     assert "needs + Breaks" in table
     assert ledger.compound == ""
     assert "bottleneck: " in ledger.bound
-    assert "out of memory" in described(
+    assert "out of memory" in describe_error(
         RuntimeError("[enforce fail] DefaultCPUAllocator: not enough: out of memory")
     )
 
@@ -217,9 +217,9 @@ def test_a_rank_that_dies_is_a_row(toy: Toy) -> None:
 def test_a_reason_is_one_line_with_its_kind() -> None:
     cause = NonFiniteError("At step 3 the loss is nan.\nmore")
     error = StrategyError("launch: rank 0 of 2 raised NonFiniteError.\n\nTraceback of rank 0: …")
-    assert described(error) == "StrategyError: launch: rank 0 of 2 raised NonFiniteError."
+    assert describe_error(error) == "StrategyError: launch: rank 0 of 2 raised NonFiniteError."
     error.__cause__ = cause
-    assert described(error) == "NonFiniteError: At step 3 the loss is nan."
-    assert described(MemoryError()) == "out of memory (MemoryError)"
-    assert len(described(RuntimeError("x " * 1000))) <= 300
+    assert describe_error(error) == "NonFiniteError: At step 3 the loss is nan."
+    assert describe_error(MemoryError()) == "out of memory (MemoryError)"
+    assert len(describe_error(RuntimeError("x " * 1000))) <= 300
     assert issubclass(LedgerError, DrivetrainError)

@@ -20,33 +20,41 @@ import pytest
 import torch
 from command_line import call
 from drivetrain import Classification, Pipeline, PlanError
+from drivetrain.common.budget import Budget
 from drivetrain.pipeline.describe.config import DistributedConfig
 from drivetrain.pipeline.describe.cuda_settings import uses_gpu
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.ledger import runner as ledger_runner
-from drivetrain.pipeline.ledger import trials as ledger_trials
 from drivetrain.pipeline.ledger.accuracy import seconds_to, train_each
 from drivetrain.pipeline.ledger.comparison import differences
-from drivetrain.pipeline.ledger.data import (
+from drivetrain.pipeline.ledger.data import Trained  # fmt: skip
+from drivetrain.pipeline.ledger.ledger import Ledger
+from drivetrain.pipeline.ledger.measure import _Measurement
+from drivetrain.pipeline.ledger.record import Record
+from drivetrain.pipeline.ledger.variants import possible, variants
+from drivetrain.pipeline.measuring import runner as ledger_runner
+from drivetrain.pipeline.measuring import trials as ledger_trials
+from drivetrain.pipeline.measuring.runner import (
+    Loaders,
+    Variant,
+    VariantRunner,
+    build_variant,
+    largest,
+    resident_peak,
+)
+from drivetrain.pipeline.measuring.trials import mean_trial, run_trial
+from drivetrain.pipeline.measuring.variant import (
     COPY,
     LOADER,
     MODEL,
     PLAIN,
     SPLIT,
     Costs,
-    Trained,
     Trial,
     VariantId,
     in_turn,
     only,
     without,
-)  # fmt: skip
-from drivetrain.pipeline.ledger.ledger import Ledger
-from drivetrain.pipeline.ledger.measure import _Measurement
-from drivetrain.pipeline.ledger.record import Record
-from drivetrain.pipeline.ledger.runner import Loaders, VariantRunner, build_variant, largest, resident_peak
-from drivetrain.pipeline.ledger.trials import mean_trial, run_trial
-from drivetrain.pipeline.ledger.variants import Variant, possible, variants
+)
 from drivetrain.pipeline.telemetry.history import Epoch, Monitor
 from drivetrain.pipeline.telemetry.provenance import provenance
 from drivetrain.strategies import Single
@@ -124,7 +132,8 @@ def test_every_second_round_goes_backwards(toy: Toy, monkeypatch: pytest.MonkeyP
         whole = [Variant(in_turn("whole"), pipeline), Variant(LOADER, pipeline)]
         runners = [VariantRunner(group, loaders) for group in ([Variant(PLAIN, pipeline)], whole)]
         record = Record([PLAIN, in_turn("whole"), LOADER])
-        measurement = _Measurement(resolve(pipeline), record, time.perf_counter(), 99, 0.1, progress=False)
+        budget = Budget(99, time.perf_counter(), progress=False, label="ledger")
+        measurement = _Measurement(resolve(pipeline), record, budget, 0.1)
         monkeypatch.setattr(ledger_runner, "run_trial", noted)
         rounds = [list(measurement.round(runners, number, batches=1)) for number in (1, 2)]
     assert rounds == [[PLAIN, in_turn("whole"), LOADER]] * 2

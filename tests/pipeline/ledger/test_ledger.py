@@ -17,23 +17,22 @@ from command_line import call
 from drivetrain import DrivetrainError
 from drivetrain.pipeline import Ledger, compare
 from drivetrain.pipeline.ledger.comparison import differences
-from drivetrain.pipeline.ledger.data import (
+from drivetrain.pipeline.ledger.data import Accuracies, Trained
+from drivetrain.pipeline.measuring.statistics import ratio, ratio_of_means, t_quantile
+from drivetrain.pipeline.measuring.variant import (
     COPY,
     EXTRAS,
     LOADER,
     MODEL,
     PLAIN,
     SPLIT,
-    Accuracies,
-    Trained,
     Trial,
     VariantId,
     in_turn,
     only,
+    same_samples,
     without,
 )
-from drivetrain.pipeline.ledger.record import same_samples
-from drivetrain.pipeline.measuring.statistics import ratio, ratio_of_means, t_quantile
 
 WHOLE = in_turn("FFCV loader")
 

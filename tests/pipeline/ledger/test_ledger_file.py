@@ -12,7 +12,7 @@ from command_line import call
 from drivetrain import DrivetrainError
 from drivetrain.pipeline import Ledger, compare
 from drivetrain.pipeline.ledger.comparison import differences
-from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Trial, in_turn
+from drivetrain.pipeline.measuring.variant import LOADER, MODEL, PLAIN, Trial, in_turn
 
 WHOLE = in_turn("FFCV loader")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drivetrain.pipeline import Ledger
-from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Trial, VariantId, in_turn, only
 from drivetrain.pipeline.ledger.picture import caption
 from drivetrain.pipeline.measuring.statistics import Levels, Ratio, ratio, speed_text
+from drivetrain.pipeline.measuring.variant import LOADER, MODEL, PLAIN, Trial, VariantId, in_turn, only
 
 A, B, C = map(in_turn, "abc")
 NAMES = (PLAIN, A, B, C, only("b"), LOADER)

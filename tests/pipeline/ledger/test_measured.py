@@ -15,9 +15,17 @@ import numpy as np
 import pytest
 import torch
 from drivetrain import DrivetrainError, NonFiniteError, Pipeline, PlanError
+from drivetrain.common.budget import Budget
 from drivetrain.loaders import TorchLoader
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.ledger.data import (
+from drivetrain.pipeline.ledger.ledger import Ledger
+from drivetrain.pipeline.ledger.measure import TIGHT_ROUNDS, _Measurement
+from drivetrain.pipeline.ledger.record import Record
+from drivetrain.pipeline.ledger.variants import alone_and_without, stages, variants
+from drivetrain.pipeline.measuring.runner import Loaders, Variant, VariantRunner, build_variant, groups
+from drivetrain.pipeline.measuring.schedule import phases
+from drivetrain.pipeline.measuring.trials import run_trial
+from drivetrain.pipeline.measuring.variant import (
     EXTRAS,
     LOADER,
     MODEL,
@@ -28,13 +36,6 @@ from drivetrain.pipeline.ledger.data import (
     only,
     without,
 )
-from drivetrain.pipeline.ledger.ledger import Ledger
-from drivetrain.pipeline.ledger.measure import TIGHT_ROUNDS, _Measurement
-from drivetrain.pipeline.ledger.record import Record
-from drivetrain.pipeline.ledger.runner import Loaders, VariantRunner, build_variant, groups
-from drivetrain.pipeline.ledger.schedule import phases
-from drivetrain.pipeline.ledger.trials import run_trial
-from drivetrain.pipeline.ledger.variants import Variant, alone_and_without, stages, variants
 from drivetrain.pipeline.telemetry import progress
 from drivetrain.pipeline.telemetry.loggers import CSVLogger
 from drivetrain.pipeline.telemetry.progress import Progress
@@ -290,7 +291,8 @@ def test_variants_on_other_samples_are_refused(toy: Toy) -> None:
             for name, seed in ((one, 0), (two, 0), (three, 1))
         ]
         record = Record([one, two, three])
-        measurement = _Measurement(resolve(pipeline), record, time.perf_counter(), 99, 0.1, progress=False)
+        budget = Budget(99, time.perf_counter(), progress=False, label="ledger")
+        measurement = _Measurement(resolve(pipeline), record, budget, 0.1)
         assert list(measurement.round(runners[:2], 1, batches=2)) == [one, two]
         with pytest.raises(DrivetrainError, match=r"'only one' had 64 images .*'only three' 64 "):
             measurement.round(runners, 1, batches=2)

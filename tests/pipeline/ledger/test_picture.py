@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from drivetrain.pipeline import Ledger
-from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, SPLIT, Trial, in_turn, only, without
 from drivetrain.pipeline.ledger.picture import picture
+from drivetrain.pipeline.measuring.variant import LOADER, MODEL, PLAIN, SPLIT, Trial, in_turn, only, without
 
 SPEEDS = {
     PLAIN: 100.0, in_turn("a"): 200.0, in_turn("b"): 220.0, in_turn("c"): 330.0, LOADER: 5000.0, MODEL: 350.0,

@@ -10,7 +10,7 @@ import torch
 from drivetrain import Classification, EarlyStopping, Pipeline, PlanError
 from drivetrain.pipeline.checkpoints.directory import CheckpointDir, best_of
 from drivetrain.pipeline.ledger.accuracy import train_each
-from drivetrain.pipeline.ledger.variants import Variant
+from drivetrain.pipeline.measuring.runner import Variant
 from drivetrain.pipeline.runs.folder import read_history
 from drivetrain.pipeline.tasks.scales import Scale, scales
 from drivetrain.pipeline.tuning.arena import Trials
