@@ -79,20 +79,9 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class _Hardware(Struct):
-    gpus: list[str]
-    processor: str
-    cores: int
-
-
-class _Versions(Struct):
-    torch: str | None
-    drivetrain: str | None
-
-
 class _Machine(Struct):
-    hardware: _Hardware
-    versions: _Versions
+    hardware: dict[str, Any]
+    versions: dict[str, Any]
     date: str
     command: str
     environment: dict[str, Any] = {}
@@ -174,14 +163,13 @@ def _parsed(content: dict[str, Any], kind: type[L]) -> L:
     for trials in rounds:
         if PLAIN not in trials or trials.keys() != rounds[0].keys():
             raise ShapeError(f"its rounds do not all have the same variants, {str(PLAIN)!r} among them")
-    accuracy = found.accuracy
+    accuracy = None
+    if (trained := found.accuracy) is not None:
+        accuracy = Accuracies(trained.epochs, trained.target, identified(trained.rows))
+    written = {*DERIVED, *_Measured.__struct_fields__}
     return kind(
         rounds,
-        {
-            name: value
-            for name, value in content.items()
-            if name not in {*DERIVED, *_Measured.__struct_fields__}
-        },
+        {name: value for name, value in content.items() if name not in written},
         tuple(known.values()),
         found.stopped,
         identified(found.failed),
@@ -189,6 +177,6 @@ def _parsed(content: dict[str, Any], kind: type[L]) -> L:
         identified(found.costs),
         found.missing_costs,
         found.notes,
-        accuracy and Accuracies(accuracy.epochs, accuracy.target, identified(accuracy.rows)),
+        accuracy,
         found.level,
     )

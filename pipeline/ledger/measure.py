@@ -1,17 +1,13 @@
-"""Measure a ledger: what each stage brings, in interleaved trials, and which part is the bottleneck.
+"""Measure a ledger: what each stage contributes, in interleaved trials, and which part is the bottleneck.
 
 All variants train on the same samples with the same loop; this is checked. In each round, every variant has one trial,
 an epoch over the same part of the data. Ratios are taken within a round, so that a drift of the machine's speed does
-not bias them. Warm-up trials, including compiling, are not counted. Rounds end when the confidence intervals of all
-ratios are narrow, or when the time is spent; the ledger states the reason.
+not bias them.
 
-The time budget includes everything: building, warm-up, rounds, peak memory. Plain PyTorch and the full pipeline are
-first; their first trials show what fits into the rest. The stages in turn, each stage alone, and the full pipeline
-without each follow in this order, each only if there is time for some rounds of all variants so far. What does not fit
-is left out, with the reason. After the deadline no batch starts, and half a second later the running one is interrupted
-like by Ctrl-C; so a ledger exceeds its budget by at most one call into native code.
-
-A variant that fails at any point becomes a row with the reason; the others continue without it.
+Plain PyTorch and the full pipeline are first; their first trials show what fits into the rest of the time budget. The
+stages in turn, each stage alone, and the full pipeline without each follow in this order, each only if there is time
+for some rounds of all variants so far. After the deadline no batch starts, and half a second later the running one is
+interrupted like by Ctrl-C; so a ledger exceeds its budget by at most one call into native code.
 """
 
 from __future__ import annotations

@@ -293,11 +293,10 @@ def _peak(device: torch.device, before: list[int]) -> int | None:
 def largest(ranks: Sequence[Costs]) -> Costs:
     """Return the maximum of each cost over all ranks."""
     held = [one.held_bytes for one in ranks if one.held_bytes is not None]
-    return Costs(
-        {name: max(one[name] for one in held) for name in held[0]} if held else None,
-        max((one.peak_bytes for one in ranks if one.peak_bytes is not None), default=None),
-        max((one.compile_seconds for one in ranks if one.compile_seconds is not None), default=None),
-    )
+    peaks = [one.peak_bytes for one in ranks if one.peak_bytes is not None]
+    compiling = [one.compile_seconds for one in ranks if one.compile_seconds is not None]
+    most = {name: max(one[name] for one in held) for name in held[0]} if held else None
+    return Costs(most, max(peaks, default=None), max(compiling, default=None))
 
 
 def peak_bytes(plan: ResolvedPlan, batches: int, seconds: float) -> int | None:

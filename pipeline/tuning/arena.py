@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Protocol, TypeVar
 
 from ...common.budget import OutOfTime
 from ...common.errors import DrivetrainError
@@ -27,45 +26,9 @@ FEWEST = 2
 """Batches of a trial, where a step takes seconds."""
 
 
-class Contender(Protocol):
-    """A pipeline that was built."""
-
-    @property
-    def memory(self) -> int | None:
-        """Measured bytes on one rank: the peak on a GPU, else of parameters, gradients and optimizer; None before a
-        trial, and in a process of its own."""
-
-    def close(self) -> None:
-        """Release its model and its loaders."""
-
-
-C = TypeVar("C", bound=Contender)
-
-
-class Arena(Protocol[C]):
-    """Builds pipelines, and measures them in turns."""
-
-    def open(self, name: str, spec: PipelineSpec, variables: Mapping[str, str] | None = None) -> C:
-        """Build and warm up a pipeline; given environment variables, in a process of its own that has them.
-
-        Raise Failed, or OutOfTime.
-        """
-
-    def round(self, number: int, contenders: Sequence[C]) -> list[float]:
-        """Return the images/s of one trial of each, in the given order. Raise Failed, or OutOfTime."""
-
-    def limits(self, contender: C) -> dict[str, float]:
-        """Return images/s of `"training"`, of `"loader"` and `"model"` alone, and on several ranks of
-        `"communication"` alone."""
-
-    def accuracy(self, spec: PipelineSpec, seed: int) -> float:
-        """Train briefly from this seed, and return the monitored share, 0 to 1, negated if lower is better. Raise
-        Failed, or OutOfTime."""
-
-
 @dataclass
-class Opened:
-    """A pipeline in an arena."""
+class Contender:
+    """A pipeline that was built."""
 
     id: VariantId
     plan: ResolvedPlan
@@ -80,7 +43,8 @@ class Opened:
 
     @property
     def memory(self) -> int | None:
-        """See `Contender`."""
+        """Measured bytes on one rank: the peak on a GPU, else of parameters, gradients and optimizer; None before a
+        trial, and in a process of its own."""
         costs = self.runner.costs
         held = None if costs.held_bytes is None else sum(costs.held_bytes.values())
         return held if costs.peak_bytes is None else costs.peak_bytes
@@ -95,13 +59,13 @@ class Opened:
         return trials
 
     def close(self) -> None:
-        """See `Contender`."""
+        """Release its model and its loaders."""
         self.runner.close()
         self.loaders.close()
 
 
-class Trials:
-    """The arena of a machine.
+class Arena:
+    """Builds pipelines, and measures them in turns.
 
     Args:
         deadline: in `perf_counter` time.
@@ -116,20 +80,25 @@ class Trials:
         self._batches = 0  # of a trial; the first pipeline's speed decides
         self._batch_size = 0  # for which they are counted
 
-    def open(self, name: str, spec: PipelineSpec, variables: Mapping[str, str] | None = None) -> Opened:
-        """See `Arena`."""
+    def open(self, name: str, spec: PipelineSpec, variables: Mapping[str, str] | None = None) -> Contender:
+        """Build and warm up a pipeline; given environment variables, in a process of its own that has them.
+
+        Raises:
+            Failed: with the reason.
+            OutOfTime: at the deadline.
+        """
         one = Variant(in_turn(name), spec)
         plan, batches, loaders = one.plan, self._batches or FEWEST, ExitStack()
         if variables is not None:
             runner = ProcessRunner(one, variables, batches, self._deadline)
-            return Opened(one.id, plan, runner, loaders, self._deadline)
+            return Contender(one.id, plan, runner, loaders, self._deadline)
         if self._probe and not self._batches and not plan.needs_ranks and not uses_gpu(plan.distribution):
             ProcessRunner(one, {}, FEWEST, self._deadline).close()
         with ExitStack() as failing:
             failing.enter_context(loaders)
             try:
                 group = [one, Variant(LOADER, spec), Variant(MODEL, spec)]
-                made = Opened(
+                made = Contender(
                     one.id, plan, VariantRunner(group, Loaders(loaders), batches, self._deadline), loaders,
                     self._deadline,
                 )  # fmt: skip
@@ -147,8 +116,12 @@ class Trials:
             failing.pop_all()
         return made
 
-    def round(self, number: int, contenders: Sequence[Opened]) -> list[float]:
-        """See `Arena`. Every second round runs in reverse order."""
+    def round(self, number: int, contenders: Sequence[Contender]) -> list[float]:
+        """Return the images/s of one trial of each, in the given order; every second round runs in reverse order.
+
+        Raises:
+            Failed, OutOfTime: as `open`.
+        """
         trials: dict[VariantId, Trial] = {}
         for one in contenders[:: -1 if number % 2 else 1]:
             trials |= one.trials(number, max(self._batches * self._batch_size // one.batch_size, 1))
@@ -156,8 +129,9 @@ class Trials:
             same_samples(trials)
         return [trials[one.id].speed for one in contenders]
 
-    def limits(self, contender: Opened) -> dict[str, float]:
-        """See `Arena`."""
+    def limits(self, contender: Contender) -> dict[str, float]:
+        """Return images/s of `"training"`, of `"loader"` and `"model"` alone, and on several ranks of
+        `"communication"` alone."""
         names = {contender.id: "training", LOADER: "loader", MODEL: "model"}
         rounds = [contender.trials(number, self._batches, LOADER, MODEL) for number in range(LIMIT_ROUNDS)]
         found = {name: median(trials[one].speed for trials in rounds) for one, name in names.items()}
@@ -166,7 +140,11 @@ class Trials:
         return found
 
     def accuracy(self, spec: PipelineSpec, seed: int) -> float:
-        """See `Arena`."""
+        """Train briefly from this seed, and return the monitored share, 0 to 1, negated if lower is better.
+
+        Raises:
+            Failed, OutOfTime: as `open`.
+        """
         config = FitConfig(epochs=self._epochs, progress=False, checkpoints=None)
         try:
             history = fit(spec.replace(seed=seed), config).history

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, Generic
+from typing import Any
 
 from ...common.budget import Budget, OutOfTime, alarm, rounded_up
 from ...common.checks import check_whole
@@ -31,14 +31,14 @@ from ..tasks.scales import check_comparable
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, resolve_data
 from ..training.plain_torch import plain_torch
-from .arena import LIMIT_ROUNDS, Arena, C, Trials, is_out_of_memory
+from .arena import LIMIT_ROUNDS, Arena, Contender, is_out_of_memory
 from .candidates import Bottleneck, Candidate, allowed, candidates, fitting, ordered
 from .result import Outcome, Tried, Tuned, TuneInterrupted, read_trials
 
 SHARE = 1 / 100
 """Part of the budget that a trial takes at most: with two pipelines, a change can have all its rounds in half of it."""
 PROBE_SECONDS = 60.0
-"""In budgets of at least this many seconds, the first pipeline is tried in a process of its own; see `Trials`."""
+"""In budgets of at least this many seconds, the first pipeline is tried in a process of its own; see `Arena`."""
 COMMUNICATION = 0.5
 """Communication is the bottleneck if exchanging the gradients alone takes this share of a step or more."""
 
@@ -70,7 +70,7 @@ def tune(
         make_folder(file.parent)  # before time is spent on what it will contain
         known = read_trials(file, facts)
     budget = Budget(seconds, begin, progress, "tune")
-    arena = Trials(budget.end, seconds * SHARE, probe=seconds >= PROBE_SECONDS, epochs=epochs)
+    arena = Arena(budget.end, seconds * SHARE, probe=seconds >= PROBE_SECONDS, epochs=epochs)
     tuner = Tuner(spec, arena, changes, fitting(plan), facts, known, budget.show)
     interrupted = False
     try:
@@ -129,7 +129,7 @@ def facts_of(plan: ResolvedPlan) -> dict[str, Any]:
     }
 
 
-class Tuner(Generic[C]):
+class Tuner:
     """The search, apart from how pipelines are measured.
 
     Args:
@@ -148,7 +148,7 @@ class Tuner(Generic[C]):
     def __init__(
         self,
         spec: PipelineSpec,
-        arena: Arena[C],
+        arena: Arena,
         changes: list[Candidate],
         fitting: list[Candidate],
         facts: dict[str, Any],
@@ -159,7 +159,7 @@ class Tuner(Generic[C]):
         self._changes, self._fitting = changes, fitting
         self._facts, self._known, self._show = facts, known or [], show
         self._trials: list[Tried] = []
-        self._best: C | None = None
+        self._best: Contender | None = None
         self._before: float | None = None
         self._limits: dict[str, float] = {}
         self._variables: dict[str, str] = {}
@@ -227,7 +227,7 @@ class Tuner(Generic[C]):
         """Add a row."""
         self._trials.append(Tried(candidate.name, candidate.bottleneck, outcome, reason=reason))
 
-    def _first(self) -> C:
+    def _first(self) -> Contender:
         """Build the pipeline as given, or with what makes it fit into memory."""
         reason, spec = "", self._spec
         for candidate in (None, *self._fitting):
@@ -295,7 +295,9 @@ class Tuner(Generic[C]):
         """Change the row of the change that is being tried."""
         self._trials[-1] = replace(self._trials[-1], **changes)
 
-    def _opened(self, candidate: Candidate, spec: PipelineSpec, opened: ExitStack) -> tuple[C, C]:
+    def _opened(
+        self, candidate: Candidate, spec: PipelineSpec, opened: ExitStack
+    ) -> tuple[Contender, Contender]:
         """Build a change, and what it is compared with: with environment variables, both in processes of their own."""
         assert self._best is not None
         if not candidate.variables:
@@ -308,7 +310,7 @@ class Tuner(Generic[C]):
         opened.callback(contender.close)
         return contender, against
 
-    def _compare(self, contender: C, against: C, least: float) -> bool:
+    def _compare(self, contender: Contender, against: Contender, least: float) -> bool:
         """Run rounds until there is a verdict, note it, and return whether the contender is faster: by more than
         `least`."""
         ratios: list[float] = []

@@ -30,7 +30,8 @@ from drivetrain.pipeline.ledger import measure as ledger_module
 from drivetrain.pipeline.measuring import runner as ledger_runner
 from drivetrain.pipeline.measuring.variant import MODEL, PLAIN
 from drivetrain.transforms import EMA, ChannelsLast, LabelSmoothing
-from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
+from ledgers import in_process, small_recipe
+from pipeline_data import BATCH, TRAIN, Toy, plain_model
 from places import SUPPORT
 from process_state import running_children, wait_until_ended
 from torch import nn
@@ -76,7 +77,7 @@ def longest(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def staged(toy: Toy, seconds: float, **load: Any) -> Any:
-    made = toy.pipeline(Slow(seconds), loader="torch", **({"workers": 0} | load))
+    made = in_process(toy, Slow(seconds), **load)
     return made.transform(ChannelsLast(), LabelSmoothing(0.1), EMA()).distribute("single", precision="bf16")
 
 
@@ -305,11 +306,9 @@ def interrupt_in_round(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c_on_the_command_line_writes_the_ledger_so_far(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, out = tmp_path / "mine.yaml", tmp_path / "out"
-    recipe.write_text(
-        f"model: cifar_resnet\nmodel_options: {{num_classes: {CLASSES}, width: 4}}\nloader: torch\nworkers: 0\n"
-        f"batch_size: {BATCH}\nimage_size: 16\noptimizer: {{name: sgd, lr: 1e-3}}\nepochs: 9\n"
-        "transforms: [{name: ChannelsLast}]\n"
+    recipe, out = (
+        small_recipe(tmp_path / "mine.yaml", "transforms: [{name: ChannelsLast}]\n"),
+        tmp_path / "out",
     )
     interrupt_in_round(2, monkeypatch)
     done = call("ledger", str(recipe), "--train", toy.train, "--seconds", "90", "--out", str(out))
@@ -334,9 +333,7 @@ def interrupt_after(seconds: float) -> threading.Thread:
 @pytest.mark.long
 def test_ctrl_c_gives_the_ledger_so_far_and_keeps_no_model(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     Slow.alive.clear()
-    pipeline = toy.pipeline(lambda: Slow(0.05), loader="torch", workers=0).transform(
-        LabelSmoothing(0.1), EMA()
-    )
+    pipeline = in_process(toy, lambda: Slow(0.05)).transform(LabelSmoothing(0.1), EMA())
     handler = signal.getsignal(signal.SIGINT)
     interrupt_in_round(3, monkeypatch)
     with pytest.raises(KeyboardInterrupt) as caught:
@@ -367,7 +364,7 @@ def test_ctrl_c_in_the_trainings_keeps_the_speeds_and_those_that_were_finished(
             super().begin(*arguments)
 
     interrupting: list[bool] = []
-    pipeline = toy.pipeline(plain_model, loader="torch", workers=0).transform(Late(0.1))
+    pipeline = in_process(toy).transform(Late(0.1))
     train = ledger_module._train_each
 
     def first_plain(*arguments: Any) -> Ledger:

@@ -18,6 +18,7 @@ from drivetrain.pipeline.ledger.picture import caption, picture
 from drivetrain.pipeline.measuring.runner import describe_error
 from drivetrain.pipeline.measuring.variant import LOADER, MODEL, PLAIN, in_turn, without
 from drivetrain.transforms import GradientClipping, LabelSmoothing, Report, Transform
+from ledgers import in_process
 from pipeline_data import BATCH, Toy, plain_model
 from process_state import running_children
 from torch import nn
@@ -63,7 +64,7 @@ class Mends(Breaks):
 
 
 def pipeline_of(toy: Toy, *transforms: Transform) -> Pipeline:
-    return toy.pipeline(Fragile, loader="torch", workers=0).transform(*transforms)
+    return in_process(toy, Fragile).transform(*transforms)
 
 
 def assert_shown_everywhere(ledger: Ledger, name: str, reason: str, folder: Path) -> None:
@@ -166,7 +167,7 @@ def test_plain_pytorch_fails(toy: Toy) -> None:
 def test_one_training_that_diverges_is_a_row(toy: Toy) -> None:
     """With a rate at which all but the clipped variants diverge."""
     pipeline = (
-        toy.pipeline(plain_model, loader="torch", workers=0)
+        in_process(toy)
         .optimize("sgd", lr=1e30, schedule="constant")
         .transform(LabelSmoothing(0.1), GradientClipping("norm", 1e-30))
     )
@@ -205,7 +206,7 @@ class DiesOnRanks(nn.Module):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rank_that_dies_is_a_row(toy: Toy) -> None:
-    pipeline = toy.pipeline(DiesOnRanks, loader="torch", workers=0).transform(LabelSmoothing(0.1))
+    pipeline = in_process(toy, DiesOnRanks).transform(LabelSmoothing(0.1))
     ledger = pipeline.distribute("ddp", devices=2).ledger(seconds=95, within=0.9, progress=False)
     assert "was killed by SIGKILL" in ledger.failed[in_turn("ddp × 2")]
     assert ledger.rows[1].ratio is not None

@@ -59,7 +59,8 @@ from drivetrain.pipeline.telemetry.history import Epoch, Monitor
 from drivetrain.pipeline.telemetry.provenance import provenance
 from drivetrain.strategies import Single
 from drivetrain.transforms import LabelSmoothing, Transform
-from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
+from ledgers import built, in_process, of_speeds, small_recipe, trials_of
+from pipeline_data import BATCH, TRAIN, Toy, plain_model
 from torch import nn
 
 SLOW = 2.0  # seconds: far more than a trial of the tiny model takes
@@ -80,20 +81,10 @@ class SlowAtFirst(nn.Module):
         return result
 
 
-def of_speeds(*rounds: dict[VariantId, float], **fields: Any) -> Ledger:
-    """A ledger from images/s, with ceilings that nothing reaches."""
-    ceilings = {LOADER: 1e6, MODEL: 1e6}
-    made = [
-        {name: Trial(1000, 1000 / speed, 0) for name, speed in (trials | ceilings).items()}
-        for trials in rounds
-    ]
-    return Ledger(made, {"recipe": None}, **fields)
-
-
 @pytest.mark.long
 def test_warm_up_is_left_out(toy: Toy) -> None:
     # It trains twice for one batch once it is built, and again to see how long a batch and rounds take.
-    pipeline = toy.pipeline(SlowAtFirst(1, 3), loader="torch", workers=0)
+    pipeline = in_process(toy, SlowAtFirst(1, 3))
     ledger = pipeline.ledger(seconds=12 * SLOW, within=0.99, progress=False)
     assert not ledger.notes  # there are rounds
     assert max(trial.seconds for trials in ledger.rounds for trial in trials.values()) < SLOW
@@ -102,7 +93,7 @@ def test_warm_up_is_left_out(toy: Toy) -> None:
 def test_compiling_is_told_and_not_counted(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is slow at first stands for one that is compiled then, which would take a minute."""
     monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: None)
-    pipeline = toy.pipeline(SlowAtFirst(1), loader="torch", workers=0)
+    pipeline = in_process(toy, SlowAtFirst(1))
     with ExitStack() as stack:
         _, costs = build_variant(resolve(pipeline.distribute("single", compile=True)), Loaders(stack), stack)
     assert costs.compile_seconds is not None
@@ -126,7 +117,7 @@ def test_every_second_round_goes_backwards(toy: Toy, monkeypatch: pytest.MonkeyP
         taken.append((id(variant), kind))
         return work(variant, kind, *more)
 
-    pipeline = toy.pipeline(loader="torch", workers=0)
+    pipeline = in_process(toy)
     with ExitStack() as stack:
         loaders = Loaders(stack)
         whole = [Variant(in_turn("whole"), pipeline), Variant(LOADER, pipeline)]
@@ -158,9 +149,8 @@ def napping(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def test_transforms_and_loss_are_parts_of_their_own(toy: Toy) -> None:
-    pipeline = toy.pipeline(loader="torch", workers=0).transform(Naps()).task(Classification(loss=napping))
-    with ExitStack() as stack:
-        variant, _ = build_variant(resolve(pipeline), Loaders(stack), stack)
+    pipeline = in_process(toy).transform(Naps()).task(Classification(loss=napping))
+    with built(pipeline) as variant:
         parts = run_trial(variant, "split", epoch=1, batches=2)[0].parts
     assert parts is not None
     assert 0.12 <= parts["transforms"] < 0.2 <= parts["loss"]
@@ -176,7 +166,7 @@ class InGroup(Single):
 def test_a_strategy_that_needs_a_process_group_is_measured_on_a_rank(toy: Toy) -> None:
     with ExitStack() as stack:
         for strategy, on_ranks in ((InGroup("cpu"), True), (Single("cpu"), False)):
-            pipeline = toy.pipeline(loader="torch", workers=0).distribute(strategy)
+            pipeline = in_process(toy).distribute(strategy)
             runner = VariantRunner([Variant(PLAIN, pipeline)], Loaders(stack))
             assert runner.on_ranks == on_ranks
             runner.close()
@@ -192,8 +182,7 @@ def test_a_turn_ends_when_the_device_has_done_its_work(toy: Toy, monkeypatch: py
     """With a device that has still work to do: before the trial, at its end, within its parts."""
     pending: list[float] = []
     monkeypatch.setattr(ledger_trials, "_wait_for", lambda _: time.sleep(pending.pop(0) if pending else 0))
-    with ExitStack() as stack:
-        variant, _ = build_variant(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
+    with built(in_process(toy)) as variant:
         pending[:] = [1.0]
         assert run_trial(variant, "train", epoch=1, batches=1)[0].seconds < 1.0
         pending[:] = [0, 0.5]
@@ -214,13 +203,9 @@ def test_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_ends_when_each_ratio_is_narrow_not_only_the_rows() -> None:
     calm = {
-        PLAIN: 100.0,
-        in_turn("a"): 200.0,
-        in_turn("b"): 300.0,
-        in_turn("c"): 400.0,
-        only("b"): 150.0,
+        PLAIN: 100.0, in_turn("a"): 200.0, in_turn("b"): 300.0, in_turn("c"): 400.0, only("b"): 150.0,
         without("a"): 350.0,
-    }
+    }  # fmt: skip
     shaken = [calm | {in_turn("a"): 200 * by, in_turn("b"): 300 / by} for by in (1.0, 1.01, 0.99, 1.02)]
     ledger = of_speeds(*shaken)
     assert ledger.spread == ledger.stages[1].in_turn.spread  # twice what either row's is
@@ -259,23 +244,16 @@ def test_a_gpu_has_the_ceiling_of_its_copies(toy: Toy) -> None:
 def test_the_sentence_says_how_long_is_waited_and_what_a_slow_step_is() -> None:
     parts = {"forward": 2.0, "backward": 2.0, "step": 5.0}
     speeds = {PLAIN: 100.0, in_turn("a"): 200.0, LOADER: 1000.0, MODEL: 210.0}
-    trials = {name: Trial(1000, 1000 / speed, 250 / speed) for name, speed in speeds.items()}
+    trials = trials_of(speeds, waited=0.25)
     trials[SPLIT] = Trial(1000, 10.0, 1.0, parts=parts)
     bound = Ledger([trials, trials], {"recipe": None}).bound
     assert "and waits for data 25% of the time" in bound
     assert bound.endswith("Next, make the training step faster: the optimizer's step takes 50% of the time.")
     slow = {
-        PLAIN: 100.0,
-        in_turn("a"): 80.0,
-        in_turn("b"): 60.0,
-        in_turn("c"): 50.0,
-        without("a"): 62.5,
-        without("b"): 75.0,
-    }
-    costly = Ledger(
-        [{name: Trial(10, 10 / speed, 0) for name, speed in (slow | {LOADER: 1e3, MODEL: 51}).items()}] * 3,
-        {},
-    )
+        PLAIN: 100.0, in_turn("a"): 80.0, in_turn("b"): 60.0, in_turn("c"): 50.0, without("a"): 62.5,
+        without("b"): 75.0, LOADER: 1e3, MODEL: 51,
+    }  # fmt: skip
+    costly = of_speeds(slow, slow, slow)
     assert costly.bound.endswith("make the training step faster: without b it is 1.50 × as fast.")
 
 
@@ -322,9 +300,7 @@ def test_each_variant_trains_as_long_and_its_last_accuracy_counts(
     toy: Toy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drivetrain.pipeline.ledger.accuracy.is_interactive", lambda: True)
-    pipeline = toy.pipeline(loader="torch", workers=0).optimize(
-        "sgd", lr=0.005, momentum=0.9, schedule="constant"
-    )
+    pipeline = in_process(toy).optimize("sgd", lr=0.005, momentum=0.9, schedule="constant")
     smooth = pipeline.transform(LabelSmoothing(0.9))
     one, two = only("one"), only("two")
     rows: dict[VariantId, Trained] = {}
@@ -375,11 +351,7 @@ def test_what_means_nothing_is_refused_at_once(asked: dict[str, Any], message: s
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_command_measures_what_it_is_asked_for(toy: Toy, tmp_path: Path) -> None:
-    file, out = tmp_path / "mine.yaml", tmp_path / "out"
-    file.write_text(
-        f"model: cifar_resnet\nmodel_options: {{num_classes: {CLASSES}, width: 4}}\nloader: torch\nworkers: 0\n"
-        f"batch_size: {BATCH}\nimage_size: 16\noptimizer: {{name: sgd, lr: 1e-3}}\nepochs: 9\n"
-    )
+    file, out = small_recipe(tmp_path / "mine.yaml"), tmp_path / "out"
     more = ["--train", toy.train, "--val", toy.val, "--seconds", "30", "--out", str(out)]
     done = call("ledger", str(file), *more, "--accuracy", "--epochs", "1")
     assert done.code == 0, done

@@ -22,7 +22,7 @@ from drivetrain.pipeline.ledger.ledger import Ledger
 from drivetrain.pipeline.ledger.measure import TIGHT_ROUNDS, _Measurement
 from drivetrain.pipeline.ledger.record import Record
 from drivetrain.pipeline.ledger.variants import alone_and_without, stages, variants
-from drivetrain.pipeline.measuring.runner import Loaders, Variant, VariantRunner, build_variant, groups
+from drivetrain.pipeline.measuring.runner import Loaders, Variant, VariantRunner, groups
 from drivetrain.pipeline.measuring.schedule import phases
 from drivetrain.pipeline.measuring.trials import run_trial
 from drivetrain.pipeline.measuring.variant import (
@@ -50,6 +50,7 @@ from drivetrain.transforms import (
     TestTimeFlip,
     Transform,
 )
+from ledgers import built, in_process
 from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Sleepy, Toy, plain_model, surroundings
 from process_state import running_children
 from torch import nn
@@ -156,7 +157,7 @@ def test_measured_on_a_loader_that_sleeps(toy: Toy, monkeypatch: pytest.MonkeyPa
         return deliver(self, *batch)
 
     monkeypatch.setattr(TorchLoader, "_batch", slowly)
-    pipeline = toy.pipeline(plain_model, loader="torch", workers=0).transform(LabelSmoothing(0.1))
+    pipeline = in_process(toy).transform(LabelSmoothing(0.1))
     ledger = pipeline.ledger(seconds=90, within=0.9, progress=False)
     assert ledger.bound.startswith("The loader is the bottleneck: ")
     assert ledger.bound.endswith("Next, change the loader: loader='ffcv'.")
@@ -168,7 +169,7 @@ def test_measured_on_a_loader_that_sleeps(toy: Toy, monkeypatch: pytest.MonkeyPa
 @pytest.fixture(scope="module")
 def full(toy: Toy) -> Ledger:
     """All that can be measured of three stages, in this process: with the torch loader's workers=0."""
-    pipeline = toy.pipeline(plain_model, loader="torch", workers=0)
+    pipeline = in_process(toy)
     pipeline = pipeline.transform(ChannelsLast(), LabelSmoothing(0.1)).distribute("single", precision="bf16")
     return pipeline.ledger(seconds=95, within=0.99, accuracy=True, epochs=2, progress=False)
 
@@ -215,7 +216,7 @@ def test_accuracy_of_each_variant(full: Ledger, toy: Toy) -> None:
     names = [gain.stage for gain in full.stages]
     others = [*map(only, names[1:]), *(map(without, names[:-1]) if len(names) > 2 else ())]
     assert list(found.rows) == [*(row.id for row in full.rows), *others]
-    plain = toy.pipeline(plain_model, loader="torch", workers=0).fit(epochs=2, progress=False)
+    plain = in_process(toy).fit(epochs=2, progress=False)
     assert found.rows[PLAIN].accuracy == plain.accuracy == found.target
     assert 0 < found.rows[PLAIN].seconds_to_target <= found.rows[PLAIN].seconds
     assert f"{plain.accuracy:.2%}" in str(full)
@@ -238,7 +239,7 @@ class NothingElse(Nothing):
 
 @pytest.mark.slow
 def test_a_variant_against_itself_is_one(toy: Toy) -> None:
-    pipeline = toy.pipeline(Sleepy(0.02), loader="torch", workers=0).transform(Nothing(), NothingElse())
+    pipeline = in_process(toy, Sleepy(0.02)).transform(Nothing(), NothingElse())
     ledger = pipeline.ledger(seconds=15, within=1e-4, progress=False)
     assert [row.id for row in ledger.rows] == [PLAIN, in_turn("Nothing"), in_turn("NothingElse")]
     # Of so wide intervals one in a thousand misses; to two decimals, as it is shown, it is 1.00.
@@ -274,7 +275,7 @@ class WakesToo(Wakes):
 
 @pytest.mark.slow  # test_levels.py has it on trials that are made up
 def test_of_two_stages_that_do_the_same_the_second_falls(toy: Toy) -> None:
-    pipeline = toy.pipeline(Sleepy(0.08), loader="torch", workers=0).transform(Idle(), Wakes(), WakesToo())
+    pipeline = in_process(toy, Sleepy(0.08)).transform(Idle(), Wakes(), WakesToo())
     ledger = pipeline.ledger(seconds=90, within=0.3, progress=False)
     assert ledger.compound.startswith("The speedups do not compound: ")
     assert "; WakesToo brings " in ledger.compound
@@ -282,7 +283,7 @@ def test_of_two_stages_that_do_the_same_the_second_falls(toy: Toy) -> None:
 
 
 def test_variants_on_other_samples_are_refused(toy: Toy) -> None:
-    pipeline = toy.pipeline(loader="torch", workers=0)
+    pipeline = in_process(toy)
     one, two, three = map(only, ("one", "two", "three"))
     with ExitStack() as stack:
         loaders = Loaders(stack)
@@ -343,8 +344,7 @@ class Watching(nn.Module):
 
 def test_images_grow_and_layers_freeze_within_a_turn(toy: Toy) -> None:
     pipeline = toy.pipeline(Watching).transform(ProgressiveResizing(), LayerFreezing())
-    with ExitStack() as stack:
-        variant, _ = build_variant(resolve(pipeline), Loaders(stack), stack)
+    with built(pipeline) as variant:
         Watching.seen.clear()
         trial, labels = run_trial(variant, "train", epoch=1, batches=2)
         assert {side for side, _ in Watching.seen} == {8, 12, SIDE}
@@ -368,9 +368,7 @@ def test_an_extra_that_takes_long_is_seen_in_the_row(toy: Toy, monkeypatch: pyte
         steps.append(step)
 
     monkeypatch.setattr(CSVLogger, "log", slowly)
-    ledger = toy.pipeline(plain_model, loader="torch", workers=0).ledger(
-        seconds=90, within=0.9, progress=False
-    )
+    ledger = in_process(toy).ledger(seconds=90, within=0.9, progress=False)
     # A trial is shorter than the log's interval, and logs once, at its end; before the rounds are the first trials.
     count = len(ledger.rounds)
     assert steps[-count:] == [ledger.facts["batches_per_trial"]] * count
@@ -395,8 +393,7 @@ def test_bar_and_guard_are_extras(extra: tuple[Any, str], toy: Toy, monkeypatch:
         return work(self, *arguments)
 
     monkeypatch.setattr(kind, name, counted)
-    with ExitStack() as stack:
-        variant, _ = build_variant(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
+    with built(in_process(toy)) as variant:
         run_trial(variant, "train", epoch=1, batches=3)
         assert not calls
         trial, _ = run_trial(variant, "extras", epoch=1, batches=3)
@@ -414,9 +411,8 @@ class Diverged(Sleepy):
 
 def test_losses_that_are_not_finite_do_not_stop_a_ledger(toy: Toy) -> None:
     """It has the peak learning rate at once, where a training would warm up."""
-    pipeline = toy.pipeline(Diverged(0.0), loader="torch", workers=0).distribute("single", clip_norm=1.0)
-    with ExitStack() as stack:
-        variant, _ = build_variant(resolve(pipeline), Loaders(stack), stack)
+    pipeline = in_process(toy, Diverged(0.0)).distribute("single", clip_norm=1.0)
+    with built(pipeline) as variant:
         trial, _ = run_trial(variant, "extras", epoch=1, batches=3)
         assert trial.images == 3 * BATCH
         with pytest.raises(NonFiniteError):
@@ -429,16 +425,14 @@ def test_the_bar_that_is_timed_is_shown_to_nobody(
     """In a notebook, too, where a bar is a widget of the cell and not written to standard error."""
     shown: list[Any] = []
     monkeypatch.setattr(progress, "tqdm", lambda **bar: shown.append(bar))
-    with ExitStack() as stack:
-        variant, _ = build_variant(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
+    with built(in_process(toy)) as variant:
         assert run_trial(variant, "extras", epoch=1, batches=3)[0].images == 3 * BATCH
     assert shown == []
     assert capsys.readouterr().err == ""
 
 
 def test_copies_to_the_device_are_counted(toy: Toy) -> None:
-    with ExitStack() as stack:
-        variant, _ = build_variant(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
+    with built(in_process(toy)) as variant:
         trial, _ = run_trial(variant, "copy", epoch=1, batches=3)
         assert trial.images == 3 * BATCH
         assert 0 < trial.seconds < math.inf
@@ -472,7 +466,7 @@ def test_accuracy_needs_validation_data(toy: Toy) -> None:
 
 @pytest.mark.slow
 def test_measured_on_two_ranks(toy: Toy) -> None:
-    ledger = toy.pipeline(plain_model, loader="torch", workers=0).distribute("ddp", devices=2).ledger(
+    ledger = in_process(toy).distribute("ddp", devices=2).ledger(
         seconds=90, within=0.9, progress=False
     )  # fmt: skip
     assert [row.id for row in ledger.rows] == [PLAIN, in_turn("ddp × 2")]
@@ -486,7 +480,7 @@ def test_peak_memory_and_compile_time(toy: Toy) -> None:
     def large() -> nn.Module:
         return nn.Sequential(plain_model(CLASSES), nn.Linear(CLASSES, 500_000), nn.Linear(500_000, CLASSES))
 
-    pipeline = toy.pipeline(large, loader="torch", workers=0).transform(LabelSmoothing(0.1))
+    pipeline = in_process(toy, large).transform(LabelSmoothing(0.1))
     ledger = pipeline.distribute("single", compile=True).ledger(seconds=100, within=0.9, progress=False)
     plain, _, whole = (ledger.costs[row.id] for row in ledger.rows)
     held = 3 * 4 * 500_000 * (2 * CLASSES + 1)

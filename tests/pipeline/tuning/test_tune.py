@@ -20,7 +20,7 @@ from drivetrain.common.errors import DrivetrainError, LedgerError
 from drivetrain.pipeline import TuneInterrupted
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.measuring.process import Failed
-from drivetrain.pipeline.tuning.arena import Trials
+from drivetrain.pipeline.tuning.arena import Arena
 from drivetrain.pipeline.tuning.candidates import fitting
 from drivetrain.pipeline.tuning.communication import collective_seconds
 from drivetrain.pipeline.tuning.result import Tuned
@@ -128,7 +128,7 @@ def test_lack_of_memory_on_one_rank_is_answered_on_all_by_smaller_microbatches(t
     """The allocator of rank 1 refuses; rank 0 waits for it in a collective."""
     pipeline = pipeline_of(toy).replace(model=Hungry, model_options={"most": 2, "rank": 1})
     spec = pipeline.distribute("ddp", devices=2, device="cpu")
-    tuner = Tuner(spec, Trials(perf_counter() + 120, 0.1), [], fitting(resolve(spec)), {})
+    tuner = Tuner(spec, Arena(perf_counter() + 120, 0.1), [], fitting(resolve(spec)), {})
     tuner._best = tuner._first()  # without the limits, for which ranks would be started four times more
     tuner.close()
     tuned = tuner.result()
@@ -144,7 +144,7 @@ def test_lack_of_memory_on_one_rank_is_answered_on_all_by_smaller_microbatches(t
 def test_a_process_that_the_system_kills_is_another_one(toy: Toy) -> None:
     """On a CPU, lack of memory is no error but a kill: it hits the process in which the pipeline is tried first."""
     pipeline = pipeline_of(toy).replace(model=Hungry, model_options={"most": 4, "killed": True})
-    arena = Trials(perf_counter() + 60, 0.1, probe=True)
+    arena = Arena(perf_counter() + 60, 0.1, probe=True)
     with pytest.raises(Failed, match=r"out of memory: the system killed its process \(SIGKILL\)"):
         arena.open("as given", pipeline)
     arena.open("accumulate=4", pipeline.distribute("single", accumulate=4, device="cpu")).close()
@@ -152,7 +152,7 @@ def test_a_process_that_the_system_kills_is_another_one(toy: Toy) -> None:
 
 @pytest.mark.long
 def test_processes_of_their_own_have_variables_and_leave_nothing(toy: Toy) -> None:
-    arena = Trials(perf_counter() + 60, 0.1)
+    arena = Arena(perf_counter() + 60, 0.1)
     pipeline = pipeline_of(toy).replace(model=Informed, model_options={"variable": "DRIVETRAIN_TEST"})
     with pytest.raises((Failed, PlanError), match="DRIVETRAIN_TEST is not set"):
         arena.open("without", pipeline, {})
@@ -171,7 +171,7 @@ def test_a_process_of_its_own_keeps_to_the_deadline(toy: Toy) -> None:
     slow = pipeline_of(toy).replace(model=Sleepy, model_options={"seconds": 60})
     start = perf_counter()
     with pytest.raises(OutOfTime):
-        Trials(start + 6, 0.1).open("slow", slow, {})
+        Arena(start + 6, 0.1).open("slow", slow, {})
     assert perf_counter() - start < 8
     assert not running_children("measuring.process")
 
@@ -179,7 +179,7 @@ def test_a_process_of_its_own_keeps_to_the_deadline(toy: Toy) -> None:
 @pytest.mark.slow
 def test_a_change_of_numbers_is_weighed_by_real_trainings(toy: Toy, tmp_path: Path) -> None:
     """Its speed is given here: only the accuracy is measured, in three trainings each, from the same seeds."""
-    arena = Trials(perf_counter() + 120, 0.1, epochs=2)
+    arena = Arena(perf_counter() + 120, 0.1, epochs=2)
     pipeline = pipeline_of(toy)
     same = [arena.accuracy(pipeline, seed) for seed in (0, 0, 1)]
     assert same[0] == same[1]
