@@ -1,9 +1,8 @@
 """Find the fastest way to run a training on this machine: one change after the other, each tested against the best.
 
 A change and the best pipeline so far are trained in turns, on the same samples. It is accepted as soon as the
-confidence interval of the ratio excludes 1, and dropped as soon as it excludes a gain; see `sequential`. Changes
-for the bottleneck are tried first. Changes of what the training computes must be allowed, and are accepted only if
-short trainings show that they keep the accuracy of the pipeline as given; see `candidates`.
+confidence interval of the ratio excludes 1, and dropped as soon as it excludes a gain; see `sequential`. Changes of
+what the training computes must be allowed, and must keep the accuracy of the pipeline as given; see `candidates`.
 """
 
 from __future__ import annotations
@@ -224,7 +223,6 @@ class Tuner:
                     self._given = candidate.change(self._given)
 
     def _add(self, candidate: Candidate, outcome: Outcome, reason: str) -> None:
-        """Add a row."""
         self._trials.append(Tried(candidate.name, candidate.bottleneck, outcome, reason=reason))
 
     def _first(self) -> Contender:
@@ -263,7 +261,6 @@ class Tuner:
             raise PlanError(f"The pipeline cannot be trained, so it cannot be tuned: {failure}") from None
 
     def _accept(self, candidate: Candidate, spec: PipelineSpec) -> None:
-        """Accept a change."""
         self._spec = spec
         self._variables |= candidate.variables
 
@@ -329,8 +326,8 @@ class Tuner:
             )  # fmt: skip
             if verdict != "undecided":
                 break
-        unknown = verdict == "undecided"
-        self._note(outcome="dropped", reason=f"no verdict after {interval.n} rounds" if unknown else "")
+        reason = f"no verdict after {interval.n} rounds" if verdict == "undecided" else ""
+        self._note(outcome="dropped", reason=reason)
         return verdict == "accepted"
 
     def _keeps_accuracy(self, spec: PipelineSpec) -> bool:
