@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from drivetrain import Pipeline
 from drivetrain.pipeline import Ledger
 from drivetrain.pipeline.describe.resolve import resolve
@@ -14,6 +16,7 @@ from drivetrain.pipeline.measuring.runner import Loaders, build_variant
 from drivetrain.pipeline.measuring.trials import BuiltVariant
 from drivetrain.pipeline.measuring.variant import LOADER, MODEL, Trial, VariantId
 from pipeline_data import BATCH, CLASSES, Toy, plain_model
+from torch import nn
 
 HIGH = {LOADER: 1e6, MODEL: 1e6}
 """Ceilings that nothing reaches."""
@@ -48,3 +51,24 @@ def small_recipe(path: Path, more: str = "") -> Path:
         f"batch_size: {BATCH}\nimage_size: 16\noptimizer: {{name: sgd, lr: 1e-3}}\nepochs: 9\n{more}"
     )
     return path
+
+
+class Acting(nn.Module):
+    """A small model that calls `act` in each forward of a whole training batch; it notes all that are alive."""
+
+    alive: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.forwards = plain_model(), 0
+        self.alive.add(self)
+
+    def act(self, images: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training and len(images) == BATCH:
+            self.forwards += 1
+            self.act(images)
+        result: torch.Tensor = self.layers(images)
+        return result

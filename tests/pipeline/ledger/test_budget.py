@@ -9,12 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil
 import pytest
@@ -30,28 +29,21 @@ from drivetrain.pipeline.ledger import measure as ledger_module
 from drivetrain.pipeline.measuring import runner as ledger_runner
 from drivetrain.pipeline.measuring.variant import MODEL, PLAIN
 from drivetrain.transforms import EMA, ChannelsLast, LabelSmoothing
-from ledgers import in_process, small_recipe
+from ledgers import Acting, in_process, small_recipe
 from pipeline_data import BATCH, TRAIN, Toy, plain_model
 from places import SUPPORT
 from process_state import running_children, wait_until_ended
-from torch import nn
 
 
-class Slow(nn.Module):
-    """A model that sleeps `seconds` in each forward of a training batch; it notes all that are alive."""
-
-    alive: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+class Slow(Acting):
+    """A model that sleeps `seconds` in each forward of a training batch."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.layers, self.seconds = plain_model(), seconds
-        self.alive.add(self)
+        self.seconds = seconds
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if self.training and len(images) == BATCH:
-            time.sleep(self.seconds)
-        result: torch.Tensor = self.layers(images)
-        return result
+    def act(self, _: torch.Tensor) -> None:
+        time.sleep(self.seconds)
 
 
 @pytest.fixture
@@ -59,9 +51,7 @@ def longest(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds of each thing that cannot be stopped: a trial, or building and warming up a variant."""
     found: list[float] = []
 
-    def timed(name: str) -> None:
-        work = getattr(ledger_runner, name)
-
+    def timed(work: Any) -> Any:
         def run(*arguments: Any, **more: Any) -> Any:
             start = time.perf_counter()
             try:
@@ -69,10 +59,10 @@ def longest(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             finally:
                 found.append(time.perf_counter() - start)
 
-        monkeypatch.setattr(ledger_runner, name, run)
+        return run
 
-    timed("run_trial")
-    timed("build_variant")
+    for name in ("run_trial", "build_variant"):
+        monkeypatch.setattr(ledger_runner, name, timed(getattr(ledger_runner, name)))
     return found
 
 
@@ -99,10 +89,9 @@ def test_the_time_is_kept(sleep: float, seconds: float, toy: Toy, longest: list[
     assert names == [str(PLAIN), "+ ChannelsLast", "+ LabelSmoothing", "+ bf16", "+ EMA"] or len(names) == 5
     for row in ledger.rows:
         assert (row.ratio is None) == bool(row.note), row
-    missing = set(ledger.left_out)
-    assert not missing & set(ledger.rounds[0])
-    assert {ledger.left_out[name] for name in missing} <= {"not enough time; increase seconds"}
-    for name in missing:
+    assert not ledger.left_out.keys() & ledger.rounds[0].keys()
+    assert set(ledger.left_out.values()) <= {"not enough time; increase seconds"}
+    for name in ledger.left_out:
         assert str(name) in " ".join(str(ledger).split())
     assert ledger.measured(PLAIN)
     assert ledger.measured(ledger.whole)
@@ -121,13 +110,17 @@ def test_too_short_for_any_ledger_tells_how_long_would_do(toy: Toy) -> None:
     with pytest.raises(LedgerError, match=r"seconds=0\.2 is too short: after .* pass about ") as caught:
         staged(toy, 0.3).ledger(seconds=0.2, progress=False)
     assert caught.value.ledger is None
-    enough = float(str(caught.value).partition("pass about ")[2].partition(" s,")[0])
-    assert enough > 0.2
+
+    def advised(error: LedgerError) -> float:
+        return float(str(error).partition("pass about ")[2].partition(" s,")[0])
+
+    assert advised(caught.value) > 0.2
+    enough = advised(caught.value)
     for _ in range(3):  # plain PyTorch alone shows little of the full pipeline
         try:
             ledger = staged(toy, 0.3).ledger(seconds=enough, progress=False)
         except LedgerError as error:
-            enough = float(str(error).partition("pass about ")[2].partition(" s,")[0])
+            enough = advised(error)
         else:
             break
     assert ledger.rows[-1].ratio is not None
@@ -136,11 +129,10 @@ def test_too_short_for_any_ledger_tells_how_long_would_do(toy: Toy) -> None:
 @pytest.mark.long
 def test_the_least_is_one_turn_each(toy: Toy) -> None:
     """Found by adding time until there is a ledger: it has plain PyTorch and the full pipeline."""
-    seconds = 0.5
-    while True:
+    seconds, ledger = 0.5, None
+    while ledger is None:
         try:
             ledger = staged(toy, 0.4).ledger(seconds=seconds, progress=False)
-            break
         except LedgerError:
             seconds += 0.8
     assert [row.ratio is not None for row in ledger.rows] == [True, False, False, False, True]
@@ -164,18 +156,16 @@ def test_a_batch_that_would_begin_too_late_does_not() -> None:
     assert list(until(float("inf"), [1, 2])) == [1, 2]
 
 
-class Stuck(nn.Module):
+class Stuck(Acting):
     """A model that waits for a minute when it is built, or in its first forward in training."""
 
     def __init__(self, when: str) -> None:
         super().__init__()
-        self.layers, self.when = plain_model(), when
+        self.when = when
         time.sleep(60 * (when == "build"))
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        time.sleep(60 * (self.when == "forward" and self.training))
-        result: torch.Tensor = self.layers(images)
-        return result
+    def act(self, _: torch.Tensor) -> None:
+        time.sleep(60 * (self.when == "forward"))
 
 
 def handlers() -> dict[int, Any]:
@@ -320,16 +310,6 @@ def test_ctrl_c_on_the_command_line_writes_the_ledger_so_far(
     assert "Interrupted (Ctrl-C) after" in " ".join(done.out.split())
 
 
-def interrupt_after(seconds: float) -> threading.Thread:
-    def work() -> None:
-        time.sleep(seconds)
-        signal.raise_signal(signal.SIGINT)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
-
-
 @pytest.mark.long
 def test_ctrl_c_gives_the_ledger_so_far_and_keeps_no_model(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     Slow.alive.clear()
@@ -384,8 +364,7 @@ class _Decoding(TorchLoader):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        transform = self.dataset.transform
-        self.dataset.transform = _Late(transform)
+        self.dataset.transform = _Late(self.dataset.transform)
 
 
 class _Late:
@@ -402,7 +381,7 @@ def test_a_loader_whose_workers_decode_closes_at_once(toy: Toy) -> None:
     """A batch takes them 16 s; torch waits 5 s for each."""
     loader = _Decoding(toy.train, batch_size=BATCH, image_size=16, workers=2)
     batches = iter(loader)
-    interrupt_after(8.0)
+    threading.Timer(8.0, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         next(batches)
     start = time.monotonic()

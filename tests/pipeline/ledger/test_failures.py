@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
-import weakref
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,28 +19,22 @@ from drivetrain.pipeline.ledger.picture import caption, picture
 from drivetrain.pipeline.measuring.runner import describe_error
 from drivetrain.pipeline.measuring.variant import LOADER, MODEL, PLAIN, in_turn, without
 from drivetrain.transforms import GradientClipping, LabelSmoothing, Report, Transform
-from ledgers import in_process
-from pipeline_data import BATCH, Toy, plain_model
+from ledgers import Acting, in_process
+from pipeline_data import BATCH, Toy
 from process_state import running_children
 from torch import nn
 
 
-class Fragile(nn.Module):
+class Fragile(Acting):
     """A model that raises in its forwards of whole training batches from number `fails_at` on; None: never."""
-
-    alive: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 
     def __init__(self, fails_at: int | None = None) -> None:
         super().__init__()
-        self.layers, self.fails_at, self.forwards = plain_model(), fails_at, 0
-        self.alive.add(self)
+        self.fails_at = fails_at
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        self.forwards += self.training and len(images) == BATCH
+    def act(self, _: torch.Tensor) -> None:
         if self.fails_at is not None and self.forwards >= self.fails_at > 0:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-        result: torch.Tensor = self.layers(images)
-        return result
 
 
 @dataclass(frozen=True)
@@ -140,7 +135,7 @@ def test_the_full_pipeline_fails_and_nothing_of_the_failed_is_kept_alive(toy: To
     assert ledger.waiting is None
     assert_shown_everywhere(ledger, "+ Breaks", "CUDA out of memory", tmp_path)
     gc.collect()
-    assert not list(Fragile.alive)
+    assert not [one for one in Fragile.alive if isinstance(one, Fragile)]
 
 
 def test_plain_pytorch_fails(toy: Toy) -> None:
@@ -186,21 +181,12 @@ def test_one_training_that_diverges_is_a_row(toy: Toy) -> None:
     assert all(" ".join(one.split()) in " ".join(caption(ledger).split()) for one in ledger.caveats)
 
 
-class DiesOnRanks(nn.Module):
+class DiesOnRanks(Acting):
     """A model whose process is killed in its first forward with two or more ranks."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = plain_model()
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        import os
-        import signal
-
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and self.training:
+    def act(self, _: torch.Tensor) -> None:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        result: torch.Tensor = self.layers(images)
-        return result
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ from drivetrain.transforms import (
     TestTimeFlip,
     Transform,
 )
-from ledgers import built, in_process
+from ledgers import Acting, built, in_process
 from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Sleepy, Toy, plain_model, surroundings
 from process_state import running_children
 from torch import nn
@@ -325,21 +325,13 @@ def test_a_turn_costs_what_a_step_costs_on_average_over_the_schedule() -> None:
     assert frozen == pytest.approx(0.25)  # none in the first half, half on average in the second
 
 
-class Watching(nn.Module):
+class Watching(Acting):
     """Notes the side of the images, and how many of its parameters learn, in training."""
 
     seen: ClassVar[list[tuple[int, int]]] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = plain_model()
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            learning = sum(parameter.requires_grad for parameter in self.parameters())
-            self.seen.append((images.shape[-1], learning))
-        result: torch.Tensor = self.layers(images)
-        return result
+    def act(self, images: torch.Tensor) -> None:
+        self.seen.append((images.shape[-1], sum(parameter.requires_grad for parameter in self.parameters())))
 
 
 def test_images_grow_and_layers_freeze_within_a_turn(toy: Toy) -> None:
