@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -66,13 +67,7 @@ class Variant:
 
 def groups(variants: Iterable[Variant]) -> list[list[Variant]]:
     """Group consecutive variants of the same pipeline, which is then built once."""
-    grouped: list[list[Variant]] = []
-    for variant in variants:
-        if grouped and grouped[-1][0].spec is variant.spec:
-            grouped[-1].append(variant)
-        else:
-            grouped.append([variant])
-    return grouped
+    return [list(group) for _, group in groupby(variants, key=lambda variant: id(variant.spec))]
 
 
 class Loaders:

@@ -10,16 +10,18 @@ from statistics import median
 from time import perf_counter
 
 from ...common.budget import OutOfTime
-from ...common.errors import DrivetrainError
+from ...common.errors import DrivetrainError, StrategyError
+from ...strategies.devices import rank_device
+from ...strategies.launching.speed import all_reduce_speed
 from ..describe.cuda_settings import uses_gpu
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
 from ..measuring.process import Failed, ProcessRunner
-from ..measuring.runner import Loaders, Variant, VariantRunner, describe_error
+from ..measuring.runner import Loaders, Variant, VariantRunner, describe_error, on_ranks
 from ..measuring.variant import LOADER, MODEL, Trial, VariantId, in_turn, same_samples
 from ..runs.config import FitConfig
 from ..runs.fit import fit
-from .communication import collective_seconds
+from ..training.build import build_model
 
 LIMIT_ROUNDS = 3
 FEWEST = 2
@@ -159,3 +161,27 @@ class Arena:
 def is_out_of_memory(reason: str) -> bool:
     """Whether a pipeline failed for lack of memory; a rank that the system killed most often did."""
     return any(text in reason.lower() for text in ("out of memory", "allocate memory", "sigkill"))
+
+
+def collective_seconds(plan: ResolvedPlan, deadline: float) -> float:
+    """Return the median seconds of an all-reduce of all gradients on the ranks of this pipeline: the least that a
+    step without overlap communicates.
+
+    Raises:
+        OutOfTime: at the deadline, in `perf_counter` time.
+        StrategyError: if a rank fails.
+    """
+    model, _ = build_model(plan.spec, plan.transforms)
+    size = 4 * sum(one.numel() for one in model.parameters() if one.requires_grad)
+    del model
+    left = max(deadline - perf_counter(), 0.0)
+    try:
+        return max(on_ranks(plan, left, _median, size, plan.distribution.device))
+    except StrategyError:
+        if perf_counter() >= deadline:
+            raise OutOfTime from None
+        raise
+
+
+def _median(size: int, device: str) -> float:
+    return all_reduce_speed(size, rank_device(device)).median

@@ -20,9 +20,8 @@ from drivetrain.common.errors import DrivetrainError, LedgerError
 from drivetrain.pipeline import TuneInterrupted
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.measuring.process import Failed
-from drivetrain.pipeline.tuning.arena import Arena
+from drivetrain.pipeline.tuning.arena import Arena, collective_seconds
 from drivetrain.pipeline.tuning.candidates import fitting
-from drivetrain.pipeline.tuning.communication import collective_seconds
 from drivetrain.pipeline.tuning.result import Tuned
 from drivetrain.pipeline.tuning.tune import Tuner, facts_of
 from drivetrain.transforms import LabelSmoothing
