@@ -79,9 +79,20 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class _Hardware(Struct):
+    gpus: list[str]
+    processor: str
+    cores: int
+
+
+class _Versions(Struct):
+    torch: str | None
+    drivetrain: str | None
+
+
 class _Machine(Struct):
-    hardware: dict[str, Any]
-    versions: dict[str, Any]
+    hardware: _Hardware
+    versions: _Versions
     date: str
     command: str
     environment: dict[str, Any] = {}

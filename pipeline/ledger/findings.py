@@ -114,7 +114,7 @@ def _for_the_model(ledger: LedgerData) -> str:
         return f"{advice}: it computes in fp32; try precision='bf16'"
     if costly := _costly(ledger):
         return f"{advice}{costly}"
-    if asked and not asked["compile"]:
+    if not asked.get("compile", True):
         return f"{advice}: try compile=True"
     return advice
 

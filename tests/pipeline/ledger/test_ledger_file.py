@@ -64,7 +64,7 @@ def trial(**wrong: Any) -> Callable[[dict[str, Any]], object]:
         ),
         (
             lambda content: content.update(provenance={"hardware": {}}),
-            "its provenance: object missing required field `versions`",
+            "its provenance.hardware: object missing required field `gpus`",
         ),
         (
             lambda content: content.update(failed={str(WHOLE): 5}),
