@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -193,10 +192,3 @@ def t_quantile(level: float, freedom: int) -> float:
 def speed_text(value: float) -> str:
     """Format images/s with at least three digits, so that different speeds look different."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def drawn(figure: Any, form: str) -> bytes:
-    """Return a matplotlib figure in a format (`"png"`, `"svg"`, `"pdf"`)."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=form, dpi=150, bbox_inches="tight")
-    return buffer.getvalue()

@@ -18,7 +18,8 @@ from ...common.storage.files import atomic_file
 from ...common.storage.json_files import ShapeError, parse
 from ...common.table import Table
 from ..describe.pipeline_spec import PipelineSpec
-from ..measuring.statistics import drawn, speed_text
+from ..measuring.picture import render
+from ..measuring.statistics import speed_text
 from ..recipes.export import to_recipe
 
 Outcome = Literal["accepted", "dropped", "trade", "undecided", "failed", "not tried"]
@@ -171,7 +172,7 @@ class Tuned:
             comment = "".join(f"# {line}\n" for line in lines)
             content = (comment + yaml.safe_dump(to_recipe(self.pipeline), sort_keys=False)).encode()
         elif path.suffix in (".png", ".svg", ".pdf"):
-            content = drawn(self.picture(), path.suffix[1:])
+            content = render(self.picture(), path.suffix[1:])
         else:
             raise PlanError(f"{path} must end in .yaml, .json, .png, .svg or .pdf.")
         with atomic_file(path) as file:

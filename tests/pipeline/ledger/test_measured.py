@@ -71,17 +71,13 @@ def test_rows_follow_what_was_asked_for(toy: Toy) -> None:
     assert [variant.spec.distribution.options.get("device") for variant in found] == ["cpu"] * len(found)
     assert [variant.id.workload for variant in found[-5:]] == ["train", "loader", "model", "split", "extras"]
     flipped = variants(resolve(toy.pipeline().transform(TestTimeFlip())))
-    assert [variant.id for variant in flipped] == [
-        PLAIN,
-        in_turn("FFCV loader"),
-        *OF_THE_WHOLE,
-    ]  # nothing of training
+    # nothing of training
+    assert [variant.id for variant in flipped] == [PLAIN, in_turn("FFCV loader"), *OF_THE_WHOLE]
     assert all(variant.spec.transforms == (TestTimeFlip(),) for variant in flipped)  # accuracies compare
     *_, group = groups(found)
     assert [variant.id for variant in group] == [in_turn("ddp × 2"), *OF_THE_WHOLE]
-    assert names(toy.pipeline(loader="torch").distribute("single", activation_checkpointing=True))[1] == (
-        in_turn("activation checkpointing")
-    )
+    checkpointed = toy.pipeline(loader="torch").distribute("single", activation_checkpointing=True)
+    assert names(checkpointed)[1] == in_turn("activation checkpointing")
 
 
 def test_a_stage_alone_and_the_whole_without_one(toy: Toy) -> None:
@@ -93,9 +89,8 @@ def test_a_stage_alone_and_the_whole_without_one(toy: Toy) -> None:
 
     two = toy.pipeline().transform(LabelSmoothing(0.1))
     assert measured(toy.pipeline()) == {}
-    assert measured(two) == {
-        only("LabelSmoothing"): ["LabelSmoothing"]
-    }  # and that is without the loader, too
+    # and that is without the loader, too
+    assert measured(two) == {only("LabelSmoothing"): ["LabelSmoothing"]}
     whole = two.distribute("ddp", devices=2, precision="bf16", device="cpu")
     rest = ["FFCV loader", "LabelSmoothing", "bf16", "ddp × 2"]
     assert [stage.name for stage in stages(resolve(whole))] == rest
@@ -195,9 +190,8 @@ def test_all_turns_of_a_round_have_the_same_samples(full: Ledger) -> None:
     for trials in full.rounds:
         found = {trial.samples for name, trial in trials.items() if name != MODEL}
         assert len(found) == 1
-    assert len({trials[PLAIN].samples for trials in full.rounds}) == len(
-        full.rounds
-    )  # each an epoch of its own
+    # each an epoch of its own
+    assert len({trials[PLAIN].samples for trials in full.rounds}) == len(full.rounds)
 
 
 def test_what_a_variant_holds_in_memory(full: Ledger) -> None:
