@@ -64,7 +64,7 @@ class Acting(nn.Module):
         self.alive.add(self)
 
     def act(self, images: torch.Tensor) -> None:
-        raise NotImplementedError
+        """Do nothing; a subclass does."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if self.training and len(images) == BATCH:
