@@ -21,14 +21,16 @@ from drivetrain import Pipeline
 from drivetrain.common.table import Table
 from drivetrain.loaders import convert
 from drivetrain.pipeline import Tuned
-from drivetrain.pipeline.tuning.separate import Separate
+from drivetrain.pipeline.measuring.process import ProcessRunner
+from drivetrain.pipeline.measuring.runner import Variant
+from drivetrain.pipeline.measuring.variant import in_turn
 from measuring import compare, measure, save
 
 TUNED, GIVEN = "tuned", "as given"
 TRIAL_SECONDS = 5.0
 
 
-def speed(contender: Separate, batches: int) -> float:
+def speed(contender: ProcessRunner, batches: int) -> float:
     return contender.trial(1, batches).speed
 
 
@@ -36,7 +38,7 @@ def confirmed(given: Pipeline, tuned: Tuned, rounds: int) -> tuple[Table, Any]:
     """Measure both pipelines in turns, the tuned one with the environment variables that were found for it."""
     contenders = {}
     for name, spec, variables in ((TUNED, tuned.pipeline, tuned.variables), (GIVEN, given, {})):
-        contenders[name] = Separate(name, spec, variables, 2, perf_counter() + 3600)
+        contenders[name] = ProcessRunner(Variant(in_turn(name), spec), variables, 2, perf_counter() + 3600)
     each = contenders[GIVEN].trial(0, 2).seconds / 2
     batches = max(round(TRIAL_SECONDS / each), 2)
     turns = {name: partial(speed, one, batches) for name, one in contenders.items()}

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from ...common import machine
+from ...common.budget import Budget
 from ...common.checks import check_number, check_whole, plain
 from ...common.errors import DataError
 from ...common.signals import handled
-from ...common.terminal import time_bar
 from ..image_size import ImageSize
 from ..options import LoaderOptions, check_workers
 from .report import Advice, Rate, Row, bound, by_loss, bytes_text
@@ -83,11 +83,11 @@ def advise(
     threads = check_workers(workers)
     data = open_data_set(source)
     sample = data.sample(samples, _SEED)
-    with _temporary_folder(scratch) as folder, _Clock(seconds, begin, progress) as clock:
-        tried, files = _convert_all(sample, formats(data, max(size)), folder, threads, clock)
+    with _temporary_folder(scratch) as folder, _Budget(seconds, begin, progress) as budget:
+        tried, files = _convert_all(sample, formats(data, max(size)), folder, threads, budget)
         kept, others = distinct(files)
         trials = _Trials(kept, size, threads)
-        trials.run(clock)
+        trials.run(budget)
     memory = machine.free_memory()
     return Advice(
         source=str(source),
@@ -107,45 +107,37 @@ def advise(
     )
 
 
-class _Clock:
-    """The time for everything, the bar of its use, and Ctrl-C."""
+class _Budget(Budget):
+    """The time for everything, in which a Ctrl-C that Python ignores is not lost: one while it removes an object."""
 
     def __init__(self, seconds: float, begin: float, progress: bool) -> None:
-        self.seconds, self._end = seconds, begin + seconds
+        super().__init__(seconds, begin, progress, "advise")
         self._interrupted, self._context = False, ExitStack()
-        self._bar: Any = time_bar(seconds, progress)
-
-    @property
-    def left(self) -> float:
-        """Seconds until the end; negative after it."""
-        return self._end - perf_counter()
 
     def show(self, what: str) -> None:
         """Show what is being done next, unless it was interrupted."""
         if self._interrupted:
             raise KeyboardInterrupt
-        self._bar.n = min(max(self.seconds - self.left, 0.0), self.seconds)
-        self._bar.set_description(what)
+        super().show(what)
 
     def require_time(self, what: str) -> None:
         """Raise `DataError` if no time is left."""
         if self.left <= 0:
             raise DataError(
-                f"seconds={self.seconds:g} is too short: {what} took {self.seconds - self.left:.1f} s. Use at least "
-                f"{max(3 * (self.seconds - self.left), 1):.0f}, or fewer samples."
+                f"seconds={self.seconds:g} is too short: {what} took {self.used:.1f} s. Use at least "
+                f"{max(3 * self.used, 1):.0f}, or fewer samples."
             )
 
-    def __enter__(self) -> _Clock:
+    def __enter__(self) -> Self:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._context.enter_context(handled([signal.SIGINT], self._interrupt))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._context.close()
-        self._bar.close()
+        super().__exit__(*exception)
 
     def _interrupt(self, *_: object) -> None:
-        """Note Ctrl-C, because Python ignores an exception that arrives while it removes an object."""
         self._interrupted = True
         raise KeyboardInterrupt
 
@@ -168,7 +160,7 @@ def _temporary_folder(scratch: str | Path | None) -> Iterator[Path]:
 
 
 def _convert_all(
-    sample: Sample, ways: Sequence[dict[str, Any]], folder: Path, threads: int, clock: _Clock
+    sample: Sample, ways: Sequence[dict[str, Any]], folder: Path, threads: int, budget: _Budget
 ) -> tuple[int, list[Converted]]:
     """Convert a sample in all ways: as many images as there is time for. Return their number and the files.
 
@@ -177,15 +169,15 @@ def _convert_all(
     """
 
     def convert_as(number: int, images: Sample) -> Converted:
-        clock.show("converting")
+        budget.show("converting")
         file = converted(images, folder / f"{number}.beton", ways[number], threads)
-        clock.require_time(f"converting {len(images)} images")
+        budget.require_time(f"converting {len(images)} images")
         return file
 
     pilot = sample.first(_PILOT)
     files = [convert_as(number, pilot) for number in range(len(ways))]
     each = sum(file.seconds for file in files) / len(pilot)
-    count = min(int(clock.seconds * _SHARE / each), len(sample))
+    count = min(int(budget.seconds * _SHARE / each), len(sample))
     if count <= len(pilot):
         return len(pilot), files
     needed = count * sum(int(file.sizes.sum()) for file in files) / len(files[0].sizes)
@@ -214,25 +206,25 @@ class _Trials:
         self._disk: defaultdict[Path, list[float]] = defaultdict(list)
         self.rounds = 0
 
-    def run(self, clock: _Clock) -> None:
+    def run(self, budget: _Budget) -> None:
         """Measure rounds until the time ends.
 
         Raises:
             DataError: if it ends before the first.
         """
-        clock.show("warming up")
+        budget.show("warming up")
         expected = {}
         for file in self._files:
             expected[file.path] = loading_rate(file, self._image_size, self._threads, 0, 0, 0)
-            clock.require_time("warming up")
+            budget.require_time("warming up")
         counts = sorted({1, self._threads})
-        each = clock.left / _ROUNDS / (len(self._files) * (len(counts) + 1))
+        each = budget.left / _ROUNDS / (len(self._files) * (len(counts) + 1))
         longest = 0.0
-        while self.rounds == 0 or clock.left > longest:
+        while self.rounds == 0 or budget.left > longest:
             begin = perf_counter()
             for place in range(len(self._files)):
                 file = self._files[(place + self.rounds) % len(self._files)]
-                clock.show(f"round {self.rounds + 1}: {file.name}")
+                budget.show(f"round {self.rounds + 1}: {file.name}")
                 for workers in counts:
                     rate = expected[file.path] * workers / self._threads
                     rate = loading_rate(file, self._image_size, workers, rate, each, self.rounds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 from tqdm.auto import tqdm
 
@@ -11,13 +10,13 @@ from ...common.checks import is_number
 from ...common.errors import PlanError
 from ...common.terminal import is_interactive
 from ..describe.resolve import ResolvedPlan
+from ..measuring.runner import Variant, describe_error
+from ..measuring.variant import VariantId
 from ..runs.config import FitConfig
 from ..runs.fit import fit
 from ..tasks.scales import check_comparable
 from ..telemetry.history import Epoch, Monitor
-from .data import Trained, VariantId
-from .runner import described
-from .variants import Variant
+from .data import Trained
 
 
 def check_accuracy(plan: ResolvedPlan, target: float | None) -> int:
@@ -68,23 +67,23 @@ def _trained(variant: Variant, epochs: int, target: float | None, sets_target: b
     try:
         run = fit(variant.spec, FitConfig(epochs=epochs, progress=False, checkpoints=None)).history
     except Exception as error:  # e.g. out of memory: continue with the others
-        return Trained(failed=described(error))
-    accuracy, history = None if run.monitored is None else run.monitor.fraction(run.monitored), run.epochs
+        return Trained(failed=describe_error(error))
+    accuracy = None if run.monitored is None else run.monitor.fraction(run.monitored)
     if target is None and sets_target:
         target = accuracy
     return Trained(
         accuracy,
-        sum(epoch.seconds for epoch in history),
-        None if target is None else seconds_to(target, history, run.monitor),
+        sum(epoch.seconds for epoch in run.epochs),
+        None if target is None else seconds_to(target, run.epochs, run.monitor),
     )
 
 
 def seconds_to(target: float, history: Sequence[Epoch], monitor: Monitor) -> float | None:
     """Return the seconds until the end of the first epoch whose metric reaches `target`; None if none does."""
-    spent = accumulate(epoch.seconds for epoch in history)
-    pairs = zip(history, spent, strict=True)
-    known = ((monitor.of(epoch), at) for epoch, at in pairs)
-    reached = (
-        at for value, at in known if value is not None and monitor.reaches(monitor.fraction(value), target)
-    )
-    return next(reached, None)
+    spent = 0.0
+    for epoch in history:
+        spent += epoch.seconds
+        value = monitor.of(epoch)
+        if value is not None and monitor.reaches(monitor.fraction(value), target):
+            return spent
+    return None

@@ -10,9 +10,9 @@ from typing import Any
 
 from ...common.table import Table
 from ..measuring.statistics import Ratio, ratio_of_means
-from .data import EXTRAS, SPLIT, VariantId
+from ..measuring.variant import EXTRAS, SPLIT, VariantId
 from .ledger import Ledger
-from .table import UNRESOLVED, WIDTH
+from .table import WIDTH
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,13 @@ class Comparison:
 
     def _table(self) -> Table:
         words = {True: "yes", False: "no", None: ""}
+        rows = []
+        for row in self.rows:
+            first, second = (one.text if one else "" for one in (row.first, row.second))
+            rows.append((row.name, first, second, words[row.overlap], row.speed.text))
         return Table(
             ("", "over plain: first", "over plain: second", "overlap", "speed: second over first"),
-            [
-                (
-                    row.name,
-                    _interval(row.first),
-                    _interval(row.second),
-                    words[row.overlap],
-                    _interval(row.speed),
-                )
-                for row in self.rows
-            ],
+            rows,
             "Two ledgers",
             "intervals in brackets; the runs were not interleaved: the machine's speed may have changed in between",
             figures=True,
@@ -91,12 +86,6 @@ class Comparison:
         sentences += self.failed
         sentences += [f"Only in {where}: {one}." for one, where in self.missing.items()]
         return sentences + (self.differences or ["Recipe, hardware, versions and revision are the same."])
-
-
-def _interval(one: Ratio | None) -> str:
-    if one is None:
-        return ""
-    return f"{one.value:.2f}  ({one.low:.2f} to {one.high:.2f})" if one.resolved else UNRESOLVED
 
 
 def compare(first: str | Path, second: str | Path) -> Comparison:
@@ -166,12 +155,11 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str
 def _own_steps(plan: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
     """Return the steps that the other plan lacks; for one that differs only in `why`, with its `why`."""
     known = [step["what"] for step in other]
-    steps = [
+    return "; ".join(
         f"{step['what']} ({step['why']})" if step["what"] in known else step["what"]
         for step in plan
         if step not in other
-    ]
-    return "; ".join(steps)
+    )
 
 
 def _text(value: object) -> str:

@@ -4,136 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 
 from ..measuring.statistics import LEVEL, Figure, Levels, Ratio
+from ..measuring.variant import (
+    COPY,
+    EXTRAS,
+    LOADER,
+    MODEL,
+    PARTS,
+    PLAIN,
+    SPLIT,
+    Costs,
+    Trial,
+    VariantId,
+    only,
+    without,
+)
 
-Kind = Literal[
-    "plain", "in_turn", "only", "without", "loader", "model", "copy", "split", "extras", "other", "other_alone"
-]  # fmt: skip
-NAMES: dict[Kind, str] = {
-    "plain": "plain PyTorch",
-    "in_turn": "+ {}",
-    "only": "only {}",
-    "without": "without {}",
-    "loader": "loader alone",
-    "model": "model alone",
-    "copy": "copy alone",
-    "split": "full pipeline, timed by part",
-    "extras": "full pipeline with fit's extras",
-    "other": "full pipeline, {} loader",
-    "other_alone": "{} loader alone",
-}
-"""Display name of each kind of variant, with the stage in the braces. Names are formatted here and never parsed."""
-Workload = Literal["train", "loader", "model", "copy", "split", "extras"]
-"""What a trial runs: training; the loader without a model; the model on one batch in memory; the copies to the
-device; training with its phases timed; training with the overhead of `fit`."""
-WORKLOADS: dict[Kind, Workload] = {
-    "loader": "loader", "model": "model", "copy": "copy", "split": "split", "extras": "extras",
-    "other_alone": "loader",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class VariantId:
-    """The identity of a variant.
-
-    Attributes:
-        kind: `plain` is plain PyTorch; `in_turn` has the stages up to this one; `only` is plain PyTorch with only this
-            stage; `without` is the full pipeline without it; `other` is the full pipeline with another loader, and
-            `other_alone` that loader. The others run the full pipeline or a part of it; see `Workload`.
-        stage: the stage of `in_turn`, `only` and `without`, the loader of `other` and `other_alone`; else empty.
-    """
-
-    kind: Kind
-    stage: str = ""
-
-    def __str__(self) -> str:
-        return NAMES[self.kind].format(self.stage)
-
-    def __format__(self, spec: str) -> str:
-        return format(str(self), spec)
-
-    @property
-    def is_row(self) -> bool:
-        """Whether it is a row of the main table: plain PyTorch, or a stage added in turn."""
-        return self.kind in ("plain", "in_turn")
-
-    @property
-    def workload(self) -> Workload:
-        """What its trials run."""
-        return WORKLOADS.get(self.kind, "train")
-
-
-PLAIN, LOADER, MODEL, COPY = VariantId("plain"), VariantId("loader"), VariantId("model"), VariantId("copy")
-SPLIT, EXTRAS = VariantId("split"), VariantId("extras")
 CEILINGS = (LOADER, MODEL, COPY)
-PARTS = ("transforms", "forward", "loss", "backward", "step", "hooks")
-"""The parts of a step that are timed."""
 ADDED = ("transforms", "loss", "hooks")
 """Those that are not the model's or the optimizer's."""
-
-
-def in_turn(stage: str) -> VariantId:
-    """Return the identity of this stage on top of those before it."""
-    return VariantId("in_turn", stage)
-
-
-def only(stage: str) -> VariantId:
-    """Return the identity of plain PyTorch with only this stage."""
-    return VariantId("only", stage)
-
-
-def without(stage: str) -> VariantId:
-    """Return the identity of the full pipeline without this stage."""
-    return VariantId("without", stage)
-
-
-def other(loader: str) -> tuple[VariantId, VariantId]:
-    """Return the identities of the full pipeline with this loader in place of its own, and of this loader alone."""
-    return VariantId("other", loader), VariantId("other_alone", loader)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One measurement.
-
-    Attributes:
-        images: images over all ranks.
-        seconds: duration.
-        waited: part of `seconds` spent waiting for data.
-        samples: digest of the labels, in order.
-        parts: seconds of forward, backward and step, or of the extras; None if not timed.
-    """
-
-    images: int
-    seconds: float
-    waited: float
-    samples: str = ""
-    parts: dict[str, float] | None = None
-
-    @property
-    def speed(self) -> float:
-        """Images/s."""
-        return self.images / self.seconds
-
-
-@dataclass(frozen=True)
-class Costs:
-    """The costs of a variant other than time: maxima over its ranks, None if not measured.
-
-    Attributes:
-        held_bytes: memory of `parameters`, `gradients` and `optimizer`, by these names.
-        peak_bytes: peak memory allocated; on a CPU, of the process.
-        compile_seconds: compile time, before the measurement.
-    """
-
-    held_bytes: Mapping[str, int] | None = None
-    peak_bytes: int | None = None
-    compile_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -263,7 +158,7 @@ class LedgerData:
         object.__setattr__(self, "variants", tuple(dict.fromkeys(known)))
         object.__setattr__(self, "notes", tuple(self.notes))
 
-    @property
+    @cached_property
     def levels(self) -> Levels[VariantId]:
         """The speeds of all variants, on one scale."""
         return Levels([{one: trial.speed for one, trial in trials.items()} for trials in self.rounds])
@@ -286,23 +181,28 @@ class LedgerData:
     @property
     def rows(self) -> list[Row]:
         """The rows of the main table, plain PyTorch first, the full pipeline last."""
-        levels, rows = self.levels, self.in_turn
+        rows = self.in_turn
         return [
             Row(
                 one,
-                levels.speed(one) if self.measured(one) else None,
-                self._ratio(levels, one, PLAIN),
-                self._ratio(levels, one, before),
+                self.speed(one) if self.measured(one) else None,
+                self._ratio(one, PLAIN),
+                self._ratio(one, before),
                 self.why_not(one),
             )
             for before, one in zip([PLAIN, *rows], rows, strict=False)
         ]
 
-    def _ratio(self, levels: Levels[VariantId], over: VariantId, under: VariantId) -> Ratio | None:
-        """Return a variant's throughput over another's; None if one of them was not measured."""
-        if not (self.measured(over) and self.measured(under)):
-            return None
-        return levels.ratio(over, under, self.level)
+    def speed(self, one: VariantId) -> Figure:
+        """Return a variant's images/s."""
+        return self.levels.speed(one)
+
+    def ratio(self, one: VariantId, over: VariantId) -> Ratio:
+        """Return a variant's throughput over another's, taken within rounds."""
+        return self.levels.ratio(one, over, self.level)
+
+    def _ratio(self, one: VariantId, over: VariantId) -> Ratio | None:
+        return self.ratio(one, over) if self.measured(one) and self.measured(over) else None
 
     @property
     def whole(self) -> VariantId:
@@ -312,13 +212,12 @@ class LedgerData:
     @property
     def stages(self) -> list[Gains]:
         """What each stage brings: alone, added in turn, and added last."""
-        levels = self.levels
         return [
             Gains(
                 one.stage,
-                self._ratio(levels, self.id_of_only(one.stage), PLAIN),
-                self._ratio(levels, one, before),
-                self._ratio(levels, self.whole, self.id_of_without(one.stage)),
+                self._ratio(self.id_of_only(one.stage), PLAIN),
+                self._ratio(one, before),
+                self._ratio(self.whole, self.id_of_without(one.stage)),
             )
             for before, one in pairwise(self.in_turn)
         ]
@@ -340,8 +239,7 @@ class LedgerData:
     def ceilings(self) -> dict[VariantId, Figure]:
         """Throughput in images/s of the loader without a model, of the model without a loader, and of the copies to the
         device, if any."""
-        levels = self.levels
-        return {one: levels.speed(one) for one in CEILINGS if self.measured(one)}
+        return {one: self.speed(one) for one in CEILINGS if self.measured(one)}
 
     @property
     def waiting(self) -> float | None:
@@ -363,8 +261,9 @@ class LedgerData:
         trials = [trials[SPLIT] for trials in self.rounds]
         seconds = sum(trial.seconds for trial in trials)
         shares = {"waiting": sum(trial.waited for trial in trials) / seconds}
-        for part in (one for one in PARTS if one in (trials[0].parts or {})):
-            shares[part] = sum((trial.parts or {}).get(part, 0.0) for trial in trials) / seconds
+        for part in PARTS:
+            if part in (trials[0].parts or {}):
+                shares[part] = sum((trial.parts or {}).get(part, 0.0) for trial in trials) / seconds
         return shares | {"other": max(1 - sum(shares.values()), 0.0)}
 
     @property
@@ -381,7 +280,7 @@ class LedgerData:
     def extras(self) -> Ratio | None:
         """Time of the full pipeline with the extras of `fit` (progress bar, CSV log, guard against non-finite losses),
         over its time without: 1.004 for an overhead of 0.4 %. None if not measured."""
-        return self._ratio(self.levels, self.whole, EXTRAS)
+        return self._ratio(self.whole, EXTRAS)
 
     @property
     def extras_share(self) -> float | None:
@@ -400,8 +299,8 @@ class LedgerData:
     def others(self) -> dict[VariantId, Ratio]:
         """Throughput with another loader over that with the pipeline's own: of the full pipeline, and of the loader
         alone."""
-        levels, own = self.levels, {"other": self.whole, "other_alone": LOADER}
-        ratios = {one: self._ratio(levels, one, own[one.kind]) for one in self.variants if one.kind in own}
+        own = {"other": self.whole, "other_alone": LOADER}
+        ratios = {one: self._ratio(one, own[one.kind]) for one in self.variants if one.kind in own}
         return {one: ratio for one, ratio in ratios.items() if ratio is not None}
 
     def ratios(self) -> dict[str, Ratio]:
@@ -421,21 +320,7 @@ class LedgerData:
         """The widest interval of `ratios`: 0.02 for ± 2 %."""
         return max(one.spread for one in self.ratios().values())
 
-    def speed(self, one: VariantId) -> Figure:
-        """Return a variant's images/s."""
-        return self.levels.speed(one)
-
-    def ratio(self, one: VariantId, over: VariantId) -> Ratio:
-        """Return a variant's throughput over another's, taken within rounds."""
-        return self.levels.ratio(one, over, self.level)
-
     def product_alone(self) -> dict[VariantId, int] | None:
         """Return the product of the stages' gains alone as powers for `Levels.product`; None if one is not measured."""
-        powers = {PLAIN: 0}
-        for row in self.in_turn[1:]:
-            alone = self.id_of_only(row.stage)
-            if not self.measured(alone):
-                return None
-            powers[alone] = 1
-            powers[PLAIN] -= 1
-        return powers
+        alone = [self.id_of_only(row.stage) for row in self.in_turn[1:]]
+        return {**dict.fromkeys(alone, 1), PLAIN: -len(alone)} if all(map(self.measured, alone)) else None

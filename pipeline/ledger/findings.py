@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..measuring.statistics import Ratio, speed_text
-from .data import ADDED, COPY, LOADER, MODEL, PARTS, PLAIN, Gains, LedgerData, VariantId
+from ..measuring.statistics import RESOLVED, Ratio, speed_text
+from ..measuring.variant import COPY, LOADER, MODEL, PARTS, PLAIN, VariantId
+from .data import ADDED, LedgerData
 
 ALIKE = 0.9  # ceilings with a ratio above this are both the bottleneck
 UNSURE = 0.1  # with a larger spread, whether the speedups compound is uncertain
@@ -20,12 +21,10 @@ NOISY = 0.3
 def bound(ledger: LedgerData) -> str:
     """Return the bottleneck, how close the full pipeline gets to that limit, and what to change next; or that it is not
     known, if the intervals do not tell."""
-    missing = [one for one in (ledger.whole, LOADER, MODEL) if not ledger.measured(one)]
+    missing = {one: ledger.why_not(one) for one in (ledger.whole, LOADER, MODEL) if not ledger.measured(one)}
     if missing:
-        why = [
-            f"{one} {why.state if (why := ledger.why_not(one)) else 'was not measured'}" for one in missing
-        ]
-        return f"The bottleneck is not known: {', '.join(why)}."
+        why = ", ".join(f"{one} {why.state if why else 'was not measured'}" for one, why in missing.items())
+        return f"The bottleneck is not known: {why}."
     tops = {one: figure.value for one, figure in ledger.ceilings.items()}
     lowest, second = sorted(tops, key=lambda one: tops[one])[:2]
     limits = f"the loader alone delivers {speed_text(tops[LOADER])} images/s, the model alone {speed_text(tops[MODEL])}"
@@ -92,11 +91,11 @@ def _share(reached: Ratio) -> str:
 
 def _costly(ledger: LedgerData) -> str:
     """Return which stage costs most speed; "" if none does."""
-    costly = [(gain.last.value, gain) for gain in ledger.stages if gain.last and gain.last.high < COSTS]
+    costly = {one.stage: one.last.value for one in ledger.stages if one.last and one.last.high < COSTS}
     if not costly:
         return ""
-    value, gain = min(costly, key=lambda pair: pair[0])
-    return f": without {gain.stage} it is {1 / value:.2f} × as fast"
+    stage = min(costly, key=lambda one: costly[one])
+    return f": without {stage} it is {1 / costly[stage]:.2f} × as fast"
 
 
 def _for_the_loader(ledger: LedgerData) -> str:
@@ -115,7 +114,7 @@ def _for_the_model(ledger: LedgerData) -> str:
         return f"{advice}: it computes in fp32; try precision='bf16'"
     if costly := _costly(ledger):
         return f"{advice}{costly}"
-    if asked and not asked["compile"]:
+    if not asked.get("compile", True):
         return f"{advice}: try compile=True"
     return advice
 
@@ -150,25 +149,14 @@ def compound(ledger: LedgerData) -> str:
 
 def _in_the_way(ledger: LedgerData) -> str:
     """Describe the stage that loses most of its gain on top of those before it."""
-    drops = [(gain, kept) for gain in ledger.stages[1:] if (kept := _kept_in_turn(gain)) is not None]
-    if not drops:
-        return "which stage loses its gain is not resolved"
-    stage = min(drops, key=lambda pair: pair[1])[0]
-    earlier = [gain.stage for gain in ledger.stages]
-    earlier = earlier[: earlier.index(stage.stage)]
-    assert stage.alone is not None  # as in _kept_in_turn
-    assert stage.in_turn is not None
-    return (
-        f"{stage.stage} brings {stage.alone.value:.2f} × alone and {stage.in_turn.value:.2f} × after "
-        f"{' and '.join(earlier)}"
-    )
-
-
-def _kept_in_turn(gain: Gains) -> float | None:
-    """Return a stage's gain in turn over its gain alone; None if one is unknown."""
-    if not (gain.alone and gain.in_turn and gain.alone.resolved and gain.in_turn.resolved):
-        return None
-    return gain.in_turn.value / gain.alone.value
+    stages, drops = ledger.stages, []
+    for place, stage in enumerate(stages):
+        alone, turn = stage.alone, stage.in_turn
+        if place and alone and turn and alone.resolved and turn.resolved:
+            earlier = " and ".join(one.stage for one in stages[:place])
+            text = f"{stage.stage} brings {alone.value:.2f} × alone and {turn.value:.2f} × after {earlier}"
+            drops.append((turn.value / alone.value, text))
+    return min(drops, key=lambda one: one[0])[1] if drops else "which stage loses its gain is not resolved"
 
 
 def caveats(ledger: LedgerData) -> list[str]:
@@ -176,8 +164,7 @@ def caveats(ledger: LedgerData) -> list[str]:
     sentences = []
     rounds = f"{len(ledger.rounds)} round{'s' * (len(ledger.rounds) != 1)}"
     if ledger.stopped:
-        widest = ledger.spread
-        width = f"± {widest:.1%}" if _shown(widest) else "too wide to be meaningful"
+        width = f"± {ledger.spread:.1%}" if ledger.spread <= RESOLVED else "too wide to be meaningful"
         sentences.append(f"{ledger.stopped} after {rounds}; the widest interval is {width}.")
     sentences += ledger.notes
     sentences += _by_reason("Failed", ledger.failed)
@@ -196,10 +183,6 @@ def caveats(ledger: LedgerData) -> list[str]:
             "What follows is uncertain, with intervals this wide: increase seconds, on a quiet machine."
         )
     return sentences
-
-
-def _shown(spread: float) -> bool:
-    return Ratio(1.0, 1 / (1 + spread), 1 + spread, 2).resolved
 
 
 def _too_few(ledger: LedgerData) -> str:

@@ -9,10 +9,11 @@ from typing import Any, Self
 
 from ...common.errors import DrivetrainError, MissingExtra, require
 from ...common.storage.files import atomic_file
-from . import findings as findings
+from ..measuring.picture import render
+from . import findings
 from .data import LedgerData
 from .file import read, to_dict
-from .picture import draw
+from .picture import picture
 from .table import html_text, text
 
 
@@ -84,7 +85,7 @@ class Ledger(LedgerData):
         if path.suffix == ".json":
             content = json.dumps(self.to_dict(), indent=1).encode()
         elif path.suffix in (".png", ".svg", ".pdf"):
-            content = draw(self, path.suffix[1:])
+            content = render(picture(self), path.suffix[1:])
         else:
             raise DrivetrainError(f"{path} must end in .json, .png, .svg or .pdf.")
         with atomic_file(path) as file:

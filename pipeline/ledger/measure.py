@@ -1,17 +1,13 @@
-"""Measure a ledger: what each stage brings, in interleaved trials, and which part is the bottleneck.
+"""Measure a ledger: what each stage contributes, in interleaved trials, and which part is the bottleneck.
 
 All variants train on the same samples with the same loop; this is checked. In each round, every variant has one trial,
 an epoch over the same part of the data. Ratios are taken within a round, so that a drift of the machine's speed does
-not bias them. Warm-up trials, including compiling, are not counted. Rounds end when the confidence intervals of all
-ratios are narrow, or when the time is spent; the ledger states the reason.
+not bias them.
 
-The time budget includes everything: building, warm-up, rounds, peak memory. Plain PyTorch and the full pipeline are
-first; their first trials show what fits into the rest. The stages in turn, each stage alone, and the full pipeline
-without each follow in this order, each only if there is time for some rounds of all variants so far. What does not fit
-is left out, with the reason. After the deadline no batch starts, and half a second later the running one is interrupted
-like by Ctrl-C; so a ledger exceeds its budget by at most one call into native code.
-
-A variant that fails at any point becomes a row with the reason; the others continue without it.
+Plain PyTorch and the full pipeline are first; their first trials show what fits into the rest of the time budget. The
+stages in turn, each stage alone, and the full pipeline without each follow in this order, each only if there is time
+for some rounds of all variants so far. After the deadline no batch starts, and half a second later the running one is
+interrupted like by Ctrl-C; so a ledger exceeds its budget by at most one call into native code.
 """
 
 from __future__ import annotations
@@ -20,63 +16,66 @@ import dataclasses
 import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
+from statistics import mean
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from ...common.budget import Budget, OutOfTime, alarm, rounded_up
 from ...common.checks import is_number
 from ...common.errors import DrivetrainError, LedgerError, PlanError
-from ...strategies.launching.group import is_rank
 from ..describe.config import LOADERS
 from ..describe.cuda_settings import uses_gpu
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import Plan
 from ..describe.precision import choose
 from ..describe.resolve import ResolvedPlan, resolve
-from ..measuring.budget import Budget, OutOfTime, alarm, rounded_up
+from ..measuring.runner import (
+    MIN_BATCHES,
+    Loaders,
+    Variant,
+    VariantRunner,
+    check_measurable,
+    describe_error,
+    groups,
+    peak_bytes,
+)
+from ..measuring.variant import PLAIN, Trial, VariantId, same_samples
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, resolve_data
 from ..training.plain_torch import plain_torch
 from .accuracy import check_accuracy, train_each
-from .data import PLAIN, Accuracies, LedgerData, Trained, Trial, VariantId
+from .data import Accuracies, LedgerData, Trained
 from .ledger import Ledger, LedgerInterrupted
-from .record import NO_TIME, Record, same_samples
-from .runner import (
-    MIN_BATCHES,
-    PEAK_RESERVE,
-    PEAK_SECONDS,
-    Loaders,
-    VariantRunner,
-    described,
-    groups,
-    peak_bytes,
-)
-from .variants import Variant, alone_and_without, in_turn, possible, variants, with_loader
+from .record import NO_TIME, Record
+from .variants import alone_and_without, in_turn, possible, variants, with_loader
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 30  # adding a stage in turn must leave time for MIN_ROUNDS
 # Intervals of fewer rounds may be narrow by chance; adding any other variant must leave time for as many.
 TIGHT_ROUNDS = 5
 AIM_ROUNDS = 8  # the length of a trial is chosen for this many rounds
+PEAK_SECONDS, PEAK_RESERVE = 100, 20
+"""Peak memory is measured in ledgers of at least PEAK_SECONDS, which reserve PEAK_RESERVE for its two processes."""
 PLAIN_FAILED = "Plain PyTorch failed, so there is nothing to compare with"
-WITHIN = 0.02
-"""The ledger ends once every interval is this narrow to each side."""
 
 
 @plain_torch()
 def measure(
     spec: PipelineSpec,
     *,
-    seconds: float = 120.0,
-    within: float = WITHIN,
-    accuracy: bool = False,
-    epochs: int | None = None,
-    target: float | None = None,
-    other_loader: str | None = None,
-    progress: bool = True,
+    seconds: float,
+    within: float,
+    accuracy: bool,
+    epochs: int | None,
+    target: float | None,
+    other_loader: str | None,
+    progress: bool,
 ) -> Ledger:
     """Measure the ledger of a pipeline; see `Pipeline.ledger`."""
-    check_asked(seconds, within)
+    check_measurable(seconds)
+    if not is_number(within, "(0, 1)"):
+        raise PlanError(f"within={within!r} must be between 0 and 1: 0.02 means intervals of ± 2 %.")
     if accuracy and epochs is not None:
         spec = spec.replace(epochs=epochs)
     plan = resolve(spec)
@@ -95,6 +94,19 @@ def measure(
     others = [] if other_loader is None else with_loader(plan, other_loader)
     for variant in others:
         _ = variant.plan  # raises if that loader cannot load the data
+    ledger = _measured(plan, others, Budget(seconds, perf_counter(), progress, "ledger"), within)
+    if accuracy and epochs is not None:
+        return _train_each(ledger, plan, others, epochs, target, progress)
+    return ledger
+
+
+def _measured(plan: ResolvedPlan, others: list[Variant], budget: Budget, within: float) -> Ledger:
+    """Measure the ledger.
+
+    Raises:
+        LedgerInterrupted: on Ctrl-C.
+        LedgerError: if there is no ledger.
+    """
     facts: dict[str, Any] = {
         "recipe": plan.recipe,
         "plan": Plan(plan.steps).to_dict()["steps"],
@@ -106,55 +118,20 @@ def measure(
         },
         "batch_size": plan.data.batch_size,
     }
-    ledger = _measured(plan, others, seconds, within, progress, facts)
-    if accuracy and epochs is not None:
-        return _train_each(ledger, plan, others, epochs, target, progress)
-    return ledger
-
-
-def check_asked(seconds: float, within: float = WITHIN) -> None:
-    """Raise PlanError for invalid options, and in a process that is a rank."""
-    if not is_number(seconds, "(0, inf)"):
-        given = f"{seconds:g}" if is_number(seconds) else repr(seconds)
-        raise PlanError(f"seconds={given} (--seconds, --ledger-seconds) must be positive and finite.")
-    if not is_number(within, "(0, 1)"):
-        raise PlanError(f"within={within!r} must be between 0 and 1: 0.02 means intervals of ± 2 %.")
-    if is_rank():
-        raise PlanError(
-            "The ledger starts its own ranks, between other trials. Start it without torchrun, and outside a process "
-            "group."
-        )
-
-
-def _measured(
-    plan: ResolvedPlan,
-    others: list[Variant],
-    seconds: float,
-    within: float,
-    progress: bool,
-    facts: dict[str, Any],
-) -> Ledger:
-    """Measure the ledger.
-
-    Raises:
-        LedgerInterrupted: on Ctrl-C.
-        LedgerError: if there is no ledger.
-    """
-    begin = perf_counter()
     always = variants(plan, copies=uses_gpu(plan.distribution))
     record = Record([variant.id for variant in (*always, *others, *alone_and_without(plan))])
     interrupted, error = False, ""
     try:
         # Trials draw random numbers, like training; the caller's generators do not change.
-        with fork_rng(plan.seed):
-            _Measurement(plan, record, begin, seconds, within, progress, others).run()
+        with budget, fork_rng(plan.seed):
+            _Measurement(plan, record, budget, within, others).run()
     except KeyboardInterrupt:
         interrupted = True
     except _NoLedger as failure:
         error = str(failure)
     ledger = record.ledger(facts, interrupted)
     if ledger is not None:
-        used = {"seconds": round(perf_counter() - begin, 1), "seconds_asked": seconds}
+        used = {"seconds": round(budget.used, 1), "seconds_asked": budget.seconds}
         trial = {"batches_per_trial": ledger.rounds[0][PLAIN].images // plan.data.batch_size}
         ledger = dataclasses.replace(ledger, facts={**facts, **trial, **used, "provenance": provenance()})
     # Raised here, so that they do not keep the frames of the measurement alive, and with them every variant's model:
@@ -205,8 +182,8 @@ class _Measurement:
     Args:
         plan: the resolved pipeline.
         record: receives the results as they arrive; it holds no model.
-        begin: start of the time budget, in `perf_counter` time.
-        seconds, within, progress: as in `Pipeline.ledger`.
+        budget: the time budget.
+        within: as in `Pipeline.ledger`.
         others: the variants with another loader, if one was requested.
     """
 
@@ -214,19 +191,22 @@ class _Measurement:
         self,
         plan: ResolvedPlan,
         record: Record,
-        begin: float,
-        seconds: float,
+        budget: Budget,
         within: float,
-        progress: bool,
         others: Sequence[Variant] = (),
     ) -> None:
-        self._plan, self._record, self._within = plan, record, within
+        self._plan, self._record, self._budget, self._within = plan, record, budget, within
         self._others = list(others)
-        self._budget = Budget(seconds, begin, progress)
+        self._always = variants(plan, copies=uses_gpu(plan.distribution))
         self._runners: list[VariantRunner] = []
         self._batches = 1  # of a first trial, and the minimum of any trial
-        self._weighs = self._weighs_processes()
-        self._deadline = self._budget.end - (PEAK_RESERVE if self._weighs else 0)
+        self._plain_seconds: float | None = None  # of plain PyTorch, including its first trial
+        # On a GPU, the peak memory of each variant is measured during warm-up; else of two, in new processes.
+        self._weighs = not uses_gpu(plan.distribution) and budget.seconds >= PEAK_SECONDS
+        if not (self._weighs or uses_gpu(plan.distribution)):
+            reason = f"it starts two processes, and requires seconds of at least {PEAK_SECONDS}"
+            record.missing_costs["peak memory"] = reason
+        self._deadline = budget.end - (PEAK_RESERVE if self._weighs else 0)
 
     def run(self) -> None:
         """Measure.
@@ -234,23 +214,20 @@ class _Measurement:
         Raises:
             _NoLedger: if plain PyTorch fails, or the time is too short.
         """
-        try:
-            with ExitStack() as stack:
-                stack.callback(self._close)
-                self._loaders = Loaders(stack)
-                try:
-                    with alarm(self._deadline):
-                        self._least()
-                        self._add_further()
-                        self._rounds()
-                except OutOfTime:
-                    self._record.stopped = self._spent()
-                    if not self._record.enough():
-                        raise _NoLedger(self._too_short()) from None
-            if self._weighs:
-                self._weigh()
-        finally:
-            self._budget.close()
+        with ExitStack() as stack:
+            stack.callback(self._close)
+            self._loaders = Loaders(stack)
+            try:
+                with alarm(self._deadline):
+                    self._least()
+                    self._add_further()
+                    self._rounds()
+            except OutOfTime:
+                self._record.stopped = self._spent()
+                if not self._record.enough():
+                    raise _NoLedger(self._too_short()) from None
+        if self._weighs:
+            self._weigh()
 
     def _close(self) -> None:
         for runner in self._runners:
@@ -272,26 +249,10 @@ class _Measurement:
             f"trial of each: pass about {rounded_up(1.5 * needed):g} s, and several times as much to compare stages."
         )
 
-    _plain_seconds: float | None = None
-    """Seconds that plain PyTorch took, including its first trial."""
-
-    def _weighs_processes(self) -> bool:
-        """Return whether to measure peak memory at the end, of plain PyTorch and the full pipeline in new processes.
-
-        On a GPU, the peak of each variant is measured during warm-up instead.
-        """
-        if uses_gpu(self._plan.distribution):
-            return False
-        enough = self._budget.seconds >= PEAK_SECONDS
-        if not enough:
-            reason = f"it starts two processes, and requires seconds of at least {PEAK_SECONDS}"
-            self._record.missing_costs["peak memory"] = reason
-        return enough
-
     def _weigh(self) -> None:
         """Measure the peak memory of plain PyTorch and of the full pipeline, as far as there is time."""
-        record = self._record
-        for variant in (in_turn(self._plan)[0], in_turn(self._plan)[-1]):
+        record, rows = self._record, in_turn(self._plan)
+        for variant in (rows[0], rows[-1]):
             if variant.id not in record.costs:
                 continue
             what = f"peak memory of {variant.id}"
@@ -302,7 +263,7 @@ class _Measurement:
             try:
                 peak = peak_bytes(variant.plan, self._batches, self._budget.left)
             except DrivetrainError as error:
-                record.missing_costs[what] = NO_TIME if self._budget.left <= 0 else described(error)
+                record.missing_costs[what] = NO_TIME if self._budget.left <= 0 else describe_error(error)
             else:
                 record.costs[variant.id] = dataclasses.replace(record.costs[variant.id], peak_bytes=peak)
 
@@ -317,11 +278,11 @@ class _Measurement:
         except OutOfTime:
             raise
         except Exception as error:
+            reason = describe_error(error)
             if first == PLAIN:
                 if isinstance(error, DrivetrainError):  # of model, data or device, as from `fit`
                     raise
-                raise LedgerError(f"{PLAIN_FAILED}: {described(error)}") from error
-            reason = described(error)
+                raise LedgerError(f"{PLAIN_FAILED}: {reason}") from error
         else:
             self._runners.append(runner)
             self._runners.sort(key=lambda one: self._record.variants.index(one.variants[0]))
@@ -335,8 +296,7 @@ class _Measurement:
 
     def _first(self, runner: VariantRunner) -> None:
         """Run the first trials of a runner; in this process, training before the other variants."""
-        left = runner.variants
-        seconds = 0.0
+        left, seconds = runner.variants, 0.0
         if (
             self._batches == 1 and left[0] in self._record.first
         ):  # plain PyTorch's trial of one batch still counts
@@ -349,7 +309,7 @@ class _Measurement:
         same_samples(self._record.first)
 
     def _run_trials(
-        self, runner: VariantRunner, variants: list[VariantId], number: int, batches: int
+        self, runner: VariantRunner, chosen: list[VariantId], number: int, batches: int
     ) -> dict[VariantId, Trial]:
         """Run trials of these variants, and return those that did not fail.
 
@@ -357,14 +317,14 @@ class _Measurement:
             OutOfTime: at the deadline.
             _NoLedger: if plain PyTorch fails.
         """
-        self._budget.show(f"round {number}, {variants[0]}" if number else f"first trial of {variants[0]}")
-        trials, failed = runner.run(number, batches, variants, self._deadline)
+        self._budget.show(f"round {number}, {chosen[0]}" if number else f"first trial of {chosen[0]}")
+        trials, failed = runner.run(number, batches, chosen, self._deadline)
         for one, reason in failed.items():
             if one == PLAIN:
                 self._record.stopped = "Stopped because plain PyTorch failed"
                 raise _NoLedger(f"{PLAIN_FAILED}: {reason}")
             self._record.fail(one, reason)
-        runner.drop(failed)
+        runner.variants = [one for one in runner.variants if one not in failed]
         if not runner.variants:
             self._runners.remove(runner)
             runner.close()
@@ -376,17 +336,15 @@ class _Measurement:
 
     def _least(self) -> None:
         """Run one trial each of plain PyTorch and the full pipeline, and choose the number of batches of a trial."""
-        plain, *others = groups(variants(self._plan, copies=uses_gpu(self._plan.distribution)))
+        plain, *others = groups(self._always)
         runner = self._open(plain, 1)
         assert runner is not None  # else it has raised
         self._record.first |= self._run_trials(runner, [PLAIN], 0, 1)
         self._batches = self._fewest(runner.seconds)
         self._first(runner)
         self._plain_seconds = self._budget.used
-        if others:
-            runner = self._open(others[-1], self._batches)
-            if runner is not None:
-                self._first(runner)
+        if others and (runner := self._open(others[-1], self._batches)) is not None:
+            self._first(runner)
 
     def _fewest(self, seconds: float) -> int:
         """Return the minimum number of batches of a trial, given the seconds of one batch: `MIN_BATCHES` if the full
@@ -400,23 +358,25 @@ class _Measurement:
         time."""
         between = [self._others] if self._others else []
         between += [[variant] for variant in in_turn(self._plan)[1:-1]]
-        for group in (*between, *([variant] for variant in alone_and_without(self._plan))):
-            variant = group[0]
+        further = [[variant] for variant in alone_and_without(self._plan)]
+        for group in (*between, *further):
             rounds = MIN_ROUNDS if group in between else TIGHT_ROUNDS
             try:
-                ranks = variant.plan.needs_ranks
+                on_ranks = group[0].plan.needs_ranks
             except DrivetrainError as error:
-                self._record.left_out[variant.id] = f"it cannot be measured: {error}"
+                self._record.left_out[group[0].id] = f"it cannot be measured: {error}"
                 continue
-            alike = [t for t in self._runners if t.on_ranks == ranks]
-            trial = len(group) * _mean([t.seconds / (1 if ranks else len(t.variants)) for t in alike])
-            opening = _mean([t.opening for t in alike])
+            alike = [one for one in self._runners if one.on_ranks == on_ranks]
+            opening = trial = 0.0
+            if alike:
+                opening = mean(one.opening for one in alike)
+                trial = len(group) * mean(
+                    one.seconds / (1 if on_ranks else len(one.variants)) for one in alike
+                )
             spent = sum(runner.seconds for runner in self._runners) + trial
             if perf_counter() + opening + trial + rounds * spent > self._deadline:
                 self._record.left_out |= dict.fromkeys([one.id for one in group], NO_TIME)
-                continue
-            runner = self._open(group, self._batches)
-            if runner is not None:
+            elif (runner := self._open(group, self._batches)) is not None:
                 self._first(runner)
 
     def _rounds(self) -> None:
@@ -430,7 +390,7 @@ class _Measurement:
         per_round = (self._deadline - perf_counter()) / AIM_ROUNDS - starting
         batches = max(int(self._batches * per_round / training), self._batches)
         longest = starting + training * batches / self._batches
-        while True:
+        while not record.stopped:
             start, number = perf_counter(), len(record.rounds) + 1
             if (
                 number > TIGHT_ROUNDS
@@ -446,22 +406,16 @@ class _Measurement:
             else:
                 record.rounds.append(self.round(self._runners, number, batches))
                 longest = max(longest if number > 1 else 0.0, perf_counter() - start)
-                continue
-            return
 
     def round(self, runners: list[VariantRunner], number: int, batches: int) -> dict[VariantId, Trial]:
         """Run one trial of every variant; return those that did not fail, in the order of the rows."""
-        backwards = number % 2 == 0  # every second round, so that no variant always follows the same one
+        step = -1 if number % 2 == 0 else 1  # every second round backwards: none always follows the same one
         trials: dict[VariantId, Trial] = {}
-        for runner in runners[:: -1 if backwards else 1]:
-            trials |= self._run_trials(runner, runner.variants[:: -1 if backwards else 1], number, batches)
+        for runner in runners[::step]:
+            trials |= self._run_trials(runner, runner.variants[::step], number, batches)
         trials = {one: trials[one] for runner in runners for one in runner.variants}
         same_samples(trials)
         return trials
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
 
 
 def _free_memory() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from ...common.errors import require
-from ..measuring.statistics import Figure, speed_text
-from .data import COPY, LOADER, MODEL, PLAIN, LedgerData, Row, VariantId
+from ..measuring.statistics import Figure, Ratio, speed_text
+from ..measuring.variant import COPY, LOADER, MODEL, PLAIN, VariantId
+from .data import LedgerData, Row
 from .findings import bound, caveats, compound
 from .table import ratio_text
 
@@ -19,17 +20,6 @@ PARTS = {
     "waiting": "#3f8f4f", "transforms": "#5b7fb0", "forward": "#c9643f", "loss": "#8a6fae", "backward": "#9c3a22",
     "step": "#d98a2b", "hooks": "#b9698f", "other": PALE,
 }  # fmt: skip
-
-
-def draw(ledger: LedgerData, form: str) -> bytes:
-    """Return the plot in the given format (`"png"`, `"svg"`, `"pdf"`).
-
-    Raises:
-        MissingExtra: without matplotlib.
-    """
-    buffer = io.BytesIO()
-    picture(ledger).savefig(buffer, format=form, dpi=150, bbox_inches="tight")
-    return buffer.getvalue()
 
 
 BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
@@ -61,20 +51,18 @@ def _throughput(axes: Any, ledger: LedgerData) -> None:
     """Draw a bar per row, and the ceilings as lines."""
     rows = ledger.rows
     drawn = [(place, row, row.images_per_s) for place, row in enumerate(rows) if row.images_per_s]
+    speeds = [speed for _, _, speed in drawn]
     axes.barh(
         [place for place, _, _ in drawn],
-        [speed.value for _, _, speed in drawn],
-        xerr=[
-            [speed.value - speed.low for _, _, speed in drawn],
-            [speed.high - speed.value for _, _, speed in drawn],
-        ],
+        [speed.value for speed in speeds],
+        xerr=_errors(speeds),
         color=[PALE if row.id == PLAIN else BAR for _, row, _ in drawn],
         ecolor=INK,
         capsize=3,
         height=0.62,
     )
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
-    longest = max(speed.high for _, _, speed in drawn)
+    longest = max(speed.high for speed in speeds)
     tops = {one: figure.value for one, figure in ledger.ceilings.items()}
     reach = 1.1 * max(longest, *(top for top in tops.values() if top < 1.5 * longest), 0)
     for place, row, speed in drawn:
@@ -91,14 +79,19 @@ def _throughput(axes: Any, ledger: LedgerData) -> None:
     _title(axes, f"{ledger.facts.get('recipe') or 'your pipeline'}: each stage added in turn")
 
 
+def _errors(values: Sequence[Figure | Ratio]) -> list[list[float]]:
+    """Return the lengths of error bars, below and above."""
+    return [[one.value - one.low for one in values], [one.high - one.value for one in values]]
+
+
 def _label(axes: Any, place: int, ledger: LedgerData, row: Row, speed: Figure, *, inside: bool) -> None:
     """Write the figures of a bar inside it if they fit, else after it."""
-    plain = row.id == PLAIN
-    resolved = row.ratio is not None and row.ratio.resolved
-    over = f"{row.ratio.value:.2f} ×" if row.ratio and resolved else ratio_text(ledger, row.ratio, row.id)
+    over = ratio_text(ledger, row.ratio, row.id)
+    if row.ratio and row.ratio.resolved:
+        over = f"{row.ratio.value:.2f} ×"
     text = f"{speed_text(speed.value)} images/s    {over}"
     if inside:
-        color = INK if plain else "white"
+        color = INK if row.id == PLAIN else "white"
         axes.text(speed.low, place, f"{text}  ", ha="right", va="center", color=color, fontsize=9)
     else:
         axes.text(speed.high, place, f"  {text}", va="center", color=INK, fontsize=9, bbox=BEHIND)
@@ -122,20 +115,10 @@ def _gains(axes: Any, ledger: LedgerData) -> None:
     """
     stages = ledger.stages
     for number, (place, color) in enumerate(PLACES.items()):
-        gains = [
-            (at + 0.24 * (number - 1), gain)
-            for at, stage in enumerate(stages)
-            if (gain := dict(zip(PLACES, (stage.alone, stage.in_turn, stage.last), strict=True))[place])
-            is not None
-            and gain.resolved
-        ]
+        each = [(stage.alone, stage.in_turn, stage.last)[number] for stage in stages]
+        gains = {at + 0.24 * (number - 1): gain for at, gain in enumerate(each) if gain and gain.resolved}
         axes.errorbar(
-            [gain.value for _, gain in gains],
-            [at for at, _ in gains],
-            xerr=[
-                [gain.value - gain.low for _, gain in gains],
-                [gain.high - gain.value for _, gain in gains],
-            ],
+            [gain.value for gain in gains.values()], list(gains), xerr=_errors(list(gains.values())),
             fmt="o", color=color, markersize=5, capsize=2, linewidth=1.2, label=place,
         )  # fmt: skip
     axes.axvline(1, color=INK, linewidth=0.8)

@@ -6,14 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...common.errors import DrivetrainError
-from .data import COPY, MODEL, PLAIN, Costs, Trial, VariantId
+from ..measuring.variant import PLAIN, Costs, Trial, VariantId
 from .ledger import Ledger
 
 NO_TIME = "not enough time; increase seconds"
 NOT_REACHED = "the ledger was interrupted before its trial"
-
-
 NOT_INTERLEAVED = (
     "No interleaved round is complete: these are the variants' first trials, one after the other. If the machine's "
     "speed changed in between, they are biased."
@@ -78,19 +75,3 @@ class Record:
             missing_costs=dict(self.missing_costs),
             notes=() if self.rounds else (NOT_INTERLEAVED,),
         )
-
-
-def same_samples(trials: dict[VariantId, Trial]) -> None:
-    """Check that all trials of a round had the same samples in the same batches.
-
-    Raises:
-        DrivetrainError: naming two variants with different samples, whose speeds cannot be compared.
-    """
-    first, *others = [one for one in trials if one not in (MODEL, COPY)]  # these repeat one batch
-    for other in others:
-        if (trials[other].samples, trials[other].images) != (trials[first].samples, trials[first].images):
-            raise DrivetrainError(
-                f"In one round '{first}' had {trials[first].images} images (labels {trials[first].samples}) and "
-                f"'{other}' {trials[other].images} (labels {trials[other].samples}): they cannot be compared. Use a "
-                "data set, seed and loader settings that give both the same samples."
-            )

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from ...common.table import Table
-from ..measuring.statistics import Figure, Ratio, speed_text
-from .data import EXTRAS, PLAIN, Accuracies, Costs, LedgerData, Trained, VariantId
+from ..measuring.statistics import UNRESOLVED, Figure, Ratio, speed_text
+from ..measuring.variant import EXTRAS, PLAIN, Costs, VariantId
+from .data import Accuracies, LedgerData, Trained
 from .findings import bound, caveats, compound
 
 WIDTH = 110
 """Width of a table in a terminal."""
+PRECISE = 0.03  # the widest interval for an overhead of a few percent
 
 
 def text(ledger: LedgerData) -> str:
@@ -22,12 +24,8 @@ def text(ledger: LedgerData) -> str:
 
 def html_text(ledger: LedgerData) -> str:
     """Return the ledger as HTML for a notebook."""
-    return "".join(
-        [
-            *(table.html() for table in tables(ledger)),
-            *(f"<p>{html.escape(s)}</p>" for s in sentences(ledger)),
-        ]
-    )
+    paragraphs = (f"<p>{html.escape(sentence)}</p>" for sentence in sentences(ledger))
+    return "".join([*(table.html() for table in tables(ledger)), *paragraphs])
 
 
 def tables(ledger: LedgerData) -> list[Table]:
@@ -112,7 +110,10 @@ def _accuracies(measured: Accuracies) -> Table:
     def line(one: VariantId, row: Trained) -> tuple[str, ...]:
         if row.accuracy is None or row.seconds is None:
             return str(one), "failed", "", ""
-        return str(one), f"{row.accuracy:.2%}", _seconds(row.seconds), _time_to(measured.target, row)
+        reached = "not reached" if row.seconds_to_target is None else f"{row.seconds_to_target:,.1f} s"
+        # Without a target, it is plain PyTorch's accuracy, whose training failed.
+        to_target = "" if measured.target is None else reached
+        return str(one), f"{row.accuracy:.2%}", f"{row.seconds:,.1f} s", to_target
 
     target = "target" if measured.target is None else f"{measured.target:.2%}"
     return Table(
@@ -122,16 +123,6 @@ def _accuracies(measured: Accuracies) -> Table:
         "times of full epochs, including evaluation",
         figures=True,
     )
-
-
-def _time_to(target: float | None, row: Trained) -> str:
-    if target is None:  # it is plain PyTorch's accuracy, whose training failed
-        return ""
-    return "not reached" if row.seconds_to_target is None else _seconds(row.seconds_to_target)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:,.1f} s"
 
 
 def sentences(ledger: LedgerData) -> list[str]:
@@ -155,18 +146,12 @@ def sentences(ledger: LedgerData) -> list[str]:
 
 def _costs(costs: Mapping[VariantId, Costs]) -> list[str]:
     """Return the sentences on peak memory and compile time, if measured."""
-    peaks = [
-        f"{one} {cost.peak_bytes / 2**20:,.0f} MiB"
-        for one, cost in costs.items()
-        if cost.peak_bytes is not None
-    ]
-    compiling = [
-        f"{one} {cost.compile_seconds:.1f} s"
-        for one, cost in costs.items()
-        if cost.compile_seconds is not None
-    ]
-    lines = [f"Peak memory per rank: {', '.join(peaks)}."] if peaks else []
-    return lines + ([f"Compile time, before the measurement: {', '.join(compiling)}."] if compiling else [])
+    peaks = {one: cost.peak_bytes for one, cost in costs.items()}
+    compiling = {one: cost.compile_seconds for one, cost in costs.items()}
+    peak = ", ".join(f"{one} {size / 2**20:,.0f} MiB" for one, size in peaks.items() if size is not None)
+    compiled = ", ".join(f"{one} {time:.1f} s" for one, time in compiling.items() if time is not None)
+    lines = [f"Peak memory per rank: {peak}."] if peak else []
+    return lines + ([f"Compile time, before the measurement: {compiled}."] if compiled else [])
 
 
 def _memory(cost: Costs) -> str:
@@ -180,17 +165,10 @@ def _figure(one: Figure) -> str:
     return f"{speed_text(one.value)}  ({speed_text(one.low)} to {speed_text(one.high)})"
 
 
-PRECISE = 0.03  # the widest interval for an overhead of a few percent
-UNRESOLVED = "not resolved"
-"""Replaces a ratio whose interval is too wide; a caveat gives the reason."""
-
-
 def ratio_text(ledger: LedgerData, ratio: Ratio | None, one: VariantId, other: VariantId = PLAIN) -> str:
     """Return the ratio of `one` over `other` with its interval; if one of them was not measured, the reason."""
     if ratio is not None:
-        if not ratio.resolved:
-            return UNRESOLVED
-        return f"{ratio.value:.2f}  ({ratio.low:.2f} to {ratio.high:.2f})"
+        return ratio.text
     if ledger.measured(one):
         return f"needs {other}"
     why = ledger.why_not(one)

@@ -6,30 +6,18 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from ...common.errors import DrivetrainError
 from ...transforms import Transform
 from ..describe.config import DistributedConfig
 from ..describe.pipeline_spec import PipelineSpec
-from ..describe.resolve import ResolvedPlan, resolve
+from ..describe.resolve import ResolvedPlan
+from ..measuring.runner import Variant
+from ..measuring.variant import COPY, EXTRAS, LOADER, MODEL, PLAIN, SPLIT, only, other, without
+from ..measuring.variant import in_turn as added_in_turn
 from ..optim.config import OptionalGroups
-from . import data as identity
-from .data import COPY, EXTRAS, LOADER, MODEL, PLAIN, SPLIT, VariantId, only, without
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A pipeline to measure, and the variant that it is."""
-
-    id: VariantId
-    spec: PipelineSpec
-
-    @cached_property
-    def plan(self) -> ResolvedPlan:
-        """The resolved plan, computed on first use; see `resolve` for its errors."""
-        return resolve(self.spec)
 
 
 @dataclass(frozen=True)
@@ -62,11 +50,9 @@ def stages(plan: ResolvedPlan) -> list[Stage]:
     if data.loader != "torch":
         name = "FFCV loader" if data.loader == "ffcv" else f"{data.loader} loader"
         added.append(Stage(name, lambda spec: spec.replace(data=data)))
-    added += [
-        Stage(type(transform).__name__, partial(_transformed, transform=transform))
-        for transform in plan.transforms
-        if transform.kind != "evaluation"
-    ]
+    for transform in plan.transforms:
+        if transform.kind != "evaluation":
+            added.append(Stage(type(transform).__name__, partial(_transformed, transform=transform)))
     one = plain(plan).distributed
     if how.precision != one.precision:
         added.append(Stage(how.precision, lambda spec: _distributed(spec, precision=how.precision)))
@@ -99,53 +85,48 @@ def _distribution_name(how: DistributedConfig) -> str:
     return ", ".join(names) or how.name
 
 
-def _with_stages(spec: PipelineSpec, chosen: Iterable[Stage]) -> PipelineSpec:
-    for stage in chosen:
-        spec = stage.add(spec)
-    return spec
-
-
 def in_turn(plan: ResolvedPlan) -> list[Variant]:
     """Return plain PyTorch, then each stage on top of those before it, up to the full pipeline."""
     rows = [Variant(PLAIN, plain(plan))]
     for stage in stages(plan):
-        rows.append(Variant(identity.in_turn(stage.name), stage.add(rows[-1].spec)))
+        rows.append(Variant(added_in_turn(stage.name), stage.add(rows[-1].spec)))
     # The full pipeline has all parameters that its groups name.
     rows[-1] = Variant(rows[-1].id, rows[-1].spec.replace(optimization=plan.spec.optimization))
     return rows
 
 
-def of_the_whole(whole: PipelineSpec, *, copies: bool) -> list[Variant]:
-    """Return the other variants of the full pipeline: ceilings, time breakdown, and the overhead of `fit`'s extras.
+def variants(plan: ResolvedPlan, *, copies: bool = False) -> list[Variant]:
+    """Return the variants of every ledger: the stages in turn, and the other variants of the full pipeline: ceilings,
+    time breakdown, and the overhead of `fit`'s extras.
 
     Args:
-        whole: the full pipeline.
+        plan: the full pipeline.
         copies: whether its batches are copied to a device.
     """
-    return [Variant(one, whole) for one in (LOADER, MODEL, *([COPY] if copies else []), SPLIT, EXTRAS)]
-
-
-def variants(plan: ResolvedPlan, *, copies: bool = False) -> list[Variant]:
-    """Return the variants of every ledger: the stages in turn, and the other variants of the full pipeline."""
     rows = in_turn(plan)
-    return rows + of_the_whole(rows[-1].spec, copies=copies)
+    others = (LOADER, MODEL, *([COPY] if copies else []), SPLIT, EXTRAS)
+    return rows + [Variant(one, rows[-1].spec) for one in others]
 
 
 def alone_and_without(plan: ResolvedPlan) -> list[Variant]:
     """Return single stages, and the full pipeline without each, except those that are among the stages in turn."""
     start, added = plain(plan), stages(plan)
     one = [Variant(only(stage.name), stage.add(start)) for stage in added[1:]]
-    less = [
-        Variant(without(stage.name), _with_stages(start, [s for s in added if s is not stage]))
-        for stage in added[:-1]
-    ]
-    return [*one, *less] if len(added) > 2 else one
+    if len(added) <= 2:
+        return one
+    less = []
+    for stage in added[:-1]:
+        spec = start
+        for each in added:
+            spec = spec if each is stage else each.add(spec)
+        less.append(Variant(without(stage.name), spec))
+    return [*one, *less]
 
 
 def with_loader(plan: ResolvedPlan, loader: str) -> list[Variant]:
     """Return the full pipeline with another loader, and this loader alone."""
     spec = plan.spec.replace(data=dataclasses.replace(plan.data, loader=loader))
-    return [Variant(one, spec) for one in identity.other(loader)]
+    return [Variant(one, spec) for one in other(loader)]
 
 
 def possible(candidates: Iterable[Variant]) -> list[Variant]:

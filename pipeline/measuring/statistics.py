@@ -1,4 +1,4 @@
-"""The ledger's statistics: consistent speeds with quartiles and ratios with confidence intervals."""
+"""Consistent speeds with quartiles and ratios with confidence intervals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,11 @@ LEVEL = 0.95
 """Level of the confidence intervals."""
 TRIM = 0.2
 """Fraction of the rounds trimmed at each end: one of five rounds. The usual choice."""
-
-
 MOST = 700.0  # approximately the logarithm of the largest float
 RESOLVED = 1.0
 """A ratio whose interval extends beyond ± 100 % (a factor of two to each side) is not displayed as a number."""
+UNRESOLVED = "not resolved"
+"""Replaces such a ratio; a caveat of the ledger gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,14 @@ class Ratio:
         """Whether the interval is narrow enough for a meaningful value: a factor of two to each side."""
         return self.spread <= RESOLVED
 
+    @property
+    def text(self) -> str:
+        """The value and its interval; "not resolved" if that is too wide."""
+        return f"{self.value:.2f}  ({self.low:.2f} to {self.high:.2f})" if self.resolved else UNRESOLVED
+
     def holds(self, value: float) -> bool:
         """Return whether the interval contains `value`."""
         return self.low <= value <= self.high
-
-
-def quartiles(values: Sequence[float], value: float) -> Figure:
-    """Return `value` with the quartiles of its rounds, extended to include it."""
-    low, high = np.percentile(values, [25, 75]).tolist()
-    return Figure(value, min(low, value), max(high, value), len(values))
 
 
 class Levels(Generic[K]):
@@ -85,23 +84,22 @@ class Levels(Generic[K]):
             centres = np.median(logs - drift[:, None], axis=0)
             drift = np.median(logs - centres, axis=1)
         still = (logs - drift[:, None]).T
-        middle = trimmed_mean(drift)
+        middle = _trimmed(drift).mean
         self._speeds = {name: [speeds[name] for speeds in rounds] for name in names}
         self._logs = dict(zip(names, logs.T, strict=True))
         self._levels = {
-            name: trimmed_mean(trials) + middle for name, trials in zip(names, still, strict=True)
+            name: _trimmed(trials).mean + middle for name, trials in zip(names, still, strict=True)
         }
 
     def speed(self, name: K) -> Figure:
-        """Return a variant's level, with the quartiles of its measured trials."""
-        return quartiles(self._speeds[name], math.exp(self._levels[name]))
+        """Return a variant's level, with the quartiles of its measured trials, extended to include it."""
+        value, speeds = math.exp(self._levels[name]), self._speeds[name]
+        low, high = np.percentile(speeds, [25, 75]).tolist()
+        return Figure(value, min(low, value), max(high, value), len(speeds))
 
     def ratio(self, over: K, under: K, level: float = LEVEL) -> Ratio:
         """Return the speed of one variant over that of another; see `product`."""
-        powers = dict.fromkeys((over, under), 0)
-        powers[over] += 1
-        powers[under] -= 1
-        return self.product(powers, level)
+        return self.product({over: 1, under: -1} if over != under else {}, level)
 
     def product(self, powers: Mapping[K, int], level: float = LEVEL) -> Ratio:
         """Return the product of the variants' levels, each to its power; the powers sum to 0.
@@ -113,8 +111,7 @@ class Levels(Generic[K]):
             return Ratio(1.0, 1.0, 1.0, rounds)
         within = sum(power * self._logs[name] for name, power in powers.items())
         value = sum(power * self._levels[name] for name, power in powers.items())
-        _, square, freedom = _trimmed_logs(np.asarray(within))
-        return _interval(value, _half(square, freedom, level), rounds)
+        return _interval(value, _half(_trimmed(np.asarray(within)), level), rounds)
 
 
 def ratio(ratios: Sequence[float], level: float = LEVEL) -> Ratio:
@@ -129,13 +126,8 @@ def ratio(ratios: Sequence[float], level: float = LEVEL) -> Ratio:
         level: fraction of such intervals that contain the true ratio, if rounds are independent and their logarithms
             normally distributed.
     """
-    mean, square, freedom = _trimmed(ratios)
-    return _interval(mean, _half(square, freedom, level), len(ratios))
-
-
-def _half(square: float, freedom: int, level: float) -> float:
-    """Return half the width of an interval of logarithms, from the squared standard error."""
-    return t_quantile(level, freedom) * math.sqrt(square) if freedom else math.inf
+    one = _trimmed(np.log(np.asarray(ratios, np.float64)))
+    return _interval(one.mean, _half(one, level), len(ratios))
 
 
 def ratio_of_means(over: Sequence[float], under: Sequence[float], level: float = LEVEL) -> Ratio:
@@ -143,40 +135,38 @@ def ratio_of_means(over: Sequence[float], under: Sequence[float], level: float =
 
     As `ratio`, with Welch's degrees of freedom, rounded down.
     """
-    sides = [_trimmed(values) for values in (over, under)]
-    least = min(freedom for _, _, freedom in sides)
-    half = math.inf
-    if least:
-        total = sum(square for _, square, _ in sides)
-        weights = sum(square**2 / freedom for _, square, freedom in sides)
-        half = t_quantile(level, max(int(total**2 / weights) if weights else 0, least)) * math.sqrt(total)
-    return _interval(sides[0][0] - sides[1][0], half, min(len(over), len(under)))
+    one, two = (_trimmed(np.log(np.asarray(values, np.float64))) for values in (over, under))
+    total, least = one.square + two.square, min(one.freedom, two.freedom)
+    weights = sum(side.square**2 / side.freedom for side in (one, two)) if least else 0.0
+    freedom = max(int(total**2 / weights) if weights else 0, least)
+    return _interval(
+        one.mean - two.mean, _half(_Trimmed(0.0, total, freedom), level), min(len(over), len(under))
+    )
 
 
-def _trimmed(values: Sequence[float]) -> tuple[float, float, int]:
-    """Return the trimmed mean of the values' logarithms, its squared standard error, and the degrees of freedom."""
-    return _trimmed_logs(np.log(np.asarray(values, np.float64)))
+class _Trimmed(NamedTuple):
+    """A trimmed mean, its squared standard error, and the degrees of freedom."""
+
+    mean: float
+    square: float
+    freedom: int
 
 
-def _kept(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the values sorted, without those trimmed."""
-    cut = int(TRIM * len(values))
-    return np.sort(values)[cut : len(values) - cut]
-
-
-def trimmed_mean(values: NDArray[np.float64]) -> float:
+def _trimmed(values: NDArray[np.float64]) -> _Trimmed:
     """Return the trimmed mean; up to four values are not trimmed."""
-    return float(_kept(values).mean())
-
-
-def _trimmed_logs(logs: NDArray[np.float64]) -> tuple[float, float, int]:
-    kept = _kept(logs)
+    cut = int(TRIM * len(values))
+    kept = np.sort(values)[cut : len(values) - cut]
     freedom = len(kept) - 1
-    if not freedom:
-        return float(kept.mean()), math.inf, 0
-    pulled_in = np.clip(logs, kept[0], kept[-1])
-    square = float(((pulled_in - pulled_in.mean()) ** 2).sum()) / (len(kept) * freedom)
-    return float(kept.mean()), square, freedom
+    square = math.inf
+    if freedom:
+        pulled_in = np.clip(values, kept[0], kept[-1])
+        square = float(((pulled_in - pulled_in.mean()) ** 2).sum()) / (len(kept) * freedom)
+    return _Trimmed(float(kept.mean()), square, freedom)
+
+
+def _half(one: _Trimmed, level: float) -> float:
+    """Return half the width of an interval of logarithms."""
+    return t_quantile(level, one.freedom) * math.sqrt(one.square) if one.freedom else math.inf
 
 
 def _interval(log: float, half: float, n: int) -> Ratio:

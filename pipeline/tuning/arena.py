@@ -8,77 +8,34 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
-from typing import Protocol, TypeVar
 
-from ...common.errors import DrivetrainError
+from ...common.budget import OutOfTime
+from ...common.errors import DrivetrainError, StrategyError
+from ...strategies.devices import rank_device
+from ...strategies.launching.speed import all_reduce_speed
 from ..describe.cuda_settings import uses_gpu
 from ..describe.pipeline_spec import PipelineSpec
-from ..describe.resolve import ResolvedPlan, resolve
-from ..ledger import data as identity
-from ..ledger.data import LOADER, MODEL, VariantId
-from ..ledger.record import same_samples
-from ..ledger.runner import Loaders, VariantRunner, described
-from ..ledger.variants import Variant
-from ..measuring.budget import OutOfTime
+from ..describe.resolve import ResolvedPlan
+from ..measuring.process import Failed, ProcessRunner
+from ..measuring.runner import Loaders, Variant, VariantRunner, describe_error, on_ranks
+from ..measuring.variant import LOADER, MODEL, Trial, VariantId, in_turn, same_samples
 from ..runs.config import FitConfig
 from ..runs.fit import fit
-from .communication import collective_seconds
-from .separate import Failed, Separate
+from ..training.build import build_model
 
 LIMIT_ROUNDS = 3
 FEWEST = 2
 """Batches of a trial, where a step takes seconds."""
 
 
-class Contender(Protocol):
+@dataclass
+class Contender:
     """A pipeline that was built."""
 
-    @property
-    def name(self) -> str:
-        """The change that it has."""
-
-    @property
-    def memory(self) -> int | None:
-        """Measured bytes on one rank: the peak on a GPU, else of parameters, gradients and optimizer; None before a
-        trial."""
-
-    def close(self) -> None:
-        """Release its model and its loaders."""
-
-
-C = TypeVar("C", bound=Contender)
-
-
-class Arena(Protocol[C]):
-    """Builds pipelines, and measures them in turns."""
-
-    def open(self, name: str, spec: PipelineSpec, variables: Mapping[str, str] | None = None) -> C:
-        """Build and warm up a pipeline; given environment variables, in a process of its own that has them.
-
-        Raise Failed, or OutOfTime.
-        """
-
-    def round(self, number: int, contenders: Sequence[C]) -> list[float]:
-        """Return the images/s of one trial of each, in the given order. Raise Failed, or OutOfTime."""
-
-    def limits(self, contender: C) -> dict[str, float]:
-        """Return images/s of `"training"`, of `"loader"` and `"model"` alone, and on several ranks of
-        `"communication"` alone."""
-
-    def accuracy(self, spec: PipelineSpec, seed: int) -> float:
-        """Train briefly from this seed, and return the monitored share, 0 to 1, negated if lower is better. Raise
-        Failed, or OutOfTime."""
-
-
-@dataclass
-class Built:
-    """A pipeline in an arena: training and its parts."""
-
-    name: str
     id: VariantId
     plan: ResolvedPlan
-    runner: VariantRunner
-    stack: ExitStack
+    runner: VariantRunner | ProcessRunner
+    loaders: ExitStack
     deadline: float
 
     @property
@@ -88,30 +45,29 @@ class Built:
 
     @property
     def memory(self) -> int | None:
-        """See `Contender`."""
+        """Measured bytes on one rank: the peak on a GPU, else of parameters, gradients and optimizer; None before a
+        trial, and in a process of its own."""
         costs = self.runner.costs
         held = None if costs.held_bytes is None else sum(costs.held_bytes.values())
         return held if costs.peak_bytes is None else costs.peak_bytes
 
-    def trial(self, number: int, batches: int) -> identity.Trial:
-        """Train on these batches."""
-        return self.trials(number, batches, [self.id])[self.id]
-
-    def trials(self, number: int, batches: int, variants: list[VariantId]) -> dict[VariantId, identity.Trial]:
-        """Return a trial of each of these variants. Raise Failed, or OutOfTime."""
-        trials, failed = self.runner.run(number, batches, variants, self.deadline)
+    def trials(self, number: int, batches: int, *others: VariantId) -> dict[VariantId, Trial]:
+        """Return a trial of training, and of these other variants. Raise Failed, or OutOfTime."""
+        if isinstance(self.runner, ProcessRunner):
+            return {self.id: self.runner.trial(number, batches)}
+        trials, failed = self.runner.run(number, batches, [self.id, *others], self.deadline)
         if failed:
             raise Failed(next(iter(failed.values())))
         return trials
 
     def close(self) -> None:
-        """See `Contender`."""
+        """Release its model and its loaders."""
         self.runner.close()
-        self.stack.close()
+        self.loaders.close()
 
 
-class Trials:
-    """The arena of a machine: the ledger's trials.
+class Arena:
+    """Builds pipelines, and measures them in turns.
 
     Args:
         deadline: in `perf_counter` time.
@@ -126,62 +82,76 @@ class Trials:
         self._batches = 0  # of a trial; the first pipeline's speed decides
         self._batch_size = 0  # for which they are counted
 
-    def open(
-        self, name: str, spec: PipelineSpec, variables: Mapping[str, str] | None = None
-    ) -> Built | Separate:
-        """See `Arena`."""
+    def open(self, name: str, spec: PipelineSpec, variables: Mapping[str, str] | None = None) -> Contender:
+        """Build and warm up a pipeline; given environment variables, in a process of its own that has them.
+
+        Raises:
+            Failed: with the reason.
+            OutOfTime: at the deadline.
+        """
+        one = Variant(in_turn(name), spec)
+        plan, batches, loaders = one.plan, self._batches or FEWEST, ExitStack()
         if variables is not None:
-            return Separate(name, spec, variables, self._batches or FEWEST, self._deadline)
-        one, stack, plan = identity.in_turn(name), ExitStack(), resolve(spec)
+            runner = ProcessRunner(one, variables, batches, self._deadline)
+            return Contender(one.id, plan, runner, loaders, self._deadline)
         if self._probe and not self._batches and not plan.needs_ranks and not uses_gpu(plan.distribution):
-            Separate(name, spec, {}, FEWEST, self._deadline).close()
+            ProcessRunner(one, {}, FEWEST, self._deadline).close()
         with ExitStack() as failing:
-            failing.enter_context(stack)
+            failing.enter_context(loaders)
             try:
-                group = [Variant(one, spec), Variant(LOADER, spec), Variant(MODEL, spec)]
-                runner = VariantRunner(group, Loaders(stack), self._batches or FEWEST, self._deadline)
+                group = [one, Variant(LOADER, spec), Variant(MODEL, spec)]
+                made = Contender(
+                    one.id, plan, VariantRunner(group, Loaders(loaders), batches, self._deadline), loaders,
+                    self._deadline,
+                )  # fmt: skip
             except (OutOfTime, DrivetrainError):
                 raise
             except Exception as error:  # of the model, a transform, memory
-                raise Failed(described(error)) from error
-            failing.callback(runner.close)
-            made = Built(name, one, plan, runner, stack, self._deadline)
+                raise Failed(describe_error(error)) from error
+            failing.callback(made.runner.close)
             if not self._batches:
                 start = perf_counter()
-                made.trial(0, FEWEST)
+                made.trials(0, FEWEST)
                 each = (perf_counter() - start) / FEWEST
                 self._batches = max(math.ceil(self._seconds / each), FEWEST)
                 self._batch_size = made.batch_size
             failing.pop_all()
         return made
 
-    def round(self, number: int, contenders: Sequence[Built | Separate]) -> list[float]:
-        """See `Arena`. Every second round runs in reverse order."""
-        trials: dict[VariantId, identity.Trial] = {}
+    def round(self, number: int, contenders: Sequence[Contender]) -> list[float]:
+        """Return the images/s of one trial of each, in the given order; every second round runs in reverse order.
+
+        Raises:
+            Failed, OutOfTime: as `open`.
+        """
+        trials: dict[VariantId, Trial] = {}
         for one in contenders[:: -1 if number % 2 else 1]:
-            batches = max(self._batches * self._batch_size // one.batch_size, 1)
-            trials[identity.in_turn(one.name)] = one.trial(number, batches)
+            trials |= one.trials(number, max(self._batches * self._batch_size // one.batch_size, 1))
         if len({one.batch_size for one in contenders}) == 1:
             same_samples(trials)
-        return [trials[identity.in_turn(one.name)].speed for one in contenders]
+        return [trials[one.id].speed for one in contenders]
 
-    def limits(self, contender: Built | Separate) -> dict[str, float]:
-        """See `Arena`."""
-        assert isinstance(contender, Built)
+    def limits(self, contender: Contender) -> dict[str, float]:
+        """Return images/s of `"training"`, of `"loader"` and `"model"` alone, and on several ranks of
+        `"communication"` alone."""
         names = {contender.id: "training", LOADER: "loader", MODEL: "model"}
-        rounds = [contender.trials(number, self._batches, list(names)) for number in range(LIMIT_ROUNDS)]
+        rounds = [contender.trials(number, self._batches, LOADER, MODEL) for number in range(LIMIT_ROUNDS)]
         found = {name: median(trials[one].speed for trials in rounds) for one, name in names.items()}
         if contender.plan.needs_ranks:
             found["communication"] = contender.batch_size / collective_seconds(contender.plan, self._deadline)
         return found
 
     def accuracy(self, spec: PipelineSpec, seed: int) -> float:
-        """See `Arena`."""
+        """Train briefly from this seed, and return the monitored share, 0 to 1, negated if lower is better.
+
+        Raises:
+            Failed, OutOfTime: as `open`.
+        """
         config = FitConfig(epochs=self._epochs, progress=False, checkpoints=None)
         try:
             history = fit(spec.replace(seed=seed), config).history
         except Exception as error:
-            raise Failed(described(error)) from error
+            raise Failed(describe_error(error)) from error
         if history.monitored is None:
             raise Failed("its training has no accuracy")
         found = history.monitor.fraction(history.monitored)
@@ -191,3 +161,27 @@ class Trials:
 def is_out_of_memory(reason: str) -> bool:
     """Whether a pipeline failed for lack of memory; a rank that the system killed most often did."""
     return any(text in reason.lower() for text in ("out of memory", "allocate memory", "sigkill"))
+
+
+def collective_seconds(plan: ResolvedPlan, deadline: float) -> float:
+    """Return the median seconds of an all-reduce of all gradients on the ranks of this pipeline: the least that a
+    step without overlap communicates.
+
+    Raises:
+        OutOfTime: at the deadline, in `perf_counter` time.
+        StrategyError: if a rank fails.
+    """
+    model, _ = build_model(plan.spec, plan.transforms)
+    size = 4 * sum(one.numel() for one in model.parameters() if one.requires_grad)
+    del model
+    left = max(deadline - perf_counter(), 0.0)
+    try:
+        return max(on_ranks(plan, left, _median, size, plan.distribution.device))
+    except StrategyError:
+        if perf_counter() >= deadline:
+            raise OutOfTime from None
+        raise
+
+
+def _median(size: int, device: str) -> float:
+    return all_reduce_speed(size, rank_device(device)).median

@@ -21,7 +21,6 @@ from ..describe.rules import family
 from ..optim.config import OptimizerConfig
 
 Bottleneck = Literal["data", "step", "communication"]
-"""The bottlenecks of a training."""
 
 EQUAL = ("ddp", "zero_redundancy", "fsdp")
 """Strategies with the same numbers, but for the order of sums."""
@@ -56,37 +55,32 @@ class Candidate:
 
 def candidates(plan: ResolvedPlan) -> list[Candidate]:
     """Return the changes to try on a pipeline, those of loading first."""
-    data, distribution = plan.data, plan.distribution
+    data, own, gpu = plan.data, plan.distribution, uses_gpu(plan.distribution)
     cores = machine.rank_cores()
-    own = cores if data.workers is None else data.workers
-    changes = [
-        _data("workers", count)
-        for count in sorted({1, max(cores // 2, 1), max(cores - 1, 1), cores, 2 * cores} - {own})
-    ]
+    counts = {1, max(cores // 2, 1), max(cores - 1, 1), cores, 2 * cores}
+    counts -= {cores if data.workers is None else data.workers}
+    changes = [_data("workers", count) for count in sorted(counts)]
     changes += [_data("batches_ahead", count) for count in AHEAD if count != data.batches_ahead]
     changes += _transforms(plan, "format")
-    if uses_gpu(distribution):
-        modes = {True, False} - {distribution.cudnn_benchmark}
-        changes += [_distributed("cudnn_benchmark", mode, "step") for mode in sorted(modes, reverse=True)]
+    if gpu:
+        modes = [mode for mode in (True, False) if mode != own.cudnn_benchmark]
+        changes += [_distributed("cudnn_benchmark", mode, "step") for mode in modes]
     changes += _allocator(plan)
-    if not distribution.compile:  # last of these, because it takes the longest to build
+    if not own.compile:  # last of these, because it takes the longest to build
         changes.append(_distributed("compile", True, "step"))
-    if uses_gpu(distribution) and distribution.compile != "reduce-overhead":
+    if gpu and own.compile != "reduce-overhead":
         changes.append(_distributed("compile", "reduce-overhead", "step"))
-    if distribution.ranks > 1 and family(distribution.name) in ("ddp", "fsdp"):
-        changes += [
-            _distributed("strategy", name, "communication") for name in EQUAL if name != distribution.name
-        ]
+    if own.ranks > 1 and family(own.name) in ("ddp", "fsdp"):
+        changes += [_distributed("strategy", name, "communication") for name in EQUAL if name != own.name]
     return changes
 
 
 def _allocator(plan: ResolvedPlan) -> list[Candidate]:
     """Return the environment variables to try: those of the allocator, unless they are set."""
     device = "cuda" if uses_gpu(plan.distribution) else "cpu"
-    if device == "cpu" and platform.libc_ver()[0] != "glibc":
-        return []
     variables = VARIABLES[device]
-    if any(name in os.environ for name in variables):
+    unknown = device == "cpu" and platform.libc_ver()[0] != "glibc"
+    if unknown or any(name in os.environ for name in variables):
         return []
     return [Candidate("allocator's variables", "step", lambda spec: spec, variables)]
 
@@ -100,9 +94,8 @@ def allowed(plan: ResolvedPlan, allow: Sequence[str]) -> list[Candidate]:
     changes: list[Candidate] = []
     for name in dict.fromkeys(allow):
         if name not in ALLOW:
-            hint = (
-                " Pass each as an item (--allow for each)." if "," in str(name) else suggest(str(name), ALLOW)
-            )
+            several = "," in str(name)
+            hint = " Pass each as an item (--allow for each)." if several else suggest(str(name), ALLOW)
             raise PlanError(f"allow={name!r} is not a kind of change.{hint}")
         of_this = ALLOW[name](plan)
         if not of_this:
@@ -112,15 +105,15 @@ def allowed(plan: ResolvedPlan, allow: Sequence[str]) -> list[Candidate]:
 
 
 def _precision(plan: ResolvedPlan) -> list[Candidate]:
-    distribution = plan.distribution
-    changes = [_distributed("precision", "bf16", "step")] if distribution.precision == "fp32" else []
-    if uses_gpu(distribution):
-        changes += [_distributed("precision", "fp16", "step")] if distribution.precision == "fp32" else []
-        changes += (
-            [_distributed("matmul_precision", "high", "step")]
-            if distribution.matmul_precision != "high"
-            else []
-        )
+    own = plan.distribution
+    gpu = uses_gpu(own)
+    changes = []
+    if own.precision == "fp32":
+        changes += [
+            _distributed("precision", name, "step") for name in (("bf16", "fp16") if gpu else ("bf16",))
+        ]
+    if gpu and own.matmul_precision != "high":
+        changes.append(_distributed("matmul_precision", "high", "step"))
     return changes
 
 
@@ -186,12 +179,14 @@ ALLOW: dict[str, Callable[[ResolvedPlan], list[Candidate]]] = {
 def fitting(plan: ResolvedPlan) -> list[Candidate]:
     """Return the changes that make a training fit into memory: the fewest microbatches first, and recomputed
     activations only after them."""
-    share = plan.data.batch_size // plan.distribution.ranks
-    numbers = [n for n in MICROBATCHES if share % n == 0 and n > plan.distribution.accumulate]
-    if plan.distribution.sync_batchnorm:  # which needs the full batch at once
-        numbers = []
-    changes = [_distributed("accumulate", number, "step") for number in numbers]
-    if not plan.distribution.activation_checkpointing:
+    own, share = plan.distribution, plan.data.batch_size // plan.distribution.ranks
+    changes = [
+        _distributed("accumulate", number, "step")
+        for number in MICROBATCHES
+        # sync_batchnorm needs the full batch at once
+        if share % number == 0 and number > own.accumulate and not own.sync_batchnorm
+    ]
+    if not own.activation_checkpointing:
         changes.append(_distributed("activation_checkpointing", True, "step"))
     return changes
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from msgspec import Struct
 
 from ...common import machine
 from ...common.errors import LedgerError, PlanError, require
 from ...common.storage.files import atomic_file
+from ...common.storage.json_files import ShapeError, parse
 from ...common.table import Table
 from ..describe.pipeline_spec import PipelineSpec
+from ..measuring.picture import render
 from ..measuring.statistics import speed_text
 from ..recipes.export import to_recipe
 
@@ -116,10 +119,7 @@ class Tuned:
     @property
     def gain(self) -> float:
         """The product of the accepted ratios: how many times as fast the tuned pipeline is."""
-        product = 1.0
-        for one in self.accepted:
-            product *= one.ratio or 1.0
-        return product
+        return math.prod(one.ratio or 1.0 for one in self.accepted)
 
     @property
     def bound(self) -> str:
@@ -168,14 +168,11 @@ class Tuned:
         if path.suffix == ".json":
             content = json.dumps(self.to_dict(), indent=1).encode()
         elif path.suffix == ".yaml":
-            comment = (
-                "".join(f"# {line}\n" for line in self._exports().splitlines()) if self.variables else ""
-            )
+            lines = self._exports().splitlines() if self.variables else []
+            comment = "".join(f"# {line}\n" for line in lines)
             content = (comment + yaml.safe_dump(to_recipe(self.pipeline), sort_keys=False)).encode()
         elif path.suffix in (".png", ".svg", ".pdf"):
-            buffer = io.BytesIO()
-            self.picture().savefig(buffer, format=path.suffix[1:], dpi=150, bbox_inches="tight")
-            content = buffer.getvalue()
+            content = render(self.picture(), path.suffix[1:])
         else:
             raise PlanError(f"{path} must end in .yaml, .json, .png, .svg or .pdf.")
         with atomic_file(path) as file:
@@ -191,12 +188,11 @@ class Tuned:
             figsize=(8, 3.6), layout="constrained"
         )
         axes = figure.subplots()
-        names = ["as given", *(one.name for one in self.accepted)]
-        speeds = [self.before or 0.0]
+        names, speeds = ["as given"], [self.before or 0.0]
         for one in self.accepted:
+            names.append(one.name)
             speeds.append(speeds[-1] * (one.ratio or 1.0))
-        axes.step(range(len(names)), speeds, where="post", color="#2f6f9f")
-        axes.plot(range(len(names)), speeds, "o", color="#2f6f9f")
+        axes.step(range(len(names)), speeds, "o-", where="post", color="#2f6f9f")
         for place, speed in enumerate(speeds):
             axes.annotate(speed_text(speed), (place, speed), (0, 6), textcoords="offset points", ha="center")
         ceilings = {name: speed for name, speed in self.limits.items() if name != "training"}
@@ -248,6 +244,14 @@ class TuneInterrupted(KeyboardInterrupt):
         self.tuned = tuned
 
 
+class _File(Struct):
+    """What a later call reads of the file."""
+
+    format: int
+    facts: dict[str, Any]
+    trials: list[Tried]
+
+
 def read_trials(path: Path, facts: Mapping[str, Any]) -> list[Tried]:
     """Return the trials of a file that `save` wrote, those that need not be repeated; none if there is no file.
 
@@ -257,14 +261,13 @@ def read_trials(path: Path, facts: Mapping[str, Any]) -> list[Tried]:
     if not path.exists():
         return []
     try:
-        content = json.loads(path.read_text())
-        known, trials = dict(content["facts"]), [Tried(**one) for one in content["trials"]]
-        right = content["format"] == FORMAT
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        content = parse(path.read_bytes(), _File)
+    except (OSError, ShapeError) as error:
         raise LedgerError(
-            f"{path} is not the file of a tuning ({error!r}). Pass another name, or delete it."
+            f"{path} is not the file of a tuning: {error}. Pass another name, or delete it."
         ) from None
-    if not right or known != facts:
+    known = content.facts
+    if content.format != FORMAT or known != facts:
         different = sorted(name for name in {*known, *facts} if known.get(name) != facts.get(name))
         more = [f"{len(different) - 3} more"] if len(different) > 3 else []
         raise LedgerError(
@@ -272,4 +275,6 @@ def read_trials(path: Path, facts: Mapping[str, Any]) -> list[Tried]:
             "Pass another name, or delete it."
         )
     done = ("accepted", "dropped", "trade")
-    return [one for one in trials if one.outcome in done and (one.outcome != "trade" or not one.reason)]
+    return [
+        one for one in content.trials if one.outcome in done and (one.outcome != "trade" or not one.reason)
+    ]

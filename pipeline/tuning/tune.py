@@ -1,9 +1,8 @@
 """Find the fastest way to run a training on this machine: one change after the other, each tested against the best.
 
 A change and the best pipeline so far are trained in turns, on the same samples. It is accepted as soon as the
-confidence interval of the ratio excludes 1, and dropped as soon as it excludes a gain; see `sequential`. Changes
-for the bottleneck are tried first. Changes of what the training computes must be allowed, and are accepted only if
-short trainings show that they keep the accuracy of the pipeline as given; see `candidates`.
+confidence interval of the ratio excludes 1, and dropped as soon as it excludes a gain; see `sequential`. Changes of
+what the training computes must be allowed, and must keep the accuracy of the pipeline as given; see `candidates`.
 """
 
 from __future__ import annotations
@@ -15,31 +14,30 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, Generic
+from typing import Any
 
+from ...common.budget import Budget, OutOfTime, alarm, rounded_up
 from ...common.checks import check_whole
 from ...common.errors import DrivetrainError, PlanError
-from ...common.options.config import Config
 from ..checkpoints.identity import identity
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
-from ..ledger.measure import check_asked
-from ..measuring.budget import Budget, OutOfTime, alarm, rounded_up
+from ..measuring.process import Failed
+from ..measuring.runner import check_measurable
+from ..measuring.sequential import LOOKS, PROCESSES, SEEDS, WORTH, judge, judge_accuracy
 from ..runs.fit import make_folder
 from ..tasks.scales import check_comparable
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, resolve_data
 from ..training.plain_torch import plain_torch
-from .arena import LIMIT_ROUNDS, Arena, C, Trials, is_out_of_memory
+from .arena import LIMIT_ROUNDS, Arena, Contender, is_out_of_memory
 from .candidates import Bottleneck, Candidate, allowed, candidates, fitting, ordered
-from .result import Tried, Tuned, TuneInterrupted, read_trials
-from .separate import Failed
-from .sequential import LOOKS, PROCESSES, SEEDS, WORTH, judge, judge_accuracy
+from .result import Outcome, Tried, Tuned, TuneInterrupted, read_trials
 
 SHARE = 1 / 100
 """Part of the budget that a trial takes at most: with two pipelines, a change can have all its rounds in half of it."""
 PROBE_SECONDS = 60.0
-"""In budgets of at least this many seconds, the first pipeline is tried in a process of its own; see `Trials`."""
+"""In budgets of at least this many seconds, the first pipeline is tried in a process of its own; see `Arena`."""
 COMMUNICATION = 0.5
 """Communication is the bottleneck if exchanging the gradients alone takes this share of a step or more."""
 
@@ -48,14 +46,14 @@ COMMUNICATION = 0.5
 def tune(
     spec: PipelineSpec,
     *,
-    seconds: float = 600.0,
-    allow: Sequence[str] = (),
-    epochs: int = 1,
-    out: str | Path | None = None,
-    progress: bool = True,
+    seconds: float,
+    allow: Sequence[str],
+    epochs: int,
+    out: str | Path | None,
+    progress: bool,
 ) -> Tuned:
     """Tune a pipeline; see `Pipeline.tune`."""
-    check_asked(seconds)
+    check_measurable(seconds)
     begin = perf_counter()
     plan = resolve_data(resolve(spec), progress)
     spec = spec.replace(distribution=plan.spec.distribution)  # its precision is decided
@@ -71,11 +69,11 @@ def tune(
         make_folder(file.parent)  # before time is spent on what it will contain
         known = read_trials(file, facts)
     budget = Budget(seconds, begin, progress, "tune")
-    arena = Trials(budget.end, seconds * SHARE, probe=seconds >= PROBE_SECONDS, epochs=epochs)
+    arena = Arena(budget.end, seconds * SHARE, probe=seconds >= PROBE_SECONDS, epochs=epochs)
     tuner = Tuner(spec, arena, changes, fitting(plan), facts, known, budget.show)
     interrupted = False
     try:
-        with fork_rng(plan.seed), alarm(budget.end):
+        with budget, fork_rng(plan.seed), alarm(budget.end):
             tuner.run()
     except OutOfTime:
         tuner.stopped = f"Stopped at the {seconds:g} s budget.{tuner.too_short(seconds)}"
@@ -84,7 +82,6 @@ def tune(
         tuner.stopped = "Interrupted."
     finally:
         tuner.close()
-        budget.close()
     tuned = tuner.result()
     if file is not None:
         tuned.save(file)
@@ -118,20 +115,20 @@ def facts_of(plan: ResolvedPlan) -> dict[str, Any]:
         "seed": plan.seed,
         "task": f"{type(plan.task).__qualname__} {identity(plan.task.options)}",
         "transforms": [identity(one) for one in plan.transforms],
-        **_options(plan.data, ""),
-        **_options(plan.optimization, "optimizer's "),
-        **_options(plan.distribution, ""),
+        **{
+            f"{prefix}{field.name}": identity(getattr(config, field.name))
+            for prefix, config in (
+                ("", plan.data),
+                ("optimizer's ", plan.optimization),
+                ("", plan.distribution),
+            )
+            for field in dataclasses.fields(config)
+        },
         **{name: known[name] for name in ("hardware", "environment", "versions")},
     }
 
 
-def _options(config: Config, prefix: str) -> dict[str, str]:
-    return {
-        f"{prefix}{field.name}": identity(getattr(config, field.name)) for field in dataclasses.fields(config)
-    }
-
-
-class Tuner(Generic[C]):
+class Tuner:
     """The search, apart from how pipelines are measured.
 
     Args:
@@ -150,7 +147,7 @@ class Tuner(Generic[C]):
     def __init__(
         self,
         spec: PipelineSpec,
-        arena: Arena[C],
+        arena: Arena,
         changes: list[Candidate],
         fitting: list[Candidate],
         facts: dict[str, Any],
@@ -161,7 +158,7 @@ class Tuner(Generic[C]):
         self._changes, self._fitting = changes, fitting
         self._facts, self._known, self._show = facts, known or [], show
         self._trials: list[Tried] = []
-        self._best: C | None = None
+        self._best: Contender | None = None
         self._before: float | None = None
         self._limits: dict[str, float] = {}
         self._variables: dict[str, str] = {}
@@ -188,7 +185,7 @@ class Tuner(Generic[C]):
             left.remove(candidate)
             reason = self._pointless(candidate)
             if reason:
-                self._trials.append(Tried(candidate.name, candidate.bottleneck, "not tried", reason=reason))
+                self._add(candidate, "not tried", reason)
             elif self._try(candidate) and not candidate.variables:
                 self._measure_limits()  # the bottleneck may be another one now
         self.stopped = "Every change was tried."
@@ -212,10 +209,9 @@ class Tuner(Generic[C]):
 
     def _recall(self) -> None:
         """Take over the trials of an earlier call."""
+        changes = {one.name: one for one in (*self._changes, *self._fitting)}
         for tried in self._known:
-            candidate = next(
-                (one for one in (*self._fitting, *self._changes) if one.name == tried.name), None
-            )
+            candidate = changes.get(tried.name)
             if candidate is None:
                 continue
             self._trials.append(tried)
@@ -226,7 +222,10 @@ class Tuner(Generic[C]):
                 if candidate in self._fitting:
                     self._given = candidate.change(self._given)
 
-    def _first(self) -> C:
+    def _add(self, candidate: Candidate, outcome: Outcome, reason: str) -> None:
+        self._trials.append(Tried(candidate.name, candidate.bottleneck, outcome, reason=reason))
+
+    def _first(self) -> Contender:
         """Build the pipeline as given, or with what makes it fit into memory."""
         reason, spec = "", self._spec
         for candidate in (None, *self._fitting):
@@ -238,7 +237,7 @@ class Tuner(Generic[C]):
             except Failed as failure:
                 reason = str(failure)
                 if candidate is not None:
-                    self._trials.append(Tried(candidate.name, candidate.bottleneck, "failed", reason=reason))
+                    self._add(candidate, "failed", reason)
                 if not is_out_of_memory(reason):
                     raise PlanError(
                         f"The pipeline cannot be trained, so it cannot be tuned: {reason}"
@@ -246,8 +245,7 @@ class Tuner(Generic[C]):
                 continue
             if candidate is not None:
                 self._given = candidate.change(self._given)  # as given, it could not be trained
-                why = "the pipeline does not fit into memory without it"
-                self._trials.append(Tried(candidate.name, candidate.bottleneck, "accepted", reason=why))
+                self._add(candidate, "accepted", "the pipeline does not fit into memory without it")
             self._spec = spec
             return contender
         raise PlanError(f"The pipeline fits into memory with no number of microbatches: {reason}")
@@ -263,15 +261,13 @@ class Tuner(Generic[C]):
             raise PlanError(f"The pipeline cannot be trained, so it cannot be tuned: {failure}") from None
 
     def _accept(self, candidate: Candidate, spec: PipelineSpec) -> None:
-        """Accept a change."""
         self._spec = spec
         self._variables |= candidate.variables
 
     def _try(self, candidate: Candidate) -> bool:
         """Test a change against the best pipeline, and return whether it is accepted."""
         assert self._best is not None
-        reason = "the tuning ended before there was a verdict"
-        self._trials.append(Tried(candidate.name, candidate.bottleneck, "not tried", reason=reason))
+        self._add(candidate, "not tried", "the tuning ended before there was a verdict")
         self._show(candidate.name)
         with ExitStack() as opened:
             try:
@@ -288,14 +284,17 @@ class Tuner(Generic[C]):
                         opened.pop_all()
                     return True
             except (Failed, DrivetrainError) as error:
-                self._trials[-1] = Tried(candidate.name, candidate.bottleneck, "failed", reason=str(error))
+                self._trials.pop()
+                self._add(candidate, "failed", str(error))
         return False
 
     def _note(self, **changes: Any) -> None:
         """Change the row of the change that is being tried."""
         self._trials[-1] = replace(self._trials[-1], **changes)
 
-    def _opened(self, candidate: Candidate, spec: PipelineSpec, opened: ExitStack) -> tuple[C, C]:
+    def _opened(
+        self, candidate: Candidate, spec: PipelineSpec, opened: ExitStack
+    ) -> tuple[Contender, Contender]:
         """Build a change, and what it is compared with: with environment variables, both in processes of their own."""
         assert self._best is not None
         if not candidate.variables:
@@ -308,7 +307,7 @@ class Tuner(Generic[C]):
         opened.callback(contender.close)
         return contender, against
 
-    def _compare(self, contender: C, against: C, least: float) -> bool:
+    def _compare(self, contender: Contender, against: Contender, least: float) -> bool:
         """Run rounds until there is a verdict, note it, and return whether the contender is faster: by more than
         `least`."""
         ratios: list[float] = []
@@ -327,8 +326,8 @@ class Tuner(Generic[C]):
             )  # fmt: skip
             if verdict != "undecided":
                 break
-        unknown = verdict == "undecided"
-        self._note(outcome="dropped", reason=f"no verdict after {interval.n} rounds" if unknown else "")
+        reason = f"no verdict after {interval.n} rounds" if verdict == "undecided" else ""
+        self._note(outcome="dropped", reason=reason)
         return verdict == "accepted"
 
     def _keeps_accuracy(self, spec: PipelineSpec) -> bool:
@@ -374,11 +373,6 @@ class Tuner(Generic[C]):
             if one.name not in names
         ]
         return Tuned(
-            self._spec,
-            [*self._trials, *left],
-            self._limits,
-            self._before,
-            self._facts,
-            self.stopped,
+            self._spec, [*self._trials, *left], self._limits, self._before, self._facts, self.stopped,
             self._variables,
-        )
+        )  # fmt: skip

@@ -21,7 +21,7 @@ import torchvision
 from drivetrain import Pipeline, strategies
 from drivetrain.loaders import convert
 from drivetrain.pipeline import FitResult, Ledger
-from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Trial, in_turn
+from drivetrain.pipeline.measuring.variant import LOADER, MODEL, PLAIN, Trial, in_turn
 from loader_pictures import jpeg_bytes, picture
 from places import ROOT
 from torch import nn

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from drivetrain.common.budget import OutOfTime
 from drivetrain.pipeline.describe.pipeline_spec import PipelineSpec
-from drivetrain.pipeline.measuring.budget import OutOfTime
-from drivetrain.pipeline.tuning.separate import Failed
+from drivetrain.pipeline.measuring.process import Failed
 from drivetrain.transforms import ChannelsLast
 
 Cost = Callable[[PipelineSpec], Mapping[str, float]]

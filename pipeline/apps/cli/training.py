@@ -128,9 +128,9 @@ def train(
     from ...telemetry.history import shown
 
     if ledger:
-        from ...ledger.measure import check_asked
+        from ...measuring.runner import check_measurable
 
-        check_asked(ledger_seconds)  # before training, not after it
+        check_measurable(ledger_seconds)  # before training, not after it
     with modules_of(recipe):
         pipeline = Pipeline.from_recipe(recipe, **changes)
         callbacks = [{"name": one} if isinstance(one, str) else one for one in options.pop("callbacks")]
@@ -230,11 +230,11 @@ def tune(
     that it is faster. With --out, a second call continues from the first's trials.
     """
     changes = _checked(recipe, overrides, train, val)
-    from ...ledger.measure import check_asked
+    from ...measuring.runner import check_measurable
     from ...pipeline import Pipeline
     from ...recipes.importing import modules_of
 
-    check_asked(seconds)
+    check_measurable(seconds)
     with modules_of(recipe):
         _tuned(Pipeline.from_recipe(recipe, **changes), seconds, out, quiet, allow, epochs)
 
@@ -397,12 +397,12 @@ def measure(
 ) -> None:
     """Measure a ledger, print it, and write it to `out`; after Ctrl-C or an error, with the results so far."""
     from ...ledger.ledger import LedgerInterrupted
-    from ...ledger.measure import check_asked
+    from ...measuring.runner import check_measurable
     from ...runs.config import check_out
     from ...runs.fit import make_folder
     from ...runs.publishing import uploading_from
 
-    check_asked(seconds)  # invalid options must not create a folder
+    check_measurable(seconds)  # invalid options must not create a folder
     check_out("--out", out)
     pipeline.plan()
     # The folder is made before measuring, so that it fails then.

@@ -137,7 +137,7 @@ def test_the_package_never_unpickles_a_file() -> None:
             if called == "np.load":
                 assert "allow_pickle=False" in ast.unparse(node), path
             if called in ("pickle.load", "pickle.loads", "cloudpickle.load", "cloudpickle.loads"):
-                assert path.name in ("launcher.py", "rank_main.py", "separate.py"), path
+                assert path.name in ("launcher.py", "rank_main.py", "process.py"), path
 
 
 def test_fuzz(saved: Path, tmp_path: Path) -> None:

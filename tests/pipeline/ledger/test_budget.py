@@ -9,48 +9,41 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from command_line import call
 from drivetrain import LedgerError, PlanError
+from drivetrain.common import budget as ledger_budget
+from drivetrain.common.budget import Budget, OutOfTime, alarm, rounded_up, until
 from drivetrain.loaders import TorchLoader
 from drivetrain.pipeline import Ledger, LedgerInterrupted
 from drivetrain.pipeline.apps.cli.training import measure
 from drivetrain.pipeline.ledger import measure as ledger_module
-from drivetrain.pipeline.ledger import runner as ledger_runner
-from drivetrain.pipeline.ledger.data import MODEL, PLAIN
-from drivetrain.pipeline.measuring import budget as ledger_budget
-from drivetrain.pipeline.measuring.budget import Budget, OutOfTime, alarm, rounded_up, until
+from drivetrain.pipeline.measuring import runner as ledger_runner
+from drivetrain.pipeline.measuring.variant import MODEL, PLAIN
 from drivetrain.transforms import EMA, ChannelsLast, LabelSmoothing
-from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
+from ledgers import Acting, in_process, small_recipe
+from pipeline_data import BATCH, TRAIN, Toy, plain_model
 from places import SUPPORT
 from process_state import running_children, wait_until_ended
-from torch import nn
 
 
-class Slow(nn.Module):
-    """A model that sleeps `seconds` in each forward of a training batch; it notes all that are alive."""
-
-    alive: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+class Slow(Acting):
+    """A model that sleeps `seconds` in each forward of a training batch."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.layers, self.seconds = plain_model(), seconds
-        self.alive.add(self)
+        self.seconds = seconds
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if self.training and len(images) == BATCH:
-            time.sleep(self.seconds)
-        result: torch.Tensor = self.layers(images)
-        return result
+    def act(self, _: torch.Tensor) -> None:
+        time.sleep(self.seconds)
 
 
 @pytest.fixture
@@ -58,9 +51,7 @@ def longest(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds of each thing that cannot be stopped: a trial, or building and warming up a variant."""
     found: list[float] = []
 
-    def timed(name: str) -> None:
-        work = getattr(ledger_runner, name)
-
+    def timed(work: Any) -> Any:
         def run(*arguments: Any, **more: Any) -> Any:
             start = time.perf_counter()
             try:
@@ -68,15 +59,15 @@ def longest(monkeypatch: pytest.MonkeyPatch) -> list[float]:
             finally:
                 found.append(time.perf_counter() - start)
 
-        monkeypatch.setattr(ledger_runner, name, run)
+        return run
 
-    timed("run_trial")
-    timed("build_variant")
+    for name in ("run_trial", "build_variant"):
+        monkeypatch.setattr(ledger_runner, name, timed(getattr(ledger_runner, name)))
     return found
 
 
 def staged(toy: Toy, seconds: float, **load: Any) -> Any:
-    made = toy.pipeline(Slow(seconds), loader="torch", **({"workers": 0} | load))
+    made = in_process(toy, Slow(seconds), **load)
     return made.transform(ChannelsLast(), LabelSmoothing(0.1), EMA()).distribute("single", precision="bf16")
 
 
@@ -98,10 +89,9 @@ def test_the_time_is_kept(sleep: float, seconds: float, toy: Toy, longest: list[
     assert names == [str(PLAIN), "+ ChannelsLast", "+ LabelSmoothing", "+ bf16", "+ EMA"] or len(names) == 5
     for row in ledger.rows:
         assert (row.ratio is None) == bool(row.note), row
-    missing = set(ledger.left_out)
-    assert not missing & set(ledger.rounds[0])
-    assert {ledger.left_out[name] for name in missing} <= {"not enough time; increase seconds"}
-    for name in missing:
+    assert not ledger.left_out.keys() & ledger.rounds[0].keys()
+    assert set(ledger.left_out.values()) <= {"not enough time; increase seconds"}
+    for name in ledger.left_out:
         assert str(name) in " ".join(str(ledger).split())
     assert ledger.measured(PLAIN)
     assert ledger.measured(ledger.whole)
@@ -120,13 +110,17 @@ def test_too_short_for_any_ledger_tells_how_long_would_do(toy: Toy) -> None:
     with pytest.raises(LedgerError, match=r"seconds=0\.2 is too short: after .* pass about ") as caught:
         staged(toy, 0.3).ledger(seconds=0.2, progress=False)
     assert caught.value.ledger is None
-    enough = float(str(caught.value).partition("pass about ")[2].partition(" s,")[0])
-    assert enough > 0.2
+
+    def advised(error: LedgerError) -> float:
+        return float(str(error).partition("pass about ")[2].partition(" s,")[0])
+
+    assert advised(caught.value) > 0.2
+    enough = advised(caught.value)
     for _ in range(3):  # plain PyTorch alone shows little of the full pipeline
         try:
             ledger = staged(toy, 0.3).ledger(seconds=enough, progress=False)
         except LedgerError as error:
-            enough = float(str(error).partition("pass about ")[2].partition(" s,")[0])
+            enough = advised(error)
         else:
             break
     assert ledger.rows[-1].ratio is not None
@@ -135,11 +129,10 @@ def test_too_short_for_any_ledger_tells_how_long_would_do(toy: Toy) -> None:
 @pytest.mark.long
 def test_the_least_is_one_turn_each(toy: Toy) -> None:
     """Found by adding time until there is a ledger: it has plain PyTorch and the full pipeline."""
-    seconds = 0.5
-    while True:
+    seconds, ledger = 0.5, None
+    while ledger is None:
         try:
             ledger = staged(toy, 0.4).ledger(seconds=seconds, progress=False)
-            break
         except LedgerError:
             seconds += 0.8
     assert [row.ratio is not None for row in ledger.rows] == [True, False, False, False, True]
@@ -163,18 +156,16 @@ def test_a_batch_that_would_begin_too_late_does_not() -> None:
     assert list(until(float("inf"), [1, 2])) == [1, 2]
 
 
-class Stuck(nn.Module):
+class Stuck(Acting):
     """A model that waits for a minute when it is built, or in its first forward in training."""
 
     def __init__(self, when: str) -> None:
         super().__init__()
-        self.layers, self.when = plain_model(), when
+        self.when = when
         time.sleep(60 * (when == "build"))
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        time.sleep(60 * (self.when == "forward" and self.training))
-        result: torch.Tensor = self.layers(images)
-        return result
+    def act(self, _: torch.Tensor) -> None:
+        time.sleep(60 * (self.when == "forward"))
 
 
 def handlers() -> dict[int, Any]:
@@ -273,12 +264,12 @@ def test_an_alarm_that_comes_as_its_block_ends_is_no_ctrl_c(monkeypatch: pytest.
 def test_the_bar_has_the_share_of_the_time_that_is_used(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Budget(10.0, time.perf_counter(), progress=True).close()
+    with Budget(10.0, time.perf_counter(), progress=True, label="ledger"):
+        pass
     assert capsys.readouterr().err == ""  # a log file, where each redrawing would be another line
     monkeypatch.setattr("drivetrain.common.terminal.is_interactive", lambda: True)
-    budget = Budget(10.0, time.perf_counter() - 4.0, progress=True)
-    budget.show("round 3, + bf16")
-    budget.close()
+    with Budget(10.0, time.perf_counter() - 4.0, progress=True, label="ledger") as budget:
+        budget.show("round 3, + bf16")
     assert "ledger: round 3, + bf16:  40% of 10 s" in capsys.readouterr().err
     assert [rounded_up(value) for value in (0.123, 12.1, 99.5, 341.0)] == [0.13, 13.0, 100.0, 350.0]
 
@@ -305,11 +296,9 @@ def interrupt_in_round(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c_on_the_command_line_writes_the_ledger_so_far(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, out = tmp_path / "mine.yaml", tmp_path / "out"
-    recipe.write_text(
-        f"model: cifar_resnet\nmodel_options: {{num_classes: {CLASSES}, width: 4}}\nloader: torch\nworkers: 0\n"
-        f"batch_size: {BATCH}\nimage_size: 16\noptimizer: {{name: sgd, lr: 1e-3}}\nepochs: 9\n"
-        "transforms: [{name: ChannelsLast}]\n"
+    recipe, out = (
+        small_recipe(tmp_path / "mine.yaml", "transforms: [{name: ChannelsLast}]\n"),
+        tmp_path / "out",
     )
     interrupt_in_round(2, monkeypatch)
     done = call("ledger", str(recipe), "--train", toy.train, "--seconds", "90", "--out", str(out))
@@ -321,22 +310,10 @@ def test_ctrl_c_on_the_command_line_writes_the_ledger_so_far(
     assert "Interrupted (Ctrl-C) after" in " ".join(done.out.split())
 
 
-def interrupt_after(seconds: float) -> threading.Thread:
-    def work() -> None:
-        time.sleep(seconds)
-        signal.raise_signal(signal.SIGINT)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
-
-
 @pytest.mark.long
 def test_ctrl_c_gives_the_ledger_so_far_and_keeps_no_model(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     Slow.alive.clear()
-    pipeline = toy.pipeline(lambda: Slow(0.05), loader="torch", workers=0).transform(
-        LabelSmoothing(0.1), EMA()
-    )
+    pipeline = in_process(toy, lambda: Slow(0.05)).transform(LabelSmoothing(0.1), EMA())
     handler = signal.getsignal(signal.SIGINT)
     interrupt_in_round(3, monkeypatch)
     with pytest.raises(KeyboardInterrupt) as caught:
@@ -367,7 +344,7 @@ def test_ctrl_c_in_the_trainings_keeps_the_speeds_and_those_that_were_finished(
             super().begin(*arguments)
 
     interrupting: list[bool] = []
-    pipeline = toy.pipeline(plain_model, loader="torch", workers=0).transform(Late(0.1))
+    pipeline = in_process(toy).transform(Late(0.1))
     train = ledger_module._train_each
 
     def first_plain(*arguments: Any) -> Ledger:
@@ -387,8 +364,7 @@ class _Decoding(TorchLoader):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        transform = self.dataset.transform
-        self.dataset.transform = _Late(transform)
+        self.dataset.transform = _Late(self.dataset.transform)
 
 
 class _Late:
@@ -405,7 +381,7 @@ def test_a_loader_whose_workers_decode_closes_at_once(toy: Toy) -> None:
     """A batch takes them 16 s; torch waits 5 s for each."""
     loader = _Decoding(toy.train, batch_size=BATCH, image_size=16, workers=2)
     batches = iter(loader)
-    interrupt_after(8.0)
+    threading.Timer(8.0, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         next(batches)
     start = time.monotonic()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
-import weakref
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,31 +15,26 @@ import pytest
 import torch
 from drivetrain import DrivetrainError, LedgerError, NonFiniteError, Pipeline, StrategyError
 from drivetrain.pipeline import Ledger, compare
-from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, in_turn, without
 from drivetrain.pipeline.ledger.picture import caption, picture
-from drivetrain.pipeline.ledger.runner import described
+from drivetrain.pipeline.measuring.runner import describe_error
+from drivetrain.pipeline.measuring.variant import LOADER, MODEL, PLAIN, in_turn, without
 from drivetrain.transforms import GradientClipping, LabelSmoothing, Report, Transform
-from pipeline_data import BATCH, Toy, plain_model
+from ledgers import Acting, in_process
+from pipeline_data import BATCH, Toy
 from process_state import running_children
 from torch import nn
 
 
-class Fragile(nn.Module):
+class Fragile(Acting):
     """A model that raises in its forwards of whole training batches from number `fails_at` on; None: never."""
-
-    alive: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
 
     def __init__(self, fails_at: int | None = None) -> None:
         super().__init__()
-        self.layers, self.fails_at, self.forwards = plain_model(), fails_at, 0
-        self.alive.add(self)
+        self.fails_at = fails_at
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        self.forwards += self.training and len(images) == BATCH
+    def act(self, _: torch.Tensor) -> None:
         if self.fails_at is not None and self.forwards >= self.fails_at > 0:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
-        result: torch.Tensor = self.layers(images)
-        return result
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class Mends(Breaks):
 
 
 def pipeline_of(toy: Toy, *transforms: Transform) -> Pipeline:
-    return toy.pipeline(Fragile, loader="torch", workers=0).transform(*transforms)
+    return in_process(toy, Fragile).transform(*transforms)
 
 
 def assert_shown_everywhere(ledger: Ledger, name: str, reason: str, folder: Path) -> None:
@@ -109,7 +105,7 @@ def test_a_variant_that_cannot_warm_up(toy: Toy, tmp_path: Path) -> None:
     assert "needs + Breaks" in table
     assert ledger.compound == ""
     assert "bottleneck: " in ledger.bound
-    assert "out of memory" in described(
+    assert "out of memory" in describe_error(
         RuntimeError("[enforce fail] DefaultCPUAllocator: not enough: out of memory")
     )
 
@@ -139,7 +135,7 @@ def test_the_full_pipeline_fails_and_nothing_of_the_failed_is_kept_alive(toy: To
     assert ledger.waiting is None
     assert_shown_everywhere(ledger, "+ Breaks", "CUDA out of memory", tmp_path)
     gc.collect()
-    assert not list(Fragile.alive)
+    assert not [one for one in Fragile.alive if isinstance(one, Fragile)]
 
 
 def test_plain_pytorch_fails(toy: Toy) -> None:
@@ -166,7 +162,7 @@ def test_plain_pytorch_fails(toy: Toy) -> None:
 def test_one_training_that_diverges_is_a_row(toy: Toy) -> None:
     """With a rate at which all but the clipped variants diverge."""
     pipeline = (
-        toy.pipeline(plain_model, loader="torch", workers=0)
+        in_process(toy)
         .optimize("sgd", lr=1e30, schedule="constant")
         .transform(LabelSmoothing(0.1), GradientClipping("norm", 1e-30))
     )
@@ -185,27 +181,19 @@ def test_one_training_that_diverges_is_a_row(toy: Toy) -> None:
     assert all(" ".join(one.split()) in " ".join(caption(ledger).split()) for one in ledger.caveats)
 
 
-class DiesOnRanks(nn.Module):
+class DiesOnRanks(Acting):
     """A model whose process is killed in its first forward with two or more ranks."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = plain_model()
-
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        import os
-        import signal
-
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and self.training:
+        if self.training and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        result: torch.Tensor = self.layers(images)
-        return result
+        return super().forward(images)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rank_that_dies_is_a_row(toy: Toy) -> None:
-    pipeline = toy.pipeline(DiesOnRanks, loader="torch", workers=0).transform(LabelSmoothing(0.1))
+    pipeline = in_process(toy, DiesOnRanks).transform(LabelSmoothing(0.1))
     ledger = pipeline.distribute("ddp", devices=2).ledger(seconds=95, within=0.9, progress=False)
     assert "was killed by SIGKILL" in ledger.failed[in_turn("ddp × 2")]
     assert ledger.rows[1].ratio is not None
@@ -217,9 +205,9 @@ def test_a_rank_that_dies_is_a_row(toy: Toy) -> None:
 def test_a_reason_is_one_line_with_its_kind() -> None:
     cause = NonFiniteError("At step 3 the loss is nan.\nmore")
     error = StrategyError("launch: rank 0 of 2 raised NonFiniteError.\n\nTraceback of rank 0: …")
-    assert described(error) == "StrategyError: launch: rank 0 of 2 raised NonFiniteError."
+    assert describe_error(error) == "StrategyError: launch: rank 0 of 2 raised NonFiniteError."
     error.__cause__ = cause
-    assert described(error) == "NonFiniteError: At step 3 the loss is nan."
-    assert described(MemoryError()) == "out of memory (MemoryError)"
-    assert len(described(RuntimeError("x " * 1000))) <= 300
+    assert describe_error(error) == "NonFiniteError: At step 3 the loss is nan."
+    assert describe_error(MemoryError()) == "out of memory (MemoryError)"
+    assert len(describe_error(RuntimeError("x " * 1000))) <= 300
     assert issubclass(LedgerError, DrivetrainError)

@@ -20,72 +20,67 @@ import pytest
 import torch
 from command_line import call
 from drivetrain import Classification, Pipeline, PlanError
+from drivetrain.common.budget import Budget
 from drivetrain.pipeline.describe.config import DistributedConfig
 from drivetrain.pipeline.describe.cuda_settings import uses_gpu
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.ledger import runner as ledger_runner
-from drivetrain.pipeline.ledger import trials as ledger_trials
 from drivetrain.pipeline.ledger.accuracy import seconds_to, train_each
 from drivetrain.pipeline.ledger.comparison import differences
-from drivetrain.pipeline.ledger.data import (
+from drivetrain.pipeline.ledger.data import Trained  # fmt: skip
+from drivetrain.pipeline.ledger.ledger import Ledger
+from drivetrain.pipeline.ledger.measure import _Measurement
+from drivetrain.pipeline.ledger.record import Record
+from drivetrain.pipeline.ledger.variants import possible, variants
+from drivetrain.pipeline.measuring import runner as ledger_runner
+from drivetrain.pipeline.measuring import trials as ledger_trials
+from drivetrain.pipeline.measuring.runner import (
+    Loaders,
+    Variant,
+    VariantRunner,
+    build_variant,
+    largest,
+    resident_peak,
+)
+from drivetrain.pipeline.measuring.trials import mean_trial, run_trial
+from drivetrain.pipeline.measuring.variant import (
     COPY,
     LOADER,
     MODEL,
     PLAIN,
     SPLIT,
     Costs,
-    Trained,
     Trial,
     VariantId,
     in_turn,
     only,
     without,
-)  # fmt: skip
-from drivetrain.pipeline.ledger.ledger import Ledger
-from drivetrain.pipeline.ledger.measure import _Measurement
-from drivetrain.pipeline.ledger.record import Record
-from drivetrain.pipeline.ledger.runner import Loaders, VariantRunner, build_variant, largest, resident_peak
-from drivetrain.pipeline.ledger.trials import mean_trial, run_trial
-from drivetrain.pipeline.ledger.variants import Variant, possible, variants
+)
 from drivetrain.pipeline.telemetry.history import Epoch, Monitor
 from drivetrain.pipeline.telemetry.provenance import provenance
 from drivetrain.strategies import Single
 from drivetrain.transforms import LabelSmoothing, Transform
-from pipeline_data import BATCH, CLASSES, TRAIN, Toy, plain_model
+from ledgers import Acting, built, in_process, of_speeds, small_recipe, trials_of
+from pipeline_data import BATCH, TRAIN, Toy, plain_model
 from torch import nn
 
 SLOW = 2.0  # seconds: far more than a trial of the tiny model takes
 
 
-class SlowAtFirst(nn.Module):
+class SlowAtFirst(Acting):
     """Of its forwards in training, on whole batches, those of these numbers, from 1 on, take `SLOW` seconds."""
 
     def __init__(self, *slow: int) -> None:
         super().__init__()
-        self.layers, self.slow, self.forwards = plain_model(), slow, 0
+        self.slow = slow
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if self.training and len(images) == BATCH:
-            self.forwards += 1
-            time.sleep(SLOW * (self.forwards in self.slow))
-        result: torch.Tensor = self.layers(images)
-        return result
-
-
-def of_speeds(*rounds: dict[VariantId, float], **fields: Any) -> Ledger:
-    """A ledger from images/s, with ceilings that nothing reaches."""
-    ceilings = {LOADER: 1e6, MODEL: 1e6}
-    made = [
-        {name: Trial(1000, 1000 / speed, 0) for name, speed in (trials | ceilings).items()}
-        for trials in rounds
-    ]
-    return Ledger(made, {"recipe": None}, **fields)
+    def act(self, _: torch.Tensor) -> None:
+        time.sleep(SLOW * (self.forwards in self.slow))
 
 
 @pytest.mark.long
 def test_warm_up_is_left_out(toy: Toy) -> None:
     # It trains twice for one batch once it is built, and again to see how long a batch and rounds take.
-    pipeline = toy.pipeline(SlowAtFirst(1, 3), loader="torch", workers=0)
+    pipeline = in_process(toy, SlowAtFirst(1, 3))
     ledger = pipeline.ledger(seconds=12 * SLOW, within=0.99, progress=False)
     assert not ledger.notes  # there are rounds
     assert max(trial.seconds for trials in ledger.rounds for trial in trials.values()) < SLOW
@@ -94,7 +89,7 @@ def test_warm_up_is_left_out(toy: Toy) -> None:
 def test_compiling_is_told_and_not_counted(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is slow at first stands for one that is compiled then, which would take a minute."""
     monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: None)
-    pipeline = toy.pipeline(SlowAtFirst(1), loader="torch", workers=0)
+    pipeline = in_process(toy, SlowAtFirst(1))
     with ExitStack() as stack:
         _, costs = build_variant(resolve(pipeline.distribute("single", compile=True)), Loaders(stack), stack)
     assert costs.compile_seconds is not None
@@ -118,13 +113,14 @@ def test_every_second_round_goes_backwards(toy: Toy, monkeypatch: pytest.MonkeyP
         taken.append((id(variant), kind))
         return work(variant, kind, *more)
 
-    pipeline = toy.pipeline(loader="torch", workers=0)
+    pipeline = in_process(toy)
     with ExitStack() as stack:
         loaders = Loaders(stack)
         whole = [Variant(in_turn("whole"), pipeline), Variant(LOADER, pipeline)]
         runners = [VariantRunner(group, loaders) for group in ([Variant(PLAIN, pipeline)], whole)]
         record = Record([PLAIN, in_turn("whole"), LOADER])
-        measurement = _Measurement(resolve(pipeline), record, time.perf_counter(), 99, 0.1, progress=False)
+        budget = Budget(99, time.perf_counter(), progress=False, label="ledger")
+        measurement = _Measurement(resolve(pipeline), record, budget, 0.1)
         monkeypatch.setattr(ledger_runner, "run_trial", noted)
         rounds = [list(measurement.round(runners, number, batches=1)) for number in (1, 2)]
     assert rounds == [[PLAIN, in_turn("whole"), LOADER]] * 2
@@ -149,9 +145,8 @@ def napping(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def test_transforms_and_loss_are_parts_of_their_own(toy: Toy) -> None:
-    pipeline = toy.pipeline(loader="torch", workers=0).transform(Naps()).task(Classification(loss=napping))
-    with ExitStack() as stack:
-        variant, _ = build_variant(resolve(pipeline), Loaders(stack), stack)
+    pipeline = in_process(toy).transform(Naps()).task(Classification(loss=napping))
+    with built(pipeline) as variant:
         parts = run_trial(variant, "split", epoch=1, batches=2)[0].parts
     assert parts is not None
     assert 0.12 <= parts["transforms"] < 0.2 <= parts["loss"]
@@ -167,7 +162,7 @@ class InGroup(Single):
 def test_a_strategy_that_needs_a_process_group_is_measured_on_a_rank(toy: Toy) -> None:
     with ExitStack() as stack:
         for strategy, on_ranks in ((InGroup("cpu"), True), (Single("cpu"), False)):
-            pipeline = toy.pipeline(loader="torch", workers=0).distribute(strategy)
+            pipeline = in_process(toy).distribute(strategy)
             runner = VariantRunner([Variant(PLAIN, pipeline)], Loaders(stack))
             assert runner.on_ranks == on_ranks
             runner.close()
@@ -183,8 +178,7 @@ def test_a_turn_ends_when_the_device_has_done_its_work(toy: Toy, monkeypatch: py
     """With a device that has still work to do: before the trial, at its end, within its parts."""
     pending: list[float] = []
     monkeypatch.setattr(ledger_trials, "_wait_for", lambda _: time.sleep(pending.pop(0) if pending else 0))
-    with ExitStack() as stack:
-        variant, _ = build_variant(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
+    with built(in_process(toy)) as variant:
         pending[:] = [1.0]
         assert run_trial(variant, "train", epoch=1, batches=1)[0].seconds < 1.0
         pending[:] = [0, 0.5]
@@ -205,13 +199,9 @@ def test_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_ends_when_each_ratio_is_narrow_not_only_the_rows() -> None:
     calm = {
-        PLAIN: 100.0,
-        in_turn("a"): 200.0,
-        in_turn("b"): 300.0,
-        in_turn("c"): 400.0,
-        only("b"): 150.0,
+        PLAIN: 100.0, in_turn("a"): 200.0, in_turn("b"): 300.0, in_turn("c"): 400.0, only("b"): 150.0,
         without("a"): 350.0,
-    }
+    }  # fmt: skip
     shaken = [calm | {in_turn("a"): 200 * by, in_turn("b"): 300 / by} for by in (1.0, 1.01, 0.99, 1.02)]
     ledger = of_speeds(*shaken)
     assert ledger.spread == ledger.stages[1].in_turn.spread  # twice what either row's is
@@ -228,15 +218,13 @@ def test_the_whole_is_the_pipeline_that_was_asked_for(toy: Toy) -> None:
     how = {"precision": "bf16", "compile": True, "accumulate": 2, "clip_norm": 1.0}
     pipeline = toy.pipeline().transform(LabelSmoothing(0.1)).distribute("single", **how)
     plain, *_, whole, _ = (one.spec for one in variants(resolve(pipeline)))
-    assert (whole.data, whole.transforms, whole.distribution) == (
-        pipeline.data, pipeline.transforms, pipeline.distribution
-    )  # fmt: skip
+    for part in ("data", "transforms", "distribution"):
+        assert getattr(whole, part) == getattr(pipeline, part)
     assert plain.data is not None
     assert (plain.data.loader, plain.transforms) == ("torch", ())
     one = plain.distribution
-    assert (one.name, one.devices, one.precision, one.compile, one.accumulate, one.clip_norm) == (
-        "single", 1, "fp32", False, 1, None
-    )  # fmt: skip
+    assert (one.name, one.devices, one.precision, one.compile) == ("single", 1, "fp32", False)
+    assert (one.accumulate, one.clip_norm) == (1, None)
 
 
 def test_a_gpu_has_the_ceiling_of_its_copies(toy: Toy) -> None:
@@ -250,23 +238,16 @@ def test_a_gpu_has_the_ceiling_of_its_copies(toy: Toy) -> None:
 def test_the_sentence_says_how_long_is_waited_and_what_a_slow_step_is() -> None:
     parts = {"forward": 2.0, "backward": 2.0, "step": 5.0}
     speeds = {PLAIN: 100.0, in_turn("a"): 200.0, LOADER: 1000.0, MODEL: 210.0}
-    trials = {name: Trial(1000, 1000 / speed, 250 / speed) for name, speed in speeds.items()}
+    trials = trials_of(speeds, waited=0.25)
     trials[SPLIT] = Trial(1000, 10.0, 1.0, parts=parts)
     bound = Ledger([trials, trials], {"recipe": None}).bound
     assert "and waits for data 25% of the time" in bound
     assert bound.endswith("Next, make the training step faster: the optimizer's step takes 50% of the time.")
     slow = {
-        PLAIN: 100.0,
-        in_turn("a"): 80.0,
-        in_turn("b"): 60.0,
-        in_turn("c"): 50.0,
-        without("a"): 62.5,
-        without("b"): 75.0,
-    }
-    costly = Ledger(
-        [{name: Trial(10, 10 / speed, 0) for name, speed in (slow | {LOADER: 1e3, MODEL: 51}).items()}] * 3,
-        {},
-    )
+        PLAIN: 100.0, in_turn("a"): 80.0, in_turn("b"): 60.0, in_turn("c"): 50.0, without("a"): 62.5,
+        without("b"): 75.0, LOADER: 1e3, MODEL: 51,
+    }  # fmt: skip
+    costly = of_speeds(slow, slow, slow)
     assert costly.bound.endswith("make the training step faster: without b it is 1.50 × as fast.")
 
 
@@ -313,9 +294,7 @@ def test_each_variant_trains_as_long_and_its_last_accuracy_counts(
     toy: Toy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drivetrain.pipeline.ledger.accuracy.is_interactive", lambda: True)
-    pipeline = toy.pipeline(loader="torch", workers=0).optimize(
-        "sgd", lr=0.005, momentum=0.9, schedule="constant"
-    )
+    pipeline = in_process(toy).optimize("sgd", lr=0.005, momentum=0.9, schedule="constant")
     smooth = pipeline.transform(LabelSmoothing(0.9))
     one, two = only("one"), only("two")
     rows: dict[VariantId, Trained] = {}
@@ -336,9 +315,8 @@ def test_provenance_says_which_machine_revision_and_command(monkeypatch: pytest.
     found = provenance()
     assert found["environment"]["OMP_NUM_THREADS"] == "7"
     assert "LD_PRELOAD" not in found["environment"]
-    assert differences({"provenance": found}, {"provenance": {**found, "environment": {}}})[0].startswith(
-        "Different env"
-    )
+    other = {**found, "environment": {}}
+    assert differences({"provenance": found}, {"provenance": other})[0].startswith("Different env")
     assert found["command"] == shlex.join(["drivetrain", "ledger", "a b"])
     checkout = (Path(ledger_trials.__file__).parents[2] / ".git").exists()
     assert bool(found["git_revision"]) is checkout
@@ -366,11 +344,7 @@ def test_what_means_nothing_is_refused_at_once(asked: dict[str, Any], message: s
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_command_measures_what_it_is_asked_for(toy: Toy, tmp_path: Path) -> None:
-    file, out = tmp_path / "mine.yaml", tmp_path / "out"
-    file.write_text(
-        f"model: cifar_resnet\nmodel_options: {{num_classes: {CLASSES}, width: 4}}\nloader: torch\nworkers: 0\n"
-        f"batch_size: {BATCH}\nimage_size: 16\noptimizer: {{name: sgd, lr: 1e-3}}\nepochs: 9\n"
-    )
+    file, out = small_recipe(tmp_path / "mine.yaml"), tmp_path / "out"
     more = ["--train", toy.train, "--val", toy.val, "--seconds", "30", "--out", str(out)]
     done = call("ledger", str(file), *more, "--accuracy", "--epochs", "1")
     assert done.code == 0, done

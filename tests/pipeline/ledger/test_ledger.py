@@ -17,23 +17,23 @@ from command_line import call
 from drivetrain import DrivetrainError
 from drivetrain.pipeline import Ledger, compare
 from drivetrain.pipeline.ledger.comparison import differences
-from drivetrain.pipeline.ledger.data import (
+from drivetrain.pipeline.ledger.data import Accuracies, Trained
+from drivetrain.pipeline.measuring.statistics import ratio, ratio_of_means, t_quantile
+from drivetrain.pipeline.measuring.variant import (
     COPY,
     EXTRAS,
     LOADER,
     MODEL,
     PLAIN,
     SPLIT,
-    Accuracies,
-    Trained,
     Trial,
     VariantId,
     in_turn,
     only,
+    same_samples,
     without,
 )
-from drivetrain.pipeline.ledger.record import same_samples
-from drivetrain.pipeline.measuring.statistics import ratio, ratio_of_means, t_quantile
+from ledgers import of_speeds
 
 WHOLE = in_turn("FFCV loader")
 
@@ -42,21 +42,9 @@ def made_up(*, model: float = 900, loader: float = 4000) -> Ledger:
     """Three rounds on a machine that gets slower; the FFCV loader is 2, 2.5 and 3 times as fast."""
     rounds = []
     for speed, faster in ((400, 2), (200, 2.5), (100, 3)):
-        trials = {PLAIN: speed, WHOLE: speed * faster, LOADER: loader, MODEL: model}
-        rounds.append(
-            {name: Trial(1200, 1200 / images, 0.25 * 1200 / images) for name, images in trials.items()}
-        )
+        speeds = {PLAIN: speed, WHOLE: speed * faster, LOADER: loader, MODEL: model}
+        rounds.append({one: Trial(1200, 1200 / each, 300 / each) for one, each in speeds.items()})
     return Ledger(rounds, {"recipe": "made <up>"})
-
-
-def of_speeds(*rounds: dict[VariantId, float], facts: dict[str, Any] | None = None, **fields: Any) -> Ledger:
-    """A ledger from images/s, with ceilings that nothing reaches."""
-    ceilings = {LOADER: 1e6, MODEL: 1e6}
-    made = [
-        {name: Trial(1000, 1000 / speed, 0) for name, speed in (trials | ceilings).items()}
-        for trials in rounds
-    ]
-    return Ledger(made, {"recipe": None} | (facts or {}), **fields)
 
 
 def test_rows_hold_ratios_within_rounds_with_their_intervals() -> None:
@@ -77,13 +65,7 @@ def test_rows_hold_ratios_within_rounds_with_their_intervals() -> None:
 
 
 def test_a_gain_is_over_the_row_before() -> None:
-    rounds = [
-        {
-            **trials, in_turn("more"): Trial(1200, trials[WHOLE].seconds / 1.5, 0),
-            LOADER: trials[LOADER], MODEL: trials[MODEL],
-        }
-        for trials in made_up().rounds
-    ]  # fmt: skip
+    rounds = [one | {in_turn("more"): Trial(1200, one[WHOLE].seconds / 1.5, 0)} for one in made_up().rounds]
     rows = Ledger(rounds, {}).rows
     assert [row.id for row in rows] == [PLAIN, WHOLE, in_turn("more")]
     assert rows[-1].gain.value == pytest.approx(1.5)
@@ -102,11 +84,8 @@ def test_a_gain_is_over_the_row_before() -> None:
 def test_the_bound_names_the_lower_ceiling(speeds: dict[str, float], start: str) -> None:
     bound = made_up(**speeds).bound
     assert bound.startswith(start)
-    whole = made_up().speed(WHOLE).value
-    assert (
-        f"The full pipeline reaches {whole:,.0f} images/s, which fraction of that limit is not resolved"
-        in bound
-    )
+    reached = f"The full pipeline reaches {made_up().speed(WHOLE).value:,.0f} images/s, which fraction of that limit"
+    assert f"{reached} is not resolved" in bound
     assert f"{speeds['loader']:,.0f} images/s" in bound
     assert f"{speeds['model']:,.0f}" in bound
 
@@ -146,14 +125,10 @@ def test_the_bound_blames_what_takes_the_time(part: str) -> None:
     base = of_rounds(whole=(95, 95.2, 95.1), loader=(300, 301, 299), model=(100, 100.2, 99.8))
     rounds = [one | {SPLIT: Trial(100, 1.0, 0.0, parts=parts)} for one in base.rounds]
     ledger = Ledger(rounds, {"asked": {"precision": "fp32", "compile": False}})
-    words = {"transforms": "The batch transforms are", "loss": "The loss is", "hooks": "The hooks around "}[
-        part
-    ]
-    assert ledger.bound.startswith(words)
+    words = {"transforms": "The batch transforms are", "loss": "The loss is", "hooks": "The hooks around "}
+    assert ledger.bound.startswith(words[part])
     assert "with 65% of the time" in ledger.bound
-    assert (
-        "the model alone 100 with its batch transforms, loss and hooks, and about 400 without" in ledger.bound
-    )
+    assert "100 with its batch transforms, loss and hooks, and about 400 without" in ledger.bound
     assert "bf16" not in ledger.bound
     assert ledger.time_breakdown[part] == pytest.approx(0.65)
     row = next(line for line in str(ledger).splitlines() if "ceiling: model alone, without" in line)
@@ -177,13 +152,8 @@ def test_a_ledger_prints_and_is_json(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "ledger.json").read_text())
     assert written == json.loads(json.dumps(ledger.to_dict()))
     assert [row["name"] for row in written["rows"]] == [str(PLAIN), str(WHOLE)]
-    assert written["rounds"][2][str(PLAIN)] == {
-        "images": 1200,
-        "seconds": 12.0,
-        "waited": 3.0,
-        "samples": "",
-        "parts": None,
-    }
+    trial = {"images": 1200, "seconds": 12.0, "waited": 3.0, "samples": "", "parts": None}
+    assert written["rounds"][2][str(PLAIN)] == trial
     assert (written["recipe"], written["waiting"]) == ("made <up>", pytest.approx(0.25))
 
 
@@ -273,13 +243,8 @@ def test_whether_the_speedups_compound(whole: tuple[float, ...], start: str) -> 
 
 def test_the_stage_that_falls_after_the_others_is_named() -> None:
     speeds = {
-        PLAIN: 100.0,
-        in_turn("a"): 200,
-        only("b"): 200,
-        in_turn("b"): 400,
-        only("c"): 200,
-        in_turn("c"): 440,
-    }
+        PLAIN: 100.0, in_turn("a"): 200, only("b"): 200, in_turn("b"): 400, only("c"): 200, in_turn("c"): 440
+    }  # fmt: skip
     ledger = of_speeds(speeds, speeds)
     assert ledger.compound.endswith("c brings 2.00 × alone and 1.10 × after a and b.")
 
@@ -288,14 +253,9 @@ def test_the_sentence_says_what_to_change_next() -> None:
     speeds = {PLAIN: 100.0, in_turn("slow"): 50.0, in_turn("b"): 60.0, only("b"): 120.0}
 
     def told(asked: dict[str, Any], ceilings: dict[VariantId, float] | None = None) -> str:
-        made = of_speeds(
-            speeds, speeds, facts={"asked": {"loader": "ffcv", "precision": "bf16", "compile": False} | asked}
-        )
+        facts = {"asked": {"loader": "ffcv", "precision": "bf16", "compile": False} | asked}
         tops = {LOADER: 1e4, MODEL: 70.0} | (ceilings or {})
-        rounds = [
-            trials | {name: Trial(10, 10 / top, 0) for name, top in tops.items()} for trials in made.rounds
-        ]
-        return Ledger(rounds, made.facts).bound
+        return of_speeds(speeds | tops, speeds | tops, facts=facts).bound
 
     assert told({"precision": "fp32"}).endswith("in fp32; try precision='bf16'.")
     assert "bf16" not in told({"precision": "fp32", "bf16": False})
@@ -305,9 +265,8 @@ def test_the_sentence_says_what_to_change_next() -> None:
     assert told({"compile": True}).endswith("Next, make the training step faster.")
     assert told({}, {LOADER: 61}).endswith("load faster: more workers, smaller images.")
     assert told({"loader": "torch"}, {LOADER: 61}).endswith("change the loader: loader='ffcv'.")
-    assert told({}, {COPY: 61}).startswith(
-        "The copy to the device is the bottleneck: it moves 61 images/s; the loader alone "
-    )
+    copies = "The copy to the device is the bottleneck: it moves 61 images/s; the loader alone "
+    assert told({}, {COPY: 61}).startswith(copies)
 
 
 def test_the_time_is_split() -> None:
@@ -355,9 +314,8 @@ def test_a_round_has_the_same_samples_throughout() -> None:
     def trial(samples: str, images: int = 8) -> Trial:
         return Trial(images, 1.0, 0.0, samples)
 
-    same_samples(
-        {PLAIN: trial("x"), WHOLE: trial("x"), LOADER: trial("x"), MODEL: trial(""), COPY: trial("")}
-    )
+    repeated = {MODEL: trial(""), COPY: trial("")}  # these repeat one batch
+    same_samples({PLAIN: trial("x"), WHOLE: trial("x"), LOADER: trial("x"), **repeated})
     for odd in (trial("y"), trial("x", 16)):
         with pytest.raises(DrivetrainError, match=r"'plain PyTorch' had 8 images .*'\+ FFCV loader'"):
             same_samples({PLAIN: trial("x"), WHOLE: odd})
@@ -410,20 +368,15 @@ def test_two_ledgers_side_by_side(tmp_path: Path) -> None:
     def saved(name: str, factor: float, torch: str, more: dict[VariantId, float] | None = None) -> Path:
         rounds = [
             {
-                PLAIN: 100 * drift,
-                in_turn("a"): 200 * drift * factor * shake,
-                without("ChannelsLast"): 150,
-                SPLIT: 90,
+                PLAIN: 100 * drift, in_turn("a"): 200 * drift * factor * shake, without("ChannelsLast"): 150,
+                SPLIT: 90, **(more or {}),
             }
-            | (more or {})
             for drift, shake in ((1.0, 1.0), (0.98, 1.01), (1.01, 0.99))
-        ]
-        hardware = {"cores": 2, "gpus": [], "processor": "one"}
-        machine = {
-            "hardware": hardware,
+        ]  # fmt: skip
+        machine: dict[str, Any] = {
+            "hardware": {"cores": 2, "gpus": [], "processor": "one"}, "git_revision": "abc",
             "versions": {"torch": torch, "drivetrain": "1"},
-            "git_revision": "abc",
-        }
+        }  # fmt: skip
         machine |= {"date": "2026-01-01", "command": "drivetrain ledger"}
         plan = [{"what": f"train {name}", "why": "asked for"}]
         of_speeds(*rounds, facts={"provenance": machine, "plan": plan}).save(tmp_path / name)

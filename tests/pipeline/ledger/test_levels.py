@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drivetrain.pipeline import Ledger
-from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Trial, VariantId, in_turn, only
 from drivetrain.pipeline.ledger.picture import caption
 from drivetrain.pipeline.measuring.statistics import Levels, Ratio, ratio, speed_text
+from drivetrain.pipeline.measuring.variant import LOADER, MODEL, PLAIN, VariantId, in_turn, only
+from ledgers import trials_of
 
 A, B, C = map(in_turn, "abc")
 NAMES = (PLAIN, A, B, C, only("b"), LOADER)
@@ -28,11 +29,7 @@ def rounds_of(random: np.random.Generator, rounds: int, noise: float) -> list[di
 
 
 def as_ledger(rounds: list[dict[VariantId, float]], stopped: str = "") -> Ledger:
-    return Ledger(
-        [{name: Trial(1000, 1000 / speed, 0.0) for name, speed in speeds.items()} for speeds in rounds],
-        {"recipe": None},
-        stopped=stopped,
-    )
+    return Ledger([trials_of(speeds) for speeds in rounds], {"recipe": None}, stopped=stopped)
 
 
 @pytest.mark.long

@@ -15,9 +15,17 @@ import numpy as np
 import pytest
 import torch
 from drivetrain import DrivetrainError, NonFiniteError, Pipeline, PlanError
+from drivetrain.common.budget import Budget
 from drivetrain.loaders import TorchLoader
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.ledger.data import (
+from drivetrain.pipeline.ledger.ledger import Ledger
+from drivetrain.pipeline.ledger.measure import TIGHT_ROUNDS, _Measurement
+from drivetrain.pipeline.ledger.record import Record
+from drivetrain.pipeline.ledger.variants import alone_and_without, stages, variants
+from drivetrain.pipeline.measuring.runner import Loaders, Variant, VariantRunner, groups
+from drivetrain.pipeline.measuring.schedule import phases
+from drivetrain.pipeline.measuring.trials import run_trial
+from drivetrain.pipeline.measuring.variant import (
     EXTRAS,
     LOADER,
     MODEL,
@@ -28,13 +36,6 @@ from drivetrain.pipeline.ledger.data import (
     only,
     without,
 )
-from drivetrain.pipeline.ledger.ledger import Ledger
-from drivetrain.pipeline.ledger.measure import TIGHT_ROUNDS, _Measurement
-from drivetrain.pipeline.ledger.record import Record
-from drivetrain.pipeline.ledger.runner import Loaders, VariantRunner, build_variant, groups
-from drivetrain.pipeline.ledger.schedule import phases
-from drivetrain.pipeline.ledger.trials import run_trial
-from drivetrain.pipeline.ledger.variants import Variant, alone_and_without, stages, variants
 from drivetrain.pipeline.telemetry import progress
 from drivetrain.pipeline.telemetry.loggers import CSVLogger
 from drivetrain.pipeline.telemetry.progress import Progress
@@ -49,6 +50,7 @@ from drivetrain.transforms import (
     TestTimeFlip,
     Transform,
 )
+from ledgers import Acting, built, in_process
 from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Sleepy, Toy, plain_model, surroundings
 from process_state import running_children
 from torch import nn
@@ -69,17 +71,13 @@ def test_rows_follow_what_was_asked_for(toy: Toy) -> None:
     assert [variant.spec.distribution.options.get("device") for variant in found] == ["cpu"] * len(found)
     assert [variant.id.workload for variant in found[-5:]] == ["train", "loader", "model", "split", "extras"]
     flipped = variants(resolve(toy.pipeline().transform(TestTimeFlip())))
-    assert [variant.id for variant in flipped] == [
-        PLAIN,
-        in_turn("FFCV loader"),
-        *OF_THE_WHOLE,
-    ]  # nothing of training
+    # nothing of training
+    assert [variant.id for variant in flipped] == [PLAIN, in_turn("FFCV loader"), *OF_THE_WHOLE]
     assert all(variant.spec.transforms == (TestTimeFlip(),) for variant in flipped)  # accuracies compare
     *_, group = groups(found)
     assert [variant.id for variant in group] == [in_turn("ddp × 2"), *OF_THE_WHOLE]
-    assert names(toy.pipeline(loader="torch").distribute("single", activation_checkpointing=True))[1] == (
-        in_turn("activation checkpointing")
-    )
+    checkpointed = toy.pipeline(loader="torch").distribute("single", activation_checkpointing=True)
+    assert names(checkpointed)[1] == in_turn("activation checkpointing")
 
 
 def test_a_stage_alone_and_the_whole_without_one(toy: Toy) -> None:
@@ -91,9 +89,8 @@ def test_a_stage_alone_and_the_whole_without_one(toy: Toy) -> None:
 
     two = toy.pipeline().transform(LabelSmoothing(0.1))
     assert measured(toy.pipeline()) == {}
-    assert measured(two) == {
-        only("LabelSmoothing"): ["LabelSmoothing"]
-    }  # and that is without the loader, too
+    # and that is without the loader, too
+    assert measured(two) == {only("LabelSmoothing"): ["LabelSmoothing"]}
     whole = two.distribute("ddp", devices=2, precision="bf16", device="cpu")
     rest = ["FFCV loader", "LabelSmoothing", "bf16", "ddp × 2"]
     assert [stage.name for stage in stages(resolve(whole))] == rest
@@ -155,7 +152,7 @@ def test_measured_on_a_loader_that_sleeps(toy: Toy, monkeypatch: pytest.MonkeyPa
         return deliver(self, *batch)
 
     monkeypatch.setattr(TorchLoader, "_batch", slowly)
-    pipeline = toy.pipeline(plain_model, loader="torch", workers=0).transform(LabelSmoothing(0.1))
+    pipeline = in_process(toy).transform(LabelSmoothing(0.1))
     ledger = pipeline.ledger(seconds=90, within=0.9, progress=False)
     assert ledger.bound.startswith("The loader is the bottleneck: ")
     assert ledger.bound.endswith("Next, change the loader: loader='ffcv'.")
@@ -167,7 +164,7 @@ def test_measured_on_a_loader_that_sleeps(toy: Toy, monkeypatch: pytest.MonkeyPa
 @pytest.fixture(scope="module")
 def full(toy: Toy) -> Ledger:
     """All that can be measured of three stages, in this process: with the torch loader's workers=0."""
-    pipeline = toy.pipeline(plain_model, loader="torch", workers=0)
+    pipeline = in_process(toy)
     pipeline = pipeline.transform(ChannelsLast(), LabelSmoothing(0.1)).distribute("single", precision="bf16")
     return pipeline.ledger(seconds=95, within=0.99, accuracy=True, epochs=2, progress=False)
 
@@ -193,9 +190,8 @@ def test_all_turns_of_a_round_have_the_same_samples(full: Ledger) -> None:
     for trials in full.rounds:
         found = {trial.samples for name, trial in trials.items() if name != MODEL}
         assert len(found) == 1
-    assert len({trials[PLAIN].samples for trials in full.rounds}) == len(
-        full.rounds
-    )  # each an epoch of its own
+    # each an epoch of its own
+    assert len({trials[PLAIN].samples for trials in full.rounds}) == len(full.rounds)
 
 
 def test_what_a_variant_holds_in_memory(full: Ledger) -> None:
@@ -214,7 +210,7 @@ def test_accuracy_of_each_variant(full: Ledger, toy: Toy) -> None:
     names = [gain.stage for gain in full.stages]
     others = [*map(only, names[1:]), *(map(without, names[:-1]) if len(names) > 2 else ())]
     assert list(found.rows) == [*(row.id for row in full.rows), *others]
-    plain = toy.pipeline(plain_model, loader="torch", workers=0).fit(epochs=2, progress=False)
+    plain = in_process(toy).fit(epochs=2, progress=False)
     assert found.rows[PLAIN].accuracy == plain.accuracy == found.target
     assert 0 < found.rows[PLAIN].seconds_to_target <= found.rows[PLAIN].seconds
     assert f"{plain.accuracy:.2%}" in str(full)
@@ -237,7 +233,7 @@ class NothingElse(Nothing):
 
 @pytest.mark.slow
 def test_a_variant_against_itself_is_one(toy: Toy) -> None:
-    pipeline = toy.pipeline(Sleepy(0.02), loader="torch", workers=0).transform(Nothing(), NothingElse())
+    pipeline = in_process(toy, Sleepy(0.02)).transform(Nothing(), NothingElse())
     ledger = pipeline.ledger(seconds=15, within=1e-4, progress=False)
     assert [row.id for row in ledger.rows] == [PLAIN, in_turn("Nothing"), in_turn("NothingElse")]
     # Of so wide intervals one in a thousand misses; to two decimals, as it is shown, it is 1.00.
@@ -273,7 +269,7 @@ class WakesToo(Wakes):
 
 @pytest.mark.slow  # test_levels.py has it on trials that are made up
 def test_of_two_stages_that_do_the_same_the_second_falls(toy: Toy) -> None:
-    pipeline = toy.pipeline(Sleepy(0.08), loader="torch", workers=0).transform(Idle(), Wakes(), WakesToo())
+    pipeline = in_process(toy, Sleepy(0.08)).transform(Idle(), Wakes(), WakesToo())
     ledger = pipeline.ledger(seconds=90, within=0.3, progress=False)
     assert ledger.compound.startswith("The speedups do not compound: ")
     assert "; WakesToo brings " in ledger.compound
@@ -281,7 +277,7 @@ def test_of_two_stages_that_do_the_same_the_second_falls(toy: Toy) -> None:
 
 
 def test_variants_on_other_samples_are_refused(toy: Toy) -> None:
-    pipeline = toy.pipeline(loader="torch", workers=0)
+    pipeline = in_process(toy)
     one, two, three = map(only, ("one", "two", "three"))
     with ExitStack() as stack:
         loaders = Loaders(stack)
@@ -290,7 +286,8 @@ def test_variants_on_other_samples_are_refused(toy: Toy) -> None:
             for name, seed in ((one, 0), (two, 0), (three, 1))
         ]
         record = Record([one, two, three])
-        measurement = _Measurement(resolve(pipeline), record, time.perf_counter(), 99, 0.1, progress=False)
+        budget = Budget(99, time.perf_counter(), progress=False, label="ledger")
+        measurement = _Measurement(resolve(pipeline), record, budget, 0.1)
         assert list(measurement.round(runners[:2], 1, batches=2)) == [one, two]
         with pytest.raises(DrivetrainError, match=r"'only one' had 64 images .*'only three' 64 "):
             measurement.round(runners, 1, batches=2)
@@ -322,27 +319,18 @@ def test_a_turn_costs_what_a_step_costs_on_average_over_the_schedule() -> None:
     assert frozen == pytest.approx(0.25)  # none in the first half, half on average in the second
 
 
-class Watching(nn.Module):
+class Watching(Acting):
     """Notes the side of the images, and how many of its parameters learn, in training."""
 
     seen: ClassVar[list[tuple[int, int]]] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = plain_model()
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            learning = sum(parameter.requires_grad for parameter in self.parameters())
-            self.seen.append((images.shape[-1], learning))
-        result: torch.Tensor = self.layers(images)
-        return result
+    def act(self, images: torch.Tensor) -> None:
+        self.seen.append((images.shape[-1], sum(parameter.requires_grad for parameter in self.parameters())))
 
 
 def test_images_grow_and_layers_freeze_within_a_turn(toy: Toy) -> None:
     pipeline = toy.pipeline(Watching).transform(ProgressiveResizing(), LayerFreezing())
-    with ExitStack() as stack:
-        variant, _ = build_variant(resolve(pipeline), Loaders(stack), stack)
+    with built(pipeline) as variant:
         Watching.seen.clear()
         trial, labels = run_trial(variant, "train", epoch=1, batches=2)
         assert {side for side, _ in Watching.seen} == {8, 12, SIDE}
@@ -366,9 +354,7 @@ def test_an_extra_that_takes_long_is_seen_in_the_row(toy: Toy, monkeypatch: pyte
         steps.append(step)
 
     monkeypatch.setattr(CSVLogger, "log", slowly)
-    ledger = toy.pipeline(plain_model, loader="torch", workers=0).ledger(
-        seconds=90, within=0.9, progress=False
-    )
+    ledger = in_process(toy).ledger(seconds=90, within=0.9, progress=False)
     # A trial is shorter than the log's interval, and logs once, at its end; before the rounds are the first trials.
     count = len(ledger.rounds)
     assert steps[-count:] == [ledger.facts["batches_per_trial"]] * count
@@ -393,8 +379,7 @@ def test_bar_and_guard_are_extras(extra: tuple[Any, str], toy: Toy, monkeypatch:
         return work(self, *arguments)
 
     monkeypatch.setattr(kind, name, counted)
-    with ExitStack() as stack:
-        variant, _ = build_variant(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
+    with built(in_process(toy)) as variant:
         run_trial(variant, "train", epoch=1, batches=3)
         assert not calls
         trial, _ = run_trial(variant, "extras", epoch=1, batches=3)
@@ -412,9 +397,8 @@ class Diverged(Sleepy):
 
 def test_losses_that_are_not_finite_do_not_stop_a_ledger(toy: Toy) -> None:
     """It has the peak learning rate at once, where a training would warm up."""
-    pipeline = toy.pipeline(Diverged(0.0), loader="torch", workers=0).distribute("single", clip_norm=1.0)
-    with ExitStack() as stack:
-        variant, _ = build_variant(resolve(pipeline), Loaders(stack), stack)
+    pipeline = in_process(toy, Diverged(0.0)).distribute("single", clip_norm=1.0)
+    with built(pipeline) as variant:
         trial, _ = run_trial(variant, "extras", epoch=1, batches=3)
         assert trial.images == 3 * BATCH
         with pytest.raises(NonFiniteError):
@@ -427,16 +411,14 @@ def test_the_bar_that_is_timed_is_shown_to_nobody(
     """In a notebook, too, where a bar is a widget of the cell and not written to standard error."""
     shown: list[Any] = []
     monkeypatch.setattr(progress, "tqdm", lambda **bar: shown.append(bar))
-    with ExitStack() as stack:
-        variant, _ = build_variant(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
+    with built(in_process(toy)) as variant:
         assert run_trial(variant, "extras", epoch=1, batches=3)[0].images == 3 * BATCH
     assert shown == []
     assert capsys.readouterr().err == ""
 
 
 def test_copies_to_the_device_are_counted(toy: Toy) -> None:
-    with ExitStack() as stack:
-        variant, _ = build_variant(resolve(toy.pipeline(loader="torch", workers=0)), Loaders(stack), stack)
+    with built(in_process(toy)) as variant:
         trial, _ = run_trial(variant, "copy", epoch=1, batches=3)
         assert trial.images == 3 * BATCH
         assert 0 < trial.seconds < math.inf
@@ -470,7 +452,7 @@ def test_accuracy_needs_validation_data(toy: Toy) -> None:
 
 @pytest.mark.slow
 def test_measured_on_two_ranks(toy: Toy) -> None:
-    ledger = toy.pipeline(plain_model, loader="torch", workers=0).distribute("ddp", devices=2).ledger(
+    ledger = in_process(toy).distribute("ddp", devices=2).ledger(
         seconds=90, within=0.9, progress=False
     )  # fmt: skip
     assert [row.id for row in ledger.rows] == [PLAIN, in_turn("ddp × 2")]
@@ -484,7 +466,7 @@ def test_peak_memory_and_compile_time(toy: Toy) -> None:
     def large() -> nn.Module:
         return nn.Sequential(plain_model(CLASSES), nn.Linear(CLASSES, 500_000), nn.Linear(500_000, CLASSES))
 
-    pipeline = toy.pipeline(large, loader="torch", workers=0).transform(LabelSmoothing(0.1))
+    pipeline = in_process(toy, large).transform(LabelSmoothing(0.1))
     ledger = pipeline.distribute("single", compile=True).ledger(seconds=100, within=0.9, progress=False)
     plain, _, whole = (ledger.costs[row.id] for row in ledger.rows)
     held = 3 * 4 * 500_000 * (2 * CLASSES + 1)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from drivetrain.pipeline import Ledger
-from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, SPLIT, Trial, in_turn, only, without
 from drivetrain.pipeline.ledger.picture import picture
+from drivetrain.pipeline.measuring.variant import LOADER, MODEL, PLAIN, SPLIT, Trial, in_turn, only, without
+from ledgers import trials_of
 
 SPEEDS = {
     PLAIN: 100.0, in_turn("a"): 200.0, in_turn("b"): 220.0, in_turn("c"): 330.0, LOADER: 5000.0, MODEL: 350.0,
@@ -18,14 +19,12 @@ SPEEDS = {
 
 def made_up() -> Ledger:
     """Three stages, of which c was not measured alone."""
-    trials = {name: Trial(1000, 1000 / speed, 0) for name, speed in SPEEDS.items()}
+    trials = trials_of(SPEEDS)
     trials[SPLIT] = Trial(1000, 10.0, 1.0, parts={"forward": 3.0, "backward": 4.0, "step": 1.5})
-    hardware = {"gpus": [], "processor": "a processor", "cores": 2}
     machine = {
-        "hardware": hardware,
+        "hardware": {"gpus": [], "processor": "a processor", "cores": 2}, "date": "2026-01-01T00:00",
         "versions": {"torch": "2", "drivetrain": "1"},
-        "date": "2026-01-01T00:00",
-    }
+    }  # fmt: skip
     return Ledger([trials, trials], {"recipe": "mine", "provenance": machine | {"command": "the command"}})
 
 
@@ -37,12 +36,7 @@ def test_bars_of_throughput_with_the_ceilings_drawn_in() -> None:
     throughput, *_ = picture(made_up()).axes
     bars = [bar.get_width() for bar in throughput.patches]
     assert bars == pytest.approx([100, 200, 220, 330])
-    assert [label.get_text() for label in throughput.get_yticklabels()] == [
-        str(PLAIN),
-        "+ a",
-        "+ b",
-        "+ c",
-    ]
+    assert [label.get_text() for label in throughput.get_yticklabels()] == [str(PLAIN), "+ a", "+ b", "+ c"]
     # The model's ceiling is a line at its place; the loader's is far beyond, and said at the edge.
     (line,) = [line for line in throughput.lines if line.get_linestyle() == "--"]
     assert line.get_xdata() == pytest.approx([350, 350])
@@ -65,10 +59,8 @@ def test_the_caption_holds_findings_and_provenance(tmp_path: Path) -> None:
     figure = picture(made_up())
     caption = " ".join(figure.texts[0].get_text().split())
     assert made_up().bound in caption
-    assert (
-        "2 interleaved rounds on a processor, 2 cores; torch 2, Drivetrain 1, 2026-01-01: the command"
-        in caption
-    )
+    machine = "2 interleaved rounds on a processor, 2 cores; torch 2, Drivetrain 1, 2026-01-01: the command"
+    assert machine in caption
     nowhere = Ledger(made_up().rounds, {"recipe": None})
     nowhere.save(tmp_path / "ledger.svg")
     assert picture(nowhere).texts[0].get_text().endswith("2 interleaved rounds")

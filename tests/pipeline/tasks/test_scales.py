@@ -10,10 +10,10 @@ import torch
 from drivetrain import Classification, EarlyStopping, Pipeline, PlanError
 from drivetrain.pipeline.checkpoints.directory import CheckpointDir, best_of
 from drivetrain.pipeline.ledger.accuracy import train_each
-from drivetrain.pipeline.ledger.variants import Variant
+from drivetrain.pipeline.measuring.runner import Variant
 from drivetrain.pipeline.runs.folder import read_history
 from drivetrain.pipeline.tasks.scales import Scale, scales
-from drivetrain.pipeline.tuning.arena import Trials
+from drivetrain.pipeline.tuning.arena import Arena
 from pipeline_data import Toy
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassHingeLoss
@@ -136,7 +136,7 @@ def test_an_accuracy_in_percent(toy: Toy, tmp_path: Path) -> None:
     resumed = pipeline.fit(epochs=3, out=tmp_path, progress=False, resume="auto")
     assert len(resumed.history.epochs) == 3
     assert (tmp_path / "curves.png").exists()
-    arena = Trials(float("inf"), 0.1, epochs=2)
+    arena = Arena(float("inf"), 0.1, epochs=2)
     assert arena.accuracy(pipeline, 0) == pytest.approx(last.metrics["top1"], abs=1e-6)
     rows: dict[Any, Any] = {}
     train_each([Variant("plain", pipeline)], rows, 2, None, progress=False)

@@ -10,8 +10,8 @@ import pytest
 from drivetrain import DataError, Pipeline, PlanError
 from drivetrain.pipeline import Ledger
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.ledger.data import LOADER, in_turn, other
 from drivetrain.pipeline.ledger.variants import stages, with_loader
+from drivetrain.pipeline.measuring.variant import LOADER, in_turn, other
 from drivetrain.transforms import LabelSmoothing, ProgressiveResizing, RandAugment
 from pipeline_data import Toy, evaluated, plain_model, surroundings
 

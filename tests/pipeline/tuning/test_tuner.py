@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from drivetrain import Pipeline, PlanError
+from drivetrain.common.budget import OutOfTime
 from drivetrain.common.machine import KEEPS_MEMORY
 from drivetrain.pipeline.describe.pipeline_spec import PipelineSpec
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.measuring.budget import OutOfTime
+from drivetrain.pipeline.measuring.sequential import LOOKS, MARGIN, judge, judge_accuracy
 from drivetrain.pipeline.tuning.candidates import ALLOW, allowed, candidates, fitting
 from drivetrain.pipeline.tuning.result import Tuned, read_trials
-from drivetrain.pipeline.tuning.sequential import LOOKS, MARGIN, judge, judge_accuracy
 from drivetrain.pipeline.tuning.tune import Tuner
 from drivetrain.transforms import ChannelsLast
 from pipeline_data import Toy, plain_model
@@ -108,12 +108,8 @@ def test_the_order_follows_the_bottleneck(spec: PipelineSpec) -> None:
 
 
 def test_changes_that_cost_speed_are_dropped_after_few_rounds() -> None:
-    rounds = 0
-    for rounds in LOOKS:
-        verdict, _ = judge([0.8, 0.81, 0.79, 0.8, 0.82, 0.8][:rounds])
-        if verdict == "dropped":
-            break
-    assert rounds == 4
+    ratios = [0.8, 0.81, 0.79, 0.8, 0.82, 0.8]
+    assert next(rounds for rounds in LOOKS if judge(ratios[:rounds])[0] == "dropped") == 4
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.05])
@@ -121,12 +117,8 @@ def test_the_error_over_all_looks_is_below_what_is_promised(noise: float) -> Non
     random, accepted = np.random.default_rng(0), 0
     for _ in range(2000):
         ratios = np.exp(random.normal(0, noise * 2**0.5, LOOKS[-1]))
-        verdict = "undecided"
-        for rounds in LOOKS:
-            verdict, _found = judge(list(ratios[:rounds]))
-            if verdict != "undecided":
-                break
-        accepted += verdict == "accepted"
+        verdicts = (judge(list(ratios[:rounds]))[0] for rounds in LOOKS)
+        accepted += next((one for one in verdicts if one != "undecided"), "") == "accepted"
     assert accepted <= 10  # 2,000 times 0.25 % are 5; 10 or fewer in 98.6 %
 
 
@@ -166,9 +158,8 @@ def test_a_second_call_goes_on(spec: PipelineSpec) -> None:
     first = tuned(spec, Simulated(slow_step, rounds=30))
     known = [one for one in first.trials if one.outcome in ("accepted", "dropped")]
     second = tuned(spec, whole, known=known)
-    assert second.before == pytest.approx(
-        whole.speed(spec), rel=0.05
-    )  # of the pipeline as given to the first call
+    # of the pipeline as given to the first call
+    assert second.before == pytest.approx(whole.speed(spec), rel=0.05)
     again = {entry.name for entry in whole.opened} - {"as given"}
     assert again.isdisjoint(one.name for one in known)
     assert [one.name for one in second.accepted] == ["ChannelsLast"]
@@ -188,9 +179,8 @@ def test_environment_variables_compete_in_processes_of_their_own(spec: PipelineS
     assert [entry.variables for entry in arena.opened if entry.variables is not None] == [{}, KEEPS_MEMORY]
     line = "export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=8589934592"
     assert str(result).endswith(f"\n{line}")
-    assert not tuned(
-        spec, Simulated(the_same, kept=1.04)
-    ).variables  # two processes of one pipeline differ as much
+    # Two processes of one pipeline differ as much.
+    assert not tuned(spec, Simulated(the_same, kept=1.04)).variables
     assert resolve(result.pipeline).steps == resolve(spec).steps
     assert all(entry.closed for entry in arena.opened)
     assert not tuned(spec, Simulated(the_same)).variables
@@ -279,10 +269,8 @@ def test_an_accuracy_that_was_not_measured_is_a_trade_that_is_tried_again(
 
     result = tuned(validated, Short(lower), ("precision",))
     (trade,) = result.trades
-    assert (trade.name, trade.reason) == (
-        "precision='bf16'",
-        "the tuning ended before its accuracy was known",
-    )
+    assert trade.name == "precision='bf16'"
+    assert trade.reason == "the tuning ended before its accuracy was known"
     assert result.pipeline.distributed.precision == "fp32"
     result.save(tmp_path / "tuned.json")
     assert "precision='bf16'" not in {one.name for one in read_trials(tmp_path / "tuned.json", {})}
@@ -293,8 +281,8 @@ def test_the_error_of_the_accuracy_is_below_what_is_promised() -> None:
     random, kept = np.random.default_rng(0), 0
     for _ in range(4000):
         differences = list(random.normal(-MARGIN, 0.004, 8))
-        looks = [judge_accuracy(differences[:count])[0] for count in range(1, 9)]
-        kept += next((one for one in looks if one != "undecided"), "undecided") == "kept"
+        looks = (judge_accuracy(differences[:count])[0] for count in range(1, 9))
+        kept += next((one for one in looks if one != "undecided"), "") == "kept"
     assert kept <= 120  # 2.5 % are 100
 
 
@@ -311,9 +299,8 @@ def test_a_larger_batch_has_a_learning_rate_scaled_to_it(validated: PipelineSpec
     spec = validated.optimize("sgd", lr=0.1)
     twice, four_times = allowed(resolve(spec), ("batch_size",))
     assert resolve(four_times.change(twice.change(spec))).optimization.lr == pytest.approx(0.4)
-    assert resolve(twice.change(validated.optimize("adamw", lr=0.1))).optimization.lr == pytest.approx(
-        0.1 * 2**0.5
-    )
+    adamw = resolve(twice.change(validated.optimize("adamw", lr=0.1)))
+    assert adamw.optimization.lr == pytest.approx(0.1 * 2**0.5)
 
 
 def test_what_cannot_be_allowed_is_refused(validated: PipelineSpec) -> None:
@@ -337,11 +324,8 @@ def test_a_row_has_the_interval_that_decided(spec: PipelineSpec) -> None:
 
 
 def test_measurements_that_contradict_each_other_name_no_bottleneck(spec: PipelineSpec) -> None:
-    assert "is not known" in Tuned(spec, [], {"training": 320.0, "loader": 900.0, "model": 94.0}).bound
-    assert (
-        "The model is the bottleneck"
-        in Tuned(spec, [], {"training": 96.0, "loader": 900.0, "model": 94.0}).bound
-    )
+    for training, sentence in ((320.0, "is not known"), (96.0, "The model is the bottleneck")):
+        assert sentence in Tuned(spec, [], {"training": training, "loader": 900.0, "model": 94.0}).bound
 
 
 def test_no_gain_is_reported_if_nothing_was_measured(spec: PipelineSpec) -> None:

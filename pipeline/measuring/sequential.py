@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 from typing import Literal
 
-from ..measuring.statistics import Ratio, ratio, t_quantile
+from .statistics import Ratio, ratio, t_quantile
 
 Verdict = Literal["accepted", "dropped", "undecided"]
 Kept = Literal["kept", "lost", "undecided"]

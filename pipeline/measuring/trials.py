@@ -1,4 +1,4 @@
-"""A trial of the ledger: a variant trains (or only loads, computes or copies) on some batches, and is timed."""
+"""A trial: a variant trains (or only loads, computes or copies) on some batches, and is timed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...common.budget import until
 from ...common.errors import NonFiniteError
 from ...loaders import FFCVLoader, StockFFCVLoader
 from ...loaders.epochs import Batch, EpochLoader
@@ -26,7 +27,6 @@ from ...strategies import Engine
 from ...strategies.common.memory import HeldBytes, held_bytes
 from ...transforms import Loop
 from ..describe.fit import LOG_EVERY
-from ..measuring.budget import until
 from ..telemetry.metrics import Metrics
 from ..telemetry.observer import Observer, Observers
 from ..telemetry.progress import Progress
@@ -34,8 +34,8 @@ from ..telemetry.state import TrainState
 from ..training.build import Built
 from ..training.guard import NonFiniteGuard
 from ..training.loop import train_epoch
-from .data import PARTS, Trial, Workload
 from .schedule import Phase as SchedulePhase
+from .variant import PARTS, Trial, Workload
 
 Labels = list[NDArray[Any]]
 """The labels of each of this rank's batches, in order."""
@@ -73,22 +73,19 @@ def run_trial(
         with variant.settings(), _frozen(variant, phase):
             loader = variant.loader(phase.image_size)
             results.append(_run_phase(variant, loader, kind, epoch, batches, deadline, observer))
-    trials = [trial for trial, _ in results]
-    return mean_trial(trials, [phase.share for phase in variant.phases]), results[0][1]
+    shares = [phase.share for phase in variant.phases]
+    return mean_trial([trial for trial, _ in results], shares), results[0][1]
 
 
 def mean_trial(trials: Sequence[Trial], shares: Sequence[float]) -> Trial:
     """Return the weighted mean of trials on the same samples; the shares, their weights, sum to 1."""
-
-    def mixed(seconds: Sequence[float]) -> float:
-        return float(np.dot(shares, seconds))
-
-    parts = [trial.parts or {} for trial in trials]
+    names = trials[0].parts or ()
+    table = [
+        [trial.seconds, trial.waited, *((trial.parts or {})[name] for name in names)] for trial in trials
+    ]
+    seconds, waited, *parts = np.dot(shares, table).tolist()
     return replace(
-        trials[0],
-        seconds=mixed([trial.seconds for trial in trials]),
-        waited=mixed([trial.waited for trial in trials]),
-        parts={name: mixed([part[name] for part in parts]) for name in parts[0]} or None,
+        trials[0], seconds=seconds, waited=waited, parts=dict(zip(names, parts, strict=True)) or None
     )
 
 
@@ -118,12 +115,13 @@ def _run_phase(
     engine, hooks = variant.built.engine, variant.built.hooks
     batch_size = loader.settings.batch_size
     batches = min(batches, loader.samples // batch_size)
+    repeats = kind in ("model", "copy")
     # With the exact samples of the trial, no loader prefetches while something else is measured.
-    loader.set_indices(range((1 if kind in ("model", "copy") else batches) * batch_size))
+    loader.set_indices(range((1 if repeats else batches) * batch_size))
     loader.set_epoch(epoch)
     seen: list[Any] = []
-    source: Any = list(loader) * batches if kind in ("model", "copy") else _recorded(loader, seen)
-    copies = _Copies(loader, source[0]) if kind == "copy" else None
+    source: Any = list(loader) * batches if repeats else _recorded(loader, seen)
+    buffers = _buffers(loader, source[0]) if kind == "copy" else []
     source = until(deadline, source)
     parts: dict[str, float] | None = None
     hooks.begin(engine, batches, loader)  # creates the weight averages, which training does only once
@@ -131,9 +129,11 @@ def _run_phase(
         engine.barrier()
         _wait_for(engine)
         start = perf_counter()
-        if copies is not None:
-            images = copies.run(batches) * engine.world_size
-            waited = 0.0
+        if kind == "copy":
+            images, waited = batches * batch_size, 0.0
+            for _ in range(batches):
+                for host, device in buffers:
+                    device.copy_(host, non_blocking=True)
         elif kind == "loader":
             images = sum(len(batch[0]) for batch in source) * engine.world_size
             waited = perf_counter() - start
@@ -236,30 +236,19 @@ def _wait_for(engine: Engine) -> None:
         torch.cuda.synchronize(engine.device)
 
 
-class _Copies:
-    """Copies of a batch from host memory to the device, as the loader performs them.
+def _buffers(loader: EpochLoader, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return host memory for a batch's images and labels, and device memory, as the loader copies between them.
 
-    Args:
-        loader: the loader. TorchLoader copies the final batch; the others copy bytes to a GPU and normalize there.
-        batch: a batch of the loader.
+    TorchLoader copies the final batch; the others copy bytes to a GPU and normalize there.
     """
-
-    def __init__(self, loader: EpochLoader, batch: Batch) -> None:
-        images, labels = batch[:2]
-        pinned, on_gpu = images.device.type == "cuda", images.device.type != "cpu"
-        dtype = torch.uint8 if on_gpu and isinstance(loader, FFCVLoader | StockFFCVLoader) else images.dtype
-        self._sources = [
-            torch.empty(images.shape, dtype=dtype, pin_memory=pinned),
-            torch.empty(labels.shape, dtype=labels.dtype, pin_memory=pinned),
-        ]
-        self._targets = [torch.empty_like(one, device=images.device) for one in self._sources]
-
-    def run(self, times: int) -> int:
-        """Copy the batch `times` times, and return the number of images copied."""
-        for _ in range(times):
-            for target, source in zip(self._targets, self._sources, strict=True):
-                target.copy_(source, non_blocking=True)
-        return times * len(self._sources[0])
+    images, labels = batch[:2]
+    on_gpu = images.device.type != "cpu"
+    dtype = torch.uint8 if on_gpu and isinstance(loader, FFCVLoader | StockFFCVLoader) else images.dtype
+    sources = (
+        torch.empty(images.shape, dtype=dtype, pin_memory=images.device.type == "cuda"),
+        torch.empty(labels.shape, dtype=labels.dtype, pin_memory=images.device.type == "cuda"),
+    )
+    return [(source, torch.empty_like(source, device=images.device)) for source in sources]
 
 
 PHASES = {

@@ -1,42 +1,73 @@
-"""Run the ledger's trials: with variants kept in this process, or on ranks started for each round."""
+"""Run the trials of variants: kept in this process, or on ranks started for each round."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from ...common.errors import DrivetrainError, StrategyError
+from ...common.budget import OutOfTime
+from ...common.checks import is_number
+from ...common.errors import DrivetrainError, PlanError, StrategyError
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
 from ...strategies import launch
+from ...strategies.launching.group import is_rank
 from ..describe.cuda_settings import cuda_settings
-from ..describe.resolve import ResolvedPlan
-from ..measuring.budget import OutOfTime
+from ..describe.pipeline_spec import PipelineSpec
+from ..describe.resolve import ResolvedPlan, resolve
 from ..training.build import build, fork_rng, make_loader
-from .data import Costs, Trial, VariantId
 from .schedule import phases
 from .trials import BuiltVariant, Labels, MemoryScale, digest, run_trial
-from .variants import Variant
+from .variant import Costs, Trial, VariantId
+
+T = TypeVar("T")
 
 MIN_BATCHES = 4  # per trial; with fewer, filling the loader's queue would dominate
-
 REASON_LENGTH = 300  # characters; CUDA's out-of-memory message has twice as many
 
-PEAK_SECONDS, PEAK_RESERVE = 100, 20
-"""Peak memory is measured in ledgers of at least PEAK_SECONDS, which reserve PEAK_RESERVE for its two processes."""
+Results = tuple[dict[VariantId, Trial], dict[VariantId, str]]
+"""The trials of variants, and the reasons of those that failed."""
 
-Results = dict[VariantId, tuple[Trial, Labels]]
-"""Trials by variant, with a rank's labels."""
+
+def check_measurable(seconds: float) -> None:
+    """Raise PlanError for an invalid time budget, and in a process that is a rank."""
+    if not is_number(seconds, "(0, inf)"):
+        given = f"{seconds:g}" if is_number(seconds) else repr(seconds)
+        raise PlanError(f"seconds={given} (--seconds, --ledger-seconds) must be positive and finite.")
+    if is_rank():
+        raise PlanError(
+            "The ledger starts its own ranks, between other trials. Start it without torchrun, and outside a process "
+            "group."
+        )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A pipeline to measure, and the variant that it is."""
+
+    id: VariantId
+    spec: PipelineSpec
+
+    @cached_property
+    def plan(self) -> ResolvedPlan:
+        """The resolved plan, computed on first use; see `resolve` for its errors."""
+        return resolve(self.spec)
+
+
+def groups(variants: Iterable[Variant]) -> list[list[Variant]]:
+    """Group consecutive variants of the same pipeline, which is then built once."""
+    return [list(group) for _, group in groupby(variants, key=lambda variant: id(variant.spec))]
 
 
 class Loaders:
@@ -71,6 +102,7 @@ class VariantRunner:
 
     Attributes:
         variants: the variants that have not failed.
+        on_ranks: whether it starts processes for each round.
         opening: seconds that building and warm-up took; 0 with ranks, which do both in each trial.
         seconds: seconds that the last trials took, including starting ranks.
         costs: costs of training other than time; maxima over all ranks.
@@ -87,43 +119,27 @@ class VariantRunner:
         deadline: float = math.inf,
     ) -> None:
         start = perf_counter()
-        self._plan = group[0].plan
-        self._left = [variant.id for variant in group]
-        self._stack = ExitStack()
+        self._plan, self._warm_up = group[0].plan, batches
+        self.variants = [variant.id for variant in group]
+        self.on_ranks = self._plan.needs_ranks
         self.opening, self.seconds = 0.0, 0.0
         self.costs = Costs()
         self._built: BuiltVariant | None = None
-        self._warm_up = batches
-        if self.on_ranks:
-            return
-        with ExitStack() as stack:
-            self._built, self.costs = build_variant(self._plan, loaders, stack, batches, deadline)
-            self._stack = stack.pop_all()
-        self.opening = perf_counter() - start
-
-    @property
-    def variants(self) -> list[VariantId]:
-        """See the class."""
-        return list(self._left)
-
-    @property
-    def on_ranks(self) -> bool:
-        """Whether it starts processes for each round."""
-        return self._plan.needs_ranks
-
-    def drop(self, variants: Iterable[VariantId]) -> None:
-        """Remove these variants."""
-        for one in variants:
-            self._left.remove(one)
+        self._stack = ExitStack()
+        if not self.on_ranks:
+            with ExitStack() as stack:
+                self._built, self.costs = build_variant(self._plan, loaders, stack, batches, deadline)
+                self._stack = stack.pop_all()
+            self.opening = perf_counter() - start
 
     def close(self) -> None:
         """Release the model, its optimizer and its loaders."""
-        self._built, self._left = None, []
+        self._built, self.variants = None, []
         self._stack.close()
 
     def run(
         self, epoch: int, batches: int, variants: Sequence[VariantId], deadline: float = math.inf
-    ) -> tuple[dict[VariantId, Trial], dict[VariantId, str]]:
+    ) -> Results:
         """Run a trial of each of these variants, in this order; `epoch` determines the samples.
 
         Returns:
@@ -134,57 +150,67 @@ class VariantRunner:
             OutOfTime: at the deadline; running ranks are terminated.
         """
         start = perf_counter()
-        run = self._run_on_ranks if self._built is None else self._run_here
-        trials, failed = run(variants, epoch, batches, deadline)
+        if self._built is None:
+            trials, failed = self._run_on_ranks(variants, epoch, batches, deadline)
+        else:
+            trials, failed = _run_here(self._built, variants, epoch, batches, deadline)
         self.seconds = perf_counter() - start
         why = next((reason for one, reason in failed.items() if one.workload == "train"), None)
         if why is not None:
-            return {}, {one: failed.get(one, why) for one in self._left}
-        return trials, failed
-
-    def _run_here(
-        self, variants: Sequence[VariantId], epoch: int, batches: int, deadline: float
-    ) -> tuple[dict[VariantId, Trial], dict[VariantId, str]]:
-        assert self._built is not None
-        trials, failed = {}, {}
-        for one in variants:
-            try:
-                trials[one] = _merged([run_trial(self._built, one.workload, epoch, batches, deadline)])
-            except OutOfTime:
-                raise
-            except Exception as error:  # of the model, a transform, memory: continue with the others
-                failed[one] = described(error)
+            return {}, {one: failed.get(one, why) for one in self.variants}
         return trials, failed
 
     def _run_on_ranks(
         self, variants: Sequence[VariantId], epoch: int, batches: int, deadline: float
-    ) -> tuple[dict[VariantId, Trial], dict[VariantId, str]]:
+    ) -> Results:
         left = deadline - perf_counter()
         if left <= 0:
             raise OutOfTime
-        how = self._plan.distribution
         try:
-            answers = launch(
-                _trials_on_rank, self._plan, list(variants), epoch, batches, self._warm_up,
-                devices=how.ranks, device=how.device, collective_timeout=how.timeout,
-                timeout=None if left == math.inf else left, patience=0.0,
+            answers = on_ranks(
+                self._plan, None if left == math.inf else left, _trials_on_rank,
+                self._plan, list(variants), epoch, batches, self._warm_up,
             )  # fmt: skip
         except Exception as error:  # a rank raised, died or timed out
             if perf_counter() >= deadline:
                 raise OutOfTime from None
-            return {}, dict.fromkeys(variants, described(error))
+            return {}, dict.fromkeys(variants, describe_error(error))
         self.costs = largest([costs for _, costs in answers])
-        ranks = [trials for trials, _ in answers]
-        return {one: _merged([rank[one] for rank in ranks]) for one in variants}, {}
+        return {one: _merged([trials[one] for trials, _ in answers]) for one in variants}, {}
 
 
-def described(error: BaseException) -> str:
+def _run_here(
+    built: BuiltVariant, variants: Sequence[VariantId], epoch: int, batches: int, deadline: float
+) -> Results:
+    trials, failed = {}, {}
+    for one in variants:
+        try:
+            trials[one] = _merged([run_trial(built, one.workload, epoch, batches, deadline)])
+        except OutOfTime:
+            raise
+        except Exception as error:  # of the model, a transform, memory: continue with the others
+            failed[one] = describe_error(error)
+    return trials, failed
+
+
+def on_ranks(plan: ResolvedPlan, timeout: float | None, job: Callable[..., T], *arguments: Any) -> list[T]:
+    """Return what `job` returns on each rank of a plan, without waiting for ranks once one has failed.
+
+    Raises:
+        StrategyError: if it takes longer than `timeout` seconds, or a rank fails.
+    """
+    how = plan.distribution
+    return launch(
+        job, *arguments, devices=how.ranks, device=how.device, collective_timeout=how.timeout, timeout=timeout,
+        patience=0.0,
+    )  # fmt: skip
+
+
+def describe_error(error: BaseException) -> str:
     """Return an error as the reason of a row: its type and first line; for a rank's error, with the rank."""
-    cause = error.__cause__ if isinstance(error, StrategyError) else None
-    text = str(error).strip().partition("\n")[0]
-    if cause is not None and isinstance(cause, DrivetrainError):  # the rank's own error
-        error, text = cause, str(cause).strip().partition("\n")[0]
-    kind = type(error).__name__
+    if isinstance(error, StrategyError) and isinstance(error.__cause__, DrivetrainError):
+        error = error.__cause__  # the rank's own error
+    text, kind = str(error).strip().partition("\n")[0], type(error).__name__
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(error).lower():
         kind = f"out of memory ({kind})"
     return textwrap.shorten(f"{kind}: {text}" if text else kind, REASON_LENGTH, placeholder=" …")
@@ -192,7 +218,7 @@ def described(error: BaseException) -> str:
 
 def _trials_on_rank(
     plan: ResolvedPlan, variants: Sequence[VariantId], epoch: int, batches: int, warm_up: int
-) -> tuple[Results, Costs]:
+) -> tuple[dict[VariantId, tuple[Trial, Labels]], Costs]:
     with fork_rng(plan.seed), ExitStack() as stack:
         # The ranks are new and need warm-up, too.
         variant, costs = build_variant(plan, Loaders(stack), stack, warm_up)
@@ -262,11 +288,10 @@ def _peak(device: torch.device, before: list[int]) -> int | None:
 def largest(ranks: Sequence[Costs]) -> Costs:
     """Return the maximum of each cost over all ranks."""
     held = [one.held_bytes for one in ranks if one.held_bytes is not None]
-    return Costs(
-        {name: max(one[name] for one in held) for name in held[0]} if held else None,
-        max((one.peak_bytes for one in ranks if one.peak_bytes is not None), default=None),
-        max((one.compile_seconds for one in ranks if one.compile_seconds is not None), default=None),
-    )
+    peaks = [one.peak_bytes for one in ranks if one.peak_bytes is not None]
+    compiling = [one.compile_seconds for one in ranks if one.compile_seconds is not None]
+    most = {name: max(one[name] for one in held) for name in held[0]} if held else None
+    return Costs(most, max(peaks, default=None), max(compiling, default=None))
 
 
 def peak_bytes(plan: ResolvedPlan, batches: int, seconds: float) -> int | None:
@@ -283,19 +308,8 @@ def peak_bytes(plan: ResolvedPlan, batches: int, seconds: float) -> int | None:
     Raises:
         StrategyError: if it takes longer, or a process dies.
     """
-    how = plan.distribution
-    peaks = launch(
-        _peak_of_rank,
-        plan,
-        batches,
-        devices=how.ranks,
-        device=how.device,
-        collective_timeout=how.timeout,
-        timeout=seconds,
-        patience=0.0,
-    )
-    known = [peak for peak in peaks if peak is not None]
-    return max(known, default=None)
+    peaks = on_ranks(plan, seconds, _peak_of_rank, plan, batches)
+    return max((peak for peak in peaks if peak is not None), default=None)
 
 
 def _peak_of_rank(plan: ResolvedPlan, batches: int) -> int | None:
@@ -313,16 +327,4 @@ def resident_peak() -> int | None:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
-    peaks = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")]
-    return peaks[0] if peaks else None
-
-
-def groups(variants: Iterable[Variant]) -> list[list[Variant]]:
-    """Group consecutive variants of the same pipeline, which is then built once."""
-    grouped: list[list[Variant]] = []
-    for variant in variants:
-        if grouped and grouped[-1][0].spec is variant.spec:
-            grouped[-1].append(variant)
-        else:
-            grouped.append([variant])
-    return grouped
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)

@@ -1,5 +1,5 @@
-"""A pipeline that is trained in a process of its own: environment variables are read when Python starts, and a process
-that the system kills for lack of memory must not be the user's."""
+"""Run a variant in a process of its own: environment variables are read when Python starts, and a process that the
+system kills for lack of memory must not be the user's."""
 
 from __future__ import annotations
 
@@ -17,19 +17,17 @@ from typing import Any
 
 import cloudpickle
 
+from ...common.budget import OutOfTime
 from ...common.errors import DrivetrainError
 from ...strategies import registry
-from ..describe.pipeline_spec import PipelineSpec
-from ..ledger import data as identity
-from ..ledger.runner import Loaders, VariantRunner, described
-from ..ledger.variants import Variant
-from ..measuring.budget import OutOfTime
 from ..training.build import fork_rng
+from .runner import Loaders, Variant, VariantRunner, describe_error
+from .variant import Costs, Trial
 
 BOOT = """
 import sys
 sys.path[:] = {path!r}
-from drivetrain.pipeline.tuning.separate import serve
+from drivetrain.pipeline.measuring.process import serve
 serve({line})
 """
 PATIENCE = 5.0
@@ -42,15 +40,17 @@ class Failed(Exception):
     """A pipeline could not be built, or its training failed; the message has the reason."""
 
 
-class Separate:
-    """A contender in a process of its own; closing it ends the process.
+class ProcessRunner:
+    """Runs a variant in a process of its own; closing it ends the process.
 
     Args:
-        name: the change that it has.
-        spec: the pipeline.
+        variant: the variant.
         variables: environment variables that the process has in addition.
         batches: of the warm-up.
         deadline: in `perf_counter` time.
+
+    Attributes:
+        costs: not measured.
 
     Raises:
         Failed: if building the pipeline fails, or the process dies.
@@ -58,11 +58,8 @@ class Separate:
         OutOfTime: at the deadline.
     """
 
-    def __init__(
-        self, name: str, spec: PipelineSpec, variables: Mapping[str, str], batches: int, deadline: float
-    ) -> None:
-        assert spec.data is not None
-        self.name, self.batch_size, self._deadline = name, spec.data.batch_size, deadline
+    def __init__(self, variant: Variant, variables: Mapping[str, str], batches: int, deadline: float) -> None:
+        self._deadline, self.costs = deadline, Costs()
         self._line, theirs = Pipe()
         with theirs:
             boot = BOOT.format(path=sys.path, line=theirs.fileno())
@@ -71,7 +68,7 @@ class Separate:
                 env={**os.environ, **variables}, start_new_session=True,
             )  # fmt: skip
         try:
-            job: Any = partial(_answer, spec, batches)
+            job: Any = partial(_answer, variant, batches)
             if registry.REGISTERED:
                 job = partial(registry.call_with, registry.REGISTERED, job)
             with suppress(BrokenPipeError):  # it died at once: the answer says so
@@ -81,17 +78,12 @@ class Separate:
             self.close()
             raise
 
-    @property
-    def memory(self) -> int | None:
-        """See `arena.Contender`: not measured."""
-        return None
-
-    def trial(self, number: int, batches: int) -> identity.Trial:
-        """Train on these batches; `number` determines the samples. Raise Failed or OutOfTime."""
+    def trial(self, epoch: int, batches: int) -> Trial:
+        """Train on these batches; `epoch` determines the samples. Raise Failed or OutOfTime."""
         with suppress(BrokenPipeError):
-            self._line.send((number, batches))
+            self._line.send((epoch, batches))
         trial = self._received()
-        assert isinstance(trial, identity.Trial)
+        assert isinstance(trial, Trial)
         return trial
 
     def close(self) -> None:
@@ -133,22 +125,21 @@ def serve(line: int) -> None:
         job(connection)
 
 
-def _answer(spec: PipelineSpec, batches: int, line: Connection) -> None:
-    """Build the pipeline, and train it as asked: pairs of a round's number and a number of batches.
+def _answer(variant: Variant, batches: int, line: Connection) -> None:
+    """Build the pipeline, and train it as requested: pairs of an epoch and a number of batches.
 
     Only the other side looks at the time.
     """
-    one = identity.in_turn("")
     with ExitStack() as stack:
-        stack.enter_context(fork_rng(spec.seed))
+        stack.enter_context(fork_rng(variant.spec.seed))
         try:
-            runner = VariantRunner([Variant(one, spec)], Loaders(stack), batches)
+            runner = VariantRunner([variant], Loaders(stack), batches)
         except Exception as error:
-            line.send(error if isinstance(error, DrivetrainError) else described(error))
+            line.send(error if isinstance(error, DrivetrainError) else describe_error(error))
             return
         stack.callback(runner.close)
         line.send(None)
         while True:
-            number, asked = line.recv()
-            trials, failed = runner.run(number, asked, [one])
-            line.send(failed[one] if failed else trials[one])
+            epoch, count = line.recv()
+            trials, failed = runner.run(epoch, count, [variant.id])
+            line.send(failed[variant.id] if failed else trials[variant.id])

@@ -1,0 +1,74 @@
+"""Ledgers that are made up from images/s, and pipelines that are built for trials."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from drivetrain import Pipeline
+from drivetrain.pipeline import Ledger
+from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.measuring.runner import Loaders, build_variant
+from drivetrain.pipeline.measuring.trials import BuiltVariant
+from drivetrain.pipeline.measuring.variant import LOADER, MODEL, Trial, VariantId
+from pipeline_data import BATCH, CLASSES, Toy, plain_model
+from torch import nn
+
+HIGH = {LOADER: 1e6, MODEL: 1e6}
+"""Ceilings that nothing reaches."""
+
+
+def trials_of(speeds: Mapping[VariantId, float], waited: float = 0.0) -> dict[VariantId, Trial]:
+    """A round in which each variant took 1,000 images at this speed, and waited for this share of the time."""
+    return {one: Trial(1000, 1000 / speed, waited * 1000 / speed) for one, speed in speeds.items()}
+
+
+def of_speeds(*rounds: dict[VariantId, float], facts: dict[str, Any] | None = None, **fields: Any) -> Ledger:
+    """A ledger from images/s, with ceilings that nothing reaches where none are given."""
+    return Ledger([trials_of(one | HIGH | one) for one in rounds], {"recipe": None} | (facts or {}), **fields)
+
+
+def in_process(toy: Toy, model: Any = plain_model, **load: Any) -> Pipeline:
+    """A pipeline that starts no processes: with the torch loader's workers=0."""
+    return toy.pipeline(model, **{"loader": "torch", "workers": 0, **load})
+
+
+@contextmanager
+def built(pipeline: Pipeline) -> Iterator[BuiltVariant]:
+    """A pipeline that is built and warmed up."""
+    with ExitStack() as stack:
+        yield build_variant(resolve(pipeline), Loaders(stack), stack)[0]
+
+
+def small_recipe(path: Path, more: str = "") -> Path:
+    """A recipe that trains a small ResNet on the toy data, in this process."""
+    path.write_text(
+        f"model: cifar_resnet\nmodel_options: {{num_classes: {CLASSES}, width: 4}}\nloader: torch\nworkers: 0\n"
+        f"batch_size: {BATCH}\nimage_size: 16\noptimizer: {{name: sgd, lr: 1e-3}}\nepochs: 9\n{more}"
+    )
+    return path
+
+
+class Acting(nn.Module):
+    """A small model that calls `act` in each forward of a whole training batch; it notes all that are alive."""
+
+    alive: ClassVar[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.forwards = plain_model(), 0
+        self.alive.add(self)
+
+    def act(self, images: torch.Tensor) -> None:
+        """Do nothing; a subclass does."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training and len(images) == BATCH:
+            self.forwards += 1
+            self.act(images)
+        result: torch.Tensor = self.layers(images)
+        return result
