@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from os import fspath
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from ..optim.schedules import label
 from ..tasks.task import Task
 from ..training.build import Built
 from ..training.model_identity import difference
-from .content import REMEDY
 from .identity import identity
 
 MODEL = "model"
@@ -132,38 +131,6 @@ def check_model(saved: dict[str, Any], own: dict[str, Any], where: object, *, ch
     )
 
 
-def check_hyperparameters(
-    groups: list[dict[str, Any]], own: dict[str, Any], where: object, *, change: bool = False
-) -> None:
-    """Compare the saved parameter groups of an optimizer with those of the run as built.
-
-    The learning rate is not compared, because the schedule sets it. An optimizer from a factory may change its
-    hyperparameters during training, and a torch scheduler (`change`) those of any optimizer, so only the types of their
-    values must agree.
-
-    Raises:
-        CheckpointError: naming the first difference.
-    """
-    for number, (saved, built) in enumerate(zip(groups, own["parameter groups"], strict=False)):
-        for key in sorted((set(saved) & set(built)) - {"lr"}):
-            fits = _alike(saved[key], built[key])
-            if not fits or (own["optimizer"] != "a factory" and not change and saved[key] != built[key]):
-                raise CheckpointError(
-                    f"The checkpoint {where} is damaged: its optimizer.groups[{number}].{key} is {saved[key]!r:.60}, "
-                    f"and this run's is {built[key]!r:.60}. {REMEDY}"
-                )
-
-
-def _alike(left: Any, right: Any) -> bool:
-    """Return whether two JSON values have the same type, and `left` is not NaN. null agrees with any."""
-    if left is None or right is None:
-        return True
-    if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(_alike, left, right))
-    plain = [isinstance(each, int | float) and not isinstance(each, bool) for each in (left, right)]
-    return left == left and (all(plain) or type(left) is type(right))
-
-
 def tied_to_length(plan: ResolvedPlan) -> list[str]:
     """Return what another number of epochs would have changed in the steps that are done."""
     shape, tied = plan.optimization, []
@@ -238,16 +205,9 @@ def description(plan: ResolvedPlan) -> dict[str, Any] | None:
             "transforms": named,
             "seed": plan.seed,
         }
-        return dict(json.loads(json.dumps(entries, default=_path)))
+        return dict(json.loads(json.dumps(entries, default=fspath)))  # paths, of files of weights, as text
     except (TypeError, ValueError):  # a value that JSON cannot hold, or no model of that name
         return None
-
-
-def _path(value: object) -> str:
-    """Return the path of a file of weights as text; raise TypeError for what JSON cannot hold."""
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(value)
 
 
 def rebuild_spec(

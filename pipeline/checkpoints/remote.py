@@ -12,14 +12,15 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from ...common.errors import CheckpointError
 from ...common.storage.addresses import is_address
-from ...common.storage.cache_folder import cache_folder
-from ...common.storage.files import atomic_file, locked
+from ...common.storage.files import atomic_file, cache_folder
 from ...common.storage.folder import RemoteFolder
+from ...common.storage.json_files import ShapeError, parse
+from ...common.storage.locks import locked
 from .content import STATE
 from .weights import unlisted_path
 
@@ -40,7 +41,7 @@ class RemoteRun:
 
     def __init__(self, folder: Path, address: str) -> None:
         self.folder, self.address = folder, address.rstrip("/")
-        self.files = RemoteFolder(self.address)
+        self.files = RemoteFolder(self.address, CheckpointError)
 
     @classmethod
     def create(cls, folder: Path, address: str) -> RemoteRun:
@@ -61,7 +62,7 @@ class RemoteRun:
     def pull(self, names: Sequence[str]) -> None:
         """Make the copy what is at the address: these files of the run, and the `state.json` of each checkpoint. The
         other files of a checkpoint are fetched when it is verified."""
-        with self._locked():
+        with locked(self.folder / _LOCK):  # one process at a time downloads into the copy
             there, seen = self.files.versions(), self._seen()
             for name in (*names, f"{CHECKPOINTS}/{RUN}"):
                 path = self.folder / name
@@ -81,7 +82,7 @@ class RemoteRun:
 
     def pull_checkpoint(self, step: str) -> Path:
         """Return the path of a checkpoint in the copy, with its `state.json` from the address."""
-        with self._locked():
+        with locked(self.folder / _LOCK):
             self._pull_state(step)
         return self.folder / CHECKPOINTS / step
 
@@ -92,7 +93,7 @@ class RemoteRun:
             path: of the checkpoint in the copy.
             files: from its `state.json`.
         """
-        with self._locked():
+        with locked(self.folder / _LOCK):
             for name, about in files.items():
                 file, size = path / name, int(about["bytes"])
                 if not file.exists() or file.stat().st_size != size:
@@ -115,10 +116,6 @@ class RemoteRun:
                 seen[name] = [*stat, ""]
                 self._remember(seen)
 
-    def remove(self, name: str) -> None:
-        """Remove a file of the run at the address."""
-        self.files.remove([name])
-
     def begin(self) -> None:
         """Upload `run.json`, and remove checkpoints that are not complete from the address."""
         there = self.files.versions(CHECKPOINTS)
@@ -134,20 +131,15 @@ class RemoteRun:
         names = sorted(self.files.versions(place), key=lambda name: name != f"{place}/{STATE}")
         self.files.remove(names)
 
-    def send(self, folder: Path, step: str, names: Sequence[str]) -> None:
+    def send(self, step: str, paths: Mapping[str, Path]) -> None:
         """Upload files of a checkpoint, in this order.
 
         Args:
-            folder: where they are.
             step: the checkpoint's name.
-            names: of the files.
+            paths: of the files on this machine, by their names in the checkpoint.
         """
-        for name in names:
-            self.send_as(folder / name, step, name)
-
-    def send_as(self, path: Path, step: str, name: str) -> None:
-        """Upload a file of a checkpoint under another name."""
-        self.files.upload(path, f"{CHECKPOINTS}/{step}/{name}")
+        for name, path in paths.items():
+            self.files.upload(path, f"{CHECKPOINTS}/{step}/{name}")
 
     def receive(self, step: str, paths: Mapping[str, Path]) -> bool:
         """Download files of a checkpoint that other ranks upload, and return whether all are there.
@@ -156,16 +148,12 @@ class RemoteRun:
             step: the checkpoint's name.
             paths: where to write each file, by name; those that exist are not downloaded.
         """
-        place = f"{CHECKPOINTS}/{step}"
-        there = self.files.versions(place)
-        for name, path in paths.items():
-            if f"{place}/{name}" in there and not path.exists():
-                self.files.download(f"{place}/{name}", path, there[f"{place}/{name}"][0])
-        return all(f"{place}/{name}" in there for name in paths)
-
-    def drop(self, step: str, names: Sequence[str]) -> None:
-        """Remove files of a checkpoint from the address."""
-        self.files.remove([f"{CHECKPOINTS}/{step}/{name}" for name in names])
+        there = self.files.versions(f"{CHECKPOINTS}/{step}")
+        places = {f"{CHECKPOINTS}/{step}/{name}": path for name, path in paths.items()}
+        for name in there.keys() & places.keys():
+            if not places[name].exists():
+                self.files.download(name, places[name], there[name][0])
+        return there.keys() >= places.keys()
 
     def shown(self, path: Path) -> str:
         """Return the address of a file or folder in the copy."""
@@ -194,17 +182,12 @@ class RemoteRun:
         with atomic_file(path / STATE) as file:
             file.write(text)
 
-    def _locked(self) -> AbstractContextManager[None]:
-        """Let one process at a time download into the copy."""
-        return locked(self.folder / _LOCK)
-
     def _seen(self) -> dict[str, list[Any]]:
         """Return size, time of change and remote version of the files that are the same in both places."""
         try:
-            seen: dict[str, list[Any]] = json.loads((self.folder / _SEEN).read_text())
-        except (OSError, ValueError):
+            return parse((self.folder / _SEEN).read_bytes(), dict[str, list[Any]])
+        except (OSError, ShapeError):
             return {}
-        return seen
 
     def _remember(self, seen: dict[str, list[Any]]) -> None:
         with atomic_file(self.folder / _SEEN) as file:

@@ -6,7 +6,7 @@ import random
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from ...strategies.engine import copied
 from ..telemetry.state import EpochMeter
 from ..training.build import Built
 from ..training.hooks import TrainingHooks
-from .content import REMEDY, TENSORS, CheckpointContent, OptimizerContent, RankContent
+from .content import REMEDY, TENSORS, CheckpointContent, Meter, OptimizerContent, RankContent
 from .format import OWN, UNLISTED, Checkpoint, Part, grouped, key_of
 from .weights import Tensors
 
@@ -67,7 +67,7 @@ def capture_state(
         epoch=position.epoch,
         step=position.step,
         step_in_epoch=position.meter.steps,
-        meter=position.meter.state_dict(engine),
+        meter=cast(Meter, position.meter.state_dict(engine)),
         optimizer=OptimizerContent(optimizer.groups, dict(optimizer.loss_scale)),
         methods=values,
         loader=built.train.state_dict(),
@@ -182,10 +182,10 @@ def load_hooks(checkpoint: Checkpoint, built: Built) -> None:
             for name, buffer in engine.plain_model.named_buffers():
                 if name in buffers:
                     buffer.copy_(buffers[name])
-        total = torch.tensor(float(content.meter["total"])) if own is None else own["loss"]
+        total = torch.tensor(content.meter["total"]) if own is None else own["loss"]
         state.epoch, state.step = content.epoch, content.step
-        meter = {**content.meter, "total": total.to(engine.device)}
-        if meter["weight"] is None:  # of an older version: a sum of the steps' losses
+        meter: dict[str, Any] = {**content.meter, "total": total.to(engine.device)}
+        if meter.get("weight") is None:  # of an older version: a sum of the steps' losses
             batch = content.facts["batch_size"]
             meter |= {"total": meter["total"] * batch, "weight": float(meter["counted"] * batch)}
         state.meter = EpochMeter(**meter)

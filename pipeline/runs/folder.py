@@ -3,7 +3,6 @@ plan and curves."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ import yaml
 
 from ...common.errors import DrivetrainError, RecipeError
 from ...common.storage.files import atomic_file
+from ...common.storage.locks import acquire, release
 from ...strategies.launching.group import is_main_process
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.remote import RemoteRun, shown
@@ -39,19 +39,15 @@ def lock_run_dir(folder: Path) -> Iterator[None]:
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DrivetrainError(
-                f"Another run is training in {shown(folder)}. Wait until it ends, or pass another folder: out=… "
-                "(--out)."
-            ) from None
-        except OSError:  # NFS can only lock what is open for writing
-            pass
+        with suppress(OSError):  # NFS can only lock what is open for writing
+            if not acquire(descriptor, wait=False):
+                raise DrivetrainError(
+                    f"Another run is training in {shown(folder)}. Wait until it ends, or pass another folder: out=… "
+                    "(--out)."
+                )
         yield
     finally:
-        with suppress(OSError):  # explicitly: a process forked in the meantime would keep the lock
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        release(descriptor)
         os.close(descriptor)
 
 
@@ -131,14 +127,14 @@ def _remove(path: Path) -> None:
             f"pass another folder: out=… (--out)."
         ) from None
     if (remote := RemoteRun.at(path.parent)) is not None:
-        remote.remove(path.name)
+        remote.files.remove([path.name])
 
 
 def read_history(folder: Path) -> History | None:
     """Return the history in the folder; None if there is none, or the file is not Drivetrain's."""
     try:
         return History.from_dict(json.loads((folder / HISTORY).read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

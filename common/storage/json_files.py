@@ -1,0 +1,63 @@
+"""Read JSON files of ours: their values are checked against a type, and an error names file, field and remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from ..errors import DrivetrainError
+
+T = TypeVar("T")
+
+
+class ShapeError(ValueError):
+    """A value of another type than its field; the message, such as "its step: expected `int`, got `str`", continues a
+    sentence."""
+
+
+def convert(value: object, shape: type[T]) -> T:
+    """Return plain JSON values as a `shape`: a dataclass, a TypedDict, a `msgspec.Struct`, or a type of these.
+
+    Raises:
+        ShapeError: naming the first field that does not fit.
+    """
+    try:
+        return msgspec.convert(value, shape)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at `$")
+        what = what[:1].lower() + what[1:]
+        raise ShapeError(f"its {place.strip('.`')}: {what}" if place else what) from None
+
+
+def parse(text: bytes, shape: type[T]) -> T:
+    """Return the content of a JSON file as a `shape`; see `convert`.
+
+    Raises:
+        ShapeError: if it is not JSON, or has another shape.
+    """
+    try:  # json, because it also reads the infinities that Python writes
+        return convert(json.loads(text), shape)
+    except ShapeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ShapeError(f"it is not JSON ({error})") from None
+
+
+def read(path: Path, shape: type[T], error: type[DrivetrainError], remedy: str) -> T:
+    """Return the content of a JSON file as a `shape`; see `convert`.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        DrivetrainError: of the class `error`, naming the file, the field and the `remedy`, a sentence.
+    """
+    try:
+        return parse(path.read_bytes(), shape)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except ShapeError as reason:
+        raise error(f"{path} is damaged: {reason}. {remedy}") from None
+    except OSError as reason:
+        raise error(f"{path} cannot be read: {reason.strerror or reason}. {remedy}") from None
