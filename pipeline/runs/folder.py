@@ -61,13 +61,12 @@ def replaced(folder: Path, resume: str | Path | None) -> str:
         if place.resolve() == folder.resolve() or store.holds(place):
             return ""
     hint = " (resume='auto', --resume, would continue it)" if store.checkpoints() else ""
-    try:
-        epochs = len(json.loads((folder / HISTORY).read_bytes())["epochs"])
-    except FileNotFoundError:
+    if not (folder / HISTORY).exists():
         return f"{shown(folder)} held an unfinished run; it is replaced{hint}." if hint else ""
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return f"{shown(folder)} held a run; it is replaced{hint}."
-    return f"{shown(folder)} held a run of {epochs} epoch{'s' * (epochs != 1)}; it is replaced{hint}."
+    history, of = read_history(folder), ""
+    if history is not None:
+        of = f" of {len(history.epochs)} epoch{'s' * (len(history.epochs) != 1)}"
+    return f"{shown(folder)} held a run{of}; it is replaced{hint}."
 
 
 def clear_results(folder: Path) -> None:

@@ -24,12 +24,9 @@ from stateful_models import Complex, Growing, Remembering, difference, kept
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 METHODS = {
-    "plain": [],
-    "ema": [EMA(half_life=3)],
-    "swa": [SWA(0.2, 0.9)],
-    "lookahead": [Lookahead()],
+    "plain": [], "ema": [EMA(half_life=3)], "swa": [SWA(0.2, 0.9)], "lookahead": [Lookahead()],
     "sam": [SAM()],
-}
+}  # fmt: skip
 ON_RANKS = ["ddp", "zero_redundancy", "fsdp", "deepspeed_stage_2", "fairscale_oss"]
 
 
