@@ -23,6 +23,7 @@ REMEDY = "Use another checkpoint, or start from scratch with resume=None."
 
 Values = dict[str, Any]
 Count = Annotated[int, Meta(ge=0)]
+Number = bool | int | float  # as `float`, msgspec would convert an integer, such as an optimizer's count
 
 
 class Meter(TypedDict):
@@ -51,7 +52,7 @@ class OptimizerContent(Struct, frozen=True, forbid_unknown_fields=True):
     """An `OptimizerState` without its entries: each rank saves the tensors and numbers that it holds."""
 
     groups: list[Values]
-    loss_scale: Mapping[str, float]
+    loss_scale: Mapping[str, Number]
 
 
 class RankContent(Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,7 +60,7 @@ class RankContent(Struct, frozen=True, forbid_unknown_fields=True):
     callbacks by class name."""
 
     random: Values
-    numbers: dict[str, dict[str, float]]
+    numbers: dict[str, dict[str, Number]]
     callbacks: dict[str, Values] = {}
 
 

@@ -51,11 +51,10 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "load settings": dict(data.settings),
         "transforms": [identity(transform) for transform in plan.transforms],
         "task": _task(plan.task),
-        "optimizer": "a factory"
-        if optimization.is_factory
-        else optimization.optimizer,  # a class by its identity
+        # A class of an optimizer, and a function of a schedule, by its identity.
+        "optimizer": "a factory" if optimization.is_factory else optimization.optimizer,
         "parameter groups": [_numbers(group) for group in built.engine.optimizer.param_groups],
-        "schedule": optimization.schedule,  # a function by its identity
+        "schedule": optimization.schedule,
         "schedule_options": dict(optimization.schedule_options),
         "warmup": optimization.warmup,
         "precision": distribution.precision,
@@ -69,13 +68,8 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
 def check_compatible(
     saved: dict[str, Any], own: dict[str, Any], where: object, tied: Sequence[str] = ()
 ) -> None:
-    """Compare the fingerprint of a checkpoint with that of the run that resumes from it.
-
-    Args:
-        saved: the fingerprint of the checkpoint.
-        own: the fingerprint of the run.
-        where: the checkpoint, for messages.
-        tied: what depends on the length of the run, from `tied_to_length`; if it is empty, the epochs may differ.
+    """Compare the fingerprint of a checkpoint, `where`, with that of the run that resumes from it. The number of epochs
+    may differ if nothing is `tied_to_length`.
 
     Raises:
         CheckpointError: naming the first difference.
@@ -100,16 +94,8 @@ def check_compatible(
 
 
 def check_model(saved: dict[str, Any], own: dict[str, Any], where: object, *, changed: bool) -> str:
-    """Compare the model of a checkpoint with that of the run that resumes from it: structure, settings and code.
-
-    Args:
-        saved: the fingerprint of the checkpoint.
-        own: the fingerprint of the run.
-        where: the checkpoint, for messages.
-        changed: whether the user has changed the model on purpose.
-
-    Returns:
-        A note for the user; "" if there is none.
+    """Compare the model of a checkpoint with that of the run that resumes from it: structure, settings and code. Return
+    a note for the user, or "".
 
     Raises:
         CheckpointError: naming the first differences, unless `changed`.
@@ -139,12 +125,11 @@ def tied_to_length(plan: ResolvedPlan) -> list[str]:
         tied.append(f"the learning rate (schedule={label(shape.schedule)!r}, warmup={shape.warmup})")
     for transform in plan.transforms:
         if follows_length(transform):
-            name = type(transform).__name__
             hint = (
-                f" ({name} does not declare whether it depends on the length. If it does not, define the property "
-                f"depends_on_length in its class, returning False)"
+                f" ({type(transform).__name__} does not declare whether it depends on the length. If it does not, "
+                "define the property depends_on_length in its class, returning False)"
             )
-            tied.append(f"{identity(transform)}{'' if declares_length(transform) else hint}")
+            tied.append(identity(transform) + hint * (not declares_length(transform)))
     return tied
 
 

@@ -32,12 +32,7 @@ _WEIGHTS = ".safetensors"
 
 
 class RemoteRun:
-    """The local copy of a run at an address.
-
-    Args:
-        folder: the copy; see `working_folder` and `opened`.
-        address: of the run.
-    """
+    """The local copy of a run at an address; see `working_folder` and `opened`."""
 
     def __init__(self, folder: Path, address: str) -> None:
         self.folder, self.address = folder, address.rstrip("/")
@@ -87,12 +82,7 @@ class RemoteRun:
         return self.folder / CHECKPOINTS / step
 
     def fetch(self, path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Download the files of a checkpoint that are not in the copy, or have another size.
-
-        Args:
-            path: of the checkpoint in the copy.
-            files: from its `state.json`.
-        """
+        """Download those files of a checkpoint's `state.json` that are not in the copy, or have another size."""
         with locked(self.folder / _LOCK):
             for name, about in files.items():
                 file, size = path / name, int(about["bytes"])
@@ -132,22 +122,13 @@ class RemoteRun:
         self.files.remove(names)
 
     def send(self, step: str, paths: Mapping[str, Path]) -> None:
-        """Upload files of a checkpoint, in this order.
-
-        Args:
-            step: the checkpoint's name.
-            paths: of the files on this machine, by their names in the checkpoint.
-        """
+        """Upload files of a checkpoint in this order; `paths` are those on this machine, by their names there."""
         for name, path in paths.items():
             self.files.upload(path, f"{CHECKPOINTS}/{step}/{name}")
 
     def receive(self, step: str, paths: Mapping[str, Path]) -> bool:
-        """Download files of a checkpoint that other ranks upload, and return whether all are there.
-
-        Args:
-            step: the checkpoint's name.
-            paths: where to write each file, by name; those that exist are not downloaded.
-        """
+        """Download files of a checkpoint that other ranks upload to `paths`, by name, unless they exist there. Return
+        whether all are at the address."""
         there = self.files.versions(f"{CHECKPOINTS}/{step}")
         places = {f"{CHECKPOINTS}/{step}/{name}": path for name, path in paths.items()}
         for name in there.keys() & places.keys():
@@ -200,11 +181,8 @@ def working_folder(address: str) -> Path:
 
 
 def opened(place: str | Path, *names: str) -> Path:
-    """Return a path to read from: `place` itself, or the copy of the run, checkpoint or file of weights at an address.
-
-    Args:
-        place: a path or an address.
-        names: the files of the run that are needed.
+    """Return a path to read from: `place` itself, or the copy of the run, checkpoint or file of weights at an address,
+    with the `names` of the run's files that are needed.
 
     Raises:
         CheckpointError: if the address cannot be read.

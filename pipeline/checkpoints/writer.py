@@ -81,12 +81,10 @@ class CheckpointWriter:
             )
         self._pending = temporary
         if self._options.background:
-            job = (temporary, part, content)
+            job, name = (temporary, part, content), "drivetrain-checkpoint"
             with interrupts_held():
                 self._written.clear()
-                self._thread = threading.Thread(
-                    target=self._in_background, args=job, name="drivetrain-checkpoint", daemon=True
-                )
+                self._thread = threading.Thread(target=self._in_background, args=job, name=name, daemon=True)
                 self._thread.start()
         else:
             self._record_failure(self._write, temporary, part, content)
@@ -111,11 +109,8 @@ class CheckpointWriter:
             time.sleep(_ROUND)
 
     def give_up(self, *, interrupted: bool = False) -> None:
-        """Stop without the other ranks, after an error or Ctrl-C. The checkpoint in progress may stay incomplete.
-
-        Args:
-            interrupted: whether by Ctrl-C, after which an upload has `UPLOAD_PATIENCE` seconds.
-        """
+        """Stop without the other ranks, after an error or Ctrl-C. The checkpoint in progress may stay incomplete; if
+        `interrupted`, by Ctrl-C, an upload has `UPLOAD_PATIENCE` seconds."""
         patience = _PATIENCE
         if interrupted and self._remote is not None:
             patience = UPLOAD_PATIENCE
@@ -242,10 +237,7 @@ class CheckpointWriter:
         failure, self._failure = self._failure, None
         if isinstance(failure, CheckpointError):
             raise failure
+        folder = shown(self._store.folder)
         if failure is not None:
-            raise CheckpointError(
-                f"A checkpoint in {shown(self._store.folder)} failed: {failure}."
-            ) from failure
-        raise CheckpointError(
-            f"{failures} other rank(s) could not write a checkpoint in {shown(self._store.folder)}."
-        )
+            raise CheckpointError(f"A checkpoint in {folder} failed: {failure}.") from failure
+        raise CheckpointError(f"{failures} other rank(s) could not write a checkpoint in {folder}.")

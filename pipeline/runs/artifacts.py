@@ -94,13 +94,8 @@ class RunArtifacts(Observer):
             write(self._folder, with_trained(self._job.texts, self.history.facts))
 
     def keep(self, history: History, weights: Weights, within: int = 0) -> None:
-        """Store weights and history of the same moment, in memory and on disk. Every rank must call it.
-
-        Args:
-            history: of the finished epochs.
-            weights: gathers the weights.
-            within: steps since the last finished epoch, if the run was stopped there.
-        """
+        """Store weights and history of the same moment, in memory and on disk: after an epoch, or `within` steps of
+        the next, if the run was stopped there. Every rank must call it."""
         epochs = len(history.epochs)
         with interrupts_held():
             self._outcome.state = ModelState()  # release the old weights before gathering: one copy at a time
@@ -113,11 +108,9 @@ class RunArtifacts(Observer):
             self._outcome.state = state
 
     def add(self, epoch: Epoch, weights: Weights) -> None:
-        """Add an epoch and its weights."""
         self.keep(replace(self.history, epochs=[*self.history.epochs, epoch]), weights)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
-        """Add an evaluation within an epoch."""
         evaluations = [*self.history.evaluations, evaluation]
         self._outcome.history = replace(self.history, evaluations=evaluations)
         if self._folder is not None:

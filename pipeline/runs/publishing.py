@@ -24,14 +24,8 @@ _PATIENCE = 3.0  # seconds that a failing run waits for an upload
 
 
 def taken_up(folder: Path | None, resume: str | Path | None) -> str:
-    """On rank 0, make the local copy of a run what is at its address, before the run begins.
-
-    Args:
-        folder: the copy; any other folder is left as it is.
-        resume: as in `Pipeline.fit`.
-
-    Returns:
-        A note for the user; "" if there is none.
+    """On rank 0, make the local copy of a run what is at its address, before the run begins; leave any other folder as
+    it is. Return a note for the user, or "".
 
     Raises:
         CheckpointError: if the address cannot be read.

@@ -71,11 +71,8 @@ class Epoch:
         parts = [f"epoch {self.epoch}", f"loss {self.loss:.4f}"]
         if self.val_loss is not None:
             parts += [f"val loss {self.val_loss:.4f}", *shown(self.metrics, self.units)]
-        parts += [
-            f"{self.images_per_s:,.0f} images/s",
-            f"waiting {self.data_wait_fraction:.0%}",
-            f"{self.seconds:.1f} s",
-        ]
+        parts += [f"{self.images_per_s:,.0f} images/s", f"waiting {self.data_wait_fraction:.0%}"]
+        parts.append(f"{self.seconds:.1f} s")
         if self.skipped:
             parts.append(f"{self.skipped} steps skipped")
         return "  ".join(parts)
@@ -116,12 +113,8 @@ class Evaluation:
         return {"val_loss": self.val_loss, **self.metrics}
 
     def __str__(self) -> str:
-        parts = [
-            f"epoch {self.epoch}, step {self.step:,}",
-            f"val loss {self.val_loss:.4f}",
-            *shown(self.metrics, self.units),
-        ]
-        return "  ".join(parts)
+        position = f"epoch {self.epoch}, step {self.step:,}"
+        return "  ".join([position, f"val loss {self.val_loss:.4f}", *shown(self.metrics, self.units)])
 
 
 def _saved(one: Epoch | Evaluation) -> dict[str, Any]:

@@ -54,13 +54,8 @@ class LoggerWarning(UserWarning):
 
 
 def check(choice: LoggerArg, log_every: object, folder: Path | None, *, pickled: bool) -> tuple[object, ...]:
-    """Validate loggers before any work, and return them as a tuple.
-
-    Args:
-        choice: the `logger` of `fit`.
-        log_every: steps between two entries.
-        folder: folder of the run.
-        pickled: whether they are sent to other processes.
+    """Validate the `logger` of `fit` before any work, and return its loggers, which may be `pickled` for another
+    process.
 
     Raises:
         PlanError: naming the invalid one.
@@ -110,7 +105,8 @@ class Loggers:
     Args:
         chosen: names and objects, from `check`.
         folder: folder of the run, for `metrics.csv` and `tensorboard/`.
-        step: the step from which the run resumes. Entries of later steps in the folder are not from this run.
+        step: the step from which the run resumes. Entries of later steps in the folder are not from this run: an
+            existing `metrics.csv` keeps its lines up to it, and TensorBoard ignores the others.
     """
 
     def __init__(self, chosen: tuple[object, ...], folder: Path | None, step: int) -> None:
@@ -148,12 +144,7 @@ class Loggers:
 
 class CSVLogger:
     """Write `metrics.csv`: one line per entry, without buffering; missing values are empty. A name that is new adds a
-    column, for which the file is written again.
-
-    Args:
-        folder: folder of the file. An existing file keeps its lines up to `step`.
-        step: the step from which the run resumes.
-    """
+    column, for which the file is written again."""
 
     COLUMNS = ("step", *EPOCH, *STEP)
 
@@ -191,12 +182,7 @@ class CSVLogger:
 
 
 class TensorBoardLogger:
-    """Write event files to `tensorboard/`; view them with `tensorboard --logdir OUT`.
-
-    Args:
-        folder: folder of the run.
-        step: the step from which the run resumes. TensorBoard ignores existing entries of later steps.
-    """
+    """Write event files to `tensorboard/`; view them with `tensorboard --logdir OUT`."""
 
     def __init__(self, folder: Path, step: int) -> None:
         module = require("torch.utils.tensorboard", "tensorboard", "write files for TensorBoard")
