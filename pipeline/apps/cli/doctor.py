@@ -26,6 +26,7 @@ CORE = (
     "pillow",
     "tqdm",
     "cloudpickle",
+    "msgspec",
     "psutil",
     "pyyaml",
 )
