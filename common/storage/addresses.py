@@ -7,7 +7,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 from ..errors import DataError, DrivetrainError, MissingExtra, require
 from ..waiting import Wait
@@ -51,32 +51,33 @@ class Calls:
     Args:
         address: a URL that fsspec knows: http, https, s3, gs, hf, …
         patience: seconds that the server may not answer. Default None: `PATIENCE`.
+        error: class of the errors.
+        advice: the end of the message when requests have failed.
         options: of the file system.
 
-    Attributes:
-        server: the beginning of the address.
-        ERROR: what is raised.
-        ADVICE: the end of the message when requests have failed.
-
     Raises:
-        DrivetrainError: if no file system has such addresses.
+        DrivetrainError: of the class `error`, if no file system has such addresses.
         MissingExtra: if fsspec, or what it needs for this protocol, is not installed.
     """
 
-    ERROR: ClassVar[type[DrivetrainError]] = DataError
-    ADVICE: ClassVar[str] = "Run the same command again when the source answers: what has arrived is kept."
-
-    def __init__(self, address: str, patience: float | None = None, **options: Any) -> None:
-        self.address, self._closed = address, threading.Event()
+    def __init__(
+        self,
+        address: str,
+        patience: float | None = None,
+        error: type[DrivetrainError] = DataError,
+        advice: str = "Run the same command again when the source answers: what has arrived is kept.",
+        **options: Any,
+    ) -> None:
+        self.address, self._error, self._advice, self._closed = address, error, advice, threading.Event()
         self.patience = PATIENCE if patience is None else patience
-        self.server = "/".join(address.split("/")[:3])
+        self._server = "/".join(address.split("/")[:3])
         fsspec = require("fsspec", "remote", "read data at an address")
         try:
             self._system, self._path = fsspec.core.url_to_fs(address, **options)
-        except ImportError as error:
-            raise MissingExtra(f"{address} cannot be read: {error}.") from error
-        except ValueError as error:
-            raise self.ERROR(f"{address} cannot be read: {error}. Pass an address or a path.") from error
+        except ImportError as reason:
+            raise MissingExtra(f"{address} cannot be read: {reason}.") from reason
+        except ValueError as reason:
+            raise error(f"{address} cannot be read: {reason}. Pass an address or a path.") from reason
 
     def close(self) -> None:
         """Do not repeat requests that fail from now on."""
@@ -87,7 +88,7 @@ class Calls:
         return self._closed.wait(seconds)
 
     def _content(self, path: str) -> bytes | None:
-        """Return the content of a file of this file system; None if it does not exist."""
+        """Return the full content of a small file; None if it does not exist."""
         try:
             data: bytes = self._tried(lambda: self._call("cat_file", path))
         except MissingFileError:
@@ -120,24 +121,24 @@ class Calls:
                 cause, reason, lasting = error, *self._judged(error, doing)
             else:
                 if not (reason := wrong(result)):
-                    outages.over(self.server)
+                    outages.over(self._server)
                     return result
             attempt += 1
             # Ranges that failed together do not ask again together.
             pause = min(_PAUSE * 2 ** (attempt - 1), _LONGEST) * random.SystemRandom().uniform(0.5, 1.5)
             given_up = attempt >= ATTEMPTS if lasting else wait.left <= 0
             if given_up or self._closed.wait(pause if lasting else min(pause, max(wait.left, 0.01))):
-                raise self.ERROR(
+                raise self._error(
                     f"{self.address} cannot be {doing}: {attempt} requests failed in {wait.elapsed:.0f} s, the last "
-                    f"one with: {reason}. {self.ADVICE}"
+                    f"one with: {reason}. {self._advice}"
                 ) from cause
             if not lasting:
-                outages.report(self.server, self.patience, reason)
+                outages.report(self._server, self.patience, reason)
 
     def _judged(self, error: Exception, doing: str) -> tuple[str, bool]:
         """Return the reason why a request failed, and whether waiting will not help; raise what is no use to repeat."""
         if isinstance(error, PermissionError):
-            raise self.ERROR(
+            raise self._error(
                 f"{self.address} cannot be {doing}: {error}. Check the credentials in the environment."
             ) from error
         if isinstance(error, ImportError):
@@ -149,7 +150,7 @@ class Calls:
             named = error.__cause__ or error
         status = _status(error)
         if status == _CHANGED:
-            raise self.ERROR(
+            raise self._error(
                 f"{self.address} was replaced while it was in use: it has another entity tag than when it was opened. "
                 "Run the same command again to use the new file; to resume a run, restore the old one."
             ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -16,8 +15,8 @@ from ..checks import is_number
 from ..errors import DataError
 from ..exhaustion import exhaustion, is_exhaustion
 from .addresses import PATIENCE, RemoteFile
-from .cache_folder import cache_folder
-from .files import locked
+from .files import cache_folder
+from .locks import acquire, locked
 from .mirror import BLOCK, BLOCKS, FACTS
 
 _RECENT = 60.0  # seconds after a copy was asked for, in which it is not removed although nobody has opened it
@@ -155,9 +154,7 @@ def _bytes(folder: Path) -> tuple[int, int]:
 def _remove_unused(facts: Path) -> bool:
     """Remove the copy that these facts belong to, unless a process uses it; return whether it is gone."""
     with (facts.parent / json.loads(facts.read_text()).get("name", FACTS)).open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not acquire(file, wait=False):
             return False
         facts.unlink()  # first, so that nobody takes the folder for a complete one
         shutil.rmtree(facts.parent, ignore_errors=True)

@@ -1,8 +1,7 @@
-"""Write files atomically: temporary file, fsync, rename. Digests and locks of files."""
+"""Write files atomically: temporary file, fsync, rename. Digests of files."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -14,8 +13,16 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 from ..errors import DrivetrainError
+from .locks import acquire, release
 
 _ROUND = 0.05  # seconds between two looks for a file
+
+
+def cache_folder() -> Path:
+    """Return `$DRIVETRAIN_DATA`, else `$XDG_CACHE_HOME/drivetrain`, else `~/.cache/drivetrain`."""
+    if chosen := os.environ.get("DRIVETRAIN_DATA"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drivetrain"
 
 
 def sync(path: Path) -> None:
@@ -111,7 +118,8 @@ def _partial_file(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
     while True:
         temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
         file = cast(BinaryIO, temporary.open("x+b"))
-        _lock(file)
+        with suppress(OSError):
+            acquire(file)
         if _is_at(file, temporary):
             break
         file.close()  # another writer removed it before it was locked
@@ -134,20 +142,8 @@ def _remove_leftovers(path: Path) -> None:
                 suppress(OSError),
                 leftover.open("r+b") as file,
             ):  # it was renamed, or belongs to another user
-                if _lock(file, wait=False):
+                if acquire(file, wait=False):
                     leftover.unlink()
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Let one process, or thread, at a time into the block; `path` is a lock file, which stays.
-
-    Raises:
-        OSError: if it cannot be created, or the file system has no locks.
-    """
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @contextmanager
@@ -156,7 +152,8 @@ def _turn(path: Path) -> Iterator[None]:
     place = _lock_file(path)
     while True:
         file = place.open("ab")
-        _lock(file)
+        with suppress(OSError):
+            acquire(file)
         if _is_at(file, place):
             break
         file.close()  # the previous writer has removed it
@@ -165,15 +162,14 @@ def _turn(path: Path) -> Iterator[None]:
     finally:
         with suppress(OSError):  # on file systems without locks, another writer may have removed it
             place.unlink()
-        with suppress(OSError):  # explicitly: a process forked in the meantime would keep the lock
-            fcntl.flock(file, fcntl.LOCK_UN)
+        release(file)
         file.close()
 
 
 def wait_for_renames(path: Path) -> None:
     """Wait until no writer of the set named by `path` (see `atomic_files`) is between two renames."""
     with suppress(OSError), _lock_file(path).open("rb") as file:  # no file: no writer
-        _lock(file)
+        acquire(file)
 
 
 @contextmanager
@@ -192,15 +188,6 @@ def renames_held(path: Path) -> Iterator[None]:
 
 def _lock_file(path: Path) -> Path:
     return path.with_name(f".{path.name}.lock")
-
-
-def _lock(file: IO[bytes], wait: bool = True) -> bool:
-    """Lock an open file. Return False if another process holds the lock, or the file system has none."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:

@@ -8,9 +8,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from ..errors import CheckpointError, DrivetrainError
+from ..errors import DrivetrainError
 from ..threads import in_order
 from .addresses import Calls, MissingFileError, RemoteFile, version_of
 from .files import atomic_file
@@ -28,19 +28,18 @@ class RemoteFolder(Calls):
 
     Args:
         address: a URL of a store that can be written; s3, gs, …
+        error: class of the errors.
 
     Raises:
-        CheckpointError: if it cannot be read or written; also by all methods.
+        DrivetrainError: of the class `error`, if it cannot be read or written; also by all methods.
         MissingExtra: if fsspec, or what it needs for this protocol, is not installed.
     """
 
-    ERROR: ClassVar[type[DrivetrainError]] = CheckpointError
-    ADVICE: ClassVar[str] = "Run the same command again when the store answers."
-
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, error: type[DrivetrainError]) -> None:
         protocol = address.partition("://")[0]
         made = {"auto_mkdir": True} if protocol in ("file", "local") else {}
-        super().__init__(address.rstrip("/"), use_listings_cache=False, **made)
+        advice = "Run the same command again when the store answers."
+        super().__init__(address.rstrip("/"), error=error, advice=advice, use_listings_cache=False, **made)
         self._renames = protocol in _RENAMING
 
     def versions(self, inside: str = "") -> dict[str, tuple[int, str]]:
@@ -81,7 +80,7 @@ class RemoteFolder(Calls):
                     for _ in copied:
                         pass
             except DrivetrainError as error:
-                raise CheckpointError(str(error)) from error
+                raise self._error(str(error)) from error
 
     def upload(self, path: Path, name: str) -> None:
         """Copy a local file to `name`, which appears when it is complete, and replaces an older one."""
@@ -110,7 +109,7 @@ class RemoteFolder(Calls):
         return there is not None
 
     def probe(self) -> None:
-        """Raise CheckpointError unless files can be written here."""
+        """Raise an error unless files can be written here."""
         name = f".probe-{uuid.uuid4().hex}"
         self.write(name, b"")
         self.remove([name])
@@ -130,7 +129,7 @@ class RemoteFolder(Calls):
         try:
             self._tried(put, doing="written")
         except MissingFileError as error:
-            raise CheckpointError(
+            raise self._error(
                 f"{self.address} cannot be written: {error.__cause__}. Create the bucket, or pass another address."
             ) from error
 

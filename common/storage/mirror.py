@@ -21,6 +21,7 @@ from ..errors import DataError
 from ..signals import interrupts_held
 from ..threads import results
 from .addresses import RemoteFile
+from .locks import acquire
 
 FACTS = "mirror.json"
 """The address, size and version of the remote file, next to the copy."""
@@ -75,7 +76,7 @@ class Mirror:
         self._marks, self._patience = path.parent / BLOCKS, patience
         self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor).atexit = False
-        fcntl.flock(self.descriptor, fcntl.LOCK_SH)  # `cache` removes only copies that nobody uses
+        acquire(self.descriptor, shared=True)  # `cache` removes only copies that nobody uses
         self._blocks = self._marked(
             range(max(-(-self.size // BLOCK), 1))
         )  # what is known here to have arrived

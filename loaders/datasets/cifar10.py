@@ -8,7 +8,6 @@ file in the official `cifar-10-binary.tar.gz`, so every source gives the same da
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -26,7 +25,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ...common.errors import DataError
-from ...common.storage.cache_folder import cache_folder
+from ...common.storage.files import cache_folder
+from ...common.storage.locks import acquire
 
 Pixels = NDArray[np.uint8]
 Batches = Iterator[tuple[str, bytes]]  # name and content of each `.bin` file
@@ -132,10 +132,8 @@ def _lock(root: Path) -> Iterator[None]:
     """Let one process at a time download, and remove what a killed one left behind."""
     root.mkdir(parents=True, exist_ok=True)
     with (root / ".cifar.lock").open("a") as handle:
-        with contextlib.suppress(
-            OSError
-        ):  # without file locks two may download, harmlessly; removing is not safe
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # without locks two may download, harmlessly; removing is not safe
+            acquire(handle)
             for leftover in root.glob(".cifar-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
         yield

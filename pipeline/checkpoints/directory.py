@@ -8,12 +8,13 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 from ...common.checks import check_flag, check_number, check_whole, make_plain
 from ...common.errors import CheckpointError, PlanError
 from ...common.storage.addresses import is_address
 from ...common.storage.files import atomic_file
+from ...common.storage.json_files import read
 from .content import STATE
 from .format import Checkpoint, remove
 from .remote import CHECKPOINTS, RUN, STEP, RemoteRun, opened, shown
@@ -66,6 +67,13 @@ class CheckpointWarning(UserWarning):
     """A checkpoint was skipped because it is damaged."""
 
 
+class _Run(TypedDict):
+    """The content of `run.json`: the name of the run, and the checkpoint that it continues."""
+
+    run: str
+    continues: NotRequired[str | None]
+
+
 class CheckpointDir:
     """The checkpoints of one run, `out/checkpoints`.
 
@@ -108,7 +116,7 @@ class CheckpointDir:
         """
         for path in self.folder.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
-        about = {"run": run, "continues": None if origin is None else shown(origin.resolve())}
+        about: _Run = {"run": run, "continues": None if origin is None else shown(origin.resolve())}
         if about != self._about():
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -139,7 +147,9 @@ class CheckpointDir:
         except CheckpointError:
             return ""  # another machine has the other files
         self.remote.discard(newest.path.name)
-        self.remote.send(newest.path, newest.path.name, [*newest.content.files, STATE])
+        self.remote.send(
+            newest.path.name, {name: newest.path / name for name in (*newest.content.files, STATE)}
+        )
         return f"Uploaded {newest.place}, which was only on this machine."
 
     def local(self, place: str | Path) -> Path:
@@ -169,7 +179,8 @@ class CheckpointDir:
     @property
     def run(self) -> str | None:
         """The name of the run in `run.json`; None if there is none yet."""
-        return self._about().get("run")
+        about = self._about()
+        return None if about is None else about["run"]
 
     def newest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint of the run, else the one that the run continues, else None.
@@ -178,10 +189,11 @@ class CheckpointDir:
         """
         about = self._about()
         for path in self.checkpoints():
-            checkpoint = _load_complete(path, about.get("run"))
+            checkpoint = _load_complete(path, None if about is None else about["run"])
             if checkpoint is not None:
                 return checkpoint
-        return _load_complete(self.local(about["continues"])) if about.get("continues") else None
+        origin = None if about is None else about.get("continues")
+        return None if origin is None else _load_complete(self.local(origin))
 
     def of_run(self, run: str | None) -> Iterator[Checkpoint]:
         """Yield the checkpoints of `run` (None: of any), the newest first; skip those with a damaged `state.json`."""
@@ -213,23 +225,11 @@ class CheckpointDir:
             self.remote.discard(path.name)
         remove(path)
 
-    def _about(self) -> dict[str, Any]:
+    def _about(self) -> _Run | None:
         try:
-            about = json.loads((self.folder / RUN).read_bytes())
+            return read(self.folder / RUN, _Run, CheckpointError, "Remove the file.")
         except (FileNotFoundError, NotADirectoryError):
-            return {}
-        except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(f"{self.folder / RUN} cannot be read ({error}); remove it.") from None
-        if not isinstance(about, dict):
-            raise CheckpointError(f"{self.folder / RUN} names no run; remove it.")
-        for key in ("run", "continues"):
-            value = about.get(key)
-            if not isinstance(value, str) and (key == "run" or value is not None):
-                raise CheckpointError(
-                    f"{self.folder / RUN} has {key}={value!r:.80}, which is not "
-                    f"{'the name of a run' if key == 'run' else 'the path of a checkpoint, or null'}; remove the file."
-                )
-        return about
+            return None
 
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:

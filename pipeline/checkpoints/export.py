@@ -31,7 +31,18 @@ def chosen(place: Path, *, best: bool) -> Checkpoint:
     Raises:
         CheckpointError: if there is none, or it is damaged.
     """
-    return _best(place) if best else find(place)
+    if not best:
+        return find(place)
+    store = CheckpointDir(place / "checkpoints")
+    # Checkpoints of an earlier run may be there until the first of this run is complete.
+    checkpoint = best_of(list(store.of_run(store.run)))
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{store.folder} has no checkpoint of its run with a monitored metric. Remove best=True (--best), or pass "
+            f"the path of a checkpoint."
+        )
+    checkpoint.verify()
+    return checkpoint
 
 
 def evaluated_state(checkpoint: Checkpoint) -> ModelState:
@@ -54,16 +65,7 @@ def _replace(state: dict[str, torch.Tensor], averages: Tensors) -> None:
 
 
 def plain_names(checkpoint: Checkpoint, model: ModelArg = None) -> ModelState:
-    """Return the evaluated tensors by the names that they had before surgery.
-
-    Args:
-        checkpoint: where they are from.
-        model: the model before surgery; None: the one that the checkpoint names.
-
-    Raises:
-        CheckpointError: if the model is unknown, or is not the trained one.
-        RecipeError: if it cannot be imported.
-    """
+    """Return the evaluated tensors by the names that they had before surgery of `model`; see `rebuild`."""
     state = evaluated_state(checkpoint)
     otherwise = "use names='trained' (--names trained), or FitResult.plain_state()"
     built, transforms = rebuild(checkpoint, state.weights, model, otherwise)
@@ -77,8 +79,7 @@ def rebuild(
     """Return the model of a checkpoint after surgery, with new weights, and its transforms in the plan's order.
 
     Args:
-        checkpoint: what to rebuild.
-        state: its evaluated weights, which `model` must fit.
+        checkpoint, state: the checkpoint, and its evaluated weights, which `model` must fit.
         model: the model before surgery: a name, a factory, which is called with the options of the training, or a
             module. None: the one that the checkpoint names; nothing is imported for it.
         otherwise: what the caller can do if the model is unknown, for the message.
@@ -121,16 +122,3 @@ def _check_fits(model: nn.Module, state: Mapping[str, torch.Tensor], name: str, 
                 f"{name} is not the model that was trained: of the weight {key!r}, {name} {ours}, and "
                 f"{where} {theirs}. Pass the model of the training, before surgery."
             )
-
-
-def _best(place: Path) -> Checkpoint:
-    store = CheckpointDir(place / "checkpoints")
-    # Checkpoints of an earlier run may be there until the first of this run is complete.
-    best = best_of(list(store.of_run(store.run)))
-    if best is None:
-        raise CheckpointError(
-            f"{store.folder} has no checkpoint of its run with a monitored metric. Remove best=True (--best), or pass "
-            f"the path of a checkpoint."
-        )
-    best.verify()
-    return best

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from os import fspath
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from ..optim.schedules import label
 from ..tasks.task import Task
 from ..training.build import Built
 from ..training.model_identity import difference
-from .content import REMEDY
 from .identity import identity
 
 MODEL = "model"
@@ -52,11 +51,10 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "load settings": dict(data.settings),
         "transforms": [identity(transform) for transform in plan.transforms],
         "task": _task(plan.task),
-        "optimizer": "a factory"
-        if optimization.is_factory
-        else optimization.optimizer,  # a class by its identity
+        # A class of an optimizer, and a function of a schedule, by its identity.
+        "optimizer": "a factory" if optimization.is_factory else optimization.optimizer,
         "parameter groups": [_numbers(group) for group in built.engine.optimizer.param_groups],
-        "schedule": optimization.schedule,  # a function by its identity
+        "schedule": optimization.schedule,
         "schedule_options": dict(optimization.schedule_options),
         "warmup": optimization.warmup,
         "precision": distribution.precision,
@@ -70,13 +68,8 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
 def check_compatible(
     saved: dict[str, Any], own: dict[str, Any], where: object, tied: Sequence[str] = ()
 ) -> None:
-    """Compare the fingerprint of a checkpoint with that of the run that resumes from it.
-
-    Args:
-        saved: the fingerprint of the checkpoint.
-        own: the fingerprint of the run.
-        where: the checkpoint, for messages.
-        tied: what depends on the length of the run, from `tied_to_length`; if it is empty, the epochs may differ.
+    """Compare the fingerprint of a checkpoint, `where`, with that of the run that resumes from it. The number of epochs
+    may differ if nothing is `tied_to_length`.
 
     Raises:
         CheckpointError: naming the first difference.
@@ -101,16 +94,8 @@ def check_compatible(
 
 
 def check_model(saved: dict[str, Any], own: dict[str, Any], where: object, *, changed: bool) -> str:
-    """Compare the model of a checkpoint with that of the run that resumes from it: structure, settings and code.
-
-    Args:
-        saved: the fingerprint of the checkpoint.
-        own: the fingerprint of the run.
-        where: the checkpoint, for messages.
-        changed: whether the user has changed the model on purpose.
-
-    Returns:
-        A note for the user; "" if there is none.
+    """Compare the model of a checkpoint with that of the run that resumes from it: structure, settings and code. Return
+    a note for the user, or "".
 
     Raises:
         CheckpointError: naming the first differences, unless `changed`.
@@ -132,38 +117,6 @@ def check_model(saved: dict[str, Any], own: dict[str, Any], where: object, *, ch
     )
 
 
-def check_hyperparameters(
-    groups: list[dict[str, Any]], own: dict[str, Any], where: object, *, change: bool = False
-) -> None:
-    """Compare the saved parameter groups of an optimizer with those of the run as built.
-
-    The learning rate is not compared, because the schedule sets it. An optimizer from a factory may change its
-    hyperparameters during training, and a torch scheduler (`change`) those of any optimizer, so only the types of their
-    values must agree.
-
-    Raises:
-        CheckpointError: naming the first difference.
-    """
-    for number, (saved, built) in enumerate(zip(groups, own["parameter groups"], strict=False)):
-        for key in sorted((set(saved) & set(built)) - {"lr"}):
-            fits = _alike(saved[key], built[key])
-            if not fits or (own["optimizer"] != "a factory" and not change and saved[key] != built[key]):
-                raise CheckpointError(
-                    f"The checkpoint {where} is damaged: its optimizer.groups[{number}].{key} is {saved[key]!r:.60}, "
-                    f"and this run's is {built[key]!r:.60}. {REMEDY}"
-                )
-
-
-def _alike(left: Any, right: Any) -> bool:
-    """Return whether two JSON values have the same type, and `left` is not NaN. null agrees with any."""
-    if left is None or right is None:
-        return True
-    if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(_alike, left, right))
-    plain = [isinstance(each, int | float) and not isinstance(each, bool) for each in (left, right)]
-    return left == left and (all(plain) or type(left) is type(right))
-
-
 def tied_to_length(plan: ResolvedPlan) -> list[str]:
     """Return what another number of epochs would have changed in the steps that are done."""
     shape, tied = plan.optimization, []
@@ -172,12 +125,11 @@ def tied_to_length(plan: ResolvedPlan) -> list[str]:
         tied.append(f"the learning rate (schedule={label(shape.schedule)!r}, warmup={shape.warmup})")
     for transform in plan.transforms:
         if follows_length(transform):
-            name = type(transform).__name__
             hint = (
-                f" ({name} does not declare whether it depends on the length. If it does not, define the property "
-                f"depends_on_length in its class, returning False)"
+                f" ({type(transform).__name__} does not declare whether it depends on the length. If it does not, "
+                "define the property depends_on_length in its class, returning False)"
             )
-            tied.append(f"{identity(transform)}{'' if declares_length(transform) else hint}")
+            tied.append(identity(transform) + hint * (not declares_length(transform)))
     return tied
 
 
@@ -238,16 +190,9 @@ def description(plan: ResolvedPlan) -> dict[str, Any] | None:
             "transforms": named,
             "seed": plan.seed,
         }
-        return dict(json.loads(json.dumps(entries, default=_path)))
+        return dict(json.loads(json.dumps(entries, default=fspath)))  # paths, of files of weights, as text
     except (TypeError, ValueError):  # a value that JSON cannot hold, or no model of that name
         return None
-
-
-def _path(value: object) -> str:
-    """Return the path of a file of weights as text; raise TypeError for what JSON cannot hold."""
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(value)
 
 
 def rebuild_spec(

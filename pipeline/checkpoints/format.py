@@ -18,16 +18,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 import torch
+from msgspec import structs
 
 from ...common.errors import CheckpointError, DrivetrainError
 from ...common.storage.files import atomic_file, sha256, sync
-from .content import REMEDY, STATE, CheckpointContent, Fault, RankContent
+from ...common.storage.json_files import ShapeError, convert
+from .content import REMEDY, STATE, CheckpointContent, FileFacts, RankContent
 from .remote import RemoteRun, shown
 from .weights import Tensors, open_tensors, save_weights
 
@@ -77,7 +79,7 @@ def write_part(folder: Path, part: Part, rank: int, ranks: int) -> None:
             files[path.name] = _measure(path)
             sizes[path.name] = {key: value.numel() * value.element_size() for key, value in tensors.items()}
         with atomic_file(note_path(folder, rank)) as file:
-            file.write(json.dumps({"files": files, "sizes": sizes, "own": vars(part.own)}).encode())
+            file.write(json.dumps({"files": files, "sizes": sizes, "own": structs.asdict(part.own)}).encode())
     except (OSError, DrivetrainError) as error:
         raise CheckpointError(
             f"The checkpoint {folder} could not be written: {str(error).rstrip('.')}."
@@ -101,7 +103,8 @@ def finish(folder: Path, target: Path, content: CheckpointContent, ranks: int) -
         sizes = {name: about for note in notes for name, about in note["sizes"].items()}
         for kind in SHARED:
             _write_index(folder, kind, files, sizes)
-        text = replace(content, files=files, ranks=[RankContent(**note["own"]) for note in notes]).to_json()
+        ranks_content = [convert(note["own"], RankContent) for note in notes]
+        text = structs.replace(content, files=files, ranks=ranks_content).to_json()
         CheckpointContent.from_json(text)  # an unreadable checkpoint must not replace older ones
         with atomic_file(folder / STATE) as file:
             file.write(text)
@@ -111,7 +114,7 @@ def finish(folder: Path, target: Path, content: CheckpointContent, ranks: int) -
         remove(target)
         folder.rename(target)
         sync(target.parent)
-    except (OSError, Fault) as error:
+    except (OSError, ShapeError) as error:
         raise CheckpointError(
             f"The checkpoint {target} could not be written: {error}. The checkpoints before it are kept."
         ) from error
@@ -143,8 +146,8 @@ class Checkpoint:
         try:
             self.content = CheckpointContent.from_json((path / STATE).read_bytes())
             self._check_files()
-        except Fault as fault:
-            raise CheckpointError(f"{path} is damaged: {fault}. {REMEDY}") from None
+        except ShapeError as error:
+            raise CheckpointError(f"{path} is damaged: {error}. {REMEDY}") from None
         except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is not a complete checkpoint: {STATE}: {error}. {REMEDY}"
@@ -227,9 +230,9 @@ class Checkpoint:
         names = {name for kind in (*SHARED, OWN) for name in self._names(kind)}
         names |= {_index_name(kind) for kind in SHARED if len(self._names(kind)) > 1}
         for name in sorted(self.content.files.keys() - names):  # it could point outside the folder
-            raise Fault(f"it lists {name!r}, which is not a file that checkpoints have")
+            raise ShapeError(f"it lists {name!r}, which is not a file that checkpoints have")
         for name in sorted(names - self.content.files.keys()):  # its tensors would not be restored
-            raise Fault(f"{name!r} is not among its files")
+            raise ShapeError(f"{name!r} is not among its files")
 
 
 def grouped(*several: Tensors) -> dict[str, Tensors]:
@@ -266,5 +269,5 @@ def _write_index(folder: Path, kind: str, files: dict[str, Any], sizes: dict[str
     files[path.name] = _measure(path)
 
 
-def _measure(path: Path) -> dict[str, Any]:
+def _measure(path: Path) -> FileFacts:
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}

@@ -11,9 +11,9 @@ import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import numpy as np
@@ -48,57 +48,15 @@ def _text(value: Any, inside: tuple[object, ...]) -> str:
     """Return the identity of a value; `inside` lists the objects that contain it, outermost first."""
     if any(value is each for each in inside) or len(inside) > _DEEPEST:
         return f"<{_name(type(value))}>"
-    text = _of_plain(value)
-    return _of_holder(value, (*inside, value)) if text is None else text
-
-
-def _of_plain(value: Any) -> str | None:
-    """Return the identity of a value that contains no others, else None."""
-    if isinstance(value, enum.Enum):
-        return f"{_name(type(value))}.{value.name}"
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return repr(value)
-    if isinstance(value, PurePath):
-        return repr(str(value))
-    if isinstance(value, ModuleType):
-        return value.__name__
-    if isinstance(value, torch.Tensor):
-        return _of_tensor(value)
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:  # else its bytes are addresses
-        return f"array(shape={value.shape}, dtype={value.dtype}, {_of_array(value)})"
-    return None
-
-
-def _of_holder(value: Any, inside: tuple[object, ...]) -> str:
-    for kind in (_of_container, _of_callable):
-        text = kind(value, inside)
-        if text is not None:
-            return text
-    return _of_object(value, inside)
-
-
-def _of_container(value: Any, inside: tuple[object, ...]) -> str | None:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_text(k, inside)}: {_text(v, inside)}" for k, v in value.items()) + "}"
-    if isinstance(value, set | frozenset):
-        return "{" + ", ".join(sorted(_text(each, inside) for each in value)) + "}"
+    inside = (*inside, value)
+    for kind, text_of in _KINDS.items():
+        if isinstance(value, kind):
+            return text_of(value, inside)
     if type(value) in (list, tuple):
         return _of_sequence(value, inside)
-    if isinstance(value, np.ndarray):
-        return f"array(dtype={value.dtype}, {_text(value.tolist(), inside)})"
-    return None
-
-
-def _of_callable(value: Any, inside: tuple[object, ...]) -> str | None:
-    if isinstance(value, functools.partial):
-        given = [_text(each, inside) for each in (value.func, *value.args)]
-        given += [f"{name}={_text(each, inside)}" for name, each in sorted(value.keywords.items())]
-        return f"partial({', '.join(given)})"
-    if isinstance(value, MethodType):
-        return f"{_text(value.__self__, inside)}.{value.__func__.__name__}"
-    if isinstance(value, FunctionType):
-        return _of_function(value, inside)
-    return _name(value) if isinstance(value, type) or inspect.isroutine(value) else None
+    if isinstance(value, type) or inspect.isroutine(value):
+        return _name(value)
+    return _of_object(value, inside)
 
 
 def _of_object(value: Any, inside: tuple[object, ...]) -> str:
@@ -143,13 +101,29 @@ def _of_sequence(value: list[Any] | tuple[Any, ...], inside: tuple[object, ...])
     return f"({parts},)" if len(value) == 1 else f"({parts})"
 
 
+def _of_mapping(value: Mapping[Any, Any], inside: tuple[object, ...]) -> str:
+    return "{" + ", ".join(f"{_text(k, inside)}: {_text(v, inside)}" for k, v in value.items()) + "}"
+
+
+def _of_partial(value: functools.partial[Any], inside: tuple[object, ...]) -> str:
+    given = [_text(each, inside) for each in (value.func, *value.args)]
+    given += [f"{name}={_text(each, inside)}" for name, each in sorted(value.keywords.items())]
+    return f"partial({', '.join(given)})"
+
+
 def _of_tensor(value: torch.Tensor) -> str:
     kind = f"tensor(shape={tuple(value.shape)}, dtype={value.dtype}"
     try:
         data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     except (RuntimeError, TypeError, NotImplementedError):  # on the meta device, sparse, or a subclass
         return f"{kind})"
-    return f"{kind}, {_of_array(data)})"
+    return f"{kind}, {_of_bytes(data)})"
+
+
+def _of_array(value: NDArray[Any], inside: tuple[object, ...]) -> str:
+    if value.dtype.hasobject:  # its bytes are addresses
+        return f"array(dtype={value.dtype}, {_text(value.tolist(), inside)})"
+    return f"array(shape={value.shape}, dtype={value.dtype}, {_of_bytes(value)})"
 
 
 def _of_function(function: FunctionType, inside: tuple[object, ...]) -> str:
@@ -185,7 +159,7 @@ def _name(value: Any) -> str:
     return f"{module}.{name}" if module else str(name)
 
 
-def _of_array(array: NDArray[Any]) -> str:
+def _of_bytes(array: NDArray[Any]) -> str:
     """Return a digest of the bytes; of both ends for a large array, which may be a memory-mapped file."""
     flat = array.reshape(-1)
     if array.nbytes > _SAMPLED:
@@ -217,3 +191,19 @@ def _attributes(value: object) -> dict[str, Any]:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
+
+
+_KINDS: dict[Any, Callable[[Any, tuple[object, ...]], str]] = {
+    enum.Enum: lambda value, _: f"{_name(type(value))}.{value.name}",
+    NoneType | bool | int | float | complex | str | bytes: lambda value, _: repr(value),
+    PurePath: lambda value, _: repr(str(value)),
+    ModuleType: lambda value, _: str(value.__name__),
+    torch.Tensor: lambda value, _: _of_tensor(value),
+    np.ndarray: _of_array,
+    Mapping: _of_mapping,
+    set | frozenset: lambda value, inside: f"{{{', '.join(sorted(_text(each, inside) for each in value))}}}",
+    functools.partial: _of_partial,
+    MethodType: lambda value, inside: f"{_text(value.__self__, inside)}.{value.__func__.__name__}",
+    FunctionType: _of_function,
+}
+"""The text of each kind of values, the first that fits; see `identity`."""

@@ -12,14 +12,15 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from ...common.errors import CheckpointError
 from ...common.storage.addresses import is_address
-from ...common.storage.cache_folder import cache_folder
-from ...common.storage.files import atomic_file, locked
+from ...common.storage.files import atomic_file, cache_folder
 from ...common.storage.folder import RemoteFolder
+from ...common.storage.json_files import ShapeError, parse
+from ...common.storage.locks import locked
 from .content import STATE
 from .weights import unlisted_path
 
@@ -31,16 +32,11 @@ _WEIGHTS = ".safetensors"
 
 
 class RemoteRun:
-    """The local copy of a run at an address.
-
-    Args:
-        folder: the copy; see `working_folder` and `opened`.
-        address: of the run.
-    """
+    """The local copy of a run at an address; see `working_folder` and `opened`."""
 
     def __init__(self, folder: Path, address: str) -> None:
         self.folder, self.address = folder, address.rstrip("/")
-        self.files = RemoteFolder(self.address)
+        self.files = RemoteFolder(self.address, CheckpointError)
 
     @classmethod
     def create(cls, folder: Path, address: str) -> RemoteRun:
@@ -61,7 +57,7 @@ class RemoteRun:
     def pull(self, names: Sequence[str]) -> None:
         """Make the copy what is at the address: these files of the run, and the `state.json` of each checkpoint. The
         other files of a checkpoint are fetched when it is verified."""
-        with self._locked():
+        with locked(self.folder / _LOCK):  # one process at a time downloads into the copy
             there, seen = self.files.versions(), self._seen()
             for name in (*names, f"{CHECKPOINTS}/{RUN}"):
                 path = self.folder / name
@@ -81,18 +77,13 @@ class RemoteRun:
 
     def pull_checkpoint(self, step: str) -> Path:
         """Return the path of a checkpoint in the copy, with its `state.json` from the address."""
-        with self._locked():
+        with locked(self.folder / _LOCK):
             self._pull_state(step)
         return self.folder / CHECKPOINTS / step
 
     def fetch(self, path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Download the files of a checkpoint that are not in the copy, or have another size.
-
-        Args:
-            path: of the checkpoint in the copy.
-            files: from its `state.json`.
-        """
-        with self._locked():
+        """Download those files of a checkpoint's `state.json` that are not in the copy, or have another size."""
+        with locked(self.folder / _LOCK):
             for name, about in files.items():
                 file, size = path / name, int(about["bytes"])
                 if not file.exists() or file.stat().st_size != size:
@@ -115,10 +106,6 @@ class RemoteRun:
                 seen[name] = [*stat, ""]
                 self._remember(seen)
 
-    def remove(self, name: str) -> None:
-        """Remove a file of the run at the address."""
-        self.files.remove([name])
-
     def begin(self) -> None:
         """Upload `run.json`, and remove checkpoints that are not complete from the address."""
         there = self.files.versions(CHECKPOINTS)
@@ -134,38 +121,20 @@ class RemoteRun:
         names = sorted(self.files.versions(place), key=lambda name: name != f"{place}/{STATE}")
         self.files.remove(names)
 
-    def send(self, folder: Path, step: str, names: Sequence[str]) -> None:
-        """Upload files of a checkpoint, in this order.
-
-        Args:
-            folder: where they are.
-            step: the checkpoint's name.
-            names: of the files.
-        """
-        for name in names:
-            self.send_as(folder / name, step, name)
-
-    def send_as(self, path: Path, step: str, name: str) -> None:
-        """Upload a file of a checkpoint under another name."""
-        self.files.upload(path, f"{CHECKPOINTS}/{step}/{name}")
+    def send(self, step: str, paths: Mapping[str, Path]) -> None:
+        """Upload files of a checkpoint in this order; `paths` are those on this machine, by their names there."""
+        for name, path in paths.items():
+            self.files.upload(path, f"{CHECKPOINTS}/{step}/{name}")
 
     def receive(self, step: str, paths: Mapping[str, Path]) -> bool:
-        """Download files of a checkpoint that other ranks upload, and return whether all are there.
-
-        Args:
-            step: the checkpoint's name.
-            paths: where to write each file, by name; those that exist are not downloaded.
-        """
-        place = f"{CHECKPOINTS}/{step}"
-        there = self.files.versions(place)
-        for name, path in paths.items():
-            if f"{place}/{name}" in there and not path.exists():
-                self.files.download(f"{place}/{name}", path, there[f"{place}/{name}"][0])
-        return all(f"{place}/{name}" in there for name in paths)
-
-    def drop(self, step: str, names: Sequence[str]) -> None:
-        """Remove files of a checkpoint from the address."""
-        self.files.remove([f"{CHECKPOINTS}/{step}/{name}" for name in names])
+        """Download files of a checkpoint that other ranks upload to `paths`, by name, unless they exist there. Return
+        whether all are at the address."""
+        there = self.files.versions(f"{CHECKPOINTS}/{step}")
+        places = {f"{CHECKPOINTS}/{step}/{name}": path for name, path in paths.items()}
+        for name in there.keys() & places.keys():
+            if not places[name].exists():
+                self.files.download(name, places[name], there[name][0])
+        return there.keys() >= places.keys()
 
     def shown(self, path: Path) -> str:
         """Return the address of a file or folder in the copy."""
@@ -194,17 +163,12 @@ class RemoteRun:
         with atomic_file(path / STATE) as file:
             file.write(text)
 
-    def _locked(self) -> AbstractContextManager[None]:
-        """Let one process at a time download into the copy."""
-        return locked(self.folder / _LOCK)
-
     def _seen(self) -> dict[str, list[Any]]:
         """Return size, time of change and remote version of the files that are the same in both places."""
         try:
-            seen: dict[str, list[Any]] = json.loads((self.folder / _SEEN).read_text())
-        except (OSError, ValueError):
+            return parse((self.folder / _SEEN).read_bytes(), dict[str, list[Any]])
+        except (OSError, ShapeError):
             return {}
-        return seen
 
     def _remember(self, seen: dict[str, list[Any]]) -> None:
         with atomic_file(self.folder / _SEEN) as file:
@@ -217,11 +181,8 @@ def working_folder(address: str) -> Path:
 
 
 def opened(place: str | Path, *names: str) -> Path:
-    """Return a path to read from: `place` itself, or the copy of the run, checkpoint or file of weights at an address.
-
-    Args:
-        place: a path or an address.
-        names: the files of the run that are needed.
+    """Return a path to read from: `place` itself, or the copy of the run, checkpoint or file of weights at an address,
+    with the `names` of the run's files that are needed.
 
     Raises:
         CheckpointError: if the address cannot be read.

@@ -34,14 +34,8 @@ class ResumePoint:
 
 
 def choose(engine: Engine, resume: str | Path | None, store: CheckpointDir | None) -> ResumePoint:
-    """Return where the run starts. Rank 0 finds and verifies the checkpoint; all ranks get the same result.
-
-    No file is changed.
-
-    Args:
-        engine: to communicate the result.
-        resume: as in `Pipeline.fit`.
-        store: the checkpoints of the run, searched by `resume="auto"`; None without a folder.
+    """Return where the run starts. Rank 0 finds and verifies the checkpoint; all ranks get the same result. No file is
+    changed. `resume="auto"` searches `store`, which is None without a folder.
 
     Raises:
         CheckpointError: on all ranks, if `resume` is a path without a complete checkpoint, if it is one in `store`
@@ -56,18 +50,11 @@ def choose(engine: Engine, resume: str | Path | None, store: CheckpointDir | Non
 def kept_precision(resume: str | Path | None, folder: Path | None) -> Precision | None:
     """Return the precision of the run that a run resumes from; None if it starts from scratch.
 
-    Args:
-        resume: as in `Pipeline.fit`.
-        folder: of the run; None without one.
-
     Raises:
         CheckpointError: as `choose`, but on this rank only.
     """
-    if resume is None:
-        return None
-    place = _look(resume, None if folder is None else CheckpointDir(folder.resolve() / "checkpoints"))[
-        "place"
-    ]
+    store = None if folder is None else CheckpointDir(folder.resolve() / "checkpoints")
+    place = None if resume is None else _look(resume, store)["place"]
     if place is None:
         return None
     kept: Precision | None = Checkpoint(opened(place)).content.facts.get("precision")
@@ -75,13 +62,8 @@ def kept_precision(resume: str | Path | None, folder: Path | None) -> Precision 
 
 
 def begin(engine: Engine, choice: ResumePoint, store: CheckpointDir | None, saves: bool) -> None:
-    """Claim the folder for the run. Call it last, when only training itself can still fail.
-
-    Args:
-        engine: to raise an error on all ranks.
-        choice: where this run starts.
-        store: the checkpoints of the run; None without a folder.
-        saves: whether the run will save checkpoints.
+    """Claim the folder for the run, which `saves` checkpoints or not. Call it last, when only training itself can still
+    fail.
 
     Raises:
         CheckpointError: on all ranks, if the folder cannot be written.

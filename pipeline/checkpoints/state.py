@@ -6,7 +6,7 @@ import random
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from ...strategies.engine import copied
 from ..telemetry.state import EpochMeter
 from ..training.build import Built
 from ..training.hooks import TrainingHooks
-from .content import REMEDY, TENSORS, CheckpointContent, OptimizerContent, RankContent
+from .content import REMEDY, TENSORS, CheckpointContent, Meter, Number, OptimizerContent, RankContent
 from .format import OWN, UNLISTED, Checkpoint, Part, grouped, key_of
 from .weights import Tensors
 
@@ -34,10 +34,7 @@ def capture_state(
     over all ranks (`Engine.pool_buffers`), from which any world size resumes, and per rank, from which the same world
     size resumes bit for bit.
 
-    Args:
-        built: the model, its engine, loaders and hooks.
-        callbacks: the states of this rank's callbacks, by class name.
-        about: the remaining fields of the content.
+    `callbacks` are the states of this rank's callbacks, by class name, and `about` the remaining fields of the content.
     """
     engine, hooks, position = built.engine, built.hooks, built.hooks.state
     keep, writers = _writing_plan(engine)
@@ -48,7 +45,7 @@ def capture_state(
     optimizer = engine.export_optimizer(keep)
     averages, own_averages, values = _methods(engine, hooks, keep)
     moments: dict[str, torch.Tensor] = {}
-    numbers: dict[str, dict[str, float]] = {}
+    numbers: dict[str, dict[str, Number]] = {}
     for name, entry in optimizer.entries.items():
         for key, value in entry.items():
             if isinstance(value, torch.Tensor):
@@ -67,7 +64,7 @@ def capture_state(
         epoch=position.epoch,
         step=position.step,
         step_in_epoch=position.meter.steps,
-        meter=position.meter.state_dict(engine),
+        meter=cast(Meter, position.meter.state_dict(engine)),
         optimizer=OptimizerContent(optimizer.groups, dict(optimizer.loss_scale)),
         methods=values,
         loader=built.train.state_dict(),
@@ -182,10 +179,10 @@ def load_hooks(checkpoint: Checkpoint, built: Built) -> None:
             for name, buffer in engine.plain_model.named_buffers():
                 if name in buffers:
                     buffer.copy_(buffers[name])
-        total = torch.tensor(float(content.meter["total"])) if own is None else own["loss"]
+        total = torch.tensor(content.meter["total"]) if own is None else own["loss"]
         state.epoch, state.step = content.epoch, content.step
-        meter = {**content.meter, "total": total.to(engine.device)}
-        if meter["weight"] is None:  # of an older version: a sum of the steps' losses
+        meter: dict[str, Any] = {**content.meter, "total": total.to(engine.device)}
+        if meter.get("weight") is None:  # of an older version: a sum of the steps' losses
             batch = content.facts["batch_size"]
             meter |= {"total": meter["total"] * batch, "weight": float(meter["counted"] * batch)}
         state.meter = EpochMeter(**meter)
@@ -222,6 +219,9 @@ def own_tensors(checkpoint: Checkpoint, engine: Engine) -> Tensors | None:
     return checkpoint.tensors(OWN, engine.rank)
 
 
+_BUILT_IN = (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError, MemoryError)
+
+
 @contextmanager
 def restoring(checkpoint: Checkpoint) -> Iterator[None]:
     """Convert errors inside the block to a CheckpointError that names the checkpoint.
@@ -234,15 +234,7 @@ def restoring(checkpoint: Checkpoint) -> Iterator[None]:
         raise
     except DrivetrainError as error:
         raise CheckpointError(f"The checkpoint {checkpoint.place} is of another run: {error}") from error
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        ArithmeticError,
-        RuntimeError,
-        AttributeError,
-        MemoryError,
-    ) as error:
+    except _BUILT_IN as error:
         raise CheckpointError(
             f"The checkpoint {checkpoint.place} is incomplete, or of another run ({type(error).__name__}: {error}). "
             f"{REMEDY}"

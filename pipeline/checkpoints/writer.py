@@ -23,7 +23,7 @@ from ..training.agreement import broadcast_text
 from .content import STATE, CheckpointContent
 from .directory import CheckpointDir, Checkpoints
 from .format import Part, finish, note_path, write_part
-from .remote import shown
+from .remote import CHECKPOINTS, shown
 
 _ROUND = 0.02  # seconds between polls for files of other ranks
 _REMOTE_ROUND = 0.5  # the same at an address, where each poll is a request
@@ -81,12 +81,10 @@ class CheckpointWriter:
             )
         self._pending = temporary
         if self._options.background:
-            job = (temporary, part, content)
+            job, name = (temporary, part, content), "drivetrain-checkpoint"
             with interrupts_held():
                 self._written.clear()
-                self._thread = threading.Thread(
-                    target=self._in_background, args=job, name="drivetrain-checkpoint", daemon=True
-                )
+                self._thread = threading.Thread(target=self._in_background, args=job, name=name, daemon=True)
                 self._thread.start()
         else:
             self._record_failure(self._write, temporary, part, content)
@@ -111,11 +109,8 @@ class CheckpointWriter:
             time.sleep(_ROUND)
 
     def give_up(self, *, interrupted: bool = False) -> None:
-        """Stop without the other ranks, after an error or Ctrl-C. The checkpoint in progress may stay incomplete.
-
-        Args:
-            interrupted: whether by Ctrl-C, after which an upload has `UPLOAD_PATIENCE` seconds.
-        """
+        """Stop without the other ranks, after an error or Ctrl-C. The checkpoint in progress may stay incomplete; if
+        `interrupted`, by Ctrl-C, an upload has `UPLOAD_PATIENCE` seconds."""
         patience = _PATIENCE
         if interrupted and self._remote is not None:
             patience = UPLOAD_PATIENCE
@@ -150,10 +145,9 @@ class CheckpointWriter:
         write_part(temporary, part, rank, ranks)
         if self._remote is not None:
             note, step = note_path(temporary, rank), self._store.path(content.step).name
+            paths = {name: temporary / name for name in json.loads(note.read_text())["files"]}
             with self._kept_here(temporary, content):
-                self._remote.send(temporary, step, json.loads(note.read_text())["files"])
-                if ranks > 1:
-                    self._remote.send_as(note, step, self._note(rank))
+                self._remote.send(step, paths | ({self._note(rank): note} if ranks > 1 else {}))
 
     def _complete(self, temporary: Path, content: CheckpointContent) -> None:
         """On rank 0, wait until all ranks have written, then give the checkpoint its final name."""
@@ -173,9 +167,9 @@ class CheckpointWriter:
                 return
         finish(temporary, target, content, ranks)
         with self._kept_here(temporary, content):
-            indices = [path.name for path in target.glob("*.index.json")]
-            remote.send(target, target.name, [*indices, STATE])
-        remote.drop(target.name, list(notes))
+            paths = [*target.glob("*.index.json"), target / STATE]
+            remote.send(target.name, {path.name: path for path in paths})
+        remote.files.remove([f"{CHECKPOINTS}/{target.name}/{name}" for name in notes])
         self._store.prune(self._run, self._options)
 
     def _note(self, rank: int) -> str:
@@ -243,10 +237,7 @@ class CheckpointWriter:
         failure, self._failure = self._failure, None
         if isinstance(failure, CheckpointError):
             raise failure
+        folder = shown(self._store.folder)
         if failure is not None:
-            raise CheckpointError(
-                f"A checkpoint in {shown(self._store.folder)} failed: {failure}."
-            ) from failure
-        raise CheckpointError(
-            f"{failures} other rank(s) could not write a checkpoint in {shown(self._store.folder)}."
-        )
+            raise CheckpointError(f"A checkpoint in {folder} failed: {failure}.") from failure
+        raise CheckpointError(f"{failures} other rank(s) could not write a checkpoint in {folder}.")

@@ -43,6 +43,11 @@ class FitJob(FitConfig):
     plan: str = ""
     each_rank: bool = False
 
+    @property
+    def saves(self) -> bool:
+        """Whether the run saves checkpoints, and so one at Ctrl-C."""
+        return self.folder is not None and self.checkpoints is not None
+
 
 @dataclass
 class RankResult:
@@ -65,16 +70,18 @@ class RunArtifacts(Observer):
         outcome: the rank's result, updated after each epoch.
         lead: whether this is rank 0.
         facts: facts of the history.
-
-    Attributes:
-        history: the history of the finished epochs.
     """
 
     def __init__(self, job: FitJob, outcome: RankResult, lead: bool, facts: dict[str, Any]) -> None:
         self._job, self._outcome, self._lead = job, outcome, lead
         self._folder = job.folder if lead else None
         self._next_picture = perf_counter() + PICTURE
-        self.history = History([], facts)
+        outcome.history = History([], facts)
+
+    @property
+    def history(self) -> History:
+        """The history of the finished epochs."""
+        return self._outcome.history
 
     def clear(self) -> None:
         """Remove the results of an earlier run from the folder."""
@@ -87,13 +94,8 @@ class RunArtifacts(Observer):
             write(self._folder, with_trained(self._job.texts, self.history.facts))
 
     def keep(self, history: History, weights: Weights, within: int = 0) -> None:
-        """Store weights and history of the same moment, in memory and on disk. Every rank must call it.
-
-        Args:
-            history: of the finished epochs.
-            weights: gathers the weights.
-            within: steps since the last finished epoch, if the run was stopped there.
-        """
+        """Store weights and history of the same moment, in memory and on disk: after an epoch, or `within` steps of
+        the next, if the run was stopped there. Every rank must call it."""
         epochs = len(history.epochs)
         with interrupts_held():
             self._outcome.state = ModelState()  # release the old weights before gathering: one copy at a time
@@ -102,17 +104,15 @@ class RunArtifacts(Observer):
                 moment = f"{epochs} and {within} steps" if within else epochs
                 save_model(state, self._folder / MODEL, epochs=moment, about=metadata(history.facts))
                 history.save(self._folder / HISTORY)
-            self.history = self._outcome.history = history
+            self._outcome.history = history
             self._outcome.state = state
 
     def add(self, epoch: Epoch, weights: Weights) -> None:
-        """Add an epoch and its weights."""
         self.keep(replace(self.history, epochs=[*self.history.epochs, epoch]), weights)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
-        """Add an evaluation within an epoch."""
         evaluations = [*self.history.evaluations, evaluation]
-        self.history = self._outcome.history = replace(self.history, evaluations=evaluations)
+        self._outcome.history = replace(self.history, evaluations=evaluations)
         if self._folder is not None:
             self.history.save(self._folder / HISTORY)
 
@@ -121,7 +121,7 @@ class RunArtifacts(Observer):
 
         Their weights are not in the checkpoint, but in the run's folder if its history has the same epochs.
         """
-        self.history = self._outcome.history = history
+        self._outcome.history = history
         if self._folder is None or not history.epochs:
             return
         saved = read_history(self._folder)

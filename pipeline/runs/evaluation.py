@@ -20,13 +20,7 @@ from .ranks import built_here, on_ranks
 def evaluate_weights(
     spec: PipelineSpec, weights: WeightsArg, data: str | Path | None = None
 ) -> dict[str, float]:
-    """Return the metrics of weights; see `Pipeline.evaluate`.
-
-    Args:
-        spec: the pipeline's description.
-        weights: of its model, after or before surgery.
-        data: validation data instead of the pipeline's.
-    """
+    """Return the metrics of weights; see `Pipeline.evaluate`."""
     if spec.data is not None and data is not None:
         spec = spec.replace(data=dataclasses.replace(spec.data, val=source_name(data, "data")))
     plan = resolve(spec)

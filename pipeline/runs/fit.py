@@ -96,7 +96,7 @@ def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
     interrupted: TrainingInterrupted | None = None
     try:
         patience = UPLOAD_PATIENCE if is_address(job.out) else None
-        outcome = on_ranks(plan, train_rank, job, forward=job.stop_on, patience=patience, saves=_saves(job))
+        outcome = on_ranks(plan, train_rank, job, forward=job.stop_on, patience=patience, saves=job.saves)
     except KeyboardInterrupt as interrupt:
         outcome = getattr(interrupt, "outcome", None) or RankResult()
         result = _finish(plan, outcome) if outcome.state else None
@@ -162,7 +162,7 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
                 print(job.plan, flush=True)
             run = Run(plan, built, job, outcome, None if initial is None else initial.matched, requests)
             saves: AbstractContextManager[None] = nullcontext()
-            if _saves(job):
+            if job.saves:
                 saves = requests.interruptible(reports=job.progress and is_main_process())
             try:
                 with saves:
@@ -172,11 +172,6 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
     except KeyboardInterrupt as interrupt:
         raise TrainingInterrupted(outcome, checkpoint=getattr(interrupt, "checkpoint", None)) from None
     return outcome
-
-
-def _saves(job: FitJob) -> bool:
-    """Whether the run saves checkpoints, and so one at Ctrl-C."""
-    return job.folder is not None and job.checkpoints is not None
 
 
 def _finish(plan: ResolvedPlan, outcome: RankResult) -> FitResult:

@@ -3,7 +3,6 @@ plan and curves."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ import yaml
 
 from ...common.errors import DrivetrainError, RecipeError
 from ...common.storage.files import atomic_file
+from ...common.storage.locks import acquire, release
 from ...strategies.launching.group import is_main_process
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.remote import RemoteRun, shown
@@ -39,19 +39,15 @@ def lock_run_dir(folder: Path) -> Iterator[None]:
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DrivetrainError(
-                f"Another run is training in {shown(folder)}. Wait until it ends, or pass another folder: out=… "
-                "(--out)."
-            ) from None
-        except OSError:  # NFS can only lock what is open for writing
-            pass
+        with suppress(OSError):  # NFS can only lock what is open for writing
+            if not acquire(descriptor, wait=False):
+                raise DrivetrainError(
+                    f"Another run is training in {shown(folder)}. Wait until it ends, or pass another folder: out=… "
+                    "(--out)."
+                )
         yield
     finally:
-        with suppress(OSError):  # explicitly: a process forked in the meantime would keep the lock
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        release(descriptor)
         os.close(descriptor)
 
 
@@ -65,13 +61,12 @@ def replaced(folder: Path, resume: str | Path | None) -> str:
         if place.resolve() == folder.resolve() or store.holds(place):
             return ""
     hint = " (resume='auto', --resume, would continue it)" if store.checkpoints() else ""
-    try:
-        epochs = len(json.loads((folder / HISTORY).read_bytes())["epochs"])
-    except FileNotFoundError:
+    if not (folder / HISTORY).exists():
         return f"{shown(folder)} held an unfinished run; it is replaced{hint}." if hint else ""
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return f"{shown(folder)} held a run; it is replaced{hint}."
-    return f"{shown(folder)} held a run of {epochs} epoch{'s' * (epochs != 1)}; it is replaced{hint}."
+    history, of = read_history(folder), ""
+    if history is not None:
+        of = f" of {len(history.epochs)} epoch{'s' * (len(history.epochs) != 1)}"
+    return f"{shown(folder)} held a run{of}; it is replaced{hint}."
 
 
 def clear_results(folder: Path) -> None:
@@ -131,14 +126,14 @@ def _remove(path: Path) -> None:
             f"pass another folder: out=… (--out)."
         ) from None
     if (remote := RemoteRun.at(path.parent)) is not None:
-        remote.remove(path.name)
+        remote.files.remove([path.name])
 
 
 def read_history(folder: Path) -> History | None:
     """Return the history in the folder; None if there is none, or the file is not Drivetrain's."""
     try:
         return History.from_dict(json.loads((folder / HISTORY).read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

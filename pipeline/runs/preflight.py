@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...common.errors import RecipeError, StrategyError
+from ...common.errors import CheckpointError, RecipeError, StrategyError
 from ...common.storage.addresses import is_address
 from ...common.storage.files import appears
 from ...common.storage.folder import RemoteFolder
@@ -61,7 +61,7 @@ def preflight(plan: ResolvedPlan, job: FitJob) -> None:
     """
     if not in_group() or dist.get_world_size() == 1:
         if is_address(job.out):
-            RemoteFolder(str(job.out)).probe()
+            RemoteFolder(str(job.out), CheckpointError).probe()
         return
     store, rank, ranks = _store(), dist.get_rank(), dist.get_world_size()
     mine: dict[str, Any] = {"host": socket.gethostname(), "facts": {}, "sees out": True, "error": ""}
@@ -140,7 +140,7 @@ def _token(job: FitJob, store: Any, rank: int, timeout: float) -> Iterator[Calla
     if job.folder is None:
         yield lambda: True
     elif is_address(job.out):
-        files = RemoteFolder(str(job.out))
+        files = RemoteFolder(str(job.out), CheckpointError)
         files.write(f"{name}-{rank}", b"")
         try:
             yield lambda: files.appears(f"{name}-0", _REMOTE_LAG)

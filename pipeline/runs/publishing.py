@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ...common.errors import CheckpointError
@@ -24,14 +24,8 @@ _PATIENCE = 3.0  # seconds that a failing run waits for an upload
 
 
 def taken_up(folder: Path | None, resume: str | Path | None) -> str:
-    """On rank 0, make the local copy of a run what is at its address, before the run begins.
-
-    Args:
-        folder: the copy; any other folder is left as it is.
-        resume: as in `Pipeline.fit`.
-
-    Returns:
-        A note for the user; "" if there is none.
+    """On rank 0, make the local copy of a run what is at its address, before the run begins; leave any other folder as
+    it is. Return a note for the user, or "".
 
     Raises:
         CheckpointError: if the address cannot be read.
@@ -90,13 +84,9 @@ def uploading_from(address: str) -> Iterator[Path]:
 
 
 class PublishResults(Observer):
-    """Upload the files of a run in a thread, after each evaluation and epoch; a failure is left to the next time.
+    """Upload the files of a run in a thread, after each evaluation and epoch; a failure is left to the next time."""
 
-    Args:
-        remote: the run; None, on other ranks and for a run in a folder, does nothing.
-    """
-
-    def __init__(self, remote: RemoteRun | None) -> None:
+    def __init__(self, remote: RemoteRun) -> None:
         self._remote = remote
         self._thread: threading.Thread | None = None
 
@@ -110,23 +100,17 @@ class PublishResults(Observer):
 
     def on_end(self, *, failed: bool) -> None:
         """Wait for the upload in progress; after a failure, only briefly. `published` uploads the rest."""
-        if self._thread is None or self._remote is None:
-            return
-        if failed:
-            self._remote.files.close()
-        self._thread.join(_PATIENCE if failed else None)
+        if self._thread is not None:
+            if failed:
+                self._remote.files.close()
+            self._thread.join(_PATIENCE if failed else None)
 
     def _begin(self) -> None:
-        if self._remote is None or (self._thread is not None and self._thread.is_alive()):
-            return
-        with interrupts_held():
-            self._thread = threading.Thread(
-                target=self._push, args=(self._remote,), name="drivetrain-upload", daemon=True
-            )
-            self._thread.start()
+        if self._thread is None or not self._thread.is_alive():
+            with interrupts_held():
+                self._thread = threading.Thread(target=self._push, name="drivetrain-upload", daemon=True)
+                self._thread.start()
 
-    def _push(self, remote: RemoteRun) -> None:
-        try:
-            remote.push()
-        except (CheckpointError, OSError):  # e.g. a file that was replaced; the next time
-            return
+    def _push(self) -> None:
+        with suppress(CheckpointError, OSError):  # e.g. a file that was replaced; the next time
+            self._remote.push()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from time import perf_counter
 from typing import Any
@@ -18,24 +19,22 @@ from ...common.model_state import ModelState, buffers_kept, split_state, train_m
 from ..callbacks.view import RunView
 from ..checkpoints import resume as resuming
 from ..checkpoints import state as states
-from ..checkpoints.content import CheckpointContent
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.export import evaluated_state
 from ..checkpoints.fingerprint import (
     check_compatible,
-    check_hyperparameters,
     check_model,
     description,
     fingerprint,
     tied_to_length,
 )
-from ..checkpoints.format import Checkpoint, Part
+from ..checkpoints.format import Checkpoint
 from ..checkpoints.remote import RemoteRun, shown
 from ..checkpoints.writer import CheckpointWriter
 from ..describe.inputs import Inputs
 from ..describe.resolve import ResolvedPlan
 from ..tasks.scales import scales
-from ..telemetry.history import Epoch, Evaluation, History, format_metric
+from ..telemetry.history import Epoch, Evaluation, History
 from ..telemetry.metrics import Metrics
 from ..telemetry.observer import Observer, Observers
 from ..telemetry.progress import Progress, progress_file
@@ -51,13 +50,12 @@ from .callbacks import RunCallbacks
 from .initial import Matched
 from .publishing import PublishResults
 from .result import TrainingInterrupted, TrainingPreempted
-from .saving import SaveCheckpoints
 
 _NAMED = 20  # replaced samples that a line names
 
 
-class Run:
-    """One run on this rank.
+class Run(Observer):
+    """One run on this rank, and the last observer of its loop: it saves checkpoints, and leaves on request.
 
     Args:
         plan: the resolved pipeline.
@@ -97,17 +95,15 @@ class Run:
         self._units = {
             name: scale.unit for name, scale in scales(plan.task).items() if scale.unit is not None
         }
+        inputs = Inputs.of(built.train, built.val, plan.data.eval_size)
         facts: dict[str, Any] = {
             "recipe": plan.recipe, "seed": plan.seed, "provenance": provenance(), "monitor": asdict(built.monitor),
-            "units": self._units,
-            "inputs": Inputs.of(built.train, built.val, plan.data.eval_size).to_dict(), "task": repr(plan.task),
+            "units": self._units, "inputs": inputs.to_dict(), "task": repr(plan.task),
         }  # fmt: skip
-        if built.engine.note:
-            facts["strategy"] = built.engine.note
-        if built.note:
-            facts["parameter groups"] = built.note
-        if built.split_batch_norm:
-            facts["BatchNorm"] = built.split_batch_norm
+        self._notes = {
+            "strategy": built.engine.note, "parameter groups": built.note, "BatchNorm": built.split_batch_norm,
+        }  # fmt: skip
+        facts |= {name: note for name, note in self._notes.items() if note}
         if initial is not None:
             facts["init_from"] = initial.to_dict()
         self._artifacts = RunArtifacts(job, outcome, self._lead, facts)
@@ -134,23 +130,16 @@ class Run:
     def train(self) -> None:
         """Train the remaining epochs of the run."""
         initial = "" if self._initial is None else str(self._initial)
-        notes = [self._engine.note, self._built.note, self._built.split_batch_norm, initial]
-        for note in filter(None, [*notes, frozen(self._engine.plain_model)]):
+        for note in filter(None, [*self._notes.values(), initial, frozen(self._engine.plain_model)]):
             self._artifacts.echo(note)
-        options = self._job.checkpoints
         choice = resuming.choose(self._engine, self._job.resume, self._store)
         self._name = choice.run
-        saving = Observer()
-        if self._store is not None and options is not None:
-            self._writer = CheckpointWriter(self._engine, self._store, options, choice.run)
-            saving = SaveCheckpoints(
-                self._built, self._writer, options.every_steps, self._capture, self._guard, self._advice,
-                self._requests,
-            )  # fmt: skip
-        leaving = LeaveOnRequest(self._requests, self._leave)
-        publishing = PublishResults(RemoteRun.at(self._job.folder) if self._lead else None)
+        if self._store is not None and self._job.checkpoints is not None:
+            self._writer = CheckpointWriter(self._engine, self._store, self._job.checkpoints, choice.run)
+        remote = RemoteRun.at(self._job.folder) if self._lead else None
+        publishing = Observer() if remote is None else PublishResults(remote)
         self._observer = Observers(
-            self._guard, self._metrics, self._artifacts, self._callbacks, saving, publishing, leaving
+            self._guard, self._metrics, self._artifacts, self._callbacks, publishing, self
         )
         failed = True
         try:
@@ -185,8 +174,6 @@ class Run:
                 f"{content.step_in_epoch} steps, more than epochs={self._job.epochs}. Pass more epochs."
             )
         checkpoint.check_length(self._length)
-        changing = self._plan.optimization.uses_torch_scheduler
-        check_hyperparameters(content.optimizer.groups, self._facts, checkpoint.path, change=changing)
         states.load_engine(checkpoint, self._engine)
         if left := states.buffers_left(checkpoint, self._engine):
             self._artifacts.echo(
@@ -222,29 +209,22 @@ class Run:
 
     def _restore_results(self, checkpoint: Checkpoint, history: History) -> None:
         """Restore the history and the weights of the finished epochs."""
-        content = checkpoint.content
-        self.state.stop = history.stopped
+        content, place, artifacts = checkpoint.content, checkpoint.place, self._artifacts
+        self.state.stop, within = history.stopped, content.step_in_epoch
         if history.stopped is not None:
-            self._artifacts.echo(
-                f"{checkpoint.place} is of a run that was stopped: {history.stopped}. This is its result; "
+            artifacts.echo(
+                f"{place} is of a run that was stopped: {history.stopped}. This is its result; "
                 "fit(continue_stopped=True) would continue it."
             )
-            keeps = self._lead or self._job.each_rank
-            within = content.step_in_epoch
-            self._artifacts.keep(
-                history, lambda: evaluated_state(checkpoint) if keeps else ModelState(), within
-            )
-            return
-        self._artifacts.echo(
-            f"Resumed from {checkpoint.place}: step {content.step_in_epoch} of epoch {content.epoch + 1}."
-            if content.epoch < self._job.epochs
-            else f"Resumed from {checkpoint.place}: the training was finished."
-        )
-        if not content.step_in_epoch:
-            keeps = self._keeps(content.epoch)
-            self._artifacts.keep(history, lambda: evaluated_state(checkpoint) if keeps else ModelState())
+        elif content.epoch < self._job.epochs:
+            artifacts.echo(f"Resumed from {place}: step {within} of epoch {content.epoch + 1}.")
         else:
-            self._artifacts.resume(history)
+            artifacts.echo(f"Resumed from {place}: the training was finished.")
+        if within and history.stopped is None:
+            artifacts.resume(history)
+            return
+        keeps = self._keeps(self._job.epochs if history.stopped is not None else content.epoch)
+        artifacts.keep(history, lambda: evaluated_state(checkpoint) if keeps else ModelState(), within)
 
     def _restore_callbacks(self, checkpoint: Checkpoint) -> None:
         """Restore the states of this rank's callbacks; with another number of ranks, those of rank 0."""
@@ -266,7 +246,7 @@ class Run:
             built.begin_epoch()
         total, show = self._length * built.train.settings.batch_size, job.progress and self._lead
         file = progress_file(job.in_cell)
-        with Progress(number, job.epochs, total, _latest(artifacts.history), show=show, file=file) as bar:
+        with Progress(number, job.epochs, total, artifacts.history.latest, show=show, file=file) as bar:
             observer = Observers(bar, self._observer)
             self._bar = bar
             stats = train_epoch(self._engine, built.train, built.loss, hooks, self._schedule, observer)
@@ -352,10 +332,62 @@ class Run:
             self._evaluate_within()
         stopped = {"reason": reason, "epoch": state.epoch, "step": state.step}
         history = replace(artifacts.history, facts={**artifacts.history.facts, "stopped": stopped})
-        keeps = self._lead or self._job.each_rank
+        keeps = self._keeps(self._job.epochs)
         with buffers_kept(self._engine.plain_model), self._evaluating():
             artifacts.keep(history, lambda: self._weights(keeps=keeps), within)
         artifacts.echo(f"Stopped after step {state.step:,} (epoch {state.epoch + (within > 0)}): {reason}.")
+
+    def on_step_end(self, state: TrainState) -> None:
+        """Save within the epoch when due, or if the run is stopped there; `on_epoch_end` saves at its end, after the
+        evaluation, for which a request to stop does not wait. Then leave, if the ranks have agreed to."""
+        requests, options = self._requests, self._job.checkpoints
+        if self._writer is not None and options is not None:
+            due = options.every_steps is not None and state.step % options.every_steps == 0
+            within = state.meter.steps < self._length
+            if requests.stop or (within and (due or state.stop is not None or requests.save)):
+                self._guard.check_weights(state)
+                self._save()
+        if requests.stop and state.stop is None:
+            self._leave()
+
+    def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:  # noqa: ARG002
+        """Save. Then leave on request, unless it is the last epoch: on CUDA, the ranks agree on the last step of an
+        epoch after `on_step_end`."""
+        if self._writer is not None:
+            self._save()
+        if self._requests.stop and state.stop is None and state.step < state.total_steps:
+            self._leave()
+
+    def on_end(self, *, failed: bool) -> None:
+        """Wait for pending writes; after a failure, only briefly and without the other ranks."""
+        if self._writer is None:
+            return
+        with ExitStack() as stack:
+            interrupted = isinstance(sys.exception(), KeyboardInterrupt)
+            stack.callback(self._writer.give_up, interrupted=interrupted)
+            if not failed:
+                self._writer.close()
+                stack.pop_all()
+
+    def _save(self) -> None:
+        """Save the state of the run, if each rank finds what it writes of the weights finite."""
+        assert self._writer is not None
+        part, content = states.capture_state(
+            self._built,
+            run=self._name,
+            strategy=self._plan.distribution.name,
+            facts=self._facts,
+            description=description(self._plan),
+            history=self._artifacts.history,
+            callbacks=self._callbacks.states(),
+        )
+        bad = torch.tensor(float(not states.all_finite(part, self._engine.plain_model)))
+        if self._engine.reduce(bad, "sum").item():
+            raise NonFiniteError(
+                f"After step {self.state.step} the weights are not finite; they were not saved. {self._advice()}"
+            )
+        self._writer.save(part, content)
+        self._requests.saved()
 
     def _leave(self) -> None:
         """Leave on request, once the checkpoint of this step is complete.
@@ -423,52 +455,15 @@ class Run:
                 f"In epoch {number} the loss is {stats.loss}, in validation {val_loss}. {self._advice()}"
             )
 
-    def _capture(self) -> tuple[Part, CheckpointContent]:
-        """Return this rank's part of a checkpoint, and the checkpoint's content."""
-        return states.capture_state(
-            self._built,
-            run=self._name,
-            strategy=self._plan.distribution.name,
-            facts=self._facts,
-            description=description(self._plan),
-            history=self._artifacts.history,
-            callbacks=self._callbacks.states(),
-        )
-
     def _advice(self) -> str:
         if self._writer is not None:
             self._writer.wait_a_moment()
         last = None if self._store is None else self._store.last(self._name)
-        good = (
-            "There is no earlier checkpoint."
-            if last is None
-            else f"The last good checkpoint is {shown(last)}."
-        )
+        good = "There is no earlier checkpoint."
+        if last is not None:
+            good = f"The last good checkpoint is {shown(last)}."
         optimization = self._plan.optimization
         return f"{good} Lower the learning rate ({optimization.describe()}), add warm-up, or set clip_norm."
-
-
-class LeaveOnRequest(Observer):
-    """Leave after a step if the ranks have agreed to, before an evaluation that is due.
-
-    Args:
-        requests: what the ranks have agreed on.
-        leave: leaves.
-    """
-
-    def __init__(self, requests: Requests, leave: Callable[[], None]) -> None:
-        self._requests, self._leave = requests, leave
-
-    def on_step_end(self, state: TrainState) -> None:
-        """Leave, once the other observers have processed the step."""
-        if self._requests.stop and state.stop is None:
-            self._leave()
-
-    def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:  # noqa: ARG002
-        """Leave, once the epoch is saved, unless it is the last: on CUDA, the ranks agree on the last step of an epoch
-        after `on_step_end`."""
-        if self._requests.stop and state.stop is None and state.step < state.total_steps:
-            self._leave()
 
 
 def frozen(model: nn.Module) -> str:
@@ -480,9 +475,3 @@ def frozen(model: nn.Module) -> str:
     }
     names = [name or "the model" for name, trained in layers.items() if not trained]
     return f"Frozen, with the statistics of their BatchNorm: {first_of(names, 8)}." if names else ""
-
-
-def _latest(history: History) -> str:
-    """Return the monitored metric of the last evaluation as text; "" if there is none."""
-    value, monitor = history.monitored, history.monitor
-    return "" if value is None else f"{monitor} {format_metric(value, monitor.unit)}"

@@ -30,9 +30,9 @@ def draw(history: History) -> bytes:
     _curve(losses, epochs, [epoch.val_loss for epoch in epochs], VAL, "validation (the task's own)")
     losses.legend(frameon=False, fontsize=8)
     values = [monitor.of(epoch) for epoch in epochs]
-    _curve(
-        metric, epochs, [*map(percent, values)] if monitor.unit == "fraction" else values, VAL, monitor.name
-    )
+    if monitor.unit == "fraction":
+        values = [None if value is None else 100 * value for value in values]
+    _curve(metric, epochs, values, VAL, monitor.name)
     _name_the_best(metric, history)
     _curve(rate, epochs, [epoch.lr for epoch in epochs], TRAIN, "lr")
     _curve(speed, epochs, [epoch.images_per_s for epoch in epochs], TRAIN, "images/s")
@@ -54,11 +54,6 @@ def draw(history: History) -> bytes:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()
-
-
-def percent(fraction: float | None) -> float | None:
-    """Convert a fraction, 0 to 1, to percent."""
-    return None if fraction is None else 100 * fraction
 
 
 def _curve(axes: Any, epochs: list[Epoch], values: list[float | None], color: str, label: str) -> None:

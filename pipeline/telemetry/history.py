@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from ...common.errors import DrivetrainError, require_suffix
 from ...common.storage.files import atomic_file
+from ...common.storage.json_files import convert
 from ...common.table import Table
 from ..tasks.metrics import Unit
 
@@ -70,11 +71,8 @@ class Epoch:
         parts = [f"epoch {self.epoch}", f"loss {self.loss:.4f}"]
         if self.val_loss is not None:
             parts += [f"val loss {self.val_loss:.4f}", *shown(self.metrics, self.units)]
-        parts += [
-            f"{self.images_per_s:,.0f} images/s",
-            f"waiting {self.data_wait_fraction:.0%}",
-            f"{self.seconds:.1f} s",
-        ]
+        parts += [f"{self.images_per_s:,.0f} images/s", f"waiting {self.data_wait_fraction:.0%}"]
+        parts.append(f"{self.seconds:.1f} s")
         if self.skipped:
             parts.append(f"{self.skipped} steps skipped")
         return "  ".join(parts)
@@ -115,12 +113,8 @@ class Evaluation:
         return {"val_loss": self.val_loss, **self.metrics}
 
     def __str__(self) -> str:
-        parts = [
-            f"epoch {self.epoch}, step {self.step:,}",
-            f"val loss {self.val_loss:.4f}",
-            *shown(self.metrics, self.units),
-        ]
-        return "  ".join(parts)
+        position = f"epoch {self.epoch}, step {self.step:,}"
+        return "  ".join([position, f"val loss {self.val_loss:.4f}", *shown(self.metrics, self.units)])
 
 
 def _saved(one: Epoch | Evaluation) -> dict[str, Any]:
@@ -190,6 +184,24 @@ class Monitor:
         return self.name.replace("_", " ")
 
 
+class _Stop(TypedDict):
+    reason: str
+    epoch: int
+    step: int
+
+
+class _Saved(TypedDict):
+    """A saved history. It has more facts than these, which a reader uses."""
+
+    epochs: list[Epoch]
+    evaluations: NotRequired[list[Evaluation]]
+    monitor: NotRequired[Monitor]
+    units: NotRequired[dict[str, Unit | None]]
+    stopped: NotRequired[_Stop]
+    resumed: NotRequired[list[dict[str, Any]]]
+    provenance: NotRequired[dict[str, Any]]
+
+
 @dataclass(repr=False)
 class History:
     """The finished epochs, facts about the run that produced them, and its evaluations within epochs.
@@ -212,11 +224,16 @@ class History:
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> History:
-        """Return the history that `to_dict` gave as plain JSON types."""
+        """Return the history that `to_dict` gave as plain JSON types.
+
+        Raises:
+            ShapeError: naming the first field that is missing or of another type.
+        """
+        typed = convert(saved, _Saved)
         facts = {key: value for key, value in saved.items() if key not in ("epochs", "evaluations")}
         units = facts.get("units", {})
-        within = [Evaluation(**each, units=units) for each in saved.get("evaluations", [])]
-        return cls([Epoch(**epoch, units=units) for epoch in saved["epochs"]], facts, within)
+        within = [replace(each, units=units) for each in typed.get("evaluations", [])]
+        return cls([replace(epoch, units=units) for epoch in typed["epochs"]], facts, within)
 
     def save(self, path: str | Path) -> None:
         """Write the history as JSON, atomically.
@@ -263,6 +280,12 @@ class History:
     def monitored(self) -> float | None:
         """The monitored value of the last evaluation; None if it is unknown."""
         return None if self.last is None else self.monitor.of(self.last)
+
+    @property
+    def latest(self) -> str:
+        """The monitored value of the last evaluation as text, with its name; "" if it is unknown."""
+        value, monitor = self.monitored, self.monitor
+        return "" if value is None else f"{monitor} {format_metric(value, monitor.unit)}"
 
     @property
     def stopped(self) -> str | None:

@@ -9,7 +9,6 @@ import csv
 import io
 import math
 import warnings
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,11 +24,6 @@ Values = dict[str, float]
 NAMES, METRICS = ("csv", "tensorboard"), "metrics.csv"
 EPOCH = tuple(COLUMNS)
 STEP = ("step/loss", "step/lr", "step/images_per_s", "step/data_wait_fraction")
-
-
-_NOT_PICKLED = (
-    "Start the ranks with torchrun and create it there, make it picklable, or use 'csv' or 'tensorboard'."
-)
 
 
 class Logger(Protocol):
@@ -58,13 +52,8 @@ class LoggerWarning(UserWarning):
 
 
 def check(choice: LoggerArg, log_every: object, folder: Path | None, *, pickled: bool) -> tuple[object, ...]:
-    """Validate loggers before any work, and return them as a tuple.
-
-    Args:
-        choice: the `logger` of `fit`.
-        log_every: steps between two entries.
-        folder: folder of the run.
-        pickled: whether they are sent to other processes.
+    """Validate the `logger` of `fit` before any work, and return its loggers, which may be `pickled` for another
+    process.
 
     Raises:
         PlanError: naming the invalid one.
@@ -86,7 +75,10 @@ def check(choice: LoggerArg, log_every: object, folder: Path | None, *, pickled:
                 f"{' or '.join(map(repr, NAMES))}, or an object with one of these methods."
             )
         elif pickled:
-            check_picklable(f"logger={one!r:.80}", one, "the process of rank 0", _NOT_PICKLED, PlanError)
+            remedy = (
+                "Create it on ranks that torchrun starts, make it picklable, or use 'csv' or 'tensorboard'."
+            )
+            check_picklable(f"logger={one!r:.80}", one, "the process of rank 0", remedy, PlanError)
     return chosen
 
 
@@ -111,7 +103,8 @@ class Loggers:
     Args:
         chosen: names and objects, from `check`.
         folder: folder of the run, for `metrics.csv` and `tensorboard/`.
-        step: the step from which the run resumes. Entries of later steps in the folder are not from this run.
+        step: the step from which the run resumes. Entries of later steps in the folder are not from this run: an
+            existing `metrics.csv` keeps its lines up to it, and TensorBoard ignores the others.
     """
 
     def __init__(self, chosen: tuple[object, ...], folder: Path | None, step: int) -> None:
@@ -149,25 +142,21 @@ class Loggers:
 
 class CSVLogger:
     """Write `metrics.csv`: one line per entry, without buffering; missing values are empty. A name that is new adds a
-    column, for which the file is written again.
+    column, for which the file is written again."""
 
-    Args:
-        folder: folder of the file. An existing file keeps its lines up to `step`.
-        step: the step from which the run resumes.
-    """
+    COLUMNS = ("step", *EPOCH, *STEP)
 
     def __init__(self, folder: Path, step: int) -> None:
         self._path = folder / METRICS
         self._columns = self.COLUMNS
         self._rewrite(step)
 
-    COLUMNS = ("step", *EPOCH, *STEP)
-
     def _rewrite(self, step: float = math.inf, new: tuple[str, ...] = ()) -> None:
         """Write the file again with `new` columns and its lines up to `step`."""
         rows: list[dict[str, str]] = []
-        with suppress(OSError, csv.Error):  # a foreign file has no lines to keep
-            rows = [row for row in self._earlier() if int(row["step"]) <= step]
+        # A foreign file has no lines to keep.
+        with suppress(OSError, csv.Error), self._path.open(newline="", errors="replace") as file:
+            rows = [row for row in csv.DictReader(file) if self._is_entry(row) and int(row["step"]) <= step]
         own = tuple(key for row in rows[:1] for key in row if key not in self._columns)
         self._columns = (*self._columns, *own, *new)
         text = io.StringIO()
@@ -177,14 +166,10 @@ class CSVLogger:
         with atomic_file(self._path) as file:
             file.write(text.getvalue().encode())
 
-    def _earlier(self) -> Iterator[dict[str, str]]:
-        if not self._path.exists():
-            return
-        with self._path.open(newline="", errors="replace") as file:
-            for row in csv.DictReader(file):
-                # The last line is incomplete if its process was killed.
-                if {*row} >= {*self.COLUMNS} and None not in {*row, *row.values()} and _is_step(row["step"]):
-                    yield row
+    def _is_entry(self, row: dict[str, str]) -> bool:
+        """Return whether a line is complete, which the last is not if its process was killed."""
+        whole = {*row} >= {*self.COLUMNS} and None not in {*row, *row.values()}
+        return whole and row["step"].isdecimal() and len(row["step"]) < 19
 
     def log(self, values: Values, step: int) -> None:
         """Append a line; values of new names, such as a callback's, get a column each."""
@@ -194,17 +179,8 @@ class CSVLogger:
             csv.DictWriter(file, self._columns).writerow({"step": step, **values})
 
 
-def _is_step(text: str) -> bool:
-    return text.isdecimal() and len(text) < 19
-
-
 class TensorBoardLogger:
-    """Write event files to `tensorboard/`; view them with `tensorboard --logdir OUT`.
-
-    Args:
-        folder: folder of the run.
-        step: the step from which the run resumes. TensorBoard ignores existing entries of later steps.
-    """
+    """Write event files to `tensorboard/`; view them with `tensorboard --logdir OUT`."""
 
     def __init__(self, folder: Path, step: int) -> None:
         module = require("torch.utils.tensorboard", "tensorboard", "write files for TensorBoard")
@@ -220,6 +196,3 @@ class TensorBoardLogger:
     def close(self) -> None:
         """Flush, and end the writer's thread."""
         self._writer.close()
-
-
-__all__ = ["Logger", "LoggerArg", "LoggerWarning", "Loggers", "check"]

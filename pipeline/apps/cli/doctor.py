@@ -19,7 +19,7 @@ from ...telemetry.provenance import version
 
 CORE = (
     "torch", "torchvision", "torchmetrics", "numpy", "safetensors", "pillow", "tqdm", "click", "cloudpickle",
-    "psutil", "pyyaml",
+    "msgspec", "psutil", "pyyaml",
 )  # fmt: skip
 EXTRAS = {
     "ffcv": (("ffcv", "numba"), "run FFCV's own operations and loader on .beton files"),

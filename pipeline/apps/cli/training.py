@@ -244,7 +244,7 @@ def _files_in(out: Path | str) -> list[str]:
     if is_address(out):
         from ....common.storage.folder import RemoteFolder
 
-        return sorted(name for name in RemoteFolder(str(out)).versions() if "/" not in name)
+        return sorted(name for name in RemoteFolder(str(out), CheckpointError).versions() if "/" not in name)
     return sorted(path.name for path in Path(out).iterdir() if path.is_file())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -18,18 +17,16 @@ from drivetrain.pipeline.runs.saved import load_run
 from drivetrain.strategies import launch
 from drivetrain.transforms import EMA, SAM, SWA, Lookahead
 from drivetrain.transforms.common.averaging import Averages
+from msgspec import structs
 from pipeline_data import Toy
 from safetensors.torch import load_file
 from stateful_models import Complex, Growing, Remembering, difference, kept
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 METHODS = {
-    "plain": [],
-    "ema": [EMA(half_life=3)],
-    "swa": [SWA(0.2, 0.9)],
-    "lookahead": [Lookahead()],
+    "plain": [], "ema": [EMA(half_life=3)], "swa": [SWA(0.2, 0.9)], "lookahead": [Lookahead()],
     "sam": [SAM()],
-}
+}  # fmt: skip
 ON_RANKS = ["ddp", "zero_redundancy", "fsdp", "deepspeed_stage_2", "fairscale_oss"]
 
 
@@ -97,7 +94,7 @@ def test_checkpoints_of_older_versions(toy: Toy, tmp_path: Path, capsys: pytest.
     content = CheckpointContent.from_json((old / "state.json").read_bytes())
     (old / "unlisted.safetensors").unlink()
     files = {name: about for name, about in content.files.items() if name != "unlisted.safetensors"}
-    (old / "state.json").write_bytes(dataclasses.replace(content, files=files, drivetrain="0.1").to_json())
+    (old / "state.json").write_bytes(structs.replace(content, files=files, drivetrain="0.1").to_json())
     pipeline.fit(epochs=1, resume=old)
     assert "did not save the non-persistent buffers: mean, spread, steps begin" in capsys.readouterr().out
 

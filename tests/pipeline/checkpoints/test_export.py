@@ -142,16 +142,11 @@ def test_the_commands(toy: Toy, tmp_path: Path) -> None:
     train = ["train", "cifar10-quickstart", *toy_values(toy), "--out", out]
     (tmp_path / "bad" / "checkpoints" / "step-00000001").mkdir(parents=True)
     first, again, other, nowhere, exported, unknown, missing, damaged, data = call_several(
-        train,
-        [*train, "--resume"],
-        [*train, "seed=5", "--resume"],
-        [*train[:-2], "--resume"],
-        ["export", out, str(target)],
-        ["export", out, str(target), "--names", "short"],
-        ["export", str(tmp_path), str(target)],
-        ["export", str(tmp_path / "bad"), str(target)],
+        train, [*train, "--resume"], [*train, "seed=5", "--resume"], [*train[:-2], "--resume"],
+        ["export", out, str(target)], ["export", out, str(target), "--names", "short"],
+        ["export", str(tmp_path), str(target)], ["export", str(tmp_path / "bad"), str(target)],
         ["export", out, toy.train],
-    )
+    )  # fmt: skip
     assert first.code == 0, first.err
     assert "the training was finished" in again.out
     assert again.out.splitlines()[-2:] == first.out.splitlines()[-2:]  # accuracy and files

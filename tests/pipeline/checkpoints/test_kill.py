@@ -48,19 +48,14 @@ class Server:
         callbacks: bool = False,
         task: str = "Classification",
     ) -> list[int]:
-        rendezvous = out.with_name(f"{out.name}-{attempt}.rendezvous")
+        train, val = self.files[task]
         order = {
-            "out": str(out),
-            "strategy": strategy,
-            "ranks": ranks,
-            "train": self.files[task][0],
-            "val": self.files[task][1],
-            "task": task,
-            "every_steps": 1,
-            "callbacks": callbacks,
-        }
+            "out": str(out), "strategy": strategy, "ranks": ranks, "train": train, "val": val, "task": task,
+            "every_steps": 1, "callbacks": callbacks,
+            "rendezvous": str(out.with_name(f"{out.name}-{attempt}.rendezvous")),
+        }  # fmt: skip
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({**order, "rendezvous": str(rendezvous)}) + "\n")
+        self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
         pids: list[int] = self._answer()
         return pids

@@ -109,12 +109,9 @@ def test_an_older_one_of_the_same_folder_loses_no_newer_one(toy: Toy, tmp_path: 
         (folder / f"step-{step:08d}").rename(tmp_path / f"step-{step:08d}")
     with pytest.raises(ZeroDivisionError):
         fit(
-            toy.pipeline(lambda: FailsAt(2, ZeroDivisionError)),
-            out=run,
-            resume=folder / "step-00000008",
-            checkpoints=how,
-            changed_model=True,
-        )
+            toy.pipeline(lambda: FailsAt(2, ZeroDivisionError)), out=run, resume=folder / "step-00000008",
+            checkpoints=how, changed_model=True,
+        )  # fmt: skip
     assert steps_in(run) == [4, 8]  # a crash before the first save, after which `auto` knows its run
     again = fit(pipeline, out=run, resume="auto", checkpoints=how)
     assert again.history.facts["resumed"][-1]["step"] == 8
@@ -175,7 +172,9 @@ def test_a_run_that_is_refused_leaves_the_folder_to_the_one_before(toy: Toy, tmp
 def test_a_damaged_name_of_the_run_is_named(about: Any, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(about))
     for use in (lambda store: store.run, lambda store: store.newest()):
-        with pytest.raises(CheckpointError, match=r"run\.json (has (run|continues)=.*|names no run); remove"):
+        with pytest.raises(
+            CheckpointError, match=r"run\.json is damaged: .*(`run`|run:|continues:|`object`).*Remove"
+        ):
             use(CheckpointDir(tmp_path))
 
 

@@ -136,13 +136,8 @@ def test_a_rank_that_is_killed_starts_again(toy: Toy, tmp_path: Path, started: S
 def test_without_restarts_the_loss_of_a_rank_ends_the_job(toy: Toy, tmp_path: Path, started: Started) -> None:
     job = Job(tmp_path, started)
     command = [
-        "train",
-        recipe(toy, tmp_path / "toy.json", epochs=200),
-        "--out",
-        str(job.out),
-        "--every-steps",
-        "1",
-    ]
+        "train", recipe(toy, tmp_path / "toy.json", epochs=200), "--out", str(job.out), "--every-steps", "1",
+    ]  # fmt: skip
     first, second = job.start(*command), job.start(*command)
     job.wait(lambda: job.steps() >= 3, "training")
     worker = second.worker()

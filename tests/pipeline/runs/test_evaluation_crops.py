@@ -41,11 +41,8 @@ def run(request: pytest.FixtureRequest, data: str, tmp_path_factory: pytest.Temp
     """A run with this `eval_crop`: its result, its folder, and its data."""
     root = tmp_path_factory.mktemp("crops")
     loading: dict[str, Any] = {
-        "crop": "fit",
-        "eval_crop": request.param,
-        "interpolation": "nearest",
-        "mean": MEAN,
-    }
+        "crop": "fit", "eval_crop": request.param, "interpolation": "nearest", "mean": MEAN,
+    }  # fmt: skip
     pipeline = (
         Pipeline("cifar_resnet", num_classes=2, width=4)
         .load(data, data, batch_size=6, image_size=24, eval_image_size=(24, 32), workers=1, **loading)

@@ -49,15 +49,9 @@ from pipeline_data import (
 pytestmark = pytest.mark.process
 
 SHARDED = [
-    "plain",
-    "clipped",
-    "accumulated",
-    "a rank without a share",
-    "methods",
-    "clipped by value",
-    "freezing",
+    "plain", "clipped", "accumulated", "a rank without a share", "methods", "clipped by value", "freezing",
     "layout",
-]
+]  # fmt: skip
 """Cases that FSDP2 must train to the same numbers, too."""
 DIVIDED = [
     (strategy, case)

@@ -60,12 +60,9 @@ def test_a_mix_in_a_recipe_and_on_the_command_line(toy: Toy, parts: str, tmp_pat
     assert ended.code == 0, ended.err
     assert yaml.safe_load((out / "recipe.yaml").read_text())["train"] == {parts: 3, toy.train: 1}
     ended = call(
-        "train",
-        str(recipe),
-        f"train={json.dumps({toy.train: 1, parts: 1})}",
-        "--out",
+        "train", str(recipe), f"train={json.dumps({toy.train: 1, parts: 1})}", "--out",
         str(tmp_path / "other"),
-    )
+    )  # fmt: skip
     assert ended.code == 0, ended.err
     ended = call("train", str(recipe), "--train", parts, "--out", str(tmp_path / "third"))
     assert ended.code == 0, ended.err

@@ -49,15 +49,9 @@ def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[FitResu
     convert(folder, out / "data.beton", progress=False)
     data = str(out / "data.beton")
     pipeline = Pipeline("task_jobs:Outputs", num_classes=2).load(
-        data,
-        data,
-        batch_size=12,
-        image_size=24,
-        eval_image_size=32,
-        workers=1,
-        mean=(0.5, 0.4, 0.3),
+        data, data, batch_size=12, image_size=24, eval_image_size=32, workers=1, mean=(0.5, 0.4, 0.3),
         eval_ratio=0.8,
-    )
+    )  # fmt: skip
     pipeline = pipeline.transform(BlurPool(min_channels=1), EMA(half_life=2)).optimize(
         "sgd", lr=0.3, momentum=0.9
     )
@@ -70,12 +64,18 @@ def originals(path: str) -> list[Image.Image]:
     return [Image.open(io.BytesIO(data)) for data in beton.read("image", np.arange(len(beton)))]
 
 
+def loaded(data: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pixels of the run's evaluation, and the labels."""
+    settings: dict[str, Any] = {"eval_ratio": 0.8, "mean": (0.5, 0.4, 0.3)}
+    with FFCVLoader(data, batch_size=24, image_size=32, train=False, workers=1, **settings) as loader:
+        ((images, labels),) = loader
+    return images, labels
+
+
 def test_its_pixels_are_the_loaders(run: tuple[FitResult, Path, str], folder: Path) -> None:
     """Of all ways to give a picture."""
     result, _, data = run
-    settings: dict[str, Any] = {"eval_ratio": 0.8, "mean": (0.5, 0.4, 0.3)}
-    with FFCVLoader(data, batch_size=24, image_size=32, train=False, workers=1, **settings) as loader:
-        ((pixels, _),) = loader
+    pixels, _ = loaded(data)
     files = sorted(folder.glob("*/*.jpg"))
     for given in (files, originals(data), [np.asarray(image) for image in originals(data)]):
         assert torch.equal(torch.stack([result.preprocess(image) for image in given]), pixels)
@@ -83,13 +83,8 @@ def test_its_pixels_are_the_loaders(run: tuple[FitResult, Path, str], folder: Pa
 
 def test_predictions_are_those_of_the_evaluation(run: tuple[FitResult, Path, str], folder: Path) -> None:
     result, _, data = run
-    with (
-        FFCVLoader(
-            data, batch_size=24, image_size=32, train=False, workers=1, mean=(0.5, 0.4, 0.3), eval_ratio=0.8
-        ) as loader,
-        torch.no_grad(),
-    ):
-        ((images, labels),) = loader
+    images, labels = loaded(data)
+    with torch.no_grad():
         expected = result.model(images).softmax(1)
     rows = result.predict(originals(data))
     found = torch.tensor([[row["probabilities"][name] for name in CLASSES] for row in rows])
@@ -99,12 +94,9 @@ def test_predictions_are_those_of_the_evaluation(run: tuple[FitResult, Path, str
     assert right > 20
     assert [row["image"] for row in rows] == list(range(24))
     for row in rows:
-        assert (
-            row["probability"]
-            == max(row["probabilities"].values())
-            == next(iter(row["probabilities"].values()))
-        )
-        assert sum(row["probabilities"].values()) == pytest.approx(1, abs=1e-5)
+        values = [*row["probabilities"].values()]
+        assert row["probability"] == max(values) == values[0]
+        assert sum(values) == pytest.approx(1, abs=1e-5)
     path = sorted(folder.glob("*/*.jpg"))[0]
     (one,) = result.predict(path)
     (again,) = result.predict(np.asarray(Image.open(path)))
@@ -171,13 +163,8 @@ def test_a_runs_recipe_trains_again_with_other_data(
     assert load_run(again).inputs == dataclasses.replace(
         result.inputs, classes=("a bird", "a cat"), image_size=40
     )
-    text = (
-        (again / "recipe.yaml")
-        .read_text()
-        .replace("trained: {", "trained: [")
-        .replace("trained:\n", "trained: 3\nx:\n")
-    )
-    (tmp_path / "odd.yaml").write_text(text)
+    text = (again / "recipe.yaml").read_text().replace("trained: {", "trained: [")
+    (tmp_path / "odd.yaml").write_text(text.replace("trained:\n", "trained: 3\nx:\n"))
     assert "trained" in call("train", str(tmp_path / "odd.yaml")).line
 
 

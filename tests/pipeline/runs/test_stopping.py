@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoint_kill_server import Losses
 from cluster_jobs import Signals, Slow
-from drivetrain import Callback, PlanError, RunView
+from drivetrain import Callback, Pipeline, PlanError, RunView
 from drivetrain.pipeline import Checkpoints, FitResult, TrainingInterrupted, TrainingPreempted
 from drivetrain.pipeline.checkpoints.directory import CheckpointDir
 from drivetrain.strategies.launching.launcher import launch
@@ -33,16 +33,39 @@ def same(result: FitResult, expected: FitResult) -> None:
     assert all(torch.equal(value, state[name]) for name, value in result.model.state_dict().items())
 
 
+def preempted(
+    pipeline: Pipeline, epochs: int, out: Path, *callbacks: Callback, **options: Any
+) -> TrainingPreempted:
+    """The exception of a run that SIGUSR1 ends."""
+    options = {"progress": False, "stop_on": ["SIGUSR1"], **options}
+    with pytest.raises(TrainingPreempted) as ended:
+        pipeline.fit(epochs=epochs, out=out, callbacks=callbacks, **options)
+    assert ended.value.checkpoint is not None
+    return ended.value
+
+
+def kill_at(step: int, out: Path, number: signal.Signals) -> threading.Thread:
+    """A thread that sends this process a signal once the checkpoint of a step is there."""
+
+    def send() -> None:
+        while not (out / f"checkpoints/step-{step:08d}").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
 @pytest.mark.parametrize("step", [1, 3, 4, 5, 7])
 def test_one_process(toy: Toy, tmp_path: Path, step: int) -> None:
     """Also in the last step of an epoch, before its evaluation, in the first of the next, and in the last of all."""
     pipeline = toy.pipeline()
     before = signal.getsignal(signal.SIGUSR1)
-    with pytest.raises(TrainingPreempted) as ended:
-        pipeline.fit(epochs=2, out=tmp_path, progress=False, stop_on=["SIGUSR1"], callbacks=[Signals(step)])
+    ended = preempted(pipeline, 2, tmp_path, Signals(step))
     assert signal.getsignal(signal.SIGUSR1) is before
-    assert (ended.value.code, ended.value.signal) == (75, "SIGUSR1")
-    assert ended.value.checkpoint == (tmp_path / "checkpoints" / f"step-{step + 1:08d}").resolve()
+    assert (ended.code, ended.signal) == (75, "SIGUSR1")
+    assert ended.checkpoint == (tmp_path / "checkpoints" / f"step-{step + 1:08d}").resolve()
     finished = json.loads((tmp_path / "history.json").read_text())["epochs"] if step > STEPS - 1 else []
     assert len(finished) == step // STEPS
     resumed = pipeline.fit(epochs=2, out=tmp_path, progress=False, resume="auto")
@@ -94,14 +117,7 @@ def test_ctrl_c_in_the_last_evaluation_is_not_lost(toy: Toy, tmp_path: Path) -> 
 def test_ctrl_c_saves_on_ranks(toy: Toy, tmp_path: Path) -> None:
     """This process receives it; the ranks agree on the step, also if only one of them hears of it in time."""
     pipeline = toy.pipeline().distribute("ddp", devices=2)
-
-    def send() -> None:
-        while not (tmp_path / "checkpoints" / "step-00000001").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=send)
-    thread.start()
+    thread = kill_at(1, tmp_path, signal.SIGINT)
     options: dict[str, Any] = {"epochs": 3, "out": tmp_path, "progress": False}
     with pytest.raises(TrainingInterrupted) as ended:
         pipeline.fit(checkpoints=Checkpoints(every_steps=1, keep=20), callbacks=[Slow()], **options)
@@ -113,16 +129,10 @@ def test_ctrl_c_saves_on_ranks(toy: Toy, tmp_path: Path) -> None:
 def test_before_an_evaluation_with_everything_that_happens_there(toy: Toy, tmp_path: Path) -> None:
     """Averages, statistics, callbacks and a schedule of the images' size."""
     pipeline = toy.pipeline(batch_norm_model()).transform(EMA(half_life=2), MixUp(0.2), ProgressiveResizing())
-    options: dict[str, Any] = {
-        "progress": False,
-        "eval_every_steps": 2,
-        "checkpoints": Checkpoints(every_steps=2),
-    }
-    losses = Losses()
-    with pytest.raises(TrainingPreempted) as ended:
-        pipeline.fit(epochs=3, out=tmp_path, stop_on=["SIGUSR1"], callbacks=[Signals(7), losses], **options)
-    assert ended.value.checkpoint is not None
-    assert ended.value.checkpoint.name == "step-00000008"
+    every = Checkpoints(every_steps=2)
+    options: dict[str, Any] = {"progress": False, "eval_every_steps": 2, "checkpoints": every}
+    ended = preempted(pipeline, 3, tmp_path, Signals(7), Losses(), **options)
+    assert Path(str(ended.checkpoint)).name == "step-00000008"
     resumed = pipeline.fit(epochs=3, out=tmp_path, resume="auto", callbacks=[again := Losses()], **options)
     whole = pipeline.fit(epochs=3, out=tmp_path / "whole", callbacks=[expected := Losses()], **options)
     same(resumed, whole)
@@ -164,27 +174,14 @@ def test_what_is_no_list_of_signals_is_refused(toy: Toy, value: Any, words: str)
 def test_ranks_agree_whoever_is_signalled(toy: Toy, tmp_path: Path) -> None:
     """Rank 1 alone; then this process, which forwards the signal. Both save once, and the run ends as undisturbed."""
     pipeline = toy.pipeline().distribute("ddp", devices=2)
-    with pytest.raises(TrainingPreempted) as ended:
-        pipeline.fit(
-            epochs=3, out=tmp_path, progress=False, stop_on=["SIGUSR1"], callbacks=[Signals(2, rank=1)]
-        )
-    assert ended.value.checkpoint is not None
-    assert ended.value.checkpoint.name == "step-00000003"
-
-    def send() -> None:
-        while not (tmp_path / "checkpoints" / "step-00000004").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    options: dict[str, Any] = {"out": tmp_path, "progress": False, "resume": "auto", "stop_on": ["SIGUSR1"]}
-    every = Checkpoints(every_steps=1, keep=20)
-    with pytest.raises(TrainingPreempted) as forwarded:
-        pipeline.fit(epochs=3, checkpoints=every, callbacks=[Slow()], **options)
+    ended = preempted(pipeline, 3, tmp_path, Signals(2, rank=1))
+    assert Path(str(ended.checkpoint)).name == "step-00000003"
+    thread, every = kill_at(4, tmp_path, signal.SIGUSR1), Checkpoints(every_steps=1, keep=20)
+    forwarded = preempted(pipeline, 3, tmp_path, Slow(), checkpoints=every, resume="auto")
     thread.join()
-    assert forwarded.value.signal == "SIGUSR1"
-    same(pipeline.fit(epochs=3, **options), pipeline.fit(epochs=3, progress=False))
+    assert forwarded.signal == "SIGUSR1"
+    resumed = pipeline.fit(epochs=3, out=tmp_path, progress=False, resume="auto", stop_on=["SIGUSR1"])
+    same(resumed, pipeline.fit(epochs=3, progress=False))
 
 
 @pytest.mark.slow
@@ -192,12 +189,8 @@ def test_ranks_agree_whoever_is_signalled(toy: Toy, tmp_path: Path) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_leave_before_an_evaluation(toy: Toy, tmp_path: Path, strategy: str) -> None:
     pipeline = toy.pipeline(batch_norm_model()).transform(EMA(half_life=2)).distribute(strategy, devices=2)
-    with pytest.raises(TrainingPreempted) as ended:
-        pipeline.fit(
-            epochs=2, out=tmp_path, progress=False, stop_on=["SIGUSR1"], callbacks=[Signals(3, rank=1)]
-        )
-    assert ended.value.checkpoint is not None
-    assert ended.value.checkpoint.name == f"step-{STEPS:08d}"
+    ended = preempted(pipeline, 2, tmp_path, Signals(3, rank=1))
+    assert Path(str(ended.checkpoint)).name == f"step-{STEPS:08d}"
     assert not (tmp_path / "history.json").exists()
     resumed = pipeline.fit(epochs=2, out=tmp_path, progress=False, resume="auto")
     same(resumed, pipeline.fit(epochs=2, progress=False))
@@ -235,16 +228,8 @@ def test_the_command_ends_with_its_status(toy: Toy, tmp_path: Path) -> None:
     )
     out = tmp_path / "run"
     command = [
-        sys.executable,
-        "-m",
-        "drivetrain",
-        "train",
-        str(recipe),
-        "--out",
-        str(out),
-        "--every-steps",
-        "1",
-    ]
+        sys.executable, "-m", "drivetrain", "train", str(recipe), "--out", str(out), "--every-steps", "1",
+    ]  # fmt: skip
     path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
     process = subprocess.Popen(

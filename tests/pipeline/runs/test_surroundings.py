@@ -69,12 +69,8 @@ def test_a_relative_folder_and_another_working_directory(
     monkeypatch.chdir(tmp_path)
     toy.pipeline().fit(epochs=2, out="run", progress=False, callbacks=[Moves()])
     assert left_in(tmp_path / "run") == [
-        "checkpoints",
-        "curves.png",
-        "history.json",
-        "model.safetensors",
-        "plan.txt",
-    ]
+        "checkpoints", "curves.png", "history.json", "model.safetensors", "plan.txt",
+    ]  # fmt: skip
     assert not list((tmp_path / "at8").iterdir())
 
 

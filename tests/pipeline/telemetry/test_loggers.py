@@ -185,15 +185,9 @@ def test_loggers_of_ranks_that_are_started(toy: Toy, tmp_path: Path) -> None:
 
 def epoch(number: int, accuracy: float | None, loss: float = 1.0) -> Epoch:
     return Epoch(
-        number,
-        loss / number,
-        accuracy and loss / number,
-        {} if accuracy is None else {"top1": accuracy},
-        1000.0,
-        0.1,
-        9.0,
-        0.1 / number,
-    )
+        number, loss / number, accuracy and loss / number, {} if accuracy is None else {"top1": accuracy},
+        1000.0, 0.1, 9.0, 0.1 / number,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
