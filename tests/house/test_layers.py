@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import re
 import sys
 import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
+import pytest
 from places import ROOT
 from process_state import output_of
 
@@ -50,15 +50,19 @@ def test_the_package_itself_is_imported_relatively() -> None:
                     assert not (node.module or "").startswith("drivetrain"), f"{path}: {node.module}"
 
 
-def test_the_walks_of_contributing_lead_somewhere() -> None:
-    """Each file is there, and defines what is named in it."""
-    walks = (ROOT / "CONTRIBUTING.md").read_text().partition("**Five walks.**")[2].partition("**Add")[0]
-    steps = re.findall(r"`([a-z_/0-9]+\.(?:py|c))`\s+\(`(\w+)`\)", walks)
-    assert len(steps) >= 20
-    for file, name in steps:
-        assert re.search(rf"^ *(def|DT_|int|void) *.*\b{name}\(", (ROOT / file).read_text(), re.M), (
-            file,
-            name,
-        )
-    for walk in walks.split("\n- ")[1:3]:  # training, and a recipe
-        assert len(set(re.findall(r"`([a-z_/0-9]+\.py)`", walk))) <= 6
+@pytest.mark.parametrize("folder", [".ci", ".ci/gpu", "benchmarks"])
+def test_scripts_do_not_import_in_a_circle(folder: str) -> None:
+    """Scripts are no package; they import those beside them by name, also inside functions."""
+    scripts = {path.stem: ast.parse(path.read_text()) for path in (ROOT / folder).glob("*.py")}
+    imports = {
+        name: {
+            module
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for module in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module])
+            if module in scripts
+        }
+        for name, tree in scripts.items()
+    }
+    assert any(imports.values())
+    TopologicalSorter(imports).prepare()
