@@ -16,7 +16,7 @@ import torch
 from drivetrain import Pipeline, strategies
 from drivetrain.common.signals import handlers_kept
 from drivetrain.loaders.epochs import Batch, EpochLoader
-from drivetrain.loaders.options import Settings
+from drivetrain.loaders.options import LoaderOptions
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.runs.artifacts import FitJob, RankResult
@@ -93,7 +93,7 @@ class InMemory(EpochLoader):
     def __init__(self, batches: Batches) -> None:
         self._in_memory, self._device = batches, batches.first.device
         self._labels = batches.labels
-        settings = Settings(batch_size=len(batches.first), image_size=SIDE)
+        settings = LoaderOptions(batch_size=len(batches.first), image_size=SIDE)
         super().__init__(settings, None, len(self._labels), None)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:  # noqa: ARG002

@@ -19,7 +19,7 @@ import torch
 from ..common.errors import DataError
 from ..common.transfer import to_device
 from .epochs import Batch
-from .options import Settings
+from .options import LoaderOptions
 
 
 class CudaStreams:
@@ -197,7 +197,7 @@ def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any
     return value
 
 
-def feed_of(device: torch.device, settings: Settings, depth: int = 8) -> DeviceFeed | None:
+def feed_of(device: torch.device, settings: LoaderOptions, depth: int = 8) -> DeviceFeed | None:
     """Return what copies a loader's bytes to a GPU and makes its dtype of them; None for the CPU.
 
     Images of 16 bits are normalized before they are copied.

@@ -413,6 +413,3 @@ def check_workers(workers: Any, least: int = 1) -> int:
     workers = plain(workers)
     check_whole("workers", workers, DataError, least, also=", or None for one per core")
     return int(workers)
-
-
-Settings = LoaderOptions

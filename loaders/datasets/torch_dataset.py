@@ -27,7 +27,7 @@ from ..decode.moving import Masks
 from ..decode.pictures import decoded, rgb_of, to_rgb
 from ..decode.policies import torchvision_policy
 from ..decode.preprocess import Evaluation
-from ..options import Settings, fill_color, odd_size, too_small
+from ..options import LoaderOptions, fill_color, odd_size, too_small
 from ..sources import Files, Source, files_of
 
 _LOCAL = Remote()
@@ -140,7 +140,7 @@ def open_dataset(source: Any, transform: Any, verify: bool, remote: Remote = _LO
     return BetonDataset(source, transform, verify, remote)
 
 
-def make_transform(settings: Settings, depth: int = 8) -> Any:
+def make_transform(settings: LoaderOptions, depth: int = 8) -> Any:
     """Return torchvision's equivalent of `FFCVLoader`'s processing in training, from an image of `BetonDataset` to a
     tensor, or to views; in evaluation, what makes the same pixels. `depth`: bits of the images."""
     if not settings.train:
@@ -151,7 +151,7 @@ def make_transform(settings: Settings, depth: int = 8) -> Any:
     return groups[0] if isinstance(settings.views, int) else Each(groups)
 
 
-def _transform(settings: Settings, depth: int) -> Any:
+def _transform(settings: LoaderOptions, depth: int) -> Any:
     fill: tuple[float, ...] = fill_color(settings.mean, depth)
     if depth == 16:  # tensors of floats from 0 to 1
         fill = tuple(level / 0xFFFF for level in fill)
@@ -175,7 +175,7 @@ def _transform(settings: Settings, depth: int) -> Any:
     return v2.Compose(steps)
 
 
-def _crop(settings: Settings, fill: tuple[float, ...]) -> list[Any]:
+def _crop(settings: LoaderOptions, fill: tuple[float, ...]) -> list[Any]:
     """Return the transforms that make the output's size in training."""
     size, filter_ = settings.size, v2.InterpolationMode(settings.interpolation)
     if filter_ == v2.InterpolationMode.NEAREST:  # of tensors, Pillow's; of Pillow's images the same

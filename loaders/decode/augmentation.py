@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..options import Settings
+from ..options import LoaderOptions
 from . import draws
 from .policy_draws import Drawn, draw
 
@@ -41,7 +41,7 @@ class Choices:
 
 
 def draw_choices(
-    settings: Settings,
+    settings: LoaderOptions,
     keys: NDArray[np.uint64],
     heights: NDArray[np.int64],
     widths: NDArray[np.int64],
@@ -69,7 +69,7 @@ def alternating(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np
 
 
 def _crops(
-    settings: Settings, keys: NDArray[np.uint64], heights: NDArray[np.int64], widths: NDArray[np.int64]
+    settings: LoaderOptions, keys: NDArray[np.uint64], heights: NDArray[np.int64], widths: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
     """Return `boxes` and `places`."""
     crop, size = settings.active_crop, settings.size
@@ -116,7 +116,7 @@ def _random_crops(
     return np.concatenate([corners, np.full((len(keys), 2), size, dtype=np.int64)], axis=1)
 
 
-def _factors(keys: NDArray[np.uint64], settings: Settings) -> NDArray[np.float64]:
+def _factors(keys: NDArray[np.uint64], settings: LoaderOptions) -> NDArray[np.float64]:
     """Return factors as torchvision's `ColorJitter.get_params`: each uniform around 1, in a random order."""
     if not any(settings.color_jitter):
         return np.empty((0, 4))
@@ -128,7 +128,7 @@ def _factors(keys: NDArray[np.uint64], settings: Settings) -> NDArray[np.float64
     return drawn
 
 
-def _corners(keys: NDArray[np.uint64], settings: Settings) -> NDArray[np.int64]:
+def _corners(keys: NDArray[np.uint64], settings: LoaderOptions) -> NDArray[np.int64]:
     """Return corners as FFCV's `Cutout`: the square is inside the image, uniformly distributed."""
     if not settings.cutout:
         return np.empty((0, 2), dtype=np.int64)
@@ -137,7 +137,7 @@ def _corners(keys: NDArray[np.uint64], settings: Settings) -> NDArray[np.int64]:
     return corners
 
 
-def _policy(keys: NDArray[np.uint64], settings: Settings) -> Drawn | None:
+def _policy(keys: NDArray[np.uint64], settings: LoaderOptions) -> Drawn | None:
     if settings.policy is None:
         return None
     return draw(settings.policy, keys, settings.size)

@@ -24,7 +24,7 @@ from ..beton.layout import MODE_JPEG
 from ..beton.open_file import ChangedError
 from ..native import jpeg, library
 from ..native.stop import Stop, Stopped
-from ..options import Settings, fill_color
+from ..options import LoaderOptions, fill_color
 from . import augmentation, draws
 from .augmentation import REPLACEMENT
 from .moving import MovingTargets
@@ -134,7 +134,12 @@ class Group:
     """
 
     def __init__(
-        self, settings: Settings, first: int, views: int, operations: Sequence[Any], kind: tuple[int, int]
+        self,
+        settings: LoaderOptions,
+        first: int,
+        views: int,
+        operations: Sequence[Any],
+        kind: tuple[int, int],
     ) -> None:
         self.settings, self._first, self.views = settings, first, views
         self.operations = _compiled(operations, settings.size)
@@ -201,7 +206,7 @@ class Decoder:
         BetonError, DataError: if the file's images do not match the settings, or do not fit into memory.
     """
 
-    def __init__(self, beton: BetonFiles, settings: Settings, operations: Sequence[Any]) -> None:
+    def __init__(self, beton: BetonFiles, settings: LoaderOptions, operations: Sequence[Any]) -> None:
         self._beton, self._settings = beton, settings
         self._core = library.library()
         self.targets = MovingTargets(beton, settings)
@@ -492,7 +497,7 @@ def _compiled(operations: Sequence[Any], size: tuple[int, int]) -> Operations | 
     return Operations(operations, size)
 
 
-def _normalization(settings: Settings, depth: int) -> tuple[NDArray[np.float32], NDArray[np.uint16]]:
+def _normalization(settings: LoaderOptions, depth: int) -> tuple[NDArray[np.float32], NDArray[np.uint16]]:
     """Return factor and summand of every value of a line, `(2, C · W)`; and bfloat16 bits per byte, `(C, 256)`."""
     mean, std = np.array(settings.mean), np.array(settings.std)
     line = np.tile(np.stack([1 / (((1 << depth) - 1) * std), -mean / std]), settings.size[1])

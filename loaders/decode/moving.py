@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ...common.errors import BetonError, DataError
 from ..beton.data_set import BetonFiles
 from ..beton.targets import NOT_COUNTED, STORED_AS, coordinates, nearest_places
-from ..options import Settings
+from ..options import LoaderOptions
 from .augmentation import Choices
 
 _NARROW = 255  # the largest class index of a uint8 mask
@@ -156,7 +156,7 @@ class MovingTargets:
         DataError: if the images change in a way that these targets do not follow.
     """
 
-    def __init__(self, beton: BetonFiles, settings: Settings) -> None:
+    def __init__(self, beton: BetonFiles, settings: LoaderOptions) -> None:
         self._beton, self._settings = beton, settings
         self.kinds = moving_fields(beton, settings)
         check_motion(self.kinds, settings)
@@ -209,7 +209,7 @@ class MovingTargets:
         return torch.from_numpy(moved)
 
 
-def motions(settings: Settings, choices: Choices, part: slice) -> Iterator[Motion]:
+def motions(settings: LoaderOptions, choices: Choices, part: slice) -> Iterator[Motion]:
     """Yield what becomes of the pixels of a part of the images that were chosen for."""
     size, shifts = settings.size, settings.shifts and choices.places is None
     boxes, flips = choices.boxes[part].tolist(), choices.flips[part].tolist()
@@ -218,7 +218,7 @@ def motions(settings: Settings, choices: Choices, part: slice) -> Iterator[Motio
         yield Motion(tuple(box), tuple(place), size, flip, shifts)
 
 
-def moving_fields(beton: BetonFiles, settings: Settings) -> dict[str, str]:
+def moving_fields(beton: BetonFiles, settings: LoaderOptions) -> dict[str, str]:
     """Return the fields of a batch that move with the images, the label among them: name to kind.
 
     Raises:
@@ -239,7 +239,7 @@ def moving_fields(beton: BetonFiles, settings: Settings) -> dict[str, str]:
     return moving
 
 
-def check_motion(kinds: Mapping[str, str], settings: Settings) -> None:
+def check_motion(kinds: Mapping[str, str], settings: LoaderOptions) -> None:
     """Raise DataError for settings that move pixels in a way that the targets do not follow."""
     if not kinds:
         return

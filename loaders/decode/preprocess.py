@@ -18,7 +18,7 @@ from ..beton.image_modes import mode_of
 from ..beton.layout import MODE_JPEG, MODE_RAW
 from ..image_size import size_text
 from ..native import library, transcode
-from ..options import Settings
+from ..options import LoaderOptions
 from .augmentation import draw_choices
 from .decoder import Group, Workspaces
 from .moving import motions
@@ -37,12 +37,12 @@ class Evaluation:
 
     Example::
 
-        >>> make = Evaluation(Settings(batch_size=1, image_size=32))
+        >>> make = Evaluation(LoaderOptions(batch_size=1, image_size=32))
         >>> make(np.zeros((90, 60, 3), np.uint8)).shape
         torch.Size([3, 32, 32])
     """
 
-    def __init__(self, settings: Settings, depth: int = 8) -> None:
+    def __init__(self, settings: LoaderOptions, depth: int = 8) -> None:
         self.settings, self.depth = dataclasses.replace(settings, train=False), depth
         self._workspaces = Workspaces()
 

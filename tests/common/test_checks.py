@@ -26,7 +26,7 @@ from drivetrain.common.checks import (
 )
 from drivetrain.common.errors import DataError, StrategyError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
-from drivetrain.loaders.options import Settings
+from drivetrain.loaders.options import LoaderOptions
 from drivetrain.strategies.options import Options
 from loader_pictures import raw_pictures
 from pipeline_data import Toy
@@ -139,7 +139,7 @@ def test_both_loaders_refuse(raws: Path, kind: Any, options: dict[str, Any], wor
 
 def test_settings_hold_pythons_numbers() -> None:
     mean = (np.float32(0.5), 0, 1)
-    settings = Settings(batch_size=np.int64(4), image_size=np.int32(8), mean=mean, verify=np.False_)  # type: ignore[arg-type]
+    settings = LoaderOptions(batch_size=np.int64(4), image_size=np.int32(8), mean=mean, verify=np.False_)  # type: ignore[arg-type]
     assert [type(x) for x in (settings.batch_size, settings.image_size, settings.mean[0], settings.verify)] == [
         int, int, float, bool,
     ]  # fmt: skip
@@ -198,4 +198,4 @@ def test_stages_of_a_pipeline(toy: Toy) -> None:
 
 def test_torch_tensors_are_not_numbers() -> None:
     with pytest.raises(DataError, match="batch_size="):
-        Settings(batch_size=torch.tensor(4), image_size=8)  # type: ignore[arg-type]
+        LoaderOptions(batch_size=torch.tensor(4), image_size=8)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import torch
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert, device, open_beton
 from drivetrain.loaders.decode.preprocess import Evaluation
-from drivetrain.loaders.options import Settings
+from drivetrain.loaders.options import LoaderOptions
 from late_streams import LateStreams
 from loader_pictures import make, run_script
 from loader_stock_arrays import COUNT as COUNT_OF_FFCV
@@ -271,18 +271,22 @@ def test_the_preprocessing_is_the_evaluation(files: Files, mode: str, interpolat
     for size, crop in [*places, ((40, 90), "fit"), ((HEIGHT, WIDTH), "whole")]:
         options: dict[str, Any] = {"eval_crop": crop, "interpolation": interpolation}
         options |= {"eval_ratio": 0.8} if crop == "center" else {}
-        make = Evaluation(Settings(batch_size=1, image_size=size, mean=mean, std=std, **options), depth)
+        make = Evaluation(LoaderOptions(batch_size=1, image_size=size, mean=mean, std=std, **options), depth)
         own = torch.stack([make(beton.pixels(number)) for number in range(COUNT)])
         assert torch.equal(own, evaluate(files(mode), size, **options)), (size, crop)
 
 
 def test_the_preprocessing_takes_other_pictures() -> None:
     """Of 8 bits, each mode is converted; bits are never dropped."""
-    made = Settings(batch_size=1, image_size=8, mean=(0.5,), std=(0.2,))
+    made = LoaderOptions(batch_size=1, image_size=8, mean=(0.5,), std=(0.2,))
     grey, wide = Evaluation(made), Evaluation(made, 16)
     colour = Image.fromarray(levels(3, 8)[2])
     assert grey(colour).equal(grey(colour.convert("L")))
-    assert Evaluation(Settings(batch_size=1, image_size=8, mean=MEAN, std=STD))(colour).shape == (4, 8, 8)
+    assert Evaluation(LoaderOptions(batch_size=1, image_size=8, mean=MEAN, std=STD))(colour).shape == (
+        4,
+        8,
+        8,
+    )
     picture = Image.fromarray(levels(1, 16)[2, :, :, 0])
     assert wide(picture).equal(wide(levels(1, 16)[2]))
     for crop, bad in ((grey, picture), (wide, colour), (wide, levels(3, 16)[0])):

@@ -15,7 +15,7 @@ from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.decode.augmentation import central_crops, fitted
 from drivetrain.loaders.decode.preprocess import Evaluation
-from drivetrain.loaders.options import Settings
+from drivetrain.loaders.options import LoaderOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loader_pictures import image_folder, jpeg_bytes, make, picture
@@ -62,7 +62,7 @@ def evaluated(kind: Any, source: Any, **options: Any) -> torch.Tensor:
 
 def made_by(files: Any, depth: int = 8, **options: Any) -> torch.Tensor:
     given: dict[str, Any] = {"batch_size": 1, "image_size": 48, "mean": MEAN, "std": STD}
-    make = pickle.loads(pickle.dumps(Evaluation(Settings(**{**given, **options}), depth)))
+    make = pickle.loads(pickle.dumps(Evaluation(LoaderOptions(**{**given, **options}), depth)))
     return torch.stack([make(file) for file in files])
 
 
@@ -96,7 +96,7 @@ def test_all_loaders_and_single_pictures_agree_bit_for_bit(
 def test_it_is_pillows(folder: Path, options: dict[str, Any]) -> None:
     """Of bytes, of which part and where: Pillow's, in every bit, across and then down."""
     own = {**options, "dtype": torch.uint8}
-    made = Settings(batch_size=1, **{"image_size": 48, **own, "mean": MEAN})
+    made = LoaderOptions(batch_size=1, **{"image_size": 48, **own, "mean": MEAN})
     found = made_by(sorted(folder.glob("a/*")), **own)
     for file, image in zip(sorted(folder.glob("a/*")), found, strict=True):
         whole_picture = opened(file)
@@ -252,7 +252,7 @@ def test_data_sets_of_pillows_images(tmp_path: Path) -> None:
 
 
 def test_what_is_no_picture(tmp_path: Path) -> None:
-    make = Evaluation(Settings(batch_size=1, image_size=16))
+    make = Evaluation(LoaderOptions(batch_size=1, image_size=16))
     (tmp_path / "half.jpg").write_bytes(jpeg_bytes(picture(0, 90, 90))[:900])
     (tmp_path / "text.jpg").write_text("no picture")
     for wrong, words in (

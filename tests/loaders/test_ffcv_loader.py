@@ -12,7 +12,7 @@ from drivetrain.loaders import FFCVLoader, convert, open_beton
 from drivetrain.loaders.decode.augmentation import draw_choices
 from drivetrain.loaders.decode.draws import random_resized_crops, sample_keys, uniforms
 from drivetrain.loaders.native.library import BICUBIC, NEAREST, SHIFT
-from drivetrain.loaders.options import Settings
+from drivetrain.loaders.options import LoaderOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loader_pictures import image_folder, jpeg_bytes, picture, raw_beton, raw_pictures
@@ -198,8 +198,8 @@ def test_small_images_of_large_jpegs(tmp_path: Path) -> None:
             assert np.abs(found.permute(1, 2, 0).numpy() - expected).mean() < 2
 
 
-def settings_of(**options: Any) -> Settings:
-    return Settings(batch_size=4, **options)
+def settings_of(**options: Any) -> LoaderOptions:
+    return LoaderOptions(batch_size=4, **options)
 
 
 def crops(height: int, width: int, scale: Any, ratio: Any, count: int) -> np.ndarray:

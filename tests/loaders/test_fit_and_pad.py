@@ -17,7 +17,7 @@ from drivetrain.loaders.decode.augmentation import draw_choices, fitted
 from drivetrain.loaders.decode.decoder import Decoder
 from drivetrain.loaders.decode.draws import sample_keys
 from drivetrain.loaders.native import library
-from drivetrain.loaders.options import Settings, fill_color
+from drivetrain.loaders.options import LoaderOptions, fill_color
 from hypothesis import given
 from hypothesis import strategies as st
 from loader_pictures import image_folder, jpeg_bytes, make, picture
@@ -180,7 +180,7 @@ def test_what_is_filled_is_normalised(kind: Any, dtype: torch.dtype, raws: Path)
 
 def test_the_colour_is_one_of_256_levels() -> None:
     assert fill_color((0.5, -0.2, 1.3)) == (128, 0, 255)
-    assert Settings(batch_size=1, image_size=4, mean=MEAN).fill == FILL
+    assert LoaderOptions(batch_size=1, image_size=4, mean=MEAN).fill == FILL
 
 
 # --- Constant padding ---
@@ -191,7 +191,7 @@ def test_constant_padding_is_torchvisions(jpegs: Path, options: dict[str, Any]) 
     """On the same draw: the image's shifts and mirroring."""
     shared = {"crop": "padded", "seed": 5, **options}
     images = load(FFCVLoader, jpegs, padding_mode="constant", **shared)
-    reflected = Settings(batch_size=1, image_size=(24, 40), **shared)
+    reflected = LoaderOptions(batch_size=1, image_size=(24, 40), **shared)
     chosen = draw_choices(reflected, sample_keys(5, 0, np.arange(24)), np.full(24, 24), np.full(24, 40))
     beton, padding = open_beton(jpegs), reflected.padding
     assert 0 < chosen.flips.sum() < 24
@@ -261,7 +261,9 @@ def test_another_sample_is_placed_by_its_own_shape(tmp_path: Path) -> None:
 )
 def test_a_place_outside_of_the_output_is_refused(raws: Path, place: tuple[int, ...]) -> None:
     beton = open_files(raws)
-    settings = Settings(batch_size=1, image_size=(24, 40), train=False, eval_crop="fit", dtype=torch.uint8)
+    settings = LoaderOptions(
+        batch_size=1, image_size=(24, 40), train=False, eval_crop="fit", dtype=torch.uint8
+    )
     decoder = Decoder(beton, settings, ())
     images = torch.full((1, 24, 40, 3), 7, dtype=torch.uint8)
     request = decoder.request(np.array([2]), 0, [images[:, None]], np.array([2]), {})
@@ -276,7 +278,7 @@ def test_a_place_outside_of_the_output_is_refused(raws: Path, place: tuple[int, 
 
 def test_memory_for_the_place_is_counted(raws: Path) -> None:
     def need(**options: Any) -> int:
-        settings = Settings(batch_size=1, image_size=(24, 40), **options)
+        settings = LoaderOptions(batch_size=1, image_size=(24, 40), **options)
         return Decoder(open_files(raws), settings, ()).workspace_bytes
 
     picture_bytes = 3 * 24 * 40
@@ -304,7 +306,7 @@ def test_memory_for_the_place_is_counted(raws: Path) -> None:
 )
 def test_settings_that_are_none(options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        Settings(**{"batch_size": 1, "image_size": 16, **options})
+        LoaderOptions(**{"batch_size": 1, "image_size": 16, **options})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from drivetrain.loaders.decode.augmentation import central_crops, draw_choices
 from drivetrain.loaders.decode.draws import sample_keys
 from drivetrain.loaders.decode.policy_draws import NAMES, magnitudes
 from drivetrain.loaders.decode.preprocess import Evaluation
-from drivetrain.loaders.options import Settings
+from drivetrain.loaders.options import LoaderOptions
 from drivetrain.transforms import ProgressiveResizing
 from loader_pictures import load as load_images
 from loader_pictures import picture, raw_beton, raw_pictures
@@ -43,7 +43,7 @@ def test_images_have_height_and_width(kind: Any, options: dict[str, Any], photos
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "nearest"])
 def test_training_crops_are_pillows(photos: Path, interpolation: str) -> None:
     images = load(FFCVLoader, photos, interpolation=interpolation, seed=4)
-    beton, made = open_beton(photos), Settings(batch_size=6, image_size=SIZE)
+    beton, made = open_beton(photos), LoaderOptions(batch_size=6, image_size=SIZE)
     chosen = draw_choices(made, sample_keys(4, 0, np.arange(18)), *(
         each.astype(np.int64) for each in (beton.heights, beton.widths)
     ))  # fmt: skip
@@ -61,7 +61,7 @@ def test_training_crops_are_pillows(photos: Path, interpolation: str) -> None:
 def test_evaluation_is_the_preprocessing(kind: Any, photos: Path) -> None:
     """The largest central crop of the shape, times the ratio."""
     images = load(kind, photos, image_size=(36, 60), train=False, eval_ratio=0.75)
-    made = Settings(batch_size=1, image_size=(36, 60), eval_ratio=0.75, dtype=torch.uint8)
+    made = LoaderOptions(batch_size=1, image_size=(36, 60), eval_ratio=0.75, dtype=torch.uint8)
     make, beton = Evaluation(made), open_beton(photos)
     for index, image in enumerate(images):
         assert torch.equal(image, make(beton.image(index)))
@@ -112,7 +112,7 @@ def test_random_crops_are_pieces_of_the_image(kind: Any, photos: Path) -> None:
 
 
 def test_random_crops_are_uniform() -> None:
-    made = Settings(batch_size=1, image_size=(4, 6), crop="random")
+    made = LoaderOptions(batch_size=1, image_size=(4, 6), crop="random")
     boxes = draw_choices(made, sample_keys(0, 0, np.arange(9000)), np.full(9000, 6), np.full(9000, 8)).boxes
     assert (boxes[:, 2:] == (4, 6)).all()
     counts = np.bincount(boxes[:, 0] * 3 + boxes[:, 1], minlength=9)

@@ -21,7 +21,7 @@ import torch
 from drivetrain.loaders import convert
 from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.decode.decoder import Decoder
-from drivetrain.loaders.options import Settings
+from drivetrain.loaders.options import LoaderOptions
 
 SIZE = 900, 1200
 BASELINE, RESTARTS, ARITHMETIC, PROGRESSIVE, ARITHMETIC_PROGRESSIVE, SEPARATE, MISSING = range(7)
@@ -123,7 +123,7 @@ def taken(decoder: Decoder, images: torch.Tensor) -> int:
 
 def main(folder: Path) -> None:
     for name, beton, way, options in (*jpegs(folder), *arrays(folder)):
-        settings = Settings(**{"batch_size": 1, "image_size": 500, "dtype": torch.float32, **options})
+        settings = LoaderOptions(**{"batch_size": 1, "image_size": 500, "dtype": torch.float32, **options})
         data = open_files(beton)
         decoder = Decoder(data, settings, ())
         views = settings.views if settings.train else 1

@@ -32,6 +32,7 @@ from .options import (
 if TYPE_CHECKING:
     from ...ledger.ledger import Ledger
     from ...pipeline import Pipeline
+    from ...recipes.presets import Completed
     from ...runs.result import TrainingInterrupted
 
 SECONDS_HELP = "Time budget of the ledger, in seconds: building, warm-up and all rounds."
@@ -119,7 +120,7 @@ def train(
     \b
     torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=auto
     """
-    changes = _checked(recipe, overrides, train, val)
+    checked = _completed(recipe, overrides, train, val)
     from ....strategies.launching.group import is_main_process
     from ...checkpoints.directory import Checkpoints
     from ...pipeline import Pipeline
@@ -132,7 +133,7 @@ def train(
 
         check_measurable(ledger_seconds)  # before training, not after it
     with modules_of(recipe):
-        pipeline = Pipeline.from_recipe(recipe, **changes)
+        pipeline = Pipeline.from_recipe(checked)
         callbacks = [{"name": one} if isinstance(one, str) else one for one in options.pop("callbacks")]
         given = {
             name: value for name, value in options.items() if value not in (None, ()) and value is not False
@@ -229,14 +230,14 @@ def tune(
     batch does not fit. Each is trained in turns with the best so far, and accepted only if its interval shows
     that it is faster. With --out, a second call continues from the first's trials.
     """
-    changes = _checked(recipe, overrides, train, val)
+    checked = _completed(recipe, overrides, train, val)
     from ...measuring.runner import check_measurable
     from ...pipeline import Pipeline
     from ...recipes.importing import modules_of
 
     check_measurable(seconds)
     with modules_of(recipe):
-        _tuned(Pipeline.from_recipe(recipe, **changes), seconds, out, quiet, allow, epochs)
+        _tuned(Pipeline.from_recipe(checked), seconds, out, quiet, allow, epochs)
 
 
 def _files_in(out: Path | str) -> list[str]:
@@ -380,12 +381,12 @@ def ledger(
         )
     if epochs is not None and not accuracy:
         raise PlanError("--epochs sets how long --accuracy trains each variant. Pass both or neither.")
-    changes = _checked(recipe, overrides, train, val)
+    checked = _completed(recipe, overrides, train, val)
     from ...pipeline import Pipeline
     from ...recipes.importing import modules_of
 
     with modules_of(recipe):
-        pipeline = Pipeline.from_recipe(recipe, **changes)
+        pipeline = Pipeline.from_recipe(checked)
         measure(
             pipeline, 120 if seconds is None else seconds, out, quiet, accuracy=accuracy, epochs=epochs,
             other_loader=other_loader,
@@ -459,11 +460,9 @@ def check_sources(overrides: Mapping[str, Any], train: str | None, val: str | No
     return given
 
 
-def _checked(recipe: str, pairs: Sequence[str], train: str | None, val: str | None) -> dict[str, Any]:
-    """Return a recipe's overrides, checked together with it before torch is imported."""
-    from ...recipes.presets import complete, parse_overrides
+def _completed(recipe: str, pairs: Sequence[str], train: str | None, val: str | None) -> Completed:
+    """Return a recipe with its overrides, checked before torch is imported."""
+    from ...recipes.presets import completed, parse_overrides
 
     overrides = parse_overrides(pairs)
-    overrides |= check_sources(overrides, train, val)
-    complete(recipe, overrides)
-    return overrides
+    return completed(recipe, overrides | check_sources(overrides, train, val))

@@ -13,7 +13,7 @@ from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
 from drivetrain.loaders.decode.augmentation import draw_choices
 from drivetrain.loaders.decode.draws import sample_keys
-from drivetrain.loaders.options import Settings
+from drivetrain.loaders.options import LoaderOptions
 from loader_pictures import load, picture
 from native_pixels import load_pictures
 from PIL import Image, ImageEnhance
@@ -46,7 +46,7 @@ def test_colours_are_pillows_bit_for_bit() -> None:
 
 def test_colours_are_drawn_as_torchvision_draws_them() -> None:
     """Range, mean and spread of each factor; each order of the three about as often."""
-    made = Settings(batch_size=1, image_size=8, color_jitter=(0.4, 0.2, 1.5))
+    made = LoaderOptions(batch_size=1, image_size=8, color_jitter=(0.4, 0.2, 1.5))
     keys = sample_keys(1, 2, np.arange(6000))
     drawn = draw_choices(made, keys, np.full(6000, 9), np.full(6000, 9)).color
     torch.manual_seed(0)
@@ -167,4 +167,4 @@ def test_alternating_flips_show_both_sides_in_two_epochs(kind: Any, tmp_path: Pa
 @pytest.mark.parametrize("flip", ["alternate", 1, None])
 def test_a_flip_that_is_none(flip: Any) -> None:
     with pytest.raises(DataError, match=rf"flip={flip!r} must be True, False or 'alternating'"):
-        Settings(batch_size=1, image_size=8, flip=flip)
+        LoaderOptions(batch_size=1, image_size=8, flip=flip)

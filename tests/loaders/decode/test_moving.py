@@ -13,7 +13,7 @@ from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, convert, open_beton
 from drivetrain.loaders.decode import augmentation
 from drivetrain.loaders.decode.draws import sample_keys
-from drivetrain.loaders.options import Settings
+from drivetrain.loaders.options import LoaderOptions
 from loader_pictures import jpeg_bytes, picture
 from numpy.typing import NDArray
 from PIL import Image
@@ -104,7 +104,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_targets_equal_those_of_torchvision_with_the_same_draws(name: str, file: Path) -> None:
     options = {"batch_size": len(SIZES), "image_size": 32, "seed": 3, **SETTINGS[name]}
-    settings = Settings(**options)
+    settings = LoaderOptions(**options)
     heights, widths = np.array(SIZES).T
     with FFCVLoader(file, order="sequential", workers=2, fields=tuple(FIELDS), **options) as loader:
         for epoch in range(3 if settings.train else 1):

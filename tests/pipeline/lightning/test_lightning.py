@@ -16,7 +16,7 @@ import torch
 from drivetrain import Classification, DrivetrainError, EarlyStopping, Pipeline, PlanError, Profile
 from drivetrain.loaders import convert
 from drivetrain.loaders.decode.preprocess import Evaluation
-from drivetrain.loaders.options import Settings
+from drivetrain.loaders.options import LoaderOptions
 from drivetrain.pipeline.describe.config import DistributedConfig
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.transforms import (
@@ -123,7 +123,7 @@ def test_validation_takes_the_runs_pixels(tmp_path: Path, loader: str) -> None:
 
     module.model.register_forward_pre_hook(keep)
     pl.Trainer(**arguments).fit(module, data)
-    make = Evaluation(Settings(batch_size=1, image_size=(40, 24), **options))
+    make = Evaluation(LoaderOptions(batch_size=1, image_size=(40, 24), **options))
     expected = torch.stack([make(file) for file in sorted(tmp_path.glob("images/*/*"))])
     assert [len(batch) for batch in seen] == [4, 2, 4, 2]
     assert torch.equal(torch.cat(seen), torch.cat([expected, expected]))
