@@ -51,7 +51,7 @@ WEIGHTS = Kind(
     lambda value: isinstance(value, Mapping) and all(is_number(each, "(0, inf)") for each in value.values()),
     "a dict of sources and their weights, positive numbers",
 )
-SOURCE = Kind(lambda value: isinstance(value, str) and value != "", "text that is not empty")
+SOURCE = Kind(lambda value: isinstance(value, str | Path) and value != "", "text that is not empty")
 
 
 def _check_val(name: str, value: Any) -> None:
