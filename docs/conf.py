@@ -38,11 +38,16 @@ nb_ipywidgets_js: dict[str, dict[str, str]] = {}
 default_role = "literal"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 # Annotations name private types, and those of torch, numpy and others, which have no entry here; the second line has
 # those that are imported for type checkers only.
 nitpick_ignore_regex = [
     (r"py:.*", r"\w+\..*"),
-    (r"py:class", r"HandOver|Image|LoggerArg|Metric|OnNonFinite|Path|WeightsArg|(list\[)?dict\[str"),
+    (
+        r"py:class",
+        r"HandOver|Image|ImageSize|LoggerArg|Metric|OnNonFinite|Path|WeightsArg|(list\[)?dict\[str",
+    ),
+    # The checks that an option's type carries.
+    (r"py:class", r"Check|FLAG|IN_WORDS|Kind|Positive|Within|_check_mode|callable"),
+    (r"py:exc", r"ShapeError"),
 ]

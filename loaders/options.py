@@ -16,6 +16,7 @@ from ..common.errors import DataError, DrivetrainError, suggest
 from ..common.options.config import (
     BY_CALLER,
     IN_WORDS,
+    NONE,
     Config,
     Kind,
     PathText,
@@ -128,7 +129,12 @@ class ImageOptions(Config):
     color_jitter: Annotated[tuple[float, float, float], PER_VIEW] = (0.0, 0.0, 0.0)
     """Maximum deviation of a training image's brightness, contrast and saturation factors from 1, each drawn at random,
     as in torchvision's `ColorJitter`. Default (0, 0, 0): off."""
-    policy: Annotated[Mapping[str, Any] | None, PER_VIEW] = None
+    policy: Annotated[
+        Mapping[str, Any] | None,
+        Kind(lambda value: isinstance(value, Mapping), "a dict with a name"),
+        NONE,
+        PER_VIEW,
+    ] = None
     """Augmentation policy for training images, after the color operations and before further operations: `{"name":
     "rand_augment", "num_ops": 2, "magnitude": 9, "num_magnitude_bins": 31}`, `{"name": "trivial_augment",
     "num_magnitude_bins": 31}` or `{"name": "aug_mix", "severity": 3, "width": 3, "depth": -1, "alpha": 1.0}`; its

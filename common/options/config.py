@@ -185,11 +185,12 @@ class Option:
             return FrozenDict(value)
         return plain(value)
 
-    def check(self, value: Any) -> None:
-        """Raise the owner's error for a value that is of none of its kinds, or that a `Check` rejects."""
+    def check(self, value: Any, given: Any) -> None:
+        """Raise the owner's error for a value that is of none of its kinds, or that a `Check` rejects; `given` is what
+        the user wrote, for the message."""
         if not any(kind.fits(value) for kind in self.kinds):
             errors = [mark.error for mark in self.marks if isinstance(mark, Raises)]
-            raise (errors or [self.owner.error])[0](self.rejection(value))
+            raise (errors or [self.owner.error])[0](self.rejection(given))
         for mark in self.marks:
             if isinstance(mark, Check):
                 mark.check(self.name, value)
@@ -237,9 +238,10 @@ class Config:
 
     def __post_init__(self) -> None:
         for option in options_of(type(self)).values():
-            value = option.normal(getattr(self, option.name))
+            given = getattr(self, option.name)
+            value = option.normal(given)
             object.__setattr__(self, option.name, value)
-            option.check(value)
+            option.check(value, given)
 
     def changed(self) -> dict[str, Any]:
         """Return the options whose values are not the defaults."""

@@ -113,7 +113,13 @@ class PipelineSpec:
         return self.distribution or DistributedConfig()
 
     def fit_defaults(self) -> dict[str, Any]:
-        """Return the options of `fit` that the pipeline has, from a recipe."""
+        """Return the options of `fit` that the pipeline has, from a recipe.
+
+        Example::
+
+            >>> pipeline.fit_defaults()
+            {}
+        """
         return {} if self.fit_options is None else self.fit_options.changed()
 
     @property

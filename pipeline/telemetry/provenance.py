@@ -82,7 +82,7 @@ def _processor() -> str:
 
 def _git_revision() -> str | None:
     """Return the revision of Drivetrain's checkout; None for an installed wheel."""
-    root = Path(errors.__file__).parent
+    root = Path(errors.__file__).parents[1]
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]

@@ -123,6 +123,7 @@ def facts_of(plan: ResolvedPlan) -> dict[str, Any]:
                 ("", plan.distribution),
             )
             for field in dataclasses.fields(config)
+            if field.init
         },
         **{name: known[name] for name in ("hardware", "environment", "versions")},
     }

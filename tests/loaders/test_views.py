@@ -135,8 +135,8 @@ def test_a_damaged_sample_is_replaced_in_all_views(tmp_path: Path) -> None:
     [
         (0, "views=0 must be at least 1"),
         (2.0, "views=2.0 must be an integer"),
-        ([], "views=\\[\\] must be an integer, or a list of dicts"),
-        ([2], "must be an integer, or a list of dicts"),
+        ([], "views=\\(\\) must be an integer, or a list of dicts"),
+        ([2], r"views=\[2\] must be an integer or a list of dicts"),
         ([{"count": 0}], "count=0 must be a positive integer"),
         ([{"number": 2}], "'number' cannot differ among views"),
         ([{"interpolation": "area"}], "'interpolation' cannot differ"),

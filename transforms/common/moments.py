@@ -79,6 +79,12 @@ class Loop:
         step_images: images of the step, over all ranks.
         norm: of the gradients, as `Engine.step` returned it.
         overflowed: whether the optimizer skipped the step, because gradients overflowed in fp16.
+
+    Example::
+
+        >>> class Watch(Session):
+        ...     def on_step_end(self, loop: Loop) -> None:
+        ...         print(loop.step, float(loop.step_loss))
     """
 
     total_steps: int = 1

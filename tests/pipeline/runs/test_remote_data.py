@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 from command_line import call
-from drivetrain import Pipeline, PlanError
+from drivetrain import DataError, Pipeline
 from drivetrain.common.storage.mirror import Mirror
 from drivetrain.pipeline.runs.preflight import digest
 from drivetrain.pipeline.training.build import source_files
@@ -63,5 +63,5 @@ def test_a_recipe_and_the_command_line(toy: Toy, tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("limit", [0, -1, "1", float("inf"), True])
 def test_a_limit_is_a_positive_number(toy: Toy, limit: object) -> None:
-    with pytest.raises(PlanError, match="cache_limit="):
+    with pytest.raises(DataError, match="cache_limit="):
         Pipeline("cifar_resnet").load(toy.train, batch_size=8, image_size=16, cache_limit=limit)  # type: ignore[arg-type]
