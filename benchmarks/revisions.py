@@ -139,6 +139,8 @@ def checkout(revision: str, folder: Path) -> Path:
     package.mkdir(parents=True)
     subprocess.run(["tar", "x"], cwd=package, input=archive, check=True)
     subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=package, check=True)
+    # As installed: with PYTHONDONTWRITEBYTECODE, each start would compile the sources again.
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "."], cwd=package, check=True)
     return package
 
 
