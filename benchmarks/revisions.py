@@ -15,7 +15,6 @@ The contenders take turns within each round; ratios are taken round by round (`m
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -181,7 +180,7 @@ def main() -> None:
             tables.append(table)
         for revision in revisions.values():
             revision.close()
-    save(tables, json.loads(json.dumps(results)), options.out / "revisions.json")
+    save(tables, results, options.out / "revisions.json")
 
 
 if __name__ == "__main__":
