@@ -28,14 +28,7 @@ class OutOfTime(Exception):
 
 
 class Budget:
-    """A time budget, and the progress bar of its use, which closes with the block.
-
-    Args:
-        seconds: for everything.
-        begin: start of the budget, in `perf_counter` time.
-        progress: show the bar, in a terminal or a notebook.
-        label: what the bar shows first.
-    """
+    """A time budget, and the progress bar of its use, which closes with the block. `begin` is in `perf_counter` time."""
 
     def __init__(self, seconds: float, begin: float, progress: bool, label: str) -> None:
         self._label = label
@@ -50,12 +43,10 @@ class Budget:
 
     @property
     def used(self) -> float:
-        """Seconds since the start."""
         return perf_counter() - self.begin
 
     @property
     def left(self) -> float:
-        """Seconds until the end; negative after it."""
         return self.end - perf_counter()
 
     def show(self, what: str) -> None:
@@ -65,11 +56,7 @@ class Budget:
 
 
 def until(deadline: float, batches: Iterable[T]) -> Iterator[T]:
-    """Yield the batches that start before the deadline (in `perf_counter` time).
-
-    Raises:
-        OutOfTime: instead of yielding a batch after the deadline.
-    """
+    """Yield the batches that start before the deadline (in `perf_counter` time); then raise OutOfTime."""
     for batch in batches:
         if perf_counter() > deadline:
             raise OutOfTime
@@ -85,10 +72,6 @@ def alarm(deadline: float) -> Iterator[None]:
     ignored (background jobs of a shell) or another timer is set. Outside the main thread it does nothing. A single call
     into native code, such as a backward, is not interrupted; neither is an import, which would leave half a package in
     `sys.modules`: the signal is sent again until it has ended.
-
-    Raises:
-        OutOfTime: after the deadline.
-        KeyboardInterrupt: on Ctrl-C.
     """
     main = threading.main_thread()
     # A real-time signal without a handler in this process; macOS has none.
@@ -123,12 +106,7 @@ class _Alarm(KeyboardInterrupt):
 
 
 class _Sender:
-    """Sends the main thread a signal after some seconds, and again for as long as its handler postpones it.
-
-    Attributes:
-        timer: sends the first signal, once it is started.
-        raised: whether the handler has raised _Alarm.
-    """
+    """Sends the main thread a signal after some seconds, and again for as long as its handler postpones it."""
 
     def __init__(self, number: int, main: int, seconds: float) -> None:
         self._number, self._main = number, main
@@ -152,7 +130,6 @@ class _Sender:
                 sleep(AGAIN)
 
     def handler(self, _: int, frame: FrameType | None) -> None:
-        """Raise _Alarm, unless the main thread is importing something."""
         if _imports(frame) > self._imports:
             self._postponed += 1
             return
@@ -160,7 +137,6 @@ class _Sender:
         raise _Alarm
 
     def end(self) -> None:
-        """Send nothing more."""
         with self._lock:
             self._over = True
         self.timer.cancel()

@@ -21,12 +21,10 @@ ANY = "(-inf, inf)"
 
 
 def is_flag(value: object) -> TypeGuard[bool]:
-    """Return whether `value` is True or False; 0, 1 and "no" are not."""
     return isinstance(value, bool)
 
 
 def is_whole(value: object, low: int | None = None, high: int | None = None) -> TypeGuard[int]:
-    """Return whether `value` is an int from `low` to `high`, inclusive."""
     if not isinstance(value, int) or isinstance(value, bool):
         return False
     return (low is None or value >= low) and (high is None or value <= high)
@@ -47,14 +45,12 @@ def is_number(value: object, interval: str = ANY) -> TypeGuard[float]:
 
 
 def are_numbers(value: object, count: int, interval: str = ANY) -> TypeGuard[tuple[float, ...] | list[float]]:
-    """Return whether `value` is a tuple or list of `count` finite numbers in `interval`."""
     return (
         isinstance(value, tuple | list) and len(value) == count and all(is_number(x, interval) for x in value)
     )
 
 
 def whole_text(low: int | None = None, high: int | None = None) -> str:
-    """Return what `is_whole` allows, in words."""
     if high is not None:
         return f"an integer from {low} to {high}"
     words = {None: "an integer", 0: "an integer, 0 or more", 1: "a positive integer"}
@@ -62,13 +58,11 @@ def whole_text(low: int | None = None, high: int | None = None) -> str:
 
 
 def number_text(interval: str = ANY) -> str:
-    """Return what `is_number` allows, in words."""
     where = {ANY: "", "(0, inf)": " above 0", "[0, inf)": ", 0 or more"}
     return f"a finite number{where.get(interval, f' in {interval}')}"
 
 
 def check_flag(name: str, value: object, error: type[DrivetrainError]) -> None:
-    """Raise `error` unless `value` is True or False."""
     if not is_flag(value):
         raise error(f"{name}={value!r:.80} must be True or False.")
 

@@ -52,8 +52,7 @@ class NonFiniteError(DrivetrainError, ArithmeticError):
 class LedgerError(DrivetrainError, RuntimeError):
     """A ledger that could not be measured: plain PyTorch failed, or the time budget is too short.
 
-    Attributes:
-        ledger: the complete rounds, as a `pipeline.Ledger`; None if there are none.
+    `ledger` has the complete rounds, as a `pipeline.Ledger`; None if there are none.
     """
 
     def __init__(self, message: str, ledger: Any = None) -> None:
@@ -66,8 +65,8 @@ class MissingExtra(DrivetrainError, ImportError):
 
 
 def suggest(name: str, options: Iterable[str]) -> str:
-    """Return the end of an "unknown name" message: the closest option if one is similar, then all of them, or of many
-    the most similar."""
+    """Return the end of an "unknown name" message: the closest option if one is similar, then all, or of many the most
+    similar."""
     known = sorted(options)
     near = difflib.get_close_matches(name.lower(), known, n=5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -96,16 +95,8 @@ def require_suffix(out: Path, suffix: str, error: type[DrivetrainError]) -> None
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:
-    """Import an optional dependency at its point of use.
-
-    Args:
-        module: dotted module name, e.g. `"matplotlib.pyplot"`.
-        extra: the extra of Drivetrain that installs it, e.g. `"plot"`.
-        purpose: completes "… is needed to …" in the message.
-
-    Raises:
-        MissingExtra: if it or one of its own dependencies cannot be imported.
-    """
+    """Import an optional dependency, which the extra `extra` installs; `purpose` completes "… is needed to …" in the
+    message."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

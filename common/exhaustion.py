@@ -20,7 +20,6 @@ _WORDS = (
 
 
 def is_exhaustion(error: BaseException) -> bool:
-    """Whether the system refused memory, a thread, a process or a file descriptor."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, OSError):
@@ -32,13 +31,8 @@ LOADER_REMEDY = "Use a smaller batch_size or image_size, batches_ahead=1, or few
 
 
 def exhaustion(error: BaseException, wanted: str, remedy: str = LOADER_REMEDY) -> DataError:
-    """Return the error for what the system refused.
-
-    Args:
-        error: the system's error.
-        wanted: what loading needs, in words.
-        remedy: a full sentence; for file descriptors, one about their limit is used instead.
-    """
+    """Return the error for what the system refused; loading needs `wanted`. For file descriptors, the remedy is about
+    their limit."""
     lines = str(error).splitlines()
     message = f"{type(error).__name__}: {lines[0].rstrip('.'):.200}" if lines else type(error).__name__
     if getattr(error, "errno", None) in _NO_FILES or _NO_FILES_WORDS in message:

@@ -49,7 +49,6 @@ class FrozenDict(Mapping[str, Any]):
 
 
 def _copied(value: Any) -> Any:
-    """Return a deep copy of plain containers; return other values as is."""
     kind: Any = type(value)
     if kind is dict:
         return {name: _copied(each) for name, each in value.items()}

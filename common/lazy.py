@@ -11,14 +11,10 @@ from typing import Any
 
 
 def exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return the `__getattr__`, `__dir__` and `__all__` of a package.
+    """Return the `__getattr__`, `__dir__` and `__all__` of a package with this `__name__` and `__file__`.
 
     The names are those that its file imports under `if TYPE_CHECKING:` as `from .module import Name as Name`: one list
     for readers, type checkers and Python.
-
-    Args:
-        package: the package's `__name__`.
-        file: its `__file__`.
     """
     homes = _imports(Path(file).read_text(encoding="utf-8"))
 
@@ -34,7 +30,6 @@ def exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[],
 
 
 def _imports(source: str) -> dict[str, str]:
-    """Return the relative module of each name that the source imports under `if TYPE_CHECKING:`."""
     blocks = [
         node.body
         for node in ast.parse(source).body

@@ -35,15 +35,7 @@ _UNLIMITED = (1 << 63) - (1 << 16)
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a process's control groups; None means no limit.
-
-    Attributes:
-        cores: CPU time per wall-clock time, e.g. 0.5 for half a core.
-        cpus: indices of the CPUs that it may run on.
-        memory: bytes; the smallest limit of all groups.
-        free: bytes that it may still allocate; the smallest remainder of all groups. File cache that the kernel
-            reclaims first (`inactive_file`) counts as free.
-    """
+    """The limits of a process's control groups; None means no limit."""
 
     cores: float | None = None
     cpus: frozenset[int] | None = None
@@ -68,7 +60,6 @@ def cores() -> int:
 
 
 def rank_cores() -> int:
-    """Return this rank's share of `cores`, at least 1."""
     return max(cores() // local_ranks(), 1)
 
 
@@ -97,11 +88,9 @@ def local_ranks(default: int = 1) -> int:
 
 
 def bf16_instructions(root: Path = Path("/")) -> str | None:
-    """Return the name of the CPU's instructions for bf16, "" if there are none, None if this is not known.
+    """Return the name of the CPU's instructions for bf16, "" if there are none, None if this is not known (not Linux).
 
-    Without them, bf16 is several times slower than fp32. They are `avx512_bf16` and `amx_bf16` of x86, and `bf16` of
-    Arm. oneDNN leaves out those that `ONEDNN_MAX_CPU_ISA` excludes. The kernel lists what the CPU has in
-    `/proc/cpuinfo`, on Linux.
+    Without them, bf16 is several times slower than fp32. oneDNN leaves out those that `ONEDNN_MAX_CPU_ISA` excludes.
     """
     flags = _cpu_flags(root)
     if not flags:
@@ -123,13 +112,8 @@ def _cpu_flags(root: Path) -> frozenset[str]:
 
 
 def container_limits(root: Path = Path("/")) -> Limits:
-    """Return the limits of this process's control groups.
-
-    Missing or invalid files set no limit: most systems lack most of these files.
-
-    Args:
-        root: folder that contains `proc` and the mounted groups.
-    """
+    """Return the limits of this process's control groups. Missing or invalid files, which most systems have, set no
+    limit."""
     quotas = [
         *(_quota(folder, "cpu.max", None) for folder in control_groups("", root)),
         *(_quota(folder, "cpu.cfs_quota_us", "cpu.cfs_period_us") for folder in control_groups("cpu", root)),
@@ -224,7 +208,6 @@ def _quota(folder: Path, quota: str, period: str | None) -> float | None:
 
 
 def _cpus(path: Path) -> frozenset[int] | None:
-    """Parse a list of CPU indices such as `0-3,8`."""
     cpus: set[int] = set()
     for part in _read(path).strip().split(","):
         low, dash, high = part.partition("-")

@@ -19,33 +19,25 @@ from torch.nn.parameter import is_lazy
 
 @dataclass(frozen=True)
 class ModelState:
-    """All tensors of a model by name.
-
-    Attributes:
-        weights: what `nn.Module.load_state_dict` takes.
-        unlisted: what `state_dict()` leaves out: non-persistent buffers.
-    """
+    """All tensors of a model by name."""
 
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     unlisted: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Return whether there are any weights."""
         return bool(self.weights)
 
     def all(self) -> dict[str, torch.Tensor]:
-        """Return both in one dict; no name is in both."""
         return {**self.weights, **self.unlisted}
 
 
 def has_mean(value: torch.Tensor) -> bool:
-    """Return whether a mean of several such tensors makes sense: whether it is floating-point or complex."""
+    """Return whether a mean of several such tensors makes sense."""
     return value.is_floating_point() or value.is_complex()
 
 
 def unlisted_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers that the model's `state_dict()` leaves out, by name, not copied: its
-    non-persistent buffers, and what a `state_dict` of its own omits."""
+    """Return the parameters and buffers that the model's `state_dict()` leaves out, by name, not copied."""
     listed = model.state_dict(keep_vars=True)
     own = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     return {name: tensor for name, tensor in own if name not in listed}
@@ -62,18 +54,13 @@ def vacant_buffers(model: nn.Module) -> set[str]:
 
 
 def split_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> ModelState:
-    """Return the tensors of `model` in `state` as a `ModelState`."""
     unlisted = unlisted_tensors(model).keys()
     weights = {name: value for name, value in state.items() if name not in unlisted}
     return ModelState(weights, {name: value for name, value in state.items() if name in unlisted})
 
 
 def load_state(model: nn.Module, state: ModelState) -> None:
-    """Load all tensors into a model on the CPU. Unlisted tensors that `state` lacks keep their values.
-
-    Raises:
-        RuntimeError: if the weights do not fit, as from `load_state_dict`; for an unlisted tensor of an unknown module.
-    """
+    """Load all tensors into a model on the CPU. Unlisted tensors that `state` lacks keep their values."""
     set_later = state.unlisted | {
         name: state.weights[name] for name in vacant_buffers(model) & state.weights.keys()
     }
@@ -84,13 +71,10 @@ def load_state(model: nn.Module, state: ModelState) -> None:
 
 @torch.no_grad()
 def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Set a buffer, or another tensor that the state dict leaves out.
+    """Set a buffer, or another tensor that the state dict leaves out: in place if possible.
 
-    It is written in place if possible. A buffer that grows in a forward (a cache of positions) may have another shape
-    than in a new model, and one that a forward registers is not there yet: then it is replaced, or registered.
-
-    Raises:
-        RuntimeError: if the model has no such module, or the name is of something else there.
+    A buffer that grows in a forward (a cache of positions) may have another shape than in a new model, and one that a
+    forward registers is not there yet: then it is replaced, or registered.
     """
     path, _, leaf = name.rpartition(".")
     try:
@@ -107,8 +91,7 @@ def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def train_mode(model: nn.Module) -> None:
-    """Set training mode, but for frozen BatchNorm layers: those with parameters of which none is trained. Their
-    statistics must not drift away from their weights."""
+    """Set training mode, except for frozen BatchNorm layers, whose statistics must not drift away from their weights."""
     model.train()
     for module in model.modules():
         own = list(module.parameters(recurse=False))
@@ -117,11 +100,8 @@ def train_mode(model: nn.Module) -> None:
 
 
 class BufferCopies:
-    """Copies of all buffers of a model, also of those that a forward replaces by assigning to them.
-
-    Args:
-        model: whose buffers are copied now. Buffers of lazy modules that have no shape yet are left as they are.
-    """
+    """Copies of all buffers of a model, also of those that a forward replaces by assigning to them; lazy ones without a
+    shape are left as they are."""
 
     def __init__(self, model: nn.Module) -> None:
         self._owners = [(module, dict(module._buffers)) for module in model.modules()]
@@ -142,11 +122,8 @@ class BufferCopies:
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Return a context in which forwards may change buffers; exit restores all buffers exactly.
-
-    For forwards that process the images of a step a second time (SelectiveBackprop, SAM), so that BatchNorm's
-    statistics do not count them twice.
-    """
+    """Return a context in which forwards may change buffers; exit restores them. For forwards that process the images
+    of a step a second time (SelectiveBackprop, SAM), so that BatchNorm's statistics do not count them twice."""
     copies = BufferCopies(model)
     try:
         yield

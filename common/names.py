@@ -13,15 +13,7 @@ def imported(what: str, name: str, error: type[DrivetrainError] = PlanError) -> 
     """Return the object that `"package.module:attribute"` names, in a module that other processes can import.
 
     Importing a module runs its code: read a recipe from others before you use it. The standard library is rejected,
-    because a recipe could call any of its functions.
-
-    Args:
-        what: role of the object, such as `"model"`, for messages.
-        name: the name; the attribute may be dotted.
-        error: class of the error.
-
-    Raises:
-        DrivetrainError: of the class `error`, if it cannot be imported by other processes.
+    because a recipe could call any of its functions. `what` is the role of the object, such as `"model"`, for messages.
     """
     module, _, path = name.partition(":")
     if module == "__main__":
@@ -47,11 +39,8 @@ def imported(what: str, name: str, error: type[DrivetrainError] = PlanError) -> 
 
 
 def name_of(target: object) -> str | None:
-    """Return the name for which `imported` returns exactly this object; None if there is none.
-
-    None for a lambda, a function defined inside another, and a class or function of the running script or of the
-    standard library.
-    """
+    """Return the name for which `imported` returns exactly this object; None for a lambda, a function defined inside
+    another, and a class or function of the running script or of the standard library."""
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
     package = module.rpartition(".")[0]
     # torch.optim:NAdam is the documented name of torch.optim.nadam:NAdam.

@@ -19,17 +19,7 @@ READABLE = 30
 
 @dataclass(frozen=True)
 class Table:
-    """A table of strings. `print` fits it to the width of the terminal.
-
-    Attributes:
-        heads: column headings; empty for none.
-        rows: one string per column, possibly of several lines.
-        title, caption: above and below the table.
-        figures: whether all columns but the first hold figures: right-aligned, never wrapped.
-        line_after: number of the row, starting at 1, below which a line is drawn.
-        spaced: whether a line is drawn below every row.
-        stacks: whether the columns after the first are put below each other where they would be too narrow to read.
-    """
+    """A table of strings, one per column, possibly of several lines. `print` fits it to the width of the terminal."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -44,11 +34,8 @@ class Table:
         return self.text(shutil.get_terminal_size().columns)
 
     def text(self, width: int) -> str:
-        """Return the table as text with drawn lines.
-
-        Long strings are wrapped to fit `width` characters. The first column, which names the row, and figures are not
-        wrapped, even if the table gets wider.
-        """
+        """Return the table as text with drawn lines, wrapped to fit `width` characters, except for the first column,
+        which names the row, and figures."""
         widths = self._widths(width)
         if self.stacks and len(widths) > 2 and self._is_cramped(widths):
             return self._stacked().text(width)
@@ -82,13 +69,11 @@ class Table:
         return any(now < min(READABLE, full) for now, full in zip(widths, self._widths(10**6), strict=True))
 
     def _stacked(self) -> Table:
-        """Return the table with the columns after the first below each other."""
         heads = [self.heads[0], " / ".join(filter(None, self.heads[1:]))] if self.heads else []
         rows = [(first, "\n".join(filter(None, rest))) for first, *rest in self.rows]
         return replace(self, heads=heads, rows=rows, spaced=True)
 
     def _cells(self, row: Sequence[str], widths: Sequence[int], bar: str) -> Iterator[str]:
-        """Yield the lines of a row."""
         texts = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
         for line in zip_longest(*texts, fillvalue=""):
             cells = [
@@ -140,5 +125,4 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _rule(widths: Sequence[int], left: str, line: str, crossing: str, right: str) -> str:
-    """Return a horizontal line of the table."""
     return left + crossing.join(line * (width + 2) for width in widths) + right

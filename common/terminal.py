@@ -11,8 +11,7 @@ SHOWN = 20
 
 
 def is_interactive() -> bool:
-    """Return whether a user sees progress bars: in a terminal or a notebook, not in a log file, where each redrawing
-    would be another line."""
+    """Return whether a user sees progress bars: in a terminal or a notebook, not in a log file."""
     return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 

@@ -60,15 +60,10 @@ def in_order(
     ahead: int = 8,
     stop: Callable[[], object] = lambda: None,
 ) -> Generator[R, None, None]:
-    """Yield `function(item)` of each item, in their order, computed in threads.
+    """Yield `function(item)` of each item, in their order, computed in threads whose names begin with `name`.
 
-    Args:
-        function: what to compute.
-        items: its arguments.
-        threads: their number.
-        name: what the names of the threads begin with.
-        ahead: how many items for each thread are in preparation: enough that none waits for a slow neighbour.
-        stop: called at the end, before it waits for the threads, also if they have not finished: ends their work.
+    `ahead` items for each thread are in preparation: enough that none waits for a slow neighbor. `stop` ends the work
+    of the threads; it is called before the end waits for them.
     """
     waiting: deque[Future[R]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix=name)

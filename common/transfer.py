@@ -6,7 +6,7 @@ import torch
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy the CPU tensor `tensor` to `device`, with the same values, shape and strides.
+    """Copy a CPU tensor to `device`.
 
     The copy to a CUDA device is from pinned memory and queued on the current stream: from pageable memory, the host
     would wait for the work queued before it. torch's caching allocator does not reuse the pinned memory until the copy

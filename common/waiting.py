@@ -10,33 +10,22 @@ _SILENT = 5.0  # seconds before a wait is reported for the first time; the pause
 
 
 class Wait:
-    """One wait, for the loop that looks whether it is over.
-
-    Standard error is where warnings go, so a wait is reported with `--quiet` and in a log file, too.
-
-    Args:
-        limit: seconds after which it is given up.
-    """
+    """One wait of at most `limit` seconds, for the loop that looks whether it is over. It is reported on standard
+    error, with `--quiet` and in a log file, too."""
 
     def __init__(self, limit: float) -> None:
         self.limit, self._begin, self._next = limit, time.monotonic(), _SILENT
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it began."""
         return time.monotonic() - self._begin
 
     @property
     def left(self) -> float:
-        """Seconds until it is given up; negative after that."""
         return self.limit - self.elapsed
 
     def report(self, text: Callable[[], str]) -> None:
-        """Print a line if one is due: after 5 s, and then whenever the wait has become twice as long.
-
-        Args:
-            text: returns for whom it waits, and why; called only if the line is due.
-        """
+        """Print `text()` if a line is due: after 5 s, and then whenever the wait has become twice as long."""
         if self.elapsed >= self._next:
             self._next = 2 * self.elapsed
             _print_above_bars(f"{text()} ({self.elapsed:.0f} s of at most {self.limit:g} s)")

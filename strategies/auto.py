@@ -58,10 +58,8 @@ class Auto:
     def choose(self, model: nn.Module, devices: int) -> tuple[str, str]:
         """Return the name of a strategy for `model` on `devices` ranks, and the reason, in one line.
 
-        Uses this process's free memory; `prepare` uses that of the rank with the least.
-
-        Raises:
-            StrategyError: if that many ranks cannot train here.
+        Uses this process's free memory; `prepare` uses that of the rank with the least. Raises `StrategyError` if that
+        many ranks cannot train here.
         """
         self.check(devices)
         return self._choose(model, devices, free_bytes(pick_device(self.device), devices))
@@ -69,11 +67,7 @@ class Auto:
     def prepare(
         self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
     ) -> Engine:
-        """Prepare `model` with the strategy that `choose` selects, the same on every rank.
-
-        Raises:
-            StrategyError: as that strategy does.
-        """
+        """Prepare `model` with the strategy that `choose` selects, the same on every rank, and as that strategy does."""
         device = enter(self, model)
         devices = dist.get_world_size() if dist.is_initialized() else 1
         free = torch.tensor(free_bytes(device, devices), dtype=torch.float64, device=device)

@@ -141,10 +141,10 @@ class Engine(Protocol):
 
     def sync_buffers(self) -> None:
         """Set the floating-point and complex buffers to values pooled over all ranks: their means, and for BatchNorm's
-        variances the variance of all ranks' samples; see `statistics.pool_buffers`.
+        variances the variance of all ranks' samples; see `engine.pool_buffers`.
 
         Between two calls, BatchNorm's running statistics are each rank's own, of its shard of the batches, just as it
-        normalises with those in training. Call it before an evaluation and before reading the weights; `Pipeline.fit`
+        normalizes with those in training. Call it before an evaluation and before reading the weights; `Pipeline.fit`
         does so at the end of each epoch and for each checkpoint. Models with BatchNorm do not train exactly as on one
         device, because their batches are smaller, unless `sync_batchnorm` is set: then all ranks already have the
         running statistics of the global batches, and nothing changes here.

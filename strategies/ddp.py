@@ -20,19 +20,14 @@ from .options import Options, PrepareOptions
 
 
 class DDPEngine(RanksEngine):
-    """A model wrapped by DistributedDataParallel."""
-
     @property
     def plain_model(self) -> nn.Module:
         return cast(nn.Module, self.model.module)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Return the precision's autocast context; before the last microbatch also DDP's `no_sync`.
-
-        DDP decides in the *forward* whether the backward communicates: `no_sync` around the backward alone would do
-        nothing.
-        """
+        """DDP decides in the *forward* whether the backward communicates: `no_sync` around the backward alone would do
+        nothing."""
         last, wrapper = self._microbatches + 1 == self.accumulate, cast(Any, self.model)
         with nullcontext() if last else wrapper.no_sync(), super().forward_context():
             yield
@@ -116,11 +111,8 @@ class DDP(ReplicatedStrategy):
 
 
 def _buffers_stay_local(model: nn.Module) -> dict[str, Any]:
-    """Return the option that keeps DDP from overwriting buffers with rank 0's before each forward.
-
-    Otherwise BatchNorm's statistics would always be rank 0's; `sync_buffers` pools them. At the start they are rank
-    0's, like the weights.
-    """
+    """Return the option that keeps DDP from overwriting buffers with rank 0's before each forward: `sync_buffers` pools
+    them."""
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
         return {"forward_sync_buffers": False}
     # Older versions of torch have one option for both, which also skips the broadcast at the start.

@@ -22,25 +22,14 @@ _LAUNCHERS = (
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which `device` is CUDA's current device; nothing for the CPU.
-
-    Streams, events and Triton kernels without an explicit device use the current one.
-    """
+    """Return a context in which `device` is CUDA's current device, which streams, events and Triton kernels without an
+    explicit device use; nothing for the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def pick_device(device: str | None, local_rank: int | None = 0) -> torch.device:
-    """Return the device to train on: the given one, else CUDA if available, else the CPU.
-
-    A CUDA device without an index gets `local_rank` as its index.
-
-    Args:
-        device: `"cpu"`, `"cuda"`, `"cuda:1"` or None.
-        local_rank: the rank's index on its machine; None if it is unknown.
-
-    Raises:
-        StrategyError: if the name is invalid, the device is unavailable, or the index is unknown.
-    """
+    """Return the device to train on: the given one, else CUDA if available, else the CPU. A CUDA device without an
+    index gets `local_rank` as its index, which is None if unknown."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -72,16 +61,11 @@ def pick_device(device: str | None, local_rank: int | None = 0) -> torch.device:
 
 
 def local_rank(rank: int = 0, ranks: int = 1) -> int | None:
-    """Return this rank's index on its machine, None if it is unknown.
+    """Return this rank's index on its machine, None if it is unknown; `rank` and `ranks` are those of the process
+    group.
 
     `LOCAL_RANK` has priority. The variables of Slurm and MPI count only if these have started all ranks: a shell inside
     a Slurm job has Slurm's variables too, and so has each process started from it.
-
-    Args:
-        rank, ranks: rank and world size of the process group; 0 and 1 without one.
-
-    Raises:
-        StrategyError: if the variable is not a number.
     """
     if "LOCAL_RANK" in os.environ:
         return _number("LOCAL_RANK")
@@ -102,16 +86,10 @@ def _number(name: str) -> int:
 
 
 def rank_device(device: str | None, place: tuple[int, int] | None = None) -> torch.device:
-    """Return this rank's device: the GPU with its local rank as index, or the only visible one.
+    """Return this rank's device: the GPU with its local rank as index, or the only visible one: a launcher may make one
+    GPU visible to each rank (Slurm's `--gpus-per-task=1`), `cuda:0` in each of them.
 
-    A launcher may make one GPU visible to each rank (Slurm's `--gpus-per-task=1`); it is `cuda:0` in each of them.
-
-    Args:
-        device: `"cpu"`, `"cuda"` or None; see `pick_device`.
-        place: rank and world size. Default None: those of the process group; 0 and 1 without one.
-
-    Raises:
-        StrategyError: as `pick_device`.
+    `place` is rank and world size, by default those of the process group.
     """
     grouped = dist.is_available() and dist.is_initialized()
     rank, ranks = place or ((dist.get_rank(), dist.get_world_size()) if grouped else (0, 1))

@@ -19,8 +19,6 @@ from .options import Options, PrepareOptions
 
 
 class DPEngine(LocalEngine):
-    """A model wrapped by DataParallel; see `base.Engine`."""
-
     @property
     def plain_model(self) -> nn.Module:
         return cast(nn.Module, self.model.module)

@@ -28,8 +28,6 @@ from .options import Options, half_dtype
 
 
 class LocalEngine(Engine):
-    """An engine on one device."""
-
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
     ) -> None:
@@ -219,9 +217,7 @@ class LocalEngine(Engine):
 
     def _overflowed(self) -> bool:
         """Return whether fp16's gradients are not finite on any rank: then no rank steps, and the loss scale decreases.
-
-        Synchronises with the device, in fp16 only: the host decides whether the optimizer is called.
-        """
+        Synchronizes with the device, in fp16 only: the host decides whether the optimizer is called."""
         if not self._scaler.is_enabled():
             return False
         seen = self._scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
@@ -303,8 +299,6 @@ class LocalEngine(Engine):
 
 
 class RanksEngine(LocalEngine):
-    """An engine that is one of the ranks of the process group."""
-
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
     ) -> None:
@@ -333,6 +327,6 @@ class RanksEngine(LocalEngine):
 
 
 def copied(value: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy on the CPU."""
+    """Return a copy on the CPU: contiguous, because safetensors requires it and channels_last weights are not."""
     # Contiguous, because safetensors requires it and channels_last weights are not.
     return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

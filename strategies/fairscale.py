@@ -23,11 +23,8 @@ EXTRA = "fairscale"
 
 
 class ShardedDDPEngine(OwnedEngine):
-    """A model whose gradients are reduced to their owners; see `base.Engine`.
-
-    After the last `backward` of a step a rank has the gradients of the parameters it owns, and None for the others.
-    Before that, with `accumulate` above 1, it has its own gradients in full.
-    """
+    """A model whose gradients are reduced to their owners: after the last `backward` of a step, a rank has None for the
+    others. Before that, with `accumulate` above 1, it has its own gradients in full."""
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -67,7 +64,7 @@ class FairScaleOSS(DDP):
     With AdamW in fp32 a rank holds 8 + 8/N instead of 16 bytes per parameter. OSS concatenates a rank's parameters into
     one message after each step: they must have one dtype, and are made contiguous. If the model's weights are
     channels-last, the images are made channels-last instead. Entire parameters are assigned to ranks, in order. Needs
-    the extra `fairscale`. See `DDP` for the options, and `common.zero_redundancy` for the limits of the optimizer.
+    the extra `fairscale`. See `DDP` for the options, and `ZeroRedundancy` for the limits of the optimizer.
 
     Example::
 

@@ -34,12 +34,8 @@ from .options import Options, PrepareOptions
 
 
 class FSDPEngine(RanksEngine):
-    """A model with sharded parameters; see `base.Engine`.
-
-    Every forward, also in evaluation, and `export_state` gather parameters from all ranks: all ranks must make the same
-    calls in the same order. A forward in evaluation leaves parameters gathered (those outside of the blocks; with
-    `fsdp_grad_op` all) until the next backward, `step` or `export_state`.
-    """
+    """A model with sharded parameters. A forward in evaluation leaves parameters gathered (those outside of the blocks;
+    with `fsdp_grad_op` all) until the next backward, `step` or `export_state`."""
 
     @cached_property
     def _units(self) -> list[FSDPModule]:
@@ -177,7 +173,7 @@ class FSDP:
         return FSDPEngine(model, build_optimizer(model, optimizer_factory), device, options)
 
     def _check_alone(self, device: torch.device) -> None:
-        """Raise `StrategyError` if it requires a process group."""
+        pass
 
     def _shard(
         self, model: nn.Module, chosen: list[nn.Module], device: torch.device, options: Options

@@ -17,7 +17,6 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 
 def half_dtype(precision: Precision) -> torch.dtype:
-    """Return the dtype of computation for a precision below fp32."""
     import torch
 
     return torch.bfloat16 if precision == "bf16" else torch.float16

@@ -298,7 +298,6 @@ def _row(name: str) -> StrategyRow:
 
 
 def _summary(name: str, strategy: Strategy) -> str:
-    """Return a strategy's own summary or, for an alias, what the name stands for."""
     if strategy.name == name or name not in STRATEGIES:
         return strategy.summary
     options = ", ".join(f"{key}={value}" for key, value in _find(name)[1].items())

@@ -37,14 +37,7 @@ from ..frozen import FrozenDict
 
 @dataclass(frozen=True)
 class Kind:
-    """One type of value that an option takes; as a mark in `Annotated`, it replaces those of the annotated type.
-
-    Attributes:
-        fits: whether a value is of this kind.
-        name: completes "must be …" in messages.
-        json: whether recipes and the command line can contain such values.
-        choices: all values, if there are few.
-    """
+    """One type of value that an option takes; as a mark in `Annotated`, it replaces those of the annotated type."""
 
     fits: Callable[[Any], bool]
     name: str
@@ -53,7 +46,6 @@ class Kind:
 
     @property
     def names(self) -> list[str]:
-        """The name, or that of each choice."""
         return [repr(choice) for choice in self.choices] or [self.name]
 
 
@@ -108,17 +100,7 @@ PathText = Annotated[
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a config.
-
-    Attributes:
-        name: the field's name.
-        owner: the class that declares it.
-        field: the dataclass's field.
-        kinds: what values it takes, from its type.
-        marks: what `Annotated` adds to its type.
-        source: the text of its type.
-        listed: whether tuples are among its values.
-    """
+    """One option of a config."""
 
     name: str
     owner: type[Config]
@@ -153,12 +135,10 @@ class Option:
 
     @property
     def details(self) -> str:
-        """The sentences after the first one."""
         return "".join(re.split(r"\.(?:\s+|$)", self.text, maxsplit=1)[1:])
 
     @property
     def required(self) -> bool:
-        """Whether it has no default."""
         return self.default is Parameter.empty
 
     @property
@@ -174,7 +154,6 @@ class Option:
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The values to choose from; () for others."""
         return tuple(value for kind in self.kinds for value in kind.choices)
 
     def normal(self, value: Any) -> Any:
@@ -217,20 +196,13 @@ def either(names: Sequence[str]) -> str:
 
 
 def one_of(names: Iterable[str]) -> Kind:
-    """Return the kind of these texts."""
     known = tuple(names)
     return Kind(lambda value: isinstance(value, str) and value in known, "one of the names", choices=known)
 
 
 @dataclass(frozen=True)
 class Config:
-    """Base of the classes with options. Creating one checks each value by its type.
-
-    Attributes:
-        error: the error for an invalid value of an option that the class declares.
-        place: who takes the options, in messages about unknown ones.
-        EXTRA: the field with additional options, of the loader, the optimizer or the strategy; "" for none.
-    """
+    """Base of the classes with options. Creating one checks each value by its type."""
 
     error: ClassVar[type[DrivetrainError]] = PlanError
     place: ClassVar[str] = ""
@@ -244,7 +216,6 @@ class Config:
             option.check(value, given)
 
     def changed(self) -> dict[str, Any]:
-        """Return the options whose values are not the defaults."""
         return {
             name: getattr(self, name)
             for name, option in options_of(type(self)).items()
@@ -290,13 +261,7 @@ def _read(config: Any) -> dict[str, Option]:
         if name in fields:
             hint = eval(source, vars(sys.modules[owner.__module__]), names_of(owner))
             options[name] = Option(
-                name,
-                owner,
-                fields[name],
-                tuple(_kinds(hint)),
-                tuple(_marks(hint)),
-                source,
-                _listed(hint),
+                name, owner, fields[name], tuple(_kinds(hint)), tuple(_marks(hint)), source, _listed(hint)
             )
     return options
 
@@ -339,7 +304,6 @@ def _marks(hint: Any) -> list[Any]:
 
 
 def _kinds(hint: Any, marks: Sequence[Any] = ()) -> list[Kind]:
-    """Return the kinds of values of a type."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
         explicit = [mark for mark in hint.__metadata__ if isinstance(mark, Kind)]

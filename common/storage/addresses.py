@@ -42,22 +42,14 @@ def version_of(info: dict[str, Any]) -> str:
 
 
 class MissingFileError(DataError):
-    """An address without a file."""
+    pass
 
 
 class Calls:
-    """What reads or writes at an address.
+    """What reads or writes at an address, a URL that fsspec knows: http, https, s3, gs, hf, …
 
-    Args:
-        address: a URL that fsspec knows: http, https, s3, gs, hf, …
-        patience: seconds that the server may not answer. Default None: `PATIENCE`.
-        error: class of the errors.
-        advice: the end of the message when requests have failed.
-        options: of the file system.
-
-    Raises:
-        DrivetrainError: of the class `error`, if no file system has such addresses.
-        MissingExtra: if fsspec, or what it needs for this protocol, is not installed.
+    `patience` is how many seconds the server may not answer; `advice` is the end of the message when requests have
+    failed; `options` are the file system's.
     """
 
     def __init__(
@@ -84,7 +76,6 @@ class Calls:
         self._closed.set()
 
     def closed_within(self, seconds: float) -> bool:
-        """Return whether this is closed, or will be in so many seconds."""
         return self._closed.wait(seconds)
 
     def _content(self, path: str) -> bytes | None:
@@ -161,12 +152,7 @@ class Calls:
 
 
 class RemoteFile(Calls):
-    """A file that is read in ranges.
-
-    Args:
-        address, patience: see `Calls`.
-        version: as `facts` returned it: another version of the file is not read, if the server compares entity tags.
-    """
+    """A file that is read in ranges; another `version` (from `facts`) is not read, if the server compares entity tags."""
 
     def __init__(self, address: str, patience: float | None = None, version: str = "") -> None:
         super().__init__(address, patience)
@@ -174,11 +160,7 @@ class RemoteFile(Calls):
         self._tag = None if tag is None else tag[1]
 
     def facts(self) -> tuple[int, str]:
-        """Return the file's size in bytes, and what changes with its content: its entity tag or time of change.
-
-        Raises:
-            DataError: if there is no such file, its size is unknown, or the source does not answer.
-        """
+        """Return the file's size in bytes, and what changes with its content: its entity tag or time of change."""
         info = self._tried(lambda: self._call("info", self._path))
         size = info.get("size")
         if not isinstance(size, int):
@@ -186,12 +168,6 @@ class RemoteFile(Calls):
         return size, version_of(info)
 
     def read(self, start: int, size: int) -> bytes:
-        """Return `size` bytes that begin at `start`.
-
-        Raises:
-            DataError: if they do not arrive, or the file is another one.
-        """
-
         def wrong(data: bytes) -> str:
             if len(data) > size:
                 raise DataError(
@@ -224,11 +200,6 @@ class RemoteFile(Calls):
             return await body.read()
 
     def whole(self) -> bytes | None:
-        """Return the full content of a small file; None if it does not exist.
-
-        Raises:
-            DataError: as `read`.
-        """
         return self._content(self._path)
 
 
@@ -246,7 +217,6 @@ class _Outages:
             wait.report(lambda: f"{server} does not answer, its requests are repeated: {reason:.200}")
 
     def over(self, server: str) -> None:
-        """Note that a server has answered."""
         if server in self._waits:
             with self._lock:
                 self._waits.pop(server, None)

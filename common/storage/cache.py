@@ -54,15 +54,6 @@ def local_copy(address: str, remote: Remote = Remote()) -> Path:
 
     The copy belongs to one version of the file, by its size and entity tag or time of change, and to one start of the
     machine, because a crash may lose blocks that were marked as written. The manifest next to it is complete.
-
-    Args:
-        address: e.g. `"s3://bucket/train.beton"`.
-        remote: the folder of the copies, and its limit.
-
-    Raises:
-        DataError: if the file does not exist or cannot be read, if the disk or the limit is too small for it, or if the
-            folder cannot be written.
-        MissingExtra: if the protocol needs a package that is not installed.
     """
     size, version = RemoteFile(address, remote.patience).facts()
     root = cache_folder() / "remote" if remote.cache is None else Path(remote.cache)
@@ -88,7 +79,6 @@ def local_copy(address: str, remote: Remote = Remote()) -> Path:
 
 
 def _manifest(address: str, patience: float) -> bytes | None:
-    """Return the manifest of the file at an address; None if it has none."""
     path, mark, query = address.partition("?")
     return RemoteFile(f"{path}.json{mark}{query}", patience).whole()
 
@@ -114,11 +104,7 @@ def _make(folder: Path, name: str, size: int, facts: dict[str, object], manifest
 
 def _make_room(root: Path, folder: Path, size: int, limit: float | None) -> None:
     """Remove copies that nobody uses until one of `size` bytes fits. Each other copy counts as what it will be when it
-    is full.
-
-    Raises:
-        DataError: if it does not.
-    """
+    is full."""
     found = sorted((path for path in root.glob("*/" + FACTS) if path.parent != folder), key=_last_use)
     others = {path: _bytes(path.parent) for path in found}
     allowed = float("inf") if limit is None else limit * 1e9
@@ -152,7 +138,6 @@ def _bytes(folder: Path) -> tuple[int, int]:
 
 
 def _remove_unused(facts: Path) -> bool:
-    """Remove the copy that these facts belong to, unless a process uses it; return whether it is gone."""
     with (facts.parent / json.loads(facts.read_text()).get("name", FACTS)).open() as file:
         if not acquire(file, wait=False):
             return False

@@ -35,7 +35,6 @@ def sync(path: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -54,10 +53,8 @@ def appears(path: Path, seconds: float) -> bool:
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Open a binary file that appears at `path` when the block ends, and not at all if the block fails.
 
-    Threads and processes may write the same path concurrently: the last one to finish wins.
-
-    Raises:
-        DrivetrainError: if the folder does not exist or is not writable, or the disk is full.
+    Threads and processes may write the same path concurrently: the last one to finish wins. A `DrivetrainError` names
+    `path` if it cannot be written.
     """
     with atomic_files(path) as (file,):
         yield file
@@ -67,15 +64,10 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 def atomic_files(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
     """Open binary files that appear at `paths`, in that order, when the block ends, and not at all if the block fails.
 
-    All files are complete and on disk before the first rename. A lock serializes the renames of concurrent writers, so
-    their files are never mixed. Only a process killed between two renames leaves new files next to old ones: readers
-    must verify that the files belong together.
-
-    Args:
-        paths: in one folder. The last one names the set, in errors and for the lock.
-
-    Raises:
-        DrivetrainError: if the folder does not exist or is not writable, or the disk is full.
+    They are in one folder; the last one names the set, in errors and for the lock. All files are complete and on disk
+    before the first rename. A lock serializes the renames of concurrent writers, so their files are never mixed. Only a
+    process killed between two renames leaves new files next to old ones: readers must verify that the files belong
+    together.
     """
     with ExitStack() as stack:
         partials = []
@@ -174,10 +166,8 @@ def wait_for_renames(path: Path) -> None:
 
 @contextmanager
 def renames_held(path: Path) -> Iterator[None]:
-    """Inside the block, no writer of the set named by `path` (see `atomic_files`) renames.
-
-    Where no lock file can be created, as in a folder of somebody else, only the writer of this moment is waited for.
-    """
+    """Inside the block, no writer of the set named by `path` (see `atomic_files`) renames. Where no lock file can be
+    created, as in a folder of somebody else, only the writer of this moment is waited for."""
     with ExitStack() as stack:
         try:
             stack.enter_context(_turn(path))
@@ -191,7 +181,6 @@ def _lock_file(path: Path) -> Path:
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Return whether `path` still names the open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

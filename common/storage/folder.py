@@ -24,15 +24,9 @@ stores show only complete files."""
 
 
 class RemoteFolder(Calls):
-    """The files under an address, by their names relative to it.
+    """The files under the address of a store that can be written (s3, gs, …), by their names relative to it.
 
-    Args:
-        address: a URL of a store that can be written; s3, gs, …
-        error: class of the errors.
-
-    Raises:
-        DrivetrainError: of the class `error`, if it cannot be read or written; also by all methods.
-        MissingExtra: if fsspec, or what it needs for this protocol, is not installed.
+    All methods raise errors of the class `error` if it cannot be read or written.
     """
 
     def __init__(self, address: str, error: type[DrivetrainError]) -> None:
@@ -43,7 +37,7 @@ class RemoteFolder(Calls):
         self._renames = protocol in _RENAMING
 
     def versions(self, inside: str = "") -> dict[str, tuple[int, str]]:
-        """Return size and version of each file, or of those in the folder `inside`; see `source.version_of`."""
+        """Return size and version of each file, or of those in the folder `inside`; see `version_of`."""
         place = self._at(inside) if inside else self._path
 
         def listed() -> dict[str, Any]:
@@ -62,7 +56,6 @@ class RemoteFolder(Calls):
         }
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a small file; None if it does not exist."""
         return self._content(self._at(name))
 
     def download(self, name: str, path: Path, size: int) -> None:
@@ -88,7 +81,6 @@ class RemoteFolder(Calls):
         self._put(name, lambda target: self._call("put_file", str(path), target, size=size))
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a small file."""
         self._put(name, lambda target: self._call("pipe_file", target, data))
 
     def remove(self, names: Sequence[str]) -> None:
@@ -102,7 +94,6 @@ class RemoteFolder(Calls):
             self._tried(remove, doing="written")
 
     def appears(self, name: str, seconds: float) -> bool:
-        """Return whether a file exists, or appears within `seconds`."""
         deadline = time.monotonic() + seconds
         while (there := self.read(name)) is None and time.monotonic() < deadline:
             time.sleep(_ROUND)

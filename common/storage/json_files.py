@@ -19,11 +19,8 @@ class ShapeError(ValueError):
 
 
 def convert(value: object, shape: type[T]) -> T:
-    """Return plain JSON values as a `shape`: a dataclass, a TypedDict, a `msgspec.Struct`, or a type of these.
-
-    Raises:
-        ShapeError: naming the first field that does not fit.
-    """
+    """Return plain JSON values as a `shape`: a dataclass, a TypedDict, a `msgspec.Struct`, or a type of these. A
+    ShapeError names the first field that does not fit."""
     try:
         return msgspec.convert(value, shape)
     except msgspec.ValidationError as error:
@@ -33,11 +30,7 @@ def convert(value: object, shape: type[T]) -> T:
 
 
 def parse(text: bytes, shape: type[T]) -> T:
-    """Return the content of a JSON file as a `shape`; see `convert`.
-
-    Raises:
-        ShapeError: if it is not JSON, or has another shape.
-    """
+    """Return the content of a JSON file as a `shape`; raise ShapeError if it is not JSON, or has another shape."""
     try:  # json, because it also reads the infinities that Python writes
         return convert(json.loads(text), shape)
     except ShapeError:
@@ -47,12 +40,8 @@ def parse(text: bytes, shape: type[T]) -> T:
 
 
 def read(path: Path, shape: type[T], error: type[DrivetrainError], remedy: str) -> T:
-    """Return the content of a JSON file as a `shape`; see `convert`.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        DrivetrainError: of the class `error`, naming the file, the field and the `remedy`, a sentence.
-    """
+    """Return the content of a JSON file as a `shape`; an `error` names the file, the field and the `remedy`, a
+    sentence. A missing file is a FileNotFoundError."""
     try:
         return parse(path.read_bytes(), shape)
     except (FileNotFoundError, NotADirectoryError):

@@ -10,19 +10,8 @@ from typing import IO, Any
 
 
 def acquire(file: IO[Any] | int, *, wait: bool = True, shared: bool = False) -> bool:
-    """Lock an open file or folder; closing it, or `release`, unlocks it.
-
-    Args:
-        file: the file, or its descriptor.
-        wait: until no other process holds the lock; False: return at once.
-        shared: allow other shared locks at the same time.
-
-    Returns:
-        Whether this process holds the lock now.
-
-    Raises:
-        OSError: if the file system has no locks.
-    """
+    """Lock an open file or folder; return whether this process holds the lock now. Closing it, or `release`, unlocks
+    it. Raise OSError if the file system has no locks."""
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
         fcntl.flock(file, kind if wait else kind | fcntl.LOCK_NB)
@@ -39,11 +28,7 @@ def release(file: IO[Any] | int) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one process, or thread, at a time into the block; `path` is a lock file, which stays.
-
-    Raises:
-        OSError: if it cannot be created, or the file system has no locks.
-    """
+    """Let one process, or thread, at a time into the block; `path` is a lock file, which stays."""
     with path.open("ab") as file:
         acquire(file)
         yield

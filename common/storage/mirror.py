@@ -55,18 +55,9 @@ def _threads() -> ThreadPoolExecutor:
 class Mirror:
     """A sparse local copy, which several threads and processes may use and fill at the same time.
 
-    A block is fetched when it is first needed. A process locks it meanwhile (on Linux); another one that needs it
-    waits until it is there. A process that is killed leaves complete blocks only: a block is marked after it is
-    written.
-
-    It keeps one descriptor: a data set may have thousands of files.
-
-    Args:
-        path: the copy, whose folder `cache.local_copy` has made.
-        patience: see `source.Calls`.
-
-    Attributes:
-        descriptor: of the copy; never seek in it.
+    A block is fetched when it is first needed. A process locks it meanwhile (on Linux); another one that needs it waits
+    until it is there. A process that is killed leaves complete blocks only: a block is marked after it is written. It
+    keeps one descriptor: a data set may have thousands of files.
     """
 
     def __init__(self, path: Path, patience: float | None = None) -> None:
@@ -99,11 +90,7 @@ class Mirror:
         self._request(starts, sizes)
 
     def fetch(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> None:
-        """Return when the ranges are in the copy.
-
-        Raises:
-            DataError: if the source does not deliver them.
-        """
+        """Return when the ranges are in the copy; raise DataError if the source does not deliver them."""
         results([*self._request(starts, sizes)])
 
     def forget(self, start: int, size: int) -> None:
@@ -159,7 +146,6 @@ class Mirror:
                     self._pending.pop(block, None)
 
     def _copy(self, source: RemoteFile, run: range) -> None:
-        """Fetch consecutive blocks, and mark them."""
         start = run.start * BLOCK
         data = memoryview(source.read(start, min(run.stop * BLOCK, self.size) - start))
         try:

@@ -23,15 +23,11 @@ def refuse_without_reset(strategy: str, model: nn.Module) -> None:
 
 
 def materialise(model: nn.Module, device: torch.device, done: Collection[nn.Module] = ()) -> None:
-    """Replace the meta tensors of `model` by real ones on `device`, with the values of `reset_parameters`.
+    """Replace the meta tensors of `model` by real ones on `device`, with the values of `reset_parameters`; skip the
+    modules in `done`.
 
     Children come before parents, as in constructors. Tied parameters stay tied. Changes that the full model's
     constructor makes after its modules are built are not repeated.
-
-    Args:
-        model: changed in place; unchanged if it has no meta tensors.
-        device: where the tensors are created.
-        done: modules below `model` to skip.
     """
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in _children_first(model, set(done)):

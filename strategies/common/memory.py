@@ -59,7 +59,7 @@ class HeldBytes:
 
     @property
     def per_parameter(self) -> float:
-        """Return the sum of all three per parameter of the full model; compare it with `ADAMW_BYTES`."""
+        """The sum of all three per parameter of the full model; compare it with `ADAMW_BYTES`."""
         return (self.parameters + self.gradients + self.optimizer) / self.count
 
 
@@ -86,6 +86,5 @@ def _own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an optimizer's state."""
     for values in optimizer.state.values():
         yield from (value for value in values.values() if isinstance(value, torch.Tensor))

@@ -26,11 +26,8 @@ def check_filter(module_filter: ModuleFilter, place: str) -> None:
 
 
 def choose(module_filter: ModuleFilter, model: nn.Module, place: str) -> dict[str, nn.Module]:
-    """Return the modules that `module_filter` selects, by name, outer ones before inner ones; none for False.
-
-    Raises:
-        StrategyError: if it selects none; `place` names the option.
-    """
+    """Return the modules that `module_filter` selects, by name, outer ones before inner ones; none for False. Raise
+    `StrategyError` if it selects none; `place` names the option."""
     if module_filter is False:
         return {}
     selects = _predicate(module_filter, model)

@@ -21,12 +21,8 @@ Entry = Mapping[str, torch.Tensor | float | int | bool]
 
 @dataclass(frozen=True)
 class Homes:
-    """A `Keep` that all ranks know: an engine sends the shards of a tensor only to the rank that keeps it.
-
-    Args:
-        rank: this one.
-        homes: the rank of each tensor, by name, the same on all ranks; rank 0 keeps the others.
-    """
+    """A `Keep` that all ranks know: an engine sends the shards of a tensor only to the rank that keeps it. `rank` is
+    this one; ranks of tensors that `homes` lacks are 0."""
 
     rank: int
     homes: Mapping[str, int]
@@ -35,7 +31,6 @@ class Homes:
         return self.home(name) == self.rank
 
     def home(self, name: str) -> int:
-        """Return the rank that keeps a tensor."""
         return self.homes.get(name, 0)
 
 
@@ -59,11 +54,7 @@ class OptimizerState:
 def export_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
 ) -> list[dict[str, Any]]:
-    """Return the parameter groups of `optimizer` with names in place of parameters.
-
-    Raises:
-        StrategyError: for a parameter that is not the model's, or a hyperparameter that is not a JSON value.
-    """
+    """Return the parameter groups of `optimizer` with names in place of parameters."""
     groups = []
     for group in optimizer.param_groups:
         plain = {key: _plain(key, value) for key, value in group.items() if key != "params"}
@@ -74,11 +65,7 @@ def export_groups(
 def import_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], groups: list[dict[str, Any]]
 ) -> None:
-    """Set the hyperparameters of `groups` on `optimizer`'s groups; its implementation options are kept.
-
-    Raises:
-        StrategyError: if their parameters differ.
-    """
+    """Set the hyperparameters of `groups` on `optimizer`'s groups; its implementation options are kept."""
     here = [[name_of(p, names) for p in group["params"]] for group in optimizer.param_groups]
     there = [group["params"] for group in groups]
     if here != there:
@@ -94,11 +81,6 @@ def import_groups(
 
 
 def name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
-    """Return the name of an optimizer's parameter.
-
-    Raises:
-        StrategyError: if it is not one of the model's.
-    """
     if parameter not in names:
         raise StrategyError(
             f"The optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's, so it has no "

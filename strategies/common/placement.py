@@ -35,11 +35,7 @@ class OnRanks(Protocol):
 
 
 def enter(strategy: OnRanks, model: nn.Module) -> torch.device:
-    """Join the process group under torchrun, check that `strategy` can train here, and return its device.
-
-    Raises:
-        StrategyError: if it cannot, or if the model has a SyncBatchNorm and this rank trains on the CPU.
-    """
+    """Join the process group under torchrun, check that `strategy` can train here, and return its device."""
     if not dist.is_initialized() and under_torchrun():
         join_group(device=strategy.device)
     strategy.check(dist.get_world_size() if dist.is_initialized() else 1)
@@ -54,11 +50,7 @@ def enter(strategy: OnRanks, model: nn.Module) -> torch.device:
 
 
 def check_ranks(strategy: str, device: str | None, devices: int) -> None:
-    """Check the environment of a strategy that runs on several ranks; `device` is its option.
-
-    Raises:
-        StrategyError: if `devices` ranks cannot train here.
-    """
+    """Raise `StrategyError` if `devices` ranks cannot train here; `device` is the strategy's option."""
     if devices < 1:
         raise StrategyError(f"strategy {strategy!r}: devices={devices} must be a positive integer.")
     if not dist.is_available():
@@ -84,7 +76,6 @@ def check_ranks(strategy: str, device: str | None, devices: int) -> None:
 
 
 def refuse_sync_batch_norm(strategy: str, model: nn.Module, device: torch.device) -> None:
-    """Raise `StrategyError` for a SyncBatchNorm on the CPU, naming it."""
     if device.type != "cpu":
         return
     for name, module in model.named_modules():
@@ -96,11 +87,7 @@ def refuse_sync_batch_norm(strategy: str, model: nn.Module, device: torch.device
 
 
 def parameters_to_train(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of `model` that require gradients.
-
-    Raises:
-        StrategyError: if there are none.
-    """
+    """Return the parameters that require gradients; raise `StrategyError` if there are none."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise StrategyError(
@@ -111,11 +98,6 @@ def parameters_to_train(model: nn.Module) -> list[nn.Parameter]:
 
 
 def build_optimizer(model: nn.Module, factory: OptimizerFactory) -> torch.optim.Optimizer:
-    """Return the factory's optimizer over the parameters of `model` that require gradients.
-
-    Raises:
-        StrategyError: if there are none.
-    """
     return factory(parameters_to_train(model))
 
 

@@ -23,9 +23,6 @@ def recompute_activations(model: nn.Module, module_filter: ModuleFilter) -> tupl
     subclass, and no name in the state dict. Of nested modules, only the outermost counts. It takes about a third more
     computation, for the memory of one activation per module (Chen et al. 2016, "Training Deep Nets with Sublinear
     Memory Cost", arXiv:1604.06174).
-
-    Raises:
-        StrategyError: if it selects nothing.
     """
     outermost: dict[str, nn.Module] = {}
     for name, module in choose(module_filter, model, "activation_checkpointing").items():

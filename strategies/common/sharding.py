@@ -22,7 +22,6 @@ from .module_filter import ModuleFilter, choose
 
 
 def refuse_unshardable(strategy: str, model: nn.Module) -> None:
-    """Raise `StrategyError`, naming the module or parameter and the remedy, if `model` cannot be sharded."""
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel | FSDPModule):
             raise StrategyError(
@@ -48,9 +47,8 @@ def refuse_unshardable(strategy: str, model: nn.Module) -> None:
 def units(strategy: str, model: nn.Module, wrap: ModuleFilter) -> list[nn.Module]:
     """Return the modules below `model` that are gathered separately, inner ones before those that contain them.
 
-    Raises:
-        StrategyError: if `wrap` names classes, or is a function, but none can be a unit: a list of modules has no
-            forward before which to gather, and a module needs parameters that only it holds.
+    `wrap` may select none that can be a unit: a list of modules has no forward before which to gather, and a module
+    needs parameters that only it holds.
     """
     if isinstance(wrap, bool):
         return find_blocks(model) if wrap else []
@@ -121,12 +119,8 @@ def begin_like_rank_0(modules: Iterable[nn.Module], device: torch.device) -> Non
 
 
 def mixed_precision(strategy: str, model: nn.Module, precision: Precision) -> MixedPrecisionPolicy:
-    """Return a policy that computes and gathers in half precision and reduces in fp32, except BatchNorm's parameters.
-
-    Raises:
-        StrategyError: if there is a BatchNorm and this torch supports only one precision for all parameters: BatchNorm
-            fails with half-precision parameters and fp32 statistics.
-    """
+    """Return a policy that computes and gathers in half precision and reduces in fp32, except BatchNorm's parameters:
+    BatchNorm fails with half-precision parameters and fp32 statistics."""
     kept = {
         parameter
         for module in model.modules()
@@ -145,16 +139,8 @@ def mixed_precision(strategy: str, model: nn.Module, precision: Precision) -> Mi
 
 
 def gathered_rows(own: torch.Tensor, rows: int, home: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return a tensor on rank `home` whose rows are sharded as by `torch.chunk`; an empty one elsewhere.
-
-    Every rank must call it.
-
-    Args:
-        own: this rank's rows, maybe none.
-        rows: of all ranks.
-        home: the rank in the world, whose ranks are the group's.
-        group: of the shards.
-    """
+    """Return a tensor of so many rows, sharded as by `torch.chunk`, on rank `home` of the world, whose ranks are the
+    group's; an empty one elsewhere. Every rank must call it, with its `own` rows."""
     ranks = dist.get_world_size(group)
     each = -(-rows // ranks)
     if len(own) == each:

@@ -15,11 +15,12 @@ Mean = Callable[[torch.Tensor], torch.Tensor]
 
 
 def pool_buffers(values: Mapping[str, torch.Tensor], model: nn.Module, mean: Mean) -> dict[str, torch.Tensor]:
-    """Return floating-point buffers pooled over all ranks: their means, and BatchNorm's `running_var` as one variance.
+    """Return the floating-point and complex buffers in `values` pooled over all ranks: their means, and BatchNorm's
+    `running_var` as one variance.
 
-    Values that are equal on all ranks, as BatchNorm's with `sync_batchnorm`, do not change. Otherwise ranks normalise
-    with the statistics of their own shards, so their running statistics differ. For N shards of equal
-    size the full batch has (law of total variance)::
+    Values that are equal on all ranks, as BatchNorm's with `sync_batchnorm`, do not change. Otherwise ranks normalize
+    with the statistics of their own shards, so their running statistics differ. For N shards of equal size the full
+    batch has (law of total variance)::
 
         mean = mean_r(mean_r)
         var  = mean_r(var_r) + var_r(mean_r)     # var_r over the N ranks as the population
@@ -33,12 +34,8 @@ def pool_buffers(values: Mapping[str, torch.Tensor], model: nn.Module, mean: Mea
     values.
 
     Layers whose running variance is a mean of variances even in one process keep the mean: InstanceNorm, and those with
-    a class variable `averages_variances` (GhostBatchNorm).
-
-    Args:
-        values: by the names of the model's buffers; only those that `has_mean` selects are returned.
-        model: determines which buffers are BatchNorm's.
-        mean: over the ranks. Called once, with float64: mean² - mean² in float32 would lose small variances.
+    a class variable `averages_variances` (GhostBatchNorm). `mean`, over the ranks, is called once, with float64: mean²
+    - mean² in float32 would lose small variances.
     """
     chosen = {name: value for name, value in values.items() if has_mean(value)}
     if not chosen:

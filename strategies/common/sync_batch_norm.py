@@ -26,7 +26,7 @@ from ...common.errors import StrategyError
 def sync_batch_norms(model: nn.Module) -> tuple[str, ...]:
     """Make the BatchNorm layers of `model` compute over all ranks, in place; return their names.
 
-    In training, each layer normalises with the mean and variance of the global batch, and its gradients go through
+    In training, each layer normalizes with the mean and variance of the global batch, and its gradients go through
     them, as on one device: the same numbers up to the order of sums, running statistics included, which are then equal
     on all ranks. In evaluation, and while a layer is in evaluation mode (frozen), nothing is exchanged. CUDA tensors
     use the function of `torch.nn.SyncBatchNorm`; CPU tensors, which it does not support, one of our own. Ranks may have
@@ -34,15 +34,6 @@ def sync_batch_norms(model: nn.Module) -> tuple[str, ...]:
 
     Without a process group of several ranks nothing changes. `nn.SyncBatchNorm` is left as it is. The exchange takes
     two small messages per layer and step. Under `torch.compile`, each layer runs uncompiled, between two graphs.
-
-    Raises:
-        StrategyError: for a layer whose purpose is statistics of a part of the batch (GhostBatchNorm).
-
-    Example::
-
-        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
-        >>> sync_batch_norms(model)  # a single process: nothing to exchange
-        ()
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ()
@@ -216,11 +207,7 @@ def _wide(tensor: Any) -> Any:
 
 
 def _global_statistics(x: torch.Tensor) -> tuple[float, torch.Tensor, torch.Tensor]:
-    """Return the number of values of a channel on all ranks, their mean and biased variance, `(C,)` in float64.
-
-    Raises:
-        ValueError: if there is one value only, on every rank, as torch does.
-    """
+    """Return the number of values of a channel on all ranks, their mean and biased variance, `(C,)` in float64."""
     channels = x.shape[1]
     own = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
     if x.numel():

@@ -30,10 +30,7 @@ def copy_groups(optimizer: torch.optim.Optimizer) -> Groups:
 
 def keep_part(optimizer: torch.optim.Optimizer) -> Callable[..., torch.optim.Optimizer]:
     """Return a callable for the backend: given this rank's part of `copy_groups`, it returns `optimizer` with only
-    these.
-
-    A group of which the rank owns nothing is kept, empty: backends match options to groups by index.
-    """
+    these. A group of which the rank owns nothing is kept, empty: backends match options to groups by index."""
 
     def keep(own: Groups, **defaults: object) -> torch.optim.Optimizer:  # noqa: ARG001
         for group, part in zip(optimizer.param_groups, own, strict=True):
@@ -77,12 +74,8 @@ class Remote:
 
 
 class OwnedEngine(DDPEngine):
-    """A wrapped model with its optimizer state on the owning ranks; see `base.Engine`.
-
-    Args:
-        model: the wrapper, with the user's model as `module`, and `no_sync`.
-        optimizer: has all groups and parameters, and as `optim` the optimizer of those that this rank owns.
-    """
+    """A wrapped model with its optimizer state on the owning ranks. `optimizer` has all groups and parameters, and as
+    `optim` the optimizer of those that this rank owns."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options

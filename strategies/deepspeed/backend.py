@@ -24,9 +24,6 @@ def import_deepspeed(device: torch.device) -> Iterator[Any]:
 
     On exit, environment variables and DeepSpeed's global switches are restored. DeepSpeed's choice of the accelerator
     is kept, because engines query it all the time: a process has one kind of device.
-
-    Raises:
-        MissingExtra: if DeepSpeed is not installed.
     """
     with _environment_kept():
         os.environ["DS_ACCELERATOR"] = device.type  # else it uses CUDA if available, also for "cpu"
@@ -50,11 +47,7 @@ def import_deepspeed(device: torch.device) -> Iterator[Any]:
 
 
 def reason_without_aio() -> str:
-    """Return why DeepSpeed cannot read and write NVMe here, with the remedy; empty if it can.
-
-    Raises:
-        MissingExtra: if DeepSpeed is not installed.
-    """
+    """Return why DeepSpeed cannot read and write NVMe here, with the remedy; empty if it can."""
     # DeepSpeed's own check takes seconds: run it only if the library to compile with is installed.
     if find_library("aio") is not None:
         with import_deepspeed(pick_device(None)) as deepspeed:

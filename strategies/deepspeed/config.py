@@ -28,12 +28,7 @@ NOT_YOURS = {
 
 @dataclass(frozen=True)
 class Zero:
-    """What is sharded across the ranks, and where it is stored.
-
-    Attributes:
-        stage: 1: the optimizer's state and fp32 copy of the weights; 2: also gradients; 3: also parameters.
-        offload: None; `"cpu"`; or `"nvme"`, for which `nvme_path` is a folder on that disk.
-    """
+    """What is sharded across the ranks, and where it is stored."""
 
     stage: int
     offload: str | None
@@ -57,14 +52,8 @@ class Zero:
 
 
 def read_config(config: str | Path | Config | None) -> dict[str, Any]:
-    """Return a copy of the user's configuration as a dict, without values to be filled in (`"auto"`).
-
-    Args:
-        config: a dict, or the path of a JSON file as for DeepSpeed; None for an empty one.
-
-    Raises:
-        StrategyError: if it cannot be read, or is not a mapping.
-    """
+    """Return a copy of the user's configuration, a dict or the path of a JSON file, without values to be filled in
+    (`"auto"`)."""
     if config is None:
         return {}
     if isinstance(config, Mapping):
@@ -85,11 +74,7 @@ def read_config(config: str | Path | Config | None) -> dict[str, Any]:
 
 
 def choose_zero(stage: int | None, offload: str | None, nvme_path: str | None, config: Config) -> Zero:
-    """Return what the strategy's options and the configuration specify; stage 2 without offload if neither does.
-
-    Raises:
-        StrategyError: if they contradict each other, or are invalid.
-    """
+    """Return what the strategy's options and the configuration specify; stage 2 without offload if neither does."""
     name = "deepspeed"
     section = config.get("zero_optimization", {})
     if not isinstance(section, Mapping):
@@ -125,11 +110,7 @@ def _offload_of(section: Config, stage: int) -> tuple[str | None, str | None]:
 
 
 def make_config(zero: Zero, options: Options, theirs: Config, name: str) -> dict[str, Any]:
-    """Return the full configuration: the user's, plus everything Drivetrain sets.
-
-    Raises:
-        StrategyError: if a key of the user's contradicts that.
-    """
+    """Return the full configuration: the user's, plus everything Drivetrain sets."""
     for key, who in NOT_YOURS.items():
         present = theirs.get(key)
         off = isinstance(present, Mapping) and present.get("enabled") is False

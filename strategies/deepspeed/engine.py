@@ -22,30 +22,16 @@ Groups = list[list[nn.Parameter]]
 
 
 class DeepSpeedEngine(RanksEngine):
-    """A model inside DeepSpeed's engine; see `base.Engine`.
+    """A model inside DeepSpeed's engine, the `wrapper`.
 
     DeepSpeed concatenates the parameters of an optimizer's group into one flat tensor, of which each rank steps a
     partition: the optimizer must treat each element independently, as SGD and Adam do. The weights it exports are the
-    fp32 ones that are trained; DeepSpeed's own checkpoints are neither read nor written.
-
-    With stage 3 every forward, also in evaluation, and every export gathers parameters from all ranks: all ranks must
-    make the same calls in the same order.
-
-    Args:
-        wrapper: result of `deepspeed.initialize`.
-        deepspeed: the package.
-        groups: the parameters of the optimizer's groups.
-        stage: of ZeRO.
+    fp32 ones that are trained; DeepSpeed's own checkpoints are neither read nor written. With stage 3 every forward,
+    also in evaluation, and every export gathers parameters from all ranks.
     """
 
     def __init__(
-        self,
-        wrapper: Any,
-        deepspeed: Any,
-        groups: Groups,
-        device: torch.device,
-        options: Options,
-        stage: int,
+        self, wrapper: Any, deepspeed: Any, groups: Groups, device: torch.device, options: Options, stage: int
     ) -> None:
         self._zero = wrapper.optimizer
         super().__init__(wrapper, self._zero.optimizer, device, options)
@@ -68,11 +54,7 @@ class DeepSpeedEngine(RanksEngine):
         self._wrapper.backward(loss)  # which divides it
 
     def step(self) -> torch.Tensor | None:
-        """Clip, step and zero the gradients; see `LocalEngine.step`.
-
-        Raises:
-            StrategyError: also for non-finite gradients, for which DeepSpeed would silently skip the step.
-        """
+        """Raise `StrategyError` also for non-finite gradients, for which DeepSpeed would silently skip the step."""
         self._check_complete()
         self._wrapper.step()
         self._microbatches = 0
@@ -106,10 +88,8 @@ class DeepSpeedEngine(RanksEngine):
             return super().group_names()
 
     def _wait_for_reduction(self) -> None:
-        """Make this device's next work wait for DeepSpeed's reduction of the gradients, without blocking the host.
-
-        The reduction runs on a separate stream. Memory freed before it is done would be in use twice.
-        """
+        """Make this device's next work wait for DeepSpeed's reduction of the gradients, without blocking the host. The
+        reduction runs on a separate stream: memory freed before it is done would be in use twice."""
         if self.device.type != "cuda":
             return
         for name in ("reduction_stream", "reduce_and_partition_stream"):  # of stages 1 and 2, and of stage 3
@@ -129,11 +109,7 @@ class DeepSpeedEngine(RanksEngine):
 
     @torch.no_grad()
     def import_optimizer(self, state: OptimizerState) -> None:
-        """Load the result of another engine's `export_optimizer`; see `base.Engine`.
-
-        Raises:
-            StrategyError: if it belongs to other parameters, or differs between parameters of one group here.
-        """
+        """Raise `StrategyError` also if the state differs between parameters of one group here."""
         names = self._names()
         with self._plain_groups():
             import_groups(self.optimizer, names, state.groups)
@@ -153,10 +129,8 @@ class DeepSpeedEngine(RanksEngine):
                     self._set_state(parameter, key, value)
 
     def _link_states(self) -> None:
-        """Give each parameter its part of the flat state.
-
-        DeepSpeed does so only once, after the first step of the first group, when the other groups have no state yet.
-        """
+        """Give each parameter its part of the flat state. DeepSpeed does so only once, after the first step of the
+        first group, when the other groups have no state yet."""
         if self._stage < 3 and self.optimizer.state:
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
@@ -168,11 +142,8 @@ class DeepSpeedEngine(RanksEngine):
             return value.detach().clone()
 
     def held(self) -> Held:
-        """Return the tensors this rank holds for training; see `memory.held_bytes`.
-
-        DeepSpeed's copy of the weights counts as optimizer; with stages 1 and 2 a parameter that spans two partitions
-        has its full gradient in both. Its buffers for communication and offload are not included.
-        """
+        """DeepSpeed's copy of the weights counts as optimizer; with stages 1 and 2 a parameter that spans two
+        partitions has its full gradient in both. Its buffers for communication and offload are not included."""
         parameters = list(self.plain_model.parameters())
         flats = list(dict.fromkeys(self._flat(p) for group in self._groups for p in group))
         gradients = [p.grad for p in (*parameters, *flats) if p.grad is not None]

@@ -31,15 +31,11 @@ _ROUND = 0.2  # seconds between two looks whether another rank has failed to con
 
 
 def in_group() -> bool:
-    """Whether a process group runs here."""
     return dist.is_available() and dist.is_initialized()
 
 
 def is_rank() -> bool:
-    """Whether this process is a rank that something else has started: its group runs, or torchrun's variables are set.
-
-    Single variables, such as a RANK that a shell has left, do not make a rank.
-    """
+    """Whether this process is a rank that something else has started: its group runs, or torchrun's variables are set."""
     return in_group() or under_torchrun()
 
 
@@ -65,12 +61,7 @@ def is_main_process() -> bool:
 
 def automatic_devices(device: str | None) -> int:
     """Return the number of ranks that `devices="auto"` means here: the world size of the process group or of torchrun,
-    else the number of visible GPUs, else 1.
-
-    Args:
-        device: what the ranks train on: `"cpu"`, a CUDA device, or None for CUDA if available. A device with an index,
-            such as `"cuda:1"`, is one.
-    """
+    else the number of visible GPUs, else 1. A `device` with an index, such as `"cuda:1"`, is one."""
     if in_group():
         return dist.get_world_size()
     if under_torchrun():
@@ -94,22 +85,12 @@ def join_group(
     timeout: float = COLLECTIVE_TIMEOUT,
     meeting: Meeting | None = None,
 ) -> Meeting | None:
-    """Join the process group that RANK and WORLD_SIZE describe.
+    """Join the process group that RANK and WORLD_SIZE describe; return the meeting, or None with another `init_method`
+    than torch's `env://`.
 
     Gloo handles CPU tensors and, unless the ranks train on the CPU, NCCL handles CUDA tensors. Without `device`, this
-    rank's GPU becomes CUDA's current device if it has one; a strategy sets it by itself.
-
-    Args:
-        init_method: as torch's. By default the ranks meet at MASTER_ADDR and MASTER_PORT; see `meet`.
-        device: what the ranks train on: `"cpu"`, which uses no GPU, `"cuda"`, or None for CUDA if available.
-        timeout: seconds that joining and each collective may wait for the other ranks.
-        meeting: of these ranks, if they have met already.
-
-    Returns:
-        The meeting; None with another `init_method`.
-
-    Raises:
-        StrategyError: if a rank does not arrive in time, or cannot be reached.
+    rank's GPU becomes CUDA's current device if it has one; a strategy sets it by itself. Joining and each collective
+    may wait `timeout` seconds for the other ranks.
     """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = "gloo"
@@ -177,17 +158,13 @@ def _connect_all(backend: str, meeting: Meeting, rank: int, timeout: float) -> N
 
 
 def group_store(name: str) -> Any:
-    """Return the process group's store, with keys of its own: `drivetrain/`, `name` and a slash precede them."""
+    """Return the process group's store, with keys of its own."""
     return dist.PrefixStore(f"drivetrain/{name}", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
 
 
 def _wait_until_all_joined(wait: Wait, watched: Any = None) -> None:
-    """Wait for all ranks: one that returned at once would close connections that another is still opening.
-
-    Args:
-        wait: how long.
-        watched: a store with the failures of ranks that cannot connect, if there is one.
-    """
+    """Wait for all ranks: one that returned at once would close connections that another is still opening. `watched`
+    has the failures of ranks that cannot connect."""
     store, ranks = group_store("joined"), dist.get_world_size()
     store.set(str(dist.get_rank()), "")
     joined = 0

@@ -39,8 +39,6 @@ _ROUND = 0.02  # seconds between two looks for answers, and for ranks that died 
 
 @dataclass(frozen=True)
 class Report:
-    """How a rank ended."""
-
     kind: str
     """`"result"`, `"error"` (it raised) or `"died"` (it ended without an answer)."""
     what: str
@@ -93,7 +91,6 @@ class Rank:
             return True
 
     def kill(self) -> None:
-        """Kill the process and its children."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -277,7 +274,6 @@ def _started(job: bytes, devices: int, device: str | None, timeout: float) -> It
 
 
 def _look(ranks: list[Rank]) -> None:
-    """Wait for a moment, then record which ranks have answered or died."""
     time.sleep(_ROUND)
     for rank in ranks:
         rank.look()
@@ -377,7 +373,6 @@ def _load_result(rank: Rank) -> Any:
 
 
 def start_interpreter(environment: dict[str, str], job: int, answer: int) -> subprocess.Popen[bytes]:
-    """Start a rank's process, which inherits the descriptors of its job and of its answer."""
     return subprocess.Popen(
         [sys.executable, "-c", BOOT, str(job), str(answer)],
         stdin=subprocess.PIPE,

@@ -47,7 +47,6 @@ def under_torchrun() -> bool:
 
 
 def place() -> str:
-    """Return where the ranks meet, as text."""
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
@@ -62,12 +61,8 @@ def listed(ranks: Sequence[object]) -> str:
 
 
 def connect(patience: timedelta, *, host: bool = False) -> Any:
-    """Return a connection of its own to the job's store.
-
-    Args:
-        patience: how long it waits for answers.
-        host: whether this process is the store's server.
-    """
+    """Return a connection of its own to the job's store, which waits so long for answers; as `host`, this process
+    serves it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(
@@ -77,11 +72,8 @@ def connect(patience: timedelta, *, host: bool = False) -> Any:
 
 
 def connect_to_job(wait: Wait) -> Any:
-    """Return a connection to the store, which torchrun's agent serves, or rank 0, once it can be reached.
-
-    Raises:
-        RuntimeError: torch's, at the end of the wait.
-    """
+    """Return a connection to the store, which torchrun's agent serves, or rank 0, once it can be reached; raise torch's
+    RuntimeError at the end of the wait."""
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = os.environ["RANK"] == "0" and not served
     while True:
@@ -104,13 +96,8 @@ def connect_to_job(wait: Wait) -> Any:
 
 
 def arrives(store: Any, key: str) -> bool:
-    """Return whether a key is in the store, or arrives there within half a second.
-
-    The store's own `wait` prints a warning when the time is up.
-
-    Raises:
-        RuntimeError: torch's, if the store has been lost.
-    """
+    """Return whether a key is in the store, or arrives there within half a second. (The store's own `wait` prints a
+    warning when the time is up.)"""
     for pause in _LOOKS:
         if store.check([key]):
             return True
@@ -120,13 +107,7 @@ def arrives(store: Any, key: str) -> bool:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The ranks of one start.
-
-    Attributes:
-        name: of this start, the same on all ranks, and new at every restart.
-        store: torch's, whose keys only these ranks see.
-        ranks: what each rank has told about itself, in order; always its `host`.
-    """
+    """The ranks of one start."""
 
     name: str
     store: Any
@@ -134,15 +115,11 @@ class Meeting:
 
 
 def meet(timeout: float, about: Mapping[str, Any] | None = None) -> Meeting:
-    """Wait for the other ranks, which RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe. Join no process group.
+    """Wait for the other ranks, which RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, and send them `about`,
+    JSON values by name. Join no process group.
 
-    Args:
-        timeout: seconds to wait.
-        about: what the others are told about this rank: JSON values by name.
-
-    Raises:
-        StrategyError: on every rank, if one has failed before, with its error, or has not arrived in time; rank 0
-            names it.
+    Raise `StrategyError` on every rank if one has failed before, with its error, or has not arrived in time; rank 0
+    names it.
     """
     import torch.distributed as dist
 
@@ -241,10 +218,8 @@ def _before_meeting() -> str:
 
 
 def post(store: Any, key: str, error: BaseException) -> None:
-    """Leave this rank's error under `key`, and stay until the others know, at most nine seconds.
-
-    Only the first error is kept: further ones are its consequences, or of the same kind.
-    """
+    """Leave this rank's error under `key`, and stay until the others know, at most nine seconds. Only the first error
+    is kept: further ones are its consequences, or of the same kind."""
     own = f"{own_name().replace('Rank', 'rank')} failed: {type(error).__name__}: {error}"[:_SHOWN]
     ranks, wait = int(os.environ["WORLD_SIZE"]), Wait(_HOLD)
     with suppress(RuntimeError):  # the store ends with the ranks

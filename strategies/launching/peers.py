@@ -29,7 +29,7 @@ class LostRankError(StrategyError):
 
 
 def is_echo(error: BaseException, text: str) -> bool:
-    """Return whether an error, with the traceback `text`, only says that another rank has ended or does not answer."""
+    """Return whether an error, with the traceback `text`, only reports that another rank has ended or does not answer."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and isinstance(error, distributed.DistError):
         return True
@@ -37,13 +37,7 @@ def is_echo(error: BaseException, text: str) -> bool:
 
 
 class Peers:
-    """The heartbeats of the ranks.
-
-    Args:
-        rank: of this process.
-        ranks: their number.
-        name: of this start of the ranks, see `Meeting`. An earlier one's heartbeats are in the same store.
-    """
+    """The heartbeats of the ranks of one start, with its `name`: an earlier one's are in the same store."""
 
     def __init__(self, rank: int, ranks: int, name: str) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -58,7 +52,6 @@ class Peers:
         self._thread.start()
 
     def close(self) -> None:
-        """End the heartbeat."""
         self._done.set()
         self._thread.join(_ANSWER if self._answers else 0)
 
@@ -127,13 +120,7 @@ def _no_answer() -> str:
 @contextmanager
 def lost_ranks_named(rank: int, ranks: int, timeout: float, name: str) -> Iterator[None]:
     """Inside the block, post heartbeats; turn the failure of a collective into a `LostRankError` that names the rank.
-
-    Args:
-        rank: of this process, in a group that torchrun's variables describe.
-        ranks: their number.
-        timeout: of the collectives, in seconds, for the message.
-        name: of this start of the ranks, see `Meeting`.
-    """
+    `timeout` is that of the collectives, for the message."""
     try:
         peers = Peers(rank, ranks, name)
     except Exception:  # a launcher whose store is not torch's

@@ -42,13 +42,7 @@ the rank (the fields of `launcher.Report`), and the result or the exception."""
 
 
 def main(order: dict[str, Any], job: mmap.mmap, answer: int) -> None:
-    """Run the job, and answer.
-
-    Args:
-        order: `directory` (of the rendezvous, to be removed if the parent dies), `device` and `timeout` (of `launch`).
-        job: of which the order has been read.
-        answer: the file descriptor to write to.
-    """
+    """Run the job, of which the order has been read, and write to the descriptor `answer`."""
     threading.Thread(target=_die_with_parent, args=(_take_stdin(), order["directory"]), daemon=True).start()
     # A parent started in the background has SIGINT ignored, and that is inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -87,7 +81,6 @@ def _die_with_parent(pipe: int, directory: str) -> None:
 
 
 def _run(order: dict[str, Any], job: mmap.mmap, file: io.BufferedWriter) -> str:
-    """Run the job and write its result, or how it failed; return which of the two."""
     stage = "could not load the job:"
     try:
         with handlers_kept(), job:  # modules that the job imports may replace them

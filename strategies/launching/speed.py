@@ -16,13 +16,7 @@ _REPEATS = (3, 30)  # at least and at most
 
 @dataclass(frozen=True)
 class AllReduce:
-    """What all-reduces of one size took.
-
-    Attributes:
-        size: bytes of the tensor.
-        ranks: world size.
-        seconds: of each repetition, on the slowest rank.
-    """
+    """What all-reduces of one size took."""
 
     size: int
     ranks: int
@@ -30,7 +24,6 @@ class AllReduce:
 
     @property
     def median(self) -> float:
-        """The median of `seconds`."""
         return statistics.median(self.seconds)
 
     @property
@@ -41,10 +34,8 @@ class AllReduce:
 
 
 def all_reduce_speed(size: int, device: torch.device) -> AllReduce:
-    """Measure all-reduces of `size` bytes (a multiple of 4) in the default group; all ranks must call it.
-
-    It takes about two seconds at most, unless three repetitions take longer.
-    """
+    """Measure all-reduces of `size` bytes (a multiple of 4) in the default group; all ranks must call it. It takes
+    about two seconds at most, unless three repetitions take longer."""
     values = torch.zeros(max(size // 4, 1), device=device)
     for _ in range(_WARM_UP):
         _timed(values)
