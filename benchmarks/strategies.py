@@ -21,7 +21,7 @@ import torch
 from drivetrain import strategies
 from drivetrain.common.table import Table
 from drivetrain.strategies.common.memory import adamw_bytes, held_bytes
-from drivetrain.strategies.deepspeed.backend import import_deepspeed
+from drivetrain.strategies.deepspeed.strategy import import_deepspeed
 from measuring import Contender, compare, measure, save
 from torch import nn
 from torch.distributed.fsdp import fully_shard

@@ -17,10 +17,8 @@ from .terminal import time_bar
 
 T = TypeVar("T")
 
-GRACE = 0.5
-"""Seconds after the deadline in which a running batch may still complete its trial."""
-AGAIN = 0.02
-"""Seconds after which the alarm looks again whether an import has ended."""
+GRACE = 0.5  # seconds after the deadline in which a running batch may still complete its trial
+AGAIN = 0.02  # seconds after which the alarm looks again whether an import has ended
 
 
 class OutOfTime(Exception):
@@ -28,7 +26,7 @@ class OutOfTime(Exception):
 
 
 class Budget:
-    """A time budget, and the progress bar of its use, which closes with the block. `begin` is in `perf_counter` time."""
+    """A time budget, and the progress bar of its use, which closes with the block; `begin` is a `perf_counter`."""
 
     def __init__(self, seconds: float, begin: float, progress: bool, label: str) -> None:
         self._label = label
@@ -115,7 +113,7 @@ class _Sender:
         self._imports = _imports(sys._getframe())
         self.timer = threading.Timer(max(seconds, 0.0), self._send)
         self.timer.daemon = True
-        self.raised = False
+        self.raised = False  # whether the handler has raised _Alarm
 
     def _send(self) -> None:
         while True:

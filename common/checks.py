@@ -1,8 +1,5 @@
-"""Validate values from users: integers, finite numbers, booleans, sequences of numbers, names of options, objects to
-send to other processes.
-
-`is_…` and `are_…` return whether a value is valid; `check_…` raises the caller's error, which names the value and what
-is allowed. Booleans, infinities and NaN are not numbers.
+"""Validate values from users: `is_…` and `are_…` return whether a value is valid; `check_…` raises the caller's error,
+which names the value and what is allowed. Booleans, infinities and NaN are not numbers.
 """
 
 from __future__ import annotations

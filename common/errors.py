@@ -1,7 +1,4 @@
-"""The exceptions of Drivetrain. Each message names the value, its location and the remedy.
-
-They are defined at the root because every package raises them.
-"""
+"""The exceptions of Drivetrain. Each message names the value, its location and the remedy."""
 
 from __future__ import annotations
 
@@ -70,13 +67,10 @@ def suggest(name: str, options: Iterable[str]) -> str:
     known = sorted(options)
     near = difflib.get_close_matches(name.lower(), known, n=5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    if len(known) <= _LISTED:
+    if len(known) <= 100:
         return f"{hint} Known: {', '.join(known)}."
     similar = f" Similar: {', '.join(near[1:])}." if near[1:] else ""
     return f"{hint}{similar} {len(known):,} names are known."
-
-
-_LISTED = 100  # names that a message lists
 
 
 def first_of(names: Sequence[str], most: int) -> str:

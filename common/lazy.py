@@ -30,15 +30,11 @@ def exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[],
 
 
 def _imports(source: str) -> dict[str, str]:
-    blocks = [
-        node.body
-        for node in ast.parse(source).body
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-    ]
     return {
         alias.asname or alias.name: f"{'.' * node.level}{node.module}"
-        for block in blocks
-        for node in block
+        for block in ast.parse(source).body
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in block.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }

@@ -37,10 +37,12 @@ _UNLIMITED = (1 << 63) - (1 << 16)
 class Limits:
     """The limits of a process's control groups; None means no limit."""
 
-    cores: float | None = None
-    cpus: frozenset[int] | None = None
-    memory: int | None = None
-    free: int | None = None
+    cores: float | None = None  # CPU time per wall-clock time, e.g. 0.5 for half a core
+    cpus: frozenset[int] | None = None  # indices of those that it may run on
+    memory: int | None = None  # bytes; the smallest limit of all groups
+    free: int | None = (
+        None  # bytes that it may still allocate; the kernel's reclaimable file cache counts as free
+    )
 
 
 def export_line(variables: Mapping[str, str]) -> str:
@@ -102,10 +104,7 @@ def bf16_instructions(root: Path = Path("/")) -> str | None:
 
 @cache
 def _cpu_flags(root: Path) -> frozenset[str]:
-    try:
-        lines = (root / "proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
+    lines = _read(root / "proc/cpuinfo").splitlines()
     return frozenset(
         next((line for line in lines if line.lower().startswith(("flags", "features"))), "").split()
     )
@@ -122,17 +121,9 @@ def container_limits(root: Path = Path("/")) -> Limits:
         *(_cpus(folder / "cpuset.cpus.effective") for folder in control_groups("", root)),
         *(_cpus(folder / "cpuset.cpus") for folder in control_groups("cpuset", root)),
     ]
-    memory = [
-        *(
-            _memory(folder, limit, "memory.current", "inactive_file")
-            for folder in control_groups("", root)
-            for limit in ("memory.max", "memory.high")
-        ),
-        *(
-            _memory(folder, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            for folder in control_groups("memory", root)
-        ),
-    ]
+    names = [("", limit, "memory.current", "inactive_file") for limit in ("memory.max", "memory.high")]
+    names += [("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")]
+    memory = [_memory(folder, *files) for group, *files in names for folder in control_groups(group, root)]
     return Limits(
         cores=min((quota for quota in quotas if quota is not None), default=None),
         cpus=min((allowed for allowed in cpus if allowed), key=len, default=None),
@@ -209,7 +200,7 @@ def _quota(folder: Path, quota: str, period: str | None) -> float | None:
 
 def _cpus(path: Path) -> frozenset[int] | None:
     cpus: set[int] = set()
-    for part in _read(path).strip().split(","):
+    for part in _read(path).strip().split(","):  # such as 0-3,8
         low, dash, high = part.partition("-")
         first, last = _number(low), _number(high if dash else low)
         if first is None or last is None or last - first > 1 << 16:

@@ -21,8 +21,8 @@ from torch.nn.parameter import is_lazy
 class ModelState:
     """All tensors of a model by name."""
 
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    unlisted: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # what `load_state_dict` takes
+    unlisted: dict[str, torch.Tensor] = field(default_factory=dict)  # such as non-persistent buffers
 
     def __bool__(self) -> bool:
         return bool(self.weights)
@@ -61,10 +61,8 @@ def split_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> ModelSta
 
 def load_state(model: nn.Module, state: ModelState) -> None:
     """Load all tensors into a model on the CPU. Unlisted tensors that `state` lacks keep their values."""
-    set_later = state.unlisted | {
-        name: state.weights[name] for name in vacant_buffers(model) & state.weights.keys()
-    }
-    for name, value in set_later.items():
+    vacant = {name: state.weights[name] for name in vacant_buffers(model) & state.weights.keys()}
+    for name, value in {**state.unlisted, **vacant}.items():
         set_buffer(model, name, value)
     model.load_state_dict(state.weights)
 
@@ -91,7 +89,7 @@ def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def train_mode(model: nn.Module) -> None:
-    """Set training mode, except for frozen BatchNorm layers, whose statistics must not drift away from their weights."""
+    """Set training mode, but not for frozen BatchNorm layers: their statistics must not drift from their weights."""
     model.train()
     for module in model.modules():
         own = list(module.parameters(recurse=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import suppress
 from typing import Any
 
 from .errors import DrivetrainError, PlanError
@@ -44,11 +45,8 @@ def name_of(target: object) -> str | None:
     module, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
     package = module.rpartition(".")[0]
     # torch.optim:NAdam is the documented name of torch.optim.nadam:NAdam.
-    places = [package, module] if package.startswith("torch") else [module]
-    for place in places:
-        try:
+    for place in [package, module] if package.startswith("torch") else [module]:
+        with suppress(PlanError):
             if imported("object", f"{place}:{name}") is target:
                 return f"{place}:{name}"
-        except PlanError:
-            pass
     return None

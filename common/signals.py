@@ -42,8 +42,7 @@ def handlers_kept() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-_RAISING = [int(signal.SIGINT)]
-"""The signals whose handlers raise an exception in the main thread."""
+_RAISING = [int(signal.SIGINT)]  # signals whose handlers raise an exception in the main thread
 
 
 @contextmanager

@@ -9,12 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
-NARROWEST = 12
-"""Minimum width of a column that is narrowed to fit the terminal."""
-
-
-READABLE = 30
-"""Width below which a column of sentences is hard to read; see `Table.stacks`."""
+NARROWEST = 12  # minimum width of a column that is narrowed to fit the terminal
+READABLE = 30  # width below which a column of sentences is hard to read; see `Table.stacks`
 
 
 @dataclass(frozen=True)
@@ -25,10 +21,12 @@ class Table:
     rows: Sequence[Sequence[str]]
     title: str = ""
     caption: str = ""
-    figures: bool = False
-    line_after: int | None = None
-    spaced: bool = False
-    stacks: bool = False
+    figures: bool = False  # in all columns but the first: right-aligned, never wrapped
+    line_after: int | None = None  # number of the row, starting at 1, below which a line is drawn
+    spaced: bool = False  # a line below every row
+    stacks: bool = (
+        False  # columns after the first are put below each other where they would be too narrow to read
+    )
 
     def __str__(self) -> str:
         return self.text(shutil.get_terminal_size().columns)
@@ -37,8 +35,10 @@ class Table:
         """Return the table as text with drawn lines, wrapped to fit `width` characters, except for the first column,
         which names the row, and figures."""
         widths = self._widths(width)
-        if self.stacks and len(widths) > 2 and self._is_cramped(widths):
-            return self._stacked().text(width)
+        if self.stacks and len(widths) > 2:
+            full = self._widths(10**6)
+            if any(now < min(READABLE, each) for now, each in zip(widths, full, strict=True)):
+                return self._stacked().text(width)
         whole = sum(widths) + 3 * len(widths) + 1
         lines = _wrapped(self.title, whole) if self.title else []
         if self.heads:
@@ -63,10 +63,6 @@ class Table:
                 break
             widths[widths.index(widest, 1)] -= 1
         return widths
-
-    def _is_cramped(self, widths: Sequence[int]) -> bool:
-        """Return whether one of these widths is below `READABLE`, and narrower than the column's text."""
-        return any(now < min(READABLE, full) for now, full in zip(widths, self._widths(10**6), strict=True))
 
     def _stacked(self) -> Table:
         heads = [self.heads[0], " / ".join(filter(None, self.heads[1:]))] if self.heads else []
@@ -97,9 +93,8 @@ class Table:
         """Return the table as HTML, aligned as in a terminal rather than by the notebook's style."""
         title = f"<caption style='text-align:left'>{html.escape(self.title)}</caption>" if self.title else ""
         head = self._line("th", self.heads) if self.heads else ""
-        body = "".join(
-            self._line("td", row, number == self.line_after) for number, row in enumerate(self.rows, 1)
-        )
+        lines = (self._line("td", row, number == self.line_after) for number, row in enumerate(self.rows, 1))
+        body = "".join(lines)
         foot = f"<p><i>{html.escape(self.caption)}</i></p>" if self.caption else ""
         return f"<table>{title}{head}{body}</table>{foot}"
 
@@ -107,11 +102,11 @@ class Table:
         more = ";white-space:nowrap" if self.figures else ""
         more += ";border-bottom:1px solid" if line_below else ""
         sides = ["right" if self.figures and number else "left" for number in range(len(cells))]
-        found = (
+        texts = (
             f"<{tag} style='text-align:{side}{more}'>{html.escape(cell)}</{tag}>"
             for side, cell in zip(sides, cells, strict=True)
         )
-        return f"<tr>{''.join(found)}</tr>"
+        return f"<tr>{''.join(texts)}</tr>"
 
 
 def _wrapped(text: str, width: int) -> list[str]:

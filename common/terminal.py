@@ -1,13 +1,13 @@
-"""What a terminal shows: whether anybody looks, and how much of a long list."""
+"""What a terminal shows: whether anybody looks, how much of a long list, and what a long wait is for."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-SHOWN = 20
-"""Lines of a long list."""
+SHOWN = 20  # lines of a long list
 
 
 def is_interactive() -> bool:
@@ -30,3 +30,32 @@ def shortened(lines: Sequence[str], verbose: bool = False) -> list[str]:
     if verbose or len(lines) <= SHOWN + 1:
         return list(lines)
     return [*lines[:SHOWN], f"  … and {len(lines) - SHOWN:,} more (--verbose)"]
+
+
+_SILENT = 5.0  # seconds before a wait is reported for the first time; the pauses after it double
+
+
+class Wait:
+    """One wait of at most `limit` seconds, for the loop that looks whether it is over. It is reported on standard
+    error, with `--quiet` and in a log file, too."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self._begin, self._next = limit, time.monotonic(), _SILENT
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._begin
+
+    @property
+    def left(self) -> float:
+        return self.limit - self.elapsed
+
+    def report(self, text: Callable[[], str]) -> None:
+        """Print `text()` if a line is due: after 5 s, and then whenever the wait has become twice as long."""
+        if self.elapsed >= self._next:
+            self._next = 2 * self.elapsed
+            line = f"{text()} ({self.elapsed:.0f} s of at most {self.limit:g} s)"
+            if (bars := sys.modules.get("tqdm")) is not None:
+                bars.tqdm.write(line, file=sys.stderr)  # above its bars
+            else:
+                print(line, file=sys.stderr, flush=True)

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from .base import Engine as Engine
     from .base import OptimizerFactory as OptimizerFactory
     from .base import Strategy as Strategy
-    from .common.module_filter import ModuleFilter as ModuleFilter
+    from .common.blocks import ModuleFilter as ModuleFilter
     from .common.optimizer_state import OptimizerState as OptimizerState
     from .ddp import DDP as DDP
     from .deepspeed.strategy import DeepSpeed as DeepSpeed
-    from .dp import DP as DP
     from .fairscale import FairScaleFSDP as FairScaleFSDP
     from .fairscale import FairScaleOSS as FairScaleOSS
     from .fairscale import FairScaleShardedDDP as FairScaleShardedDDP
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from .registry import available as available
     from .registry import get as get
     from .registry import register as register
+    from .single import DP as DP
     from .single import Single as Single
     from .zero import ZeroRedundancy as ZeroRedundancy
 

@@ -18,10 +18,9 @@ from .devices import pick_device
 from .options import PrepareOptions
 from .registry import get
 
+# Fraction of the free memory available to parameters, gradients and optimizer. The rest is for activations, batches
+# and what libraries reserve, which depend on the batch and are not measured.
 COMFORTABLE = 0.5
-"""Fraction of the free memory available to parameters, gradients and optimizer. The rest is for activations, batches
-and what libraries reserve, which depend on the batch and are not measured."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -67,7 +66,7 @@ class Auto:
     def prepare(
         self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
     ) -> Engine:
-        """Prepare `model` with the strategy that `choose` selects, the same on every rank, and as that strategy does."""
+        """Prepare `model` as the strategy that `choose` selects does, the same on every rank."""
         device = enter(self, model)
         devices = dist.get_world_size() if dist.is_initialized() else 1
         free = torch.tensor(free_bytes(device, devices), dtype=torch.float64, device=device)
@@ -95,10 +94,8 @@ class Auto:
 
 def free_bytes(device: torch.device, devices: int) -> int:
     """Return the memory available to a rank on `device`: a GPU's free memory, or its share of the host's."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    return machine.rank_free_memory(devices)
+    cuda = device.type == "cuda"
+    return int(torch.cuda.mem_get_info(device)[0]) if cuda else machine.rank_free_memory(devices)
 
 
 def _gib(size: float) -> str:

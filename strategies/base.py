@@ -29,8 +29,7 @@ class Held:
     parameters: Sequence[torch.Tensor]
     gradients: Sequence[torch.Tensor]
     optimizer: Sequence[torch.Tensor]
-    count: int
-    """Number of parameters of the full model."""
+    count: int  # parameters of the full model
 
 
 class Engine(Protocol):
@@ -69,16 +68,13 @@ class Engine(Protocol):
     @property
     def plain_model(self) -> nn.Module:
         """The user's module, without the strategy's wrapper."""
-        ...
 
     @property
     def sharded(self) -> bool:
         """Whether parameters are sharded, so that no rank has the full model."""
-        ...
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each tensor that `export_state` returns, by name; the same on every rank."""
-        ...
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the precision's autocast context; empty for fp32. Use it in evaluation too.
@@ -86,7 +82,6 @@ class Engine(Protocol):
         A training forward must run inside it even in fp32: DDP decides in the forward whether this microbatch's
         backward communicates.
         """
-        ...
 
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
         """Accumulate the gradients of `loss / accumulate`; ranks synchronise only on the last microbatch.
@@ -95,7 +90,6 @@ class Engine(Protocol):
             StrategyError: unless `last_microbatch` is True for exactly the `accumulate`-th call since the last step:
                 the loss is divided by it, so any other number of microbatches would silently train wrong.
         """
-        ...
 
     def step(self) -> torch.Tensor | None:
         """Clip the gradients, step the optimizer, and zero the gradients.
@@ -110,11 +104,9 @@ class Engine(Protocol):
         Raises:
             StrategyError: if called before `accumulate` microbatches.
         """
-        ...
 
     def zero_grad(self) -> None:
         """Discard the gradients accumulated since the last step, for methods with a second backward pass (SAM)."""
-        ...
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return copies of the gradients that the next `step` will use, before its clipping, by plain parameter names.
@@ -122,22 +114,18 @@ class Engine(Protocol):
         Every rank must call it, between the last `backward` and `step`. Gradients are full, except those of sharded
         parameters that are DTensors, which `gather` makes full. Parameters without a gradient are left out.
         """
-        ...
 
     def group_names(self) -> list[list[str]]:
         """Return the plain names of the parameters in each of the optimizer's groups, the same on every rank."""
-        ...
 
     def reshard(self) -> None:
         """Free the gathered copies of sharded parameters; the next forward gathers them again.
 
         Call it if the weights were changed in place between two forwards without a `step`, e.g. to evaluate averages.
         """
-        ...
 
     def reduce(self, value: torch.Tensor, op: Literal["mean", "sum"] = "mean") -> torch.Tensor:
         """Return `value` reduced over all ranks, the same on each; a new tensor."""
-        ...
 
     def sync_buffers(self) -> None:
         """Set the floating-point and complex buffers to values pooled over all ranks: their means, and for BatchNorm's
@@ -152,14 +140,12 @@ class Engine(Protocol):
         Integer buffers (`num_batches_tracked`) do not change: they count the same steps on each rank, unless the ranks
         skip different branches (StochasticDepth).
         """
-        ...
 
     def pool_buffers(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return `values`, by the names of the model's buffers, pooled as by `sync_buffers`; every rank must call it.
 
         For copies and averages of buffers. Only floating-point and complex ones are returned.
         """
-        ...
 
     def export_state(self, keep: Keep | None = None) -> dict[str, torch.Tensor]:
         """Return all tensors of the model by plain names: full, contiguous copies on the CPU. Those are its state dict
@@ -171,7 +157,6 @@ class Engine(Protocol):
         Raises:
             StrategyError: if a module has an extra state that is not a tensor.
         """
-        ...
 
     def import_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Overwrite the model's state with that of any engine, in place. Tensors that the model's state dict leaves out
@@ -184,7 +169,6 @@ class Engine(Protocol):
             StrategyError: if names or shapes differ from the model's. Nothing has changed if names differ; a shape is
                 checked when its tensor is loaded.
         """
-        ...
 
     def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
         """Return the optimizer's state by plain parameter names, gathered and kept as by `export_state`.
@@ -192,7 +176,6 @@ class Engine(Protocol):
         Raises:
             StrategyError: for state that is neither a tensor nor a number.
         """
-        ...
 
     def import_optimizer(self, state: OptimizerState) -> None:
         """Load the result of any engine's `export_optimizer`; see `import_state`.
@@ -200,22 +183,18 @@ class Engine(Protocol):
         Raises:
             StrategyError: if it belongs to other parameters.
         """
-        ...
 
     def gather(self, value: torch.Tensor, home: int | None = None) -> torch.Tensor:
         """Return the full `value`: itself, unless it is sharded (a DTensor); then all ranks must call it.
 
         With `home`, a rank, the result may be empty on the others: they send their shards, and receive none.
         """
-        ...
 
     def held(self) -> Held:
         """Return the tensors this rank holds for training; see `memory.held_bytes`."""
-        ...
 
     def barrier(self) -> None:
         """Wait until every rank has called it."""
-        ...
 
 
 class Strategy(Protocol):
@@ -234,7 +213,6 @@ class Strategy(Protocol):
 
     def check(self, devices: int) -> None:
         """Raise `StrategyError` if it cannot run here with that many devices."""
-        ...
 
     def prepare(
         self, model: nn.Module, optimizer_factory: OptimizerFactory, **options: Unpack[PrepareOptions]
@@ -249,4 +227,3 @@ class Strategy(Protocol):
         Raises:
             StrategyError: if an argument is invalid, or this rank's device or environment is unsuitable.
         """
-        ...

@@ -14,10 +14,10 @@ from torch import nn
 
 from ..common.errors import StrategyError, require
 from .common.sharding import begin_like_rank_0, give_channels_last_inputs, make_contiguous
-from .common.zero_redundancy import OwnedEngine, copy_groups, keep_part, refuse_dtypes
 from .ddp import DDP, ReplicatedStrategy
 from .engine import LocalEngine, RanksEngine
 from .options import Options
+from .zero import OwnedEngine, copy_groups, keep_part, refuse_dtypes
 
 EXTRA = "fairscale"
 

@@ -16,16 +16,17 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ..common import machine
 from ..common.errors import StrategyError
 from .base import OptimizerFactory
-from .common.materialise import materialise, refuse_without_reset
-from .common.module_filter import ModuleFilter, check_filter
+from .common.blocks import ModuleFilter, check_filter
 from .common.placement import build_optimizer, change_layers, check_ranks, compile_in_place, enter, put_on
 from .common.sharding import (
     begin_like_rank_0,
     gathered_rows,
     give_channels_last_inputs,
     make_contiguous,
+    materialise,
     mixed_precision,
     refuse_unshardable,
+    refuse_without_reset,
     units,
 )
 from .devices import pick_device

@@ -11,7 +11,7 @@ from ..common.options.config import FLAG, IN_WORDS, TEXT, TEXTS, Check, Config, 
 if TYPE_CHECKING:
     import torch
 
-    from .common.module_filter import ModuleFilter
+    from .common.blocks import ModuleFilter
 
 Precision = Literal["fp32", "bf16", "fp16"]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # strategy's options.
 STRATEGIES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     "single": ("single", "Single"),
-    "dp": ("dp", "DP"),
+    "dp": ("single", "DP"),
     "ddp": ("ddp", "DDP"),
     "ddp_spawn": ("ddp", "DDP"),
     "ddp_notebook": ("ddp", "DDP"),

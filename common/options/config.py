@@ -40,9 +40,9 @@ class Kind:
     """One type of value that an option takes; as a mark in `Annotated`, it replaces those of the annotated type."""
 
     fits: Callable[[Any], bool]
-    name: str
-    json: bool = True
-    choices: tuple[Any, ...] = ()
+    name: str  # completes "must be …" in messages
+    json: bool = True  # whether recipes and the command line can contain such values
+    choices: tuple[Any, ...] = ()  # all values, if there are few
 
     @property
     def names(self) -> list[str]:
@@ -86,10 +86,10 @@ class Key:
     name: str
 
 
-IN_WORDS = Key("in words")
-"""A mark: the plan describes the option in words, instead of printing `name=value`."""
-BY_CALLER = Key("by caller")
-"""A mark: the keyword may also be None, which is its default: the class decides what that means."""
+IN_WORDS = Key("in words")  # a mark: the plan describes the option, instead of printing `name=value`
+BY_CALLER = Key(
+    "by caller"
+)  # a mark: the keyword may also be None, its default: the class decides what that means
 
 Positive = Annotated[int, Whole(1)]
 Natural = Annotated[int, Whole(0)]
@@ -103,12 +103,12 @@ class Option:
     """One option of a config."""
 
     name: str
-    owner: type[Config]
+    owner: type[Config]  # the class that declares it
     field: dataclasses.Field[Any]
-    kinds: tuple[Kind, ...]
-    marks: tuple[Any, ...]
-    source: str
-    listed: bool
+    kinds: tuple[Kind, ...]  # what values it takes
+    marks: tuple[Any, ...]  # what `Annotated` adds to its type
+    source: str  # the text of its type
+    listed: bool  # whether tuples are among its values
 
     @cached_property
     def default(self) -> Any:
@@ -120,12 +120,8 @@ class Option:
     @cached_property
     def text(self) -> str:
         """Its documentation: the docstring under the field, in its class or the first base that has one."""
-        texts = (
-            _texts(cast(Any, owner)).get(self.name, "")
-            for owner in self.owner.__mro__
-            if issubclass(owner, Config)
-        )
-        return next(filter(None, texts), "")
+        owners: Any = (owner for owner in self.owner.__mro__ if issubclass(owner, Config))
+        return next(filter(None, (_texts(owner).get(self.name, "") for owner in owners)), "")
 
     @property
     def help(self) -> str:
@@ -144,8 +140,10 @@ class Option:
     @property
     def key(self) -> str:
         """The key in recipes; "" for none."""
-        keys = [mark.name for mark in self.marks if isinstance(mark, Key) and mark not in _NO_KEYS]
-        return keys[0] if keys else self.name
+        keys = (
+            mark.name for mark in self.marks if isinstance(mark, Key) and mark not in (IN_WORDS, BY_CALLER)
+        )
+        return next(keys, self.name)
 
     @property
     def in_plan(self) -> bool:
@@ -187,9 +185,6 @@ class Option:
         return f"{self.name}={value!r:.80} must be {allowed}."
 
 
-_NO_KEYS = (IN_WORDS, BY_CALLER)
-
-
 def either(names: Sequence[str]) -> str:
     """Return alternatives in words: `a`, `a or b`, `a, b or c`."""
     return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
@@ -205,8 +200,10 @@ class Config:
     """Base of the classes with options. Creating one checks each value by its type."""
 
     error: ClassVar[type[DrivetrainError]] = PlanError
-    place: ClassVar[str] = ""
-    EXTRA: ClassVar[str] = ""
+    place: ClassVar[str] = ""  # who takes the options, in messages about unknown ones
+    EXTRA: ClassVar[str] = (
+        ""  # the field with additional options, of the loader, the optimizer or the strategy
+    )
 
     def __post_init__(self) -> None:
         for option in options_of(type(self)).values():
@@ -381,7 +378,7 @@ def _texts(owner: type) -> dict[str, str]:
     """Return the docstrings under the fields of a class, by field; none if its source is not there."""
     # Only the lines before its first method are parsed: the rest takes longer than all else here.
     found = re.search(
-        rf"^class {owner.__name__}\b.*?(?=\n    (?:def |@)|\n\S|\Z)", _source(owner.__module__), _LINES
+        rf"(?ms)^class {owner.__name__}\b.*?(?=\n    (?:def |@)|\n\S|\Z)", _source(owner.__module__)
     )
     body = ast.parse(found[0]).body[0] if found else None
     fields = body.body if isinstance(body, ast.ClassDef) else []
@@ -392,9 +389,6 @@ def _texts(owner: type) -> dict[str, str]:
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
                 texts[node.target.id] = " ".join(inspect.cleandoc(value.value).split())
     return texts
-
-
-_LINES = re.MULTILINE | re.DOTALL
 
 
 @cache

@@ -1,25 +1,31 @@
-"""What is at an address: requests by fsspec, with time limits and retries, and ranges of a file's bytes."""
+"""What is at an address: requests by fsspec, with time limits and retries; ranges of a file's bytes; and files under an
+address, listed, read, written and removed, each complete or absent."""
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, DrivetrainError, MissingExtra, require
-from ..waiting import Wait
+from ..terminal import Wait
+from ..threads import in_order
+from .files import atomic_file
 
-SECONDS = 30.0
-"""Time limit of one request of at most 8 MiB; for longer ones see `SLOWEST`."""
-SLOWEST = 0.3e6
-"""Bytes per second. What is slower counts as a stall."""
-ATTEMPTS = 5
-"""Requests for one range that is answered with an error of the request, or incompletely."""
-PATIENCE = 300.0
-"""Seconds that a server may not answer, by default: as long as a deployment or the restart of a router takes."""
+SECONDS = 30.0  # time limit of one request of at most 8 MiB; for longer ones see `SLOWEST`
+SLOWEST = 0.3e6  # bytes per second; what is slower counts as a stall
+ATTEMPTS = 5  # requests for one range that is answered with an error of the request, or incompletely
+PATIENCE = (
+    300.0  # seconds that a server may not answer: as long as a deployment or the restart of a router takes
+)
 _PAUSE, _LONGEST = 0.2, 10.0  # seconds before the second attempt; doubled before each further one
 _CHANGED, _BUSY = 412, (408, 425, 429)  # statuses of HTTP
 _STRONG_TAG = re.compile(r'\bETag=("[^"]*")')  # a weak one, W/"…", matches nothing in a condition
@@ -42,7 +48,7 @@ def version_of(info: dict[str, Any]) -> str:
 
 
 class MissingFileError(DataError):
-    pass
+    """There is no file at the address."""
 
 
 class Calls:
@@ -145,14 +151,13 @@ class Calls:
                 f"{self.address} was replaced while it was in use: it has another entity tag than when it was opened. "
                 "Run the same command again to use the new file; to resume a run, restore the old one."
             ) from error
-        lasting = (status is not None and 400 <= status < 500 and status not in _BUSY) or _is_unknown_host(
-            error
-        )
+        unknown = any(isinstance(e, socket.gaierror) and e.errno == socket.EAI_NONAME for e in _chain(error))
+        lasting = unknown or (status is not None and 400 <= status < 500 and status not in _BUSY)
         return f"{type(named).__name__}: {named}".rstrip(": "), lasting
 
 
 class RemoteFile(Calls):
-    """A file that is read in ranges; another `version` (from `facts`) is not read, if the server compares entity tags."""
+    """A file read in ranges; another `version` (see `facts`) is not read, if the server compares entity tags."""
 
     def __init__(self, address: str, patience: float | None = None, version: str = "") -> None:
         super().__init__(address, patience)
@@ -242,14 +247,116 @@ def _status(error: BaseException) -> int | None:
     return None
 
 
-def _is_unknown_host(error: BaseException) -> bool:
-    return any(
-        isinstance(each, socket.gaierror) and each.errno == socket.EAI_NONAME for each in _chain(error)
-    )
-
-
 def _is_missing(error: FileNotFoundError) -> bool:
     """Return whether a file does not exist: fsspec's HTTP raises the same error for a server that does not answer."""
     cause = error.__cause__
     status = getattr(cause, "status", None)
     return status in (404, 410) if status is not None else not isinstance(cause, OSError | TimeoutError)
+
+
+_RANGE = 8 << 20  # bytes of a request
+_THREADS = 8  # requests at a time, which hide each other's latency
+_ROUND = 0.2  # seconds between two looks for a file
+_RENAMING = frozenset({"file", "local", "memory", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs"})
+"""Protocols of file systems in which a file is visible while it is written. It is renamed when it is complete; object
+stores show only complete files."""
+
+
+class RemoteFolder(Calls):
+    """The files under the address of a store that can be written (s3, gs, …), by their names relative to it.
+
+    All methods raise errors of the class `error` if it cannot be read or written.
+    """
+
+    def __init__(self, address: str, error: type[DrivetrainError]) -> None:
+        protocol = address.partition("://")[0]
+        made = {"auto_mkdir": True} if protocol in ("file", "local") else {}
+        advice = "Run the same command again when the store answers."
+        super().__init__(address.rstrip("/"), error=error, advice=advice, use_listings_cache=False, **made)
+        self._renames = protocol in _RENAMING
+
+    def versions(self, inside: str = "") -> dict[str, tuple[int, str]]:
+        """Return size and version of each file, or of those in the folder `inside`; see `version_of`."""
+        place = self._at(inside) if inside else self._path
+
+        def listed() -> Any:
+            try:
+                return self._call("find", place, detail=True)
+            except FileNotFoundError:
+                return {}
+
+        start = len(self._path.rstrip("/")) + 1
+        return {
+            name[start:]: (int(info.get("size") or 0), version_of(info))
+            for name, info in self._tried(listed).items()
+            if info.get("type") == "file" and len(name) > start
+        }
+
+    def read(self, name: str) -> bytes | None:
+        return self._content(self._at(name))
+
+    def download(self, name: str, path: Path, size: int) -> None:
+        """Copy a file of `size` bytes to `path`, which appears when it is complete."""
+        source = RemoteFile(f"{self.address}/{name}")
+        with atomic_file(path) as file:
+
+            def copy(start: int) -> None:
+                os.pwrite(file.fileno(), source.read(start, min(_RANGE, size - start)), start)
+
+            ranges = range(0, size, _RANGE)
+            try:
+                with closing(in_order(copy, ranges, _THREADS, "drivetrain-download")) as copied:
+                    for _ in copied:
+                        pass
+            except DrivetrainError as error:
+                raise self._error(str(error)) from error
+
+    def upload(self, path: Path, name: str) -> None:
+        """Copy a local file to `name`, which appears when it is complete, and replaces an older one."""
+        size = path.stat().st_size
+        self._put(name, lambda target: self._call("put_file", str(path), target, size=size))
+
+    def write(self, name: str, data: bytes) -> None:
+        self._put(name, lambda target: self._call("pipe_file", target, data))
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove files, in this order; those that do not exist are ignored."""
+        for name in names:
+
+            def remove(place: str = self._at(name)) -> None:
+                with suppress(FileNotFoundError):
+                    self._call("rm_file", place)
+
+            self._tried(remove, doing="written")
+
+    def appears(self, name: str, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while (there := self.read(name)) is None and time.monotonic() < deadline:
+            time.sleep(_ROUND)
+        return there is not None
+
+    def probe(self) -> None:
+        """Raise an error unless files can be written here."""
+        name = f".probe-{uuid.uuid4().hex}"
+        self.write(name, b"")
+        self.remove([name])
+
+    def _put(self, name: str, send: Callable[[str], Any]) -> None:
+        place = self._at(name)
+
+        def put() -> None:
+            head, _, tail = place.rpartition("/")
+            target = f"{head}/.{tail}.partial" if self._renames else place
+            send(target)
+            if self._renames:
+                self._call("mv", target, place)
+
+        try:
+            self._tried(put, doing="written")
+        except MissingFileError as error:
+            raise self._error(
+                f"{self.address} cannot be written: {error.__cause__}. Create the bucket, or pass another address."
+            ) from error
+
+    def _at(self, name: str) -> str:
+        return f"{self._path.rstrip('/')}/{name}"

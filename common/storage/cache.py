@@ -1,23 +1,36 @@
-"""The folder of local copies: made atomically, found again by the next job, and removed when it grows too large."""
+"""Local copies of remote files: as long as the file, and filled with the blocks that have been requested.
+
+Their folder is made atomically, found again by the next job, and removed when it grows too large.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+import struct
 import tempfile
+import threading
 import time
+import weakref
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..checks import is_number
 from ..errors import DataError
 from ..exhaustion import exhaustion, is_exhaustion
+from ..signals import interrupts_held
+from ..threads import results
 from .addresses import PATIENCE, RemoteFile
-from .files import cache_folder
-from .locks import acquire, locked
-from .mirror import BLOCK, BLOCKS, FACTS
+from .files import acquire, cache_folder, locked
 
 _RECENT = 60.0  # seconds after a copy was asked for, in which it is not removed although nobody has opened it
 
@@ -63,7 +76,8 @@ def local_copy(address: str, remote: Remote = Remote()) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not (folder / FACTS).exists():
-            manifest = _manifest(address, remote.patience)
+            path, mark, query = address.partition("?")
+            manifest = RemoteFile(f"{path}.json{mark}{query}", remote.patience).whole()
             with locked(root / ".lock"):  # each counts the copies of the others
                 _make_room(root, folder, size, remote.cache_limit)
                 _make(folder, name, size, facts, manifest)
@@ -76,11 +90,6 @@ def local_copy(address: str, remote: Remote = Remote()) -> Path:
             "folder that you can write."
         ) from error
     return folder / name
-
-
-def _manifest(address: str, patience: float) -> bytes | None:
-    path, mark, query = address.partition("?")
-    return RemoteFile(f"{path}.json{mark}{query}", patience).whole()
 
 
 def _make(folder: Path, name: str, size: int, facts: dict[str, object], manifest: bytes | None) -> None:
@@ -152,3 +161,189 @@ def _boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+FACTS = "mirror.json"  # the address, size and version of the remote file, next to the copy
+BLOCKS = "blocks"  # one byte per block, 1 if the block has arrived; shared by all processes that use the copy
+BLOCK = (
+    1 << 16
+)  # bytes; a photograph of 100 KB takes two or three blocks: little is fetched that is not needed
+_REQUEST = 128  # blocks in one request: 8 MiB
+_GAP = 4  # blocks that are fetched although they were not asked for, where that saves a request
+_THREADS = 16  # requests of a process at a time, which hide each other's latency
+_LOOKS = (
+    0.005,
+    0.1,
+)  # first and longest seconds between two looks whether another process has fetched blocks
+_STALLED = 30.0  # seconds after which another process that fetches them is not waited for any more
+_shared: weakref.ref[ThreadPoolExecutor] | None = None
+_shared_lock = threading.Lock()
+
+
+def _threads() -> ThreadPoolExecutor:
+    """Return the threads that all mirrors of this process share; they end when no mirror uses them any more."""
+    global _shared
+    with _shared_lock:
+        pool = None if _shared is None else _shared()
+        if pool is None:
+            pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="drivetrain-fetch")
+            _shared = weakref.ref(pool)
+        return pool
+
+
+class Mirror:
+    """A sparse local copy, which several threads and processes may use and fill at the same time.
+
+    A block is fetched when it is first needed. A process locks it meanwhile (on Linux); another one that needs it waits
+    until it is there. A process that is killed leaves complete blocks only: a block is marked after it is written. It
+    keeps one descriptor: a data set may have thousands of files.
+    """
+
+    def __init__(self, path: Path, patience: float | None = None) -> None:
+        facts = json.loads((path.parent / FACTS).read_text())
+        self.address, self.version = str(facts["address"]), str(facts["version"])
+        self.size = int(facts["size"])
+        self._marks, self._patience = path.parent / BLOCKS, patience
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor).atexit = False
+        acquire(self.descriptor, shared=True)  # `cache` removes only copies that nobody uses
+        self._blocks = self._marked(range(max(-(-self.size // BLOCK), 1)))  # known here to have arrived
+        self._source: RemoteFile | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._pending: dict[int, Future[None]] = {}
+
+    @classmethod
+    def at(cls, path: Path, patience: float | None = None) -> Mirror | None:
+        """Return the mirror whose copy `path` is; None for any other file."""
+        there = (path.parent / FACTS).exists() and (path.parent / BLOCKS).exists()
+        return cls(path, patience) if there else None
+
+    def prefetch(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> None:
+        """Begin to fetch the ranges, `sizes` bytes from each of `starts` `(n,)`, without waiting for them."""
+        self._request(starts, sizes)
+
+    def fetch(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> None:
+        """Return when the ranges are in the copy; raise DataError if the source does not deliver them."""
+        results([*self._request(starts, sizes)])
+
+    def forget(self, start: int, size: int) -> None:
+        """Mark a range as not fetched, because its content is not what it should be."""
+        with self._lock:
+            self._mark(range(start // BLOCK, -(-(start + size) // BLOCK)), 0)
+
+    def close(self) -> None:
+        """Drop the requests that have not begun, and the threads. The mirror can be used again."""
+        with self._lock:
+            self._pool = None
+            source, self._source = self._source, None
+            pending = set(self._pending.values())
+            self._pending.clear()
+        if source is not None:
+            source.close()
+        for request in pending:
+            request.cancel()
+
+    def _request(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> set[Future[None]]:
+        """Return the requests, old and new, that the ranges wait for."""
+        sizes = np.broadcast_to(np.asarray(sizes, dtype=np.int64), np.shape(starts))
+        starts = np.asarray(starts, dtype=np.int64)
+        firsts, ends = starts // BLOCK, -(-(starts + sizes) // BLOCK)
+        found: set[Future[None]] = set()
+        with self._lock:
+            missing: set[int] = set()
+            for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
+                if not self._blocks[first:end].all():
+                    missing.update((first + np.flatnonzero(self._blocks[first:end] == 0)).tolist())
+            for block in missing & self._pending.keys():
+                found.add(self._pending[block])
+            for run in _runs(sorted(missing - self._pending.keys())):
+                self._pool = self._pool or _threads()
+                with interrupts_held():
+                    future = self._pool.submit(self._fetch, run)
+                self._pending |= dict.fromkeys(run, future)
+                found.add(future)
+        return found
+
+    def _fetch(self, run: range) -> None:
+        """Fetch consecutive blocks, or wait until another process has."""
+        try:
+            source = self._source = self._source or RemoteFile(self.address, self._patience, self.version)
+            with self._locked(run, source):
+                missing = run.start + np.flatnonzero(self._marked(run) == 0)
+                for part in _runs(missing.tolist()):
+                    self._copy(source, part)
+                self._blocks[run.start : run.stop] = 1
+        finally:
+            with self._lock:
+                for block in run:
+                    self._pending.pop(block, None)
+
+    def _copy(self, source: RemoteFile, run: range) -> None:
+        start = run.start * BLOCK
+        data = memoryview(source.read(start, min(run.stop * BLOCK, self.size) - start))
+        try:
+            while data:
+                written = os.pwrite(self.descriptor, data, start)
+                start, data = start + written, data[written:]
+            self._mark(run, 1)
+        except OSError as error:
+            raise DataError(
+                f"The local copy of {self.address} cannot be written: {error.strerror or error}. Free space, or "
+                "set another folder with cache=."
+            ) from error
+
+    def _marked(self, run: range) -> NDArray[np.uint8]:
+        """Return which blocks of a run have arrived, as all processes see it."""
+        return np.fromfile(self._marks, dtype=np.uint8, count=len(run), offset=run.start)
+
+    def _mark(self, run: range, arrived: int) -> None:
+        with self._marks.open("r+b", buffering=0) as file:
+            file.seek(run.start)
+            file.write(bytes([arrived]) * len(run))
+        self._blocks[run.start : run.stop] = arrived
+
+    @contextmanager
+    def _locked(self, run: range, source: RemoteFile) -> Iterator[None]:
+        """Keep other processes from fetching these blocks inside the block; wait for those that do, while they do.
+
+        The locks belong to this descriptor, and end with the process.
+        """
+        if not hasattr(fcntl, "F_OFD_SETLK"):  # not Linux: each process fetches what it needs
+            yield
+            return
+        pause, deadline = _LOOKS[0], time.monotonic() + _STALLED
+        while not (own := self._lock_blocks(run, fcntl.F_WRLCK)) and time.monotonic() < deadline:
+            if source.closed_within(pause) or self._marked(run).all():
+                break
+            pause = min(2 * pause, _LOOKS[1])
+        try:
+            yield
+        finally:
+            if own:
+                self._lock_blocks(run, fcntl.F_UNLCK)
+
+    def _lock_blocks(self, run: range, kind: int) -> bool:
+        """Lock the bytes of blocks, or unlock them; return False if another process has locked some of them."""
+        lock = struct.pack("hhqqi0q", kind, os.SEEK_SET, run.start * BLOCK, len(run) * BLOCK, 0)
+        try:
+            fcntl.fcntl(self.descriptor, fcntl.F_OFD_SETLK, lock)
+        except (BlockingIOError, PermissionError):
+            return False
+        except OSError:  # a file system without locks
+            return True
+        return True
+
+
+def _runs(blocks: Iterable[int]) -> Iterator[range]:
+    """Yield ranges that cover the ascending block numbers, each at most one request long."""
+    first = last = -1
+    for block in blocks:
+        if first >= 0 and (block - last > _GAP or block - first >= _REQUEST):
+            yield range(first, last + 1)
+            first = -1
+        if first < 0:
+            first = block
+        last = block
+    if first >= 0:
+        yield range(first, last + 1)

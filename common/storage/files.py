@@ -1,7 +1,10 @@
-"""Write files atomically: temporary file, fsync, rename. Digests of files."""
+"""Write files atomically: temporary file, fsync, rename. Digests of files. Locks on open files and folders (flock),
+which the system releases when the process ends.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -10,10 +13,35 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 from ..errors import DrivetrainError
-from .locks import acquire, release
+
+
+def acquire(file: IO[Any] | int, *, wait: bool = True, shared: bool = False) -> bool:
+    """Lock an open file or folder; return whether this process holds the lock now. Closing it, or `release`, unlocks
+    it. Raise OSError if the file system has no locks."""
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(file, kind if wait else kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def release(file: IO[Any] | int) -> None:
+    """Unlock the file. Closing it does not suffice where a process forked in the meantime has it open, too."""
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process, or thread, at a time into the block; `path` is a lock file, which stays."""
+    with path.open("ab") as file:
+        acquire(file)
+        yield
+
 
 _ROUND = 0.05  # seconds between two looks for a file
 
@@ -130,10 +158,7 @@ def _remove_leftovers(path: Path) -> None:
     with suppress(OSError), os.scandir(path.parent) as entries:
         leftovers = [Path(entry.path) for entry in entries if name.fullmatch(entry.name) and entry.is_file()]
         for leftover in leftovers:
-            with (
-                suppress(OSError),
-                leftover.open("r+b") as file,
-            ):  # it was renamed, or belongs to another user
+            with suppress(OSError), leftover.open("r+b") as file:  # renamed, or of another user
                 if acquire(file, wait=False):
                     leftover.unlink()
 

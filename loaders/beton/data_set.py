@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common import machine
-from ...common.descriptors import more_descriptors
 from ...common.errors import BetonError
+from ...common.exhaustion import more_descriptors
 from ...common.storage.cache import Remote
 from ..sources import Files, Source, files_of, in_threads
 from .open_file import Identity

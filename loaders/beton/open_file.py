@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.errors import BetonError
-from ...common.storage.mirror import Mirror
+from ...common.storage.cache import Mirror
 
 Identity = tuple[int, int, int]
 """A file's device, inode and size in bytes."""

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ...common.errors import DataError
-from ...common.storage.files import cache_folder
-from ...common.storage.locks import acquire
+from ...common.storage.files import acquire, cache_folder
 
 Pixels = NDArray[np.uint8]
 Batches = Iterator[tuple[str, bytes]]  # name and content of each `.bin` file

@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import CheckpointError
-from ...common.storage.addresses import is_address
-from ...common.storage.files import atomic_file, cache_folder
-from ...common.storage.folder import RemoteFolder
+from ...common.storage.addresses import RemoteFolder, is_address
+from ...common.storage.files import atomic_file, cache_folder, locked
 from ...common.storage.json_files import ShapeError, parse
-from ...common.storage.locks import locked
 from .content import STATE
 from .weights import unlisted_path
 

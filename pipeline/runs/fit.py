@@ -10,8 +10,7 @@ from pathlib import Path
 from ...common.errors import DrivetrainError, PlanError, StrategyError
 from ...common.storage.addresses import is_address
 from ...strategies.launching.group import is_main_process, is_rank
-from ...strategies.launching.meeting import failures_posted
-from ...strategies.launching.peers import LostRankError
+from ...strategies.launching.meeting import LostRankError, failures_posted
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.remote import RemoteRun, shown
 from ..checkpoints.resume import kept_precision

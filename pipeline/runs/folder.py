@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 
 from ...common.errors import DrivetrainError, RecipeError
-from ...common.storage.files import atomic_file
-from ...common.storage.locks import acquire, release
+from ...common.storage.files import acquire, atomic_file, release
 from ...strategies.launching.group import is_main_process
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.remote import RemoteRun, shown

@@ -21,12 +21,11 @@ import torch
 import torch.distributed as dist
 
 from ...common.errors import CheckpointError, RecipeError, StrategyError
-from ...common.storage.addresses import is_address
+from ...common.storage.addresses import RemoteFolder, is_address
+from ...common.storage.cache import Mirror
 from ...common.storage.files import appears
-from ...common.storage.folder import RemoteFolder
-from ...common.storage.mirror import Mirror
+from ...common.terminal import Wait
 from ...common.version import __version__
-from ...common.waiting import Wait
 from ...loaders.sources import Source, files_of
 from ...strategies.launching.group import group_store, in_group
 from ...strategies.launching.meeting import arrives

@@ -12,7 +12,7 @@ from time import perf_counter
 from ...common.budget import OutOfTime
 from ...common.errors import DrivetrainError, StrategyError
 from ...strategies.devices import rank_device
-from ...strategies.launching.speed import all_reduce_speed
+from ...strategies.launching.group import all_reduce_speed
 from ..describe.cuda_settings import uses_gpu
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,10 +41,8 @@ def adamw_bytes(strategy: str, ranks: int) -> tuple[float, float, float]:
     divided = DIVIDES[strategy].split()
     copy = 4.0 if strategy.startswith("deepspeed") else 0.0
     whole = {"parameters": 4.0, "gradients": 4.0, "optimizer": 8.0 + copy}
-    parameters, gradients, optimizer = (
-        size / ranks if part in divided else size for part, size in whole.items()
-    )
-    return parameters, gradients, optimizer
+    own = {part: size / ranks if part in divided else size for part, size in whole.items()}
+    return own["parameters"], own["gradients"], own["optimizer"]
 
 
 @dataclass(frozen=True)
@@ -54,13 +52,7 @@ class HeldBytes:
     parameters: int
     gradients: int
     optimizer: int
-    count: int
-    """Number of parameters of the full model."""
-
-    @property
-    def per_parameter(self) -> float:
-        """The sum of all three per parameter of the full model; compare it with `ADAMW_BYTES`."""
-        return (self.parameters + self.gradients + self.optimizer) / self.count
+    count: int  # parameters of the full model
 
 
 def held_bytes(engine: Engine) -> HeldBytes:
@@ -75,14 +67,10 @@ def held_bytes(engine: Engine) -> HeldBytes:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = [_own_part(tensor.detach()).untyped_storage() for tensor in tensors]
+    # `to_local` is a DTensor's, whose class takes a second to import.
+    own: Iterable[Any] = (tensor.detach() for tensor in tensors)
+    storages = [(t.to_local() if hasattr(t, "to_local") else t).untyped_storage() for t in own]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
-
-
-def _own_part(tensor: torch.Tensor) -> torch.Tensor:
-    # Of a DTensor, whose class takes a second to import.
-    own: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return own
 
 
 def tensors_in(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

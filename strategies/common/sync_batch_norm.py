@@ -72,8 +72,7 @@ def _is_local(module: nn.Module) -> bool:
 
 
 class _Synced(nn.Module):
-    sums_over_ranks = True
-    """All ranks must run it together, so StochasticDepth does not skip it."""
+    sums_over_ranks = True  # all ranks must run it together, so StochasticDepth does not skip it
 
     is_absent = False
     """Whether this rank has no samples: it takes part with none of those that it is called with; see `absent`."""

@@ -1,9 +1,13 @@
-"""This process's place among the ranks: whether it is one, the first, and joining the process group."""
+"""This process's place among the ranks: whether it is one, the first, joining the process group, and how fast the ranks
+of a group exchange tensors."""
 
 from __future__ import annotations
 
 import os
+import statistics
 import threading
+import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...common.errors import StrategyError
-from ...common.waiting import Wait
+from ...common.terminal import Wait
 from ..devices import local_rank
 from .meeting import (
     FailedRankError,
@@ -35,7 +39,7 @@ def in_group() -> bool:
 
 
 def is_rank() -> bool:
-    """Whether this process is a rank that something else has started: its group runs, or torchrun's variables are set."""
+    """Whether something else has started this process as a rank: its group runs, or torchrun's variables are set."""
     return in_group() or under_torchrun()
 
 
@@ -182,3 +186,54 @@ def _wait_until_all_joined(wait: Wait, watched: Any = None) -> None:
         if wait.left <= 0:
             raise RuntimeError(f"rank {joined} did not connect within {wait.limit:g} s")
         wait.report(waits)
+
+
+_WARM_UP = 2
+_SECONDS = 2.0  # for one size
+_FEWEST, _MOST = 3, 30  # repetitions
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """What all-reduces of one size took."""
+
+    size: int  # bytes of the tensor
+    ranks: int
+    seconds: tuple[float, ...]  # of each repetition, on the slowest rank
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that each rank sends, in a ring and in the median time: `2 (n - 1) / n` times the size.
+        nccl-tests names it "busbw"; unlike the size by the time, it does not depend on the number of ranks."""
+        return 2 * (self.ranks - 1) / self.ranks * self.size / self.median
+
+
+def all_reduce_speed(size: int, device: torch.device) -> AllReduce:
+    """Measure all-reduces of `size` bytes (a multiple of 4) in the default group; all ranks must call it. It takes
+    about two seconds at most, unless three repetitions take longer."""
+    values = torch.zeros(max(size // 4, 1), device=device)
+    for _ in range(_WARM_UP):
+        _timed(values)
+    first = _slowest([_timed(values)], device)[0]
+    repeats = min(max(int(_SECONDS / max(first, 1e-9)), _FEWEST), _MOST)
+    seconds = _slowest([_timed(values) for _ in range(repeats)], device)
+    return AllReduce(values.nbytes, dist.get_world_size(), tuple(seconds))
+
+
+def _timed(values: torch.Tensor) -> float:
+    finish = torch.cuda.synchronize if values.is_cuda else lambda _: None
+    finish(values.device)
+    start = time.perf_counter()
+    dist.all_reduce(values)
+    finish(values.device)
+    return time.perf_counter() - start
+
+
+def _slowest(seconds: list[float], device: torch.device) -> list[float]:
+    times = torch.tensor(seconds, device=device)
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return [float(each) for each in times.tolist()]

@@ -13,20 +13,20 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Any, TypeVar
 
 import cloudpickle
+import psutil
 
 from ...common.errors import StrategyError
 from ...common.signals import handled
 from .. import registry
-from .agent import ElasticWarning, blocked_growth, killed_with_agent
 from .group import COLLECTIVE_TIMEOUT, in_group, is_rank, join_group
-from .peers import LostRankError, lost_ranks_named
+from .meeting import LostRankError, lost_ranks_named
 from .rank_main import BOOT, COMPLETE
 
 Result = TypeVar("Result")
@@ -39,13 +39,10 @@ _ROUND = 0.02  # seconds between two looks for answers, and for ranks that died 
 
 @dataclass(frozen=True)
 class Report:
-    kind: str
-    """`"result"`, `"error"` (it raised) or `"died"` (it ended without an answer)."""
-    what: str
-    """The end of a sentence that begins with "rank 1 of 2"."""
+    kind: str  # `"result"`, `"error"` (it raised) or `"died"` (it ended without an answer)
+    what: str  # the end of a sentence that begins with "rank 1 of 2"
     traceback: str = ""
-    echo: bool = False
-    """Whether it is probably a consequence of another rank's end."""
+    echo: bool = False  # whether it is probably a consequence of another rank's end
     time: float = field(default_factory=time.monotonic)
     """When it failed, on the clock `time.monotonic`, which all processes share."""
 
@@ -56,8 +53,7 @@ class Rank:
     def __init__(self, number: int, devices: int, job: int) -> None:
         self.number = number
         self.report: Report | None = None
-        self.heard = 0.0
-        """When its answer last grew, by `time.monotonic`."""
+        self.heard = 0.0  # when its answer last grew, by `time.monotonic`
         self._size = 0  # of the answer so far, in bytes
         self._file = _file_in_memory("answer")
         try:
@@ -112,10 +108,9 @@ def _file_in_memory(name: str) -> IO[bytes]:
 
 
 def _cause_of_death(pid: int) -> str:
-    try:
+    status = None
+    with suppress(ChildProcessError):
         status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    except ChildProcessError:
-        status = None
     if status is None:
         return "ended before it returned"
     if status.si_code == os.CLD_EXITED:
@@ -394,3 +389,65 @@ def _environment(number: int, devices: int) -> dict[str, str]:
     # All ranks are on this machine; looking up its host name can hang or return a foreign address.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
+
+
+NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""A variable of torchrun's: with 1, every start of the workers has a store of its own."""
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
+
+
+@contextmanager
+def killed_with_agent() -> Iterator[None]:
+    """Inside the block, let the system kill this process when torchrun's agent dies.
+
+    An agent that is killed cannot end its workers, which would go on training, and disturb the ranks that replace them.
+    Nothing happens without an agent, or on other systems than Linux.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
+        yield
+        return
+    libc = ctypes.CDLL(None)
+    before = ctypes.c_int()
+    libc.prctl(_PR_GET_PDEATHSIG, ctypes.byref(before))
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_PDEATHSIG, before.value)
+
+
+class ElasticWarning(UserWarning):
+    """torchrun was started so that the number of machines cannot change as it should."""
+
+
+def blocked_growth() -> str:
+    """Return why a machine cannot join this job later, and the remedy; "" if it can, or the number is fixed.
+
+    Since torch 2.15, the agents keep the address of their workers' store. One that joins waits for it in vain, and so
+    do the others' workers for its ranks. Only the agent's environment can change that, not a worker.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    try:
+        command = psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:
+        return ""
+    nodes = nodes_of(command) or os.environ.get("PET_NNODES", "1")
+    fewest, _, most = nodes.partition(":")
+    if not most or fewest == most:
+        return ""
+    return (
+        f"torchrun --nnodes={nodes} shares its store with the workers: the job survives the loss of a machine, but one "
+        f"that joins stops it for minutes. Set {NO_SHARED_STORE}=1 in the environment of torchrun on each machine."
+    )
+
+
+def nodes_of(command: Sequence[str]) -> str:
+    """Return the value of `--nnodes` in a command of torchrun's; "" if it is not given."""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name == "--nnodes":
+            return value or following
+        if word == "-m" and following.startswith("drivetrain"):
+            break  # what follows is not torchrun's
+    return ""

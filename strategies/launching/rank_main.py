@@ -23,7 +23,7 @@ from typing import Any
 import cloudpickle
 
 from ...common.signals import handlers_kept
-from .peers import is_echo
+from .meeting import is_echo
 
 # The interpreter's `-c` program; its arguments are the descriptors of the job and of the answer.
 BOOT = """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from drivetrain.strategies.launching.agent import blocked_growth, nodes_of
+from drivetrain.strategies.launching.launcher import blocked_growth, nodes_of
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch
 from drivetrain import Pipeline, strategies
 from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import DDP, DP, Single
-from drivetrain.strategies.dp import DPEngine
 from drivetrain.strategies.options import Options
+from drivetrain.strategies.single import DPEngine
 from strategy_jobs import build, make_optimizer
 from torch import nn
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from drivetrain.strategies.common.statistics import pool_buffers
+from drivetrain.strategies.engine import pool_buffers
 from drivetrain.transforms import GhostBatchNorm
 from torch import nn
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from drivetrain import StrategyError, strategies
-from drivetrain.strategies.common.recompute import recompute_activations
+from drivetrain.strategies.common.placement import recompute_activations
 from parity_jobs import Case, Run, train
 from step_option_jobs import NAMES, OPTIONS, REFUSED, run_all
 from strategy_jobs import make_optimizer

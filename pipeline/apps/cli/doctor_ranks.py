@@ -15,11 +15,9 @@ from ....common.errors import StrategyError
 from ....common.table import Table
 from ....common.version import __version__
 from ....strategies.devices import rank_device
-from ....strategies.launching.agent import blocked_growth, killed_with_agent
-from ....strategies.launching.group import join_group
-from ....strategies.launching.meeting import Meeting, meet, under_torchrun
-from ....strategies.launching.peers import lost_ranks_named
-from ....strategies.launching.speed import AllReduce, all_reduce_speed
+from ....strategies.launching.group import AllReduce, all_reduce_speed, join_group
+from ....strategies.launching.launcher import blocked_growth, killed_with_agent
+from ....strategies.launching.meeting import Meeting, lost_ranks_named, meet, under_torchrun
 from .doctor import Finding, host_address
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

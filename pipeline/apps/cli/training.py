@@ -243,7 +243,7 @@ def tune(
 def _files_in(out: Path | str) -> list[str]:
     """Return the names of the files in a run's folder."""
     if is_address(out):
-        from ....common.storage.folder import RemoteFolder
+        from ....common.storage.addresses import RemoteFolder
 
         return sorted(name for name in RemoteFolder(str(out), CheckpointError).versions() if "/" not in name)
     return sorted(path.name for path in Path(out).iterdir() if path.is_file())

@@ -18,8 +18,7 @@ from drivetrain import DataError
 from drivetrain.common import waiting
 from drivetrain.common.errors import BetonError
 from drivetrain.common.storage import addresses as sources
-from drivetrain.common.storage.cache import Remote, local_copy
-from drivetrain.common.storage.mirror import BLOCK, BLOCKS, Mirror, _runs
+from drivetrain.common.storage.cache import BLOCK, BLOCKS, Mirror, Remote, _runs, local_copy
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, inspect, open_beton, verify
 from hypothesis import given
 from hypothesis import strategies as st

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from command_line import call
 from drivetrain import DataError, Pipeline
-from drivetrain.common.storage.mirror import Mirror
+from drivetrain.common.storage.cache import Mirror
 from drivetrain.pipeline.runs.preflight import digest
 from drivetrain.pipeline.training.build import source_files
 from pipeline_data import Toy, numbers

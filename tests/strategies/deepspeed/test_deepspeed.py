@@ -13,7 +13,7 @@ from deepspeed_methods import OFFLOAD, STAGES, averaged
 from drivetrain import Pipeline
 from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import DeepSpeed, launch
-from drivetrain.strategies.deepspeed.backend import _deferred
+from drivetrain.strategies.deepspeed.strategy import _deferred
 from drivetrain.transforms import (
     EMA,
     ChannelsLast,
