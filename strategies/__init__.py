@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .common.blocks import ModuleFilter as ModuleFilter
     from .common.optimizer_state import OptimizerState as OptimizerState
     from .ddp import DDP as DDP
+    from .ddp import ZeroRedundancy as ZeroRedundancy
     from .deepspeed.strategy import DeepSpeed as DeepSpeed
     from .fairscale import FairScaleFSDP as FairScaleFSDP
     from .fairscale import FairScaleOSS as FairScaleOSS
@@ -40,6 +41,5 @@ if TYPE_CHECKING:
     from .registry import register as register
     from .single import DP as DP
     from .single import Single as Single
-    from .zero import ZeroRedundancy as ZeroRedundancy
 
 __getattr__, __dir__, __all__ = exports(__name__, __file__)

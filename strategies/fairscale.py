@@ -14,10 +14,9 @@ from torch import nn
 
 from ..common.errors import StrategyError, require
 from .common.sharding import begin_like_rank_0, give_channels_last_inputs, make_contiguous
-from .ddp import DDP, ReplicatedStrategy
+from .ddp import DDP, OwnedEngine, ReplicatedStrategy, copy_groups, keep_part, refuse_dtypes
 from .engine import LocalEngine, RanksEngine
 from .options import Options
-from .zero import OwnedEngine, copy_groups, keep_part, refuse_dtypes
 
 EXTRA = "fairscale"
 
@@ -167,9 +166,10 @@ class FairScaleFSDP(ReplicatedStrategy):
 
     def check(self, devices: int) -> None:  # noqa: ARG002
         """Raise `StrategyError`: it is not supported yet."""
+        gpu = torch.cuda.is_available()
         reason = (
             "it has not been tested on GPUs yet"
-            if torch.cuda.is_available()
+            if gpu
             else "it runs on CUDA GPUs only, and there is none here"
         )
         raise StrategyError(f"strategy {self.name!r}: {reason}. Use 'fsdp', which shards the same.")

@@ -82,12 +82,9 @@ class FSDPEngine(RanksEngine):
     def _part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         if not isinstance(like, DTensor):
             return whole
-        mesh = like.device_mesh
         # Every rank already has the same values: none are sent.
-        part: torch.Tensor = distribute_tensor(
-            whole.to(self.device), mesh, like.placements, src_data_rank=None
-        )
-        return part.to(like.device)
+        whole = whole.to(self.device)
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
 
     def _tensors(self, caller: str) -> dict[str, torch.Tensor]:
         self.reshard()
@@ -299,9 +296,8 @@ class HSDP(FSDP):
             )
 
     def _group_size(self, devices: int) -> int:
-        if self.shard_size is not None:
-            return self.shard_size
-        return min(devices, machine.local_ranks(devices))
+        size = self.shard_size
+        return min(devices, machine.local_ranks(devices)) if size is None else size
 
     def _mesh(self, device: torch.device) -> DeviceMesh:
         devices = dist.get_world_size()

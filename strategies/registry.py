@@ -39,7 +39,7 @@ STRATEGIES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     "deepspeed_stage_3": ("deepspeed.strategy", "DeepSpeed", {"stage": 3}),
     "deepspeed_stage_3_offload": ("deepspeed.strategy", "DeepSpeed", {"stage": 3, "offload": "cpu"}),
     "deepspeed_stage_3_offload_nvme": ("deepspeed.strategy", "DeepSpeed", {"stage": 3, "offload": "nvme"}),
-    "zero_redundancy": ("zero", "ZeroRedundancy"),
+    "zero_redundancy": ("ddp", "ZeroRedundancy"),
     "fairscale_oss": ("fairscale", "FairScaleOSS"),
     "fairscale_sharded_ddp": ("fairscale", "FairScaleShardedDDP"),
     "fairscale_fsdp": ("fairscale", "FairScaleFSDP"),

@@ -1,4 +1,5 @@
-"""Train on one device: the baseline that every other strategy must match."""
+"""Train in one process: on one device, the baseline that every other strategy must match, or on several GPUs with
+torch's DataParallel."""
 
 from __future__ import annotations
 
@@ -62,6 +63,8 @@ class Single:
 
 
 class DPEngine(LocalEngine):
+    """A model wrapped by DataParallel."""
+
     @property
     def plain_model(self) -> nn.Module:
         return cast(nn.Module, self.model.module)

@@ -30,8 +30,8 @@ NOT_YOURS = {
 class Zero:
     """What is sharded across the ranks, and where it is stored."""
 
-    stage: int
-    offload: str | None
+    stage: int  # 1: the optimizer's state and fp32 copy of the weights; 2: also gradients; 3: also parameters
+    offload: str | None  # None, "cpu", or "nvme", with `nvme_path`, a folder on that disk
     nvme_path: str | None = None
 
     def section(self) -> dict[str, Any]:
@@ -54,10 +54,8 @@ class Zero:
 def read_config(config: str | Path | Config | None) -> dict[str, Any]:
     """Return a copy of the user's configuration, a dict or the path of a JSON file, without values to be filled in
     (`"auto"`)."""
-    if config is None:
-        return {}
-    if isinstance(config, Mapping):
-        return _without_auto(config)
+    if config is None or isinstance(config, Mapping):
+        return _without_auto(config or {})
     try:
         read = json.loads(Path(config).read_text())
     except (OSError, ValueError, TypeError) as error:
@@ -75,27 +73,31 @@ def read_config(config: str | Path | Config | None) -> dict[str, Any]:
 
 def choose_zero(stage: int | None, offload: str | None, nvme_path: str | None, config: Config) -> Zero:
     """Return what the strategy's options and the configuration specify; stage 2 without offload if neither does."""
-    name = "deepspeed"
     section = config.get("zero_optimization", {})
     if not isinstance(section, Mapping):
-        raise StrategyError(f"strategy {name!r}: config['zero_optimization']={section!r} must be an object.")
+        raise StrategyError(
+            f"strategy 'deepspeed': config['zero_optimization']={section!r} must be an object."
+        )
     theirs = section.get("stage")
     if None not in (stage, theirs) and stage != theirs:
-        raise _contradiction(name, "zero_optimization.stage", theirs, f"stage={stage}")
-    stage = theirs if stage is None else stage
-    stage = 2 if stage is None else stage
+        raise _contradiction("deepspeed", "zero_optimization.stage", theirs, f"stage={stage}")
+    stage = next((each for each in (stage, theirs) if each is not None), 2)
     if stage not in (1, 2, 3):
         raise StrategyError(
-            f"strategy {name!r}: stage={stage!r} must be 1, 2 or 3. To shard nothing, use 'ddp'."
+            f"strategy 'deepspeed': stage={stage!r} must be 1, 2 or 3. To shard nothing, use 'ddp'."
         )
     device, path = _offload_of(section, stage)
     if None not in (offload, device) and offload != device:
-        raise _contradiction(name, "zero_optimization.offload_optimizer", device, f"offload={offload!r}")
+        raise _contradiction(
+            "deepspeed", "zero_optimization.offload_optimizer", device, f"offload={offload!r}"
+        )
     zero = Zero(stage, offload or device, nvme_path or path)
     if zero.offload not in (None, "cpu", "nvme"):
-        raise StrategyError(f"strategy {name!r}: offload={zero.offload!r} is unknown. Use 'cpu' or 'nvme'.")
+        raise StrategyError(
+            f"strategy 'deepspeed': offload={zero.offload!r} is unknown. Use 'cpu' or 'nvme'."
+        )
     if zero.offload == "nvme" and stage != 3:
-        raise StrategyError(f"strategy {name!r}: offload='nvme' needs stage=3, not {stage}.")
+        raise StrategyError(f"strategy 'deepspeed': offload='nvme' needs stage=3, not {stage}.")
     return zero
 
 

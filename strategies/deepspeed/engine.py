@@ -177,7 +177,7 @@ class DeepSpeedEngine(RanksEngine):
     def _exported(
         self, parameter: nn.Parameter, name: str, key: str, value: object, home: int | None
     ) -> torch.Tensor | float:
-        if _is_per_element(value, self._flat(parameter)):
+        if isinstance(value, torch.Tensor) and value.shape == self._flat(parameter).shape:  # one per element
             value = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
         return super()._exported(parameter, name, key, value, home)
 
@@ -213,17 +213,11 @@ class DeepSpeedEngine(RanksEngine):
                 group["params"] = parameters
 
 
-def _is_per_element(value: object, flat: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == flat.shape
-
-
 def _blank(flat: torch.Tensor, entry: Entry) -> dict[str, Any]:
     """Return an initial state for a flat tensor: zeros for per-element values, and a copy of the rest."""
-    state: dict[str, Any] = {}
+    state: dict[str, Any] = dict(entry)
     for key, value in entry.items():
-        if not isinstance(value, torch.Tensor):
-            state[key] = value
-        else:
+        if isinstance(value, torch.Tensor):
             state[key] = torch.zeros_like(flat, requires_grad=False) if value.dim() else value.clone()
     return state
 

@@ -105,9 +105,7 @@ class DeepSpeed:
     def summary(self) -> str:
         """One line for `strategies.available()`."""
         zero = self._zero()
-        return SUMMARIES[zero.stage] + (
-            "" if zero.offload is None else f", kept on the {zero.offload.upper()}"
-        )
+        return SUMMARIES[zero.stage] + (f", kept on the {zero.offload.upper()}" if zero.offload else "")
 
     def _zero(self) -> Zero:
         return choose_zero(self.stage, self.offload, self.nvme_path, read_config(self.config))
@@ -121,9 +119,7 @@ class DeepSpeed:
         """
         check_ranks(self.name, self.device, devices)
         if importlib.util.find_spec("deepspeed") is None:
-            require(
-                "deepspeed", "deepspeed", "shard a training run with ZeRO"
-            )  # raises with installation instructions
+            _require()  # raises with installation instructions
         zero = self._zero()
         if zero.offload != "nvme":
             return
@@ -156,7 +152,11 @@ class DeepSpeed:
         refuse_unshardable(self.name, model)
         refuse_without_reset(self.name, model)
         if not dist.is_initialized():
-            self._check_alone(zero)
+            if zero.offload is not None or self.config is not None:
+                raise StrategyError(
+                    f"strategy {self.name!r}: there is no process group, without which DeepSpeed does nothing. Start "
+                    f"this with torchrun --nproc-per-node=1 or strategies.launch(…, devices=1), or use 'single'."
+                )
             materialise(model, device)
             model = put_on(model, device, options)
             return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)
@@ -170,9 +170,8 @@ class DeepSpeed:
         if zero.offload == "cpu":
             step_fused(optimizer)
         with import_deepspeed(device) as deepspeed:
-            _place(
-                model, device, deepspeed.zero.Init(config_dict_or_path=config) if zero.stage == 3 else None
-            )
+            init = deepspeed.zero.Init(config_dict_or_path=config) if zero.stage == 3 else None
+            _place(model, device, init)
             _exchange(optimizer, before, dict(model.named_parameters()))
             compile_in_place(model, options.compile)
             groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -180,13 +179,6 @@ class DeepSpeed:
                 model=model, optimizer=optimizer, config=config, dist_init_required=False
             )
         return DeepSpeedEngine(wrapper, deepspeed, groups, device, options, zero.stage)
-
-    def _check_alone(self, zero: Zero) -> None:
-        if zero.offload is not None or self.config is not None:
-            raise StrategyError(
-                f"strategy {self.name!r}: there is no process group, without which DeepSpeed does nothing. Start this "
-                f"with torchrun --nproc-per-node=1 or strategies.launch(…, devices=1), or use 'single'."
-            )
 
 
 def step_fused(optimizer: torch.optim.Optimizer) -> None:
@@ -275,8 +267,11 @@ def import_deepspeed(device: torch.device) -> Iterator[Any]:
         os.environ["DS_ACCELERATOR"] = device.type  # else it uses CUDA if available, also for "cpu"
         # It requires one, even in a group that no launcher started, and uses it as the index of the GPU.
         os.environ["LOCAL_RANK"] = str(local_rank() or 0 if device.index is None else device.index)
-        deepspeed: Any = require("deepspeed", "deepspeed", "shard a training run with ZeRO")
-        _choose_accelerator(deepspeed, device)
+        deepspeed = _require()
+        chosen = deepspeed.accelerator.real_accelerator
+        if chosen.get_accelerator().device_name().split(":")[0] != device.type:
+            chosen.ds_accelerator = None
+            chosen.get_accelerator()
         _import_muon()
         logger = logging.getLogger("DeepSpeed")
         logger.addFilter(_should_log)
@@ -290,6 +285,10 @@ def import_deepspeed(device: torch.device) -> Iterator[Any]:
             operations.update(before[0])
             autocast.TORCH_AUTOCAST_INITIALIZED = before[1]  # one engine in bf16 would change the next
             logger.removeFilter(_should_log)
+
+
+def _require() -> Any:
+    return require("deepspeed", "deepspeed", "shard a training run with ZeRO")
 
 
 def reason_without_aio() -> str:
@@ -340,13 +339,6 @@ def _deferred(compile_: Callable[..., Any]) -> Callable[..., Any]:
         return decorate
 
     return factory
-
-
-def _choose_accelerator(deepspeed: Any, device: torch.device) -> None:
-    chosen = deepspeed.accelerator.real_accelerator
-    if chosen.get_accelerator().device_name().split(":")[0] != device.type:
-        chosen.ds_accelerator = None
-        chosen.get_accelerator()
 
 
 def _should_log(record: logging.LogRecord) -> bool:

@@ -43,8 +43,7 @@ class Report:
     what: str  # the end of a sentence that begins with "rank 1 of 2"
     traceback: str = ""
     echo: bool = False  # whether it is probably a consequence of another rank's end
-    time: float = field(default_factory=time.monotonic)
-    """When it failed, on the clock `time.monotonic`, which all processes share."""
+    time: float = field(default_factory=time.monotonic)  # a clock that all processes share
 
 
 class Rank:
@@ -57,7 +56,14 @@ class Rank:
         self._size = 0  # of the answer so far, in bytes
         self._file = _file_in_memory("answer")
         try:
-            self.process = start_interpreter(_environment(number, devices), job, self._file.fileno())
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", BOOT, str(job), str(self._file.fileno())],
+                stdin=subprocess.PIPE,
+                pass_fds=[job, self._file.fileno()],
+                env=_environment(number, devices),
+                start_new_session=True,  # the terminal's Ctrl-C reaches the parent only
+                bufsize=0,
+            )
         except BaseException:
             self._file.close()
             raise
@@ -191,11 +197,7 @@ def launch(
 
 
 def _call_here(
-    function: Callable[..., Result],
-    args: tuple[Any, ...],
-    devices: int,
-    device: str | None,
-    collective_timeout: float,
+    function: Callable[..., Result], args: tuple[Any, ...], devices: int, device: str | None, timeout: float
 ) -> Result:
     import torch.distributed as dist
 
@@ -210,9 +212,9 @@ def _call_here(
     if os.environ["RANK"] == "0" and (why := blocked_growth()):
         warnings.warn(why, ElasticWarning, stacklevel=3)
     with killed_with_agent():
-        meeting = join_group(device=device, timeout=collective_timeout)
+        meeting = join_group(device=device, timeout=timeout)
         assert meeting is not None
-        with lost_ranks_named(dist.get_rank(), world_size, collective_timeout, meeting.name):
+        with lost_ranks_named(dist.get_rank(), world_size, timeout, meeting.name):
             result = function(*args)
     # Not after an exception: leaving a broken group may wait for the others forever.
     dist.destroy_process_group()
@@ -225,19 +227,19 @@ def _pickle_job(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
         return cloudpickle.dumps((function, args))  # type: ignore[no-any-return]
     except Exception as error:
-        culprit = "the job"
         parts = {f"the function {getattr(function, '__name__', function)!r}": function}
         parts |= {f"argument {i} (a {type(arg).__name__})": arg for i, arg in enumerate(args, 1)}
-        for name, part in parts.items():
-            try:
-                cloudpickle.dumps(part)
-            except Exception:
-                culprit = name
-                break
+        culprit = next((name for name, part in parts.items() if not _can_be_pickled(part)), "the job")
         raise StrategyError(
             f"launch: {culprit} cannot be sent to another process: {type(error).__name__}: {error}. "
             f"Create what cannot be pickled inside the function."
         ) from error
+
+
+def _can_be_pickled(value: object) -> bool:
+    with suppress(Exception):
+        return bool(cloudpickle.dumps(value))
+    return False
 
 
 @contextmanager
@@ -246,15 +248,10 @@ def _started(job: bytes, devices: int, device: str | None, timeout: float) -> It
     ranks: list[Rank] = []
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as directory, _file_in_memory("job") as file:
         order = {
-            "path": [str(entry) for entry in sys.path],
-            "argv": sys.argv,
-            "rank_main": f"{__package__}.rank_main",
-            "directory": directory,
-            "device": device,
-            "timeout": timeout,
-        }
-        file.write(json.dumps(order).encode() + b"\n")
-        file.write(job)
+            "path": [str(entry) for entry in sys.path], "argv": sys.argv, "rank_main": f"{__package__}.rank_main",
+            "directory": directory, "device": device, "timeout": timeout,
+        }  # fmt: skip
+        file.write(json.dumps(order).encode() + b"\n" + job)
         file.flush()
         try:
             for number in range(devices):
@@ -331,7 +328,7 @@ def _answer_to_interrupt(ranks: list[Rank], patience: float, saves: bool) -> Key
 
 
 def _wait_after_interrupt(
-    ranks: list[Rank], patience: float, *, saves: bool = False
+    ranks: list[Rank], patience: float, saves: bool = False
 ) -> KeyboardInterrupt | None:
     _signal(ranks, signal.SIGINT)
     first = ranks[0]
@@ -349,11 +346,10 @@ def _wait_after_interrupt(
 
 def _load_exception(rank: Rank) -> BaseException | None:
     """Return the rank's exception, or None if it cannot be unpickled; its text is in the message."""
-    try:
+    with suppress(Exception):
         error = rank.load()
-    except Exception:
-        return None
-    return error if isinstance(error, BaseException) else None
+        return error if isinstance(error, BaseException) else None
+    return None
 
 
 def _load_result(rank: Rank) -> Any:
@@ -367,32 +363,13 @@ def _load_result(rank: Rank) -> Any:
         ) from error
 
 
-def start_interpreter(environment: dict[str, str], job: int, answer: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", BOOT, str(job), str(answer)],
-        stdin=subprocess.PIPE,
-        pass_fds=[job, answer],
-        env=environment,
-        start_new_session=True,  # the terminal's Ctrl-C reaches the parent only
-        bufsize=0,
-    )
-
-
 def _environment(number: int, devices: int) -> dict[str, str]:
-    environment = {
-        **os.environ,
-        "RANK": str(number),
-        "LOCAL_RANK": str(number),
-        "WORLD_SIZE": str(devices),
-        "LOCAL_WORLD_SIZE": str(devices),
-    }
+    ours = dict.fromkeys(("RANK", "LOCAL_RANK"), str(number))
+    ours |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(devices))
     # All ranks are on this machine; looking up its host name can hang or return a foreign address.
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return environment
+    return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **ours}
 
 
-NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""A variable of torchrun's: with 1, every start of the workers has a store of its own."""
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
 
 
@@ -438,7 +415,8 @@ def blocked_growth() -> str:
         return ""
     return (
         f"torchrun --nnodes={nodes} shares its store with the workers: the job survives the loss of a machine, but one "
-        f"that joins stops it for minutes. Set {NO_SHARED_STORE}=1 in the environment of torchrun on each machine."
+        "that joins stops it for minutes. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun on "
+        "each machine."
     )
 
 

@@ -29,7 +29,6 @@ from typing import Any
 from ...common.errors import StrategyError
 from ...common.terminal import Wait
 
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ATTEMPT = 5.0  # seconds that one attempt to connect may take
 _LOOKS = (0.02, 0.08, 0.15, 0.25)  # seconds between two looks for a key
 _HOLD = 9.0  # seconds that a rank which has failed stays, so that the others hear of it: its end may end the store
@@ -38,6 +37,7 @@ _SHOWN = 2000  # characters of an error
 _NAME = "drivetrain/meeting"  # the key under which rank 0 leaves the name
 _PAUSE = 0.02  # seconds before the answer to another start is looked at again
 _meetings = 0  # of this process, whether or not the others came
+Told = tuple[str, tuple[Mapping[str, Any], ...]]  # the name of a meeting, and what each rank has told
 
 
 class FailedRankError(StrategyError):
@@ -46,7 +46,7 @@ class FailedRankError(StrategyError):
 
 def under_torchrun() -> bool:
     """Whether torchrun (or another launcher that sets the same variables) started this process."""
-    return all(name in os.environ for name in _TORCHRUN)
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
 def place() -> str:
@@ -146,9 +146,7 @@ def meet(timeout: float, about: Mapping[str, Any] | None = None) -> Meeting:
     return Meeting(name, dist.PrefixStore(f"drivetrain/{name}", store), told)  # type: ignore[attr-defined]
 
 
-def _gather(
-    store: Any, rank: int, ranks: int, mine: dict[str, Any], wait: Wait
-) -> tuple[str, tuple[Mapping[str, Any], ...]]:
+def _gather(store: Any, rank: int, ranks: int, mine: dict[str, Any], wait: Wait) -> Told:
     """On rank 0: draw a name, wait for all answers to it, and confirm them."""
     name = uuid.uuid4().hex
     store.set(f"{_NAME}/{name}/{rank}", json.dumps(mine))
@@ -162,9 +160,8 @@ def _gather(
         raise_posted(store, _before_meeting())
         if wait.left <= 0:
             missing = _missing(store, name, ranks)
-            here = {
-                json.loads(store.get(f"{_NAME}/{name}/{n}"))["host"] for n in range(ranks) if n not in missing
-            }
+            there = [n for n in range(ranks) if n not in missing]
+            here = {json.loads(store.get(f"{_NAME}/{name}/{n}"))["host"] for n in there}
             raise StrategyError(
                 f"{listed(missing).capitalize()} of {ranks} did not arrive at {place()} in time; the others are on "
                 f"{', '.join(sorted(here))}. Look at the output of the missing ones, whether their machines reach this "
@@ -175,9 +172,7 @@ def _gather(
     return name, tuple(told)
 
 
-def _arrive(
-    store: Any, rank: int, ranks: int, mine: dict[str, Any], wait: Wait
-) -> tuple[str, tuple[Mapping[str, Any], ...]]:
+def _arrive(store: Any, rank: int, ranks: int, mine: dict[str, Any], wait: Wait) -> Told:
     """On the other ranks: answer to the name in the store until rank 0 confirms it. The name of an earlier start is
     there until rank 0 has replaced it, and so is its confirmation, without this rank's nonce."""
     while True:
@@ -250,12 +245,9 @@ def failures_posted() -> Iterator[None]:
         yield
     except Exception as error:
         if _meetings == begun and _others_wait():
-            try:
+            with suppress(RuntimeError, OSError, ValueError):  # nobody serves a store at that address
                 post(connect_to_job(Wait(_HOLD)), _before_meeting(), error)
-            except (RuntimeError, OSError, ValueError):  # nobody serves a store at that address
-                pass
-            finally:
-                _meetings += 1
+            _meetings += 1
         raise
 
 
@@ -281,9 +273,8 @@ class LostRankError(StrategyError):
 def is_echo(error: BaseException, text: str) -> bool:
     """Return whether an error, with the traceback `text`, only reports that another rank ended or does not answer."""
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and isinstance(error, distributed.DistError):
-        return True
-    return "gloo/transport" in text  # gloo's errors are RuntimeErrors that begin with their C++ file
+    # Gloo's errors are RuntimeErrors that begin with their C++ file.
+    return (distributed is not None and isinstance(error, distributed.DistError)) or "gloo/transport" in text
 
 
 class Peers:
@@ -325,14 +316,15 @@ class Peers:
 
     def _report(self, timeout: float) -> str:
         try:
-            before = self._all("beat")
+            ranks = range(self._ranks)
+            before = [self._get("beat", rank) for rank in ranks]
             for _ in range(round(_MISSED / 0.5)):
-                errors = [(self._name(rank), text) for rank, text in self._all("error").items() if text]
+                errors = [(rank, text) for rank in ranks if (text := self._get("error", rank))]
                 if errors:
-                    return " ".join(f"{name} failed: {text}" for name, text in errors)
+                    return " ".join(f"{self._name(rank)} failed: {text}" for rank, text in errors)
                 time.sleep(0.5)
-            after = self._all("beat")
-            lost = [self._name(rank) for rank in before if after[rank] == before[rank] and rank != self._rank]
+            same = [rank for rank in ranks if self._get("beat", rank) == before[rank]]
+            lost = [self._name(rank) for rank in same if rank != self._rank]
         except Exception:
             return _no_answer()
         if lost:
@@ -348,9 +340,6 @@ class Peers:
             count += 1
             with suppress(Exception):  # the store ends with the job
                 self._post("beat", str(count))
-
-    def _all(self, what: str) -> dict[int, str]:
-        return {rank: self._get(what, rank) for rank in range(self._ranks)}
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self._get('who', rank)})"

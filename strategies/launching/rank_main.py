@@ -36,9 +36,9 @@ import importlib
 importlib.import_module(order["rank_main"]).main(order, job, answer)
 """
 
+# The first bytes of an answer, which are written last. Then follow, pickled one by one, what is known of the end of the
+# rank (the fields of `launcher.Report`), and the result or the exception.
 COMPLETE = b"complete"
-"""The first bytes of an answer, which are written last. Then follow, pickled one by one, what is known of the end of
-the rank (the fields of `launcher.Report`), and the result or the exception."""
 
 
 def main(order: dict[str, Any], job: mmap.mmap, answer: int) -> None:
