@@ -30,10 +30,8 @@ def handled(
 @contextmanager
 def handlers_kept() -> Iterator[None]:
     """Restore the handlers of Ctrl-C and SIGTERM after the block, in which e.g. importing Composer replaces them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield
     finally:

@@ -84,25 +84,19 @@ class Engine(Protocol):
         """
 
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
-        """Accumulate the gradients of `loss / accumulate`; ranks synchronise only on the last microbatch.
+        """Accumulate the gradients of `loss / accumulate`; ranks synchronize only on the last microbatch.
 
-        Raises:
-            StrategyError: unless `last_microbatch` is True for exactly the `accumulate`-th call since the last step:
-                the loss is divided by it, so any other number of microbatches would silently train wrong.
+        Raises `StrategyError` unless `last_microbatch` is True for exactly the `accumulate`-th call since the last
+        step: any other number of microbatches would silently train wrong.
         """
 
     def step(self) -> torch.Tensor | None:
-        """Clip the gradients, step the optimizer, and zero the gradients.
+        """Clip the gradients, step the optimizer, and zero the gradients. Return the total norm of the gradients before
+        clipping, `()`, the same on every rank, on the gradients' device; None without clipping, and for a skipped step.
 
         If fp16 gradients overflow, weights and optimizer do not change on any rank: `skipped` is then True, and the
-        loss scale decreases. Only fp16 synchronises with the device here, to find out.
-
-        Returns:
-            The total norm of the gradients before clipping, `()`, the same on every rank, on the gradients' device;
-            reading it synchronises. None without clipping, and for a skipped step, which has no norm.
-
-        Raises:
-            StrategyError: if called before `accumulate` microbatches.
+        loss scale decreases. Only fp16 synchronizes with the device here, to find out; reading the norm does, too.
+        Raises `StrategyError` if called before `accumulate` microbatches.
         """
 
     def zero_grad(self) -> None:
@@ -133,29 +127,21 @@ class Engine(Protocol):
 
         Between two calls, BatchNorm's running statistics are each rank's own, of its shard of the batches, just as it
         normalizes with those in training. Call it before an evaluation and before reading the weights; `Pipeline.fit`
-        does so at the end of each epoch and for each checkpoint. Models with BatchNorm do not train exactly as on one
-        device, because their batches are smaller, unless `sync_batchnorm` is set: then all ranks already have the
-        running statistics of the global batches, and nothing changes here.
-
-        Integer buffers (`num_batches_tracked`) do not change: they count the same steps on each rank, unless the ranks
-        skip different branches (StochasticDepth).
+        does so at the end of each epoch and for each checkpoint. With `sync_batchnorm`, all ranks already have the
+        running statistics of the global batches, and nothing changes here. Integer buffers (`num_batches_tracked`) do
+        not change: they count the same steps on each rank, unless the ranks skip different branches (StochasticDepth).
         """
 
     def pool_buffers(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return `values`, by the names of the model's buffers, pooled as by `sync_buffers`; every rank must call it.
-
-        For copies and averages of buffers. Only floating-point and complex ones are returned.
-        """
+        """Return copies or averages of buffers, by the buffers' names, pooled as by `sync_buffers`; every rank must
+        call it. Only floating-point and complex ones are returned."""
 
     def export_state(self, keep: Keep | None = None) -> dict[str, torch.Tensor]:
         """Return all tensors of the model by plain names: full, contiguous copies on the CPU. Those are its state dict
         and what that leaves out, non-persistent buffers; `model_state.split_state` separates them.
 
         Every rank must call it: tensors are gathered one at a time, and each rank keeps those whose name its own `keep`
-        accepts (None: all).
-
-        Raises:
-            StrategyError: if a module has an extra state that is not a tensor.
+        accepts (None: all). Raises `StrategyError` if a module has an extra state that is not a tensor.
         """
 
     def import_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -163,26 +149,17 @@ class Engine(Protocol):
         may be missing in `state`; they keep their values.
 
         Every rank must call it, with a mapping that has all tensors in full; each takes its shard. Tensors are read one
-        at a time, so a mapping that reads a file need not hold them all.
-
-        Raises:
-            StrategyError: if names or shapes differ from the model's. Nothing has changed if names differ; a shape is
-                checked when its tensor is loaded.
+        at a time, so a mapping that reads a file need not hold them all. Raises `StrategyError` if names or shapes
+        differ from the model's: nothing has changed if names differ; a shape is checked when its tensor is loaded.
         """
 
     def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
-        """Return the optimizer's state by plain parameter names, gathered and kept as by `export_state`.
-
-        Raises:
-            StrategyError: for state that is neither a tensor nor a number.
-        """
+        """Return the optimizer's state by plain parameter names, gathered and kept as by `export_state`. Raises
+        `StrategyError` for state that is neither a tensor nor a number."""
 
     def import_optimizer(self, state: OptimizerState) -> None:
-        """Load the result of any engine's `export_optimizer`; see `import_state`.
-
-        Raises:
-            StrategyError: if it belongs to other parameters.
-        """
+        """Load the result of any engine's `export_optimizer`; see `import_state`. Raises `StrategyError` if it belongs
+        to other parameters."""
 
     def gather(self, value: torch.Tensor, home: int | None = None) -> torch.Tensor:
         """Return the full `value`: itself, unless it is sharded (a DTensor); then all ranks must call it.

@@ -40,11 +40,8 @@ class DDPEngine(RanksEngine):
 
 @dataclass(frozen=True)
 class ReplicatedStrategy:
-    """Base of the strategies that keep the full model on every rank. A subclass defines how to `_wrap` it.
-
-    They run inside `strategies.launch`, under torchrun, or in the user's own process group. Without one there is a
-    single rank, and nothing to wrap.
-    """
+    """Base of the strategies that keep the full model on every rank. A subclass defines how to `_wrap` it. Without a
+    process group there is a single rank, and nothing to wrap."""
 
     device: str | None = None
 
@@ -58,13 +55,8 @@ class ReplicatedStrategy:
     def prepare(
         self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
     ) -> LocalEngine:
-        """Move `model` to this rank's device, build the optimizer, and wrap; see `base.Strategy.prepare`.
-
-        Every rank starts with rank 0's weights and buffers.
-
-        Raises:
-            StrategyError: for an invalid argument, an unavailable device, or a SyncBatchNorm on the CPU.
-        """
+        """Move `model` to this rank's device, build the optimizer, and wrap; see `base.Strategy.prepare`. Every rank
+        starts with rank 0's weights and buffers."""
         options = Options.of(given)
         device = enter(self, model)
         model = put_on(model, device, options)

@@ -147,15 +147,12 @@ class FSDP:
     def prepare(
         self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
     ) -> LocalEngine:
-        """Shard `model` in place, then build the optimizer of the shards; see `base.Strategy.prepare`.
+        """Shard `model` in place, then build the optimizer of the shards; see `base.Strategy.prepare`. Every rank
+        starts with rank 0's weights and buffers.
 
-        Every rank starts with rank 0's weights and buffers.
-
-        Raises:
-            StrategyError: for an invalid argument, an unavailable device, or a model that cannot be sharded: without
-                anything that `wrap` selects, already wrapped or sharded, with a parameter of no dimension or without a
-                shape yet, a module on the meta device that cannot be initialised, a SyncBatchNorm on the CPU, or a
-                BatchNorm in bf16 with an old torch.
+        Raises `StrategyError` for a model that cannot be sharded: without anything that `wrap` selects, already wrapped
+        or sharded, with a parameter of no dimension or without a shape yet, a module on the meta device that cannot be
+        initialized, a SyncBatchNorm on the CPU, or a BatchNorm in bf16 with an old torch.
         """
         options = Options.of(given)
         device = enter(self, model)

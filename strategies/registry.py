@@ -105,9 +105,8 @@ def get(strategy: str | Strategy, **options: Any) -> Strategy:
 
 
 def register(name: str, kind: Kind) -> None:
-    """Register a custom strategy under `name`, in this process and the ranks it launches.
-
-    A package can do so for all processes with an entry point; see `GROUP`.
+    """Register a custom strategy under `name`, in this process and the ranks it launches. A package can do so for all
+    processes with an entry point; see `GROUP`.
 
     Args:
         name: for `get`; its first word is the family by which a Pipeline checks compatibility.
@@ -269,12 +268,10 @@ class StrategyTable(list[StrategyRow]):
 
 
 def available() -> StrategyTable:
-    """Return every strategy: whether it can run here and why not, the extra it needs, and what it does.
+    """Return every strategy: whether it can run here and why not, the extra it needs, and what it does. Prints as a
+    table.
 
-    Prints as a table of these columns.
-
-    Raises:
-        StrategyError: if two installed packages provide a strategy of the same name.
+    Raises `StrategyError` if two installed packages provide a strategy of the same name.
 
     Example::
 

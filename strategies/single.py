@@ -47,9 +47,7 @@ class Single:
     ) -> LocalEngine:
         """Move `model` to the device and build the optimizer; see `base.Strategy.prepare`.
 
-        Raises:
-            StrategyError: for an invalid argument, or inside a process group of several ranks, where each would train a
-                separate model.
+        Raises `StrategyError` inside a process group of several ranks, where each would train a separate model.
         """
         options = Options.of(given)
         if in_group() and dist.get_world_size() > 1:
@@ -108,9 +106,8 @@ class DP:
     ) -> LocalEngine:
         """Move `model` to the first device, build the optimizer, and wrap; see `base.Strategy.prepare`.
 
-        Raises:
-            StrategyError: for an invalid argument, `compile` on GPUs, an unavailable device, or a process group of
-                several ranks, where each would train a separate model.
+        Raises `StrategyError` for `compile` on GPUs, and in a process group of several ranks, where each would train a
+        separate model.
         """
         options = Options.of(given)
         if in_group():

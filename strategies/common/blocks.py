@@ -25,14 +25,23 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     """
     blocks = _repeated(model)
     inside = {module for block in blocks for module in block.modules()}
-    blocks += [layer for layer in _large_layers(model) if layer not in inside]
+    # A Sequential certainly calls its layers; other containers may only read their weights.
+    layers = (
+        layer for stack in model.modules() if isinstance(stack, nn.Sequential) for layer in stack.children()
+    )
+    large = (layer for layer in layers if not any(layer.children()) and _size(layer) >= LARGE)
+    blocks += [layer for layer in large if layer not in inside]
     return without_cut_ties(model, dict.fromkeys(blocks))
 
 
 def without_cut_ties(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules that share no parameter with a module outside; separated, it would become two."""
-    tied = _holders_of_tied(model)
-    return [module for module in modules if not _cuts_a_tie(module, tied)]
+    holders: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(parameter, set()).add(module)
+    inside = {module: set(module.modules()) for module in modules}
+    return [m for m, own in inside.items() if not any(each & own and each - own for each in holders.values())]
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:
@@ -81,30 +90,8 @@ def _is_stack(module: nn.Module) -> bool:
     return any(any(child.children()) for child in module.children())
 
 
-def _large_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield large layers in a Sequential, which certainly calls them; other containers may only read their weights."""
-    for parent in model.modules():
-        if isinstance(parent, nn.Sequential):
-            for child in parent.children():
-                if not any(child.children()) and _size(child) >= LARGE:
-                    yield child
-
-
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _holders_of_tied(model: nn.Module) -> list[set[nn.Module]]:
-    holders: dict[nn.Parameter, set[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(parameter, set()).add(module)
-    return [modules for modules in holders.values() if len(modules) > 1]
-
-
-def _cuts_a_tie(block: nn.Module, tied: list[set[nn.Module]]) -> bool:
-    inside = set(block.modules())
-    return any(modules & inside and modules - inside for modules in tied)
 
 
 ModuleFilter = bool | Collection[str] | Callable[[str, nn.Module], bool]

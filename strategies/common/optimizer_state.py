@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,10 +69,11 @@ def import_groups(
     here = [[name_of(p, names) for p in group["params"]] for group in optimizer.param_groups]
     there = [group["params"] for group in groups]
     if here != there:
+        only = sorted(set().union(*here) ^ set().union(*there))
+        difference = f", and {only[0]!r} is in only one of them" if only else ""
         raise StrategyError(
             f"import_optimizer: the saved optimizer has groups of {[len(g) for g in there]} parameters, this one "
-            f"of {[len(g) for g in here]}{_first_difference(here, there)}. Build it with the same transforms and "
-            f"the same factory."
+            f"of {[len(g) for g in here]}{difference}. Build it with the same transforms and the same factory."
         )
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
@@ -106,8 +107,3 @@ def _like(present: Any, value: Any) -> Any:
     if isinstance(present, torch.Tensor):  # JSON has neither tensors nor tuples
         return present.new_tensor(value)
     return tuple(value) if isinstance(value, list) and isinstance(present, tuple) else value
-
-
-def _first_difference(here: Iterable[list[str]], there: Iterable[list[str]]) -> str:
-    only = set().union(*map(set, here)) ^ set().union(*map(set, there))
-    return f", and {sorted(only)[0]!r} is in only one of them" if only else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -65,13 +65,10 @@ def check_ranks(strategy: str, device: str | None, devices: int) -> None:
             f"strategy {strategy!r}: device={device!r} cannot be the same for all ranks. Use 'cpu' or 'cuda' (the rank "
             f"determines the index), or the strategy 'single' for one given device."
         )
-    if is_rank():
-        # The ranks of one machine see the same GPUs, or one each. Checking the largest index gives the same result on
-        # all of them, so that none waits for another that has failed.
-        alone = torch.cuda.device_count() == 1
-        found = pick_device(device, 0 if alone else machine.local_ranks() - 1)
-    else:
-        found = pick_device(device, machine.local_ranks(devices) - 1)
+    # The ranks of one machine see the same GPUs, or one each. Checking the largest index gives the same result on all
+    # of them, so that none waits for another that has failed.
+    last = machine.local_ranks(1 if is_rank() else devices) - 1
+    found = pick_device(device, 0 if is_rank() and torch.cuda.device_count() == 1 else last)
     cores = machine.cores()
     if found.type == "cpu" and devices > RANKS_PER_CORE * cores and not is_rank():
         raise StrategyError(
@@ -153,17 +150,16 @@ class _Recomputed(nn.Module):
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # the compiler recomputes operations, and updates buffers once
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        contexts = partial(_contexts, self)
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), _buffers_as_in_the_first(self, BufferCopies(self))
+
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 @cache  # modules of one class keep a common class
 def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
     return type(f"Recomputed{kind.__name__}", (_Recomputed, kind), {"__module__": __name__})
-
-
-def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _buffers_as_in_the_first(module, BufferCopies(module))
 
 
 @contextmanager

@@ -37,7 +37,10 @@ def sync_batch_norms(model: nn.Module) -> tuple[str, ...]:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ()
-    layers = {name: each for name, each in model.named_modules() if _is_local(each)}
+    norms = {name: each for name, each in model.named_modules() if isinstance(each, _BatchNorm)}
+    layers: dict[str, nn.Module] = {
+        name: norm for name, norm in norms.items() if not isinstance(norm, nn.SyncBatchNorm | _Synced)
+    }
     for name, layer in layers.items():
         if getattr(layer, "averages_variances", False):
             raise StrategyError(
@@ -65,10 +68,6 @@ def absent(model: nn.Module) -> Iterator[None]:
             layer.is_absent = False
         for module, training in before:
             module.training = training
-
-
-def _is_local(module: nn.Module) -> bool:
-    return isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm | _Synced)
 
 
 class _Synced(nn.Module):

@@ -111,12 +111,8 @@ class DeepSpeed:
         return choose_zero(self.stage, self.offload, self.nvme_path, read_config(self.config))
 
     def check(self, devices: int) -> None:
-        """Check that DeepSpeed is installed, without importing it unless NVMe is requested.
-
-        Raises:
-            MissingExtra: if it is not installed.
-            StrategyError: if `devices` ranks cannot train here.
-        """
+        """Check that DeepSpeed is installed, without importing it unless NVMe is requested. Raises `MissingExtra` if it
+        is not, and `StrategyError` if `devices` ranks cannot train here."""
         check_ranks(self.name, self.device, devices)
         if importlib.util.find_spec("deepspeed") is None:
             _require()  # raises with installation instructions
@@ -133,15 +129,12 @@ class DeepSpeed:
     def prepare(
         self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
     ) -> LocalEngine:
-        """Build the optimizer, then shard; see `base.Strategy.prepare`.
+        """Build the optimizer, then shard; see `base.Strategy.prepare`. Every rank starts with rank 0's weights and
+        buffers.
 
-        Every rank starts with rank 0's weights and buffers.
-
-        Raises:
-            MissingExtra: if DeepSpeed is not installed.
-            StrategyError: for an argument that is invalid or contradicts `config`, an unavailable device, or a model
-                that cannot be sharded: already wrapped or sharded, with a parameter of no dimension or without a shape
-                yet, a module on the meta device that cannot be initialised, or a SyncBatchNorm on the CPU.
+        Raises `StrategyError` for what contradicts `config`, and for a model that cannot be sharded: already wrapped or
+        sharded, with a parameter of no dimension or without a shape yet, a module on the meta device that cannot be
+        initialized, or a SyncBatchNorm on the CPU.
         """
         options = Options.of(given)
         zero = self._zero()

@@ -56,14 +56,7 @@ class Rank:
         self._size = 0  # of the answer so far, in bytes
         self._file = _file_in_memory("answer")
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", BOOT, str(job), str(self._file.fileno())],
-                stdin=subprocess.PIPE,
-                pass_fds=[job, self._file.fileno()],
-                env=_environment(number, devices),
-                start_new_session=True,  # the terminal's Ctrl-C reaches the parent only
-                bufsize=0,
-            )
+            self.process = start_interpreter(_environment(number, devices), job, self._file.fileno())
         except BaseException:
             self._file.close()
             raise
@@ -361,6 +354,17 @@ def _load_result(rank: Rank) -> Any:
             f"launch: rank {rank.number} {rank.report.what}, which cannot be loaded here: "
             f"{type(error).__name__}: {error}. Return tensors and plain values instead."
         ) from error
+
+
+def start_interpreter(environment: dict[str, str], job: int, answer: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", BOOT, str(job), str(answer)],
+        stdin=subprocess.PIPE,
+        pass_fds=[job, answer],
+        env=environment,
+        start_new_session=True,  # the terminal's Ctrl-C reaches the parent only
+        bufsize=0,
+    )
 
 
 def _environment(number: int, devices: int) -> dict[str, str]:

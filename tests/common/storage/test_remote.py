@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from drivetrain import DataError
-from drivetrain.common import waiting
+from drivetrain.common import terminal
 from drivetrain.common.errors import BetonError
 from drivetrain.common.storage import addresses as sources
 from drivetrain.common.storage.cache import BLOCK, BLOCKS, Mirror, Remote, _runs, local_copy
@@ -139,7 +139,7 @@ def test_a_loader_takes_the_options_of_its_address(server: RangeServer, tmp_path
 def test_an_outage_is_waited_for_and_reported(
     server: RangeServer, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(waiting, "_SILENT", 0.1)
+    monkeypatch.setattr(terminal, "_SILENT", 0.1)
     loader = FFCVLoader(server.address("train.beton"), **OPTIONS)
     server.fail = 10**6
     back = threading.Timer(1.5, lambda: setattr(server, "fail", 0))
