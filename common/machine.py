@@ -40,9 +40,7 @@ class Limits:
     cores: float | None = None  # CPU time per wall-clock time, e.g. 0.5 for half a core
     cpus: frozenset[int] | None = None  # indices of those that it may run on
     memory: int | None = None  # bytes; the smallest limit of all groups
-    free: int | None = (
-        None  # bytes that it may still allocate; the kernel's reclaimable file cache counts as free
-    )
+    free: int | None = None  # bytes that it may still allocate; reclaimable file cache counts as free
 
 
 def export_line(variables: Mapping[str, str]) -> str:

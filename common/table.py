@@ -24,9 +24,7 @@ class Table:
     figures: bool = False  # in all columns but the first: right-aligned, never wrapped
     line_after: int | None = None  # number of the row, starting at 1, below which a line is drawn
     spaced: bool = False  # a line below every row
-    stacks: bool = (
-        False  # columns after the first are put below each other where they would be too narrow to read
-    )
+    stacks: bool = False  # put columns after the first below each other where they would be too narrow
 
     def __str__(self) -> str:
         return self.text(shutil.get_terminal_size().columns)

@@ -166,10 +166,7 @@ class FairScaleFSDP(ReplicatedStrategy):
 
     def check(self, devices: int) -> None:  # noqa: ARG002
         """Raise `StrategyError`: it is not supported yet."""
-        gpu = torch.cuda.is_available()
-        reason = (
-            "it has not been tested on GPUs yet"
-            if gpu
-            else "it runs on CUDA GPUs only, and there is none here"
-        )
+        reason = "it runs on CUDA GPUs only, and there is none here"
+        if torch.cuda.is_available():
+            reason = "it has not been tested on GPUs yet"
         raise StrategyError(f"strategy {self.name!r}: {reason}. Use 'fsdp', which shards the same.")

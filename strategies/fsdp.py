@@ -16,19 +16,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ..common import machine
 from ..common.errors import StrategyError
 from .base import OptimizerFactory
+from .common import sharding
 from .common.blocks import ModuleFilter, check_filter
 from .common.placement import build_optimizer, change_layers, check_ranks, compile_in_place, enter, put_on
-from .common.sharding import (
-    begin_like_rank_0,
-    gathered_rows,
-    give_channels_last_inputs,
-    make_contiguous,
-    materialise,
-    mixed_precision,
-    refuse_unshardable,
-    refuse_without_reset,
-    units,
-)
 from .devices import pick_device
 from .engine import LocalEngine, RanksEngine
 from .options import Options, PrepareOptions
@@ -75,7 +65,7 @@ class FSDPEngine(RanksEngine):
         part = cast(DTensor, value.to(self.device))
         mesh = part.device_mesh
         if home is not None and part.placements == (Shard(0),) and mesh.size() == dist.get_world_size():
-            return gathered_rows(part.to_local(), part.shape[0], home, mesh.get_group())
+            return sharding.gathered_rows(part.to_local(), part.shape[0], home, mesh.get_group())
         whole: torch.Tensor = part.full_tensor()
         return whole
 
@@ -156,12 +146,12 @@ class FSDP:
         """
         options = Options.of(given)
         device = enter(self, model)
-        refuse_unshardable(self.name, model)
-        refuse_without_reset(self.name, model)
-        chosen = units(self.name, model, self.wrap)
+        sharding.refuse_unshardable(self.name, model)
+        sharding.refuse_without_reset(self.name, model)
+        chosen = sharding.units(self.name, model, self.wrap)
         if not dist.is_initialized():
             self._check_alone(device)
-            materialise(model, device)
+            sharding.materialise(model, device)
             model = put_on(model, device, options)
             return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)
         self._shard(model, chosen, device, options)
@@ -174,18 +164,19 @@ class FSDP:
         self, model: nn.Module, chosen: list[nn.Module], device: torch.device, options: Options
     ) -> None:
         if options.precision != "fp32":
-            mixed_precision(self.name, model, options.precision)  # raises before anything has changed
-        if make_contiguous(model):
-            give_channels_last_inputs(model)
+            # Here because it raises before anything has changed.
+            sharding.mixed_precision(self.name, model, options.precision)
+        if sharding.make_contiguous(model):
+            sharding.give_channels_last_inputs(model)
         shared = {"mesh": self._mesh(device), **self._sharding(device)}
         change_layers(model, options)
         done: set[nn.Module] = set()
         for unit in (*chosen, model):
-            materialise(unit, device, done)
+            sharding.materialise(unit, device, done)
             own = [module for module in unit.modules() if module not in done]
-            begin_like_rank_0(own, device)
+            sharding.begin_like_rank_0(own, device)
             if options.precision != "fp32":
-                shared["mp_policy"] = mixed_precision(self.name, unit, options.precision)
+                shared["mp_policy"] = sharding.mixed_precision(self.name, unit, options.precision)
             if unit is not model:  # around the full model, each gathering would break the graph
                 compile_in_place(unit, options.compile)
             fully_shard(unit, **shared)

@@ -87,9 +87,7 @@ class Key:
 
 
 IN_WORDS = Key("in words")  # a mark: the plan describes the option, instead of printing `name=value`
-BY_CALLER = Key(
-    "by caller"
-)  # a mark: the keyword may also be None, its default: the class decides what that means
+BY_CALLER = Key("by caller")  # a mark: the keyword may also be None, its default: the class decides
 
 Positive = Annotated[int, Whole(1)]
 Natural = Annotated[int, Whole(0)]
@@ -140,9 +138,8 @@ class Option:
     @property
     def key(self) -> str:
         """The key in recipes; "" for none."""
-        keys = (
-            mark.name for mark in self.marks if isinstance(mark, Key) and mark not in (IN_WORDS, BY_CALLER)
-        )
+        marks = (mark for mark in self.marks if isinstance(mark, Key))
+        keys = (mark.name for mark in marks if mark not in (IN_WORDS, BY_CALLER))
         return next(keys, self.name)
 
     @property
@@ -201,9 +198,7 @@ class Config:
 
     error: ClassVar[type[DrivetrainError]] = PlanError
     place: ClassVar[str] = ""  # who takes the options, in messages about unknown ones
-    EXTRA: ClassVar[str] = (
-        ""  # the field with additional options, of the loader, the optimizer or the strategy
-    )
+    EXTRA: ClassVar[str] = ""  # the field with options of the loader, the optimizer or the strategy
 
     def __post_init__(self) -> None:
         for option in options_of(type(self)).values():

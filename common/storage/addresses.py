@@ -23,11 +23,15 @@ from .files import atomic_file
 SECONDS = 30.0  # time limit of one request of at most 8 MiB; for longer ones see `SLOWEST`
 SLOWEST = 0.3e6  # bytes per second; what is slower counts as a stall
 ATTEMPTS = 5  # requests for one range that is answered with an error of the request, or incompletely
-PATIENCE = (
-    300.0  # seconds that a server may not answer: as long as a deployment or the restart of a router takes
-)
+PATIENCE = 300.0  # seconds that a server may not answer: as long as deployments and restarts of routers take
 _PAUSE, _LONGEST = 0.2, 10.0  # seconds before the second attempt; doubled before each further one
 _CHANGED, _BUSY = 412, (408, 425, 429)  # statuses of HTTP
+_RANGE = 8 << 20  # bytes of a request
+_THREADS = 8  # requests at a time, which hide each other's latency
+_ROUND = 0.2  # seconds between two looks for a file
+_RENAMING = frozenset({"file", "local", "memory", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs"})
+"""Protocols of file systems in which a file is visible while it is written. It is renamed when it is complete; object
+stores show only complete files."""
 _STRONG_TAG = re.compile(r'\bETag=("[^"]*")')  # a weak one, W/"…", matches nothing in a condition
 
 # What file systems call the entity tag, digest or time of change of a file.
@@ -252,14 +256,6 @@ def _is_missing(error: FileNotFoundError) -> bool:
     cause = error.__cause__
     status = getattr(cause, "status", None)
     return status in (404, 410) if status is not None else not isinstance(cause, OSError | TimeoutError)
-
-
-_RANGE = 8 << 20  # bytes of a request
-_THREADS = 8  # requests at a time, which hide each other's latency
-_ROUND = 0.2  # seconds between two looks for a file
-_RENAMING = frozenset({"file", "local", "memory", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs"})
-"""Protocols of file systems in which a file is visible while it is written. It is renamed when it is complete; object
-stores show only complete files."""
 
 
 class RemoteFolder(Calls):

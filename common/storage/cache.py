@@ -33,6 +33,16 @@ from .addresses import PATIENCE, RemoteFile
 from .files import acquire, cache_folder, locked
 
 _RECENT = 60.0  # seconds after a copy was asked for, in which it is not removed although nobody has opened it
+FACTS = "mirror.json"  # the address, size and version of the remote file, next to the copy
+BLOCKS = "blocks"  # one byte per block, 1 if the block has arrived; shared by all processes that use the copy
+BLOCK = 1 << 16  # bytes: a photograph of 100 KB takes two or three, so little is fetched in vain
+_REQUEST = 128  # blocks in one request: 8 MiB
+_GAP = 4  # blocks that are fetched although they were not asked for, where that saves a request
+_THREADS = 16  # requests of a process at a time, which hide each other's latency
+_LOOKS = (0.005, 0.1)  # first and longest seconds between two looks for what another process fetches
+_STALLED = 30.0  # seconds after which another process that fetches them is not waited for any more
+_shared: weakref.ref[ThreadPoolExecutor] | None = None
+_shared_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -161,23 +171,6 @@ def _boot() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-FACTS = "mirror.json"  # the address, size and version of the remote file, next to the copy
-BLOCKS = "blocks"  # one byte per block, 1 if the block has arrived; shared by all processes that use the copy
-BLOCK = (
-    1 << 16
-)  # bytes; a photograph of 100 KB takes two or three blocks: little is fetched that is not needed
-_REQUEST = 128  # blocks in one request: 8 MiB
-_GAP = 4  # blocks that are fetched although they were not asked for, where that saves a request
-_THREADS = 16  # requests of a process at a time, which hide each other's latency
-_LOOKS = (
-    0.005,
-    0.1,
-)  # first and longest seconds between two looks whether another process has fetched blocks
-_STALLED = 30.0  # seconds after which another process that fetches them is not waited for any more
-_shared: weakref.ref[ThreadPoolExecutor] | None = None
-_shared_lock = threading.Lock()
 
 
 def _threads() -> ThreadPoolExecutor:

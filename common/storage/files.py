@@ -17,6 +17,8 @@ from typing import IO, Any, BinaryIO, cast
 
 from ..errors import DrivetrainError
 
+_ROUND = 0.05  # seconds between two looks for a file
+
 
 def acquire(file: IO[Any] | int, *, wait: bool = True, shared: bool = False) -> bool:
     """Lock an open file or folder; return whether this process holds the lock now. Closing it, or `release`, unlocks
@@ -41,9 +43,6 @@ def locked(path: Path) -> Iterator[None]:
     with path.open("ab") as file:
         acquire(file)
         yield
-
-
-_ROUND = 0.05  # seconds between two looks for a file
 
 
 def cache_folder() -> Path:

@@ -1,4 +1,7 @@
-"""What every strategy checks and prepares before it wraps a model: the device, the ranks, and the model's modules."""
+"""What every strategy checks and prepares before it wraps a model: the device, the ranks, and the model's modules.
+
+With activation checkpointing, a module keeps only its input for the backward, which runs its forward again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What `fully_shard` requires of a model, and how a model is adapted to it."""
+"""What `fully_shard` requires of a model, and how a model is adapted to it; values for models built on the meta device
+(shapes without values), a few modules at a time."""
 
 from __future__ import annotations
 
@@ -106,12 +107,10 @@ def begin_like_rank_0(modules: Iterable[nn.Module], device: torch.device) -> Non
     `fully_shard` takes a shard of what each rank has: ranks that start with different weights would train a mixture.
     One at a time through `device`, so that the model need not fit there.
     """
-    tensors = (
-        tensor
-        for module in modules
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    own = (
+        t for module in modules for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
     )
-    for tensor in dict.fromkeys(tensors):
+    for tensor in dict.fromkeys(own):
         staged = tensor.detach().to(device).contiguous()
         dist.broadcast(staged, src=0)
         tensor.copy_(staged)
@@ -120,12 +119,8 @@ def begin_like_rank_0(modules: Iterable[nn.Module], device: torch.device) -> Non
 def mixed_precision(strategy: str, model: nn.Module, precision: Precision) -> MixedPrecisionPolicy:
     """Return a policy that computes and gathers in half precision and reduces in fp32, except BatchNorm's parameters:
     BatchNorm fails with half-precision parameters and fp32 statistics."""
-    kept = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, _NormBase)
-        for parameter in module.parameters(recurse=False)
-    }
+    norms = (module for module in model.modules() if isinstance(module, _NormBase))
+    kept = {parameter for norm in norms for parameter in norm.parameters(recurse=False)}
     options: dict[str, Any] = {"param_dtype": half_dtype(precision), "reduce_dtype": torch.float32}
     if kept:
         if "param_dtype_override_fn" not in inspect.signature(MixedPrecisionPolicy).parameters:
@@ -205,7 +200,5 @@ def _meta_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
     """Return the module's `reset_parameters`; torch's MultiheadAttention has it under a private name."""
-    reset = getattr(module, "reset_parameters", None)
-    if reset is None and isinstance(module, nn.MultiheadAttention):
-        reset = module._reset_parameters
-    return reset
+    private = module._reset_parameters if isinstance(module, nn.MultiheadAttention) else None
+    return getattr(module, "reset_parameters", private)

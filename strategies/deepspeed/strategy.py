@@ -21,16 +21,9 @@ from torch import nn
 
 from ...common.errors import StrategyError, require
 from ..base import OptimizerFactory
+from ..common import sharding
 from ..common.blocks import find_blocks
 from ..common.placement import build_optimizer, change_layers, check_ranks, compile_in_place, enter, put_on
-from ..common.sharding import (
-    begin_like_rank_0,
-    give_channels_last_inputs,
-    make_contiguous,
-    materialise,
-    refuse_unshardable,
-    refuse_without_reset,
-)
 from ..devices import local_rank, pick_device
 from ..engine import LocalEngine
 from ..options import Options, PrepareOptions
@@ -142,19 +135,19 @@ class DeepSpeed:
         config = make_config(zero, options, read_config(self.config), self.name)
         device = enter(self, model)
         _refuse_divided(self.name, model)
-        refuse_unshardable(self.name, model)
-        refuse_without_reset(self.name, model)
+        sharding.refuse_unshardable(self.name, model)
+        sharding.refuse_without_reset(self.name, model)
         if not dist.is_initialized():
             if zero.offload is not None or self.config is not None:
                 raise StrategyError(
                     f"strategy {self.name!r}: there is no process group, without which DeepSpeed does nothing. Start "
                     f"this with torchrun --nproc-per-node=1 or strategies.launch(…, devices=1), or use 'single'."
                 )
-            materialise(model, device)
+            sharding.materialise(model, device)
             model = put_on(model, device, options)
             return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)
-        if make_contiguous(model):
-            give_channels_last_inputs(model)
+        if sharding.make_contiguous(model):
+            sharding.give_channels_last_inputs(model)
         # Before anything is sharded: finding blocks, and maybe the factory, needs shapes, which stage 3 empties.
         change_layers(model, options)
         before = dict(model.named_parameters())
@@ -225,9 +218,9 @@ def _place(model: nn.Module, device: torch.device, init: Any) -> None:
     """Move `model` to the device with rank 0's values; block by block, each sharded immediately, if `init` is given."""
     done: set[nn.Module] = set()
     for block in (*(find_blocks(model) if init else ()), model):
-        materialise(block, device, done)
+        sharding.materialise(block, device, done)
         own = [module for module in block.modules() if module not in done]
-        begin_like_rank_0(own, device)
+        sharding.begin_like_rank_0(own, device)
         for module in own:
             # Not `Module.to`, which would also move the parameters of the blocks inside.
             for name, buffer in module.named_buffers(recurse=False):

@@ -36,6 +36,9 @@ _ROUND = 0.1  # seconds between two looks whether they have
 _SHOWN = 2000  # characters of an error
 _NAME = "drivetrain/meeting"  # the key under which rank 0 leaves the name
 _PAUSE = 0.02  # seconds before the answer to another start is looked at again
+BEAT = 1.0  # seconds between two heartbeats
+_MISSED = 3.5  # seconds without a heartbeat after which a rank counts as lost
+_ANSWER = 5.0  # seconds that the store has for an answer
 _meetings = 0  # of this process, whether or not the others came
 Told = tuple[str, tuple[Mapping[str, Any], ...]]  # the name of a meeting, and what each rank has told
 
@@ -259,11 +262,6 @@ def _others_wait() -> bool:
         return False
     starts = [os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")]
     return not (all(map(str.isdecimal, starts)) and int(starts[0]) < int(starts[1]))
-
-
-BEAT = 1.0  # seconds between two heartbeats
-_MISSED = 3.5  # seconds without a heartbeat after which a rank counts as lost
-_ANSWER = 5.0  # seconds that the store has for an answer
 
 
 class LostRankError(StrategyError):
