@@ -24,6 +24,13 @@ _WORDS = (
     "unable to mmap",  # torch, for shared memory
     _NO_FILES_WORDS,  # torch, for shared memory
 )
+LOADER_REMEDY = "Use a smaller batch_size or image_size, batches_ahead=1, or fewer workers."
+_SPARE = 128
+"""Descriptors beside those of the files: for opening (16 threads have a file, its map and its manifest open), and for
+what the process opens later: pipes of workers, checkpoints, sockets."""
+_lock = threading.Lock()
+_wanted: list[int] = []  # descriptors of the data sets for which the limit is raised
+_before = 0  # the limit without them
 
 
 def is_exhaustion(error: BaseException) -> bool:
@@ -32,9 +39,6 @@ def is_exhaustion(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in _ERRNOS
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
-
-
-LOADER_REMEDY = "Use a smaller batch_size or image_size, batches_ahead=1, or fewer workers."
 
 
 def exhaustion(error: BaseException, wanted: str, remedy: str = LOADER_REMEDY) -> DataError:
@@ -47,14 +51,6 @@ def exhaustion(error: BaseException, wanted: str, remedy: str = LOADER_REMEDY) -
         reason = "too many open files"
         remedy = "Raise the limit (ulimit -n), use fewer and larger files, or fewer workers."
     return DataError(f"The system has {reason} to load the data ({message}). Required: {wanted}. {remedy}")
-
-
-_SPARE = 128
-"""Descriptors beside those of the files: for opening (16 threads have a file, its map and its manifest open), and for
-what the process opens later: pipes of workers, checkpoints, sockets."""
-_lock = threading.Lock()
-_wanted: list[int] = []  # descriptors of the data sets for which the limit is raised
-_before = 0  # the limit without them
 
 
 @contextmanager

@@ -274,13 +274,8 @@ class LocalEngine(Engine):
         return True
 
     def _exported(
-        self,
-        parameter: nn.Parameter,  # noqa: ARG002
-        name: str,
-        key: str,
-        value: object,
-        home: int | None,
-    ) -> torch.Tensor | float:
+        self, parameter: nn.Parameter, name: str, key: str, value: object, home: int | None  # noqa: ARG002
+    ) -> torch.Tensor | float:  # fmt: skip
         if isinstance(value, torch.Tensor):
             return self.gather(value.detach(), home)
         if isinstance(value, int | float):

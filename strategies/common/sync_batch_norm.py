@@ -7,7 +7,7 @@ counters, an activation that some libraries append) stays what it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -105,11 +105,7 @@ class _OverRanks(TorchFunctionMode):
         self.called, self._function = False, _take_part if is_absent else _batch_norm
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func is not F.batch_norm:
             return func(*args, **(kwargs or {}))

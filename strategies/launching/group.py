@@ -32,6 +32,8 @@ from .meeting import (
 )
 
 _ROUND = 0.2  # seconds between two looks whether another rank has failed to connect
+_SECONDS = 2.0  # for one size
+_WARM_UP, _FEWEST, _MOST = 2, 3, 30  # all-reduces before the measured ones, and how many these are
 
 
 def in_group() -> bool:
@@ -186,11 +188,6 @@ def _wait_until_all_joined(wait: Wait, watched: Any = None) -> None:
         if wait.left <= 0:
             raise RuntimeError(f"rank {joined} did not connect within {wait.limit:g} s")
         wait.report(waits)
-
-
-_WARM_UP = 2
-_SECONDS = 2.0  # for one size
-_FEWEST, _MOST = 3, 30  # repetitions
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ _INTERRUPT_PATIENCE = 3.0  # seconds the ranks have to answer after Ctrl-C
 _ECHO_PATIENCE = 2.0  # seconds to wait for the cause after a rank that only lost its connection
 _EXIT_PATIENCE = 10.0  # seconds a rank that has answered may take to exit by itself
 _ROUND = 0.02  # seconds between two looks for answers, and for ranks that died without one
+_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -372,9 +373,6 @@ def _environment(number: int, devices: int) -> dict[str, str]:
     ours |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(devices))
     # All ranks are on this machine; looking up its host name can hang or return a foreign address.
     return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **ours}
-
-
-_PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2  # linux/prctl.h
 
 
 @contextmanager

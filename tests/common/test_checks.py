@@ -64,14 +64,14 @@ def test_intervals_and_ranges() -> None:
 
 
 def test_messages_name_the_value_and_what_is_allowed() -> None:
-    with pytest.raises(StrategyError, match=r"^n=0 must be a positive integer, or None\.$"):
-        check_whole("n", 0, StrategyError, 1, also=", or None")
-    with pytest.raises(StrategyError, match=r"^n=101 must be an integer from 1 to 100\.$"):
-        check_whole("n", 101, StrategyError, 1, 100)
-    with pytest.raises(StrategyError, match=r"^n=-1 must be an integer, 0 or more\.$"):
-        check_whole("n", -1, StrategyError, 0)
-    with pytest.raises(DataError, match=r"^x=0 must be a finite number above 0\.$"):
-        check_number("x", 0, DataError, "(0, inf)")
+    for check, value, bounds, also, words in (
+        (check_whole, 0, (1,), ", or None", r"^it=0 must be a positive integer, or None\.$"),
+        (check_whole, 101, (1, 100), "", r"^it=101 must be an integer from 1 to 100\.$"),
+        (check_whole, -1, (0,), "", r"^it=-1 must be an integer, 0 or more\.$"),
+        (check_number, 0, ("(0, inf)",), "", r"^it=0 must be a finite number above 0\.$"),
+    ):
+        with pytest.raises(StrategyError, match=words):
+            check("it", value, StrategyError, *bounds, also=also)
     with pytest.raises(DataError, match=r"^flag='no' must be True or False\.$"):
         check_flag("flag", "no", DataError)
 

@@ -33,6 +33,11 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def write_both(folder: Path) -> None:
+    with atomic_files(folder / "b", folder / "a"):
+        pass
+
+
 def test_several_files_appear_together(tmp_path: Path) -> None:
     paths = tmp_path / "b", tmp_path / "a"
     with atomic_files(*paths) as files:
@@ -82,12 +87,8 @@ def test_writers_of_one_path_do_not_disturb_each_other(tmp_path: Path) -> None:
 
 def test_leftovers_of_dead_writers_go_and_others_stay(tmp_path: Path) -> None:
     dead = tmp_path / ".a.7-0123abcd.partial"
-    others = (
-        ".ab.7-0123abcd.partial",
-        ".a.x-0123abcd.partial",
-        "a.7-0123abcd.partial",
-        ".a.7-0123abcd.partial.txt",
-    )
+    ends = (".ab.7-0123abcd", ".a.x-0123abcd", "a.7-0123abcd")
+    others = (*(f"{end}.partial" for end in ends), f"{dead.name}.txt")
     for name in (dead.name, *others):
         (tmp_path / name).write_bytes(b"half")
     (tmp_path / ".a.8-0123abcd.partial").mkdir()
@@ -107,21 +108,15 @@ def test_leftovers_of_dead_writers_go_and_others_stay(tmp_path: Path) -> None:
 def test_a_lock_file_that_a_killed_writer_left_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / ".a.lock").touch()
     wait_for_renames(tmp_path / "a")
-    with atomic_files(tmp_path / "b", tmp_path / "a"):
-        pass
+    write_both(tmp_path)
     assert names(tmp_path) == ["a", "b"]
 
 
 def test_renames_wait_for_those_of_another_writer(tmp_path: Path) -> None:
     lock = tmp_path / ".a.lock"
-
-    def write() -> None:
-        with atomic_files(tmp_path / "b", tmp_path / "a"):
-            pass
-
     with lock.open("ab") as held, ThreadPoolExecutor(2) as pool:
         fcntl.flock(held, fcntl.LOCK_EX)
-        writer, reader = pool.submit(write), pool.submit(wait_for_renames, tmp_path / "a")
+        writer, reader = pool.submit(write_both, tmp_path), pool.submit(wait_for_renames, tmp_path / "a")
         with pytest.raises(TimeoutError):
             writer.result(timeout=0.3)
         assert not (tmp_path / "b").exists()
@@ -135,14 +130,9 @@ def test_renames_wait_for_those_of_another_writer(tmp_path: Path) -> None:
 
 def test_a_reader_holds_writers_that_come_later(tmp_path: Path) -> None:
     """A writer that begins while the reader reads waits, too; afterwards no lock file is left."""
-
-    def write() -> None:
-        with atomic_files(tmp_path / "b", tmp_path / "a"):
-            pass
-
     with ThreadPoolExecutor(1) as pool:
         with renames_held(tmp_path / "a"):
-            writer = pool.submit(write)
+            writer = pool.submit(write_both, tmp_path)
             with pytest.raises(TimeoutError):
                 writer.result(timeout=0.3)
             assert not (tmp_path / "b").exists()

@@ -18,36 +18,31 @@ V2 = "29 23 0:26 {shown} {at} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
 V1 = "{number} 25 0:{number} {shown} /sys/fs/cgroup/{names} rw - cgroup cgroup rw,{names}\n"
 
 
-def tree(root: Path, files: dict[str, str]) -> Path:
+Groups = dict[str, dict[str, str]]
+
+
+def tree(root: Path, files: dict[str, str], groups: Groups | None = None) -> Path:
+    """Write files, and those of control groups: folder below the mount to file name to content."""
+    for folder, contents in (groups or {}).items():
+        files |= {f"sys/fs/cgroup/{folder}/{name}": text for name, text in contents.items()}
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     return root
 
 
-def version_2(root: Path, groups: dict[str, dict[str, str]], *, group: str, shown: str = "/") -> Path:
-    """A system with version 2 alone; `groups`: folder below the mount to file name to content."""
-    files = {
-        "proc/self/cgroup": f"0::{group}\n",
-        "proc/self/mountinfo": "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
-        + V2.format(shown=shown, at="/sys/fs/cgroup"),
-    }
-    for folder, contents in groups.items():
-        files |= {f"sys/fs/cgroup/{folder}/{name}": text for name, text in contents.items()}
-    return tree(root, files)
+def version_2(root: Path, groups: Groups, *, group: str) -> Path:
+    """A system with version 2 alone."""
+    mounts = "1 0 8:1 / / rw - ext4 /dev/sda rw\n" + V2.format(shown="/", at="/sys/fs/cgroup")
+    return tree(root, {"proc/self/cgroup": f"0::{group}\n", "proc/self/mountinfo": mounts}, groups)
 
 
-def version_1(root: Path, groups: dict[str, dict[str, str]], *, group: str, shown: str = "/") -> Path:
-    """A system with version 1; `groups`: `controllers/folder` to file name to content."""
-    files = {
-        "proc/self/cgroup": f"12:memory:{group}\n7:cpu,cpuacct:{group}\n3:cpuset:{group}\n0::/\n",
-        "proc/self/mountinfo": V1.format(number=31, shown=shown, names="memory")
-        + V1.format(number=32, shown=shown, names="cpu,cpuacct")
-        + V1.format(number=33, shown=shown, names="cpuset"),
-    }
-    for folder, contents in groups.items():
-        files |= {f"sys/fs/cgroup/{folder}/{name}": text for name, text in contents.items()}
-    return tree(root, files)
+def version_1(root: Path, groups: Groups, *, group: str, shown: str = "/") -> Path:
+    """A system with version 1."""
+    names = f"12:memory:{group}\n7:cpu,cpuacct:{group}\n3:cpuset:{group}\n0::/\n"
+    controllers = {31: "memory", 32: "cpu,cpuacct", 33: "cpuset"}.items()
+    mounts = "".join(V1.format(number=number, shown=shown, names=each) for number, each in controllers)
+    return tree(root, {"proc/self/cgroup": names, "proc/self/mountinfo": mounts}, groups)
 
 
 def test_version_2_the_smallest_of_nested_limits_counts(tmp_path: Path) -> None:
@@ -70,9 +65,8 @@ def test_version_2_the_smallest_of_nested_limits_counts(tmp_path: Path) -> None:
     }
     limits = container_limits(version_2(tmp_path, groups, group="/pod/job"))
     assert limits == Limits(0.5, frozenset({0, 1, 2, 5}), 500 * MB, 400 * MB)  # free: 900 - (800 - 300)
-    tree(
-        tmp_path, {"sys/fs/cgroup/pod/job/memory.high": str(120 * MB)}
-    )  # above it, the kernel slows a group down
+    # Above it, the kernel slows a group down.
+    tree(tmp_path, {"sys/fs/cgroup/pod/job/memory.high": str(120 * MB)})
     assert container_limits(tmp_path).free == 100 * MB
 
 
