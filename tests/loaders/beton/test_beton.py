@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 from drivetrain.common.errors import BetonError
 from drivetrain.loaders import FFCVLoader, convert, open_beton
-from drivetrain.loaders.beton.layout import ALLOCATION, FIELD, HEADER, MIN_PAGE, Field, metadata_dtype
-from drivetrain.loaders.beton.manifest import SEAL_BYTES, manifest_path
+from drivetrain.loaders.beton.layout import (
+    ALLOCATION,
+    FIELD,
+    HEADER,
+    MIN_PAGE,
+    SEAL_BYTES,
+    Field,
+    metadata_dtype,
+)
+from drivetrain.loaders.beton.manifest import manifest_path
 from loader_pictures import raw_beton, raw_pictures
 
 COUNT, SIDE = 9, 12

@@ -11,9 +11,8 @@ import pytest
 import torch
 from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import contact_sheet, convert, inspect, open_beton, verify
-from drivetrain.loaders.beton.layout import Field
+from drivetrain.loaders.beton.layout import Field, image_field, label_field
 from drivetrain.loaders.beton.manifest import manifest_path
-from drivetrain.loaders.beton.tables import image_field, label_field
 from drivetrain.pipeline.apps.cli import main
 from loader_pictures import image_folder, jpeg_bytes, picture, run_script
 from loader_stock_arrays import COUNT, KINDS, pixels

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import convert, open_beton
-from drivetrain.loaders.conversion.tar_source import expand_shards
+from drivetrain.loaders.conversion.sample_source import expand_shards
 from loader_pictures import jpeg_bytes, picture
 from PIL import Image
 
