@@ -355,23 +355,24 @@ def _identities(path: Path) -> list[tuple[int, int] | None]:
 
 def _open(path: Path, patience: float) -> Beton:
     try:
-        return _validated(path, patience)
+        header, fields, field, label = fetch_tables(path, patience)
+        file = OpenFile(path, patience)
+        columns = read_columns(path, file, header, fields)
+        manifest, checksums = read_manifest(path, file, header, fields)
     except OSError as error:
         if is_exhaustion(error):
             wanted = f"one file descriptor for {path}, and for each other file of the data"
             raise exhaustion(error, wanted) from error
         raise BetonError(f"{path} cannot be read: {error.strerror or error}.") from error
-
-
-def _validated(path: Path, patience: float) -> Beton:
-    header, fields, field, label = fetch_tables(path, patience)
-    file = OpenFile(path, patience)
-    columns = read_columns(path, file, header, fields)
-    manifest, checksums = read_manifest(path, file, header, fields)
     if not label.allocated:
         check_numbers(path, columns[label.name], len(manifest.get("classes", [])))
     image = columns[field.name]
-    modes, widths, heights = _stored_as(image)
+    # Contiguous, as the compiled loader requires
+    if field.kind == "rgb_image":
+        modes, widths, heights = (image.values[name].copy() for name in ("mode", "width", "height"))
+    else:
+        modes = np.full(len(image.values), MODE_RAW, dtype=np.uint8)
+        heights, widths = (np.full(len(modes), side, dtype=np.uint16) for side in field.shape[:2])
     return Beton(
         path=path,
         file=file,
@@ -389,13 +390,3 @@ def _validated(path: Path, patience: float) -> Beton:
         manifest=manifest,
         checksums=checksums,
     )
-
-
-def _stored_as(column: Column) -> tuple[NDArray[np.uint8], NDArray[np.uint16], NDArray[np.uint16]]:
-    """Return modes, widths and heights of the images, `(N,)` each, contiguous, as the compiled loader requires."""
-    field, values = column.field, column.values
-    if field.kind == "rgb_image":
-        return values["mode"].copy(), values["width"].copy(), values["height"].copy()
-    modes = np.full(len(values), MODE_RAW, dtype=np.uint8)
-    height, width = (np.full(len(values), side, dtype=np.uint16) for side in field.shape[:2])
-    return modes, width, height
