@@ -32,9 +32,7 @@ class BetonFiles:
         self.files, self.name = tuple(betons), str(files)
         # The index of each file's first sample; the last entry is the number of all samples.
         self.starts = np.cumsum([0, *map(len, betons)], dtype=np.int64)
-        self.parts: tuple[
-            tuple[float, int, int], ...
-        ] = ()  # of a mix: weight, first and end of each data set
+        self.parts: tuple[tuple[float, int, int], ...] = ()  # weight, first and end of each data set of a mix
         if files.weights is not None:
             ends = np.cumsum([0, *(len(part.files) for part in files.parts)])
             bounds = self.starts[ends].tolist()
@@ -119,10 +117,6 @@ class BetonFiles:
     def require_sizes(self) -> None:
         for one in self.files:
             one.file.require_size()
-
-    @property
-    def identities(self) -> list[Identity]:
-        return [one.file.identity for one in self.files]
 
     def require_identities(self, identities: list[Identity]) -> None:
         for one, identity in zip(self.files, identities, strict=True):

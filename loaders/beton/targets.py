@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 STORED_AS = {"mask": "bytes", "boxes": "json", "keypoints": "json"}
-"""Maps the kinds of targets, which are cropped, flipped and resized with the image, to those of the fields that store
-them."""
+"""Maps the kinds of targets, which are cropped, flipped and resized with the image, to those of their fields."""
 
 MOVING = tuple(STORED_AS)
 

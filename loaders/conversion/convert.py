@@ -30,9 +30,7 @@ from .values import Stored, infer_field, label_field, requested_fields, store_la
 from .writer import Sample, Skipped, write_betons
 
 _MOST = 256  # files of a conversion: all are open until the last is complete, and systems allow 1,024
-_SPLITS = frozenset(
-    {"train", "training", "val", "valid", "validation", "test", "testing"}
-)  # usually not classes
+_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}  # usually not classes
 
 
 @dataclass(frozen=True)
@@ -213,9 +211,7 @@ def convert(
     if len(outs) > len(samples):
         raise DataError(f"{out} stands for {len(outs)} files, but there are only {len(samples)} samples.")
     stored = first_fields(samples, wanted, on_error, encoding)
-    masks = (
-        stored[1].kind == STORED_AS["mask"]
-    )  # for which a data set's own names may be those of something else
+    masks = stored[1].kind == STORED_AS["mask"]  # then a data set's own names may be those of something else
     names = list(classes or (() if masks else samples.classes))
     targets = {"label": "mask"} if masks else {}
     targets |= {name: kind for name, kind in wanted.items() if kind in MOVING}
@@ -276,9 +272,7 @@ class Conversion:
     encoding: Encoding
     fields: list[Field]  # of every sample, the image first and the label second
     on_error: str
-    targets: Mapping[str, str] = field(
-        default_factory=dict
-    )  # the fields that move with the image, as name to kind
+    targets: Mapping[str, str] = field(default_factory=dict)  # name to kind of those that move with the image
     classes: int = 0  # number of classes that labels which are masks may have; 0: any
 
 

@@ -20,9 +20,7 @@ from ..decode.pictures import JPEG_FORMATS, LONGEST, decoded, pixels_of, reading
 from ..native import jpeg as jpegs
 from ..native import transcode
 
-_RAW_LIMIT = (
-    64 * 64 * 3
-)  # bytes of pixels up to which mode auto stores images raw: lossless, and faster to read
+_RAW_LIMIT = 64 * 64 * 3  # bytes up to which mode auto stores pixels: lossless, and faster to read
 
 _WRITE_MODES = ("auto", "jpg", "raw", "smart", "proportion")
 _CHECKS = ("decode", "structure")

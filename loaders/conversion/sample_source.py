@@ -43,7 +43,7 @@ class SampleSource(Protocol):
 
     def describe(self, index: int) -> str:
         """Return the sample's name for an error message: a path, or its index."""
-        ...
+        return f"sample {index}"
 
 
 def open_source(
@@ -85,7 +85,7 @@ def _refuse_fields(fields: Sequence[str], kind: str) -> None:
         )
 
 
-class ArraySource:
+class ArraySource(SampleSource):
     """A pair of arrays: images `(N, H, W, C)`, `(N, C, H, W)` or `(N, H, W)`, uint8 or uint16; and labels `(N,)`,
     `(N, K)`, or masks, `(N, H, W)`."""
 
@@ -107,8 +107,7 @@ class ArraySource:
             raise DataError(
                 f"There are {len(images)} images and {len(labels)} labels. Pass one label per image."
             )
-        self._images, self._labels = images, labels
-        self.classes: list[str] = []
+        self._images, self._labels, self.classes = images, labels, []
 
     def __len__(self) -> int:
         return len(self._images)
@@ -116,11 +115,8 @@ class ArraySource:
     def get(self, index: int) -> tuple[Any, Any]:
         return self._images[index], self._labels[index]
 
-    def describe(self, index: int) -> str:
-        return f"sample {index}"
 
-
-class DatasetSource:
+class DatasetSource(SampleSource):
     """Any indexable data set. Only one thread at a time calls `__getitem__`, which may not be thread-safe."""
 
     def __init__(self, dataset: Any, fields: Sequence[str] = ()) -> None:
@@ -155,9 +151,6 @@ class DatasetSource:
         if missing:
             raise DataError(f"it has the keys {sorted(sample)}; the fields {missing} are missing")
         return image, sample["label"], *(sample[name] for name in self._fields)
-
-    def describe(self, index: int) -> str:
-        return f"sample {index}"
 
     def _undecoded(self, dataset: Any) -> Any:
         """Make a Hugging Face data set return each image's stored file, so that JPEGs are copied unchanged."""
@@ -209,10 +202,8 @@ class TarSource:
         labels = [end for end in _LABEL_MEMBERS if end != "mask.png" or end not in self._fields]
         self._starts, self._keys = array("q"), list[str]()
         self._kinds = bytearray()  # per sample: which label extension it has
-        self._places, absent = (
-            array("q"),
-            (_ABSENT, 0),
-        )  # per sample: offset and size of image, label and each field
+        self._places = array("q")  # per sample: offset and size of image, label and each field
+        absent = (_ABSENT, 0)
         for shard in self._shards:
             self._starts.append(len(self._keys))
             for key, members in _index(shard).items():

@@ -150,20 +150,17 @@ def store_value(field: Field, value: Any) -> Stored:
     return stored
 
 
-def _store_int(_: Field, value: Any) -> int:
+def _store_number(field: Field, value: Any) -> int | float:
     value = value.item() if isinstance(value, torch.Tensor | np.ndarray) else value
+    if field.kind == "float":
+        if not isinstance(value, Real):
+            raise _Mismatch("it is not a number")
+        return float(value)
     if not isinstance(value, Integral):
         raise _Mismatch("it is not an integer")
     if not -(1 << 63) <= int(value) < 1 << 63:
         raise _Mismatch("it does not fit 64 bits")
     return int(value)
-
-
-def _store_float(_: Field, value: Any) -> float:
-    value = value.item() if isinstance(value, torch.Tensor | np.ndarray) else value
-    if not isinstance(value, Real):
-        raise _Mismatch("it is not a number")
-    return float(value)
 
 
 def _store_bytes(_: Field, value: Any) -> bytes:
@@ -189,8 +186,10 @@ def _json_bytes(value: Any) -> bytes:
     return json.dumps(value).encode() + b"\0"
 
 
-_STORE: dict[str, Any] = {"int": _store_int, "float": _store_float, "bytes": _store_bytes, "ndarray": _store_array,
-                          "json": lambda _, value: _json_bytes(value)}  # fmt: skip
+_STORE: dict[str, Any] = {
+    "int": _store_number, "float": _store_number, "bytes": _store_bytes, "ndarray": _store_array,
+    "json": lambda _, value: _json_bytes(value),
+}  # fmt: skip
 
 
 def _array(value: Any) -> NDArray[Any] | None:

@@ -188,16 +188,11 @@ def write_betons(
     fields: Sequence[Field],
     about: dict[str, Any],
 ) -> Written:
-    """Write the files, each with an equal share of the samples, and their manifests.
+    """Write the files, each with an equal share of the samples, and their manifests: all appear at the end, or none.
 
-    All of them appear when the last one is complete. The manifest of each of several files names the seal of the one
-    before, so that files of different conversions are never read as one data set.
-
-    Args:
-        outs, samples: the files, and the samples in file order.
-        most: number of samples, including those that are skipped.
-        fields: of every sample, the image first and the label second.
-        about: further content of the manifests, including `"classes"` (their names, or none).
+    The manifest of each of several files names the seal of the one before, so that files of different conversions are
+    never read as one data set. `most`: number of samples, including those that are skipped; `fields`: the image first,
+    the label second; `about`: further content of the manifests, including `"classes"` (their names, or none).
     """
     written, follows, rest = Written(), "", iter(samples)
     with atomic_files(*(path for out in outs for path in (manifest_path(out), out))) as opened:

@@ -15,7 +15,7 @@ from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import Beton, convert, inspect, open_beton, verify
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.conversion.writer import PAGE_SIZE
-from loader_pictures import jpeg_bytes, picture, raw_pictures, run_script
+from loader_pictures import beton_of, jpeg_bytes, picture, raw_pictures, run_script
 from loader_stock_fields import COUNT, values
 
 pytestmark = pytest.mark.process
@@ -208,8 +208,7 @@ def test_kinds_that_are_inferred_and_given(tmp_path: Path) -> None:
         "flag": None, "words": None, "floats": None, "none": None, "small": None, "count": "float",
         "raw": "bytes", "empty": None,
     }  # fmt: skip
-    convert(Mixed(), tmp_path / "a.beton", fields=wanted)
-    beton = open_beton(tmp_path / "a.beton")
+    beton = beton_of(Mixed(), tmp_path / "a.beton", fields=wanted)
     assert list(beton.fields.values())[2:] == [
         "int", "json", "ndarray", "json", "float", "float", "bytes", "bytes",
     ]  # fmt: skip
@@ -277,7 +276,6 @@ def test_arrays_have_no_further_fields_but_vector_labels(tmp_path: Path) -> None
     with pytest.raises(DataError, match="pair of arrays has only image and label, no fields"):
         convert((images, np.arange(4)), tmp_path / "a.beton", fields=["x"])
     hot = np.eye(4, dtype=np.int64)
-    convert((images, hot), tmp_path / "a.beton", classes=list("abcd"))
-    beton = open_beton(tmp_path / "a.beton")
+    beton = beton_of((images, hot), tmp_path / "a.beton", classes=list("abcd"))
     assert np.array_equal(beton.labels, hot)
     assert (beton.labels.dtype, beton.num_classes) == (np.float32, 4)

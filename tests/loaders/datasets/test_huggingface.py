@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import convert, open_beton
-from loader_pictures import jpeg_bytes, picture
+from loader_pictures import beton_of, jpeg_bytes, picture
 from PIL import Image
 
 datasets: Any = pytest.importorskip("datasets", reason="the dev extra brings it")
@@ -56,9 +56,8 @@ def test_a_transform_of_the_user_decides(dataset: Any, tmp_path: Path) -> None:
             "label": batch["label"],
         }
 
-    convert(dataset.with_transform(mirrored), tmp_path / "a.beton")
-    found = np.asarray(open_beton(tmp_path / "a.beton").image(5))
-    assert np.array_equal(found, picture(5, 20, 20)[:, ::-1])
+    beton = beton_of(dataset.with_transform(mirrored), tmp_path / "a.beton")
+    assert np.array_equal(np.asarray(beton.image(5)), picture(5, 20, 20)[:, ::-1])
 
 
 def test_bad_sample_is_named(dataset: Any, tmp_path: Path) -> None:

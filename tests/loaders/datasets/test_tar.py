@@ -13,14 +13,7 @@ import pytest
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import convert, open_beton
 from drivetrain.loaders.conversion.sample_source import expand_shards
-from loader_pictures import jpeg_bytes, picture
-from PIL import Image
-
-
-def png(pixels: np.ndarray) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
+from loader_pictures import beton_of, file_bytes, jpeg_bytes, picture
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -76,8 +69,7 @@ def test_one_shard_a_list_and_any_number_of_workers(shards: Path) -> None:
     assert files[0] == files[1]
     assert beton.labels.tolist() == [8, 9, 10, 11, 0, 1, 2, 3]
     assert beton.classes[8] == "i"
-    convert(shards / "train-001.tar", shards / "one.beton")
-    assert open_beton(shards / "one.beton").labels.tolist() == [4, 5, 6, 7]
+    assert beton_of(shards / "train-001.tar", shards / "one.beton").labels.tolist() == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -94,9 +86,12 @@ def test_one_shard_a_list_and_any_number_of_workers(shards: Path) -> None:
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_labels(tmp_path: Path, extension: str, text: bytes, label: Any, form: int) -> None:
     key = "a" * (80 if form == tarfile.USTAR_FORMAT else 300)  # long names have headers of their own
-    path = shard(tmp_path / "a.tar", {f"{key}.{extension}": text, f"{key}.PNG": png(picture(1, 9, 9))}, form)
-    convert(path, tmp_path / "a.beton")
-    beton = open_beton(tmp_path / "a.beton")
+    path = shard(
+        tmp_path / "a.tar",
+        {f"{key}.{extension}": text, f"{key}.PNG": file_bytes(picture(1, 9, 9), "PNG")},
+        form,
+    )
+    beton = beton_of(path, tmp_path / "a.beton")
     assert beton.labels.tolist() == [label]
     assert np.array_equal(np.asarray(beton.image(0)), picture(1, 9, 9))
 
@@ -106,16 +101,16 @@ def test_further_members_are_fields(tmp_path: Path) -> None:
     for label in range(3):
         members |= sample(
             f"{label}", label, json=json.dumps({"n": label}).encode(), npy=npy(np.full((2, 2), label, "<f4")),
-            txt=b"words " * label, **{"seg.png": png(picture(label, 8, 8))},
+            txt=b"words " * label, **{"seg.png": file_bytes(picture(label, 8, 8), "PNG")},
         )  # fmt: skip
     path = shard(tmp_path / "a.tar", members)
-    convert(path, tmp_path / "a.beton", fields=["json", "npy", "txt", "seg.png"])
-    beton, some = open_beton(tmp_path / "a.beton"), np.array([2, 0])
+    some = np.array([2, 0])
+    beton = beton_of(path, tmp_path / "a.beton", fields=["json", "npy", "txt", "seg.png"])
     assert list(beton.fields.values())[2:] == ["json", "ndarray", "bytes", "bytes"]
     assert beton.read("json", some) == [{"n": 2}, {"n": 0}]
     assert beton.read("npy", some)[0].tolist() == [[2, 2], [2, 2]]
     assert beton.read("txt", some) == [b"words words ", b""]
-    assert beton.read("seg.png", some)[1] == png(picture(0, 8, 8))
+    assert beton.read("seg.png", some)[1] == file_bytes(picture(0, 8, 8), "PNG")
     with pytest.raises(DataError, match=r"a\.tar: key 0: it has no member \.flac"):
         convert(path, tmp_path / "b.beton", fields=["flac"])
 
@@ -183,17 +178,14 @@ def test_members_without_a_key_and_folders_are_no_samples(tmp_path: Path) -> Non
         folder = tarfile.TarInfo("folder.d")
         folder.type = tarfile.DIRTYPE
         tar.addfile(folder)
-    convert(path, tmp_path / "a.beton")
-    assert open_beton(tmp_path / "a.beton").labels.tolist() == [5]
+    assert beton_of(path, tmp_path / "a.beton").labels.tolist() == [5]
 
 
 def test_expanding(tmp_path: Path) -> None:
     for name in ("a-08.tar", "a-09.tar", "a-10.tar", "b-08.tar"):
         (tmp_path / name).touch()
-    assert [Path(p).name for p in expand_shards(str(tmp_path / "{a,b}-{08..08}.tar"))] == [
-        "a-08.tar",
-        "b-08.tar",
-    ]
-    assert [Path(p).name for p in expand_shards(str(tmp_path / "a-{08..10}.tar"))] == [
-        "a-08.tar", "a-09.tar", "a-10.tar",
-    ]  # fmt: skip
+    for pattern, names in (
+        ("{a,b}-{08..08}.tar", ["a-08.tar", "b-08.tar"]),
+        ("a-{08..10}.tar", ["a-08.tar", "a-09.tar", "a-10.tar"]),
+    ):
+        assert [Path(path).name for path in expand_shards(str(tmp_path / pattern))] == names
