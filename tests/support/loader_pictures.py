@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 import process_state
+import pytest
 import torch
+from drivetrain.common.errors import DataError
 from drivetrain.loaders import Beton, TorchLoader, convert, open_beton
 from numpy.typing import NDArray
 from PIL import Image
@@ -104,6 +106,16 @@ def beton_of(source: Any, path: Path, **options: Any) -> Beton:
     """Convert a source, and open the file."""
     convert(source, path, **options)
     return open_beton(path)
+
+
+def refused(source: Any, folder: Path, words: str, **options: Any) -> str:
+    """Require that `convert` rejects a source with these words, and leaves no file, finished or not; the message."""
+    out = folder / "refused"
+    out.mkdir(exist_ok=True)
+    with pytest.raises(DataError, match=words) as caught:
+        convert(source, out / "out.beton", **options)
+    assert list(out.iterdir()) == []
+    return str(caught.value)
 
 
 def run_python(

@@ -12,21 +12,11 @@ import pytest
 import torch
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import convert, open_beton, verify
-from loader_pictures import image_folder, jpeg_bytes, jpeg_folder, picture, raw_pictures
+from loader_pictures import image_folder, jpeg_bytes, jpeg_folder, picture, raw_pictures, refused
 from PIL import Image
 
 IMAGES, LABELS = raw_pictures(5, 12)
 PICTURE = picture(3, 90, 120)
-
-
-def refused(source: Any, tmp_path: Path, words: str, **options: Any) -> str:
-    """The message; no file, finished or not, may be left."""
-    out = tmp_path / "out"
-    out.mkdir(exist_ok=True)
-    with pytest.raises(DataError, match=words) as caught:
-        convert(source, out / "out.beton", **options)
-    assert list(out.iterdir()) == []
-    return str(caught.value)
 
 
 def truncated_jpeg(path: Path) -> None:

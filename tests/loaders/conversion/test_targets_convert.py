@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from command_line import call
-from drivetrain.common.errors import BetonError, DataError
+from drivetrain.common.errors import BetonError
 from drivetrain.loaders import contact_sheet, convert, inspect, open_beton, verify
 from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.beton.targets import encode_mask, palette
-from loader_pictures import beton_of, jpeg_bytes, picture, run_script
+from loader_pictures import beton_of, jpeg_bytes, picture, refused, run_script
 from loader_stock_masks import COUNT, mask, size
 from PIL import Image, ImageOps
 from torchvision import tv_tensors
@@ -51,12 +51,6 @@ class Samples:
 
 
 FIELDS = {"boxes": "boxes", "points": "keypoints"}
-
-
-def refused(source: Any, tmp_path: Path, words: str, **options: Any) -> None:
-    with pytest.raises(DataError, match=words):
-        convert(source, tmp_path / "bad.beton", **options)
-    assert not (tmp_path / "bad.beton").exists()
 
 
 def changed(**values: Any) -> Samples:
@@ -213,7 +207,7 @@ def test_targets_are_those_of_the_upright_picture(tmp_path: Path, orientation: i
 )
 def test_bad_targets_are_rejected_or_skipped(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     options: dict[str, Any] = {"fields": FIELDS, "classes": CLASSES}
-    refused(changed(**change), tmp_path, words, fields=FIELDS, classes=CLASSES)
+    refused(changed(**change), tmp_path, words, **options)
     report = convert(changed(**change), tmp_path / "a.beton", on_error="skip", **options)
     assert [name for name, _ in report.skipped] == ["sample 3"]
     assert len(open_beton(tmp_path / "a.beton")) == COUNT - 1
