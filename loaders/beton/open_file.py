@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from ...common.errors import BetonError
 from ...common.storage.mirror import Mirror
 
-Identity = tuple[int, int, int]
-"""A file's device, inode and size in bytes."""
+Identity = tuple[int, int, int]  # a file's device, inode and size in bytes
 
 
 class ChangedError(BetonError):

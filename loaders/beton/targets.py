@@ -21,8 +21,7 @@ STORED_AS = {"mask": "bytes", "boxes": "json", "keypoints": "json"}
 
 MOVING = tuple(STORED_AS)
 
-NOT_COUNTED = 255
-"""The class index of pixels that count neither in the loss nor in metrics, as in PASCAL VOC."""
+NOT_COUNTED = 255  # class index of pixels that count neither in the loss nor in metrics, as in PASCAL VOC
 
 _COLUMNS = {"boxes": 4, "keypoints": 2}
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"

@@ -15,14 +15,12 @@ import numpy as np
 
 from ...common.errors import DataError
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""torchvision's `IMG_EXTENSIONS`."""
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as in torchvision
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _INTEGER = re.compile(r"[+-]?\d+")
 
-Row = tuple[int, list[str]]
-"""The line of an image in a table of labels, and its values as text."""
+Row = tuple[int, list[str]]  # the line of an image in a table of labels, and its values as text
 
 
 def _is_hidden(name: str) -> bool:
@@ -184,14 +182,7 @@ def _match_masks(root: Path, folder: Path, images: list[str], masks: list[str]) 
 class LabelledFolder(PictureFiles):
     """Images anywhere below a folder, labelled by a CSV file in UTF-8 with a header and exactly one row per image.
 
-    The first column is the image's path in the folder, with `/`. The others are its labels:
-
-    - one column of text: class names, whose indices follow the sorted names, or those given as `classes`;
-    - one column of integers: class indices;
-    - one column of other numbers: a target;
-    - several columns of numbers: a vector, for several labels (0 and 1) or targets. The columns' names become the
-      class names.
-
+    The columns are those of `labels` in `convert`; class indices follow the sorted names, or those given as `classes`.
     Samples are in the order of their paths, whatever that of the rows.
     """
 

@@ -25,8 +25,7 @@ _LABEL_KEYS = ("label", "cls", "class")
 _BLOCK = 512
 _ABSENT = -1
 
-Members = dict[str, tuple[int, int]]
-"""Maps extension to offset and size, for the members of a sample."""
+Members = dict[str, tuple[int, int]]  # extension to offset and size, for the members of a sample
 
 
 class SampleSource(Protocol):

@@ -26,18 +26,13 @@ _SMALLEST_TARGET, _LARGEST_TARGET = float(np.finfo(np.float32).tiny), float(np.f
 
 _EXTRA_KINDS = (*(kind for kind in KINDS if kind != "rgb_image"), *targets.MOVING)
 
-_MODES = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B")
-"""Modes of Pillow's images with one integer per pixel."""
+_MODES = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B")  # of Pillow's images with one integer per pixel
 
-Stored = int | float | bytes
-"""A value as stored in the file: a number in the metadata, or bytes on a page."""
-
-Size = tuple[int, int]
-"""Width and height."""
+Stored = int | float | bytes  # a number in the metadata, or bytes on a page
+Size = tuple[int, int]  # width and height
 
 
 def requested_fields(fields: Sequence[str] | Mapping[str, str | None] | None) -> dict[str, str | None]:
-    """Return the `fields=` of `convert` as name to kind; None where the first sample decides."""
     if isinstance(fields, str):
         raise DataError(f"fields={fields!r} must be a list of names, or a mapping of names to kinds.")
     wanted = dict(fields) if isinstance(fields, Mapping) else dict.fromkeys(fields or [])
@@ -83,7 +78,7 @@ def store_label(field: Field, label: Any) -> Stored:
 
 
 def _vector(label: Any) -> NDArray[np.float32] | None:
-    """Return a label of several values, `(K,)`, as float32; None if it is not one."""
+    """Return a label of several values, `(K,)`; None if it is not one."""
     array = _array(label)
     if array is None or array.ndim != 1 or array.dtype.kind not in "iuf" or not len(array):
         return None

@@ -23,8 +23,7 @@ from ..beton.manifest import manifest_path, seal, write_manifest
 from .encode import Encoded
 from .values import Stored
 
-PAGE_SIZE = 1 << 23
-"""8 MiB, FFCV's own default; doubled until the largest sample fits on a page."""
+PAGE_SIZE = 1 << 23  # 8 MiB, FFCV's own default; doubled until the largest sample fits on a page
 
 _NUMBER: dict[str, Any] = {"int": np.int64, "float": np.float64}
 
