@@ -18,31 +18,21 @@ from ..sources import Files, Source, files_of, in_threads
 from .open_file import Identity
 from .reader import Beton, open_beton
 
+Indices = NDArray[np.int64]
+
 
 class BetonFiles:
     """The samples of several files with the same fields and classes, numbered through in the files' order.
 
-    Args:
-        files: the source, and for a mix its weights.
-        betons: its files, opened.
-
-    Attributes:
-        files: the files.
-        starts: `(F + 1,)` the index of each file's first sample; the last entry is the number of all samples.
-        parts: of a mix, the samples of each data set, as `(weight, first, end)`; empty if it is one data set.
-        name: the source, for messages.
-        fields, targets, classes, channels, depth, label_name: as `Beton`'s, the same in all files.
-        modes, widths, heights, pointers, sizes: `(N,)`, as `Beton`'s.
-        descriptors: `(N,)` int32, of the open file that each sample is in.
-
-    Raises:
-        BetonError: if the files do not belong together.
+    fields, targets, classes, channels, depth and label_name are as `Beton`'s, the same in all files; the arrays of all
+    samples, `(N,)`, too.
     """
 
     def __init__(self, files: Files, betons: list[Beton]) -> None:
         self.files, self.name = tuple(betons), str(files)
+        # The index of each file's first sample; the last entry is the number of all samples.
         self.starts = np.cumsum([0, *map(len, betons)], dtype=np.int64)
-        self.parts: tuple[tuple[float, int, int], ...] = ()
+        self.parts: tuple[tuple[float, int, int], ...] = ()  # weight, first and end of each data set of a mix
         if files.weights is not None:
             ends = np.cumsum([0, *(len(part.files) for part in files.parts)])
             bounds = self.starts[ends].tolist()
@@ -56,9 +46,8 @@ class BetonFiles:
         self.heights = self._joined(lambda one: one.heights)
         self.pointers = self._joined(lambda one: one.pointers)
         self.sizes = self._joined(lambda one: one.sizes)
-        self.descriptors = np.repeat(
-            np.array([one.file.descriptor for one in betons], dtype=np.int32), np.diff(self.starts)
-        )
+        descriptors = np.array([one.file.descriptor for one in betons], dtype=np.int32)
+        self.descriptors = np.repeat(descriptors, np.diff(self.starts))  # `(N,)` of the file that each is in
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -84,8 +73,7 @@ class BetonFiles:
             first = int(pages[-1].max()) + 1
         return np.concatenate(pages)
 
-    def read(self, name: str, indices: NDArray[np.int64]) -> Any:
-        """Return the values of one field for the samples `indices` `(n,)`, as `Beton.read`."""
+    def read(self, name: str, indices: Indices) -> Any:
         if len(self.files) == 1:
             return self.files[0].read(name, indices)
         read = [(at, one.read(name, own)) for one, at, own in self._by_file(np.asarray(indices))]
@@ -100,20 +88,20 @@ class BetonFiles:
                 found[place] = value
         return found
 
-    def prefetch(self, indices: NDArray[np.int64]) -> None:
-        """Begin to read the images of the samples `indices` `(n,)`, which are wanted soon, without waiting for them."""
+    def prefetch(self, indices: Indices) -> None:
+        """See `Beton.prefetch`."""
         if self.remote or self.exceeds_memory:
             for one, _, own in self._by_file(indices):
                 one.prefetch(own, local=self.exceeds_memory)
 
-    def prepare(self, indices: NDArray[np.int64]) -> None:
-        """Return when the images of the samples `indices` `(n,)` are on this machine; see `Beton.prepare`."""
+    def prepare(self, indices: Indices) -> None:
+        """See `Beton.prepare`."""
         if self.remote:
             for one, _, own in self._by_file(indices):
                 one.prepare(own)
 
-    def are_unchanged(self, indices: NDArray[np.int64], images: NDArray[np.uint32]) -> bool:
-        """Whether the samples match their checksums; see `Beton.are_unchanged`."""
+    def are_unchanged(self, indices: Indices, images: NDArray[np.uint32]) -> bool:
+        """See `Beton.are_unchanged`."""
         return all(one.are_unchanged(own, images[at]) for one, at, own in self._by_file(indices))
 
     @cached_property
@@ -127,17 +115,10 @@ class BetonFiles:
         return sum(len(one.file) for one in self.files) > machine.free_memory()
 
     def require_sizes(self) -> None:
-        """Raise `BetonError` if a file's length has changed since it was opened."""
         for one in self.files:
             one.file.require_size()
 
-    @property
-    def identities(self) -> list[Identity]:
-        """The files' identities when they were opened."""
-        return [one.file.identity for one in self.files]
-
     def require_identities(self, identities: list[Identity]) -> None:
-        """Raise `BetonError` unless these are the files with those identities."""
         for one, identity in zip(self.files, identities, strict=True):
             one.file.require_identity(identity)
 
@@ -151,9 +132,7 @@ class BetonFiles:
         number = int(np.searchsorted(self.starts, index, side="right")) - 1
         return self.files[number], index - int(self.starts[number])
 
-    def _by_file(
-        self, indices: NDArray[np.int64]
-    ) -> Iterator[tuple[Beton, NDArray[np.int64], NDArray[np.int64]]]:
+    def _by_file(self, indices: Indices) -> Iterator[tuple[Beton, Indices, Indices]]:
         """Yield each file that has some of the samples, their places in `indices`, and their indices in the file."""
         if len(self.files) == 1:
             yield self.files[0], np.arange(len(indices)), indices
@@ -213,14 +192,6 @@ def open_files(source: Source, remote: Remote = Remote()) -> BetonFiles:  # noqa
 
     Each file takes a descriptor as long as it is open. Where the process may not have so many, its limit (the soft one)
     is raised until the files are closed.
-
-    Args:
-        source: the files.
-        remote: the folder of local copies of files at an address, its limit, and the patience with servers.
-
-    Raises:
-        BetonError: naming the file, what is wrong, and where; also if the files do not belong together.
-        DataError: if a file at an address cannot be read, or for an unusable pattern.
     """
     files = files_of(source)
     with more_descriptors(len(files.names)) as keep:

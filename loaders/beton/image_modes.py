@@ -15,19 +15,14 @@ MODES = {"L": (1, 8), "RGB": (3, 8), "RGBA": (4, 8), "I;16": (1, 16), "RGB;16": 
 """Maps Pillow's name of an image's mode, or of its raw pixels, to the number of channels and the bits of each value."""
 
 CHANNELS = (1, 3, 4)
-
-
-RGB = (3, 8)
-"""Channels and bits of the usual images."""
+RGB = (3, 8)  # channels and bits of the usual images
 
 
 def channels_text(channels: int, depth: int) -> str:
-    """Return what the images are, for messages."""
     return f"{channels} channel{'s' * (channels > 1)} of {depth} bits"
 
 
 def mode_of(channels: int, depth: int) -> str:
-    """Return the name of images with so many channels and bits."""
     return next(name for name, kind in MODES.items() if kind == (channels, depth))
 
 
@@ -46,13 +41,8 @@ def is_wide(image: Image.Image) -> bool:
 def image_pixels(image: Any, mode: str, wide: bool | None = None) -> tuple[NDArray[Any], str]:
     """Return an image's pixels, `(H, W)` or `(H, W, C)` of uint8 or little-endian uint16, and what was done to it.
 
-    Args:
-        image: a Pillow image; or an array or tensor `(H, W)`, `(H, W, C)` or `(C, H, W)`.
-        mode: a key of `MODES`. Channels of 8 bits are converted; bits are never dropped or added.
-        wide: of a Pillow image that was loaded, what `is_wide` returned before.
-
-    Raises:
-        DataError: if it is not such an image.
+    It is Pillow's; or an array or tensor `(H, W)`, `(H, W, C)` or `(C, H, W)`. Channels of 8 bits are converted to the
+    `mode`; bits are never dropped or added. `wide`: of a Pillow image that was loaded, what `is_wide` returned before.
     """
     channels, depth = MODES[mode]
     if isinstance(image, Image.Image):

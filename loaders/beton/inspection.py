@@ -24,11 +24,8 @@ from .layout import MODE_JPEG
 from .reader import Beton, open_beton
 from .targets import NOT_COUNTED, check_classes, coordinates, decode_mask, palette
 
-_CHUNK = 64
-"""Samples that a thread checks at a time: enough that starting costs nothing, few enough for an even progress bar."""
-
-_MASKS = 200
-"""Masks that `inspect` decodes at most, to count the pixels of each class."""
+_CHUNK = 64  # samples that a thread checks at a time: enough that starting costs nothing, few for an even progress bar
+_MASKS = 200  # masks that `inspect` decodes at most, to count the pixels of each class
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: NDArray[Any]) -> Spread:
-        """Return the distribution of an array of numbers."""
         return cls(float(values.min()), float(np.median(values)), float(values.mean()), float(values.max()))
 
     def __str__(self) -> str:
@@ -53,29 +49,25 @@ class Spread:
 
 @dataclass(frozen=True)
 class MaskPixels:
-    """The classes in some masks.
+    """The classes in some masks."""
 
-    Attributes:
-        masks: number of masks whose pixels were counted, at most 200, taken evenly from the file.
-        damaged: number of masks that could not be decoded, besides these.
-        classes: class name, or index if it has no name, to its number of pixels, for the classes that occur, in label
-            order.
-    """
-
-    masks: int
-    damaged: int
-    classes: dict[str, int]
+    masks: int  # number of masks whose pixels were counted, at most 200, taken evenly from the file
+    damaged: int  # number of masks that could not be decoded, besides these
+    classes: dict[str, int]  # name, or index if there is none, to the number of its pixels, in label order
 
     def lines(self, name: str, samples: int) -> list[str]:
         """Return them as lines of text, for the field `name` of a file with so many samples."""
         of = f"all {samples:,}" if self.masks == samples else f"{self.masks:,} of {samples:,}"
         damaged = f", {self.damaged:,} cannot be decoded (see: drivetrain verify)" if self.damaged else ""
         every, shown = sum(self.classes.values()), list(self.classes.items())
-        lines = [
-            f"  {name}: {len(shown)} class indices in {of} masks{damaged}, with their share of the pixels"
-        ]
-        lines += [f"    {one}: {100 * count / every:.2f} %" for one, count in shown[:20]]
-        return lines + ([f"    … and {len(shown) - 20} more"] if len(shown) > 20 else [])
+        first = f"  {name}: {len(shown)} class indices in {of} masks{damaged}, with their share of the pixels"
+        return [first, *_listed([f"{one}: {100 * count / every:.2f} %" for one, count in shown])]
+
+
+def _listed(entries: list[str]) -> list[str]:
+    """Return an indented line for each of the first entries, and how many more there are."""
+    more = [f"… and {len(entries) - 20} more"] if len(entries) > 20 else []
+    return [f"    {entry}" for entry in entries[:20] + more]
 
 
 @dataclass(frozen=True)
@@ -136,9 +128,7 @@ class Inspection:
             counts = np.array(list(self.classes.values()))
             what = "labels" if self.fields.get("label", "").startswith("ndarray") else "classes"
             lines.append(f"  {len(counts)} {what} of {Spread.of(counts)} samples")
-            shown = list(self.classes.items())
-            lines += [f"    {name}: {count:,}" for name, count in shown[:20]]
-            lines += [f"    … and {len(shown) - 20} more"] if len(shown) > 20 else []
+            lines += _listed([f"{name}: {count:,}" for name, count in self.classes.items()])
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -157,7 +147,8 @@ def inspect(path: str | Path) -> Inspection:
         {'cat': 16, 'dog': 16}
     """
     beton = open_beton(path)
-    jpegs = int((beton.modes == MODE_JPEG).sum())
+    jpegs, columns = int((beton.modes == MODE_JPEG).sum()), beton.columns.items()
+    blobs = [(name, column.sizes) for name, column in columns if column.field.kind in ("bytes", "json")]
     return Inspection(
         path=str(path),
         size=len(beton.data),
@@ -165,16 +156,12 @@ def inspect(path: str | Path) -> Inspection:
         samples=len(beton),
         jpegs=jpegs,
         raws=len(beton) - jpegs,
-        fields={name: str(column.field) for name, column in beton.columns.items()} | beton.targets,
+        fields={name: str(column.field) for name, column in columns} | beton.targets,
         classes=_class_counts(beton),
         width=Spread.of(beton.widths),
         height=Spread.of(beton.heights),
         image_bytes=Spread.of(beton.sizes),
-        field_bytes={
-            name: Spread.of(column.sizes)
-            for name, column in beton.columns.items()
-            if column.field.kind in ("bytes", "json")
-        },
+        field_bytes={name: Spread.of(sizes) for name, sizes in blobs},
         masks={name: _mask_pixels(beton, name) for name, kind in beton.targets.items() if kind == "mask"},
         checked=beton.checksums is not None,
     )
@@ -190,11 +177,8 @@ def _mask_pixels(beton: Beton, name: str) -> MaskPixels:
         except BetonError:
             damaged += 1
     names = beton.classes if name == beton.label_name else []
-    return MaskPixels(
-        len(chosen) - damaged,
-        damaged,
-        {_class_name(index, names): int(counts[index]) for index in np.flatnonzero(counts).tolist()},
-    )
+    classes = {_class_name(index, names): int(counts[index]) for index in np.flatnonzero(counts).tolist()}
+    return MaskPixels(len(chosen) - damaged, damaged, classes)
 
 
 def _class_name(index: int, names: list[str]) -> str:
@@ -204,24 +188,20 @@ def _class_name(index: int, names: list[str]) -> str:
 
 
 def _class_counts(beton: Beton) -> dict[str, int]:
-    if beton.fields[beton.label_name] == "ndarray":
-        return _label_counts(beton)
-    if beton.fields[beton.label_name] != "int":
+    kind, names = beton.fields[beton.label_name], beton.classes
+    if kind not in ("int", "ndarray"):
         return {}
-    if not beton.classes:
-        return {
-            str(label): int(count)
-            for label, count in zip(*np.unique(beton.labels, return_counts=True), strict=True)
-        }
-    counts = np.bincount(beton.labels, minlength=len(beton.classes))
-    return {name: int(count) for name, count in zip(beton.classes, counts, strict=True)}
-
-
-def _label_counts(beton: Beton) -> dict[str, int]:
     labels = beton.labels
-    if len(beton.classes) != labels.shape[-1] or not np.isin(labels, (0, 1)).all():
-        return {}
-    return {name: int(count) for name, count in zip(beton.classes, labels.sum(axis=0), strict=True)}
+    if kind == "ndarray":
+        if len(names) != labels.shape[-1] or not np.isin(labels, (0, 1)).all():
+            return {}
+        counts = labels.sum(axis=0)
+    elif names:
+        counts = np.bincount(labels, minlength=len(names))
+    else:
+        numbers, counts = np.unique(labels, return_counts=True)
+        names = [str(number) for number in numbers]
+    return {name: int(count) for name, count in zip(names, counts, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -306,7 +286,8 @@ def _fault(beton: Beton, number: int) -> str | None:
     """Return what is wrong with a sample; None if it is intact."""
     if not beton.is_unchanged(number):
         return "its checksum differs from the manifest's: its image or another field has changed"
-    if beton.modes[number] == MODE_JPEG and not _decodes(beton, number):
+    size = int(beton.heights[number]), int(beton.widths[number])
+    if beton.modes[number] == MODE_JPEG and not jpeg.decodes(beton.stored(number), *size[::-1]):
         return "its JPEG data cannot be decoded"
     for name, kind in beton.targets.items():
         if (reason := _target_fault(beton, number, name, kind)) is not None:
@@ -324,7 +305,6 @@ def _fault(beton: Beton, number: int) -> str | None:
 
 
 def _target_fault(beton: Beton, number: int, name: str, kind: str) -> str | None:
-    """Return what is wrong with a target that moves with the image; None if it is intact."""
     try:
         (stored,) = beton.read(name, np.array([number]))
         if kind != "mask":
@@ -340,10 +320,6 @@ def _target_fault(beton: Beton, number: int, name: str, kind: str) -> str | None
     return None
 
 
-def _decodes(beton: Beton, number: int) -> bool:
-    return jpeg.decodes(beton.stored(number), int(beton.widths[number]), int(beton.heights[number]))
-
-
 def _label_text(beton: Beton, number: int) -> str:
     """Return a label's class name, or its number or numbers; of a mask, the names of its classes, the largest first."""
     if beton.label_name in beton.targets:
@@ -356,20 +332,15 @@ def _label_text(beton: Beton, number: int) -> str:
     return beton.classes[label] if beton.classes and label.dtype == np.int64 else f"{label:g}"
 
 
-def _shown(beton: Beton, number: int) -> Image.Image:
-    """Return a sample's image in RGB: of 16 bits the upper 8, of four channels the first three."""
-    if (beton.channels, beton.depth) == (3, 8):
-        return beton.image(number)
+def _with_targets(beton: Beton, number: int) -> Image.Image:
+    """Return a sample's image with its masks in half-transparent colors, boxes as frames, and keypoints as dots.
+
+    In RGB: of 16 bits the upper 8, of four channels the first three.
+    """
     pixels = beton.pixels(number)
     levels = pixels if beton.depth == 8 else (pixels >> 8).astype(np.uint8)
-    return Image.fromarray(np.ascontiguousarray(levels[..., :3]) if levels.ndim == 3 else levels).convert(
-        "RGB"
-    )
-
-
-def _with_targets(beton: Beton, number: int) -> Image.Image:
-    """Return a sample's image with its masks in half-transparent colors, boxes as frames, and keypoints as dots."""
-    picture = _shown(beton, number)
+    levels = np.ascontiguousarray(levels[..., :3]) if levels.ndim == 3 else levels
+    picture = Image.fromarray(levels).convert("RGB")
     for name, kind in beton.targets.items():
         if kind == "mask":
             colors = palette()[beton.mask(name, number) & 255]
@@ -421,11 +392,8 @@ def contact_sheet(
         picture = _with_targets(beton, int(number))
         picture.thumbnail((side - 4, side - 4))
         sheet.paste(picture, (left + (side - picture.width) // 2, top + (side - picture.height) // 2))
-        draw.text(
-            (left + 3, top + side - 1),
-            f"{number} {_label_text(beton, int(number))}"[: side // 6],
-            fill="black",
-        )
+        text = f"{number} {_label_text(beton, int(number))}"[: side // 6]
+        draw.text((left + 3, top + side - 1), text, fill="black")
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG")
     with atomic_file(Path(out)) as file:

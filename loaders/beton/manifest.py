@@ -20,18 +20,14 @@ from numpy.typing import NDArray
 
 from ...common.errors import BetonError
 from ...common.exhaustion import is_exhaustion
-from .layout import Field, metadata_dtype, tables_start
+from .layout import SEAL_BYTES, Field, tables_end
 from .open_file import OpenFile
 from .targets import check_targets
-
-SEAL_BYTES = 32
-"""Length of a SHA-256, in bytes."""
 
 _CHUNK = 1 << 16
 
 
 def manifest_path(path: Path) -> Path:
-    """Return the path of a `.beton` file's manifest."""
     return path.with_name(path.name + ".json")
 
 
@@ -39,15 +35,11 @@ def tables_checksum(
     data: OpenFile | NDArray[np.uint8], samples: int, fields: Sequence[Field], table_ptr: int
 ) -> int:
     """Return the CRC-32 of everything but the samples' data: header, fields, metadata, allocation table."""
-    end = tables_start(len(fields)) + samples * metadata_dtype(fields).itemsize
-    return zlib.crc32(data[table_ptr:].data, zlib.crc32(data[:end].data))
+    return zlib.crc32(data[table_ptr:].data, zlib.crc32(data[: tables_end(samples, fields)].data))
 
 
 def seal(tables_crc32: int, checksums: NDArray[np.uint32]) -> bytes:
-    """Return the digest of a file's content that both files of a pair contain.
-
-    It depends on nothing else, so the same data always gives the same file.
-    """
+    """Return the digest that both files of a pair contain: of nothing else, so the same data gives the same file."""
     return hashlib.sha256(tables_crc32.to_bytes(4, "little") + checksums.astype("<u4").tobytes()).digest()
 
 
@@ -62,13 +54,9 @@ def write_manifest(file: BinaryIO, about: dict[str, Any], checksums: NDArray[np.
 
 
 def read_manifest(
-    path: Path, data: OpenFile | NDArray[np.uint8], header: Any, fields: Sequence[Field]
+    path: Path, data: OpenFile, header: Any, fields: Sequence[Field]
 ) -> tuple[dict[str, Any], NDArray[np.uint32] | None]:
-    """Return the manifest of the file `path` and its checksums `(N,)`; empty and None if there is no manifest.
-
-    Raises:
-        BetonError: if it is not a manifest, or does not belong to this file in its current state.
-    """
+    """Return a file's manifest and checksums `(N,)`; empty and None without one. One of another file is an error."""
     file = manifest_path(path)
     if not file.exists():
         return {}, None
@@ -96,13 +84,13 @@ def read_manifest(
             "Convert the data again; or delete it to read the file without class names and checksums."
         )
     count = int(header["num_samples"])
+    current = tables_checksum(data, count, fields, int(header["alloc_table_ptr"]))
+    end = tables_end(count, fields)
+    stored = data[end : end + SEAL_BYTES].tobytes()
     reasons = {
         "it has other samples or fields": own and whole,
-        "its checksum of the tables differs": tables
-        == tables_checksum(data, count, fields, int(header["alloc_table_ptr"])),
-        "its seal, a digest of all samples' checksums, differs": expected
-        == sealed
-        == _stored_seal(data, count, fields),
+        "its checksum of the tables differs": tables == current,
+        "its seal, a digest of all samples' checksums, differs": expected == sealed == stored,
     }
     for reason, right in reasons.items():
         if not right:
@@ -112,9 +100,3 @@ def read_manifest(
                 "and checksums."
             )
     return manifest, checksums
-
-
-def _stored_seal(data: OpenFile | NDArray[np.uint8], samples: int, fields: Sequence[Field]) -> bytes:
-    """Return the bytes at the seal's position, whether or not the file has a seal."""
-    end = tables_start(len(fields)) + samples * metadata_dtype(fields).itemsize
-    return data[end : end + SEAL_BYTES].tobytes()

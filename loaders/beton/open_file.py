@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from ...common.errors import BetonError
 from ...common.storage.cache import Mirror
 
-Identity = tuple[int, int, int]
-"""A file's device, inode and size in bytes."""
+Identity = tuple[int, int, int]  # a file's device, inode and size in bytes
 
 
 class ChangedError(BetonError):
@@ -29,23 +28,14 @@ class OpenFile:
     """A file that is open as long as this object is referenced. It stays readable if it is replaced by renaming.
 
     A copy, or an object unpickled in another process, reopens the file by name; it must still be the same file.
-
-    Args:
-        path: the file.
-        patience: seconds that the server of a remote file may not answer; see `remote.cache.Remote`.
-
-    Attributes:
-        path: the file.
-        descriptor: for `pread`; never seek in it.
-        identity: of the file when it was opened.
-        mirror: the remote file that this one is a copy of; None if it is a file of its own.
+    `patience`: seconds that the server of a remote file may not answer; see `remote.cache.Remote`.
     """
 
     def __init__(self, path: Path, patience: float | None = None) -> None:
         self.path, self._patience = path, patience
-        self.mirror = Mirror.at(path, patience)
+        self.mirror = Mirror.at(path, patience)  # the remote file that this one is a copy of
         if self.mirror is None:
-            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # for `pread`; never seek in it
             weakref.finalize(self, os.close, self.descriptor).atexit = False
         else:
             self.descriptor = self.mirror.descriptor
@@ -61,17 +51,11 @@ class OpenFile:
         return self.identity[2]
 
     def __getitem__(self, part: slice) -> NDArray[np.uint8]:
-        """Read a slice of the bytes, `(n,)`; raises `BetonError` as `read`."""
         start, stop, _ = part.indices(len(self))
-        found: NDArray[np.uint8] = self.read_many(np.array([start]), max(stop - start, 0))[0]
-        return found
+        return self.read_many(np.array([start]), max(stop - start, 0)).reshape(-1)
 
     def mapped(self) -> NDArray[np.uint8]:
-        """Return the full file, memory-mapped, `(bytes,)` uint8, read-only, as long as the array is referenced.
-
-        Raises:
-            BetonError: if it is empty.
-        """
+        """Return the full file, memory-mapped, `(bytes,)` uint8, read-only, as long as the array is referenced."""
         # By its descriptor: the same file, even if it is replaced now.
         with open(self.descriptor, "rb", closefd=False) as opened:
             try:
@@ -82,7 +66,7 @@ class OpenFile:
                 ) from None
 
     def require_size(self) -> None:
-        """Raise `ChangedError`, a `BetonError`, if the file's length has changed."""
+        """Raise `ChangedError` if the file's length has changed."""
         now = os.fstat(self.descriptor).st_size
         if now != len(self):
             raise ChangedError(
@@ -91,7 +75,6 @@ class OpenFile:
             )
 
     def require_identity(self, identity: Identity) -> None:
-        """Raise `BetonError` unless this is the file with that identity."""
         if self.identity != identity:
             raise BetonError(
                 f"{self.path} is no longer the file that the loader opened: it was replaced or changed while in use. "
@@ -99,39 +82,23 @@ class OpenFile:
             )
 
     def fetch(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> None:
-        """Return when the `sizes` bytes from each of `starts` `(n,)` are on this machine: at once unless it is a copy
-        of a remote file.
-
-        Raises:
-            DataError: if its source does not deliver them.
-        """
+        """Return when the `sizes` bytes from each of `starts` `(n,)` are on this machine: at once unless it copies a
+        remote file."""
         if self.mirror is not None:
             self.mirror.fetch(starts, sizes)
 
     def announce(self, starts: NDArray[np.integer], sizes: NDArray[np.integer]) -> None:
-        """Ask the system to read the `sizes` bytes from each of `starts` `(n,)` into memory, without waiting.
-
-        Returns at once for what is there already.
-        """
+        """Ask the system to read the `sizes` bytes from each of `starts` `(n,)` into memory, without waiting."""
         if not hasattr(os, "posix_fadvise"):  # macOS
             return
         for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
             os.posix_fadvise(self.descriptor, start, size, os.POSIX_FADV_WILLNEED)
 
     def read(self, start: int, size: int) -> bytes:
-        """Return the `size` bytes that begin at `start`.
-
-        Raises:
-            BetonError: if the file has become too short, or cannot be read.
-        """
-        return bytes(self.read_many(np.array([start]), size)[0].tobytes())
+        return self.read_many(np.array([start]), size).tobytes()
 
     def read_many(self, starts: NDArray[np.integer], size: int) -> NDArray[np.uint8]:
-        """Return the `size` bytes that begin at each of `starts` `(n,)`, as `(n, size)`.
-
-        Raises:
-            BetonError: as `read`.
-        """
+        """Return the `size` bytes that begin at each of `starts` `(n,)`, as `(n, size)`."""
         self.fetch(starts, size)
         found: NDArray[np.uint8] = np.empty((len(starts), size), dtype=np.uint8)
         try:

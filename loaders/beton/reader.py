@@ -22,22 +22,12 @@ from ...common.storage.cache import Mirror, Remote, local_copy
 from ...common.storage.files import renames_held, wait_for_renames
 from ..native import transcode
 from .image_modes import mode_of
-from .layout import HEADER, MODE_RAW, Field, metadata_dtype, tables_start
-from .manifest import SEAL_BYTES, manifest_path, read_manifest
+from .layout import MODE_RAW, Column, check_numbers, fetch_tables, read_columns
+from .manifest import manifest_path, read_manifest
 from .open_file import ChangedError, OpenFile
-from .tables import (
-    Column,
-    check_numbers,
-    match_allocations,
-    read_allocations,
-    read_fields,
-    read_header,
-    read_metadata,
-)
 from .targets import decode_mask
 
-_ATTEMPTS = 5
-"""Attempts to open a file that conversions may be replacing."""
+_ATTEMPTS = 5  # to open a file that conversions may be replacing
 
 
 @dataclass(frozen=True)
@@ -142,21 +132,14 @@ class Beton:
         if field.kind == "ndarray":
             stored = self.file.read_many(column.pointers[indices], field.nbytes)
             return stored.view(field.dtype).reshape(-1, *field.shape)
-        values = [self._stored(column, index) for index in np.asarray(indices).tolist()]
-        if field.kind != "json":
-            return values
-        return [self._json(name, index, value) for index, value in zip(indices, values, strict=True)]
+        values = ((index, self._stored(column, index)) for index in np.asarray(indices).tolist())
+        return [self._json(name, *each) if field.kind == "json" else each[1] for each in values]
 
     def _stored(self, column: Column, index: int) -> bytes:
-        """Return a value's bytes in the file."""
         if not column.field.allocated:
             return bytes(column.values[index].tobytes())
-        return self._read(index, int(column.pointers[index]), int(column.sizes[index]))
-
-    def _read(self, index: int, start: int, size: int) -> bytes:
-        """Return bytes of the file that belong to a sample."""
         try:
-            return self.file.read(start, size)
+            return self.file.read(int(column.pointers[index]), int(column.sizes[index]))
         except ChangedError as error:
             raise ChangedError(f"Sample {index} cannot be read: {error}") from None
 
@@ -207,9 +190,7 @@ class Beton:
     def prefetch(self, indices: NDArray[np.int64], *, local: bool) -> None:
         """Begin to read the images of the samples `indices` `(n,)`, which are wanted soon, without waiting for them.
 
-        Args:
-            indices: of the samples.
-            local: whether to do so also for a file of this machine: it pays if the file is larger than the memory.
+        With `local` also of a file of this machine: it pays if the file is larger than the memory.
         """
         if self.file.mirror is not None:
             self.file.mirror.prefetch(self.pointers[indices], self.sizes[indices])
@@ -219,11 +200,7 @@ class Beton:
     def prepare(self, indices: NDArray[np.int64]) -> None:
         """Return when the images of the samples `indices` `(n,)` are on this machine.
 
-        Samples of a remote file are compared with their checksums when they are first used.
-
-        Raises:
-            BetonError: if a sample does not match its checksum.
-            DataError: if the source of a remote file does not deliver it.
+        Samples of a remote file are compared with their checksums at their first use; a mismatch is a `BetonError`.
         """
         if self.file.mirror is None:
             return
@@ -244,7 +221,7 @@ class Beton:
 
     def stored(self, index: int) -> bytes:
         """Return a sample's image as stored: a JPEG file's bytes, or its pixels row by row."""
-        return self._read(index, int(self.pointers[index]), int(self.sizes[index]))
+        return self._stored(self.columns[self.image_name], index)
 
     def image(self, index: int) -> Image.Image:
         """Return a sample's image, decoded by Pillow: of mode RGB, L, RGBA or I;16.
@@ -268,9 +245,8 @@ class Beton:
         except Exception as error:  # damaged files make Pillow's readers raise many types
             raise self.sample_error(index, f"its JPEG data cannot be decoded ({error})") from error
         if image.size != size:
-            raise self.sample_error(
-                index, f"its JPEG has {image.size} pixels, but the file's metadata has {size}"
-            )
+            reason = f"its JPEG has {image.size} pixels, but the file's metadata has {size}"
+            raise self.sample_error(index, reason)
         return image
 
     def pixels(self, index: int) -> NDArray[Any]:
@@ -281,11 +257,7 @@ class Beton:
         """
         if self.modes[index] != MODE_RAW:
             return np.asarray(self.image(index))
-        shape = (
-            int(self.heights[index]),
-            int(self.widths[index]),
-            *([self.channels] if self.channels > 1 else []),
-        )
+        shape = (self.heights[index], self.widths[index], self.channels)[: 3 if self.channels > 1 else 2]
         return np.frombuffer(self.stored(index), dtype=f"<u{self.depth // 8}").reshape(shape)
 
     def mask(self, name: str, index: int, rows: int | None = None) -> NDArray[Any]:
@@ -319,18 +291,13 @@ class Beton:
     @property
     def num_classes(self) -> int:
         """Number of classes; see `count_classes`. Of masks without class names 0: it is not known."""
-        return (
-            len(self.classes) if self.label_name in self.targets else count_classes(self.classes, self.labels)
-        )
+        masks = self.label_name in self.targets
+        return len(self.classes) if masks else count_classes(self.classes, self.labels)
 
 
 def count_classes(names: Sequence[str], labels: NDArray[Any]) -> int:
-    """Return the number of classes, which is the width of a model's output.
-
-    Args:
-        names: class names; their number counts if there are any.
-        labels: otherwise: `(N,)` integers: the largest one plus one; `(N,)` floats (targets): 1; `(N, K)` (vectors): K.
-    """
+    """Return the number of classes, which is the width of a model's output: that of the names, if there are any; else
+    of integers `(N,)` the largest one plus one, of floats (targets) 1, of vectors `(N, K)` K."""
     if names:
         return len(names)
     if labels.ndim > 1:
@@ -388,49 +355,24 @@ def _identities(path: Path) -> list[tuple[int, int] | None]:
 
 def _open(path: Path, patience: float) -> Beton:
     try:
-        return _validated(path, patience)
+        header, fields, field, label = fetch_tables(path, patience)
+        file = OpenFile(path, patience)
+        columns = read_columns(path, file, header, fields)
+        manifest, checksums = read_manifest(path, file, header, fields)
     except OSError as error:
         if is_exhaustion(error):
-            raise exhaustion(
-                error, f"one file descriptor for {path}, and for each other file of the data"
-            ) from error
+            wanted = f"one file descriptor for {path}, and for each other file of the data"
+            raise exhaustion(error, wanted) from error
         raise BetonError(f"{path} cannot be read: {error.strerror or error}.") from error
-
-
-def _fetch_tables(path: Path, patience: float) -> tuple[Any, list[Field], Field, Field]:
-    """Return header, fields, image and label; of a remote file, fetch all tables."""
-    mirror = Mirror.at(path, patience)
-    if mirror is None:
-        header = read_header(path)
-        return header, *read_fields(path, header)
-    try:
-        mirror.fetch(np.array([0]), min(HEADER.itemsize, mirror.size))
-        header = read_header(path)
-        start = min(tables_start(int(header["num_fields"])), mirror.size)
-        mirror.fetch(np.array([0]), start)
-        fields, image, label = read_fields(path, header)
-        rows = int(header["num_samples"]) * metadata_dtype(fields).itemsize + SEAL_BYTES
-        table = min(int(header["alloc_table_ptr"]), mirror.size)
-        mirror.fetch(
-            np.array([start, table]), np.array([min(rows, mirror.size - start), mirror.size - table])
-        )
-    finally:
-        mirror.close()
-    return header, fields, image, label
-
-
-def _validated(path: Path, patience: float) -> Beton:
-    header, fields, field, label = _fetch_tables(path, patience)
-    file = OpenFile(path, patience)
-    rows = read_metadata(path, file, header, fields)
-    first = tables_start(len(fields)) + rows.nbytes
-    table = read_allocations(path, file, header, first, len(rows))
-    columns = {column.field.name: column for column in match_allocations(path, fields, rows, table)}
-    manifest, checksums = read_manifest(path, file, header, fields)
     if not label.allocated:
         check_numbers(path, columns[label.name], len(manifest.get("classes", [])))
     image = columns[field.name]
-    modes, widths, heights = _stored_as(image)
+    # Contiguous, as the compiled loader requires
+    if field.kind == "rgb_image":
+        modes, widths, heights = (image.values[name].copy() for name in ("mode", "width", "height"))
+    else:
+        modes = np.full(len(image.values), MODE_RAW, dtype=np.uint8)
+        heights, widths = (np.full(len(modes), side, dtype=np.uint16) for side in field.shape[:2])
     return Beton(
         path=path,
         file=file,
@@ -448,13 +390,3 @@ def _validated(path: Path, patience: float) -> Beton:
         manifest=manifest,
         checksums=checksums,
     )
-
-
-def _stored_as(column: Column) -> tuple[NDArray[np.uint8], NDArray[np.uint16], NDArray[np.uint16]]:
-    """Return modes, widths and heights of the images, `(N,)` each, contiguous, as the compiled loader requires."""
-    field, values = column.field, column.values
-    if field.kind == "rgb_image":
-        return values["mode"].copy(), values["width"].copy(), values["height"].copy()
-    modes = np.full(len(values), MODE_RAW, dtype=np.uint8)
-    height, width = (np.full(len(values), side, dtype=np.uint16) for side in field.shape[:2])
-    return modes, width, height

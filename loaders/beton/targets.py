@@ -16,38 +16,25 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-MOVING = ("mask", "boxes", "keypoints")
-"""The kinds of targets that are cropped, flipped and resized with the image."""
-
 STORED_AS = {"mask": "bytes", "boxes": "json", "keypoints": "json"}
-"""Maps a target's kind to that of the field that stores it."""
+"""Maps the kinds of targets, which are cropped, flipped and resized with the image, to those of their fields."""
 
-NOT_COUNTED = 255
-"""The class index of pixels that count neither in the loss nor in metrics, as in PASCAL VOC."""
+MOVING = tuple(STORED_AS)
+
+NOT_COUNTED = 255  # class index of pixels that count neither in the loss nor in metrics, as in PASCAL VOC
 
 _COLUMNS = {"boxes": 4, "keypoints": 2}
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _HEADER = struct.Struct(">8xIIBB2xB")
 """The first chunk: length and name, then width, height, bits per value, color type, and whether it is interlaced."""
-_LARGEST = (1 << 16) - 1
 _GREY, _PALETTE = 0, 3
-_COLORS = {
-    _GREY: "grey",
-    2: "RGB",
-    _PALETTE: "palette",
-    4: "grey with transparency",
-    6: "RGB with transparency",
-}
+_COLORS = {0: "grey", 2: "RGB", 3: "palette", 4: "grey with transparency", 6: "RGB with transparency"}
 _INDICES = ((1, _GREY), (8, _GREY), (16, _GREY), (1, _PALETTE), (2, _PALETTE), (4, _PALETTE), (8, _PALETTE))
 """Bits per sample and color type of PNGs whose values Pillow returns unscaled."""
 
 
 def check_targets(targets: Mapping[Any, Any], kinds: Mapping[str, str]) -> dict[str, str]:
-    """Return the targets of a file, as name to kind.
-
-    Raises:
-        ValueError: if one of them is not a field, or not of the kind that stores it.
-    """
+    """Return the targets of a file, name to kind; raise ValueError for one that no field of its kind stores."""
     for name, kind in targets.items():
         if kind not in MOVING or name not in kinds or kinds[name] != STORED_AS[kind]:
             stored = f"the field is {kinds[name]}" if name in kinds else "there is no such field"
@@ -70,19 +57,14 @@ _PALETTE_BYTES = palette().tobytes()
 
 
 def encode_mask(indices: NDArray[Any]) -> bytes:
-    """Return class indices `(H, W)`, integers from 0 to 65535, as a PNG file.
-
-    The PNG has a palette with a color per class, or 16 bits per pixel if an index is above 255.
-
-    Raises:
-        ValueError: if they are not such indices.
-    """
+    """Return class indices `(H, W)`, integers from 0 to 65535, as a PNG: with a palette that has a color per class, or
+    with 16 bits per pixel if an index is above 255."""
     if indices.ndim != 2 or not indices.size or indices.dtype.kind not in "biu":
         raise ValueError(f"it is {indices.dtype} of shape {indices.shape}; expected integers of shape (H, W)")
     smallest, largest = int(indices.min()), int(indices.max())
-    if smallest < 0 or largest > _LARGEST:
+    if smallest < 0 or largest > 0xFFFF:
         raise ValueError(
-            f"it has the class index {smallest if smallest < 0 else largest}; expected 0 to {_LARGEST}"
+            f"it has the class index {smallest if smallest < 0 else largest}; expected 0 to 65535"
         )
     buffer, options = io.BytesIO(), {}
     if largest <= 255:
@@ -100,9 +82,6 @@ def decode_mask(data: bytes, height: int, width: int, rows: int | None = None) -
 
     Grey and palette PNGs are read, of other programs too. Each chunk's CRC-32 is checked, and the size before pixels
     are decoded. With `rows`, the later ones may be missing from the result: what a crop does not need takes time, too.
-
-    Raises:
-        ValueError: naming the reason, if it is not such a PNG, is damaged, or has another size.
     """
     size, bits, color, lines = _header(data)
     if (bits, color) not in _INDICES:
@@ -111,11 +90,8 @@ def decode_mask(data: bytes, height: int, width: int, rows: int | None = None) -
             f"it is a PNG that is {what}; expected class indices: 8 bits grey, or with a palette"
         )
     check_size(size, (width, height))
-    if (
-        bits == 8
-        and lines
-        and (indices := _unfiltered(lines, height if rows is None else rows, width)) is not None
-    ):
+    fast = bits == 8 and lines
+    if fast and (indices := _unfiltered(lines, height if rows is None else rows, width)) is not None:
         return indices
     try:
         with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
@@ -130,7 +106,7 @@ def decode_mask(data: bytes, height: int, width: int, rows: int | None = None) -
 def _unfiltered(lines: list[memoryview], rows: int, width: int) -> NDArray[np.uint8] | None:
     """Return the first rows of an image whose lines have no filter, as `encode_mask` writes them; None for others.
 
-    Half of Pillow's time, most of which is not spent on decoding.
+    Takes half of Pillow's time, most of which is not spent on decoding.
     """
     size = rows * (1 + width)  # a line begins with its filter
     decoder = zlib.decompressobj()
@@ -156,7 +132,7 @@ def nearest_places(before: int, after: int) -> NDArray[np.int64]:
 
 
 def check_size(size: tuple[int, int], image: tuple[int, int]) -> None:
-    """Raise ValueError unless a mask has the size of its image; both are (width, height)."""
+    """Require that a mask has the size of its image; both are (width, height)."""
     if size != image:
         turned = "; it is the mask of the upright picture that counts" if size == image[::-1] else ""
         raise ValueError(
@@ -165,7 +141,7 @@ def check_size(size: tuple[int, int], image: tuple[int, int]) -> None:
 
 
 def check_classes(indices: NDArray[Any], classes: int) -> None:
-    """Raise ValueError if a mask has an index without a class, other than `NOT_COUNTED`."""
+    """Reject a mask with an index that has no class, other than `NOT_COUNTED`."""
     wrong = (indices >= classes) & (indices != NOT_COUNTED)
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
@@ -201,14 +177,9 @@ def _header(data: bytes) -> tuple[tuple[int, int], int, int, list[memoryview]]:
 
 
 def coordinates(kind: str, values: Any) -> NDArray[Any]:
-    """Return boxes as `(n, 4)`, left, top, right, bottom; keypoints as `(n, 2)`, x, y. `n` may be 0.
+    """Return boxes as `(n, 4)`, left, top, right, bottom; keypoints as `(n, 2)`, x, y; from lists of numbers, too.
 
-    Args:
-        kind: `"boxes"` or `"keypoints"`.
-        values: an array, or lists of numbers.
-
-    Raises:
-        ValueError: if they have another shape, are not finite numbers, or a box ends before it begins.
+    `n` may be 0. Raise ValueError unless they are finite, and each box ends after it begins.
     """
     columns = _COLUMNS[kind]
     names = "left, top, right, bottom" if kind == "boxes" else "x, y"

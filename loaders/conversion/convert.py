@@ -1,31 +1,36 @@
-"""Conversion of a data set to a `.beton` file, or several, and its manifest."""
+"""Conversion of a data set to a `.beton` file, or several, and its manifest.
+
+The fields are inferred from the first sample; then all are encoded in threads, and written in order.
+"""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
 
 from ...common.errors import DataError, require_suffix
+from ...common.exhaustion import exhaustion, is_exhaustion
 from ...common.terminal import shortened
+from ..beton.layout import Field
 from ..beton.targets import MOVING, STORED_AS
+from ..native.stop import Stopped
+from ..native.threads import stoppable
 from ..options import check_workers
 from ..sources import expand
-from .encode import Encoding
-from .sample_source import open_source
-from .sampling import Conversion, encoded_samples, first_fields
-from .values import requested_fields
-from .writer import write_betons
+from .encode import Encoded, Encoding, encode_image, image_field
+from .sample_source import SampleSource, open_source
+from .values import Stored, infer_field, label_field, requested_fields, store_label, store_target, store_value
+from .writer import Sample, Skipped, write_betons
 
-_MOST = 256
-"""Files that a conversion writes at most: all are open until the last is complete, and systems allow 1,024."""
-
-_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "test", "testing"})
-"""Names of folders that are usually splits of a data set, not classes."""
+_MOST = 256  # files of a conversion: all are open until the last is complete, and systems allow 1,024
+_SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}  # usually not classes
 
 
 @dataclass(frozen=True)
@@ -79,9 +84,8 @@ class ConvertReport:
         if len(self.fields) > 2 or self.fields.get("label") == "mask":
             lines.append(f"  fields: {', '.join(f'{name} ({kind})' for name, kind in self.fields.items())}")
         lines += shortened([f"  skipped {name}: {reason}" for name, reason in self.skipped], verbose)
-        lines += shortened(
-            [f"  ignored {name}: not an image by its suffix" for name in self.ignored], verbose
-        )
+        ignored = [f"  ignored {name}: not an image by its suffix" for name in self.ignored]
+        lines += shortened(ignored, verbose)
         if len(self.classes) > 1 and _SPLITS.issuperset(map(str.lower, self.classes)):
             commands = "; ".join(f"drivetrain convert FOLDER/{name} {name}.beton" for name in self.classes)
             lines.append(
@@ -207,26 +211,20 @@ def convert(
     if len(outs) > len(samples):
         raise DataError(f"{out} stands for {len(outs)} files, but there are only {len(samples)} samples.")
     stored = first_fields(samples, wanted, on_error, encoding)
-    masks = stored[1].kind == STORED_AS["mask"]
-    names = list(
-        classes or (() if masks else samples.classes)
-    )  # a data set's own may be those of something else
+    masks = stored[1].kind == STORED_AS["mask"]  # then a data set's own names may be those of something else
+    names = list(classes or (() if masks else samples.classes))
     targets = {"label": "mask"} if masks else {}
     targets |= {name: kind for name, kind in wanted.items() if kind in MOVING}
     conversion = Conversion(samples, encoding, stored, on_error, targets, len(names))
-    named = f" {source}" if isinstance(source, str | Path) else ""
     about = {
         "classes": names,
         **({"targets": targets} if targets else {}),
-        "source": samples.kind + named,
+        "source": f"{samples.kind} {source}" if isinstance(source, str | Path) else samples.kind,
         "settings": asdict(encoding),
         "drivetrain": _version(),
     }
-    encoded = encoded_samples(conversion, threads, progress)
-    try:
+    with closing(encoded_samples(conversion, threads, progress)) as encoded:
         written = write_betons(outs, encoded, len(samples), conversion.fields, about)
-    finally:
-        encoded.close()
     return ConvertReport(
         path=Path(out),
         samples=written.samples,
@@ -264,3 +262,113 @@ def _check_arguments(outs: Sequence[Path], on_error: str) -> None:
             raise DataError(f"{out} is not a regular file and will not be replaced. Pass another name.")
         if not out.parent.is_dir():
             raise DataError(f"The folder {out.parent} does not exist. Create it first.")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What to convert."""
+
+    source: SampleSource
+    encoding: Encoding
+    fields: list[Field]  # of every sample, the image first and the label second
+    on_error: str
+    targets: Mapping[str, str] = field(default_factory=dict)  # name to kind of those that move with the image
+    classes: int = 0  # number of classes that labels which are masks may have; 0: any
+
+
+def first_fields(
+    source: SampleSource, wanted: Mapping[str, str | None], on_error: str, encoding: Encoding
+) -> list[Field]:
+    """Return the fields inferred from the first usable sample."""
+
+    def fields_of(index: int) -> list[Field]:
+        image, label, *values = source.get(index)
+        further = [
+            infer_field(name, kind, value) for (name, kind), value in zip(wanted.items(), values, strict=True)
+        ]
+        return [image_field(encoding, image), label_field(label), *further]
+
+    reason = ""
+    for index in range(len(source)):
+        try:
+            return fields_of(index)
+        except Exception as error:  # a data set's own code may raise anything; blame the sample
+            if refusal := _refusal(error):
+                raise exhaustion(refusal, "memory for one image", "Free some memory.") from refusal
+            reason = reason or _reason(error)
+            if on_error != "skip":
+                raise _failed(source, index, error, fields_of) from _cause(error)
+    raise DataError(
+        f"None of the {len(source)} samples could be used. The first, {source.describe(0)}: {reason}."
+    )
+
+
+def encoded_samples(conversion: Conversion, workers: int, progress: bool) -> Generator[Sample | Skipped]:
+    """Encode in threads and yield the results in source order, holding only a few at a time."""
+    count = len(conversion.source)
+    return stoppable(
+        partial(_encode, conversion), range(count), workers, "drivetrain-convert",
+        title="Converting", progress=progress, total=count, wanted=f"{workers} threads, each with one image",
+    )  # fmt: skip
+
+
+def _encode(conversion: Conversion, index: int) -> Sample | Skipped:
+    def encode(number: int) -> Sample:
+        image, *values = conversion.source.get(number)
+        encoded = encode_image(image, conversion.encoding, number)
+        if (shape := conversion.fields[0].shape[:2]) and shape != (encoded.height, encoded.width):
+            raise DataError(
+                f"it has {encoded.height} × {encoded.width} pixels (height × width), but the first sample has "
+                f"{shape[0]} × {shape[1]}; with image_mode={conversion.encoding.image_mode!r} all must have the same "
+                "size: resize them first"
+            )
+        fields = zip(conversion.fields[1:], values, strict=True)
+        return Sample(encoded, tuple(_store(conversion, own, value, encoded) for own, value in fields))
+
+    try:
+        return encode(index)
+    except Stopped:
+        raise
+    except Exception as error:  # a data set's own code may raise anything; blame the sample
+        if refusal := _refusal(error):
+            raise refusal from None  # not the sample's fault
+        if conversion.on_error == "skip":
+            return Skipped(conversion.source.describe(index), _reason(error))
+        raise _failed(conversion.source, index, error, encode) from _cause(error)
+
+
+def _store(conversion: Conversion, own: Field, value: Any, encoded: Encoded) -> Stored:
+    is_label = own.name == "label"
+    if (kind := conversion.targets.get(own.name)) is not None:
+        return store_target(own.name, kind, value, encoded, conversion.classes if is_label else 0)
+    return store_label(own, value) if is_label else store_value(own, value)
+
+
+def _failed(source: SampleSource, index: int, error: Exception, again: Callable[[int], object]) -> DataError:
+    """Return the error for a sample. If the first and the last fail alike, skipping is no remedy: all would fail."""
+    reason = _reason(error).rstrip(".")
+    remedy = "Repair or remove it, or use on_error='skip' (--skip-bad)."
+    if index == 0 and len(source) > 1:
+        try:
+            again(len(source) - 1)
+        except Exception as last:
+            if _reason(last).rstrip(".") == reason:
+                remedy = "The last sample fails alike: skipping is no remedy."
+    return DataError(f"{source.describe(index)}: {reason}. {remedy}")
+
+
+def _refusal(error: Exception) -> BaseException | None:
+    """Return the system's refusal (of memory, say) that caused `error`; None if the sample itself is bad."""
+    causes = (error, error.__cause__, error.__context__)
+    return next((cause for cause in causes if cause is not None and is_exhaustion(cause)), None)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, DataError):
+        return str(error)
+    return f"reading it raised {type(error).__name__}: {error}"
+
+
+def _cause(error: Exception) -> BaseException | None:
+    """Return the user code's exception; a DataError of ours already contains everything."""
+    return error.__cause__ if isinstance(error, DataError) else error

@@ -20,14 +20,10 @@ from ..decode.pictures import JPEG_FORMATS, LONGEST, decoded, pixels_of, reading
 from ..native import jpeg as jpegs
 from ..native import transcode
 
-RAW_LIMIT = 64 * 64 * 3
-"""In mode auto, images with at most this many bytes of pixels are stored raw: lossless, and faster to read."""
+_RAW_LIMIT = 64 * 64 * 3  # bytes up to which mode auto stores pixels: lossless, and faster to read
 
-WRITE_MODES = ("auto", "jpg", "raw", "smart", "proportion")
-
-CHECKS = ("decode", "structure")
-"""How to check a JPEG that is copied: decode it, or check its header and end."""
-
+_WRITE_MODES = ("auto", "jpg", "raw", "smart", "proportion")
+_CHECKS = ("decode", "structure")
 _END_OF_IMAGE = b"\xff\xd9"
 
 _OPTIMISED_MEMORY = 1 << 28
@@ -37,11 +33,7 @@ has one image, and decoding a baseline JPEG for its check takes far less."""
 
 @dataclass(frozen=True)
 class Encoding:
-    """How images are stored; see `convert` for each value's meaning.
-
-    Raises:
-        DataError: for an invalid value.
-    """
+    """How images are stored; see `convert` for each value's meaning."""
 
     max_resolution: int | None = None
     min_resolution: int | None = None
@@ -63,12 +55,9 @@ class Encoding:
         if self.max_resolution is not None and self.min_resolution is not None:
             raise DataError("max_resolution and min_resolution both set the scale. Pass only one of them.")
         check_whole("quality", self.quality, DataError, 1, 100)
-        if self.write_mode not in WRITE_MODES:
-            raise DataError(
-                f"write_mode={self.write_mode!r} is unknown.{suggest(str(self.write_mode), WRITE_MODES)}"
-            )
-        if self.check not in CHECKS:
-            raise DataError(f"check={self.check!r} is unknown.{suggest(str(self.check), CHECKS)}")
+        for name, choices in (("write_mode", _WRITE_MODES), ("check", _CHECKS)):
+            if (value := getattr(self, name)) not in choices:
+                raise DataError(f"{name}={value!r} is unknown.{suggest(str(value), choices)}")
         check_flag("optimize", self.optimize, DataError)
         check_flag("keep_bytes", self.keep_bytes, DataError)
         if self.optimize and self.keep_bytes:
@@ -88,16 +77,13 @@ class Encoding:
             )
         if self.array_mode is None:
             return
+        resize, leave = "Resize the images first", "Leave it out: such images are stored raw"
         for name, wrong, remedy in (
-            (
-                "write_mode",
-                self.write_mode not in ("auto", "raw"),
-                "Leave it out: such images are stored raw",
-            ),
-            ("max_resolution", self.max_resolution is not None, "Resize the images first"),
-            ("min_resolution", self.min_resolution is not None, "Resize the images first"),
-            ("optimize", self.optimize, "Leave it out: such images are stored raw"),
-            ("keep_bytes", self.keep_bytes, "Leave it out: such images are stored raw"),
+            ("write_mode", self.write_mode not in ("auto", "raw"), leave),
+            ("max_resolution", self.max_resolution is not None, resize),
+            ("min_resolution", self.min_resolution is not None, resize),
+            ("optimize", self.optimize, leave),
+            ("keep_bytes", self.keep_bytes, leave),
         ):
             if wrong:
                 raise DataError(
@@ -123,7 +109,7 @@ class Encoding:
         """Whether to store sample `number` as a JPEG at `size`: by FFCV's rules, and our own for auto."""
         pixels = size[0] * size[1] * 3
         if self.write_mode == "auto":
-            return is_jpeg or pixels > RAW_LIMIT
+            return is_jpeg or pixels > _RAW_LIMIT
         if self.write_mode == "smart":
             return self.smart_threshold is not None and pixels > self.smart_threshold
         if self.write_mode == "proportion":  # depends only on the index, not on the number of workers
@@ -133,67 +119,49 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Encoded:
-    """An image as stored: `mode` (0 JPEG, 1 raw pixels), size in pixels, bytes, and what was done to it.
+    """An image as stored."""
 
-    `upright` is its (width, height) upright, before it was scaled.
-    """
-
-    mode: int
+    mode: int  # MODE_JPEG or MODE_RAW
     width: int
     height: int
     payload: bytes
-    treatment: str
-    upright: tuple[int, int]
+    treatment: str  # what was done to it
+    upright: tuple[int, int]  # (width, height) upright, before it was scaled
 
 
 def encode_image(image: Any, encoding: Encoding, number: int = 0) -> Encoded:
     """Encode an image for storage, changing its pixels only if necessary.
 
-    Args:
-        image: the bytes of an image file; a dict with its `bytes` or `path` (Hugging Face's undecoded images); a
-            PIL image; a uint8 array or tensor `(H, W, 3)` or `(3, H, W)`; a grey one, which becomes RGB, `(H, W)`,
-            `(H, W, 1)` or `(1, H, W)`.
-        encoding: the encoding settings.
-        number: index of the sample in its source, which decides in mode "proportion".
-
-    With `image_mode`, its pixels are stored as they are, with that many channels and bits; see `image_pixels`.
+    It is the bytes of an image file; a dict with its `bytes` or `path` (Hugging Face's undecoded images); a PIL image;
+    or a uint8 array or tensor `(H, W, 3)` or `(3, H, W)`, or a grey one `(H, W)`, `(H, W, 1)` or `(1, H, W)`, which
+    becomes RGB. With `image_mode`, pixels are stored with that many channels and bits; see `image_pixels`.
 
     A JPEG file that is RGB, upright, stored as a JPEG at its own size, and readable by the loader's decoder keeps its
     pixels: it is copied byte for byte, or recoded without loss (see `_keep`).
-
-    Raises:
-        DataError: if the image cannot be read, with the reason.
     """
     if isinstance(image, dict) and set(image) == {"bytes", "path"}:
         image = image["bytes"] if image["bytes"] is not None else _read(image["path"])
     if encoding.array_mode is not None:
-        return _encode_array(image, encoding.array_mode)
+        pixels, treatment = pixels_of(image, encoding.array_mode)
+        height, width = pixels.shape[:2]
+        _check_sides((width, height))
+        return Encoded(MODE_RAW, width, height, pixels.tobytes(), treatment, (width, height))
     if isinstance(image, bytes):
         return _encode_file(image, encoding, number)
     if isinstance(image, Image.Image):
-        return _encode_pil(image, encoding, number)
+        with reading():  # it may have been opened without being decoded
+            image.load()
+        return _store(*to_rgb(image), encoding, number)
     return _store(Image.fromarray(_to_array(image)), "stored", encoding, number)
 
 
 def image_field(encoding: Encoding, image: Any) -> Field:
-    """Return the field that stores images like this one.
-
-    Raises:
-        DataError: if it is stored as an array, and cannot be read.
-    """
+    """Return the field that stores images like this one."""
     if encoding.array_mode is None:
         return Field("image", "rgb_image")
     (channels, depth), encoded = MODES[encoding.array_mode], encode_image(image, encoding)
-    shape = (encoded.height, encoded.width, *([channels] if channels > 1 else []))
+    shape = (encoded.height, encoded.width, channels)[: 3 if channels > 1 else 2]
     return Field("image", "ndarray", np.dtype(f"<u{depth // 8}"), shape)
-
-
-def _encode_array(image: Any, mode: str) -> Encoded:
-    """Encode an image of any form as an array."""
-    pixels, treatment = pixels_of(image, mode)
-    height, width = pixels.shape[:2]
-    _check_sides((width, height))
-    return Encoded(MODE_RAW, width, height, pixels.tobytes(), treatment, (width, height))
 
 
 def _check_sides(size: tuple[int, int]) -> None:
@@ -234,11 +202,9 @@ def _keep(jpeg: bytes, size: tuple[int, int], encoding: Encoding) -> Encoded | N
     sequential = transcode.frame_type(jpeg) in transcode.SEQUENTIAL_FRAMES
     sound = encoding.check == "structure" and jpeg.endswith(_END_OF_IMAGE)
     if encoding.optimize if sequential else not encoding.keep_bytes:
+        limits = (len(jpeg) - 1, _OPTIMISED_MEMORY) if sequential else ()
         try:
-            if not sequential:
-                payload = transcode.recoded(jpeg)
-            else:
-                payload = transcode.recoded(jpeg, len(jpeg) - 1, _OPTIMISED_MEMORY)
+            payload = transcode.recoded(jpeg, *limits)
             if payload is not None:
                 treatment = "Huffman tables optimised" if sequential else "recoded losslessly as baseline"
                 return Encoded(MODE_JPEG, *size, payload, treatment, size)
@@ -248,12 +214,6 @@ def _keep(jpeg: bytes, size: tuple[int, int], encoding: Encoding) -> Encoded | N
     if sound or jpegs.decodes(jpeg, *size):
         return Encoded(MODE_JPEG, *size, jpeg, "copied unchanged", size)
     return None
-
-
-def _encode_pil(image: Image.Image, encoding: Encoding, number: int) -> Encoded:
-    with reading():  # it may have been opened without being decoded
-        image.load()
-    return _store(*to_rgb(image), encoding, number)
 
 
 def _to_array(image: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -1,19 +1,29 @@
-"""Folders of images as sources: with a folder for each class, or with a folder of masks."""
+"""Folders of images as sources: with a folder for each class, with a folder of masks, or with a table of labels."""
 
 from __future__ import annotations
 
+import csv
 import os
+import re
 from array import array
 from bisect import bisect_right
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from ...common.errors import DataError
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""torchvision's `IMG_EXTENSIONS`."""
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as in torchvision
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_INTEGER = re.compile(r"[+-]?\d+")
+
+Row = tuple[int, list[str]]  # the line of an image in a table of labels, and its values as text
 
 
-def is_hidden(name: str) -> bool:
+def _is_hidden(name: str) -> bool:
     """Whether a file or folder is not the user's data: `.ipynb_checkpoints`, `._0.jpg`, `__MACOSX`."""
     return name.startswith(".") or name == "__MACOSX"
 
@@ -27,28 +37,26 @@ def files_below(folder: Path) -> tuple[list[str], list[str]]:
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from None
 
-    images, others = [], []
+    images: list[str] = []
+    others: list[str] = []
     for root, folders, files in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not is_hidden(name)]  # os.walk descends into these
-        names = [
-            name
-            for name in (*folders, *files)
-            if os.path.splitext(name)[1].lower() in EXTENSIONS and not is_hidden(name)  # noqa: PTH122
-        ]
-        images += [os.path.join(root, name) for name in names]  # noqa: PTH118 — strings, for speed
-        if len(names) < len(files):
-            known = {*names}
-            rest = [name for name in files if not is_hidden(name)]
-            others += [os.path.join(root, name) for name in rest if name not in known]  # noqa: PTH118
+        folders[:] = [name for name in folders if not _is_hidden(name)]  # os.walk descends into these
+        images += [os.path.join(root, name) for name in folders if _is_image(name)]  # noqa: PTH118 — for speed
+        for name in files:
+            if not _is_hidden(name):
+                (images if _is_image(name) else others).append(os.path.join(root, name))  # noqa: PTH118
     return _in_order(images), _in_order(others)
+
+
+def _is_image(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in EXTENSIONS  # noqa: PTH122
 
 
 def _in_order(paths: list[str]) -> list[str]:
     return sorted(paths, key=lambda path: path.split(os.sep))  # noqa: PTH206
 
 
-def read_file(path: str, name: str = "it") -> bytes:
-    """Return a file's bytes; raise `DataError` with this name for it."""
+def _read_file(path: str, name: str = "it") -> bytes:
     try:
         with open(path, "rb") as file:  # noqa: PTH123 — half the time of Path.open
             return file.read()
@@ -56,15 +64,19 @@ def read_file(path: str, name: str = "it") -> bytes:
         raise DataError(f"{name} cannot be read: {error.strerror}") from None
 
 
-def and_more(count: int, what: str) -> str:
+def _and_more(count: int, what: str) -> str:
     """Return, for a message about the first of them, how many there are."""
     return f" ({count} such {what})" if count > 1 else ""
 
 
 class PictureFiles:
-    """Samples that each have a file of their own, by whose path messages name them."""
+    """Samples that each have a file of their own, by whose path messages name them.
+
+    `ignored`: the other files in the folder, which are not images by their suffixes.
+    """
 
     _files: list[str]  # strings, not Path objects: a tenth of the memory
+    ignored: list[str]
 
     def __len__(self) -> int:
         return len(self._files)
@@ -72,15 +84,14 @@ class PictureFiles:
     def describe(self, index: int) -> str:
         return self._files[index]
 
+    def _find_images(self, root: Path) -> None:
+        if not root.is_dir():
+            raise DataError(f"{root} is not a folder. With labels, pass the folder of the images.")
+        self._files, self.ignored = files_below(root)
+
 
 class FolderSource(PictureFiles):
-    """A folder with one folder per class; class indices follow the sorted names, as in torchvision's ImageFolder.
-
-    Files and folders whose names begin with a dot, and `__MACOSX`, are ignored.
-
-    Attributes:
-        ignored: the other files in the folders of classes, which are not images by their suffixes.
-    """
+    """A folder with one folder per class; class indices follow the sorted names, as in torchvision's ImageFolder."""
 
     kind = "folder"
 
@@ -91,14 +102,13 @@ class FolderSource(PictureFiles):
             )
         if not root.is_dir():
             raise DataError(f"{root} is a file. Pass a folder that contains one folder of images per class.")
-        folders = sorted(child for child in root.iterdir() if child.is_dir() and not is_hidden(child.name))
+        folders = sorted(child for child in root.iterdir() if child.is_dir() and not _is_hidden(child.name))
         if not folders:
             raise DataError(
                 f"{root} contains no folders. Put the images of each class into a separate folder there."
             )
         self.root, self.classes = root, [folder.name for folder in folders]
-        self.ignored: list[str] = []
-        self._files = []
+        self.ignored, self._files = [], []
         self._starts = array("q")  # first index of each class in `_files`
         for folder in folders:
             files, others = files_below(folder)
@@ -112,7 +122,7 @@ class FolderSource(PictureFiles):
             self._files += files
 
     def get(self, index: int) -> tuple[bytes, int]:
-        return read_file(self._files[index]), bisect_right(self._starts, index) - 1
+        return _read_file(self._files[index]), bisect_right(self._starts, index) - 1
 
     def listed(self) -> list[tuple[str, int]]:
         """Return path and label of every sample."""
@@ -122,31 +132,23 @@ class FolderSource(PictureFiles):
 class MaskFolder(PictureFiles):
     """Images anywhere below a folder, and for each a mask in another folder: `a/1.jpg` has the mask `a/1.png`.
 
-    Samples are in the order of their paths. Names that begin with a dot, and `__MACOSX`, are ignored; so are images in
-    the folder of masks, if it is below that of the images.
-
-    Args:
-        root: the folder of images.
-        masks: that of masks: PNG files with one class index per pixel.
-
-    Attributes:
-        ignored: the other files in the folder of images, which are not images by their suffixes.
-
-    Raises:
-        DataError: if there are no images, for an image without a mask of its own, and for a mask without an image.
+    Samples are in the order of their paths. Images in the folder of masks, if it is below that of the images, are
+    ignored. Each image must have a mask of its own, and each mask an image.
     """
 
     kind = "folder with masks"
     classes: list[str] = []  # noqa: RUF012 — they are in no file, and nothing is ever added
 
     def __init__(self, root: Path, masks: Path) -> None:
-        if not root.is_dir():
-            raise DataError(f"{root} is not a folder. With labels, pass the folder of the images.")
+        self._find_images(root)
         if root.resolve() == masks.resolve():
             raise DataError(
                 f"{root} is the folder of images and of masks. Move the masks to a folder of their own."
             )
-        self._files, self.ignored = _outside(masks, root)
+        if masks.resolve().is_relative_to(root.resolve()):
+            own = str(root / masks.resolve().relative_to(root.resolve())) + os.sep
+            self._files = [path for path in self._files if not path.startswith(own)]
+            self.ignored = [path for path in self.ignored if not path.startswith(own)]
         if not self._files:
             raise DataError(f"{root} contains no images ({', '.join(EXTENSIONS)}).")
         self._masks = [str(masks / Path(path).relative_to(root).with_suffix(".png")) for path in self._files]
@@ -154,27 +156,16 @@ class MaskFolder(PictureFiles):
 
     def get(self, index: int) -> tuple[bytes, bytes]:
         image, mask = self._files[index], self._masks[index]
-        return read_file(image, image), read_file(mask, mask)
-
-
-def _outside(masks: Path, root: Path) -> tuple[list[str], list[str]]:
-    """Return the images and the other files below `root`, without those below `masks`."""
-    images, others = files_below(root)
-    if not masks.resolve().is_relative_to(root.resolve()):
-        return images, others
-    own = str(root / masks.resolve().relative_to(root.resolve())) + os.sep
-    images, others = ([path for path in paths if not path.startswith(own)] for paths in (images, others))
-    return images, others
+        return _read_file(image, image), _read_file(mask, mask)
 
 
 def _match_masks(root: Path, folder: Path, images: list[str], masks: list[str]) -> None:
-    """Raise DataError unless each image has a mask of its own, and each mask in the folder an image."""
     there = {path for path in files_below(folder)[0] if path.endswith(".png")}
     missing = [(image, mask) for image, mask in zip(images, masks, strict=True) if mask not in there]
     if missing:
         image, mask = missing[0]
         raise DataError(
-            f"{image} has no mask {mask}{and_more(len(missing), 'images')}. Masks are PNG files in {folder} with the "
+            f"{image} has no mask {mask}{_and_more(len(missing), 'images')}. Masks are PNG files in {folder} with the "
             "names of the images. Add the mask, or move the image away."
         )
     users: dict[str, str] = {}
@@ -183,6 +174,150 @@ def _match_masks(root: Path, folder: Path, images: list[str], masks: list[str]) 
             raise DataError(f"{users[mask]} and {image} have the same mask, {mask}. Rename one of them.")
     if left := sorted(there - users.keys()):
         raise DataError(
-            f"The mask {left[0]} has no image in {root}{and_more(len(left), 'masks')}. Add the image, or move the mask "
+            f"The mask {left[0]} has no image in {root}{_and_more(len(left), 'masks')}. Add the image, or move the "
+            "mask away."
+        )
+
+
+class LabelledFolder(PictureFiles):
+    """Images anywhere below a folder, labelled by a CSV file in UTF-8 with a header and exactly one row per image.
+
+    The columns are those of `labels` in `convert`; class indices follow the sorted names, or those given as `classes`.
+    Samples are in the order of their paths, whatever that of the rows.
+    """
+
+    kind = "folder with a table of labels"
+
+    def __init__(self, root: Path, table: Path, classes: Sequence[str] = ()) -> None:
+        self._find_images(root)
+        columns, rows = _read_table(table)
+        if not self._files:
+            raise DataError(f"{root} contains no images ({', '.join(EXTENSIONS)}).")
+        names = [Path(path).relative_to(root).as_posix() for path in self._files]
+        _match_rows(root, table, names, rows)
+        self.ignored = [path for path in self.ignored if Path(path) != table]
+        self.classes, self._labels = _labels(table, columns, [rows[name] for name in names], classes)
+
+    def get(self, index: int) -> tuple[bytes, Any]:
+        return _read_file(self._files[index]), self._labels[index]
+
+
+def _read_table(table: Path) -> tuple[list[str], dict[str, Row]]:
+    """Return the names of the label columns, and the rows by path."""
+    rows: dict[str, Row] = {}
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, strict=True)
+            header = next(reader, None)
+            if header is None:
+                raise DataError(f"{table} is empty. Write a header, and one row per image.")
+            columns = _columns(table, header)
+            for cells in reader:
+                if cells:  # a blank line
+                    _add_row(table, reader.line_num, header, cells, rows)
+    except OSError as error:
+        raise DataError(f"The table of labels {table} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{table} is not UTF-8. Save it as CSV in UTF-8.") from None
+    except csv.Error as error:
+        raise DataError(f"{table}, line {reader.line_num}: it is not CSV: {error}.") from None
+    if not rows:
+        raise DataError(f"{table} has a header, but no rows. Write one row per image.")
+    return columns, rows
+
+
+def _columns(table: Path, header: list[str]) -> list[str]:
+    columns = [name.strip() for name in header[1:]]
+    if not columns:
+        raise DataError(
+            f"{table}, line 1: it has one column, {header[0] if header else ''!r}. Separate columns by commas: the "
+            "image's path in the folder, then its labels."
+        )
+    if header[0].strip().lower().endswith(EXTENSIONS):
+        raise DataError(
+            f"{table}, line 1: it is a row of the image {header[0]!r}. Write a header first, e.g. 'file,label'."
+        )
+    for number, name in enumerate(columns, 2):
+        if not name:
+            raise DataError(f"{table}, line 1: column {number} has no name. Give each column one.")
+        if columns.index(name) != number - 2:
+            raise DataError(f"{table}, line 1: two columns are named {name!r}. Give each its own name.")
+    return columns
+
+
+def _add_row(table: Path, line: int, header: list[str], cells: list[str], rows: dict[str, Row]) -> None:
+    if len(cells) != len(header):
+        raise DataError(
+            f"{table}, line {line}: it has {len(cells)} columns, but the header has {len(header)}: "
+            f"{','.join(header):.80}."
+        )
+    path = os.path.normpath(cells[0].strip().replace("\\", "/")) if cells[0].strip() else ""
+    if not path:
+        raise DataError(f"{table}, line {line}: the image's path is empty.")
+    if path in rows:
+        raise DataError(
+            f"{table}: lines {rows[path][0]} and {line} are both for {path}. Keep one row per image."
+        )
+    rows[path] = line, [cell.strip() for cell in cells[1:]]
+
+
+def _match_rows(root: Path, table: Path, names: list[str], rows: dict[str, Row]) -> None:
+    there = set(names)
+    if gone := [path for path in rows if path not in there]:
+        path, more = gone[0], _and_more(len(gone), "rows")
+        why = "is not an image" if (root / path).is_file() else "does not exist"
+        if path.startswith(f"{root.name}/"):
+            why += f"; paths are those in {root}, without its name"
+        raise DataError(
+            f"{table}, line {rows[path][0]}: {root / path} {why}{more}. Correct or remove the row."
+        )
+    if left := [name for name in names if name not in rows]:
+        raise DataError(
+            f"{root / left[0]} has no row in {table}{_and_more(len(left), 'images')}. Add a row, or move the image "
             "away."
         )
+
+
+def _labels(
+    table: Path, columns: list[str], rows: list[Row], classes: Sequence[str]
+) -> tuple[list[str], Any]:
+    """Return class names, and the labels: int64 `(N,)`, float64 `(N,)` or float32 `(N, K)`."""
+    if len(columns) > 1:
+        if classes:
+            raise DataError(
+                f"{table} names its columns, so classes={list(classes)!r:.80} cannot. Leave classes out."
+            )
+        values = [[_number(table, line, name, cell) for name, cell in zip(columns, cells, strict=True)]
+                  for line, cells in rows]  # fmt: skip
+        return columns, np.array(values, dtype=np.float64)
+    cells = [(line, values[0]) for line, values in rows]
+    if classes or not any(_NUMBER.fullmatch(cell) for _, cell in cells):
+        return _class_indices(table, columns[0], cells, classes)
+    numbers = [_number(table, line, columns[0], cell) for line, cell in cells]
+    integers = all(_INTEGER.fullmatch(cell) for _, cell in cells)
+    return [], [int(cell) for _, cell in cells] if integers else numbers
+
+
+def _class_indices(
+    table: Path, column: str, cells: list[tuple[int, str]], classes: Sequence[str]
+) -> tuple[list[str], list[int]]:
+    names = list(classes) or sorted({name for _, name in cells})
+    index = {name: number for number, name in enumerate(names)}
+    for line, name in cells:
+        if not name:
+            raise DataError(f"{table}, line {line}: {column} is empty. Write a class name.")
+        if name not in index:
+            raise DataError(
+                f"{table}, line {line}: {column} is {name!r}, which is not in classes={names!r:.200}."
+            )
+    return names, [index[name] for _, name in cells]
+
+
+def _number(table: Path, line: int, column: str, cell: str) -> float:
+    if not _NUMBER.fullmatch(cell):
+        what = "empty" if not cell else f"{cell!r}, which is not a number"
+        raise DataError(
+            f"{table}, line {line}: {column} is {what}. Write numbers (0 and 1 for labels) in every row; class names "
+            "must be the only column of labels, and none of them a number."
+        )
+    return float(cell)

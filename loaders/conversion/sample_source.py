@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import glob
+import io
+import json
+import tarfile
 import threading
+from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from ...common.errors import DataError
-from .folders import FolderSource, MaskFolder
-from .labelled_folder import LabelledFolder
-from .tar_source import TarSource, is_shards
+from ..sources import expand
+from .folders import FolderSource, LabelledFolder, MaskFolder
+
+_IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")
+_LABEL_MEMBERS = ("cls", "mask.png", "json")
+_LABEL_KEYS = ("label", "cls", "class")
+_BLOCK = 512
+_ABSENT = -1
+
+Members = dict[str, tuple[int, int]]  # extension to offset and size, for the members of a sample
 
 
 class SampleSource(Protocol):
@@ -27,29 +42,18 @@ class SampleSource(Protocol):
 
     def describe(self, index: int) -> str:
         """Return the sample's name for an error message: a path, or its index."""
-        ...
+        return f"sample {index}"
 
 
 def open_source(
     source: Any, fields: Sequence[str] = (), labels: str | Path | None = None, classes: Sequence[str] = ()
 ) -> SampleSource:
-    """Open a source of any supported type.
+    """Open a source of any type that `convert` takes, whose samples must have the further `fields`.
 
-    Args:
-        source: a folder laid out as `CLASS/image.jpg` (see `FolderSource`); WebDataset shards: a path that ends in
-            `.tar`, a pattern such as `train-{000..003}.tar` or `train-*.tar`, or a list of them; a pair
-            `(images, labels)` of arrays or tensors; or any object with `len` and `[index]` that returns
-            `(image, label, …)` or a dict with `image`/`img` and `label`.
-        fields: names of the further fields that each sample must have.
-        labels: for a folder, the CSV file that labels its images (see `LabelledFolder`), or the folder of their masks
-            (see `MaskFolder`).
-        classes: class names in label order, for the names in `labels`.
-
-    Raises:
-        DataError: if it is missing, empty, or none of these, or cannot provide such fields.
+    `classes`: class names in label order, for the names in `labels`.
     """
     if labels is not None:
-        if not isinstance(source, str | Path) or is_shards(source):
+        if not isinstance(source, str | Path) or _is_shards(source):
             raise DataError(
                 f"labels={str(labels)!r} are for a folder of images. Leave them out for other sources."
             )
@@ -57,7 +61,7 @@ def open_source(
         if Path(labels).is_dir():
             return MaskFolder(Path(source), Path(labels))
         return LabelledFolder(Path(source), Path(labels), classes)
-    if is_shards(source):
+    if _is_shards(source):
         return TarSource(source, fields)
     if isinstance(source, str | Path):
         _refuse_fields(fields, "folder")
@@ -80,11 +84,9 @@ def _refuse_fields(fields: Sequence[str], kind: str) -> None:
         )
 
 
-class ArraySource:
-    """A pair of arrays: images `(N, H, W, C)`, `(N, C, H, W)` or `(N, H, W)`, uint8 or uint16, and labels.
-
-    Labels are `(N,)`, `(N, K)`, or masks, `(N, H, W)`.
-    """
+class ArraySource(SampleSource):
+    """A pair of arrays: images `(N, H, W, C)`, `(N, C, H, W)` or `(N, H, W)`, uint8 or uint16; and labels `(N,)`,
+    `(N, K)`, or masks, `(N, H, W)`."""
 
     kind = "arrays"
 
@@ -104,8 +106,7 @@ class ArraySource:
             raise DataError(
                 f"There are {len(images)} images and {len(labels)} labels. Pass one label per image."
             )
-        self._images, self._labels = images, labels
-        self.classes: list[str] = []
+        self._images, self._labels, self.classes = images, labels, []
 
     def __len__(self) -> int:
         return len(self._images)
@@ -113,17 +114,17 @@ class ArraySource:
     def get(self, index: int) -> tuple[Any, Any]:
         return self._images[index], self._labels[index]
 
-    def describe(self, index: int) -> str:
-        return f"sample {index}"
 
-
-class DatasetSource:
+class DatasetSource(SampleSource):
     """Any indexable data set. Only one thread at a time calls `__getitem__`, which may not be thread-safe."""
 
     def __init__(self, dataset: Any, fields: Sequence[str] = ()) -> None:
         self.kind = f"dataset {type(dataset).__name__}"
-        self.classes = [str(name) for name in getattr(dataset, "classes", None) or _feature_names(dataset)]
-        self._dataset, self._fields, self._lock = _undecoded(dataset), list(fields), threading.Lock()
+        features = getattr(dataset, "features", None)  # of a Hugging Face data set
+        self._features = features if isinstance(features, dict) else {}
+        names = getattr(dataset, "classes", None) or getattr(self._features.get("label"), "names", None)
+        self.classes = [str(name) for name in names or []]
+        self._dataset, self._fields, self._lock = self._undecoded(dataset), list(fields), threading.Lock()
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -150,25 +151,155 @@ class DatasetSource:
             raise DataError(f"it has the keys {sorted(sample)}; the fields {missing} are missing")
         return image, sample["label"], *(sample[name] for name in self._fields)
 
-    def describe(self, index: int) -> str:
-        return f"sample {index}"
-
-
-def _feature_names(dataset: Any) -> Sequence[str]:
-    """Return the class names of a Hugging Face data set's label; empty for any other data set."""
-    features = getattr(dataset, "features", None)
-    return getattr(features.get("label"), "names", None) or [] if isinstance(features, dict) else []
-
-
-def _undecoded(dataset: Any) -> Any:
-    """Make a Hugging Face data set return each image's stored file, so that JPEGs are copied unchanged."""
-    features = getattr(dataset, "features", None)
-    if not isinstance(features, dict) or not hasattr(dataset, "cast_column"):
+    def _undecoded(self, dataset: Any) -> Any:
+        """Make a Hugging Face data set return each image's stored file, so that JPEGs are copied unchanged."""
+        if not hasattr(dataset, "cast_column") or getattr(dataset, "format", {}).get("type") is not None:
+            return dataset  # another one, or one whose samples the user's own transform or format defines
+        for name in ("image", "img"):
+            feature = self._features.get(name)
+            if feature is not None and getattr(feature, "decode", False):
+                return dataset.cast_column(name, type(feature)(decode=False))
         return dataset
-    if getattr(dataset, "format", {}).get("type") is not None:
-        return dataset  # the user's own transform or format defines the samples
-    for name in ("image", "img"):
-        feature = features.get(name)
-        if feature is not None and getattr(feature, "decode", False):
-            return dataset.cast_column(name, type(feature)(decode=False))
-    return dataset
+
+
+def _is_shards(source: Any) -> bool:
+    """Whether `source` names tar shards: a string or path that ends in `.tar`, or a list of them."""
+    if isinstance(source, str | Path):
+        return str(source).endswith(".tar") and not Path(source).is_dir()
+    return isinstance(source, list | tuple) and bool(source) and all(
+        isinstance(part, str | Path) and _is_shards(part) for part in source
+    )  # fmt: skip
+
+
+def expand_shards(source: Any) -> list[str]:
+    """Return the shards' paths: `{000..003}` counts with leading zeros, `{a,b}` lists; `*`, `?`, `[…]` match files."""
+    patterns = [source] if isinstance(source, str | Path) else source
+    paths = []
+    for pattern in (part for whole in patterns for part in expand(str(whole))):
+        matches = [pattern] if Path(pattern).exists() else sorted(glob.glob(pattern))  # noqa: PTH207 — any root
+        if not matches:
+            raise DataError(f"{pattern} does not exist. Pass a .tar file, a pattern, or a list.")
+        paths += matches
+    return paths
+
+
+class TarSource:
+    """Samples of WebDataset's tar shards: members with the same key, such as `0001.jpg`, `0001.cls` and `0001.npy`.
+
+    They are found by an index of offsets, built in one pass over the headers. The image is a `.jpg`, `.jpeg`, `.png` or
+    `.webp`. The label is a `.cls` (a number as text), else a `.mask.png` (a mask, unless that is a further field), else
+    a `.json`: a number, a list, or an object with `label`, `cls` or `class`. Further fields are named by their
+    extension: `.json` is parsed, `.npy` is an array, `.cls` a number, all others are bytes.
+    """
+
+    kind = "tar shards"
+    classes: list[str] = []  # noqa: RUF012 — shards have no names, and nothing is ever added
+
+    def __init__(self, source: Any, fields: Sequence[str] = ()) -> None:
+        self._shards = expand_shards(source)
+        self._fields = [name.removeprefix(".").lower() for name in fields]
+        labels = [end for end in _LABEL_MEMBERS if end != "mask.png" or end not in self._fields]
+        self._starts, self._keys = array("q"), list[str]()
+        self._kinds = bytearray()  # per sample: which label extension it has
+        self._places = array("q")  # per sample: offset and size of image, label and each field
+        absent = (_ABSENT, 0)
+        for shard in self._shards:
+            self._starts.append(len(self._keys))
+            for key, members in _index(shard).items():
+                image = next((end for end in _IMAGE_MEMBERS if end in members), None)
+                label = next((end for end in labels if end in members), None)
+                self._keys.append(key)
+                self._kinds.append(_LABEL_MEMBERS.index(label) if label else 0)
+                for end in (image, label, *self._fields):
+                    self._places.extend(members.get(end, absent) if end else absent)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def get(self, index: int) -> tuple[Any, ...]:
+        label = _LABEL_MEMBERS[self._kinds[index]]
+        wanted = [(None, f"image ({', '.join(_IMAGE_MEMBERS)})"), (label, "label (.cls, .mask.png or .json)")]
+        wanted += [(name, f"member .{name}") for name in self._fields]
+        values = []
+        try:
+            with open(self._shard(index), "rb") as file:  # noqa: PTH123 — called per sample
+                for number, (end, what) in enumerate(wanted, index * len(wanted)):
+                    offset, size = self._places[2 * number : 2 * number + 2]
+                    if offset == _ABSENT:
+                        raise DataError(f"it has no {what}")
+                    file.seek(offset)
+                    data = file.read(size)
+                    if len(data) < size:
+                        raise DataError("its shard was truncated during the conversion")
+                    values.append(_parse(data, end))
+        except OSError as error:
+            raise DataError(f"it cannot be read: {error.strerror}") from None
+        values[1] = _label(values[1])
+        return tuple(values)
+
+    def describe(self, index: int) -> str:
+        return f"{self._shard(index)}: key {self._keys[index]}"
+
+    def _shard(self, index: int) -> str:
+        return self._shards[bisect_right(self._starts, index) - 1]
+
+
+def _index(shard: str) -> dict[str, Members]:
+    """Return the members of a shard by key, reading only its headers."""
+    samples: dict[str, Members] = {}
+    try:
+        size = Path(shard).stat().st_size
+        with tarfile.open(shard, "r:") as tar:
+            while (member := tar.next()) is not None:
+                vars(tar)["members"].clear()  # otherwise it keeps all of them
+                if member.isfile():
+                    _add_member(shard, samples, member)
+                if member.offset_data + member.size > size:
+                    raise DataError(
+                        f"{shard} is truncated within its member {member.name}. Download it again."
+                    )
+            end = tar.offset
+        with Path(shard).open("rb") as file:
+            file.seek(end)
+            if file.read(_BLOCK) != bytes(_BLOCK):  # tarfile takes a damaged header for the end
+                raise DataError(f"{shard} is truncated or damaged at byte {end}. Download it again.")
+    except DataError:
+        raise
+    except (tarfile.TarError, ValueError) as error:
+        raise DataError(f"{shard} is truncated or not a tar file ({error}). Download it again.") from None
+    except OSError as error:
+        raise DataError(f"{shard} cannot be read: {error.strerror}.") from None
+    return samples
+
+
+def _add_member(shard: str, samples: dict[str, Members], member: tarfile.TarInfo) -> None:
+    folder, _, base = member.name.rpartition("/")
+    stem, dot, extension = base.partition(".")
+    if not dot or not stem:
+        return  # without a key, ignored as in WebDataset
+    members = samples.setdefault(f"{folder}/{stem}" if folder else stem, {})
+    if extension.lower() in members:
+        raise DataError(f"{shard} contains the member {member.name} twice. Recreate the shard.")
+    members[extension.lower()] = (member.offset_data, member.size)
+
+
+def _parse(data: bytes, extension: str | None) -> Any:
+    try:
+        if extension == "cls" and data.strip().lstrip(b"-").isdigit():
+            return int(data)  # JSON does not allow leading zeros
+        if extension in ("json", "cls"):
+            return json.loads(data)
+        if extension is not None and extension.rpartition(".")[2] == "npy":
+            return np.load(io.BytesIO(data), allow_pickle=False)
+    except Exception as error:  # damaged files make numpy's reader raise many types
+        raise DataError(f"its member .{extension} cannot be read: {error}") from None
+    return data
+
+
+def _label(label: Any) -> Any:
+    if not isinstance(label, dict):
+        return label
+    for key in _LABEL_KEYS:
+        if key in label:
+            return label[key]
+    raise DataError(f"its .json has the keys {sorted(label)}; expected one of {_LABEL_KEYS}")

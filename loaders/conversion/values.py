@@ -1,56 +1,51 @@
-"""Values of a sample besides its image: the field each one needs, and the bytes that are stored."""
+"""Values of a sample besides its image: the field each one needs, and how it is stored.
+
+Masks, boxes and keypoints are taken in any form, and scaled as their image is.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 
 from ...common.errors import DataError
+from ..beton import targets
 from ..beton.layout import KINDS, Field
-from ..beton.targets import MOVING, STORED_AS
-from .moving import is_mask
+from .encode import Encoded
 
-SMALLEST_TARGET, LARGEST_TARGET = (
-    float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max)
-)
-"""Float labels are loaded as float32; smaller values become zero."""
+# Float labels are loaded as float32; smaller values become zero.
+_SMALLEST_TARGET, _LARGEST_TARGET = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
-EXTRA_KINDS = (*(kind for kind in KINDS if kind != "rgb_image"), *MOVING)
+_EXTRA_KINDS = (*(kind for kind in KINDS if kind != "rgb_image"), *targets.MOVING)
 
-Stored = int | float | bytes
-"""A value as stored in the file: a number in the metadata, or bytes on a page."""
+_MODES = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B")  # of Pillow's images with one integer per pixel
+
+Stored = int | float | bytes  # a number in the metadata, or bytes on a page
+Size = tuple[int, int]  # width and height
 
 
 def requested_fields(fields: Sequence[str] | Mapping[str, str | None] | None) -> dict[str, str | None]:
-    """Return the `fields=` of `convert` as name to kind; None where the first sample decides.
-
-    Raises:
-        DataError: for a name or kind that the format does not support.
-    """
     if isinstance(fields, str):
         raise DataError(f"fields={fields!r} must be a list of names, or a mapping of names to kinds.")
-    wanted: dict[str, str | None] = (
-        dict(fields) if isinstance(fields, Mapping) else dict.fromkeys(fields or [])
-    )
+    wanted = dict(fields) if isinstance(fields, Mapping) else dict.fromkeys(fields or [])
     if fields is not None and len(wanted) != len(fields):
         raise DataError(f"fields={list(fields)} contains a name twice.")
     for name, kind in wanted.items():
-        if (
-            not isinstance(name, str)
-            or not 1 <= len(name) <= 16
-            or not (name.isascii() and name.isprintable())
-        ):
+        if not isinstance(name, str) or not re.fullmatch("[ -~]{1,16}", name):
             raise DataError(f"The field {name!r} must have a name of 1 to 16 printable ASCII characters.")
         if name in ("image", "label"):
             raise DataError(f"The field {name!r} is always included. List only further fields.")
-        if kind is not None and kind not in EXTRA_KINDS:
+        if kind is not None and kind not in _EXTRA_KINDS:
             raise DataError(
-                f"The field {name!r} has the unknown kind {kind!r}. Use one of {', '.join(EXTRA_KINDS)}."
+                f"The field {name!r} has the unknown kind {kind!r}. Use one of {', '.join(_EXTRA_KINDS)}."
             )
     return wanted
 
@@ -58,27 +53,23 @@ def requested_fields(fields: Sequence[str] | Mapping[str, str | None] | None) ->
 def label_field(label: Any) -> Field:
     """Return the field for labels like this one: int (later labels may make it float), float32 vector, or mask (bytes).
 
-    Raises:
-        DataError: if it is none of them.
+    A mask is a picture, a PNG file's bytes, or an array of two or more dimensions.
     """
-    if is_mask(label):
-        return Field("label", STORED_AS["mask"])
+    is_array = isinstance(label, np.ndarray | torch.Tensor)
+    if isinstance(label, Image.Image | bytes) or (is_array and label.ndim >= 2):
+        return Field("label", targets.STORED_AS["mask"])
     if (vector := _vector(label)) is not None:
         return Field("label", "ndarray", np.dtype("<f4"), vector.shape)
-    return Field("label", "float" if isinstance(plain_label(label), float) else "int")
+    return Field("label", "float" if isinstance(_plain_label(label), float) else "int")
 
 
 def store_label(field: Field, label: Any) -> Stored:
-    """Return a label as stored in the file.
-
-    Raises:
-        DataError: if its kind differs from the first label's.
-    """
+    """Return a label as stored in the file. Its kind must be the first label's."""
     vector = _vector(label)
     if field.kind != "ndarray":
         if vector is not None:
             raise DataError(f"its label has {len(vector)} values, but the first sample's is a single number")
-        return plain_label(label)
+        return _plain_label(label)
     if vector is None or vector.shape != field.shape:
         raise DataError(f"its label is {_short(label)}, but the first sample's has {field.shape[0]} values")
     if not np.isfinite(vector).all():
@@ -86,8 +77,8 @@ def store_label(field: Field, label: Any) -> Stored:
     return vector.tobytes()
 
 
-def _vector(label: Any) -> np.ndarray[Any, np.dtype[np.float32]] | None:
-    """Return a label of several values, `(K,)`, as float32; None if it is not one."""
+def _vector(label: Any) -> NDArray[np.float32] | None:
+    """Return a label of several values, `(K,)`; None if it is not one."""
     array = _array(label)
     if array is None or array.ndim != 1 or array.dtype.kind not in "iuf" or not len(array):
         return None
@@ -95,71 +86,55 @@ def _vector(label: Any) -> np.ndarray[Any, np.dtype[np.float32]] | None:
         return array.astype("<f4")
 
 
-def plain_label(label: Any) -> int | float:
-    """Return a label as a Python int or finite float.
-
-    Raises:
-        DataError: if it is neither.
-    """
+def _plain_label(label: Any) -> int | float:
     if isinstance(label, torch.Tensor | np.ndarray | np.generic) and getattr(label, "ndim", 0) == 0:
         label = label.item()
     if isinstance(label, bool) or not isinstance(label, int | float):
         raise DataError(
             f"its label is {_short(label)}; expected an int (class), a float (target), a vector of them or a mask"
         )
-    if isinstance(label, float) and not abs(label) <= LARGEST_TARGET:
+    if isinstance(label, float) and not abs(label) <= _LARGEST_TARGET:
         raise DataError(f"its label is {label}; a target must be finite and fit float32")
     if isinstance(label, int) and abs(label) >= 1 << 31:
         raise DataError(f"its label is {label}; a class index must fit 32 bits")
-    if isinstance(label, float) and abs(label) < SMALLEST_TARGET:
-        return 0.0
-    return label
+    return 0.0 if isinstance(label, float) and abs(label) < _SMALLEST_TARGET else label
 
 
 def infer_field(name: str, kind: str | None, value: Any) -> Field:
-    """Return the field for values like this one.
+    """Return the field for values like this one, the first sample's.
 
-    Args:
-        name: of the field.
-        kind: one of `EXTRA_KINDS`, or None to infer it: int or bool → int; float → float; bytes → bytes; arrays,
-            tensors and lists of numbers → ndarray; anything else that JSON supports → json. Targets that move with the
-            image are never inferred.
-        value: the first sample's.
-
-    Raises:
-        DataError: if no kind, or not the given one, can store it.
+    A `kind` of None is inferred: int or bool → int; float → float; bytes → bytes; arrays, tensors and lists of numbers
+    → ndarray; anything else that JSON supports → json. Targets that move with the image are never inferred.
     """
-    if kind in MOVING:
-        return Field(name, STORED_AS[kind])  # values are checked with the size of their image
-    kind = kind or _natural_kind(value)
-    if kind != "ndarray":
-        field = Field(name, kind)
-    else:
-        array = _array(value)
-        if array is None or array.dtype.kind not in "biufc" or not array.ndim or not array.size:
+    if kind in targets.MOVING:
+        return Field(name, targets.STORED_AS[kind])  # values are checked with the size of their image
+    array = _array(value) if kind in (None, "ndarray") else None
+    kind = kind or _natural_kind(value, array)
+    field = Field(name, kind)
+    if kind == "ndarray":
+        if array is None or not array.ndim or not array.size:
             raise DataError(f"its field {name!r} is {_short(value)}; expected an array of numbers")
         field = Field(name, kind, array.dtype, array.shape)
     store_value(field, value)
     return field
 
 
-def _natural_kind(value: Any) -> str:
+def _natural_kind(value: Any, array: NDArray[Any] | None) -> str:
     if isinstance(value, bytes | bytearray | memoryview):
         return "bytes"
-    array = _array(value)
-    if array is None or array.dtype.kind not in "biufc":
+    if array is None:
         return "json"
     if array.ndim:
         return "ndarray"
     return "float" if array.dtype.kind == "f" else "int"
 
 
-def store_value(field: Field, value: Any) -> Stored:
-    """Return a value as stored in the file.
+class _Mismatch(ValueError):
+    """A value that its field cannot store, with the reason."""
 
-    Raises:
-        DataError: if the field cannot store it, e.g. an array with another shape than the first.
-    """
+
+def store_value(field: Field, value: Any) -> Stored:
+    """Return a value of a further field as stored in the file."""
     try:
         stored: Stored = _STORE[field.kind](field, value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -170,24 +145,17 @@ def store_value(field: Field, value: Any) -> Stored:
     return stored
 
 
-class _Mismatch(ValueError):
-    """A value that its field cannot store, with the reason."""
-
-
-def _store_int(_: Field, value: Any) -> int:
+def _store_number(field: Field, value: Any) -> int | float:
     value = value.item() if isinstance(value, torch.Tensor | np.ndarray) else value
+    if field.kind == "float":
+        if not isinstance(value, Real):
+            raise _Mismatch("it is not a number")
+        return float(value)
     if not isinstance(value, Integral):
         raise _Mismatch("it is not an integer")
     if not -(1 << 63) <= int(value) < 1 << 63:
         raise _Mismatch("it does not fit 64 bits")
     return int(value)
-
-
-def _store_float(_: Field, value: Any) -> float:
-    value = value.item() if isinstance(value, torch.Tensor | np.ndarray) else value
-    if not isinstance(value, Real):
-        raise _Mismatch("it is not a number")
-    return float(value)
 
 
 def _store_bytes(_: Field, value: Any) -> bytes:
@@ -208,21 +176,18 @@ def _store_array(field: Field, value: Any) -> bytes:
     return array.tobytes()
 
 
-def _store_json(_: Field, value: Any) -> bytes:
-    """Store the text and a terminating zero byte, like FFCV's JSONField."""
+def _json_bytes(value: Any) -> bytes:
+    """Return the text and a terminating zero byte, like FFCV's JSONField."""
     return json.dumps(value).encode() + b"\0"
 
 
 _STORE: dict[str, Any] = {
-    "int": _store_int,
-    "float": _store_float,
-    "bytes": _store_bytes,
-    "ndarray": _store_array,
-    "json": _store_json,
-}
+    "int": _store_number, "float": _store_number, "bytes": _store_bytes, "ndarray": _store_array,
+    "json": lambda _, value: _json_bytes(value),
+}  # fmt: skip
 
 
-def _array(value: Any) -> np.ndarray[Any, Any] | None:
+def _array(value: Any) -> NDArray[Any] | None:
     """Return arrays, tensors, numbers and lists of numbers as a little-endian, contiguous array; else None."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().numpy()
@@ -238,7 +203,84 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _short(value: Any) -> str:
-    """Return a value shortened for a message."""
     if isinstance(value, np.ndarray | torch.Tensor) and value.ndim:
         return f"{value.dtype} of shape {tuple(value.shape)}"
     return f"{value!r:.80}"
+
+
+def store_target(name: str, kind: str, value: Any, encoded: Encoded, classes: int) -> bytes:
+    """Return a mask, boxes or keypoints of the upright image, before it was scaled, as stored in the file.
+
+    `classes`: number of classes that a mask's indices may have, besides 255; 0: any.
+    """
+    stored = encoded.width, encoded.height
+    try:
+        if kind != "mask":
+            return _json_bytes(_scaled_coordinates(kind, value, encoded.upright, stored))
+        indices = _indices(value, encoded.upright)
+        if classes:
+            targets.check_classes(indices, classes)
+        return targets.encode_mask(indices if stored == encoded.upright else _nearest(indices, stored))
+    except ValueError as error:
+        raise DataError(f"its {kind} {name!r}: {error}") from None
+
+
+def _indices(value: Any, size: Size) -> NDArray[Any]:
+    """Return a mask's class indices, `(H, W)`. The size is checked before pixels are decoded."""
+    if isinstance(value, bytes):
+        return targets.decode_mask(value, size[1], size[0])
+    if isinstance(value, Image.Image):
+        if value.mode not in _MODES:
+            raise ValueError(
+                f"it is an image of mode {value.mode}; expected one class index per pixel: mode P, L, 1 or I;16"
+            )
+        targets.check_size(value.size, size)
+        try:
+            return np.asarray(value)
+        except MemoryError:
+            raise
+        except Exception as error:  # opened lazily, so it may still be damaged
+            raise ValueError(f"it cannot be decoded ({error})") from None
+    indices = _numbers(value)
+    if indices.ndim == 3 and len(indices) == 1:
+        indices = indices[0]
+    if indices.ndim != 2 or indices.dtype.kind not in "biu":
+        raise ValueError(
+            f"it is {indices.dtype} of shape {indices.shape}; expected one class index per pixel: integers of shape "
+            "(H, W)"
+        )
+    targets.check_size(indices.shape[::-1], size)
+    return indices
+
+
+def _numbers(value: Any) -> NDArray[Any]:
+    if isinstance(value, torch.Tensor):
+        value = (value.double() if value.is_floating_point() else value).detach().cpu().numpy()
+    try:
+        return np.asarray(value)
+    except ValueError:  # lists of different lengths
+        return np.array(None)
+
+
+def _nearest(indices: NDArray[Any], size: Size) -> NDArray[Any]:
+    """Return a mask scaled to another size: for each pixel the one at its top left corner, as in PyTorch."""
+    (height, width), (columns, rows) = indices.shape, size
+    return indices[targets.nearest_places(height, rows)[:, None], targets.nearest_places(width, columns)]
+
+
+def _scaled_coordinates(kind: str, value: Any, upright: Size, stored: Size) -> list[Any]:
+    if isinstance(value, torch.Tensor):  # perhaps torchvision's, which has a format and a canvas
+        form, canvas = getattr(value, "format", None), getattr(value, "canvas_size", None)
+        if form is not None and getattr(form, "name", form) != "XYXY":
+            raise ValueError(
+                f"their format is {getattr(form, 'name', form)}; convert them to XYXY with torchvision's "
+                "ConvertBoundingBoxFormat"
+            )
+        if canvas is not None and tuple(canvas) != upright[::-1]:
+            raise ValueError(
+                f"their canvas is {tuple(canvas)} (height, width), but their image is {upright[::-1]}, upright"
+            )
+    array = targets.coordinates(kind, _numbers(value))
+    if stored != upright:
+        array = array * np.tile(np.array(stored) / np.array(upright), array.shape[1] // 2)
+    return list(array.tolist())

@@ -5,22 +5,45 @@ from __future__ import annotations
 import itertools
 import os
 import zlib
-from collections import Counter
+from array import array
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...common.errors import DataError
 from ...common.storage.files import atomic_files
-from ..beton.layout import HEADER, MAX_PAGE, MODE_JPEG, VERSION, Field, metadata_dtype, tables_start
-from ..beton.manifest import SEAL_BYTES, manifest_path, seal, write_manifest
-from .columns import Columns, Sample
+from ..beton import layout
+from ..beton.layout import Field
+from ..beton.manifest import manifest_path, seal, write_manifest
+from .encode import Encoded
+from .values import Stored
 
-PAGE_SIZE = 1 << 23
-"""8 MiB, FFCV's own default; doubled until the largest sample fits on a page."""
+PAGE_SIZE = 1 << 23  # 8 MiB, FFCV's own default; doubled until the largest sample fits on a page
+
+_NUMBER: dict[str, Any] = {"int": np.int64, "float": np.float64}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An image as it will be stored, and the values of the further fields, label first."""
+
+    encoded: Encoded
+    values: tuple[Stored, ...]
+
+    @property
+    def blobs(self) -> list[bytes]:
+        """The image's bytes and those of the further fields that take some: what is written to a page."""
+        return [self.encoded.payload, *(value for value in self.values if isinstance(value, bytes))]
+
+    @property
+    def size(self) -> int:
+        """Bytes it takes on a page; an empty value takes one, so that positions stay unique."""
+        return sum(max(len(data), 1) for data in self.blobs)
 
 
 @dataclass(frozen=True)
@@ -33,19 +56,110 @@ class Skipped:
 
 @dataclass
 class Written:
-    """What was written: the number of samples, the kind of each field, image counts by treatment and mode, skipped
-    samples, and the size in bytes of all files."""
+    """What was written."""
 
     samples: int = 0
     fields: dict[str, str] = field(default_factory=dict)
     treatments: Counter[str] = field(default_factory=Counter)
     modes: Counter[str] = field(default_factory=Counter)
     skipped: list[Skipped] = field(default_factory=list)
-    size: int = 0
+    size: int = 0  # of all files, in bytes
+
+
+class Columns:
+    """Metadata, allocations and checksums of the samples so far, in order: about 70 bytes each, without an object per
+    sample.
+
+    The first field is the image and the second the label, which becomes "float" instead of "int" with the first float.
+    """
+
+    def __init__(self, fields: Sequence[Field]) -> None:
+        self.fields = list(fields)
+        self._modes, self._widths, self._heights = array("B"), array("H"), array("H")
+        self._values: list[Any] = [array("d" if field.kind == "float" else "q") for field in fields[1:]]
+        self._pointers, self._sizes = array("Q"), array("Q")  # of all allocations, sample by sample
+        self._checksums: dict[str, array[int]] = defaultdict(lambda: array("I"))  # by the label's kind
+
+    def __len__(self) -> int:
+        return len(self._modes)
+
+    def add(self, sample: Sample, start: int) -> list[tuple[int, bytes]]:
+        """Add a sample whose data begins at `start`; return the `(position, bytes)` to write."""
+        image, at, writes = sample.encoded, start, []
+        self._modes.append(image.mode)
+        self._widths.append(image.width)
+        self._heights.append(image.height)
+        for data in sample.blobs:
+            self._pointers.append(at)
+            self._sizes.append(len(data))
+            writes.append((at, data))
+            at += max(len(data), 1)
+        if self.fields[1].kind == "int" and isinstance(sample.values[0], float):
+            self.fields[1] = Field(self.fields[1].name, "float")
+            self._values[0] = array("d", self._values[0])
+        for column, value in zip(self._values, sample.values, strict=True):
+            if not isinstance(value, bytes):
+                column.append(value)
+        # Whether labels are ints or floats is known only after the last sample.
+        label, crc = self.fields[1].kind, zlib.crc32(image.payload)
+        for kind in ("int", "float") if label == "int" else (label,):
+            self._checksums[kind].append(self._checksum(crc, sample, kind))
+        return writes
+
+    def _checksum(self, crc: int, sample: Sample, label: str) -> int:
+        kinds = [label, *(field.kind for field in self.fields[2:])]
+        for kind, value in zip(kinds, sample.values, strict=True):
+            data = value if isinstance(value, bytes) else _NUMBER[kind](value).tobytes()
+            crc = zlib.crc32(data, crc)
+        return crc
+
+    @property
+    def checksums(self) -> NDArray[np.uint32]:
+        """Each sample's checksum, `(N,)`, as defined by `Beton.checksum`."""
+        return np.array(self._checksums[self.fields[1].kind], dtype=np.uint32)
+
+    def check_classes(self, classes: int) -> None:
+        """Reject class indices without a class."""
+        if self.fields[1].kind != "int":
+            return
+        labels = np.array(self._values[0])
+        for at, remedy in (
+            (int(labels.argmin()), "classes start at 0"),
+            (int(labels.argmax()), f"there are {classes} classes"),
+        ):
+            if labels[at] < 0 or (classes and labels[at] >= classes):
+                raise DataError(f"Sample {at} has the class index {labels[at]}, but {remedy}.")
+
+    def metadata(self) -> NDArray[Any]:
+        """Return the metadata, `(N,)` of `metadata_dtype(fields)`."""
+        rows = np.zeros(len(self), dtype=layout.metadata_dtype(self.fields))
+        pointers = iter(np.frombuffer(self._pointers, dtype=np.uint64).reshape(len(self), -1).T)
+        sizes = iter(np.frombuffer(self._sizes, dtype=np.uint64).reshape(len(self), -1).T)
+        for number, own in enumerate(self.fields):
+            column = rows[f"f{number}"]
+            if not own.allocated:
+                column[:] = self._values[number - 1]
+                continue
+            at, size = next(pointers), next(sizes)
+            if own.kind == "rgb_image":
+                column["mode"], column["width"] = self._modes, self._widths
+                column["height"], column["data_ptr"] = self._heights, at
+            elif own.kind == "ndarray":
+                column[:] = at
+            else:
+                column["ptr"], column["size"] = at, size
+        return rows
+
+    def allocations(self) -> NDArray[Any]:
+        """Return the allocations, `(N · allocated fields,)` of `ALLOCATION`."""
+        table = np.zeros(len(self._pointers), dtype=layout.ALLOCATION)
+        table["sample_id"] = np.repeat(np.arange(len(self)), len(table) // len(self))
+        table["ptr"], table["size"] = self._pointers, self._sizes
+        return table
 
 
 class Pages:
-    """Assign samples to pages: each entirely on one page, in order.
+    """Assign samples to pages: each entirely on one page, in order, after the tables of so many bytes.
 
     The page size can grow afterwards: what lies within a page of 8 MiB also lies within one of 16 MiB, so a larger
     sample only has to begin at the next multiple of the larger page size.
@@ -55,12 +169,8 @@ class Pages:
         self.size, self.end = PAGE_SIZE, -(-tables // PAGE_SIZE) * PAGE_SIZE
 
     def place(self, size: int) -> int:
-        """Return the position for a sample of `size` bytes.
-
-        Raises:
-            DataError: if it is larger than the format's largest page.
-        """
-        if size > MAX_PAGE:
+        """Return the position for a sample of `size` bytes."""
+        if size > layout.MAX_PAGE:
             raise DataError(f"A sample of {size:,} bytes is larger than the format's largest page, 2 GiB.")
         while size > self.size:
             self.size *= 2
@@ -77,30 +187,23 @@ def write_betons(
     fields: Sequence[Field],
     about: dict[str, Any],
 ) -> Written:
-    """Write the files and their manifests. All of them appear when the last one is complete.
+    """Write the files, each with an equal share of the samples, and their manifests: all appear at the end, or none.
 
     The manifest of each of several files names the seal of the one before, so that files of different conversions are
-    never read as one data set.
-
-    Args:
-        outs: the files, each for an equal share of the samples.
-        samples: in file order, at most `most` of them.
-        most: their number, including those that are skipped.
-        fields: of every sample, the image first and the label second.
-        about: further content of the manifests, including `"classes"` (their names, or none).
-
-    Raises:
-        DataError: if no sample is left for a file, or a label has no class name.
-        DrivetrainError: if a file cannot be written.
+    never read as one data set. `most`: number of samples, including those that are skipped; `fields`: the image first,
+    the label second; `about`: further content of the manifests, including `"classes"` (their names, or none).
     """
     written, follows, rest = Written(), "", iter(samples)
     with atomic_files(*(path for out in outs for path in (manifest_path(out), out))) as opened:
         for number, (manifest_file, file) in enumerate(zip(opened[::2], opened[1::2], strict=True)):
             share = most * (number + 1) // len(outs) - most * number // len(outs)
-            columns, part = Columns(fields), Written()
-            pages = Pages(tables_start(len(fields)) + share * metadata_dtype(fields).itemsize + SEAL_BYTES)
+            columns, part, pages = (
+                Columns(fields),
+                Written(),
+                Pages(layout.tables_end(share, fields) + layout.SEAL_BYTES),
+            )
             _write_samples(file, itertools.islice(rest, share), share, pages, columns, part)
-            _check_classes(columns, len(about["classes"]))
+            columns.check_classes(len(about["classes"]))
             tables, digest = _write_tables(file, columns, pages)
             shard = {"number": number, "of": len(outs), "follows": follows}
             manifest = {
@@ -132,7 +235,6 @@ def _write_samples(
     columns: Columns,
     written: Written,
 ) -> None:
-    """Write the data of the samples as they come."""
     for sample in samples:
         if isinstance(sample, Skipped):
             written.skipped.append(sample)
@@ -141,39 +243,26 @@ def _write_samples(
             file.seek(position)
             file.write(data)
         written.treatments[sample.encoded.treatment] += 1
-        written.modes["jpg" if sample.encoded.mode == MODE_JPEG else "raw"] += 1
+        written.modes["jpg" if sample.encoded.mode == layout.MODE_JPEG else "raw"] += 1
     if not len(columns):
         first = written.skipped[0]
         raise DataError(f"None of the {most} samples could be used. The first, {first.name}: {first.reason}.")
-
-
-def _check_classes(columns: Columns, classes: int) -> None:
-    """Reject class indices without a class."""
-    labels = columns.labels
-    if labels is None or columns.fields[1].kind == "float":
-        return
-    for at, remedy in (
-        (int(labels.argmin()), "classes start at 0"),
-        (int(labels.argmax()), f"there are {classes} classes"),
-    ):
-        if labels[at] < 0 or (classes and labels[at] >= classes):
-            raise DataError(f"Sample {at} has the class index {labels[at]}, but {remedy}.")
 
 
 def _write_tables(file: BinaryIO, columns: Columns, pages: Pages) -> tuple[int, bytes]:
     """Write allocation table, fields, metadata, seal and, last, the header; return the tables' CRC-32 and the seal."""
     count = len(columns.fields)
     fields = np.stack([field.descriptor() for field in columns.fields])
-    header = np.array([(VERSION, count, pages.size, len(columns), pages.end)], dtype=HEADER)
+    header = np.array([(layout.VERSION, count, pages.size, len(columns), pages.end)], dtype=layout.HEADER)
     table, metadata = columns.allocations(), columns.metadata()
     crc = 0
     for part in (header, fields, metadata, table):
         crc = zlib.crc32(part.view(np.uint8).data, crc)
     digest = seal(crc, columns.checksums)
-    start = tables_start(count)
+    start = layout.HEADER.itemsize + fields.nbytes
     for position, part in (
         (pages.end, table),
-        (HEADER.itemsize, fields),
+        (layout.HEADER.itemsize, fields),
         (start, metadata),
         (start + metadata.nbytes, np.frombuffer(digest, dtype=np.uint8)),
         (0, header),

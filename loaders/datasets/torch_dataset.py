@@ -34,16 +34,11 @@ _LOCAL = Remote()
 
 
 class BetonDataset(VisionDataset):  # type: ignore[misc]
-    """`.beton` files as a regular torchvision data set: PIL decodes, `transform` does the rest.
+    """`.beton` files as a regular torchvision data set: PIL decodes, `transform` makes an element of a batch.
 
     Images are PIL's, of mode RGB or L, or arrays `(H, W)` or `(H, W, C)`: of four channels, because Pillow resizes
     colors by their opacity, and of 16 bits, because it does not filter those.
-
-    Args:
-        source: the file or files, as `FFCVLoader`'s.
-        transform: from such an image to an element of a batch.
-        verify: whether to compare each sample with its CRC-32 in the manifest.
-        remote: as `open_files`'.
+    With `verify`, each sample is compared with its CRC-32 in the manifest.
     """
 
     def __init__(
@@ -68,7 +63,7 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
             if self._identities is not None:
                 opened.require_identities(self._identities)
             # Set last: a worker continues after an error, and must not read from a file that was rejected.
-            self._beton, self._identities = opened, opened.identities
+            self._beton, self._identities = opened, [one.file.identity for one in opened.files]
         return self._beton
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,11 +104,7 @@ class PictureFolder(ImageFolder):  # type: ignore[misc]
 
 
 def open_picture(path: str) -> Any:
-    """Open an image file as `convert` does: upright, and in RGB.
-
-    Raises:
-        ValueError: with the reason, if it cannot be read.
-    """
+    """Open an image file as `convert` does: upright, and in RGB."""
     try:
         with decoded(Path(path).read_bytes()) as (image, _):
             return to_rgb(image)[0]
@@ -122,11 +113,7 @@ def open_picture(path: str) -> Any:
 
 
 def open_dataset(source: Any, transform: Any, verify: bool, remote: Remote = _LOCAL) -> Any:
-    """Return an ImageFolder tree, a `.beton` file or the given torchvision data set, with this transform.
-
-    Raises:
-        DataError, BetonError: for any other source.
-    """
+    """Return an ImageFolder tree, a `.beton` file or the given torchvision data set, with this transform."""
     if not isinstance(source, str | Path | Mapping | Files):
         if not hasattr(source, "transform") or not hasattr(source, "__len__"):
             raise DataError(
@@ -147,8 +134,8 @@ def make_transform(settings: LoaderOptions, depth: int = 8) -> Any:
         return Evaluation(settings, depth)
     if not settings.has_views:
         return _transform(settings, depth)
-    groups = [Views(count, _transform(own, depth)) for count, own in settings.groups]
-    return groups[0] if isinstance(settings.views, int) else Each(groups)
+    groups = [partial(_views, count, _transform(own, depth)) for count, own in settings.groups]
+    return groups[0] if isinstance(settings.views, int) else partial(_each, groups)
 
 
 def _transform(settings: LoaderOptions, depth: int) -> Any:
@@ -156,9 +143,9 @@ def _transform(settings: LoaderOptions, depth: int) -> Any:
     if depth == 16:  # tensors of floats from 0 to 1
         fill = tuple(level / 0xFFFF for level in fill)
     read = _pillow_to_rgb if (len(settings.mean), depth) == RGB else _pixels_to_tensor
-    steps = [OnImage(read), *_crop(settings, fill)]
+    steps = [_on_image(read), *_crop(settings, fill)]
     if depth == 16:  # as those of bytes are: bicubic weights are partly negative
-        steps.append(OnImage(partial(torch.clamp, min=0, max=1)))
+        steps.append(_on_image(partial(torch.clamp, min=0, max=1)))
     if settings.flip is True:  # the loader, which knows the epoch, does alternating flips
         steps.append(v2.RandomHorizontalFlip())
     if any(settings.color_jitter):
@@ -168,7 +155,7 @@ def _transform(settings: LoaderOptions, depth: int) -> Any:
     steps.append(v2.PILToTensor())
     if settings.cutout:
         color = torch.tensor(fill).view(-1, 1, 1)
-        steps.append(OnImage(partial(_cut_out, settings.cutout, color)))
+        steps.append(_on_image(_cut_out, settings.cutout, color))
     if settings.dtype != torch.uint8:
         steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(settings.mean, settings.std)]
         steps.append(v2.ToDtype(settings.dtype))
@@ -176,7 +163,6 @@ def _transform(settings: LoaderOptions, depth: int) -> Any:
 
 
 def _crop(settings: LoaderOptions, fill: tuple[float, ...]) -> list[Any]:
-    """Return the transforms that make the output's size in training."""
     size, filter_ = settings.size, v2.InterpolationMode(settings.interpolation)
     if filter_ == v2.InterpolationMode.NEAREST:  # of tensors, Pillow's; of Pillow's images the same
         filter_ = v2.InterpolationMode.NEAREST_EXACT
@@ -187,26 +173,24 @@ def _crop(settings: LoaderOptions, fill: tuple[float, ...]) -> list[Any]:
     if settings.crop == "resized":
         return [v2.RandomResizedCrop(size, settings.scale, settings.ratio, filter_)]
     if settings.crop == "random":
-        return [OnImage(partial(_require_at_least, size)), v2.RandomCrop(size)]
+        return [_on_image(_require_size, size, True), v2.RandomCrop(size)]
     padding: dict[str, Any] = {"padding": settings.padding or None, "padding_mode": settings.padding_mode}
     if settings.pads:
         padding["fill"] = {"others": fill, tv_tensors.Mask: NOT_COUNTED}
-    return [OnImage(partial(_require_size, size)), v2.RandomCrop(size, **padding)]
+    return [_on_image(_require_size, size, False), v2.RandomCrop(size, **padding)]
 
 
-@dataclass(frozen=True)
-class OnImage:
-    """Apply a function to the image; masks pass through."""
+def _on_image(function: Callable[..., Any], *options: Any) -> Callable[..., Any]:
+    """Return a transform that applies a function to the image; masks pass through."""
+    return partial(_apply, partial(function, *options))
 
-    function: Callable[[Any], Any]
 
-    def __call__(self, image: Any, *masks: Any) -> Any:
-        changed = self.function(image)
-        return (changed, *masks) if masks else changed
+def _apply(function: Callable[[Any], Any], image: Any, *masks: Any) -> Any:
+    changed = function(image)
+    return (changed, *masks) if masks else changed
 
 
 def _pillow_to_rgb(image: Any) -> Any:
-    """Make PIL images upright and RGB, as `convert` does. Others pass through."""
     return rgb_of(image) if isinstance(image, Image.Image) else image
 
 
@@ -220,17 +204,12 @@ def _pixels_to_tensor(image: Any) -> Any:
     return torch.from_numpy(planes.astype(np.float32)) / 0xFFFF
 
 
-def _require_size(size: tuple[int, int], image: Any) -> Any:
+def _require_size(size: tuple[int, int], at_least: bool, image: Any) -> Any:
     height, width = v2.functional.get_size(image)
-    if (height, width) != size:
-        raise odd_size("one image", width, height, size)
-    return image
-
-
-def _require_at_least(size: tuple[int, int], image: Any) -> Any:
-    height, width = v2.functional.get_size(image)
-    if height < size[0] or width < size[1]:
+    if at_least and (height < size[0] or width < size[1]):
         raise too_small("one image", height, width, size)
+    if not at_least and (height, width) != size:
+        raise odd_size("one image", width, height, size)
     return image
 
 
@@ -243,8 +222,7 @@ def _cut_out(side: int, fill: torch.Tensor, image: torch.Tensor) -> torch.Tensor
 
 @dataclass(frozen=True)
 class Fit:
-    """Scale full images, and their masks, to fit into this height and width, and pad them to it with the color
-    `fill`, and with 255."""
+    """Scale images, and their masks, into this height and width, and pad them with the color `fill`, and with 255."""
 
     size: tuple[int, int]
     interpolation: v2.InterpolationMode
@@ -264,22 +242,10 @@ class Fit:
         return (padded, *(v2.functional.pad(mask, edges, fill=NOT_COUNTED) for mask in moved))
 
 
-@dataclass(frozen=True)
-class Views:
+def _views(count: int, transform: Callable[[Any], torch.Tensor], image: Any) -> torch.Tensor:
     """Make several tensors of an image, each with draws of its own, `(V, C, H, W)`."""
-
-    count: int
-    transform: Callable[[Any], torch.Tensor]
-
-    def __call__(self, image: Any) -> torch.Tensor:
-        return torch.stack([self.transform(image) for _ in range(self.count)])
+    return torch.stack([transform(image) for _ in range(count)])
 
 
-@dataclass(frozen=True)
-class Each:
-    """Apply several transforms to an image; return a tuple of their results."""
-
-    transforms: Sequence[Callable[[Any], torch.Tensor]]
-
-    def __call__(self, image: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(transform(image) for transform in self.transforms)
+def _each(transforms: Sequence[Callable[[Any], torch.Tensor]], image: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(transform(image) for transform in transforms)

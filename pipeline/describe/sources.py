@@ -8,7 +8,7 @@ from typing import Any
 
 from ...common.errors import DataError
 from ...common.storage.addresses import is_address
-from ...loaders.beton.tables import read_header
+from ...loaders.beton.layout import read_header
 from ...loaders.order import check_batch_size
 from ...loaders.sources import files_of
 from .config import DataConfig

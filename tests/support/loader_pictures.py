@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import io
 import os
+import struct
 import subprocess
 import sys
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import process_state
+import pytest
 import torch
-from drivetrain.loaders import TorchLoader, convert
+from drivetrain.common.errors import DataError
+from drivetrain.loaders import Beton, TorchLoader, convert, open_beton
 from numpy.typing import NDArray
 from PIL import Image
 from places import SUPPORT
+
+PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def picture(seed: int, height: int, width: int) -> NDArray[np.uint8]:
@@ -33,11 +39,26 @@ def picture(seed: int, height: int, width: int) -> NDArray[np.uint8]:
     return np.stack(channels, axis=2).clip(0, 255).astype(np.uint8)
 
 
-def jpeg_bytes(pixels: NDArray[np.uint8], **options: Any) -> bytes:
-    """Return a JPEG file of them; `options` are Pillow's, with a default quality of 92."""
+def file_bytes(image: Any, form: str, **options: Any) -> bytes:
+    """Return an image of Pillow's, or pixels, as a file of this format; `options` are Pillow's."""
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "JPEG", **{"quality": 92, **options})
+    (Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(buffer, form, **options)
     return buffer.getvalue()
+
+
+def jpeg_bytes(image: Any, **options: Any) -> bytes:
+    """Return a JPEG file, with a default quality of 92."""
+    return file_bytes(image, "JPEG", **{"quality": 92, **options})
+
+
+def png_chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def png_of(bits: int, color: int, width: int, height: int, lines: bytes) -> bytes:
+    """Return a PNG file of any kind; `lines` as they are before compression, each with its filter."""
+    header = png_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, color, 0, 0, 0))
+    return PNG + header + png_chunk(b"IDAT", zlib.compress(lines)) + png_chunk(b"IEND", b"")
 
 
 def image_folder(root: Path, images: Mapping[str, Any]) -> Path:
@@ -79,6 +100,22 @@ def jpeg_beton(path: Path, per_class: int = 6) -> Path:
     """A `.beton` of JPEG files of several sizes, in three classes."""
     convert(jpeg_folder(path.parent / f"{path.stem}-images", per_class), path, progress=False)
     return path
+
+
+def beton_of(source: Any, path: Path, **options: Any) -> Beton:
+    """Convert a source, and open the file."""
+    convert(source, path, **options)
+    return open_beton(path)
+
+
+def refused(source: Any, folder: Path, words: str, **options: Any) -> str:
+    """Require that `convert` rejects a source with these words, and leaves no file, finished or not; the message."""
+    out = folder / "refused"
+    out.mkdir(exist_ok=True)
+    with pytest.raises(DataError, match=words) as caught:
+        convert(source, out / "out.beton", **options)
+    assert list(out.iterdir()) == []
+    return str(caught.value)
 
 
 def run_python(

@@ -12,8 +12,8 @@ import pytest
 from drivetrain.common.errors import BetonError
 from drivetrain.loaders import FFCVLoader, convert, open_beton
 from drivetrain.loaders.beton.layout import ALLOCATION, FIELD, HEADER, MIN_PAGE, Field, metadata_dtype
-from drivetrain.loaders.beton.manifest import SEAL_BYTES, manifest_path
-from loader_pictures import raw_beton, raw_pictures
+from drivetrain.loaders.beton.manifest import manifest_path
+from loader_pictures import beton_of, raw_beton, raw_pictures
 
 COUNT, SIDE = 9, 12
 FIELDS = [Field("image", "rgb_image"), Field("label", "int")]
@@ -94,15 +94,8 @@ def test_truncated_at_every_kind_of_length(copy: Path) -> None:
     data = copy.read_bytes()
     table = int(header_of(copy)["alloc_table_ptr"][0])
     lengths = [1, 23, 24, 500, METADATA - 1, METADATA, METADATA + ROW * COUNT - 1, METADATA + ROW * COUNT]
-    lengths += [
-        table // 2,
-        table - 1,
-        table,
-        table + 1,
-        table + ALLOCATION.itemsize,
-        len(data) - 24,
-        len(data) - 1,
-    ]
+    size = len(data)
+    lengths += [table // 2, table - 1, table, table + 1, table + ALLOCATION.itemsize, size - 24, size - 1]
     for length in lengths:
         copy.write_bytes(data[:length])
         refused(copy, "truncated|too few|samples need|fields|never written|outside")
@@ -175,8 +168,7 @@ def test_a_field_descriptor_with_other_bytes(copy: Path, position: int, data: by
 
 def test_float_labels_read_as_ints(tmp_path: Path) -> None:
     images, labels = raw_pictures(3)
-    convert((images, labels + 0.5), tmp_path / "f.beton")
-    assert open_beton(tmp_path / "f.beton").labels.tolist() == [0.5, 1.5, 2.5]
+    assert beton_of((images, labels + 0.5), tmp_path / "f.beton").labels.tolist() == [0.5, 1.5, 2.5]
     manifest_path(tmp_path / "f.beton").unlink()
     patch(tmp_path / "f.beton", HEADER.itemsize + FIELD.itemsize, b"\1")
     refused(tmp_path / "f.beton", "label .*32-bit")
@@ -221,12 +213,8 @@ def test_allocation_row(copy: Path, field: str, value: int, words: str) -> None:
 def test_allocation_across_a_page(copy: Path) -> None:
     """Both the table and the metadata agree on a place that FFCV's page reader could not read."""
     across = 2 * int(header_of(copy)["page_size"][0]) - 8
-    data, table = copy.read_bytes(), open_beton(copy)
-    rows = data[int(header_of(copy)["alloc_table_ptr"][0]) :]
-    end = across + int(table.sizes[8])
-    with copy.open("r+b") as file:
-        file.seek(end)
-        file.write(rows)
+    end = across + int(open_beton(copy).sizes[8])
+    patch(copy, end, copy.read_bytes()[int(header_of(copy)["alloc_table_ptr"][0]) :])
     patch_header(copy, alloc_table_ptr=end)
     patch_table(copy, _set(8, "ptr", across))
     patch_rows(copy, _set(8, "data_ptr", across))
@@ -240,7 +228,7 @@ def test_metadata_that_contradicts_the_data(copy: Path, field: str, value: int) 
 
 
 def test_label_out_of_all_bounds(copy: Path) -> None:
-    patch_rows(copy, lambda rows: rows["f1"].__setitem__(4, 1 << 40))
+    patch_rows(copy, _set(4, "f1", 1 << 40))
     refused(copy, "sample 4 has the label 1099511627776")
 
 
@@ -272,7 +260,7 @@ def test_manifest_not_utf8_or_a_folder(copy: Path) -> None:
 
 def test_manifest_notices_a_label_that_changed(sound: Path, copy: Path) -> None:
     shutil.copy(manifest_path(sound), manifest_path(copy))
-    patch_rows(copy, lambda rows: rows["f1"].__setitem__(4, 3))
+    patch_rows(copy, _set(4, "f1", 3))
     refused(copy, "checksum of the tables")
 
 
@@ -296,9 +284,7 @@ def test_manifest_of_a_file_of_equal_tables(tmp_path: Path) -> None:
 def test_manifest_beside_a_file_without_a_seal(sound: Path, copy: Path) -> None:
     """As FFCV writes it, with the same tables."""
     shutil.copy(manifest_path(sound), manifest_path(copy))
-    with copy.open("r+b") as file:
-        file.seek(copy.read_bytes().index(bytes.fromhex(open_beton(sound).manifest["seal"])))
-        file.write(bytes(SEAL_BYTES))
+    patch(copy, copy.read_bytes().index(bytes.fromhex(open_beton(sound).manifest["seal"])), bytes(32))
     refused(copy, "its seal, a digest of all samples' checksums, differs")
     manifest_path(copy).unlink()
     assert len(open_beton(copy)) == COUNT

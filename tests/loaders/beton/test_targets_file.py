@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import struct
 import zlib
 from typing import Any
 
 import numpy as np
 import pytest
 from drivetrain.loaders.beton.targets import coordinates, decode_mask, encode_mask, palette
+from loader_pictures import PNG, file_bytes, png_chunk, png_of
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -23,21 +23,6 @@ def indices(largest: int = 20, seed: int = 0) -> NDArray[np.int64]:
         top, left = rng.integers(0, HEIGHT - 9), rng.integers(0, WIDTH - 9)
         mask[top : top + rng.integers(3, 30), left : left + rng.integers(3, 30)] = index
     return mask
-
-
-def png(image: Image.Image, **options: Any) -> bytes:
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", **options)
-    return buffer.getvalue()
-
-
-def chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-
-def grey_png(bits: int, width: int, height: int, rows: bytes) -> bytes:
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, 0, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize(
@@ -71,19 +56,19 @@ def test_masks_of_other_programs() -> None:
     few = Image.fromarray(mask)
     few.putpalette([0, 0, 0, 9, 9, 9, 200, 0, 0, 0, 99, 7])
     for stored, expected in (
-        (png(Image.fromarray(mask)), mask),
-        (png(Image.fromarray(mask > 1)), mask > 1),
-        (png(few, bits=2), mask),
-        (png(few, bits=4), mask),
-        (png(few, bits=8, transparency=0, optimize=True), mask),
-        (png(Image.fromarray(mask.astype(np.uint16) * 999)), mask.astype(int) * 999),
+        (file_bytes(Image.fromarray(mask), "PNG"), mask),
+        (file_bytes(Image.fromarray(mask > 1), "PNG"), mask > 1),
+        (file_bytes(few, "PNG", bits=2), mask),
+        (file_bytes(few, "PNG", bits=4), mask),
+        (file_bytes(few, "PNG", bits=8, transparency=0, optimize=True), mask),
+        (file_bytes(Image.fromarray(mask.astype(np.uint16) * 999), "PNG"), mask.astype(int) * 999),
     ):
         decoded = decode_mask(stored, HEIGHT, WIDTH)
         assert decoded.dtype in (np.uint8, np.uint16)
         assert np.array_equal(decoded, expected)
     packed = np.packbits(mask > 1, axis=1)
     rows = np.concatenate([np.zeros((HEIGHT, 1), np.uint8), packed], axis=1).tobytes()
-    assert np.array_equal(decode_mask(grey_png(1, WIDTH, HEIGHT, rows), HEIGHT, WIDTH), mask > 1)
+    assert np.array_equal(decode_mask(png_of(1, 0, WIDTH, HEIGHT, rows), HEIGHT, WIDTH), mask > 1)
 
 
 @pytest.mark.parametrize(
@@ -106,17 +91,17 @@ def test_what_is_not_a_mask(mask: NDArray[Any], words: str) -> None:
     ("stored", "words"),
     [
         (b"", "not a PNG file"),
-        (png(Image.fromarray(indices().astype(np.uint8)))[:-1], "truncated"),
-        (png(Image.fromarray(indices().astype(np.uint8)))[:20], "truncated"),
-        (png(Image.new("RGB", (WIDTH, HEIGHT))), "RGB with 8 bits; expected class indices"),
-        (png(Image.new("RGBA", (WIDTH, HEIGHT))), "RGB with transparency"),
-        (png(Image.new("LA", (WIDTH, HEIGHT))), "grey with transparency"),
-        (png(Image.new("L", (HEIGHT, WIDTH))), "37 × 53 pixels .* its image has 53 × 37"),
-        (grey_png(4, WIDTH, HEIGHT, b""), "grey with 4 bits"),  # Pillow would give 17 times the indices
-        (grey_png(8, WIDTH, HEIGHT, b"\0" * 99), "ends after 1 of 37 rows"),
-        (grey_png(8, WIDTH, HEIGHT, b"\0" * 3000).replace(b"IHDR", b"IEND"), "damaged: the CRC-32 of"),
-        (b"\x89PNG\r\n\x1a\n" + chunk(b"IEND", b""), "does not begin with its only header"),
-        (grey_png(8, 50000, 50000, b"\0" * 99), "50000 × 50000 pixels"),
+        (file_bytes(indices().astype(np.uint8), "PNG")[:-1], "truncated"),
+        (file_bytes(indices().astype(np.uint8), "PNG")[:20], "truncated"),
+        (file_bytes(Image.new("RGB", (WIDTH, HEIGHT)), "PNG"), "RGB with 8 bits; expected class indices"),
+        (file_bytes(Image.new("RGBA", (WIDTH, HEIGHT)), "PNG"), "RGB with transparency"),
+        (file_bytes(Image.new("LA", (WIDTH, HEIGHT)), "PNG"), "grey with transparency"),
+        (file_bytes(Image.new("L", (HEIGHT, WIDTH)), "PNG"), "37 × 53 pixels .* its image has 53 × 37"),
+        (png_of(4, 0, WIDTH, HEIGHT, b""), "grey with 4 bits"),  # Pillow would give 17 times the indices
+        (png_of(8, 0, WIDTH, HEIGHT, b"\0" * 99), "ends after 1 of 37 rows"),
+        (png_of(8, 0, WIDTH, HEIGHT, b"\0" * 3000).replace(b"IHDR", b"IEND"), "damaged: the CRC-32 of"),
+        (PNG + png_chunk(b"IEND", b""), "does not begin with its only header"),
+        (png_of(8, 0, 50000, 50000, b"\0" * 99), "50000 × 50000 pixels"),
     ],
     ids=str,
 )
@@ -170,21 +155,18 @@ def test_what_are_not_boxes(kind: str, values: Any, words: str) -> None:
 def test_lines_with_and_without_filters_are_read_alike(shape: tuple[int, int]) -> None:
     """Pillow filters grey lines, and not those with a palette; only the latter are read without it."""
     indices = (np.add.outer(np.arange(shape[0]) * 3, np.arange(shape[1])) % 256).astype(np.uint8)
-    grey = io.BytesIO()
-    Image.fromarray(indices).save(grey, "PNG")
-    for stored in (encode_mask(indices), grey.getvalue()):
+    for stored in (encode_mask(indices), file_bytes(indices, "PNG")):
         assert np.array_equal(decode_mask(stored, *shape), indices)
         for rows in {1, shape[0] // 2 + 1, shape[0]}:
             assert np.array_equal(decode_mask(stored, *shape, rows)[:rows], indices[:rows])
 
 
 def test_lines_in_several_chunks_too_few_and_damaged() -> None:
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 3, 2, 8, 0, 0, 0, 0))
-    lines = zlib.compress(bytes([0, 1, 2, 3, 0, 4, 5, 6]))
+    rows = bytes([0, 1, 2, 3, 0, 4, 5, 6])
+    whole, lines = png_of(8, 0, 3, 2, rows), zlib.compress(rows)
 
     def file(*parts: bytes) -> bytes:
-        chunks = b"".join(chunk(b"IDAT", part) for part in parts)
-        return b"\x89PNG\r\n\x1a\n" + header + chunks + chunk(b"IEND", b"")
+        return whole.replace(png_chunk(b"IDAT", lines), b"".join(png_chunk(b"IDAT", part) for part in parts))
 
     assert decode_mask(file(lines[:5], lines[5:]), 2, 3).tolist() == [[1, 2, 3], [4, 5, 6]]
     for wrong in (lines[:9], b"", b"no zlib", zlib.compress(bytes(4))):

@@ -84,10 +84,8 @@ def test_truncated_between_epochs_and_within_one(photos: Path, raws: Path, tmp_p
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize("verified", [False, True])
-def test_a_sample_behind_the_end_is_named_and_not_replaced(
-    photos: Path, tmp_path: Path, on_error: str, verified: bool
-) -> None:
-    """A file that another program truncates is damaged as a whole: to replace many samples would hide it."""
+def test_a_sample_behind_the_end(photos: Path, tmp_path: Path, on_error: str, verified: bool) -> None:
+    """It is named, not replaced: such a file is damaged as a whole; to replace many samples would hide it."""
     path = Path(shutil.copy(photos, tmp_path / "copy.beton"))
     shutil.copy(f"{photos}.json", f"{path}.json")
     options: dict[str, Any] = {"image_size": 12, "workers": 1, "batches_ahead": 1, "order": "sequential"}
@@ -96,17 +94,14 @@ def test_a_sample_behind_the_end_is_named_and_not_replaced(
         next(batches)
         last = len(loader.beton) - 1
         os.truncate(path, int(loader.beton.pointers[last]) + 10)
-        with pytest.raises(
-            BetonError, match=f"Sample {last} cannot be read: .*copy.beton had .* and now has"
-        ):
+        words = f"Sample {last} cannot be read: .*copy.beton had .* and now has"
+        with pytest.raises(BetonError, match=words):
             list(batches)
         assert loader.replaced == []
 
 
 @pytest.mark.parametrize("grown", [True, False])
-def test_a_file_of_another_length_is_refused_when_an_epoch_begins(
-    photos: Path, tmp_path: Path, grown: bool
-) -> None:
+def test_a_length_that_changed_before_an_epoch(photos: Path, tmp_path: Path, grown: bool) -> None:
     path = Path(shutil.copy(photos, tmp_path / "copy.beton"))
     size = path.stat().st_size
     with FFCVLoader(path, batch_size=3, image_size=12, workers=1) as loader:
@@ -201,14 +196,14 @@ def test_a_file_that_may_not_be_read(photos: Path, monkeypatch: pytest.MonkeyPat
 
 def test_emptied_while_it_is_opened(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = Path(shutil.copy(photos, tmp_path / "x.beton"))
-    read_fields = reader.read_fields
+    fetch_tables = reader.fetch_tables
 
     def emptying(*arguments: Any) -> Any:
-        fields = read_fields(*arguments)
+        tables = fetch_tables(*arguments)
         os.truncate(path, 0)
-        return fields
+        return tables
 
-    monkeypatch.setattr(reader, "read_fields", emptying)
+    monkeypatch.setattr(reader, "fetch_tables", emptying)
     with pytest.raises(BetonError, match=r"is truncated: .* the file has 0"):
         reader._open(path, 1.0)
     with pytest.raises(BetonError, match="0 bytes"):

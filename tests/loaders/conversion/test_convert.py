@@ -14,8 +14,9 @@ import pytest
 import torch
 from drivetrain.loaders import Beton, FFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.beton.manifest import manifest_path
+from drivetrain.loaders.conversion.encode import Encoding
 from drivetrain.loaders.conversion.writer import PAGE_SIZE
-from loader_pictures import jpeg_bytes, jpeg_folder, picture, raw_pictures
+from loader_pictures import beton_of, image_folder, jpeg_bytes, jpeg_folder, picture, raw_pictures
 from PIL import Image
 
 
@@ -25,6 +26,8 @@ def converted(source: Any, tmp_path: Path, **options: Any) -> tuple[Beton, dict[
     assert report.samples == len(beton)
     assert report.size == report.path.stat().st_size
     assert sum(report.treatments.values()) == len(beton)
+    counts = {"jpg": (beton.modes == 0).sum(), "raw": beton.modes.sum()}
+    assert report.modes == {name: count for name, count in counts.items() if count}
     return beton, report.treatments
 
 
@@ -60,28 +63,33 @@ def test_jpeg_passes_byte_for_byte(tmp_path: Path, options: dict[str, Any]) -> N
     assert (beton.widths[0], beton.heights[0]) == (120, 90)
 
 
-@pytest.mark.parametrize("name", ["grey.jpg", "grey.png"])
-def test_grey(tmp_path: Path, name: str) -> None:
-    grey = Image.fromarray(PICTURE).convert("L")
-    beton, how = converted(one_file(tmp_path, name, grey), tmp_path)
-    assert how == {"converted from L": 1}
-    near(beton, np.repeat(np.asarray(grey)[:, :, None], 3, axis=2))
+GREY = Image.fromarray(PICTURE).convert("L")
+LEVELS = np.linspace(0, 65535, 90 * 120).astype(np.uint16).reshape(90, 120)
+
+
+@pytest.mark.parametrize(
+    ("name", "image", "treatment", "expected"),
+    [
+        ("grey.jpg", GREY, "converted from L", np.asarray(GREY.convert("RGB"))),
+        ("grey.png", GREY, "converted from L", np.asarray(GREY.convert("RGB"))),
+        ("c.jpg", Image.fromarray(PICTURE).convert("CMYK"), "converted from CMYK", PICTURE),
+        ("deep.png", Image.fromarray(LEVELS), "converted from 16 bits", np.stack([LEVELS >> 8] * 3, axis=2)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_files_become_rgb(tmp_path: Path, name: str, image: Any, treatment: str, expected: Any) -> None:
+    options = {"quality": 95} if name == "c.jpg" else {}
+    beton, how = converted(one_file(tmp_path, name, image, **options), tmp_path, **options)
+    assert how == {treatment: 1}
+    near(beton, expected)
 
 
 @pytest.mark.parametrize("shape", [(2, 12, 10), (2, 12, 10, 1), (2, 1, 12, 10)])
 def test_grey_arrays_become_rgb(tmp_path: Path, shape: tuple[int, ...]) -> None:
     grey = np.random.default_rng(0).integers(0, 256, (2, 12, 10), dtype=np.uint8)
-    convert((grey.reshape(shape), np.arange(2)), tmp_path / "grey.beton")
-    beton = open_beton(tmp_path / "grey.beton")
+    beton = beton_of((grey.reshape(shape), np.arange(2)), tmp_path / "grey.beton")
     for number in range(2):
         assert np.array_equal(np.asarray(beton.image(number)), np.repeat(grey[number, :, :, None], 3, axis=2))
-
-
-def test_cmyk_jpeg(tmp_path: Path) -> None:
-    cmyk = Image.fromarray(PICTURE).convert("CMYK")
-    beton, how = converted(one_file(tmp_path, "c.jpg", cmyk, quality=95), tmp_path, quality=95)
-    assert how == {"converted from CMYK": 1}
-    near(beton, PICTURE)
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "P", "LA", "1"])
@@ -90,13 +98,6 @@ def test_png_modes(tmp_path: Path, mode: str) -> None:
     beton, how = converted(one_file(tmp_path, "a.png", image), tmp_path)
     assert how == {f"converted from {mode}": 1}
     assert np.array_equal(np.asarray(beton.image(0)), np.asarray(image.convert("RGB")))
-
-
-def test_png_of_16_bits_keeps_its_levels(tmp_path: Path) -> None:
-    levels = np.linspace(0, 65535, 90 * 120).astype(np.uint16).reshape(90, 120)
-    beton, how = converted(one_file(tmp_path, "deep.png", Image.fromarray(levels)), tmp_path)
-    assert how == {"converted from 16 bits": 1}
-    near(beton, np.repeat((levels >> 8)[:, :, None], 3, axis=2))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -311,3 +312,87 @@ def test_hidden_folders_and_files_are_left_out(tmp_path: Path) -> None:
         assert loader.labels.tolist() == open_beton(tmp_path / "out.beton").labels.tolist()
         assert sum(len(labels) for _, labels in loader) == report.samples == 2 * len(report.classes)
     assert report.classes == ["ant", "bee", "cat"]
+
+
+# Write modes and resolutions, compared with those of FFCV's RGBImageField
+
+SMALL, LARGE = picture(1, 20, 24), picture(2, 90, 120)
+
+
+@pytest.fixture(scope="module")
+def modes_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small and a large picture, each as JPEG and as PNG: `1-small.jpg`, `2-small.png`, `3-…`, `4-large.png`."""
+    root = tmp_path_factory.mktemp("modes") / "images"
+    (root / "a").mkdir(parents=True)
+    for number, pixels in ((1, SMALL), (3, LARGE)):
+        (root / "a" / f"{number}.jpg").write_bytes(jpeg_bytes(pixels))
+        Image.fromarray(pixels).save(root / "a" / f"{number + 1}.png")
+    return root
+
+
+def modes(source: Any, tmp_path: Path, **options: Any) -> tuple[Beton, list[int], dict[str, int]]:
+    beton, how = converted(source, tmp_path, **options)
+    return beton, beton.modes.tolist(), how
+
+
+@pytest.mark.parametrize(
+    ("write_mode", "expected", "treatments"),
+    [
+        ("auto", [0, 1, 0, 0], {"copied unchanged": 2, "stored": 2}),
+        ("jpg", [0, 0, 0, 0], {"copied unchanged": 2, "stored": 2}),
+        ("raw", [1, 1, 1, 1], {"decoded to raw pixels": 2, "stored": 2}),
+    ],
+)
+def test_write_modes(
+    modes_folder: Path, tmp_path: Path, write_mode: str, expected: list[int], treatments: dict[str, int]
+) -> None:
+    """JPEG files stay as they are, or their pixels are stored as they decode."""
+    beton, found, how = modes(modes_folder, tmp_path, write_mode=write_mode)
+    assert (found, how) == (expected, treatments)
+    for index, path in enumerate(sorted((modes_folder / "a").iterdir())):
+        if write_mode == "raw":
+            assert np.array_equal(np.asarray(beton.image(index)), np.asarray(Image.open(path)))
+        elif path.suffix == ".jpg":
+            assert beton.stored(index) == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("threshold", "expected"),
+    [(None, [1] * 4), (SMALL.nbytes, [1, 1, 0, 0]), (SMALL.nbytes - 1, [0] * 4), (LARGE.nbytes, [1] * 4)],
+)
+def test_smart(modes_folder: Path, tmp_path: Path, threshold: int | None, expected: list[int]) -> None:
+    """FFCV: a JPEG if `image.nbytes > smart_threshold`, never without a threshold."""
+    beton, found, how = modes(modes_folder, tmp_path, write_mode="smart", smart_threshold=threshold)
+    assert found == expected
+    if expected == [1, 1, 0, 0]:
+        assert how == {"decoded to raw pixels": 1, "stored": 2, "copied unchanged": 1}
+        assert beton.stored(2) == jpeg_bytes(LARGE)
+
+
+def test_proportion_is_the_same_for_any_workers_and_about_right(tmp_path: Path) -> None:
+    source, files = (np.zeros((400, 4, 4, 3), np.uint8), np.zeros(400, np.int64)), []
+    options: dict[str, Any] = {"write_mode": "proportion", "compress_probability": 0.3}
+    for workers in (1, 3):
+        _, found, _ = modes(source, tmp_path, workers=workers, **options)
+        files.append((tmp_path / "out.beton").read_bytes())
+    assert files[0] == files[1]
+    assert 0.2 < 1 - np.mean(found) < 0.4
+    for probability, mode in ((0, 1), (1.0, 0)):
+        _, found, _ = modes(source, tmp_path, **options | {"compress_probability": probability})
+        assert set(found) == {mode}
+
+
+@pytest.mark.parametrize(("limit", "size"), [(91, (120, 90)), (90, (120, 90)), (45, (60, 45)), (1, (1, 1))])
+def test_min_resolution(tmp_path: Path, limit: int, size: tuple[int, int]) -> None:
+    """It is of the shorter side, and never enlarges."""
+    images = image_folder(tmp_path / "images", {"x.jpg": jpeg_bytes(LARGE)})
+    beton, _, how = modes(images, tmp_path, min_resolution=limit)
+    assert (beton.widths[0], beton.heights[0]) == size
+    assert how == {"copied unchanged" if limit >= 90 else "scaled down": 1}
+
+
+def test_target_sizes() -> None:
+    assert Encoding(min_resolution=50).target_size((400, 100)) == (200, 50)
+    assert Encoding(max_resolution=50).target_size((400, 100)) == (50, 12)
+    assert Encoding(max_resolution=50).target_size((4000, 10)) == (50, 1)
+    assert Encoding().target_size((400, 100)) == (400, 100)

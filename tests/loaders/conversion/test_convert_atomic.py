@@ -16,9 +16,9 @@ import pytest
 from drivetrain.common.errors import BetonError, DataError, DrivetrainError
 from drivetrain.loaders import convert, open_beton
 from drivetrain.loaders.beton.manifest import manifest_path
+from drivetrain.loaders.conversion.convert import Conversion, encoded_samples, first_fields
 from drivetrain.loaders.conversion.encode import Encoding
 from drivetrain.loaders.conversion.sample_source import open_source
-from drivetrain.loaders.conversion.sampling import Conversion, encoded_samples, first_fields
 from loader_pictures import jpeg_folder, raw_beton, raw_pictures
 from process_state import start_server
 
@@ -81,6 +81,10 @@ def server() -> Iterator[Server]:
     running.close()
 
 
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def test_failure_leaves_the_old_file_as_it_was(tmp_path: Path) -> None:
     out = raw_beton(tmp_path / "out.beton", 5)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -99,14 +103,14 @@ def test_manifest_that_cannot_be_written_fails_before_the_file_appears(tmp_path:
     manifest_path(tmp_path / "out.beton").mkdir()
     with pytest.raises(DrivetrainError, match=r"out\.beton\.json could not be written"):
         convert(raw_pictures(5), tmp_path / "out.beton")
-    assert [path.name for path in tmp_path.iterdir()] == ["out.beton.json"]
+    assert names_in(tmp_path) == ["out.beton.json"]
 
 
 def test_new_conversion_replaces_both(tmp_path: Path) -> None:
     out = raw_beton(tmp_path / "out.beton", 5)
     raw_beton(out, 8)
     assert open_beton(out).manifest["samples"] == 8
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.beton", "out.beton.json"]
+    assert names_in(tmp_path) == ["out.beton", "out.beton.json"]
 
 
 def test_an_open_file_survives_its_replacement(tmp_path: Path) -> None:
@@ -121,10 +125,8 @@ def test_an_open_file_survives_its_replacement(tmp_path: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("older", [False, True], ids=["new", "older"])
-def test_sigkill_at_random_moments_leaves_no_file_that_looks_finished(
-    server: Server, tmp_path: Path, older: bool
-) -> None:
-    """Ten times each: an older pair of files stays whole or is refused with the remedy."""
+def test_sigkill_leaves_no_file_that_looks_finished(server: Server, tmp_path: Path, older: bool) -> None:
+    """At ten random moments each: an older pair of files stays whole or is refused with the remedy."""
     killed, moments = 0, np.random.default_rng(11 + older).uniform(0, 0.75, 10)
     for number, delay in enumerate(moments):
         folder = tmp_path / str(number)
@@ -149,10 +151,8 @@ def test_sigkill_at_random_moments_leaves_no_file_that_looks_finished(
 
 @pytest.mark.long
 @pytest.mark.parametrize("older", [False, True], ids=["new", "older"])
-def test_sigkill_between_the_renames_never_pairs_new_names_with_old_pixels(
-    server: Server, tmp_path: Path, older: bool
-) -> None:
-    """The older file has the same layout, labels and tables: only the pixels and the names are others."""
+def test_sigkill_between_the_renames(server: Server, tmp_path: Path, older: bool) -> None:
+    """It never pairs new names with old pixels: the older file's layout, labels and tables are the same."""
     out, found = tmp_path / "out.beton", []
     for renames in range(3):
         if older:
@@ -170,8 +170,7 @@ def test_sigkill_between_the_renames_never_pairs_new_names_with_old_pixels(
         partials = [path.name for path in tmp_path.glob(".*.partial")]
         assert len(partials) == 2 - renames, "those that the next conversion finds, and removes"
     assert found == ([("old-7", 202)] if older else []) + [("0-7", 7)]
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"out.beton", "out.beton.json", "out.beton.stderr"}
+    assert names_in(tmp_path) == ["out.beton", "out.beton.json", "out.beton.stderr"]
 
 
 def test_conversions_to_one_name_at_a_time_in_several_processes(server: Server, tmp_path: Path) -> None:
@@ -181,8 +180,7 @@ def test_conversions_to_one_name_at_a_time_in_several_processes(server: Server, 
     beton = open_beton(out)
     writer = int(beton.classes[0][0])
     assert [int(beton.data[int(start)]) for start in beton.pointers] == list(range(writer, writer + 60))
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"out.beton", "out.beton.json", "out.beton.stderr"}
+    assert names_in(tmp_path) == ["out.beton", "out.beton.json", "out.beton.stderr"]
 
 
 def test_conversions_to_one_name_at_a_time_in_several_threads(tmp_path: Path) -> None:
@@ -205,7 +203,7 @@ def test_conversions_to_one_name_at_a_time_in_several_threads(tmp_path: Path) ->
     assert [writer.exception() for writer in writers] == [None] * 4
     assert len(opened) > 2
     assert whole_or_refused(out) >= 10
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.beton", "out.beton.json"]
+    assert names_in(tmp_path) == ["out.beton", "out.beton.json"]
 
 
 def whole_or_refused(out: Path) -> int:
@@ -230,7 +228,7 @@ def test_ctrl_c_stops_and_leaves_nothing(server: Server, tmp_path: Path) -> None
     os.kill(pid, signal.SIGINT)
     assert server.status() == 130
     assert time.monotonic() - begin < 5
-    assert [path.name for path in tmp_path.iterdir()] == ["out.beton.stderr"]
+    assert names_in(tmp_path) == ["out.beton.stderr"]
 
 
 def test_full_disk_is_one_error_and_leaves_nothing(server: Server, tmp_path: Path) -> None:
@@ -239,7 +237,7 @@ def test_full_disk_is_one_error_and_leaves_nothing(server: Server, tmp_path: Pat
     assert server.status() == 1
     stderr = (tmp_path / "out.beton.stderr").read_text()
     assert stderr == f"DrivetrainError: {tmp_path / 'out.beton'} could not be written: File too large.\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["out.beton.stderr"]
+    assert names_in(tmp_path) == ["out.beton.stderr"]
 
 
 def test_left_alone_it_ends_well_and_says_nothing(server: Server, tmp_path: Path) -> None:
@@ -274,9 +272,8 @@ def test_memory_is_bounded() -> None:
 
     source = Counted()
     opened = open_source(source)
-    samples = encoded_samples(
-        Conversion(opened, Encoding(), first_fields(opened, {}, "raise", Encoding()), "raise"), 2, False
-    )
+    fields = first_fields(opened, {}, "raise", Encoding())
+    samples = encoded_samples(Conversion(opened, Encoding(), fields, "raise"), 2, False)
     for number, _ in enumerate(samples, 1):
         if number % 20 == 0:
             time.sleep(0.01)

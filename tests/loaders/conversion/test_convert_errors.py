@@ -12,21 +12,11 @@ import pytest
 import torch
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import convert, open_beton, verify
-from loader_pictures import image_folder, jpeg_bytes, jpeg_folder, picture, raw_pictures
+from loader_pictures import image_folder, jpeg_bytes, jpeg_folder, picture, raw_pictures, refused
 from PIL import Image
 
 IMAGES, LABELS = raw_pictures(5, 12)
 PICTURE = picture(3, 90, 120)
-
-
-def refused(source: Any, tmp_path: Path, words: str, **options: Any) -> str:
-    """The message; no file, finished or not, may be left."""
-    out = tmp_path / "out"
-    out.mkdir(exist_ok=True)
-    with pytest.raises(DataError, match=words) as caught:
-        convert(source, out / "out.beton", **options)
-    assert list(out.iterdir()) == []
-    return str(caught.value)
 
 
 def truncated_jpeg(path: Path) -> None:
@@ -142,12 +132,7 @@ def test_arrays(tmp_path: Path, images: Any, labels: Any, words: str) -> None:
 
 
 def test_fewer_classes_than_labels(tmp_path: Path) -> None:
-    refused(
-        (IMAGES, LABELS),
-        tmp_path,
-        "Sample 3 has the class index 4|Sample 4 has the class index 4",
-        classes=list("abcd"),
-    )
+    refused((IMAGES, LABELS), tmp_path, "Sample [34] has the class index 4", classes=list("abcd"))
 
 
 @pytest.mark.parametrize(
@@ -233,6 +218,16 @@ def test_picture_opened_lazily_and_cut(tmp_path: Path) -> None:
         ({"workers": -1}, "workers=-1"),
         ({"workers": 1.5}, "workers=1.5"),
         ({"on_error": "ignore"}, "on_error='ignore' must be 'raise' or 'skip'"),
+        ({"write_mode": "jpeg"}, "write_mode='jpeg' is unknown. Did you mean 'jpg'"),
+        ({"write_mode": None}, "write_mode=None is unknown"),
+        ({"min_resolution": 0}, "min_resolution=0 must"),
+        ({"min_resolution": 5, "max_resolution": 5}, "Pass only one of them"),
+        ({"smart_threshold": -1}, "smart_threshold=-1"),
+        ({"smart_threshold": 0.5}, "smart_threshold=0.5"),
+        ({"check": "all"}, "check='all' is unknown. Known: decode, structure"),
+        ({"compress_probability": 1.5}, r"compress_probability=1.5 must be in \[0, 1\]"),
+        ({"compress_probability": float("nan")}, "compress_probability=nan"),
+        ({"compress_probability": "half"}, "compress_probability='half'"),
     ],
     ids=str,
 )

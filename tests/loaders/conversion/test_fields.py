@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain.common.errors import BetonError, DataError
+from drivetrain.common.errors import BetonError
 from drivetrain.loaders import Beton, convert, inspect, open_beton, verify
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.conversion.writer import PAGE_SIZE
-from loader_pictures import jpeg_bytes, picture, raw_pictures, run_script
+from loader_pictures import beton_of, jpeg_bytes, picture, raw_pictures, refused, run_script
 from loader_stock_fields import COUNT, values
 
 pytestmark = pytest.mark.process
@@ -208,8 +208,7 @@ def test_kinds_that_are_inferred_and_given(tmp_path: Path) -> None:
         "flag": None, "words": None, "floats": None, "none": None, "small": None, "count": "float",
         "raw": "bytes", "empty": None,
     }  # fmt: skip
-    convert(Mixed(), tmp_path / "a.beton", fields=wanted)
-    beton = open_beton(tmp_path / "a.beton")
+    beton = beton_of(Mixed(), tmp_path / "a.beton", fields=wanted)
     assert list(beton.fields.values())[2:] == [
         "int", "json", "ndarray", "json", "float", "float", "bytes", "bytes",
     ]  # fmt: skip
@@ -244,9 +243,7 @@ def test_kinds_that_are_inferred_and_given(tmp_path: Path) -> None:
     ids=lambda value: re.sub(r" at 0x\w+", "", str(value)),
 )
 def test_values_that_do_not_fit(tmp_path: Path, change: tuple[int, str, Any], words: str) -> None:
-    with pytest.raises(DataError, match=words):
-        convert(Dicts(change), tmp_path / "a.beton", fields=NAMES)
-    assert list(tmp_path.iterdir()) == []
+    refused(Dicts(change), tmp_path, words, fields=NAMES)
     if change[0]:
         report = convert(Dicts(change), tmp_path / "a.beton", fields=NAMES, on_error="skip")
         assert [name for name, _ in report.skipped] == ["sample 3"]
@@ -268,16 +265,14 @@ def test_values_that_do_not_fit(tmp_path: Path, change: tuple[int, str, Any], wo
     ids=str,
 )
 def test_fields_that_cannot_be(tmp_path: Path, fields: Any, words: str) -> None:
-    with pytest.raises(DataError, match=words):
-        convert(Dicts(), tmp_path / "a.beton", fields=fields)
+    refused(Dicts(), tmp_path, words, fields=fields)
 
 
 def test_arrays_have_no_further_fields_but_vector_labels(tmp_path: Path) -> None:
     images, _ = raw_pictures(4)
-    with pytest.raises(DataError, match="pair of arrays has only image and label, no fields"):
-        convert((images, np.arange(4)), tmp_path / "a.beton", fields=["x"])
+    words = "pair of arrays has only image and label, no fields"
+    refused((images, np.arange(4)), tmp_path, words, fields=["x"])
     hot = np.eye(4, dtype=np.int64)
-    convert((images, hot), tmp_path / "a.beton", classes=list("abcd"))
-    beton = open_beton(tmp_path / "a.beton")
+    beton = beton_of((images, hot), tmp_path / "a.beton", classes=list("abcd"))
     assert np.array_equal(beton.labels, hot)
     assert (beton.labels.dtype, beton.num_classes) == (np.float32, 4)

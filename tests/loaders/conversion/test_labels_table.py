@@ -9,7 +9,7 @@ import pytest
 from command_line import call
 from drivetrain import DataError
 from drivetrain.loaders import convert, inspect, open_beton
-from loader_pictures import jpeg_bytes, picture
+from loader_pictures import beton_of, jpeg_bytes, picture, refused
 
 NAMES = ["a.jpg", "b.JPG", "deep/c.png", "deep/er/d.jpeg"]
 
@@ -79,18 +79,18 @@ def test_labels_are_those_of_the_rows(name: str, encoding: str, folder: Path, tm
 def test_classes_given_by_name_keep_their_order(folder: Path, tmp_path: Path) -> None:
     text, *_ = ACCEPTED["class names"]
     names = ["dog", "whale", "cat", "ant"]
-    convert(folder, tmp_path / "out.beton", labels=table(tmp_path, text), classes=names)
-    beton = open_beton(tmp_path / "out.beton")
+    beton = beton_of(folder, tmp_path / "out.beton", labels=table(tmp_path, text), classes=names)
     assert beton.labels.tolist() == [2, 0, 0, 3]
     assert list(beton.classes) == names
     numbers = table(tmp_path, "file,house\na.jpg,7\nb.JPG,8\ndeep/c.png,7\ndeep/er/d.jpeg,7\n")
-    convert(folder, tmp_path / "out.beton", labels=numbers, classes=["7", "8"])
-    assert open_beton(tmp_path / "out.beton").labels.tolist() == [0, 1, 0, 0]
+    beton = beton_of(folder, tmp_path / "out.beton", labels=numbers, classes=["7", "8"])
+    assert beton.labels.tolist() == [0, 1, 0, 0]
 
 
 ROWS = "a.jpg,1\nb.JPG,0\ndeep/c.png,1\n"
 LAST = "deep/er/d.jpeg,1\n"
 PAIRS = "file,x,y\na.jpg,1,1\nb.JPG,0,0\ndeep/c.png,1,0\ndeep/er/d.jpeg,0,0\n"
+START, FULL = f"file,label\n{ROWS}deep/er/d.jpeg", f"file,label\n{ROWS}{LAST}"
 REFUSED = {
     "an image without a row": (f"file,label\n{ROWS}", r"d\.jpeg has no row in .*labels\.csv\. Add a row"),
     "images without rows": ("file,label\na.jpg,1\n", r"b\.JPG has no row in .* \(3 such images\)"),
@@ -102,33 +102,21 @@ REFUSED = {
         "file,label\nFOLDER/a.jpg,1\n",
         r"does not exist; paths are those in .*, without its name",
     ),
-    "a row of what is not an image": (
-        f"file,label\n{ROWS}{LAST}notes.txt,1\n",
-        r"line 6: .*notes\.txt is not an image",
-    ),
+    "a row of what is not an image": (f"{FULL}notes.txt,1\n", r"line 6: .*notes\.txt is not an image"),
     "a path that leads out": (f"file,label\n../x.jpg,1\n{ROWS}{LAST}", r"line 2: .*x\.jpg does not exist"),
-    "an image twice": (f"file,label\n{ROWS}{LAST}./a.jpg,1\n", r"lines 2 and 6 are both for a\.jpg"),
-    "text among numbers": (
-        f"file,label\n{ROWS}deep/er/d.jpeg,yes\n",
-        r"line 5: label is 'yes', which is not a number.*0 and 1",
-    ),
+    "an image twice": (f"{FULL}./a.jpg,1\n", r"lines 2 and 6 are both for a\.jpg"),
+    "text among numbers": (f"{START},yes\n", r"line 5: label is 'yes', which is not a number.*0 and 1"),
     "text in one of several": (PAIRS.replace("1,1", "1,high"), r"line 2: y is 'high'"),
-    "no number": (f"file,label\n{ROWS}deep/er/d.jpeg,nan\n", "line 5: label is 'nan', which is not a number"),
+    "no number": (f"{START},nan\n", "line 5: label is 'nan', which is not a number"),
     "a number too large": (PAIRS.replace("1,1", "1,1e99"), "must be finite"),
-    "an empty number": (f"file,label\n{ROWS}deep/er/d.jpeg,\n", "line 5: label is empty. Write numbers"),
+    "an empty number": (f"{START},\n", "line 5: label is empty. Write numbers"),
     "an empty name": (
         "file,kind\na.jpg,x\nb.JPG,\ndeep/c.png,x\ndeep/er/d.jpeg,x\n",
         "line 3: kind is empty. Write a class",
     ),
     "an empty path": (f"file,label\n{ROWS},1\n", "line 5: the image's path is empty"),
-    "a short row": (
-        f"file,label\n{ROWS}deep/er/d.jpeg\n",
-        r"line 5: it has 1 columns, but the header has 2: file,label",
-    ),
-    "a long row": (
-        f"file,label\n{ROWS}deep/er/d.jpeg,1,2\n",
-        "line 5: it has 3 columns, but the header has 2",
-    ),
+    "a short row": (f"{START}\n", r"line 5: it has 1 columns, but the header has 2: file,label"),
+    "a long row": (f"{START},1,2\n", "line 5: it has 3 columns, but the header has 2"),
     "nothing": ("", r"labels\.csv is empty"),
     "a header alone": ("file,label\n", "has a header, but no rows"),
     "no header": (f"{ROWS}{LAST}", r"line 1: it is a row of the image 'a\.jpg'\. Write a header"),
@@ -145,9 +133,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str, folder: Path, tmp_path: Path) -> None:
     text, words = REFUSED[case]
-    with pytest.raises(DataError, match=words):
-        convert(folder, tmp_path / "out.beton", labels=table(tmp_path, text.replace("FOLDER", folder.name)))
-    assert not (tmp_path / "out.beton").exists()
+    refused(folder, tmp_path, words, labels=table(tmp_path, text.replace("FOLDER", folder.name)))
 
 
 def test_refused_arguments(folder: Path, tmp_path: Path) -> None:

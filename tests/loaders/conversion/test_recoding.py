@@ -114,22 +114,18 @@ def test_pixels_are_identical_in_the_loader(tmp_path: Path) -> None:
 @pytest.mark.parametrize("progressive", [False, True])
 def test_grey_is_recoded_as_grey(progressive: bool) -> None:
     """`convert` itself stores grey files as RGB."""
-    buffer = io.BytesIO()
-    Image.fromarray(PICTURE).convert("L").save(buffer, "JPEG", progressive=progressive)
-    result = recoded(buffer.getvalue())
+    jpeg = jpeg_bytes(Image.fromarray(PICTURE).convert("L"), progressive=progressive)
+    result = recoded(jpeg)
     assert result is not None
-    np.testing.assert_array_equal(by_pillow(result), by_pillow(buffer.getvalue()))
-    assert encode_image(buffer.getvalue(), Encoding()).treatment == "converted from L"
+    np.testing.assert_array_equal(by_pillow(result), by_pillow(jpeg))
+    assert encode_image(jpeg, Encoding()).treatment == "converted from L"
 
 
 @pytest.mark.parametrize("adobe", [True, False])
 def test_cmyk_keeps_its_meaning(adobe: bool) -> None:
     """Adobe's marker means inverted. Pillow writes it, and reads small arithmetic files."""
-    jpeg = CMYK_ARITHMETIC
-    if adobe:
-        buffer = io.BytesIO()
-        Image.fromarray(PICTURE).convert("CMYK").save(buffer, "JPEG", progressive=True)
-        jpeg = buffer.getvalue()
+    cmyk = Image.fromarray(PICTURE).convert("CMYK")
+    jpeg = jpeg_bytes(cmyk, progressive=True) if adobe else CMYK_ARITHMETIC
     result = recoded(jpeg)
     assert result is not None
     assert (b"Adobe" in result) == adobe
@@ -148,18 +144,17 @@ def test_progressive_arithmetic_codes() -> None:
 
 @pytest.mark.parametrize("progressive", [False, True])
 def test_orientation_counts_and_other_exif_data_is_dropped(progressive: bool) -> None:
-    exif, buffer = Image.Exif(), io.BytesIO()
+    exif = Image.Exif()
     exif[0x0112], exif[0x010F] = 6, "A maker"
-    Image.fromarray(PICTURE).save(buffer, "JPEG", exif=exif, progressive=progressive, icc_profile=b"profile")
-    turned = encode_image(buffer.getvalue(), Encoding())
+    options = {"exif": exif, "progressive": progressive, "icc_profile": b"profile"}
+    turned = encode_image(jpeg_bytes(PICTURE, **options), Encoding())
     assert (turned.treatment, turned.width, turned.height) == ("rotated upright (EXIF)", *SIDES)
     exif[0x0112] = 1
-    buffer = io.BytesIO()
-    Image.fromarray(PICTURE).save(buffer, "JPEG", exif=exif, progressive=progressive, icc_profile=b"profile")
-    upright = encode_image(buffer.getvalue(), SMALLER)
+    jpeg = jpeg_bytes(PICTURE, **options)
+    upright = encode_image(jpeg, SMALLER)
     assert upright.treatment == (BASELINE if progressive else OPTIMISED)
     assert not any(text in upright.payload for text in (b"Exif", b"maker", b"profile"))
-    np.testing.assert_array_equal(by_pillow(upright.payload), by_pillow(buffer.getvalue()))
+    np.testing.assert_array_equal(by_pillow(upright.payload), by_pillow(jpeg))
 
 
 def test_orientation_of_arithmetic_files_counts() -> None:
@@ -251,19 +246,15 @@ def test_size_limit_of_the_result() -> None:
 
 
 def test_report_and_keep_bytes(tmp_path: Path) -> None:
-    folder = folder_of(
-        tmp_path, jpeg_bytes(PICTURE, optimize=True), jpeg_bytes(PICTURE), jpeg_bytes(PICTURE, progressive=True),
-        PROGRESSIVE_ARITHMETIC,
-    )  # fmt: skip
+    jpegs = [jpeg_bytes(PICTURE, **options) for options in ({"optimize": True}, {}, {"progressive": True})]
+    folder = folder_of(tmp_path, *jpegs, PROGRESSIVE_ARITHMETIC)
     report = convert(folder, tmp_path / "a.beton", optimize=True)
     assert report.treatments == {BASELINE: 2, OPTIMISED: 1, COPIED: 1}
     assert f"2 {BASELINE}, " in str(report)
     end = call("convert", str(folder), str(tmp_path / "b.beton"), "--keep-bytes", "--quiet")
     assert "4 images (all copied unchanged)" in end.out
     beton = open_beton(tmp_path / "b.beton")
-    assert [beton.stored(number) for number in range(4)] == [
-        path.read_bytes() for path in sorted((folder / "a").iterdir())
-    ]
+    assert [beton.stored(number) for number in range(4)] == [*jpegs, PROGRESSIVE_ARITHMETIC]
     assert beton.manifest["settings"]["keep_bytes"] is True
     for number in range(4):
         np.testing.assert_array_equal(beton.image(number), open_beton(tmp_path / "a.beton").image(number))
@@ -274,10 +265,8 @@ def test_report_and_keep_bytes(tmp_path: Path) -> None:
 
 
 def test_same_file_for_any_number_of_workers(tmp_path: Path) -> None:
-    jpegs = [
-        jpeg_bytes(picture(seed, 60 + seed, 80), optimize=seed % 3 == 0, progressive=seed % 3 == 1)
-        for seed in range(24)
-    ]
+    kinds: list[dict[str, Any]] = [{"optimize": True}, {"progressive": True}, {}]
+    jpegs = [jpeg_bytes(picture(seed, 60 + seed, 80), **kinds[seed % 3]) for seed in range(24)]
     folder, results = folder_of(tmp_path, *jpegs), []
     for workers in (1, 2, 5):
         out = tmp_path / f"{workers}.beton"

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from command_line import call
-from drivetrain.common.errors import BetonError, DataError
+from drivetrain.common.errors import BetonError
 from drivetrain.loaders import contact_sheet, convert, inspect, open_beton, verify
 from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.beton.targets import encode_mask, palette
-from loader_pictures import jpeg_bytes, picture, run_script
+from loader_pictures import beton_of, jpeg_bytes, picture, refused, run_script
 from loader_stock_masks import COUNT, mask, size
 from PIL import Image, ImageOps
 from torchvision import tv_tensors
@@ -51,12 +51,6 @@ class Samples:
 
 
 FIELDS = {"boxes": "boxes", "points": "keypoints"}
-
-
-def refused(source: Any, tmp_path: Path, words: str, **options: Any) -> None:
-    with pytest.raises(DataError, match=words):
-        convert(source, tmp_path / "bad.beton", **options)
-    assert not (tmp_path / "bad.beton").exists()
 
 
 def changed(**values: Any) -> Samples:
@@ -120,29 +114,25 @@ def test_binary_and_large_masks_further_fields_and_arrays(tmp_path: Path) -> Non
 
     samples = [sample(index) for index in range(3)]
     path = tmp_path / "a.beton"
-    convert(samples, path, fields={"part": "mask", "ids": "mask"}, classes=["a", "b", "c"])
-    beton = open_beton(path)
+    beton = beton_of(samples, path, fields={"part": "mask", "ids": "mask"}, classes=["a", "b", "c"])
     assert beton.targets == {"part": "mask", "ids": "mask"}
     assert beton.labels.tolist() == [0, 1, 2]
     assert np.array_equal(beton.mask("part", 1), mask(0)[:20, :30] > 0)
     assert (beton.mask("ids", 2) == 40000).all()
     images, masks = np.stack([one[0] for one in samples]), np.stack([mask(0)[:20, :30]] * 3)
-    convert((images, masks), path)
-    assert np.array_equal(open_beton(path).mask("label", 2), masks[2])
+    assert np.array_equal(beton_of((images, masks), path).mask("label", 2), masks[2])
 
 
 def test_a_mask_that_is_not_requested_stays_an_array(tmp_path: Path) -> None:
     samples = [(picture(0, 20, 30), 0, mask(0)[:20, :30])]
-    convert(samples, tmp_path / "a.beton", fields=["map"])
-    beton = open_beton(tmp_path / "a.beton")
+    beton = beton_of(samples, tmp_path / "a.beton", fields=["map"])
     assert (beton.fields["map"], beton.targets) == ("ndarray", {})
 
 
 @pytest.mark.parametrize("options", [{"max_resolution": 33}, {"min_resolution": 17}], ids=str)
 def test_targets_are_scaled_as_torchvision_does(tmp_path: Path, options: dict[str, int]) -> None:
     path = tmp_path / "a.beton"
-    convert(Samples(), path, fields=FIELDS, **options)
-    beton = open_beton(path)
+    beton = beton_of(Samples(), path, fields=FIELDS, **options)
     for index in range(COUNT):
         height, width = size(index)
         new = [int(beton.heights[index]), int(beton.widths[index])]
@@ -170,9 +160,8 @@ def test_masks_are_scaled_with_the_rounding_of_torchvision(before: int, after: i
     stripes = np.broadcast_to(np.arange(before, dtype=np.uint16) % 251, (before, before))
     images = np.zeros((1, before, before, 3), np.uint8)
     convert((images, stripes[None]), tmp_path / "a.beton", max_resolution=after)
-    expected = v2.functional.resize(
-        tv_tensors.Mask(torch.from_numpy(stripes.astype(np.uint8))), [after, after]
-    )
+    as_mask = tv_tensors.Mask(torch.from_numpy(stripes.astype(np.uint8)))
+    expected = v2.functional.resize(as_mask, [after, after])
     assert np.array_equal(open_beton(tmp_path / "a.beton").mask("label", 0), expected.numpy())
 
 
@@ -183,8 +172,7 @@ def test_targets_are_those_of_the_upright_picture(tmp_path: Path, orientation: i
     image = Image.open(io.BytesIO(jpeg_bytes(picture(0, 40, 60), exif=exif)))
     upright = np.asarray(ImageOps.exif_transpose(image).convert("L")) > 127
     box = [[1, 2, 3, 4]]
-    convert([(image, upright, box)], tmp_path / "a.beton", fields={"boxes": "boxes"})
-    beton = open_beton(tmp_path / "a.beton")
+    beton = beton_of([(image, upright, box)], tmp_path / "a.beton", fields={"boxes": "boxes"})
     assert (beton.heights[0], beton.widths[0]) == upright.shape
     assert np.array_equal(beton.mask("label", 0), upright)
     assert beton.read("boxes", np.array([0])) == [box]
@@ -219,16 +207,15 @@ def test_targets_are_those_of_the_upright_picture(tmp_path: Path, orientation: i
 )
 def test_bad_targets_are_rejected_or_skipped(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     options: dict[str, Any] = {"fields": FIELDS, "classes": CLASSES}
-    refused(changed(**change), tmp_path, words, fields=FIELDS, classes=CLASSES)
+    refused(changed(**change), tmp_path, words, **options)
     report = convert(changed(**change), tmp_path / "a.beton", on_error="skip", **options)
     assert [name for name, _ in report.skipped] == ["sample 3"]
     assert len(open_beton(tmp_path / "a.beton")) == COUNT - 1
 
 
 def test_a_mask_where_the_first_label_is_a_number(tmp_path: Path) -> None:
-    refused(
-        Samples(lambda index: mask(index) if index == 3 else index), tmp_path, "sample 3: its label is uint8"
-    )
+    samples = Samples(lambda index: mask(index) if index == 3 else index)
+    refused(samples, tmp_path, "sample 3: its label is uint8")
 
 
 def test_boxes_of_torchvision(tmp_path: Path) -> None:
@@ -236,11 +223,11 @@ def test_boxes_of_torchvision(tmp_path: Path) -> None:
         values = torch.tensor([[1, 2, 3, 4.5]], dtype=dtype)
         return tv_tensors.BoundingBoxes(values, format=form, canvas_size=canvas)
 
-    convert(changed(boxes=boxes("XYXY")), tmp_path / "a.beton", fields=FIELDS)
-    assert open_beton(tmp_path / "a.beton").read("boxes", np.array([3])) == [[[1, 2, 3, 4.5]]]
+    beton = beton_of(changed(boxes=boxes("XYXY")), tmp_path / "a.beton", fields=FIELDS)
+    assert beton.read("boxes", np.array([3])) == [[[1, 2, 3, 4.5]]]
     half = changed(boxes=boxes("XYXY", dtype=torch.bfloat16))
-    convert(half, tmp_path / "a.beton", fields=FIELDS)
-    assert open_beton(tmp_path / "a.beton").read("boxes", np.array([3])) == [[[1, 2, 3, 4.5]]]
+    beton = beton_of(half, tmp_path / "a.beton", fields=FIELDS)
+    assert beton.read("boxes", np.array([3])) == [[[1, 2, 3, 4.5]]]
     refused(changed(boxes=boxes("XYWH")), tmp_path, "format is XYWH.*ConvertBoundingBoxFormat", fields=FIELDS)
     refused(changed(boxes=boxes("XYXY", (45, 61))), tmp_path, r"canvas is \(45, 61\)", fields=FIELDS)
 
@@ -259,8 +246,7 @@ def test_classes_name_the_indices(tmp_path: Path) -> None:
     class Named(Samples):
         classes = ("wrong",)
 
-    convert(Named(), tmp_path / "a.beton")
-    assert open_beton(tmp_path / "a.beton").classes == []
+    assert beton_of(Named(), tmp_path / "a.beton").classes == []
 
 
 @pytest.fixture
@@ -280,19 +266,15 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 def test_a_folder_of_masks(folders: tuple[Path, Path], tmp_path: Path) -> None:
     photos, masks = folders
     path = tmp_path / "a.beton"
-    convert(photos, path, labels=masks, classes=CLASSES)
-    beton = open_beton(path)
+    beton = beton_of(photos, path, labels=masks, classes=CLASSES)
     for place, index in enumerate([0, 2, 4, 1, 3]):
         assert np.array_equal(beton.mask("label", place), mask(index))
     (tmp_path / "names.txt").write_text("ground\ncar\n tree \n\n")
+    command = "convert", str(photos), str(tmp_path / "b.beton"), "--labels", str(masks), "--classes"
     for names in ("ground,car,tree", str(tmp_path / "names.txt")):
-        end = call(
-            "convert", str(photos), str(tmp_path / "b.beton"), "--labels", str(masks), "--classes", names
-        )
-        assert end.code == 0
+        assert call(*command, names).code == 0
         assert manifest_path(tmp_path / "b.beton").read_bytes() == manifest_path(path).read_bytes()
-    end = call("convert", str(photos), str(tmp_path / "b.beton"), "--labels", str(masks), "--classes", "a,,b")
-    assert "class 1 has no name" in end.line
+    assert "class 1 has no name" in call(*command, "a,,b").line
     masks.rename(photos / "masks")  # below the images
     convert(photos, tmp_path / "c.beton", labels=photos / "masks")
     assert len(open_beton(tmp_path / "c.beton")) == COUNT
@@ -359,9 +341,8 @@ def test_inspection_counts_pixels(tmp_path: Path) -> None:
     found = inspect(path)
     pixels = np.concatenate([mask(index).ravel() for index in range(COUNT)])
     names = {0: "ground", 1: "car", 2: "tree", 255: "255 (does not count)"}
-    assert found.masks["label"].classes == {
-        name: int((pixels == index).sum()) for index, name in names.items()
-    }
+    counts = {name: int((pixels == index).sum()) for index, name in names.items()}
+    assert found.masks["label"].classes == counts
     assert (found.fields["label"], found.fields["points"]) == ("mask", "keypoints")
     assert "label: 4 class indices in all 5 masks, with their share of the pixels" in str(found)
     assert f"    ground: {100 * (pixels == 0).mean():.2f} %" in str(found)
@@ -385,8 +366,7 @@ def test_the_contact_sheet_draws_targets(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_verify_finds_bad_targets_without_checksums(tmp_path: Path) -> None:
     path, copy = tmp_path / "a.beton", tmp_path / "b.beton"
-    convert(Samples(), path, fields=FIELDS, classes=CLASSES)
-    beton = open_beton(path)
+    beton = beton_of(Samples(), path, fields=FIELDS, classes=CLASSES)
     data = bytearray(path.read_bytes())
     label, boxes = beton.columns["label"], beton.columns["boxes"]
     for byte in range(0, int(label.sizes[1]), 7):

