@@ -18,11 +18,7 @@ from .options import LoaderKeywords, LoaderOptions
 
 def options_here(given: LoaderKeywords) -> LoaderOptions:
     """Return the checked options of a loader of this process: where `order`, `drop_last`, `rank` and `world_size` are
-    None, what follows from the others.
-
-    Raises:
-        DataError: for an invalid or unknown option.
-    """
+    None, what follows from the others."""
     train = given.get("train", True)
     rank, world_size = find_ranks(given.get("rank"), given.get("world_size"))
     order = given.get("order") or ("random" if train else "sequential")
@@ -39,12 +35,8 @@ def options_here(given: LoaderKeywords) -> LoaderOptions:
 
 
 def find_ranks(rank: Any, world_size: Any) -> tuple[Any, Any]:
-    """Return this process's rank and world size: as given, else those of torch.distributed's process group.
-
-    Raises:
-        DataError: if only one of them is given, or if a launched process has not joined its group yet: then every rank
-            would load all samples.
-    """
+    """Return this process's rank and world size: as given, else those of torch.distributed's process group. A launched
+    process must have joined its group: otherwise every rank would load all samples."""
     if (rank is None) != (world_size is None):
         raise DataError(
             f"rank={rank!r} and world_size={world_size!r}: pass both, or neither, to use those of torch.distributed's "
@@ -68,11 +60,6 @@ def find_ranks(rank: Any, world_size: Any) -> tuple[Any, Any]:
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """Return the device that batches go to.
-
-    Raises:
-        DataError: if the name is invalid, or there is no such device.
-    """
     try:
         parsed = torch.device(device)
     except (RuntimeError, TypeError):
@@ -87,11 +74,7 @@ def check_device(device: torch.device | str) -> torch.device:
 
 
 def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
-    """Return the indices to load, or all of them; for a boolean mask `(samples,)`, those that are True.
-
-    Raises:
-        DataError: if one is out of range, or none is left.
-    """
+    """Return the indices to load, or all of them; for a boolean mask `(samples,)`, those that are True."""
     if indices is None:
         return np.arange(samples, dtype=np.int64)
     chosen = np.asarray(indices)

@@ -23,21 +23,16 @@ from .options import LoaderOptions
 
 
 class CudaStreams:
-    """What `DeviceFeed` needs from CUDA: a stream for copies to `device`, its events, and pinned memory.
-
-    No call changes the process's current device or current streams.
-    """
+    """What `DeviceFeed` needs from CUDA. No call changes the process's current device or current streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def current_device(self) -> AbstractContextManager[Any]:
-        """Return a context in which `device` is the current CUDA device."""
         return torch.cuda.device(self.device)
 
     def copying(self) -> AbstractContextManager[Any]:
-        """Return a context in which `device` is current and operations go to the copy stream."""
         return torch.cuda.stream(self._stream)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -46,7 +41,6 @@ class CudaStreams:
             return torch.empty(shape, dtype=dtype, pin_memory=prod(shape) > 0)
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Queue a copy of the host tensor `tensor`; return the tensor on the device."""
         return to_device(tensor, self.device)
 
     def record(self) -> Any:
@@ -57,16 +51,13 @@ class CudaStreams:
 
     def hand_over(self, event: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Make the caller's current stream wait for `event` before it uses `tensors`, allocated on the copy stream.
-
-        Their memory is not reused for copies before the work queued on that stream by then is done.
-        """
+        Their memory is not reused for copies before the work queued on that stream by then is done."""
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(event)
         for tensor in tensors:
             tensor.record_stream(stream)
 
     def finish(self, event: Any) -> None:
-        """Wait on the host until `event` has passed."""
         event.synchronize()
 
 
@@ -79,14 +70,8 @@ class _Sent:
 
 
 class DeviceFeed:
-    """Turns host batches into batches on a CUDA device. CUDA is initialized with the first one.
-
-    Args:
-        device: where the batches go; without an index, CUDA's current device at the first batch.
-        mean: of each channel, for pixels scaled to 0–1.
-        std: likewise.
-        dtype: what uint8 images are normalized to; None keeps uint8.
-    """
+    """Turns host batches into batches on a CUDA device, which is initialized with the first one; `dtype` is what uint8
+    images are normalized to, None keeps uint8."""
 
     def __init__(
         self,
@@ -99,15 +84,10 @@ class DeviceFeed:
 
     @cached_property
     def streams(self) -> CudaStreams:
-        """The device's streams."""
         return CudaStreams(self._device)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory, with undefined values, from which copies are asynchronous.
-
-        Raises:
-            DataError: if the system has no more such memory.
-        """
+        """Return host memory, with undefined values, from which copies are asynchronous."""
         try:
             return self.streams.pinned(shape, dtype)
         except RuntimeError as error:
@@ -120,14 +100,9 @@ class DeviceFeed:
     def deliver(
         self, batches: Generator[Batch, None, None], ready: Callable[[], bool] = lambda: True
     ) -> Iterator[Batch]:
-        """Yield the batches on the device, in order; an exception is raised after the batches before it.
-
-        Args:
-            batches: host batches, images first; closed at the end. Tensors are copied, also those in tuples and
-                lists; other values are passed through.
-            ready: whether the next batch is available without waiting. If so, its copy starts before the previous
-                batch is yielded.
-        """
+        """Yield the batches on the device, in order; an exception is raised after the batches before it. Tensors are
+        copied, also those in tuples and lists. If `ready` (the next batch is available without waiting), its copy
+        starts before the previous batch is yielded."""
         sent: deque[_Sent | Exception] = deque()
         try:
             while True:
@@ -180,7 +155,6 @@ class DeviceFeed:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a batch, also those in tuples and lists."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
@@ -198,10 +172,8 @@ def _mapped(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any
 
 
 def feed_of(device: torch.device, settings: LoaderOptions, depth: int = 8) -> DeviceFeed | None:
-    """Return what copies a loader's bytes to a GPU and makes its dtype of them; None for the CPU.
-
-    Images of 16 bits are normalized before they are copied.
-    """
+    """Return what copies a loader's bytes to a GPU and makes its dtype of them; None for the CPU. Images of 16 bits are
+    normalized before they are copied."""
     if device.type == "cpu":
         return None
     dtype = None if settings.dtype == torch.uint8 or depth == 16 else settings.dtype

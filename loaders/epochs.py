@@ -171,11 +171,8 @@ class EpochLoader(ABC):
                 )
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
-        """Return the next batch; None after the last one.
-
-        Raises:
-            DataError: also if the system refuses memory, threads or processes; the loader then releases its own.
-        """
+        """Return the next batch; None after the last one. If the system refuses memory, threads or processes, the
+        loader releases its own."""
         try:
             return next(batches, None)
         except Exception as error:
@@ -185,7 +182,6 @@ class EpochLoader(ABC):
             raise exhaustion(error, self._wanted()) from error
 
     def _wanted(self) -> str:
-        """Return what loading requires, in words."""
         own = self.settings
         share = -(-own.batch_size // own.world_size)
         batch = share * own.sample_pixels * self.channels * own.dtype.itemsize
@@ -195,10 +191,7 @@ class EpochLoader(ABC):
         )
 
     def _shares(self, epoch: int) -> list[NDArray[np.int64]]:
-        """Return this rank's samples for each batch of an epoch.
-
-        An index; in a mix, a sample's k-th repetition in the epoch is its index plus k times the number of samples.
-        """
+        """Return this rank's samples for each batch of an epoch; for repeated ones, see `mixed`."""
         own, indices = self.settings, self.indices
         if self._parts:
             indices = mixed(self._parts, self._weights, seed=own.seed, epoch=epoch, samples=self.samples)
@@ -279,16 +272,11 @@ class EpochLoader(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any], *, within: bool = False) -> None:
-        """Continue right after the last batch of `state`, also with another number of ranks.
+        """Continue right after the last batch of `state` (from `state_dict`), also with another number of ranks.
 
-        Args:
-            state: from `state_dict`.
-            within: after the last batch of an epoch, whether the next loop is the rest of this epoch, without a batch.
-                Default False: it is the next epoch.
-
-        Raises:
-            DataError: if the state has another seed, batch size, order or data set, or if the rest of its epoch cannot
-                be shared among these ranks.
+        After the last batch of an epoch, the next loop is the next epoch; with `within`, it is the rest of this epoch,
+        without a batch. Raises DataError if the state has another seed, batch size, order or data set, or if the rest
+        of its epoch cannot be shared among these ranks.
         """
         own = {"weights": [], **self.state_dict()}
         state = {"batches": len(self), "weights": [], **state}  # states of older versions lack them
@@ -354,7 +342,6 @@ def _check_contents(settings: LoaderOptions, beton: BetonFiles | None) -> None:
 
 
 def _check_sizes(settings: LoaderOptions, beton: BetonFiles) -> None:
-    """Reject images of a size that the training crop cannot use."""
     height, width = settings.size
     if settings.crop == "random":
         small = (beton.widths < width) | (beton.heights < height)

@@ -151,7 +151,6 @@ class FFCVLoader(EpochLoader):
                     pending.cancel()
 
     def _submit(self, indices: NDArray[np.int64], epoch: int, stop: Stop) -> _Pending:
-        """Start loading a batch, in chunks."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="drivetrain-load")
             self._process = os.getpid()
@@ -174,12 +173,9 @@ class FFCVLoader(EpochLoader):
         return _Pending(parts, request)
 
     def _chunk(self, n: int) -> int:
-        """Return the number of samples in a chunk of a batch of n.
-
-        Chunks are so small that no worker idles at the batch's end. Chunks below `_CHUNK` cost more to start than they
-        gain; they are used only if the batches in preparation would otherwise not have one for each worker, and never
-        below `_FEWEST` samples.
-        """
+        """Return the number of samples in a chunk of a batch of n: so few that no worker idles at the batch's end.
+        Chunks below `_CHUNK` cost more to start than they gain; they are used only if the batches in preparation would
+        otherwise not have one for each worker, and never below `_FEWEST` samples."""
         share = -(-n // (2 * self.workers))
         each = -(-n * (self.settings.batches_ahead + 1) // self.workers)
         least = min(_CHUNK // self._sample_bytes, max(each, _FEWEST))
@@ -191,7 +187,6 @@ class FFCVLoader(EpochLoader):
         return self.settings.dtype if self._feed is None or self.beton.depth == 16 else torch.uint8
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a part of a batch."""
         return self._buffers.empty(shape, dtype) if self._feed is None else self._feed.pinned(shape, dtype)
 
     def _batch(self, request: BatchRequest) -> Batch:
@@ -214,7 +209,6 @@ class FFCVLoader(EpochLoader):
 
 
 def _images(request: BatchRequest, settings: LoaderOptions) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Return a batch's images, as the loader yields them."""
     if not settings.has_views:
         return request.draws[0].images[:, 0].permute(0, 3, 1, 2)
     groups = tuple(draw.images.permute(0, 1, 4, 2, 3) for draw in request.draws)
@@ -233,7 +227,6 @@ class _Pending:
         return self._request
 
     def done(self) -> bool:
-        """Whether `result` would not wait."""
         with interrupts_held():
             return all(part.done() for part in self._parts)
 

@@ -160,11 +160,7 @@ class ImageOptions(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions(ReadOptions, ImageOptions):
-    """All options of a loader.
-
-    Raises:
-        DataError: naming the option, its value, and what is allowed.
-    """
+    """All options of a loader."""
 
     place: ClassVar[str] = "The loader"
 
@@ -268,7 +264,6 @@ class LoaderOptions(ReadOptions, ImageOptions):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width of the images, in pixels."""
         return height_width(self.image_size)
 
     @property
@@ -391,7 +386,7 @@ def fill_color(mean: Sequence[float], depth: int = 8) -> tuple[int, ...]:
 
 
 def odd_size(sample: str, width: int, height: int, image_size: ImageSize) -> DataError:
-    """Return the error for an image that does not have the size that the padded crop requires."""
+    """The error for an image that does not have the size that the padded crop requires."""
     return DataError(
         f"crop='padded' shifts full images, which must all have {size_text(image_size)} pixels (height × width); "
         f"{sample} has {height} × {width}. Use crop='resized'."
@@ -399,7 +394,7 @@ def odd_size(sample: str, width: int, height: int, image_size: ImageSize) -> Dat
 
 
 def too_small(sample: str, height: int, width: int, image_size: ImageSize) -> DataError:
-    """Return the error for an image that is smaller than a random crop, which is not resized."""
+    """The error for an image that is smaller than a random crop, which is not resized."""
     return DataError(
         f"crop='random' cuts {size_text(image_size)} pixels (height × width) out of each image, but {sample} has "
         f"{height} × {width}. Use a smaller image_size, or crop='resized'."
@@ -407,11 +402,7 @@ def too_small(sample: str, height: int, width: int, image_size: ImageSize) -> Da
 
 
 def check_workers(workers: Any, least: int = 1) -> int:
-    """Return the number of threads or processes: as given, or for None one per available core.
-
-    Raises:
-        DataError: if it is less than `least`, or not a number.
-    """
+    """Return the number of threads or processes: as given, or for None one per available core."""
     if workers is None:
         from ..common import machine  # here: it imports psutil
 

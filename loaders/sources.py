@@ -32,17 +32,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a data source.
-
-    Attributes:
-        parts: one data set, or the data sets of a mix, which have weights.
-    """
+    """The files of a data source: one data set, or the data sets of a mix, which have weights."""
 
     parts: tuple[Part, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All files, in order."""
         return tuple(file for part in self.parts for file in part.files)
 
     def __str__(self) -> str:
@@ -80,11 +75,7 @@ of them, with their weights."""
 
 
 def files_of(source: Source) -> Files:
-    """Return the files that a source names. They are not looked for.
-
-    Raises:
-        DataError: for anything else, and for weights that are not positive numbers.
-    """
+    """Return the files that a source names. They are not looked for."""
     if isinstance(source, Files):
         return source
     if not isinstance(source, str | Path | Mapping):
@@ -110,13 +101,8 @@ def files_of(source: Source) -> Files:
 
 
 def expand(pattern: str) -> tuple[str, ...]:
-    """Return the names that a pattern stands for, in order: `{000..127}` counts with leading zeros, `{a,b}` lists.
-
-    As in bash and WebDataset. Other braces stay as they are.
-
-    Raises:
-        DataError: if a range runs backwards, or there are more than 100,000 names.
-    """
+    """Return the names that a pattern stands for, in order: `{000..127}` counts with leading zeros, `{a,b}` lists, as
+    in bash and WebDataset. Other braces stay as they are."""
     found = tuple(itertools.islice(_expanded(pattern), _MOST + 1))
     if len(found) > _MOST:
         raise DataError(f"{pattern} stands for more than {_MOST:,} files. Use fewer, larger ones.")

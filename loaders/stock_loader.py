@@ -166,11 +166,7 @@ class StockFFCVLoader(EpochLoader):
         return operations, decoder
 
     def _check_memory(self) -> int:
-        """Return the memory the loader needs, in bytes.
-
-        Raises:
-            DataError: if this process may not allocate that much.
-        """
+        """Return the memory the loader needs, in bytes."""
         own, ahead, beton = self.settings, self.settings.batches_ahead + 2, self.beton
         pixels = own.size[0] * own.size[1] * 3
         largest = int(beton.widths.max()) * int(beton.heights.max()) * 3
@@ -195,7 +191,6 @@ class StockFFCVLoader(EpochLoader):
         return batches if self._feed is None else self._feed.deliver(batches)
 
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """Yield the batches on the host."""
         shares = self._shares(epoch)[start:]
         if not shares:
             return
@@ -240,11 +235,9 @@ class _Always:
 
 @contextmanager
 def _types_kept() -> Iterator[None]:
-    """Give FFCV a read-only type of byte arrays inside the block.
-
-    It would make numba's own one read-only for the whole process: functions compiled with it before would be lost in
-    numba's tables, and those compiled later could not write.
-    """
+    """Give FFCV a read-only type of byte arrays inside the block. It would make numba's own one read-only for the whole
+    process: functions compiled with it before would be lost in numba's tables, and those compiled later could not
+    write."""
     module: Any = ffcv_module("ffcv.memory_managers.os_cache")
     numba = require("numba", "ffcv", _PURPOSE)
     mapped = numba.types.Array(numba.uint8, 1, "C", readonly=True)
@@ -256,24 +249,15 @@ def _types_kept() -> Iterator[None]:
 
 
 class _Run:
-    """FFCV's work on one epoch, in its thread.
-
-    Args:
-        loader: FFCV's loader.
-        indices: `(n,)` the epoch's samples, in order.
-        name: of the file, for messages.
-    """
+    """FFCV's work on one epoch of the samples `indices`, in its thread."""
 
     def __init__(self, loader: Any, indices: NDArray[np.int64], name: str) -> None:
         self._epoch = _epoch_class()(loader, np.array(indices))
         self._name = name
 
     def next(self, where: str) -> NDArray[Any]:
-        """Return FFCV's next images `(b, side, side, 3)`, valid until the next call.
-
-        Raises:
-            DataError: if FFCV fails or hangs, naming the place `where`.
-        """
+        """Return FFCV's next images `(b, side, side, 3)`, valid until the next call; `where` is for the error if FFCV
+        fails or hangs."""
         try:
             given = self._epoch.output_queue.get(timeout=PATIENCE)
         except Empty:
@@ -327,11 +311,7 @@ def _epoch_class() -> Any:
 
 
 def stock_options(given: LoaderKeywords) -> LoaderOptions:
-    """Return the checked options of FFCV's own loader; see `options_here`.
-
-    Raises:
-        DataError: for an invalid option, and for one that FFCV does not have.
-    """
+    """Return the checked options of FFCV's own loader; raise DataError for one that it does not have."""
     made = options_here({"interpolation": "area", **given})
     train = made.train
     refused = (
@@ -359,7 +339,6 @@ def stock_options(given: LoaderKeywords) -> LoaderOptions:
 
 
 def check_stock_source(source: Source) -> None:
-    """Raise `DataError` unless the source is one local file."""
     files = files_of(source)
     if files.weights is not None or len(files.names) > 1:
         what = "a mix" if files.weights is not None else f"{len(files.names)} files"
@@ -395,7 +374,6 @@ def _at_an_address(name: str) -> DataError:
 
 
 def _check_workers(workers: Any) -> int:
-    """Return the number of threads; raise `DataError` for more than numba has."""
     workers, most = check_workers(workers), require("numba", "ffcv", _PURPOSE).config.NUMBA_NUM_THREADS
     if workers > most:
         raise DataError(

@@ -118,7 +118,6 @@ class TorchLoader(EpochLoader):
         return batches if self._feed is None else self._feed.deliver(batches)
 
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """Yield the batches on the host."""
         shares = self._shares(epoch)[start:]
         self._sampler.batches = [[(epoch, index) for index in share.tolist()] for share in shares]
         if self._loader is None:
@@ -180,11 +179,9 @@ class TorchLoader(EpochLoader):
 
 
 def _end_workers(iterator: Any) -> None:
-    """End the workers of a DataLoader's iterator, after a short grace period.
-
-    A worker checks whether to exit only between batches. torch would wait up to 5 s for each worker that decodes large
-    photos or is still importing, one after the other.
-    """
+    """End the workers of a DataLoader's iterator, after a short grace period. A worker checks whether to exit only
+    between batches. torch would wait up to 5 s for each worker that decodes large photos or is still importing, one
+    after the other."""
     if getattr(
         iterator, "_worker_pids_set", False
     ):  # otherwise torch would report a terminated worker as a failure
@@ -208,11 +205,9 @@ def _terminate(workers: list[Any]) -> None:
 
 @contextmanager
 def _interrupts_kept_from_new_processes() -> Iterator[None]:
-    """Start processes inside this context so that they ignore Ctrl-C; this process receives it after the block.
-
-    A worker imports for seconds before `_leave_interrupts_to_the_parent` runs. If it were interrupted there, it would
-    print a traceback and exit, and torch would raise a RuntimeError in the parent, before its KeyboardInterrupt.
-    """
+    """Start processes inside this context so that they ignore Ctrl-C; this process receives it after the block. A
+    worker imports for seconds before `_leave_interrupts_to_the_parent` runs. If it were interrupted there, it would
+    print a traceback and exit, and torch would raise a RuntimeError in the parent, before its KeyboardInterrupt."""
     resource_tracker.ensure_running()  # multiprocessing's; starting it unblocks interrupts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by new processes
     try:
@@ -222,12 +217,9 @@ def _interrupts_kept_from_new_processes() -> Iterator[None]:
 
 
 def _leave_interrupts_to_the_parent(worker: int) -> None:  # noqa: ARG001 — DataLoader passes its index
-    """Ignore Ctrl-C, which the terminal sends to all processes: the parent ends the workers.
-
-    A worker that exits by itself may hang on its full queue; the parent would wait 5 s before it terminates it. A
-    parent that was interrupted while it received a batch closes the connection to the worker's feeder thread, which
-    would print a traceback.
-    """
+    """Ignore Ctrl-C, which the terminal sends to all processes: the parent ends the workers. A worker that exits by
+    itself may hang on its full queue; the parent would wait 5 s before it terminates it. A parent that was interrupted
+    while it received a batch closes the connection to the worker's feeder thread, which would print a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.excepthook = _all_but_hung_up
 
@@ -241,12 +233,9 @@ def _all_but_hung_up(
 
 
 class _Keyed(Dataset[Any]):
-    """The data set, indexed by (epoch, sample): torch's random numbers are seeded by that pair and the seed.
-
-    A sample that cannot be loaded is returned as an error.
-
-    Takes 3 µs per sample in a worker process, 2 % of loading a CIFAR-10 image; this is the baseline.
-    """
+    """The data set, indexed by (epoch, sample): torch's random numbers are seeded by that pair and the seed. A sample
+    that cannot be loaded is returned as an error. Takes 3 µs per sample in a worker process, 2 % of loading a CIFAR-10
+    image; this is the baseline."""
 
     def __init__(self, dataset: Any, settings: LoaderOptions, wanted: str) -> None:
         self._wanted, self._samples = wanted, len(dataset)
@@ -284,7 +273,6 @@ class _Keyed(Dataset[Any]):
             return failure
 
     def _be_at(self, epoch: int, index: int) -> None:
-        """Seed torch's random numbers for this sample in this epoch."""
         torch.default_generator.manual_seed(
             (self._seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9 + index * 0x94D049BB133111EB)
             % 2**64
@@ -292,7 +280,6 @@ class _Keyed(Dataset[Any]):
 
 
 def _mirrored(sample: Any, masks: bool) -> Any:
-    """Return an image and its label mirrored, a label only if it is a mask."""
     image, label, *further = sample
     return image.flip(-1), label.flip(-1) if masks else label, *further
 
@@ -332,11 +319,8 @@ class _Sampler:
 
 @contextmanager
 def _main_module_hidden(dataset: Any) -> Iterator[None]:
-    """Keep spawned workers from running the user's script again; they only need its classes.
-
-    multiprocessing re-imports `__main__` by its `__file__`, so a script without a main guard would start over in every
-    worker.
-    """
+    """Keep spawned workers from running the user's script again; they only need its classes. multiprocessing re-imports
+    `__main__` by its `__file__`, so a script without a main guard would start over in every worker."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if type(dataset).__module__ == "__main__" or path is None or getattr(main, "__spec__", None):

@@ -115,13 +115,11 @@ class _Budget(Budget):
         self._interrupted, self._context = False, ExitStack()
 
     def show(self, what: str) -> None:
-        """Show what is being done next, unless it was interrupted."""
         if self._interrupted:
             raise KeyboardInterrupt
         super().show(what)
 
     def require_time(self, what: str) -> None:
-        """Raise `DataError` if no time is left."""
         if self.left <= 0:
             raise DataError(
                 f"seconds={self.seconds:g} is too short: {what} took {self.used:.1f} s. Use at least "
@@ -162,11 +160,7 @@ def _temporary_folder(scratch: str | Path | None) -> Iterator[Path]:
 def _convert_all(
     sample: Sample, ways: Sequence[dict[str, Any]], folder: Path, threads: int, budget: _Budget
 ) -> tuple[int, list[Converted]]:
-    """Convert a sample in all ways: as many images as there is time for. Return their number and the files.
-
-    Raises:
-        DataError: if the time ends before, or the disk has too little space.
-    """
+    """Convert a sample in all ways: as many images as there is time for. Return their number and the files."""
 
     def convert_as(number: int, images: Sample) -> Converted:
         budget.show("converting")
@@ -192,13 +186,7 @@ def _convert_all(
 
 
 class _Trials:
-    """The trials of all formats: in each round, of each of them, in changing order.
-
-    Args:
-        files: the formats.
-        image_size: as for the loader.
-        threads: number of "all workers".
-    """
+    """The trials of all formats: in each round, of each of them, in changing order."""
 
     def __init__(self, files: Sequence[Converted], image_size: ImageSize, threads: int) -> None:
         self._files, self._image_size, self._threads = files, image_size, threads
@@ -207,11 +195,6 @@ class _Trials:
         self.rounds = 0
 
     def run(self, budget: _Budget) -> None:
-        """Measure rounds until the time ends.
-
-        Raises:
-            DataError: if it ends before the first.
-        """
         budget.show("warming up")
         expected = {}
         for file in self._files:

@@ -22,7 +22,6 @@ class Rate:
 
     @classmethod
     def of(cls, rounds: Sequence[float]) -> Rate:
-        """Return the distribution of the rounds' rates."""
         low, median, high = np.quantile(rounds, (0.25, 0.5, 0.75)).tolist()
         return cls(median, low, high)
 
@@ -68,16 +67,9 @@ class Row:
 
 
 def bound(loader: float, disk: float | None, size: float, memory: float) -> tuple[float, str]:
-    """Return the images per second from the second epoch on, and the bottleneck.
-
-    A data set that fits into the free memory is read from disk only once. Of a larger one, the system forgets images
-    before they are used again, so every epoch reads from disk.
-
-    Args:
-        loader: images per second that are loaded from memory.
-        disk: images per second that the disk delivers, which is its bandwidth by the bytes per image; None if unknown.
-        size, memory: of the data set and free, in bytes.
-    """
+    """Return the images per second from the second epoch on, and the bottleneck, from the rates of loader and disk
+    (None if unknown) and bytes. A data set that fits into the free memory is read from disk only once. Of a larger one,
+    the system forgets images before they are used again, so every epoch reads from disk."""
     if size <= memory or disk is None or disk >= loader:
         return loader, "CPU"
     return disk, "disk"
@@ -89,12 +81,8 @@ def by_loss(rows: Sequence[Row]) -> list[Row]:
 
 
 def choose(rows: Sequence[Row], wanted: float | None) -> Row:
-    """Return the row with the smallest loss that reaches `wanted` images per second; if there is none, the fastest.
-
-    Args:
-        rows: in order of their loss.
-        wanted: None for the fastest.
-    """
+    """Return the row with the smallest loss that reaches `wanted` images per second; if there is none, or None is
+    wanted, the fastest. `rows` are in order of their loss."""
     enough = (row for row in rows if wanted is not None and row.rate >= wanted)
     return next(enough, None) or max(rows, key=lambda row: row.rate)
 

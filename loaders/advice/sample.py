@@ -29,12 +29,7 @@ _SAME = 0.05
 
 
 class Sample:
-    """Some images of a data set, as `convert` takes them.
-
-    Args:
-        get: returns an image by its number.
-        numbers: `(n,)` of the images.
-    """
+    """Some images of a data set, by their `numbers`, as `convert` takes them."""
 
     def __init__(self, get: Callable[[int], Any], numbers: NDArray[np.int64]) -> None:
         self._get, self._numbers = get, numbers
@@ -46,21 +41,15 @@ class Sample:
         return self._get(int(self._numbers[index])), 0
 
     def first(self, count: int) -> Sample:
-        """Return the first `count` images."""
         return Sample(self._get, self._numbers[:count])
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Images by number.
-
-    Attributes:
-        images: number of all of them.
-        raw: whether all are stored as raw pixels.
-    """
+    """Images by number."""
 
     images: int
-    raw: bool
+    raw: bool  # whether all are stored as raw pixels
     get: Callable[[int], Any]
 
     def sample(self, count: int, seed: int) -> Sample:
@@ -70,11 +59,7 @@ class DataSet:
 
 
 def open_data_set(source: str | Path) -> DataSet:
-    """Open a folder with images anywhere below it, or `.beton` files.
-
-    Raises:
-        DataError: if it is neither, cannot be read, or has no images.
-    """
+    """Open a folder with images anywhere below it, or `.beton` files."""
     if not isinstance(source, str | Path) or not str(source):
         raise DataError(f"source={source!r:.80} must be a folder of images or a .beton file.")
     if Path(source).is_dir():
@@ -123,28 +108,19 @@ def formats(data: DataSet, side: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Converted:
-    """A sample in one format.
-
-    Attributes:
-        path: the file; `options`: the arguments of `convert` for it.
-        pointers, sizes: of the images in the file, in bytes.
-        pixels: mean of the images.
-        jpegs: fraction stored as JPEG; `reencoded`: fraction that was compressed as JPEG again.
-        seconds: duration of the conversion.
-    """
+    """A sample in one format."""
 
     path: Path
-    options: dict[str, Any]
+    options: dict[str, Any]  # of `convert`
     pointers: NDArray[np.uint64]
-    sizes: NDArray[np.uint64]
-    pixels: float
-    jpegs: float
-    reencoded: float
+    sizes: NDArray[np.uint64]  # bytes
+    pixels: float  # mean of the images
+    jpegs: float  # fraction stored as JPEG
+    reencoded: float  # fraction that was compressed as JPEG again
     seconds: float
 
     @property
     def name(self) -> str:
-        """The format in words."""
         kind = "JPEG" if self.jpegs > 0.5 else "raw"
         if side := self.options.get("max_resolution"):
             return f"{kind}, longest side {side}"
@@ -153,18 +129,12 @@ class Converted:
         return "as stored" if self.reencoded < 0.5 else f"{kind}, own size"
 
     def resembles(self, other: Converted) -> bool:
-        """Whether the file is nearly the same as another one."""
         close = abs(self.pixels - other.pixels) <= _SAME * max(self.pixels, other.pixels)
         return close and abs(self.jpegs - other.jpegs) <= _SAME
 
 
 def converted(sample: Sample, path: Path, options: dict[str, Any], workers: int) -> Converted:
-    """Convert a sample. Images that cannot be read are left out.
-
-    Raises:
-        DataError: if no image can be read.
-        DrivetrainError: if the file cannot be written.
-    """
+    """Convert a sample. Images that cannot be read are left out."""
     start = perf_counter()
     report = convert(sample, path, workers=workers, on_error="skip", progress=False, **options)
     beton = open_beton(path)

@@ -30,16 +30,8 @@ _PROBED = 4
 def loading_rate(
     file: Converted, image_size: ImageSize, workers: int, expected: float, seconds: float, epoch: int
 ) -> float:
-    """Return the images per second of a loader, measured for about `seconds`, without its first batches.
-
-    Args:
-        file: what it loads.
-        image_size: as for the loader.
-        workers: number of threads.
-        expected: about how many images per second it loads; 0 for the shortest trial.
-        seconds: how long to measure.
-        epoch: which order and augmentation to use.
-    """
+    """Return the images per second of a loader, measured for about `seconds`, without its first batches. `expected` is
+    about how many images per second it loads; 0 for the shortest trial."""
     images = expected * seconds
     batch = int(np.clip(images / (_WARM + _TIMED), _SMALLEST, max(16 * workers, 32)))
     batches = max(round(images / batch), _WARM + _TIMED)
@@ -58,10 +50,8 @@ def loading_rate(
 
 def disk_rate(file: Converted, threads: int, seconds: float, seed: int) -> float | None:
     """Return the images per second that threads read from disk, one by one in random order, within about `seconds`.
-
     Each thread reads at least one. None if the system does not drop a file from memory, or does not report whether it
-    has done so: then it cannot be measured.
-    """
+    has done so: then it cannot be measured."""
     if not hasattr(os, "posix_fadvise") or not hasattr(os, "RWF_NOWAIT"):
         return None  # macOS
     places = list(zip(file.pointers.tolist(), file.sizes.tolist(), strict=True))

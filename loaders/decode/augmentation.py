@@ -18,25 +18,19 @@ FLIP, CUTOUT, COLOR, REPLACEMENT = 40, 41, 43, 50
 
 @dataclass(frozen=True)
 class Choices:
-    """The augmentations for n images.
+    """The augmentations for n images."""
 
-    Attributes:
-        boxes: `(n, 4)` int64: top, left, height and width of each crop, in pixels of the stored image. For the padded
-            crop with reflected edges: the row and column shift of the image, and its size.
-        flips: `(n,)` bool: whether each image is mirrored.
-        color: `(n, 4)` float64: factors of brightness, contrast and saturation, and the index of the order in which
-            they are applied, one of six; empty without color jitter.
-        corners: `(n, 2)` int64: top and left of the square that is cut out; empty without CutOut.
-        policy: the operations of an augmentation policy; None without one.
-        places: `(n, 4)` int64: top, left, height and width of where each crop goes in the output, whose other pixels
-            are filled; None: everywhere.
-    """
-
+    # (n, 4): top, left, height and width of each crop, in pixels of the stored image. For the padded crop with
+    # reflected edges: the row and column shift of the image, and its size.
     boxes: NDArray[np.int64]
     flips: NDArray[np.bool_]
+    # (n, 4): factors of brightness, contrast and saturation, and the index of the order in which they are applied,
+    # one of six; empty without color jitter.
     color: NDArray[np.float64]
-    corners: NDArray[np.int64]
+    corners: NDArray[np.int64]  # (n, 2): top and left of the square that is cut out; empty without CutOut
     policy: Drawn | None
+    # (n, 4): top, left, height and width of where each crop goes in the output, whose other pixels are filled; None:
+    # everywhere.
     places: NDArray[np.int64] | None = None
 
 
@@ -47,10 +41,8 @@ def draw_choices(
     widths: NDArray[np.int64],
     flips: NDArray[np.bool_] | None = None,
 ) -> Choices:
-    """Return the choices for images with these `keys` (see `draws`) and stored sizes, each `(n,)`.
-
-    `flips` come from `alternating`; None draws them like everything else.
-    """
+    """Return the choices for images with these `keys` (see `draws`) and stored sizes, each `(n,)`. `flips` come from
+    `alternating`; None draws them like everything else."""
     boxes, places = _crops(settings, keys, heights, widths)
     if not settings.train:
         flips = np.zeros(len(heights), dtype=np.bool_)
@@ -71,7 +63,7 @@ def alternating(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np
 def _crops(
     settings: LoaderOptions, keys: NDArray[np.uint64], heights: NDArray[np.int64], widths: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """Return `boxes` and `places`."""
+    """Return `boxes` and `places` of `Choices`."""
     crop, size = settings.active_crop, settings.size
     if crop == "padded":
         shifts = _shifts(keys, settings.padding, heights, widths)
@@ -104,10 +96,7 @@ def _shifts(
 
 
 def _random_crops(
-    keys: NDArray[np.uint64],
-    size: tuple[int, int],
-    heights: NDArray[np.int64],
-    widths: NDArray[np.int64],
+    keys: NDArray[np.uint64], size: tuple[int, int], heights: NDArray[np.int64], widths: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Return crops of that height and width, each place as likely, as torchvision's `RandomCrop`."""
     height, width = size
@@ -146,13 +135,9 @@ def _policy(keys: NDArray[np.uint64], settings: LoaderOptions) -> Drawn | None:
 def central_crops(
     heights: NDArray[np.int64], widths: NDArray[np.int64], size: tuple[int, int], ratio: float
 ) -> NDArray[np.int64]:
-    """Return central crops `(n, 4)`: top, left, height and width, in whole pixels, rounded down, as FFCV's.
-
-    Args:
-        heights, widths: of the images, `(n,)`.
-        size: height and width of the output, whose shape the crops have.
-        ratio: their size relative to the largest such crop; a square's side relative to the image's shorter one.
-    """
+    """Return central crops `(n, 4)`: top, left, height and width, in whole pixels, rounded down, as FFCV's. They have
+    the shape of the output's `size` (height, width); `ratio` is their size relative to the largest such crop, for
+    squares relative to the image's shorter side."""
     height, width = size
     tall = heights * width <= widths * height  # the image's height limits them
     largest = (
@@ -164,14 +149,9 @@ def central_crops(
 
 
 def fitted(heights: NDArray[np.int64], widths: NDArray[np.int64], size: tuple[int, int]) -> NDArray[np.int64]:
-    """Return where full images go that are scaled to fit into the output, `(n, 4)`: top, left, height and width.
-
-    They keep their aspect ratio, to the nearest pixel (halves to even, as Python's `round`), and are centered.
-
-    Args:
-        heights, widths: of the images, `(n,)`.
-        size: height and width of the output.
-    """
+    """Return where full images go that are scaled to fit into the output's `size` (height, width), `(n, 4)`: top, left,
+    height and width. They keep their aspect ratio, to the nearest pixel (halves to even, as Python's `round`), and are
+    centered."""
     height, width = size
     tall = height * widths <= width * heights  # the output's height limits them
     h = np.where(tall, height, _divided(heights * width, widths))

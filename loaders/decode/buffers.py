@@ -19,14 +19,11 @@ _UNUSED = _references([np.empty(1, dtype=np.uint8)])[0]
 
 
 class Buffers:
-    """Allocate tensors in new or reused memory.
+    """Allocate tensors in memory that is reused once nobody references it; at most `keep` buffers are kept.
 
     The system provides large allocations page by page, each zeroed first: for a batch of 64 float32 images of 224
     pixels that takes a third as long as decoding it. A tensor made by `torch.from_numpy` keeps its array alive as long
     as it, or any view of it, exists; so an array that only this list references is free.
-
-    Args:
-        keep: maximum number of buffers to keep; others are returned to the system.
     """
 
     def __init__(self, keep: int) -> None:

@@ -42,53 +42,32 @@ _DTYPES = {torch.uint8: library.UINT8, torch.float32: library.FLOAT32, torch.bfl
 
 @dataclass(frozen=True)
 class Draw:
-    """The images of one size of a batch: `views` of each of n samples.
+    """The images of one size of a batch: `views` of each of n samples."""
 
-    Attributes:
-        keys: `(n · views,)` keys of their random draws, sample by sample; see `draws`.
-        choices: the augmentations.
-        images: `(n, views, H, W, C)`, uint8 or already normalized: the memory for the result.
-    """
-
-    keys: NDArray[np.uint64]
+    keys: NDArray[np.uint64]  # (n · views,), sample by sample; see `draws`
     choices: augmentation.Choices
-    images: torch.Tensor
+    images: torch.Tensor  # (n, views, H, W, C), uint8 or already normalized: the memory for the result
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A batch to load: its samples, and the images to make of them.
-
-    Attributes:
-        indices: `(n,)` sample indices.
-        keys: `(n,)` keys of their random draws; see `draws`.
-        draws: one per group of views.
-        epoch: that the draws are for.
-        among: `(m,)` the samples that may take the place of one that cannot be decoded.
-        targets: by name, those that move with the images; see `MovingTargets.empty`.
-        stop: ends its loading.
-        replaced: the samples that could not be decoded, `on_error="skip"`; `indices` has those in their places.
-    """
+    """A batch of n samples to load, and the images to make of them."""
 
     indices: NDArray[np.int64]
     keys: NDArray[np.uint64]
-    draws: tuple[Draw, ...]
+    draws: tuple[Draw, ...]  # one per group of views
     epoch: int
-    among: NDArray[np.int64]
-    targets: dict[str, Any]
+    among: NDArray[np.int64]  # the samples that may take the place of one that cannot be decoded
+    targets: dict[str, Any]  # by name, those that move with the images; see `MovingTargets.empty`
     stop: Stop = field(default_factory=Stop)
+    # The samples that could not be decoded (on_error="skip"); `indices` has those in their places.
     replaced: list[int] = field(default_factory=list)
 
 
 class Workspace:
-    """A thread's working memory in the native core; it grows to what the largest sample needs.
-
-    It is freed by `close`, or when it is no longer referenced. Not at interpreter exit: the system reclaims everything
-    then, and a thread may still use it.
-
-    Raises:
-        MemoryError: if there is no memory for it.
-    """
+    """A thread's working memory in the native core; it grows to what the largest sample needs. It is freed by `close`,
+    or when it is no longer referenced. Not at interpreter exit: the system reclaims everything then, and a thread may
+    still use it."""
 
     def __init__(self) -> None:
         self.address = library.library().dt_workspace_new()
@@ -123,15 +102,8 @@ class Workspaces:
 
 
 class Group:
-    """How the images of one size are made of each sample.
-
-    Args:
-        settings: of these images.
-        first: number of the first view; each draws numbers of its own.
-        views: how many there are of each sample.
-        operations: FFCV's.
-        kind: number of channels and bits of the images.
-    """
+    """How the images of one size are made of each sample: `views` of them, from number `first` on, as each view draws
+    numbers of its own. `kind` is the number of channels and bits; `operations` are FFCV's."""
 
     def __init__(
         self,
@@ -200,11 +172,7 @@ class _Part:
 
 
 class Decoder:
-    """Loads chunks of batches from one data set with one set of settings; thread-safe.
-
-    Raises:
-        BetonError, DataError: if the file's images do not match the settings, or do not fit into memory.
-    """
+    """Loads chunks of batches from one data set with one set of settings; thread-safe."""
 
     def __init__(self, beton: BetonFiles, settings: LoaderOptions, operations: Sequence[Any]) -> None:
         self._beton, self._settings = beton, settings
@@ -246,7 +214,7 @@ class Decoder:
 
     @property
     def workspace_bytes(self) -> int:
-        """Return the memory that each thread needs besides the batches, in bytes; without coefficients."""
+        """The memory that each thread needs besides the batches, in bytes; without coefficients."""
         views = [
             library.Views(
                 ctypes.pointer(group.made[torch.uint8]),
@@ -277,11 +245,8 @@ class Decoder:
         stop: Stop | None = None,
     ) -> BatchRequest:
         """Return what loads the samples `numbers` `(n,)` of that epoch into `images`, one per group of views, and into
-        `targets`.
-
-        A number is an index; each time that a sample is repeated in an epoch, its number is larger by the number of all
-        samples. `among`, `stop`: as in `BatchRequest`.
-        """
+        `targets`. A number is an index; each time that a sample is repeated in an epoch, its number is larger by the
+        number of all samples."""
         keys = draws.sample_keys(self._settings.seed, epoch, numbers)
         indices = numbers % len(self._beton)
         sizes = self._heights[indices], self._widths[indices]
@@ -292,13 +257,7 @@ class Decoder:
         return BatchRequest(indices, keys, drawn, epoch, among, targets, stop or Stop())
 
     def load(self, request: BatchRequest, part: slice) -> None:
-        """Load one chunk of the batch.
-
-        Raises:
-            BetonError: naming the sample that cannot be decoded, or has changed since the conversion.
-            DataError: naming the one that takes too much memory.
-            Stopped: if the request's flag is set.
-        """
+        """Load one chunk of the batch; errors name the sample. Raises Stopped if the request's flag is set."""
         with self._workspaces.lend() as workspace:
             if self._settings.on_error == "skip" and self._settings.train:
                 self._load_or_replace(workspace, request, part)
@@ -306,10 +265,8 @@ class Decoder:
                 self._load(workspace, request, part)
 
     def _load_or_replace(self, workspace: int, request: BatchRequest, part: slice) -> None:
-        """Load one chunk; in the place of a sample that cannot be decoded, another one, drawn from its own key.
-
-        So the batch is the same whatever thread or rank loads it.
-        """
+        """Load one chunk; in the place of a sample that cannot be decoded, another one, drawn from its own key: so the
+        batch is the same whatever thread or rank loads it."""
         if self._failure(workspace, request, part) is not None:  # of at least one of them
             for place in range(part.start, min(part.stop, len(request.indices))):
                 self._load_one(workspace, request, place)
@@ -381,20 +338,8 @@ class Decoder:
             self._core.dt_finish(made, part.choices, len(images), images.data_ptr(), part.images.data_ptr())
 
     def _decode(
-        self,
-        workspace: int,
-        parts: list[_Part],
-        indices: NDArray[np.int64],
-        stop: Stop,
-        again: bool = False,
+        self, workspace: int, parts: list[_Part], indices: NDArray[np.int64], stop: Stop, again: bool = False
     ) -> None:
-        """Load the samples.
-
-        Raises:
-            BetonError: naming one that cannot be decoded, or (`verify`) does not match its checksum.
-            DataError: naming one that takes too much memory.
-            Stopped: if the flag is set.
-        """
         status = np.empty(len(indices), dtype=np.int32)
         crcs = np.zeros(len(indices), dtype=np.uint32) if self._settings.verify else None
         views = (library.Views * len(parts))(*(part.views() for part in parts))
@@ -418,7 +363,6 @@ class Decoder:
             raise self._error(int(indices[at]), int(status[at]), stop)
 
     def _error(self, index: int, status: int, stop: Stop) -> Exception:
-        """Return the error for a sample with that status."""
         if status == library.NO_MEMORY:
             return MemoryError(f"There is no memory to decode sample {index}.")
         beton, own = self._beton.locate(index)
@@ -439,12 +383,7 @@ class Decoder:
         return beton.sample_error(own, f"its JPEG data cannot be decoded{reason}")
 
     def require_memory(self, batches: int, batch_bytes: int, workers: int) -> int:
-        """Return the memory a loader needs, in bytes, for all batches and workers together.
-
-        Raises:
-            DataError: if this process may not allocate that much, with what to change.
-            BetonError: if a single image is too large.
-        """
+        """Return the memory in bytes that all batches and workers of a loader need, which must be free."""
         free, each = machine.rank_free_memory(), self.workspace_bytes
         need = batches * batch_bytes + workers * each
         self.coefficient_bytes = max(free - need, 0) // workers

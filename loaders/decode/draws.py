@@ -20,10 +20,8 @@ def sample_keys(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np
 
 
 def view_keys(keys: NDArray[np.uint64], first: int, count: int) -> NDArray[np.uint64]:
-    """Return the keys `(n · count,)` of views `first` to `first + count - 1` of each sample, sample by sample.
-
-    View 0 has the sample's own key.
-    """
+    """Return the keys `(n · count,)` of views `first` to `first + count - 1` of each sample, sample by sample. View 0
+    has the sample's own key."""
     keys = np.ascontiguousarray(keys)
     views = np.empty(len(keys) * count, dtype=np.uint64)
     library().dt_view_keys(address(keys), len(keys), first, count, address(views))
@@ -45,11 +43,8 @@ def random_resized_crops(
     scale: NDArray[np.float64],
     ratio: NDArray[np.float64],
 ) -> NDArray[np.int64]:
-    """Return each sample's crop, `(n, 4)`: top, left, height, width in pixels.
-
-    Inception's; after ten tries, the center. The same distribution as torchvision's `RandomResizedCrop.get_params`.
-    Draws 0 to 39 of the key.
-    """
+    """Return each sample's crop, `(n, 4)`: top, left, height, width in pixels, by draws 0 to 39 of its key.
+    Inception's; after ten tries, the center. The same distribution as torchvision's `RandomResizedCrop.get_params`."""
     keys = np.ascontiguousarray(keys)
     heights, widths = np.ascontiguousarray(heights), np.ascontiguousarray(widths)
     boxes = np.empty((len(keys), 4), dtype=np.int64)

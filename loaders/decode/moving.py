@@ -25,22 +25,15 @@ _TRIED = 8  # samples that are tried to find out what the masks are
 
 @dataclass(frozen=True)
 class Motion:
-    """What becomes of the pixels of one image.
+    """What becomes of the pixels of one image."""
 
-    Attributes:
-        box: top, left, height and width of the crop, in pixels of the stored image; with `shifts`, rows and columns by
-            which the full image is shifted, and its size.
-        place: top, left, height and width of where the crop goes in the output.
-        size: height and width of the output.
-        flip: whether the output is then mirrored.
-        shifts: whether the full image is shifted over its reflected edges.
-    """
-
+    # Top, left, height and width of the crop, in pixels of the stored image; with `shifts`, rows and columns by which
+    # the full image is shifted, and its size.
     box: tuple[int, int, int, int]
-    place: tuple[int, int, int, int]
-    size: tuple[int, int]
-    flip: bool
-    shifts: bool
+    place: tuple[int, int, int, int]  # top, left, height and width of where the crop goes in the output
+    size: tuple[int, int]  # of the output
+    flip: bool  # of the output, at last
+    shifts: bool  # of the full image over its reflected edges
 
     @property
     def rows(self) -> int | None:
@@ -71,10 +64,8 @@ class Motion:
         return line
 
     def boxes(self, boxes: NDArray[Any]) -> NDArray[np.float32]:
-        """Return boxes `(n, 4)` (left, top, right, bottom) in pixels of the output, cut at the crop's edges.
-
-        A box outside of the crop has no area then, and stays, so that what belongs to boxes by number still does.
-        """
+        """Return boxes `(n, 4)` (left, top, right, bottom) in pixels of the output, cut at the crop's edges. A box
+        outside of the crop has no area then, and stays, so that what belongs to boxes by number still does."""
         corners = boxes.astype(np.float32).reshape(-1, 2, 2) - _floats(self.box[1], self.box[0])
         corners = self._scaled(np.clip(corners, 0, _floats(self.box[3], self.box[2])))
         if self.flip:
@@ -89,7 +80,6 @@ class Motion:
         return moved
 
     def _scaled(self, points: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return points `(…, 2)` of the crop in pixels of the output."""
         ratios = _floats(self.place[3] / self.box[3], self.place[2] / self.box[2])
         return points * ratios + _floats(self.place[1], self.place[0])
 
@@ -99,13 +89,8 @@ def _floats(x: float, y: float) -> NDArray[np.float32]:
 
 
 class Masks:
-    """The masks of a field, all in one dtype: uint8, or int32 if there may be class indices above 255.
-
-    The number of classes says so, or the first mask. With `on_error="skip"`, that may be damaged: a later one does.
-
-    Attributes:
-        dtype: of a mask's tensor.
-    """
+    """The masks of a field, all in one dtype: uint8, or int32 if there may be class indices above 255. The number of
+    classes says so, or the first mask. With `on_error="skip"`, that may be damaged: a later one does."""
 
     def __init__(self, beton: BetonFiles, name: str, on_error: str = "raise") -> None:
         self._beton, self._name = beton, name
@@ -126,11 +111,7 @@ class Masks:
         return beton.mask(self._name, own, rows)
 
     def __call__(self, index: int, motion: Motion | None = None) -> NDArray[Any]:
-        """Return a sample's mask, moved with its image.
-
-        Raises:
-            BetonError: if it cannot be read, or does not fit into the dtype.
-        """
+        """Return a sample's mask, moved with its image."""
         mask = self._read(index, None if motion is None else motion.rows)
         moved = mask if motion is None else motion.mask(mask)
         if self.dtype == torch.int32:
@@ -146,15 +127,8 @@ class Masks:
 
 
 class MovingTargets:
-    """The targets of a loader that move with its images.
-
-    Args:
-        beton: the files.
-        settings: of the loader. Fields with a kind, and those that the files' manifest lists, move; the label, too.
-
-    Raises:
-        DataError: if the images change in a way that these targets do not follow.
-    """
+    """The targets of a loader that move with its images: the label and fields whose kind the options or the manifest
+    give."""
 
     def __init__(self, beton: BetonFiles, settings: LoaderOptions) -> None:
         self._beton, self._settings = beton, settings
@@ -171,12 +145,8 @@ class MovingTargets:
         return height * width * sum(masks.dtype.itemsize for masks in self._masks.values())
 
     def empty(self, n: int, memory: Any) -> dict[str, Any]:
-        """Return what `load` fills for n samples, by name: a tensor `(n, H, W)` for masks, else a list.
-
-        Args:
-            n: number of samples.
-            memory: returns a tensor with a shape and a dtype.
-        """
+        """Return what `load` fills for n samples, by name: a tensor `(n, H, W)` for masks, which `memory` returns for a
+        shape and a dtype, else a list."""
         shape = (n, *self._settings.size)
         return {
             name: memory(shape, self._masks[name].dtype) if kind == "mask" else [None] * n
@@ -184,11 +154,7 @@ class MovingTargets:
         }
 
     def load(self, into: dict[str, Any], indices: NDArray[np.int64], choices: Choices, part: slice) -> None:
-        """Load the targets of one chunk of a batch, as its images were chosen to become.
-
-        Raises:
-            BetonError: naming the sample with an unusable target.
-        """
+        """Load the targets of one chunk of a batch, as its images were chosen to become."""
         moved = list(zip(indices.tolist(), motions(self._settings, choices, part), strict=True))
         for name, kind in self.kinds.items():
             if kind == "mask":
@@ -219,11 +185,7 @@ def motions(settings: LoaderOptions, choices: Choices, part: slice) -> Iterator[
 
 
 def moving_fields(beton: BetonFiles, settings: LoaderOptions) -> dict[str, str]:
-    """Return the fields of a batch that move with the images, the label among them: name to kind.
-
-    Raises:
-        DataError: if a field is not stored as its kind is.
-    """
+    """Return the fields of a batch that move with the images, the label among them: name to kind."""
     kinds: dict[str, str | None] = dict(beton.targets)
     if isinstance(settings.fields, Mapping):
         kinds |= settings.fields

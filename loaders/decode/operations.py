@@ -44,17 +44,8 @@ def _run_with_indices(code: Any, images: Any, spare: Any, seeds: Any, indices: A
 
 
 class Operations:
-    """FFCV operations on uint8 images `(n, H, W, 3)`, compiled when the loader is created.
-
-    Args:
-        operations: `ffcv.transforms` or custom `ffcv.pipeline.operation.Operation`s, in order. Each must map uint8
-            images to uint8 images of the same size. It receives a batch of one, so operations that mix samples are
-            rejected.
-        size: height and width of the images, in pixels.
-
-    Raises:
-        DataError: naming the unusable operation, and why.
-    """
+    """FFCV operations on uint8 images `(n, H, W, 3)`, compiled when the loader is created. Each must map uint8 images
+    to uint8 images of the same `size`. It receives a batch of one, so operations that mix samples are rejected."""
 
     def __init__(self, operations: Sequence[Any], size: tuple[int, int]) -> None:
         self._steps = [_compile(operation, size) for operation in operations]

@@ -40,27 +40,19 @@ _AUG_MIX_BINS = 10
 
 @dataclass(frozen=True)
 class Drawn:
-    """The operations of a policy on n images.
+    """The operations of a policy on n images."""
 
-    Attributes:
-        operations: `(n, c, s)` int64, indices into `NAMES`. Chains shorter than the longest are padded with Identity.
-        magnitudes: `(n, c, s)` float64, signed, in torchvision's units (see `magnitudes`).
-        weights: for AugMix, `(n, 1 + c)` float32: of the image itself and of each chain's result; they sum to 1. For
-            the other policies, whose single chain replaces the image, `(n, 0)`.
-    """
-
+    # (n, c, s): indices into `NAMES`; chains shorter than the longest are padded with Identity.
     operations: NDArray[np.int64]
-    magnitudes: NDArray[np.float64]
+    magnitudes: NDArray[np.float64]  # (n, c, s), signed, in torchvision's units (see `magnitudes`)
+    # AugMix: (n, 1 + c), of the image itself and of each chain's result; they sum to 1. For the other policies, whose
+    # single chain replaces the image, (n, 0).
     weights: NDArray[np.float32]
 
 
 def draw(policy: Mapping[str, Any], keys: NDArray[np.uint64], size: tuple[int, int]) -> Drawn:
-    """Draw the policy's operations for the samples with these `keys` `(n,)` (see `draws`).
-
-    `size`: height and width of the images.
-
-    The same distribution as torchvision's classes; AugMix with all operations.
-    """
+    """Draw the policy's operations for the samples with these `keys` `(n,)`, of images with this height and width. The
+    same distribution as torchvision's classes; AugMix with all operations."""
     name, options = complete(policy)
     if name == "rand_augment":
         table = magnitudes(name, size, options["num_magnitude_bins"])
@@ -87,11 +79,10 @@ def draw(policy: Mapping[str, Any], keys: NDArray[np.uint64], size: tuple[int, i
 
 @functools.lru_cache(maxsize=16)
 def magnitudes(name: str, size: tuple[int, int], bins: int) -> NDArray[np.float64]:
-    """Return the magnitudes that a policy chooses from, unsigned, `(len(NAMES), bins)`.
+    """Return the magnitudes that a policy chooses from, unsigned, `(len(NAMES), bins)`: each torchvision's float32.
 
-    Shear: pixels per pixel. Translation: pixels. Rotation: degrees. Brightness, color, contrast and sharpness: added
-    to the factor 1. Posterize: number of bits kept. Solarize: threshold, as a fraction of 255. 0 for the others. Every
-    number is torchvision's float32.
+    Shear: pixels per pixel. Translation: pixels. Rotation: degrees. Brightness, color, contrast and sharpness: added to
+    the factor 1. Posterize: number of bits kept. Solarize: threshold, as a fraction of 255. 0 for the others.
     """
     height, width = size
     # Shear, translations across and down, rotation, factor; the fewest bits Posterize keeps, the most it removes.
@@ -127,8 +118,8 @@ def _softmax(logs: NDArray[np.float64]) -> NDArray[np.float64]:
 def _log_gammas(uniform: NDArray[np.float64], alpha: float) -> NDArray[np.float64]:
     """Return logarithms of Gamma(alpha) variables, one per row of `uniform` `(…, _PER_WEIGHT)`.
 
-    Marsaglia and Tsang 2000, "A simple method for generating gamma variables": rejection for alpha + 1, then
-    their step down to alpha; in logarithms, because a small alpha leaves the range of floats.
+    Marsaglia and Tsang 2000, "A simple method for generating gamma variables": rejection for alpha + 1, then their step
+    down to alpha; in logarithms, because a small alpha leaves the range of floats.
     """
     tries = uniform[..., 1:].reshape(*uniform.shape[:-1], _TRIES, 3)
     normal = np.sqrt(-2 * np.log1p(-tries[..., 0])) * np.cos(2 * np.pi * tries[..., 1])

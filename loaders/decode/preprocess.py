@@ -51,7 +51,6 @@ class Evaluation:
 
     @property
     def channels(self) -> int:
-        """Number of channels."""
         return len(self.settings.mean)
 
     def __call__(self, picture: Any, *masks: torch.Tensor) -> Any:

@@ -120,11 +120,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return the library, with its functions' types declared. They run without the GIL.
-
-    Raises:
-        DrivetrainError: if it was not built, was built from other sources, or libjpeg-turbo is missing.
-    """
+    """Return the library, with its functions' types declared. They run without the GIL."""
     return _declared(_FILE)
 
 
@@ -152,11 +148,7 @@ def _declared(file: Path) -> ctypes.CDLL:
 
 
 def jpeg_version() -> str:
-    """Return which libjpeg-turbo is in use: its interface and version, and the file that was loaded.
-
-    Raises:
-        DrivetrainError: if it is not one that the library can use.
-    """
+    """Return which libjpeg-turbo is in use: its interface and version, and the file that was loaded."""
     message = ctypes.create_string_buffer(MESSAGE)
     status = library().dt_jpeg_version(message)
     text = message.value.decode(errors="replace")

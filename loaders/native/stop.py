@@ -15,22 +15,18 @@ _ALL: weakref.WeakSet[Stop] = weakref.WeakSet()
 
 
 class Stop:
-    """Ends the native calls that have it among their limits, within a fraction of a second, once it is set.
-
-    At the end of the process all are set: otherwise it would wait for the threads that load ahead.
-    """
+    """Ends the native calls that have it among their limits, within a fraction of a second, once it is set. At the end
+    of the process all are set: otherwise it would wait for the threads that load ahead."""
 
     def __init__(self) -> None:
         self._flag = ctypes.c_int32(0)
         _ALL.add(self)
 
     def set(self) -> None:
-        """End the calls."""
         self._flag.value = 1
 
     @property
     def is_set(self) -> bool:
-        """Whether it has been set."""
         return bool(self._flag.value)
 
     def limits(self, memory: int) -> Limits:
@@ -63,7 +59,6 @@ def usual_limits(memory: int = MOST_MEMORY) -> Limits:
 
 
 def require_running(status: int) -> None:
-    """Raise Stopped if that is the status of a call."""
     if status == STOPPED:
         raise Stopped("The work was stopped.")
 

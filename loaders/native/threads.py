@@ -29,17 +29,8 @@ def stoppable(
     wanted: str,
 ) -> Generator[R, None, None]:
     """Yield the results of `function` in order, holding only a few at a time. Closing ends its native calls, too.
-
-    Args:
-        function: of an item, called in a thread.
-        items: what to work on.
-        threads: their number; `name`: of each.
-        title: of the progress bar; `progress`: whether to show one; `total`: number of samples in all items.
-        wanted: what the work takes, for the error if the system refuses it.
-
-    Raises:
-        DataError: if the system refuses memory, threads or open files; and as `function` does.
-    """
+    `total` is the number of samples in all items; `wanted` is what the work takes, for the error if the system refuses
+    it."""
 
     def work(item: T) -> R:
         with stopped_by(stop):

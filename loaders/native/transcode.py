@@ -43,20 +43,10 @@ def frame_type(jpeg: bytes) -> int | None:
 
 
 def recoded(jpeg: bytes, most: int = _ANY_SIZE, memory: int = MOST_MEMORY) -> bytes | None:
-    """Return a JPEG as a baseline JPEG with optimized Huffman tables. Pixels are identical.
-
-    The result has no EXIF data, color profile or comments.
-
-    Args:
-        jpeg: a JPEG file, also a progressive one, or one with arithmetic codes.
-        most: size of the result in bytes above which to return None.
-        memory: bytes that its coefficients may take.
-
-    Raises:
-        ValueError: with the reason, if it does not decode without a warning, or takes more memory.
-        MemoryError: if the system refuses memory.
-        Stopped: by `stopped_by`.
-    """
+    """Return a JPEG, also a progressive or arithmetic one, as a baseline JPEG with optimized Huffman tables and
+    identical pixels, without EXIF data, color profile and comments; None if it takes more than `most` bytes. Raises
+    ValueError with the reason, if it does not decode without a warning, or its coefficients take more than `memory`
+    bytes; Stopped by `stopped_by`."""
     native = library()
     result, size = ctypes.c_void_p(), ctypes.c_size_t()
     message = ctypes.create_string_buffer(MESSAGE)
@@ -77,10 +67,8 @@ def recoded(jpeg: bytes, most: int = _ANY_SIZE, memory: int = MOST_MEMORY) -> by
 
 
 def check_scans(jpeg: bytes) -> None:
-    """Raise ValueError for more scans than the loader's decoder takes: Pillow has no limit.
-
-    A progressive file of some kilobytes may have any number of them, and each takes a pass over all pixels.
-    """
+    """Raise ValueError for more scans than the loader's decoder takes: Pillow has no limit. A progressive file of some
+    kilobytes may have any number of them, and each takes a pass over all pixels."""
     if jpeg.count(b"\xff\xda") <= _FEW_SCANS:  # also those in other segments, but that is quick
         return
     with Image.open(io.BytesIO(jpeg)) as image:
@@ -108,15 +96,11 @@ def _scans(jpeg: bytes) -> int:
 
 def huffman_coded(jpeg: bytes) -> bytes:
     """Return a JPEG as Pillow may read it: one with arithmetic codes as a baseline JPEG, any other file unchanged.
-    Pixels are identical.
+    Pixels are identical. Raises ValueError with libjpeg's message, if it does not decode without a warning, or for too
+    many scans; and what Pillow raises for more pixels than any real picture has.
 
     Pillow decodes arithmetic codes only in files of up to 64 KiB, because it reads in chunks, and libjpeg's arithmetic
     decoder cannot wait for the next one.
-
-    Raises:
-        ValueError: with libjpeg's message, if it does not decode without a warning; or for too many scans.
-        Image.DecompressionBombError: as Pillow, for more pixels than any real picture has.
-        MemoryError: if the system refuses memory.
     """
     if not jpeg.startswith(b"\xff\xd8"):
         return jpeg
