@@ -22,19 +22,11 @@ from ...common.signals import handled
 from ..image_size import ImageSize
 from ..options import LoaderOptions, check_workers
 from .report import Advice, Rate, Row, bound, by_loss, bytes_text
-from .sample import Converted, Sample, converted, distinct, formats, open_data_set
-from .trials import disk_rate, loading_rate
+from .sample import Converted, Sample, converted, disk_rate, distinct, formats, loading_rate, open_data_set
 
-_PILOT = 16
-"""Images that are converted first, to know how long it takes and how large the files become."""
-
-_SHARE = 1 / 3
-"""Fraction of the time for converting."""
-
-_ROUNDS = 7
-"""Rounds that should fit into the time."""
-
-_SEED = 0
+_PILOT = 16  # images that are converted first, to know how long it takes and how large the files become
+_SHARE = 1 / 3  # fraction of the time for converting
+_ROUNDS = 7  # that should fit into the time
 
 
 def advise(
@@ -82,8 +74,8 @@ def advise(
     size = LoaderOptions(batch_size=1, image_size=image_size).size
     threads = check_workers(workers)
     data = open_data_set(source)
-    sample = data.sample(samples, _SEED)
-    with _temporary_folder(scratch) as folder, _Budget(seconds, begin, progress) as budget:
+    sample = data.sample(samples)
+    with _temporary_folder(scratch) as folder, _Budget(seconds, begin, progress, "advise") as budget:
         tried, files = _convert_all(sample, formats(data, max(size)), folder, threads, budget)
         kept, others = distinct(files)
         trials = _Trials(kept, size, threads)
@@ -110,9 +102,7 @@ def advise(
 class _Budget(Budget):
     """The time for everything, in which a Ctrl-C that Python ignores is not lost: one while it removes an object."""
 
-    def __init__(self, seconds: float, begin: float, progress: bool) -> None:
-        super().__init__(seconds, begin, progress, "advise")
-        self._interrupted, self._context = False, ExitStack()
+    _interrupted = False
 
     def show(self, what: str) -> None:
         if self._interrupted:
@@ -127,6 +117,7 @@ class _Budget(Budget):
             )
 
     def __enter__(self) -> Self:
+        self._context = ExitStack()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._context.enter_context(handled([signal.SIGINT], self._interrupt))
         return self

@@ -1,8 +1,11 @@
-"""A sample of a data set's images, and the formats it is converted to."""
+"""A sample of a data set's images, the formats it is converted to, and trials of one: loading and reading it."""
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -12,20 +15,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.errors import DataError
+from ...common.threads import in_order
 from ..beton.data_set import open_files
 from ..beton.layout import MODE_JPEG
 from ..beton.reader import open_beton
 from ..conversion.convert import convert
 from ..conversion.folders import EXTENSIONS, files_below
+from ..ffcv_loader import FFCVLoader
+from ..image_size import ImageSize
 
-_KEPT = ("copied unchanged", "recoded losslessly as baseline")
-"""Treatments of `convert` that keep a JPEG's pixels."""
+_KEPT = (
+    "copied unchanged",
+    "recoded losslessly as baseline",
+)  # treatments of `convert` that keep a JPEG's pixels
+_USUAL = 224  # the image size that the sides in `formats` are usual for; for other sizes they are scaled
+_SAME = 0.05  # formats whose mean numbers of pixels differ by less than this fraction are not both measured
 
-_USUAL = 224
-"""The image size that the sides below are usual for; for other sizes they are scaled."""
-
-_SAME = 0.05
-"""Formats whose mean numbers of pixels differ by less than this fraction are not both measured."""
+_WARM = 6  # batches that are loaded before the clock starts: as many as the loader allocates
+_TIMED = 8  # batches with the clock running, at least
+_SMALLEST = 4  # images per batch, at least
+_PROBED = 4  # images that are looked for in memory after they should have left it
 
 
 class Sample:
@@ -52,10 +61,9 @@ class DataSet:
     raw: bool  # whether all are stored as raw pixels
     get: Callable[[int], Any]
 
-    def sample(self, count: int, seed: int) -> Sample:
-        """Return a random sample, in random order."""
-        order = np.random.default_rng(seed).permutation(self.images)
-        return Sample(self.get, order[:count])
+    def sample(self, count: int) -> Sample:
+        """Return a random sample, in random order, the same in every call."""
+        return Sample(self.get, np.random.default_rng(0).permutation(self.images)[:count])
 
 
 def open_data_set(source: str | Path) -> DataSet:
@@ -151,8 +159,70 @@ def converted(sample: Sample, path: Path, options: dict[str, Any], workers: int)
 
 def distinct(files: Sequence[Converted]) -> tuple[list[Converted], list[Converted]]:
     """Return the files that differ from all before them, and the others."""
-    kept: list[Converted] = []
-    others: list[Converted] = []
+    kept, others = list[Converted](), list[Converted]()
     for file in files:
         (others if any(file.resembles(one) for one in kept) else kept).append(file)
     return kept, others
+
+
+def loading_rate(
+    file: Converted, image_size: ImageSize, workers: int, expected: float, seconds: float, epoch: int
+) -> float:
+    """Return the images per second of a loader, measured for about `seconds`, without its first batches. `expected` is
+    about how many images per second it loads; 0 for the shortest trial."""
+    images = expected * seconds
+    batch = int(np.clip(images / (_WARM + _TIMED), _SMALLEST, max(16 * workers, 32)))
+    batches = max(round(images / batch), _WARM + _TIMED)
+    samples = np.resize(np.arange(len(file.sizes)), batch * batches)
+    with FFCVLoader(
+        file.path, batch_size=batch, image_size=image_size, workers=workers, indices=samples,
+        rank=0, world_size=1,
+    ) as loader:  # fmt: skip
+        loader.set_epoch(epoch)
+        start = perf_counter()
+        for number, _ in enumerate(loader, 1):
+            if number == _WARM:
+                start = perf_counter()
+    return batch * (batches - _WARM) / (perf_counter() - start)
+
+
+def disk_rate(file: Converted, threads: int, seconds: float, seed: int) -> float | None:
+    """Return the images per second that threads read from disk, one by one in random order, within about `seconds`.
+    Each thread reads at least one. None if the system does not drop a file from memory, or does not report whether it
+    has done so: then it cannot be measured."""
+    if not hasattr(os, "posix_fadvise") or not hasattr(os, "RWF_NOWAIT"):
+        return None  # macOS
+    places = list(zip(file.pointers.tolist(), file.sizes.tolist(), strict=True))
+    order = np.random.default_rng(seed).permutation(len(places)).tolist()
+    with file.path.open("rb") as opened:
+        descriptor = opened.fileno()
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no other images in advance
+        if any(_in_memory(descriptor, places[number][0]) for number in order[:_PROBED]):
+            return None
+        start, numbers = perf_counter(), itertools.count()
+
+        def read(_: int) -> int:
+            done = 0
+            while (number := next(numbers)) < len(order):
+                pointer, size = places[order[number]]
+                os.pread(descriptor, size, pointer)
+                done += 1
+                if perf_counter() >= start + seconds:
+                    break
+            return done
+
+        with closing(in_order(read, range(threads), threads, "drivetrain-read")) as counts:
+            images = sum(counts)
+        return images / (perf_counter() - start)
+
+
+def _in_memory(descriptor: int, place: int) -> bool:
+    """Return whether a byte of a file is in memory; True if the file system cannot tell."""
+    try:
+        os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

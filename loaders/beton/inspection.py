@@ -17,8 +17,8 @@ from ...common.checks import check_whole, plain
 from ...common.errors import BetonError, DataError, require_suffix
 from ...common.storage.files import atomic_file
 from ...common.terminal import shortened
-from ..native import jpeg
-from ..native.threads import stoppable
+from ..native import jpegs
+from ..native.stop import stoppable
 from ..options import check_workers
 from .layout import MODE_JPEG
 from .reader import Beton, open_beton
@@ -341,7 +341,7 @@ def _target_fault(beton: Beton, number: int, name: str, kind: str) -> str | None
 
 
 def _decodes(beton: Beton, number: int) -> bool:
-    return jpeg.decodes(beton.stored(number), int(beton.widths[number]), int(beton.heights[number]))
+    return jpegs.decodes(beton.stored(number), int(beton.widths[number]), int(beton.heights[number]))
 
 
 def _label_text(beton: Beton, number: int) -> str:

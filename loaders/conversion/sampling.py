@@ -10,8 +10,7 @@ from typing import Any
 from ...common.errors import DataError
 from ...common.exhaustion import exhaustion, is_exhaustion
 from ..beton.layout import Field
-from ..native.stop import Stopped
-from ..native.threads import stoppable
+from ..native.stop import Stopped, stoppable
 from .columns import Sample
 from .encode import Encoded, Encoding, encode_image, image_field
 from .moving import store_target

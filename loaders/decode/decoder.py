@@ -22,7 +22,7 @@ from ..beton.data_set import BetonFiles
 from ..beton.image_modes import RGB, channels_text
 from ..beton.layout import MODE_JPEG
 from ..beton.open_file import ChangedError
-from ..native import jpeg, library
+from ..native import jpegs, library
 from ..native.stop import Stop, Stopped
 from ..options import LoaderOptions, fill_color
 from . import augmentation, draws
@@ -372,7 +372,7 @@ class Decoder:
         if status == library.WRONG_SIZE:
             return beton.sample_error(own, "its JPEG header and the file's metadata disagree on the size")
         limits = stop.limits(self.coefficient_bytes)
-        message = jpeg.complaint(stored, int(self._widths[index]), int(self._heights[index]), limits)
+        message = jpegs.complaint(stored, int(self._widths[index]), int(self._heights[index]), limits)
         if status == library.TOO_LARGE:
             return DataError(
                 f"{self._beton.name}: sample {index} cannot be decoded: {message}. Such a JPEG, progressive or in "

@@ -13,7 +13,7 @@ from PIL import Image, UnidentifiedImageError
 
 from ...common.errors import DataError
 from ..beton.image_modes import image_pixels, is_wide
-from ..native import transcode
+from ..native import jpegs
 
 JPEG_FORMATS = ("JPEG", "MPO")
 """MPO is a JPEG followed by further pictures (depth, a second view), which decoders ignore."""
@@ -91,7 +91,7 @@ def decoded(picture: bytes) -> Iterator[tuple[Image.Image, bool]]:
     with reading():
         with Image.open(io.BytesIO(picture)) as opened:
             wide, exif = is_wide(opened), opened.info.get("exif")
-            data = transcode.huffman_coded(picture) if opened.format in JPEG_FORMATS else picture
+            data = jpegs.huffman_coded(picture) if opened.format in JPEG_FORMATS else picture
             if data is picture:
                 opened.load()
                 yield opened, wide

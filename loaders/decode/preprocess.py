@@ -17,7 +17,7 @@ from ...common.errors import DataError
 from ..beton.image_modes import mode_of
 from ..beton.layout import MODE_JPEG, MODE_RAW
 from ..image_size import size_text
-from ..native import library, transcode
+from ..native import jpegs, library
 from ..options import LoaderOptions
 from .augmentation import draw_choices
 from .decoder import Group, Workspaces
@@ -103,9 +103,7 @@ class Evaluation:
 
     def _size_of_jpeg(self, data: bytes) -> tuple[int, int] | None:
         """Return height and width of a JPEG that `convert` copies; None for anything else."""
-        if (self.channels, self.depth) != (3, 8) or transcode.frame_type(
-            data
-        ) not in transcode.DECODED_FRAMES:
+        if (self.channels, self.depth) != (3, 8) or jpegs.frame_type(data) not in jpegs.DECODED_FRAMES:
             return None
         with reading(), Image.open(io.BytesIO(data)) as image:
             if image.format not in JPEG_FORMATS or image.mode != "RGB" or turn_of(image) is not None:

@@ -1,17 +1,25 @@
-"""A flag that ends calls of the native core, set by another thread."""
+"""A flag that ends calls of the native core, set by another thread; work in threads that ends with it."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from typing import TypeVar
 
 from ...common.errors import DataError
+from ...common.exhaustion import exhaustion, is_exhaustion
+from ...common.terminal import is_interactive
+from ...common.threads import in_order
 from .library import MOST_MEMORY, STOPPED, Limits
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 _ALL: weakref.WeakSet[Stop] = weakref.WeakSet()
+_LOCAL = threading.local()
 
 
 class Stop:
@@ -39,9 +47,6 @@ class Stopped(DataError):
     """The work was stopped, because nobody waits for it any more."""
 
 
-_LOCAL = threading.local()
-
-
 @contextmanager
 def stopped_by(stop: Stop) -> Iterator[None]:
     """Inside the block, this thread's calls of the native core that have no limits of their own end when it is set."""
@@ -61,6 +66,42 @@ def usual_limits(memory: int = MOST_MEMORY) -> Limits:
 def require_running(status: int) -> None:
     if status == STOPPED:
         raise Stopped("The work was stopped.")
+
+
+def stoppable(
+    function: Callable[[T], R],
+    items: Sequence[T],
+    threads: int,
+    name: str,
+    *,
+    title: str,
+    progress: bool,
+    total: int,
+    wanted: str,
+) -> Generator[R, None, None]:
+    """Yield the results of `function` in order, holding only a few at a time. Closing ends its native calls, too.
+    `total` is the number of samples in all items; `wanted` is what the work takes, for the error if the system refuses
+    it."""
+
+    from tqdm.auto import tqdm  # here: loaders show no bar
+
+    def work(item: T) -> R:
+        with stopped_by(stop):
+            return function(item)
+
+    stop, each, hidden = Stop(), -(-total // len(items)), not (progress and is_interactive())
+    try:
+        with (
+            closing(in_order(work, items, threads, name, stop=stop.set)) as results,
+            tqdm(total=total, desc=title, unit="img", disable=hidden, leave=False) as bar,
+        ):
+            for result in results:
+                yield result
+                bar.update(each)
+    except Exception as error:
+        if not is_exhaustion(error):
+            raise
+        raise exhaustion(error, wanted, "Use fewer workers.") from error
 
 
 def _set_all() -> None:

@@ -19,8 +19,7 @@ from drivetrain import DataError
 from drivetrain.loaders import Advice, advise, convert, inspect
 from drivetrain.loaders.advice import advise as module
 from drivetrain.loaders.advice.report import Rate, Row, bound, by_loss, bytes_text, choose
-from drivetrain.loaders.advice.sample import converted, open_data_set
-from drivetrain.loaders.advice.trials import disk_rate, loading_rate
+from drivetrain.loaders.advice.sample import converted, disk_rate, loading_rate, open_data_set
 from loader_pictures import jpeg_bytes, jpeg_folder, picture
 from PIL import Image
 

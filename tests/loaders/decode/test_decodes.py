@@ -1,10 +1,10 @@
-"""`jpeg.decodes`, which decodes at an eighth of the size, rejects the same files as the loader's full decode."""
+"""`jpegs.decodes`, which decodes at an eighth of the size, rejects the same files as the loader's full decode."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from drivetrain.loaders.native.jpeg import decodes
+from drivetrain.loaders.native.jpegs import decodes
 from ffcv_library import library
 from loader_pictures import jpeg_bytes, picture
 

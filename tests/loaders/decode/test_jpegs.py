@@ -15,8 +15,7 @@ from drivetrain.loaders.beton.layout import MODE_JPEG, Field
 from drivetrain.loaders.conversion.columns import Sample
 from drivetrain.loaders.conversion.encode import Encoded, Encoding, encode_image
 from drivetrain.loaders.conversion.writer import write_betons
-from drivetrain.loaders.native import jpeg as jpegs
-from drivetrain.loaders.native import transcode
+from drivetrain.loaders.native import jpegs
 from loader_pictures import jpeg_bytes, picture
 from PIL import Image
 
@@ -103,8 +102,8 @@ def test_arithmetic_codes_become_huffman_codes_without_loss(jpeg: bytes, check: 
     encoded = encode_image(jpeg, Encoding(check=check))
     assert encoded.treatment == "recoded losslessly as baseline"
     assert (encoded.mode, encoded.width, encoded.height) == (MODE_JPEG, 64, 48)
-    assert transcode.frame_type(jpeg) == 0xC9
-    assert transcode.frame_type(encoded.payload) in transcode.SEQUENTIAL_FRAMES
+    assert jpegs.frame_type(jpeg) == 0xC9
+    assert jpegs.frame_type(encoded.payload) in jpegs.SEQUENTIAL_FRAMES
     assert jpegs.decodes(encoded.payload, 64, 48)
     original = Image.open(io.BytesIO(jpeg_bytes(PICTURE, quality=60))).convert("RGB")
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(encoded.payload)).convert("RGB")), original)
@@ -186,4 +185,4 @@ def test_frames_that_the_decoder_does_not_know_are_not_passed_through() -> None:
     ids=["baseline", "progressive", "markers in a segment", "fill bytes", "cut", "no length", "empty"],
 )
 def test_frame_type(jpeg: bytes, frame: int | None) -> None:
-    assert transcode.frame_type(jpeg) == frame
+    assert jpegs.frame_type(jpeg) == frame

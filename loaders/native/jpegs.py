@@ -1,45 +1,69 @@
-"""Lossless recoding of JPEGs: the same coefficients, and so the same pixels, with other codes."""
+"""What the loader's decoder thinks of a JPEG, and lossless recoding: the same coefficients, so the same pixels, with
+other codes."""
 
 from __future__ import annotations
 
 import ctypes
 import io
+from collections.abc import Iterator
 
 from PIL import Image
 
-from .library import MESSAGE, MOST_MEMORY, NO_MEMORY, OK, library
+from .library import MESSAGE, MOST_MEMORY, NO_MEMORY, OK, Limits, library
 from .stop import require_running, usual_limits
 
-SEQUENTIAL_FRAMES = frozenset((0xC0, 0xC1))
-"""Baseline and extended, with Huffman codes."""
-
+SEQUENTIAL_FRAMES = frozenset((0xC0, 0xC1))  # baseline and extended, with Huffman codes
 ARITHMETIC_FRAMES = frozenset((0xC9, 0xCA))
+# What the loader's decoder reads. 0xC2 is progressive, with Huffman codes.
 DECODED_FRAMES = SEQUENTIAL_FRAMES | {0xC2} | ARITHMETIC_FRAMES
-"""What the loader's decoder reads. 0xC2 is progressive, with Huffman codes."""
 
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # these three are tables and reserved
 _ALONE = frozenset((0x01, *range(0xD0, 0xD9)))  # markers without a segment
 _ANY_SIZE = (1 << 8 * ctypes.sizeof(ctypes.c_size_t)) - 1
-
-
+# As in libjpeg.c: scans, and pixels times scans; and as many as the most pixels that Pillow opens may have.
 _MOST_SCANS, _MOST_WORK, _FEW_SCANS = 500, 1 << 32, 24
-"""As in libjpeg.c: scans, and pixels times scans; and as many as the most pixels that Pillow opens may have."""
+
+
+def _markers(jpeg: bytes) -> Iterator[int]:
+    """Yield the second byte of each marker, and 0 for entropy-coded data between them."""
+    at = 2
+    while 0 <= at < len(jpeg) - 3:
+        marker = jpeg[at + 1]
+        if jpeg[at] != 0xFF or marker == 0:
+            yield 0
+            at = jpeg.find(b"\xff", at + 1)
+        elif marker == 0xFF:  # fill
+            at += 1
+        else:
+            yield marker
+            at += 2 if marker in _ALONE else 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
 
 
 def frame_type(jpeg: bytes) -> int | None:
     """Return the second byte of the frame marker, 0xC0 to 0xCF, which identifies the coding; None without a frame."""
-    at = 2
-    while at + 4 <= len(jpeg) and jpeg[at] == 0xFF:
-        marker = jpeg[at + 1]
-        if marker in _FRAMES:
-            return marker
-        if marker == 0xFF:  # fill
-            at += 1
-        elif marker in _ALONE:
-            at += 2
-        else:
-            at += 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
-    return None
+    return next((marker for marker in _markers(jpeg) if marker in _FRAMES or marker == 0), None) or None
+
+
+def decodes(jpeg: bytes, width: int, height: int, limits: Limits | None = None) -> bool:
+    """Whether the loader's decoder reads this JPEG completely and without a warning, within limits (default: 2 GiB, and
+    those of `stopped_by`, whose end raises `Stopped`). Decodes at an eighth of its size: that reads all of the
+    entropy-coded data, which can be damaged, but skips the arithmetic on pixels, which cannot fail. Takes three
+    quarters of the time (0.60 ms of 0.78 for a photograph of 92 KB)."""
+    status, _ = _check(jpeg, width, height, 8, limits)
+    require_running(status)
+    return status == OK
+
+
+def complaint(jpeg: bytes, width: int, height: int, limits: Limits | None = None) -> str:
+    """Return libjpeg's error or warning when it decodes these bytes; empty if there is none."""
+    return _check(jpeg, width, height, 1, limits)[1]
+
+
+def _check(jpeg: bytes, width: int, height: int, share: int, limits: Limits | None) -> tuple[int, str]:
+    message = ctypes.create_string_buffer(MESSAGE)
+    limits = limits or usual_limits()
+    status = library().dt_jpeg_check(jpeg, len(jpeg), height, width, share, limits, message)
+    return int(status), message.value.decode(errors="replace")
 
 
 def recoded(jpeg: bytes, most: int = _ANY_SIZE, memory: int = MOST_MEMORY) -> bytes | None:
@@ -74,24 +98,8 @@ def check_scans(jpeg: bytes) -> None:
     with Image.open(io.BytesIO(jpeg)) as image:
         pixels = image.width * image.height
     most = min(_MOST_SCANS, _MOST_WORK // max(pixels, 1))
-    if _scans(jpeg) > most:
+    if sum(marker == 0xDA for marker in _markers(jpeg)) > most:
         raise ValueError(f"it has more than {most} scans, the most for its size")
-
-
-def _scans(jpeg: bytes) -> int:
-    at, count = 2, 0
-    while 0 <= at < len(jpeg) - 3:
-        marker = jpeg[at + 1]
-        if jpeg[at] != 0xFF or marker == 0:  # codes
-            at = jpeg.find(b"\xff", at + 1)
-        elif marker == 0xFF:  # fill
-            at += 1
-        elif marker in _ALONE:
-            at += 2
-        else:
-            count += marker == 0xDA
-            at += 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
-    return count
 
 
 def huffman_coded(jpeg: bytes) -> bytes:
