@@ -22,9 +22,8 @@ from ..common.storage.cache import Remote
 from ..common.threads import end, results
 from .arguments import check_device, options_here
 from .beton.data_set import BetonFiles, open_files
-from .decode.buffers import Buffers
 from .decode.decoder import BatchRequest, Decoder
-from .device import feed_of
+from .device import Buffers, feed_of
 from .epochs import Batch, EpochLoader
 from .native.stop import Stop
 from .options import LoaderKeywords, LoaderOptions, check_workers

@@ -23,10 +23,9 @@ from ..common.options.signatures import documented
 from ..common.storage.addresses import is_address
 from .arguments import check_device, options_here
 from .beton.data_set import BetonFiles, open_files
-from .decode.buffers import Buffers
 from .decode.ffcv_modules import ffcv_module, thread_counts_restored
 from .decode.moving import moving_fields
-from .device import feed_of
+from .device import Buffers, feed_of
 from .epochs import Batch, EpochLoader
 from .options import LoaderKeywords, LoaderOptions, check_workers
 from .sources import Source, files_of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -114,7 +113,12 @@ class Group:
         kind: tuple[int, int],
     ) -> None:
         self.settings, self._first, self.views = settings, first, views
-        self.operations = _compiled(operations, settings.size)
+        self.operations: Operations | None = None
+        if operations:  # otherwise neither FFCV nor numba is imported
+            require("numba", "ffcv", "use FFCV's operations")
+            from .operations import Operations
+
+            self.operations = Operations(operations, settings.size)
         channels, depth = kind
         line, table = self._tables = _normalization(settings, depth)
         method = _METHODS[settings.interpolation]
@@ -123,11 +127,10 @@ class Group:
         if settings.shifts:  # nothing is resized
             method = library.NEAREST if settings.pads else library.SHIFT
         pixel = np.array(fill_color(settings.mean, depth), dtype=f"<u{depth // 8}").tobytes()
-        fill = (ctypes.c_uint8 * 8)(*pixel)
         self.made = {
             dtype: library.Settings(
                 *settings.size, method, number, channels, depth // 8, library.address(line[0]),
-                library.address(line[1]), library.address(table), settings.cutout, fill,
+                library.address(line[1]), library.address(table), settings.cutout, (ctypes.c_uint8 * 8)(*pixel),
             )
             for dtype, number in _DTYPES.items()
         }  # fmt: skip
@@ -141,9 +144,8 @@ class Group:
         images: torch.Tensor,
     ) -> Draw:
         """Return what is drawn for the samples with these `keys`, `numbers` and stored `sizes`, each `(n,)`."""
-        settings, flips = self.settings, None
-        if settings.alternates:
-            flips = augmentation.alternating(settings.seed, epoch, numbers)
+        settings = self.settings
+        flips = augmentation.alternating(settings.seed, epoch, numbers) if settings.alternates else None
         if self.views > 1 or self._first:
             keys = draws.view_keys(keys, self._first, self.views)
         heights, widths = (np.repeat(size, self.views) for size in sizes)
@@ -183,7 +185,6 @@ class Decoder:
                 f"The targets {', '.join(self.targets.kinds)} do not follow FFCV's operations, which may move pixels. "
                 "Leave operations= out."
             )
-        self._groups, first = list[Group](), 0
         kind = beton.channels, beton.depth
         if operations and kind != RGB:
             raise DataError(
@@ -191,6 +192,7 @@ class Decoder:
                 f"{channels_text(*kind)}. Leave them out."
             )
         self._pixel = beton.channels * beton.depth // 8  # bytes
+        self._groups, first = list[Group](), 0
         for views, own in settings.groups:
             self._groups.append(Group(own, first, views, operations, kind))
             first += views
@@ -203,8 +205,7 @@ class Decoder:
         self._samples = library.Samples(*map(library.address, columns), beton.channels, beton.depth // 8)
         self._columns = columns  # keeps their memory
         self.part = max(_PART // (self._pixel * settings.sample_pixels), 1)
-        self.coefficient_bytes = library.MOST_MEMORY
-        """Memory that each thread may take for the coefficients of a JPEG with several scans."""
+        self.coefficient_bytes = library.MOST_MEMORY  # of a JPEG with several scans, for each thread
         self._workspaces = Workspaces()
         self.close = self._workspaces.close  # no thread may be loading
 
@@ -289,9 +290,8 @@ class Decoder:
         for number in request.among[(draw * len(request.among)).astype(np.int64)]:
             images = [draw.images[alone] for draw in request.draws]
             targets = {name: values[alone] for name, values in request.targets.items()}
-            other = self.request(
-                np.array([number]), request.epoch, images, request.among, targets, request.stop
-            )
+            numbers = np.array([number])
+            other = self.request(numbers, request.epoch, images, request.among, targets, request.stop)
             if self._failure(workspace, other, slice(0, 1)) is None:
                 for name, values in targets.items():  # of a tensor in the same memory, of a list in a copy
                     request.targets[name][place] = values[0]
@@ -319,22 +319,20 @@ class Decoder:
         self, workspace: int, parts: list[_Part], indices: NDArray[np.int64], stop: Stop
     ) -> None:
         """Load the samples; apply FFCV's operations to their levels, before CutOut and the dtype."""
-        levels = [
-            dataclasses.replace(
-                part,
-                choices=_without_corners(part.choices),
-                images=part.images
-                if part.images.dtype == torch.uint8
-                else torch.empty(part.images.shape, dtype=torch.uint8),
-            )
-            for part in parts
-        ]
+        levels = []
+        for part in parts:
+            choices = library.Choices.from_buffer_copy(part.choices)
+            choices.corners = None
+            images = part.images
+            if images.dtype != torch.uint8:
+                images = torch.empty(images.shape, dtype=torch.uint8)
+            levels.append(_Part(part.group, choices, part.keys, images))
         self._decode(workspace, levels, indices, stop)
         for part, level in zip(parts, levels, strict=True):
-            images, operations = level.images.flatten(0, 1), part.group.operations
-            assert operations is not None
-            operations.apply(images.numpy(), part.keys, np.repeat(indices, part.group.views))
-            made = part.group.made[part.images.dtype]
+            images, group = level.images.flatten(0, 1), part.group
+            assert group.operations is not None
+            group.operations.apply(images.numpy(), part.keys, np.repeat(indices, group.views))
+            made = group.made[part.images.dtype]
             self._core.dt_finish(made, part.choices, len(images), images.data_ptr(), part.images.data_ptr())
 
     def _decode(
@@ -367,10 +365,9 @@ class Decoder:
             return MemoryError(f"There is no memory to decode sample {index}.")
         beton, own = self._beton.locate(index)
         stored = beton.stored(own)  # raises the reason why a sample cannot be read
-        if status == library.UNREADABLE:
-            return beton.sample_error(own, "it cannot be read")
-        if status == library.WRONG_SIZE:
-            return beton.sample_error(own, "its JPEG header and the file's metadata disagree on the size")
+        if status in (library.UNREADABLE, library.WRONG_SIZE):
+            disagree = "its JPEG header and the file's metadata disagree on the size"
+            return beton.sample_error(own, disagree if status == library.WRONG_SIZE else "it cannot be read")
         limits = stop.limits(self.coefficient_bytes)
         message = jpegs.complaint(stored, int(self._widths[index]), int(self._heights[index]), limits)
         if status == library.TOO_LARGE:
@@ -402,12 +399,6 @@ class Decoder:
         return need
 
 
-def _without_corners(choices: library.Choices) -> library.Choices:
-    copied = library.Choices.from_buffer_copy(choices)
-    copied.corners = None
-    return copied
-
-
 def _native(choices: augmentation.Choices, part: slice) -> library.Choices:
     """Return where the choices for a part of the images are in memory."""
     of = library.Choices(
@@ -424,16 +415,6 @@ def _native(choices: augmentation.Choices, part: slice) -> library.Choices:
         of.magnitudes = library.address(drawn.magnitudes[part])
         of.weights = library.address(drawn.weights[part])
     return of
-
-
-def _compiled(operations: Sequence[Any], size: tuple[int, int]) -> Operations | None:
-    """Return FFCV's operations, compiled; None without any: then neither FFCV nor numba is imported."""
-    if not operations:
-        return None
-    require("numba", "ffcv", "use FFCV's operations")
-    from .operations import Operations
-
-    return Operations(operations, size)
 
 
 def _normalization(settings: LoaderOptions, depth: int) -> tuple[NDArray[np.float32], NDArray[np.uint16]]:

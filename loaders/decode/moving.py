@@ -6,6 +6,7 @@ The results equal those of torchvision's v2 transforms on `tv_tensors` with the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +55,11 @@ class Motion:
     def _line(self, axis: int) -> NDArray[np.int64]:
         """Return the source row (or column) of each output row (or column); -1 where there is none."""
         start, length, size = self.box[axis], self.box[axis + 2], self.size[axis]
+        first, extent = self.place[axis], self.place[axis + 2]
+        line: NDArray[np.int64] = np.full(size, -1)
         if self.shifts:
             line = np.abs(np.arange(size) - start)
-            reflected: NDArray[np.int64] = np.minimum(line, 2 * (size - 1) - line)
-            return reflected
-        first, extent = self.place[axis], self.place[axis + 2]
-        line = np.full(size, -1)
+            return np.minimum(line, 2 * (size - 1) - line)
         line[first : first + extent] = start + nearest_places(length, extent)
         return line
 
@@ -100,10 +100,8 @@ class Masks:
     def _first(self, on_error: str) -> NDArray[Any]:
         last = min(len(self._beton), _TRIED if on_error == "skip" else 1) - 1
         for index in range(last):
-            try:
+            with suppress(BetonError):
                 return self._read(index)
-            except BetonError:
-                continue
         return self._read(last)
 
     def _read(self, index: int, rows: int | None = None) -> NDArray[Any]:
@@ -155,24 +153,22 @@ class MovingTargets:
 
     def load(self, into: dict[str, Any], indices: NDArray[np.int64], choices: Choices, part: slice) -> None:
         """Load the targets of one chunk of a batch, as its images were chosen to become."""
-        moved = list(zip(indices.tolist(), motions(self._settings, choices, part), strict=True))
+        moved = list(motions(self._settings, choices, part))
         for name, kind in self.kinds.items():
-            if kind == "mask":
-                for place, (index, motion) in enumerate(moved, part.start):
-                    into[name][place] = torch.from_numpy(self._masks[name](index, motion))
-                continue
-            stored = self._beton.read(name, indices)
-            for place, (values, (index, motion)) in enumerate(zip(stored, moved, strict=True), part.start):
-                into[name][place] = self._points(name, kind, index, values, motion)
+            stored = indices if kind == "mask" else self._beton.read(name, indices)
+            rows = zip(stored, indices.tolist(), moved, strict=True)
+            for place, (values, index, motion) in enumerate(rows, part.start):
+                masks = self._masks.get(name)
+                one = masks(index, motion) if masks else self._points(name, kind, index, values, motion)
+                into[name][place] = torch.from_numpy(one)
 
-    def _points(self, name: str, kind: str, index: int, values: Any, motion: Motion) -> torch.Tensor:
+    def _points(self, name: str, kind: str, index: int, values: Any, motion: Motion) -> NDArray[np.float32]:
         try:
             points = coordinates(kind, values)
         except ValueError as error:
             beton, own = self._beton.locate(index)
             raise beton.sample_error(own, f"its {name!r}: {error}") from None
-        moved = motion.boxes(points) if kind == "boxes" else motion.keypoints(points)
-        return torch.from_numpy(moved)
+        return motion.boxes(points) if kind == "boxes" else motion.keypoints(points)
 
 
 def motions(settings: LoaderOptions, choices: Choices, part: slice) -> Iterator[Motion]:
@@ -203,23 +199,17 @@ def moving_fields(beton: BetonFiles, settings: LoaderOptions) -> dict[str, str]:
 
 def check_motion(kinds: Mapping[str, str], settings: LoaderOptions) -> None:
     """Raise DataError for settings that move pixels in a way that the targets do not follow."""
+    what = ", ".join(f"{name!r} ({kind})" for name, kind in kinds.items())
+    points = any(kind != "mask" for kind in kinds.values())
     if not kinds:
         return
-    what = ", ".join(f"{name!r} ({kind})" for name, kind in kinds.items())
-    points = [name for name, kind in kinds.items() if kind != "mask"]
-    refused = (
-        (settings.has_views, f"views={settings.views!r:.80}", "Leave views out"),
-        (
-            settings.train and settings.policy is not None,
-            f"policy={dict(settings.policy or {})!r:.80}",
-            "Leave the policy out; color_jitter does not move pixels",
-        ),
-        (
-            bool(points) and settings.shifts and not settings.pads,
-            "crop='padded' over reflected edges",
-            "Use padding_mode='constant'",
-        ),
-    )
-    for wrong, setting, remedy in refused:
-        if wrong:
-            raise DataError(f"The targets {what} do not follow {setting}. {remedy}.")
+    if settings.has_views:
+        setting, remedy = f"views={settings.views!r:.80}", "Leave views out"
+    elif settings.train and settings.policy is not None:
+        setting = f"policy={dict(settings.policy)!r:.80}"
+        remedy = "Leave the policy out; color_jitter does not move pixels"
+    elif points and settings.shifts and not settings.pads:
+        setting, remedy = "crop='padded' over reflected edges", "Use padding_mode='constant'"
+    else:
+        return
+    raise DataError(f"The targets {what} do not follow {setting}. {remedy}.")

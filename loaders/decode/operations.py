@@ -49,8 +49,6 @@ class Operations:
 
     def __init__(self, operations: Sequence[Any], size: tuple[int, int]) -> None:
         self._steps = [_compile(operation, size) for operation in operations]
-        if not self._steps:
-            return
         # Run once now, to raise errors early; in a thread, because it seeds that thread's random numbers.
         probe = np.zeros((1, *size, 3), dtype=np.uint8)
         with ThreadPoolExecutor(1) as pool:

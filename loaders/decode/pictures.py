@@ -15,11 +15,8 @@ from ...common.errors import DataError
 from ..beton.image_modes import image_pixels, is_wide
 from ..native import jpegs
 
-JPEG_FORMATS = ("JPEG", "MPO")
-"""MPO is a JPEG followed by further pictures (depth, a second view), which decoders ignore."""
-
-LONGEST = 0xFFFF
-"""The longest side of a picture, in pixels: the format's limit."""
+JPEG_FORMATS = ("JPEG", "MPO")  # MPO is a JPEG followed by further pictures (depth, …), which decoders ignore
+LONGEST = 0xFFFF  # side of a picture, in pixels: the format's limit
 
 _ORIENTATION = 0x0112
 _TURNS: dict[Any, Image.Transpose] = {

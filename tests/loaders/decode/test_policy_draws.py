@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain.loaders.decode.draws import sample_keys
+from drivetrain.loaders.decode.draws import NAMES, draw_policy, sample_keys
 from drivetrain.loaders.decode.policies import POLICIES, torchvision_policy
-from drivetrain.loaders.decode.policy_draws import NAMES, draw
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -53,7 +52,7 @@ def test_operations_are_drawn_as_torchvision_draws_them(policy: dict[str, Any]) 
     count, side = 6000, 48
     theirs = torchvisions_draws(policy, count, side)
     keys = sample_keys(3, 1, np.arange(count))
-    drawn = draw(policy, keys, (side, side))
+    drawn = draw_policy(policy, keys, (side, side))
     mine = np.stack([drawn.operations.ravel(), drawn.magnitudes.ravel()], axis=1)
     if policy["name"] == "aug_mix":  # there Identity only says that a chain has ended
         mine = mine[mine[:, 0] > 0]
@@ -77,7 +76,7 @@ def test_aug_mix_weighs_as_torchvision_does(alpha: float, width: int) -> None:
     """Mean, spread and distribution of the image's own weight and of each chain's; all of them sum to 1."""
     count = 20000
     keys = sample_keys(1, 2, np.arange(count))
-    found = draw({"name": "aug_mix", "alpha": alpha, "width": width}, keys, (16, 16)).weights
+    found = draw_policy({"name": "aug_mix", "alpha": alpha, "width": width}, keys, (16, 16)).weights
     torch.manual_seed(0)
     share = torch._sample_dirichlet(torch.full((count, 2), alpha)).numpy()
     within = torch._sample_dirichlet(torch.full((count, width), alpha)).numpy()

@@ -12,9 +12,8 @@ import pytest
 import torch
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
-from drivetrain.loaders.decode.draws import sample_keys
+from drivetrain.loaders.decode.draws import NAMES, draw_policy, magnitudes, sample_keys
 from drivetrain.loaders.decode.policies import POLICIES
-from drivetrain.loaders.decode.policy_draws import NAMES, draw, magnitudes
 from loader_pictures import load, picture
 from native_pixels import load_pictures
 from numpy.typing import NDArray
@@ -141,7 +140,7 @@ def test_aug_mix_mixes_as_torchvision_does() -> None:
     """Its arithmetic with operations that are the same in both: float32 sums, cut off."""
     image = odd_pictures(32)[0]
     keys = sample_keys(0, 0, np.arange(50))
-    weights = draw({"name": "aug_mix"}, keys, (32, 32)).weights
+    weights = draw_policy({"name": "aug_mix"}, keys, (32, 32)).weights
     steps = [("Posterize", 2.0), ("Solarize", 0.4), ("Equalize", 0.0)]
     operations = [[[NAMES.index(name)] for name, _ in steps]]
     for row in weights:
