@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from ..common.errors import DataError
 from ..common.transfer import to_device
-from .epochs import Batch
 from .options import LoaderOptions
+
+Batch = tuple[Any, ...]
 
 
 class CudaStreams:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from typing import Any, Unpack
@@ -15,23 +15,22 @@ import torch
 from numpy.typing import NDArray
 
 from ..common.errors import DataError
-from ..common.exhaustion import exhaustion, is_exhaustion
 from ..common.options.signatures import documented
 from ..common.signals import interrupts_held
 from ..common.storage.cache import Remote
 from ..common.threads import end, results
-from .arguments import check_device, options_here
 from .beton.data_set import BetonFiles, open_files
 from .decode.decoder import BatchRequest, Decoder
 from .device import Buffers, feed_of
-from .epochs import Batch, EpochLoader
+from .epochs import Batch, EpochLoader, check_device, options_here
 from .native.stop import Stop
 from .options import LoaderKeywords, LoaderOptions, check_workers
 from .sources import Source
 
 _FEWEST = 64
-_CHUNK = 1 << 20
-"""Bytes that a chunk reads and writes, at least: starting one takes as long as ten images of 32 pixels."""
+_CHUNK = (
+    1 << 20
+)  # bytes that a chunk reads and writes, at least: starting one takes as long as ten images of 32 pixels
 
 
 @documented(LoaderOptions)
@@ -93,48 +92,33 @@ class FFCVLoader(EpochLoader):
         self._pool: ThreadPoolExecutor | None = None
         self._stops: WeakSet[Stop] = WeakSet()  # of all epochs whose batches may be loading
         self._feed = feed_of(self.device, self.settings, self.beton.depth)
-        self._decoder = self._try_decoder()
+        self._ahead = deque[_Pending]()  # the batches in preparation of the newest loop
+        self._resize()
         # For the batches in preparation, the one in use, and two spare ones.
         each = len(self.settings.groups) + len(self._decoder.targets.kinds)
         self._buffers = Buffers(keep=(self.settings.batches_ahead + 3) * each)
 
-    def _try_decoder(self) -> Decoder:
-        """Return a decoder; raise `DataError` if the system has too little memory for its tables."""
-        try:
-            return self._make_decoder()
-        except Exception as error:
-            if not is_exhaustion(error):
-                raise
-            raise exhaustion(error, self._wanted()) from error
+    def _resize(self) -> None:
+        with self._exhaustion_explained():
+            self._decoder = self._make_decoder()
 
     def _make_decoder(self) -> Decoder:
         decoder = Decoder(self.beton, self.settings, self._operations)
         self._sample_bytes = 3 * self.settings.sample_pixels + int(self.beton.sizes.mean())
-        share = (
-            -(-min(self.settings.batch_size, len(self.indices)) // self.settings.world_size)
-            + self._last.joined
-        )
+        batch = min(self.settings.batch_size, len(self.indices))
+        share = -(-batch // self.settings.world_size) + self._last.joined
         groups = [prod(shape) * self._image_dtype.itemsize for shape in decoder.shapes(share)]
         groups.append(share * decoder.targets.sample_bytes)
-        if self._feed is not None:
-            groups = [
-                1 << (size - 1).bit_length() for size in groups if size
-            ]  # torch rounds pinned memory up
+        if self._feed is not None:  # torch rounds pinned memory up
+            groups = [1 << (size - 1).bit_length() for size in groups if size]
         self.memory = decoder.require_memory(self.settings.batches_ahead + 3, sum(groups), self.workers)
         return decoder
 
-    def _resize(self) -> None:
-        self._decoder = self._try_decoder()
+    def _is_ready(self) -> bool:
+        return bool(self._ahead) and self._ahead[0].done()
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        ahead: deque[_Pending] = deque()
-        batches = self._loaded(epoch, start, ahead)
-        if self._feed is None:
-            return batches
-        return self._feed.deliver(batches, lambda: bool(ahead) and ahead[0].done())
-
-    def _loaded(self, epoch: int, start: int, ahead: deque[_Pending]) -> Generator[Batch, None, None]:
-        """Yield the batches on the host; `ahead` has those in preparation."""
+    def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        ahead = self._ahead = deque()
         shares = self._shares(epoch)[start:]
         stop = Stop()
         self._stops.add(stop)
@@ -191,10 +175,13 @@ class FFCVLoader(EpochLoader):
     def _batch(self, request: BatchRequest) -> Batch:
         self.replaced += request.replaced
         values = (
-            request.targets[name] if name in request.targets else self._values(request.indices, (name,))[0]
+            request.targets[name] if name in request.targets else self._value(request.indices, name)
             for name in (self.beton.label_name, *self.settings.fields)
         )
-        return _images(request, self.settings), *values
+        if not self.settings.has_views:
+            return request.draws[0].images[:, 0].permute(0, 3, 1, 2), *values
+        groups = tuple(draw.images.permute(0, 1, 4, 2, 3) for draw in request.draws)
+        return groups[0] if isinstance(self.settings.views, int) else groups, *values
 
     def _release(self) -> None:
         for stop in list(self._stops):
@@ -205,13 +192,6 @@ class FFCVLoader(EpochLoader):
         self.beton.close()
         self._decoder.close()
         self._buffers.clear()
-
-
-def _images(request: BatchRequest, settings: LoaderOptions) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    if not settings.has_views:
-        return request.draws[0].images[:, 0].permute(0, 3, 1, 2)
-    groups = tuple(draw.images.permute(0, 1, 4, 2, 3) for draw in request.draws)
-    return groups[0] if isinstance(settings.views, int) else groups
 
 
 class _Pending:

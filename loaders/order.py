@@ -8,12 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..common.errors import DataError, suggest
+from ..common.errors import DataError
 
 ORDERS = ("random", "quasi_random", "sequential")
-
-WINDOW = 16
-"""Number of batches that quasi-random order mixes: the file is read in runs of this many."""
+WINDOW = 16  # number of batches that quasi-random order mixes: the file is read in runs of this many
 
 
 def epoch_batches(
@@ -32,21 +30,20 @@ def epoch_batches(
     """Return the global batches of one epoch as sample indices, independent of the number of workers or ranks. `pages`,
     for quasi-random order, has the page of the file that each sample is on. The permutation is keyed by the pair (seed,
     epoch), not by their sum: with the sum, which FFCV uses, seed 2 at epoch 0 repeats seed 1 at epoch 1."""
-    if order not in ORDERS:
-        raise DataError(f"order={order!r} is unknown.{suggest(order, ORDERS)}")
     random = np.random.default_rng([seed, epoch])
     if order == "random":
         indices = random.permutation(indices)
     elif order == "quasi_random":
-        indices = _by_pages(indices, _pages_of(indices, pages), random, WINDOW * batch_size)
+        pages = require_pages(pages)
+        indices = _by_pages(indices, pages[indices % len(pages)], random, WINDOW * batch_size)
     last = last_batch(
         len(indices), batch_size, drop_last=drop_last, pad_last=pad_last, train=train, world_size=world_size
     )
     indices = indices[: len(indices) - last.dropped]
-    indices = np.concatenate([indices, np.resize(indices, last.padded)]) if last.padded else indices
-    starts = list(range(0, len(indices), batch_size))
-    starts = starts[:-1] if last.joined else starts
-    return np.split(indices, starts[1:])
+    if last.padded:
+        indices = np.concatenate([indices, np.resize(indices, last.padded)])
+    starts = range(0, len(indices), batch_size)
+    return np.split(indices, starts[1:-1] if last.joined else starts[1:])
 
 
 @dataclass(frozen=True)
@@ -88,11 +85,6 @@ def require_pages(pages: NDArray[np.int64] | None) -> NDArray[np.int64]:
     return pages
 
 
-def _pages_of(indices: NDArray[np.int64], pages: NDArray[np.int64] | None) -> NDArray[np.int64]:
-    pages = require_pages(pages)
-    return pages[indices % len(pages)]
-
-
 def mixed(
     parts: Sequence[NDArray[np.int64]], weights: Sequence[float], *, seed: int, epoch: int, samples: int
 ) -> NDArray[np.int64]:
@@ -124,8 +116,7 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     counts = np.floor(exact).astype(np.int64)
     largest = np.argsort(counts - exact, kind="stable")  # the largest remainder first
     counts[largest[: total - int(counts.sum())]] += 1
-    found: list[int] = counts.tolist()
-    return found
+    return [int(count) for count in counts]
 
 
 def _by_pages(

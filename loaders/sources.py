@@ -60,13 +60,9 @@ class Files:
 
     def map(self, function: Callable[[str], str | Path]) -> Files:
         """Return the same parts with other files, e.g. with local copies of those at an address."""
-        found = iter(in_threads(function, self.names))
-        return Files(
-            tuple(
-                replace(part, files=tuple(str(each) for each in itertools.islice(found, len(part.files))))
-                for part in self.parts
-            )
-        )
+        made = map(str, in_threads(function, self.names))
+        parts = (replace(part, files=tuple(itertools.islice(made, len(part.files)))) for part in self.parts)
+        return Files(tuple(parts))
 
 
 Source = str | Path | Mapping[str, float] | Files

@@ -18,15 +18,14 @@ from numpy.typing import NDArray
 
 from ..common import machine
 from ..common.errors import DataError, require
-from ..common.exhaustion import exhaustion, is_exhaustion
+from ..common.exhaustion import is_exhaustion
 from ..common.options.signatures import documented
 from ..common.storage.addresses import is_address
-from .arguments import check_device, options_here
 from .beton.data_set import BetonFiles, open_files
 from .decode.ffcv_modules import ffcv_module, thread_counts_restored
 from .decode.moving import moving_fields
 from .device import Buffers, feed_of
-from .epochs import Batch, EpochLoader
+from .epochs import Batch, EpochLoader, check_device, options_here
 from .options import LoaderKeywords, LoaderOptions, check_workers
 from .sources import Source, files_of
 
@@ -105,12 +104,8 @@ class StockFFCVLoader(EpochLoader):
         self._buffers = Buffers(keep=3)  # the one in use, and two spare ones
         self._run: _Run | None = None
         self.memory = self._check_memory()
-        try:
+        with self._exhaustion_explained():
             self._make_loader()
-        except Exception as error:
-            if not is_exhaustion(error):
-                raise
-            raise exhaustion(error, self._wanted()) from error
 
     def _resize(self) -> None:
         self.memory = self._check_memory()
@@ -185,10 +180,6 @@ class StockFFCVLoader(EpochLoader):
         with nullcontext() if self._feed is None else self._feed.streams.current_device():
             return _Run(self._loader, indices, self.beton.name)
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        batches = self._loaded(epoch, start)
-        return batches if self._feed is None else self._feed.deliver(batches)
-
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         shares = self._shares(epoch)[start:]
         if not shares:
@@ -212,7 +203,7 @@ class StockFFCVLoader(EpochLoader):
             part = torch.from_numpy(run.next(where))
             images[done : done + len(part)].copy_(part)
             done += len(part)
-        values = self._values(share, (self.beton.label_name, *self.settings.fields))
+        values = (self._value(share, name) for name in (self.beton.label_name, *self.settings.fields))
         return images.permute(0, 3, 1, 2), *values
 
     def _release(self) -> None:

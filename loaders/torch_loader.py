@@ -27,11 +27,10 @@ from ..common.exhaustion import exhaustion, is_exhaustion
 from ..common.options.signatures import documented
 from ..common.signals import interrupts_held
 from ..common.storage.cache import Remote
-from .arguments import check_device, check_images, options_here
 from .datasets.torch_dataset import BetonDataset, PictureFolder, make_transform, open_dataset
 from .decode.moving import check_motion, moving_fields
 from .device import DeviceFeed
-from .epochs import Batch, EpochLoader
+from .epochs import Batch, EpochLoader, check_device, check_images, options_here
 from .options import LoaderKeywords, LoaderOptions, check_workers
 
 _END_PATIENCE = 0.2  # seconds for the workers to exit by themselves; they hold nothing that could be lost
@@ -113,10 +112,6 @@ class TorchLoader(EpochLoader):
         if hasattr(self.dataset, "transforms"):  # torchvision's data sets have both
             self.dataset.transforms = StandardTransform(self.dataset.transform)
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        batches = self._loaded(epoch, start)
-        return batches if self._feed is None else self._feed.deliver(batches)
-
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         shares = self._shares(epoch)[start:]
         self._sampler.batches = [[(epoch, index) for index in share.tolist()] for share in shares]
@@ -131,8 +126,9 @@ class TorchLoader(EpochLoader):
             if isinstance(batch, DrivetrainError):
                 raise batch
             images, labels = batch
+            images = tuple(images) if isinstance(images, list) else images
             labels = labels.float() if labels.is_floating_point() else labels
-            yield self._batch(images, labels, share)
+            yield images, labels, *(self._value(share % self.samples, name) for name in self.settings.fields)
 
     def _started(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Return DataLoader's iterator over the epoch; the first one starts the workers."""
@@ -146,21 +142,15 @@ class TorchLoader(EpochLoader):
                 around.enter_context(self._feed.streams.current_device())
             return iter(loader)
 
-    def _batch(self, images: Any, labels: torch.Tensor, share: NDArray[np.int64]) -> Batch:
-        fields = self.settings.fields
-        images = tuple(images) if isinstance(images, list) else images
-        return images, labels, *(self._values(share % self.samples, fields) if fields else [])
-
     def _make_loader(self) -> DataLoader[Any]:
         parallel: dict[str, Any] = {}
         if self.workers:
-            ahead = max(-(-self.settings.batches_ahead // self.workers), 1)
             parallel = {
                 "num_workers": self.workers,
                 "multiprocessing_context": "spawn",
                 "worker_init_fn": _leave_interrupts_to_the_parent,
                 "persistent_workers": True,
-                "prefetch_factor": ahead,
+                "prefetch_factor": max(-(-self.settings.batches_ahead // self.workers), 1),
             }
         return DataLoader(
             _Keyed(self.dataset, self.settings, self._wanted()),
@@ -182,9 +172,7 @@ def _end_workers(iterator: Any) -> None:
     """End the workers of a DataLoader's iterator, after a short grace period. A worker checks whether to exit only
     between batches. torch would wait up to 5 s for each worker that decodes large photos or is still importing, one
     after the other."""
-    if getattr(
-        iterator, "_worker_pids_set", False
-    ):  # otherwise torch would report a terminated worker as a failure
+    if getattr(iterator, "_worker_pids_set", False):  # or torch would report a terminated worker as a failure
         _remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
     timer = threading.Timer(_END_PATIENCE, _terminate, [getattr(iterator, "_workers", [])])

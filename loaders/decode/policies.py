@@ -9,8 +9,7 @@ from typing import Any
 from ...common.checks import is_number, is_whole, plain
 from ...common.errors import DataError, suggest
 
-LONGEST = 32
-"""Maximum number of operations or chains for one image."""
+LONGEST = 32  # operations or chains for one image
 
 
 @dataclass(frozen=True)
