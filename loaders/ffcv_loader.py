@@ -30,7 +30,9 @@ from .sources import Source
 _FEWEST = 64
 _CHUNK = (
     1 << 20
-)  # bytes that a chunk reads and writes, at least: starting one takes as long as ten images of 32 pixels
+)  # bytes that a chunk reads and writes, at least: starting one takes as long as ten small images
+# A batch in preparation: its chunks, and the memory they fill.
+_Pending = tuple[list[Future[None]], BatchRequest]
 
 
 @documented(LoaderOptions)
@@ -38,9 +40,8 @@ class FFCVLoader(EpochLoader):
     """Load a `.beton` file, or several; samples and pixels do not depend on the number of workers and ranks.
 
     Yields `(images, labels)`: images `(B, C, H, W)` (several per sample: `views`) with channels-last strides; C is 3,
-    or 1 or 4 for files converted with `image_mode`;
-    normalized float32 or bfloat16, or uint8; labels `(B,)` int64 (class indices) or float32 (targets), or `(B, K)`
-    float32 (vectors). Each batch has its own memory, so you can keep it.
+    or 1 or 4 for files converted with `image_mode`; normalized float32 or bfloat16, or uint8; labels `(B,)` int64
+    (class indices) or float32 (targets), or `(B, K)` float32 (vectors). Each batch has its own memory.
 
     Of a JPEG only the crop is decoded; damage outside of it is noticed by `verify=True`, or `drivetrain verify`.
 
@@ -115,7 +116,8 @@ class FFCVLoader(EpochLoader):
         return decoder
 
     def _is_ready(self) -> bool:
-        return bool(self._ahead) and self._ahead[0].done()
+        with interrupts_held():
+            return bool(self._ahead) and all(part.done() for part in self._ahead[0][0])
 
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         ahead = self._ahead = deque()
@@ -126,12 +128,13 @@ class FFCVLoader(EpochLoader):
             for number in range(len(shares)):
                 while len(ahead) <= self.settings.batches_ahead and number + len(ahead) < len(shares):
                     ahead.append(self._submit(shares[number + len(ahead)], epoch, stop))
-                yield self._batch(ahead.popleft().result())
+                yield self._batch(_finished(*ahead.popleft()))
         finally:
             stop.set()
             with interrupts_held():
-                for pending in ahead:
-                    pending.cancel()
+                for parts, _ in ahead:
+                    for part in parts:
+                        part.cancel()
 
     def _submit(self, indices: NDArray[np.int64], epoch: int, stop: Stop) -> _Pending:
         if self._pool is None:
@@ -153,7 +156,7 @@ class FFCVLoader(EpochLoader):
                 self._pool.submit(decoder.load, request, slice(at, at + step))
                 for at in range(0, len(indices), step)
             ]
-        return _Pending(parts, request)
+        return parts, request
 
     def _chunk(self, n: int) -> int:
         """Return the number of samples in a chunk of a batch of n: so few that no worker idles at the batch's end.
@@ -194,21 +197,7 @@ class FFCVLoader(EpochLoader):
         self._buffers.clear()
 
 
-class _Pending:
-    """A batch in preparation: its chunks, and the memory they fill."""
-
-    def __init__(self, parts: list[Future[None]], request: BatchRequest) -> None:
-        self._parts, self._request = parts, request
-
-    def result(self) -> BatchRequest:
-        """Wait for all chunks; raise the exception of any of them."""
-        results(self._parts)
-        return self._request
-
-    def done(self) -> bool:
-        with interrupts_held():
-            return all(part.done() for part in self._parts)
-
-    def cancel(self) -> None:
-        for part in self._parts:
-            part.cancel()
+def _finished(parts: Sequence[Future[None]], request: BatchRequest) -> BatchRequest:
+    """Return the request when all its chunks are loaded; raise the exception of any of them."""
+    results(parts)
+    return request

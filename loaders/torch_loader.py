@@ -89,7 +89,9 @@ class TorchLoader(EpochLoader):
         super().__init__(own, indices, len(self.dataset), beton)
         self._device = check_device(device)
         self._feed = None if self._device.type == "cpu" else DeviceFeed(self._device)
-        self._sampler = _Sampler()
+        self._keys: list[
+            list[tuple[int, int]]
+        ] = []  # (epoch, sample index) of each batch of the current epoch
         self._generator = torch.Generator()  # used by DataLoader, so that the global one is unaffected
         self._loader: DataLoader[Any] | None = None
 
@@ -114,7 +116,7 @@ class TorchLoader(EpochLoader):
 
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         shares = self._shares(epoch)[start:]
-        self._sampler.batches = [[(epoch, index) for index in share.tolist()] for share in shares]
+        self._keys[:] = [[(epoch, index) for index in share.tolist()] for share in shares]
         if self._loader is None:
             self._loader = self._make_loader()
         try:
@@ -154,7 +156,7 @@ class TorchLoader(EpochLoader):
             }
         return DataLoader(
             _Keyed(self.dataset, self.settings, self._wanted()),
-            batch_sampler=self._sampler,
+            batch_sampler=self._keys,
             collate_fn=_collated,
             generator=self._generator,
             pin_memory=self._feed is not None,
@@ -290,19 +292,6 @@ def _collated(samples: list[Any]) -> Any:
 
 def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).rstrip('.')}"
-
-
-class _Sampler:
-    """The batches of the current epoch, as lists of (epoch, sample index)."""
-
-    def __init__(self) -> None:
-        self.batches: list[list[tuple[int, int]]] = []
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
 
 @contextmanager

@@ -290,7 +290,7 @@ def test_the_time_limits_sample_and_rounds(scratch: Path, tmp_path: Path) -> Non
 
 
 def test_the_disk_is_read_or_known_to_be_unknown(photos: Path, tmp_path: Path) -> None:
-    sample = open_data_set(photos).sample(18, 0)
+    sample = open_data_set(photos).sample(18)
     file = converted(sample, tmp_path / "a.beton", {}, 1)
     rates = [disk_rate(file, 2, seconds, 0) for seconds in (0.0, 5.0)]
     assert all(rate is None or rate > 0 for rate in rates)
@@ -307,7 +307,7 @@ def test_the_disk_is_read_or_known_to_be_unknown(photos: Path, tmp_path: Path) -
 
 def test_a_sample_is_the_same_in_every_call(photos: Path) -> None:
     data = open_data_set(photos)
-    first, second = data.sample(7, 0), data.sample(7, 0)
+    first, second = data.sample(7), data.sample(7)
     assert [image for image, _ in first] == [image for image, _ in second]
     assert len({image for image, _ in first}) == 7
-    assert [image for image, _ in data.sample(3, 0)] == [image for image, _ in first.first(3)]
+    assert [image for image, _ in data.sample(3)] == [image for image, _ in first.first(3)]
