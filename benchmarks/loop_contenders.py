@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -96,7 +96,7 @@ class InMemory(EpochLoader):
         settings = LoaderOptions(batch_size=len(batches.first), image_size=SIDE)
         super().__init__(settings, None, len(self._labels), None)
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:  # noqa: ARG002
+    def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:  # noqa: ARG002
         yield from self._in_memory
         self._in_memory.stop()
 

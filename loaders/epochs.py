@@ -1,24 +1,28 @@
-"""What all loaders share: epochs, the position in one, and the interface that makes them interchangeable."""
+"""What all loaders share: what they are called with, epochs, the position in one, and their common interface."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ..common.checks import check_whole, plain
 from ..common.errors import DataError, suggest
 from ..common.exhaustion import exhaustion, is_exhaustion
-from .arguments import check_images, check_indices
 from .beton.data_set import BetonFiles
+from .beton.image_modes import RGB, channels_text
 from .beton.reader import count_classes
+from .device import DeviceFeed
 from .image_size import ImageSize, size_text
-from .options import LoaderOptions, odd_size, too_small
+from .options import LoaderKeywords, LoaderOptions, odd_size, too_small
 from .order import (
     LastBatch,
     check_batch_size,
@@ -42,8 +46,8 @@ class EpochLoader(ABC):
     the same batches.
     """
 
-    settings: LoaderOptions
     _device: torch.device
+    _feed: DeviceFeed | None = None
     workers: int
     beton: BetonFiles | None
     """The files; None if the source is not a `.beton`."""
@@ -69,8 +73,12 @@ class EpochLoader(ABC):
         self._running = 0  # number of the active iteration; a new one, or close(), ends older ones
 
     @abstractmethod
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        """Yield this rank's batches of an epoch, beginning with number `start`."""
+    def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        """Yield this rank's batches of an epoch on the host, beginning with number `start`."""
+
+    def _is_ready(self) -> bool:
+        """Whether the next batch is available without waiting."""
+        return True
 
     @abstractmethod
     def _release(self) -> None:
@@ -122,10 +130,16 @@ class EpochLoader(ABC):
         """The bits of each value of the images, 8 or 16, as stored."""
         return 8 if self.beton is None else self.beton.depth
 
-    def _values(self, indices: NDArray[np.int64], names: Iterable[str]) -> list[Any]:
-        """Return these fields of the samples `indices` `(n,)`: tensors, or lists of bytes or of JSON values."""
+    def _value(self, indices: NDArray[np.int64], name: str) -> Any:
+        """Return a field of the samples `indices` `(n,)`: a tensor, or a list of bytes or of JSON values."""
         assert self.beton is not None
-        return [_collated(self.beton, name, indices) for name in names]
+        values = self.beton.read(name, indices)
+        if isinstance(values, list):
+            return values
+        tensor = torch.from_numpy(values)
+        return (
+            tensor.float() if self.beton.fields[name] == "float" else tensor
+        )  # the file has no other float64
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -160,7 +174,8 @@ class EpochLoader(ABC):
         return self._counted(self._epoch, start, self._running)
 
     def _counted(self, epoch: int, start: int, iteration: int) -> Iterator[Batch]:
-        batches = self._batches(epoch, start)
+        loaded = self._loaded(epoch, start)
+        batches = loaded if self._feed is None else self._feed.deliver(loaded, self._is_ready)
         while (batch := self._next(batches)) is not None:
             self._position += 1
             yield batch
@@ -171,21 +186,27 @@ class EpochLoader(ABC):
                 )
 
     def _next(self, batches: Iterator[Batch]) -> Batch | None:
-        """Return the next batch; None after the last one.
-
-        Raises:
-            DataError: also if the system refuses memory, threads or processes; the loader then releases its own.
-        """
+        """Return the next batch; None after the last one. If the system refuses memory, threads or processes, the
+        loader releases its own."""
         try:
             return next(batches, None)
         except Exception as error:
-            if not is_exhaustion(error):
-                raise
-            self.close()
-            raise exhaustion(error, self._wanted()) from error
+            if is_exhaustion(error):
+                self.close()
+                raise exhaustion(error, self._wanted()) from error
+            raise
+
+    @contextmanager
+    def _exhaustion_explained(self) -> Iterator[None]:
+        """Raise DataError if the system refuses memory, threads or processes in the block."""
+        try:
+            yield
+        except Exception as error:
+            if is_exhaustion(error):
+                raise exhaustion(error, self._wanted()) from error
+            raise
 
     def _wanted(self) -> str:
-        """Return what loading requires, in words."""
         own = self.settings
         share = -(-own.batch_size // own.world_size)
         batch = share * own.sample_pixels * self.channels * own.dtype.itemsize
@@ -195,10 +216,7 @@ class EpochLoader(ABC):
         )
 
     def _shares(self, epoch: int) -> list[NDArray[np.int64]]:
-        """Return this rank's samples for each batch of an epoch.
-
-        An index; in a mix, a sample's k-th repetition in the epoch is its index plus k times the number of samples.
-        """
+        """Return this rank's samples for each batch of an epoch; for repeated ones, see `mixed`."""
         own, indices = self.settings, self.indices
         if self._parts:
             indices = mixed(self._parts, self._weights, seed=own.seed, epoch=epoch, samples=self.samples)
@@ -216,12 +234,9 @@ class EpochLoader(ABC):
             DataError: if an index is out of range, or there are too few for a batch.
         """
         chosen = check_indices(indices, self.samples)
-        check_batch_size(
-            self.settings.batch_size,
-            len(chosen),
-            full=(self.settings.train or self.settings.drop_last) and not self.settings.pad_last,
-            world_size=self.settings.world_size,
-        )
+        own = self.settings
+        full = (own.train or own.drop_last) and not own.pad_last
+        check_batch_size(own.batch_size, len(chosen), full=full, world_size=own.world_size)
         parts = [chosen[(chosen >= first) & (chosen < end)] for _, first, end in self._weighted]
         drawn = shares(len(chosen), self._weights) if parts else []
         for part, count, (weight, first, end) in zip(parts, drawn, self._weighted, strict=True):
@@ -267,24 +282,21 @@ class EpochLoader(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position: the epoch, and how many of its global batches have been yielded."""
         mix = {"weights": self._weights} if self._weighted else {}
-        return {
-            "epoch": self._epoch,
-            "position": self._position,
-            "seed": self.settings.seed,
-            "batch_size": self.settings.batch_size,
+        own = self.settings
+        position = {"epoch": self._epoch, "position": self._position}
+        data = {
+            "seed": own.seed,
+            "batch_size": own.batch_size,
             "samples": len(self.indices),
-            "order": self.settings.order,
-            "batches": len(self),
-            **mix,
+            "order": own.order,
         }
+        return {**position, **data, "batches": len(self), **mix}
 
     def load_state_dict(self, state: dict[str, Any], *, within: bool = False) -> None:
-        """Continue right after the last batch of `state`, also with another number of ranks.
+        """Continue right after the last batch of `state`, the result of `state_dict`, also on another number of ranks.
 
-        Args:
-            state: from `state_dict`.
-            within: after the last batch of an epoch, whether the next loop is the rest of this epoch, without a batch.
-                Default False: it is the next epoch.
+        After the last batch of an epoch, the next loop is the next epoch; `within`: the rest of this one, without a
+        batch.
 
         Raises:
             DataError: if the state has another seed, batch size, order or data set, or if the rest of its epoch cannot
@@ -322,50 +334,123 @@ class EpochLoader(ABC):
         self.close()
 
 
-def _collated(beton: BetonFiles, name: str, indices: NDArray[np.int64]) -> Any:
-    values = beton.read(name, indices)
-    if isinstance(values, list):
-        return values
-    tensor = torch.from_numpy(values)
-    return tensor.float() if beton.fields[name] == "float" else tensor  # the file has no other float64
+def options_here(given: LoaderKeywords) -> LoaderOptions:
+    """Return the checked options of a loader of this process: where `order`, `drop_last`, `rank` and `world_size` are
+    None, what follows from the others."""
+    train = given.get("train", True)
+    rank, world_size = find_ranks(given.get("rank"), given.get("world_size"))
+    order = given.get("order") or ("random" if train else "sequential")
+    drop_last = given.get("drop_last")
+    decided = {"rank": rank, "world_size": world_size, "order": order, "drop_last": drop_last or False}
+    made = LoaderOptions.of({**given, **decided})
+    equal = made.train and made.world_size > 1 and not made.pad_last
+    return dataclasses.replace(made, drop_last=True) if drop_last is None and equal else made
+
+
+def find_ranks(rank: Any, world_size: Any) -> tuple[Any, Any]:
+    """Return this process's rank and world size: as given, else those of torch.distributed's process group. A launched
+    process must have joined its group: otherwise every rank would load all samples."""
+    if (rank is None) != (world_size is None):
+        raise DataError(
+            f"rank={rank!r} and world_size={world_size!r}: pass both, or neither, to use those of torch.distributed's "
+            "process group."
+        )
+    if rank is not None:
+        return rank, world_size
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    started, addressed = (
+        os.environ.get("WORLD_SIZE", ""),
+        {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ),
+    )
+    if addressed and started not in ("", "1"):
+        raise DataError(
+            f"A launcher started this process as one of WORLD_SIZE={started}, but it has not joined their process "
+            "group. Call torch.distributed.init_process_group() before creating the loader, or pass rank= and "
+            "world_size= (rank=0, world_size=1: all samples)."
+        )
+    return 0, 1
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise DataError(f"device={device!r} is not a torch device. Use 'cpu' or 'cuda'.") from None
+    if parsed.type not in ("cpu", "cuda"):
+        raise DataError(f"device={device!r} is not supported for batches. Use 'cpu' or 'cuda'.")
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
+        raise DataError(
+            f"device={device!r} does not exist: torch finds {torch.cuda.device_count()} CUDA devices."
+        )
+    return parsed
+
+
+def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
+    """Return the indices to load, or all of them; for a boolean mask `(samples,)`, those that are True."""
+    if indices is None:
+        return np.arange(samples, dtype=np.int64)
+    chosen = np.asarray(indices)
+    if chosen.dtype == np.bool_ and chosen.shape == (samples,):
+        chosen = np.flatnonzero(chosen)
+    if chosen.ndim != 1 or len(chosen) == 0 or not np.issubdtype(chosen.dtype, np.integer):
+        raise DataError(f"indices must be a non-empty list of sample indices, not {indices!r:.80}.")
+    outside = (chosen < 0) | (chosen >= samples)
+    if outside.any():
+        raise DataError(
+            f"indices contains {chosen[outside][0]}, but the data set has samples 0 to {samples - 1}."
+        )
+    return chosen.astype(np.int64)
+
+
+def check_images(options: LoaderOptions, channels: int, depth: int, source: str) -> None:
+    """Raise `DataError` for options that images of so many channels and bits do not have."""
+    if len(options.mean) != channels:
+        values = f"{channels} value{'s' * (channels > 1)}"
+        raise DataError(
+            f"The images of {source} have {channels_text(channels, depth)}, but mean={options.mean!r} and "
+            f"std={options.std!r} are of {len(options.mean)}. Pass mean= and std= with {values}, for pixels "
+            "scaled to 0–1."
+        )
+    if (channels, depth) == RGB:
+        return
+    for _, own in options.groups:
+        for name, wrong, remedy in (
+            ("interpolation", own.interpolation == "area", "Use 'bilinear', 'bicubic' or 'nearest'"),
+            ("dtype", own.dtype == torch.uint8 and depth == 16, "Use torch.float32 or torch.bfloat16"),
+            ("color_jitter", own.train and any(own.color_jitter), "Leave it out: it is for colors in RGB"),
+            ("policy", own.train and own.policy is not None, "Leave it out: it is for colors in RGB"),
+        ):
+            if wrong:
+                raise DataError(
+                    f"{name}={getattr(own, name)!r} is for RGB with 8 bits, but the images of {source} have "
+                    f"{channels_text(channels, depth)}. {remedy}."
+                )
 
 
 def _check_contents(settings: LoaderOptions, beton: BetonFiles | None) -> None:
     """Reject settings that require what the source does not have, or images of another size."""
-    known = [] if beton is None else list(beton.fields)
+    where, known = "this source, which has none (convert it to a .beton file)", list[str]()
+    if beton is not None:
+        where, known = beton.name, list(beton.fields)
     for name in settings.fields:
         if name not in known:
-            where = (
-                beton.name
-                if beton is not None
-                else "this source, which has none (convert it to a .beton file)"
-            )
-            raise DataError(
-                f"fields={list(settings.fields)}: {name!r} is not a field of {where}.{suggest(name, known)}"
-            )
+            wrong = f"fields={list(settings.fields)}: {name!r} is not a field of {where}."
+            raise DataError(wrong + suggest(name, known))
     if settings.verify and (beton is None or beton.checksums is None):
         where = "the source is not a .beton file" if beton is None else f"{beton.name} has no manifest"
         raise DataError(f"verify=True needs the checksums of a manifest, but {where}. Remove verify=True.")
     if beton is not None:
         check_images(settings, beton.channels, beton.depth, beton.name)
-    if settings.train and beton is not None:
-        for _, own in settings.groups:
+        for _, own in settings.groups if settings.train else ():
             _check_sizes(own, beton)
 
 
 def _check_sizes(settings: LoaderOptions, beton: BetonFiles) -> None:
-    """Reject images of a size that the training crop cannot use."""
-    height, width = settings.size
-    if settings.crop == "random":
-        small = (beton.widths < width) | (beton.heights < height)
-        if small.any():
-            at = int(np.argmax(small))
-            sample = f"sample {at} of {beton.name}"
-            raise too_small(sample, int(beton.heights[at]), int(beton.widths[at]), settings.image_size)
-    if settings.shifts:
-        odd = (beton.widths != width) | (beton.heights != height)
-        if odd.any():
-            at = int(np.argmax(odd))
-            raise odd_size(
-                f"sample {at} of {beton.name}", beton.widths[at], beton.heights[at], settings.image_size
-            )
+    (height, width), heights, widths = settings.size, beton.heights, beton.widths
+    if settings.crop == "random" and (small := (widths < width) | (heights < height)).any():
+        at = int(np.argmax(small))
+        raise too_small(f"sample {at} of {beton.name}", heights[at], widths[at], settings.image_size)
+    if settings.shifts and (odd := (widths != width) | (heights != height)).any():
+        at = int(np.argmax(odd))
+        raise odd_size(f"sample {at} of {beton.name}", widths[at], heights[at], settings.image_size)

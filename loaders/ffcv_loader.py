@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from typing import Any, Unpack
@@ -15,24 +15,24 @@ import torch
 from numpy.typing import NDArray
 
 from ..common.errors import DataError
-from ..common.exhaustion import exhaustion, is_exhaustion
 from ..common.options.signatures import documented
 from ..common.signals import interrupts_held
 from ..common.storage.cache import Remote
 from ..common.threads import end, results
-from .arguments import check_device, options_here
 from .beton.data_set import BetonFiles, open_files
-from .decode.buffers import Buffers
 from .decode.decoder import BatchRequest, Decoder
-from .device import feed_of
-from .epochs import Batch, EpochLoader
+from .device import Buffers, feed_of
+from .epochs import Batch, EpochLoader, check_device, options_here
 from .native.stop import Stop
 from .options import LoaderKeywords, LoaderOptions, check_workers
 from .sources import Source
 
 _FEWEST = 64
-_CHUNK = 1 << 20
-"""Bytes that a chunk reads and writes, at least: starting one takes as long as ten images of 32 pixels."""
+_CHUNK = (
+    1 << 20
+)  # bytes that a chunk reads and writes, at least: starting one takes as long as ten small images
+# A batch in preparation: its chunks, and the memory they fill.
+_Pending = tuple[list[Future[None]], BatchRequest]
 
 
 @documented(LoaderOptions)
@@ -40,9 +40,8 @@ class FFCVLoader(EpochLoader):
     """Load a `.beton` file, or several; samples and pixels do not depend on the number of workers and ranks.
 
     Yields `(images, labels)`: images `(B, C, H, W)` (several per sample: `views`) with channels-last strides; C is 3,
-    or 1 or 4 for files converted with `image_mode`;
-    normalized float32 or bfloat16, or uint8; labels `(B,)` int64 (class indices) or float32 (targets), or `(B, K)`
-    float32 (vectors). Each batch has its own memory, so you can keep it.
+    or 1 or 4 for files converted with `image_mode`; normalized float32 or bfloat16, or uint8; labels `(B,)` int64
+    (class indices) or float32 (targets), or `(B, K)` float32 (vectors). Each batch has its own memory.
 
     Of a JPEG only the crop is decoded; damage outside of it is noticed by `verify=True`, or `drivetrain verify`.
 
@@ -94,48 +93,34 @@ class FFCVLoader(EpochLoader):
         self._pool: ThreadPoolExecutor | None = None
         self._stops: WeakSet[Stop] = WeakSet()  # of all epochs whose batches may be loading
         self._feed = feed_of(self.device, self.settings, self.beton.depth)
-        self._decoder = self._try_decoder()
+        self._ahead = deque[_Pending]()  # the batches in preparation of the newest loop
+        self._resize()
         # For the batches in preparation, the one in use, and two spare ones.
         each = len(self.settings.groups) + len(self._decoder.targets.kinds)
         self._buffers = Buffers(keep=(self.settings.batches_ahead + 3) * each)
 
-    def _try_decoder(self) -> Decoder:
-        """Return a decoder; raise `DataError` if the system has too little memory for its tables."""
-        try:
-            return self._make_decoder()
-        except Exception as error:
-            if not is_exhaustion(error):
-                raise
-            raise exhaustion(error, self._wanted()) from error
+    def _resize(self) -> None:
+        with self._exhaustion_explained():
+            self._decoder = self._make_decoder()
 
     def _make_decoder(self) -> Decoder:
         decoder = Decoder(self.beton, self.settings, self._operations)
         self._sample_bytes = 3 * self.settings.sample_pixels + int(self.beton.sizes.mean())
-        share = (
-            -(-min(self.settings.batch_size, len(self.indices)) // self.settings.world_size)
-            + self._last.joined
-        )
+        batch = min(self.settings.batch_size, len(self.indices))
+        share = -(-batch // self.settings.world_size) + self._last.joined
         groups = [prod(shape) * self._image_dtype.itemsize for shape in decoder.shapes(share)]
         groups.append(share * decoder.targets.sample_bytes)
-        if self._feed is not None:
-            groups = [
-                1 << (size - 1).bit_length() for size in groups if size
-            ]  # torch rounds pinned memory up
+        if self._feed is not None:  # torch rounds pinned memory up
+            groups = [1 << (size - 1).bit_length() for size in groups if size]
         self.memory = decoder.require_memory(self.settings.batches_ahead + 3, sum(groups), self.workers)
         return decoder
 
-    def _resize(self) -> None:
-        self._decoder = self._try_decoder()
+    def _is_ready(self) -> bool:
+        with interrupts_held():
+            return bool(self._ahead) and all(part.done() for part in self._ahead[0][0])
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        ahead: deque[_Pending] = deque()
-        batches = self._loaded(epoch, start, ahead)
-        if self._feed is None:
-            return batches
-        return self._feed.deliver(batches, lambda: bool(ahead) and ahead[0].done())
-
-    def _loaded(self, epoch: int, start: int, ahead: deque[_Pending]) -> Generator[Batch, None, None]:
-        """Yield the batches on the host; `ahead` has those in preparation."""
+    def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
+        ahead = self._ahead = deque()
         shares = self._shares(epoch)[start:]
         stop = Stop()
         self._stops.add(stop)
@@ -143,15 +128,15 @@ class FFCVLoader(EpochLoader):
             for number in range(len(shares)):
                 while len(ahead) <= self.settings.batches_ahead and number + len(ahead) < len(shares):
                     ahead.append(self._submit(shares[number + len(ahead)], epoch, stop))
-                yield self._batch(ahead.popleft().result())
+                yield self._batch(_finished(*ahead.popleft()))
         finally:
             stop.set()
             with interrupts_held():
-                for pending in ahead:
-                    pending.cancel()
+                for parts, _ in ahead:
+                    for part in parts:
+                        part.cancel()
 
     def _submit(self, indices: NDArray[np.int64], epoch: int, stop: Stop) -> _Pending:
-        """Start loading a batch, in chunks."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="drivetrain-load")
             self._process = os.getpid()
@@ -171,15 +156,12 @@ class FFCVLoader(EpochLoader):
                 self._pool.submit(decoder.load, request, slice(at, at + step))
                 for at in range(0, len(indices), step)
             ]
-        return _Pending(parts, request)
+        return parts, request
 
     def _chunk(self, n: int) -> int:
-        """Return the number of samples in a chunk of a batch of n.
-
-        Chunks are so small that no worker idles at the batch's end. Chunks below `_CHUNK` cost more to start than they
-        gain; they are used only if the batches in preparation would otherwise not have one for each worker, and never
-        below `_FEWEST` samples.
-        """
+        """Return the number of samples in a chunk of a batch of n: so few that no worker idles at the batch's end.
+        Chunks below `_CHUNK` cost more to start than they gain; they are used only if the batches in preparation would
+        otherwise not have one for each worker, and never below `_FEWEST` samples."""
         share = -(-n // (2 * self.workers))
         each = -(-n * (self.settings.batches_ahead + 1) // self.workers)
         least = min(_CHUNK // self._sample_bytes, max(each, _FEWEST))
@@ -191,16 +173,18 @@ class FFCVLoader(EpochLoader):
         return self.settings.dtype if self._feed is None or self.beton.depth == 16 else torch.uint8
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a part of a batch."""
         return self._buffers.empty(shape, dtype) if self._feed is None else self._feed.pinned(shape, dtype)
 
     def _batch(self, request: BatchRequest) -> Batch:
         self.replaced += request.replaced
         values = (
-            request.targets[name] if name in request.targets else self._values(request.indices, (name,))[0]
+            request.targets[name] if name in request.targets else self._value(request.indices, name)
             for name in (self.beton.label_name, *self.settings.fields)
         )
-        return _images(request, self.settings), *values
+        if not self.settings.has_views:
+            return request.draws[0].images[:, 0].permute(0, 3, 1, 2), *values
+        groups = tuple(draw.images.permute(0, 1, 4, 2, 3) for draw in request.draws)
+        return groups[0] if isinstance(self.settings.views, int) else groups, *values
 
     def _release(self) -> None:
         for stop in list(self._stops):
@@ -213,30 +197,7 @@ class FFCVLoader(EpochLoader):
         self._buffers.clear()
 
 
-def _images(request: BatchRequest, settings: LoaderOptions) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Return a batch's images, as the loader yields them."""
-    if not settings.has_views:
-        return request.draws[0].images[:, 0].permute(0, 3, 1, 2)
-    groups = tuple(draw.images.permute(0, 1, 4, 2, 3) for draw in request.draws)
-    return groups[0] if isinstance(settings.views, int) else groups
-
-
-class _Pending:
-    """A batch in preparation: its chunks, and the memory they fill."""
-
-    def __init__(self, parts: list[Future[None]], request: BatchRequest) -> None:
-        self._parts, self._request = parts, request
-
-    def result(self) -> BatchRequest:
-        """Wait for all chunks; raise the exception of any of them."""
-        results(self._parts)
-        return self._request
-
-    def done(self) -> bool:
-        """Whether `result` would not wait."""
-        with interrupts_held():
-            return all(part.done() for part in self._parts)
-
-    def cancel(self) -> None:
-        for part in self._parts:
-            part.cancel()
+def _finished(parts: Sequence[Future[None]], request: BatchRequest) -> BatchRequest:
+    """Return the request when all its chunks are loaded; raise the exception of any of them."""
+    results(parts)
+    return request

@@ -11,7 +11,6 @@ ImageSize = int | tuple[int, int]
 
 
 def height_width(image_size: ImageSize) -> tuple[int, int]:
-    """Return height and width."""
     return image_size if isinstance(image_size, tuple) else (image_size, image_size)
 
 

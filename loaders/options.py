@@ -31,16 +31,15 @@ from .image_size import ImageSize, height_width, is_size, size_text, usual_size
 if TYPE_CHECKING:
     import torch
 
+# ImageNet's, for pixels scaled to 0–1; torchvision's documented values.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-"""ImageNet's, for pixels scaled to 0–1; torchvision's documented values."""
 
 EVAL_RATIO = 224 / 256
-
-PER_VIEW = object()
-"""A mark: groups of views may differ in the option."""
+PER_VIEW = object()  # a mark: groups of views may differ in the option
 SIZE = Kind(lambda value: is_size(usual_size(value)), "a positive integer, or two: height and width")
 SEED = Kind(lambda value: is_whole(value, 0, 2**63 - 1), "an integer, 0 or more")
+POLICY = Kind(lambda value: isinstance(value, Mapping), "a dict with a name")
 CHANNEL_VALUES = Kind(
     lambda value: any(are_numbers(value, channels) for channels in (1, 3, 4)),
     "3 finite numbers, one per channel; for images with 1 or 4, as many",
@@ -129,12 +128,7 @@ class ImageOptions(Config):
     color_jitter: Annotated[tuple[float, float, float], PER_VIEW] = (0.0, 0.0, 0.0)
     """Maximum deviation of a training image's brightness, contrast and saturation factors from 1, each drawn at random,
     as in torchvision's `ColorJitter`. Default (0, 0, 0): off."""
-    policy: Annotated[
-        Mapping[str, Any] | None,
-        Kind(lambda value: isinstance(value, Mapping), "a dict with a name"),
-        NONE,
-        PER_VIEW,
-    ] = None
+    policy: Annotated[Mapping[str, Any] | None, POLICY, NONE, PER_VIEW] = None
     """Augmentation policy for training images, after the color operations and before further operations: `{"name":
     "rand_augment", "num_ops": 2, "magnitude": 9, "num_magnitude_bins": 31}`, `{"name": "trivial_augment",
     "num_magnitude_bins": 31}` or `{"name": "aug_mix", "severity": 3, "width": 3, "depth": -1, "alpha": 1.0}`; its
@@ -160,11 +154,7 @@ class ImageOptions(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions(ReadOptions, ImageOptions):
-    """All options of a loader.
-
-    Raises:
-        DataError: naming the option, its value, and what is allowed.
-    """
+    """All options of a loader."""
 
     place: ClassVar[str] = "The loader"
 
@@ -268,7 +258,6 @@ class LoaderOptions(ReadOptions, ImageOptions):
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width of the images, in pixels."""
         return height_width(self.image_size)
 
     @property
@@ -284,8 +273,10 @@ class LoaderOptions(ReadOptions, ImageOptions):
     @property
     def groups(self) -> tuple[tuple[int, LoaderOptions], ...]:
         """The groups of views: the number of views, and the settings of each. In evaluation, one view."""
-        if not self.train or isinstance(self.views, int):
-            return ((self.views if isinstance(self.views, int) and self.train else 1, self),)
+        if not self.train:
+            return ((1, self),)
+        if isinstance(self.views, int):
+            return ((self.views, self),)
         made = []
         for group in self.views:
             own = {"views": 1, **group}
@@ -307,11 +298,6 @@ class LoaderOptions(ReadOptions, ImageOptions):
     def pads(self) -> bool:
         """Whether full images are shifted, and what they leave free is filled."""
         return self.shifts and self.padding_mode == "constant"
-
-    @property
-    def fill(self) -> tuple[int, ...]:
-        """The levels, from 0 to 255, of each channel of what is filled: the mean color."""
-        return fill_color(self.mean)
 
     @property
     def alternates(self) -> bool:
@@ -391,7 +377,7 @@ def fill_color(mean: Sequence[float], depth: int = 8) -> tuple[int, ...]:
 
 
 def odd_size(sample: str, width: int, height: int, image_size: ImageSize) -> DataError:
-    """Return the error for an image that does not have the size that the padded crop requires."""
+    """The error for an image that does not have the size that the padded crop requires."""
     return DataError(
         f"crop='padded' shifts full images, which must all have {size_text(image_size)} pixels (height × width); "
         f"{sample} has {height} × {width}. Use crop='resized'."
@@ -399,7 +385,7 @@ def odd_size(sample: str, width: int, height: int, image_size: ImageSize) -> Dat
 
 
 def too_small(sample: str, height: int, width: int, image_size: ImageSize) -> DataError:
-    """Return the error for an image that is smaller than a random crop, which is not resized."""
+    """The error for an image that is smaller than a random crop, which is not resized."""
     return DataError(
         f"crop='random' cuts {size_text(image_size)} pixels (height × width) out of each image, but {sample} has "
         f"{height} × {width}. Use a smaller image_size, or crop='resized'."
@@ -407,11 +393,7 @@ def too_small(sample: str, height: int, width: int, image_size: ImageSize) -> Da
 
 
 def check_workers(workers: Any, least: int = 1) -> int:
-    """Return the number of threads or processes: as given, or for None one per available core.
-
-    Raises:
-        DataError: if it is less than `least`, or not a number.
-    """
+    """Return the number of threads or processes: as given, or for None one per available core."""
     if workers is None:
         from ..common import machine  # here: it imports psutil
 

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..common.errors import DataError, suggest
+from ..common.errors import DataError
 
 ORDERS = ("random", "quasi_random", "sequential")
-
-WINDOW = 16
-"""Number of batches that quasi-random order mixes: the file is read in runs of this many."""
+WINDOW = 16  # number of batches that quasi-random order mixes: the file is read in runs of this many
 
 
 def epoch_batches(
@@ -29,49 +27,32 @@ def epoch_batches(
     world_size: int = 1,
     pages: NDArray[np.int64] | None = None,
 ) -> list[NDArray[np.int64]]:
-    """Return the global batches of one epoch as sample indices, independent of the number of workers or ranks.
-
-    The permutation is keyed by the pair (seed, epoch), not by their sum: with the sum, which FFCV uses, seed 2 at
-    epoch 0 repeats seed 1 at epoch 1.
-
-    Args:
-        indices: the samples to use, `(n,)`; in a mix, those of this epoch, from `mixed`.
-        order: one of `ORDERS`.
-        seed, epoch: of the permutation.
-        batch_size: global.
-        drop_last, pad_last, train, world_size: determine the last batch if it is not full; see `last_batch`.
-        pages: for quasi-random order, the page of the file that each sample is on, by sample index.
-    """
-    if order not in ORDERS:
-        raise DataError(f"order={order!r} is unknown.{suggest(order, ORDERS)}")
+    """Return the global batches of one epoch as sample indices, independent of the number of workers or ranks. `pages`,
+    for quasi-random order, has the page of the file that each sample is on. The permutation is keyed by the pair (seed,
+    epoch), not by their sum: with the sum, which FFCV uses, seed 2 at epoch 0 repeats seed 1 at epoch 1."""
     random = np.random.default_rng([seed, epoch])
     if order == "random":
         indices = random.permutation(indices)
     elif order == "quasi_random":
-        indices = _by_pages(indices, _pages_of(indices, pages), random, WINDOW * batch_size)
+        pages = require_pages(pages)
+        indices = _by_pages(indices, pages[indices % len(pages)], random, WINDOW * batch_size)
     last = last_batch(
         len(indices), batch_size, drop_last=drop_last, pad_last=pad_last, train=train, world_size=world_size
     )
     indices = indices[: len(indices) - last.dropped]
-    indices = np.concatenate([indices, np.resize(indices, last.padded)]) if last.padded else indices
-    starts = list(range(0, len(indices), batch_size))
-    starts = starts[:-1] if last.joined else starts
-    return np.split(indices, starts[1:])
+    if last.padded:
+        indices = np.concatenate([indices, np.resize(indices, last.padded)])
+    starts = range(0, len(indices), batch_size)
+    return np.split(indices, starts[1:-1] if last.joined else starts[1:])
 
 
 @dataclass(frozen=True)
 class LastBatch:
-    """What happens to an epoch's last batch if it is not full.
-
-    Attributes:
-        dropped: number of samples that are dropped.
-        padded: number of samples from the beginning of the epoch that are repeated.
-        joined: whether its samples are merged into the previous batch.
-    """
+    """What happens to an epoch's last batch if it is not full."""
 
     dropped: int = 0
-    padded: int = 0
-    joined: bool = False
+    padded: int = 0  # number of samples from the beginning of the epoch that are repeated
+    joined: bool = False  # with the previous batch
 
 
 def last_batch(
@@ -82,14 +63,6 @@ def last_batch(
     The mean loss of an empty shard is NaN, and the gradients of unequal shards are averaged with unequal weights. So
     training repeats the fewest samples that make the shards equal, as torch's `DistributedSampler` does. Evaluation
     counts each sample once: fewer samples than ranks are merged into the previous batch.
-
-    Args:
-        samples: number of samples in the epoch.
-        batch_size: global.
-        drop_last: drop the last batch.
-        pad_last: fill it up.
-        train: whether shards must be equal.
-        world_size: number of ranks.
     """
     rest = samples % batch_size
     if rest == 0:
@@ -104,11 +77,6 @@ def last_batch(
 
 
 def require_pages(pages: NDArray[np.int64] | None) -> NDArray[np.int64]:
-    """Return the pages, which quasi-random order requires.
-
-    Raises:
-        DataError: if there are none.
-    """
     if pages is None:
         raise DataError(
             "order='quasi_random' reads a .beton file page by page, but this source has no pages. Set "
@@ -117,27 +85,15 @@ def require_pages(pages: NDArray[np.int64] | None) -> NDArray[np.int64]:
     return pages
 
 
-def _pages_of(indices: NDArray[np.int64], pages: NDArray[np.int64] | None) -> NDArray[np.int64]:
-    pages = require_pages(pages)
-    return pages[indices % len(pages)]
-
-
 def mixed(
     parts: Sequence[NDArray[np.int64]], weights: Sequence[float], *, seed: int, epoch: int, samples: int
 ) -> NDArray[np.int64]:
     """Return the samples of one epoch of a mix, `(n,)`; `epoch_batches` shuffles them.
 
-    An epoch has as many samples as all data sets together. Each data set has its exact share of them, rounded to a
-    sample. It goes through its own samples in random order, again and again, without regard to epochs: no sample is
-    seen twice before each other sample of its data set is seen once.
-
-    Args:
-        parts: the samples to use of each data set, as indices.
-        weights: the share of each data set, up to a common factor.
-        seed: of the random orders.
-        epoch: its number, from 0.
-        samples: number of samples in all files. A sample's k-th repetition in an epoch is its index plus k times this
-            number, so that each repetition has its own augmentation.
+    An epoch has as many samples as all data sets together, each data set in `parts` its exact share by weight, rounded
+    to a sample. It goes through its own samples in random order, again and again, without regard to epochs: no sample
+    is seen twice before each other sample of its data set is seen once. A sample's k-th repetition in an epoch is its
+    index plus k times `samples`, the number in all files, so that each repetition has its own augmentation.
     """
     counts = shares(sum(map(len, parts)), weights)
     found = []
@@ -160,18 +116,15 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     counts = np.floor(exact).astype(np.int64)
     largest = np.argsort(counts - exact, kind="stable")  # the largest remainder first
     counts[largest[: total - int(counts.sum())]] += 1
-    found: list[int] = counts.tolist()
-    return found
+    return [int(count) for count in counts]
 
 
 def _by_pages(
     indices: NDArray[np.int64], pages: NDArray[np.int64], random: np.random.Generator, window: int
 ) -> NDArray[np.int64]:
-    """Return the samples in runs of complete pages, of at least `window` samples each, mixed within.
-
-    The pages are in random order, so each epoch has different neighbours. FFCV's order of the same name is similar, but
-    for a single process only.
-    """
+    """Return the samples in runs of complete pages, of at least `window` samples each, mixed within. The pages are in
+    random order, so each epoch has different neighbours. FFCV's order of the same name is similar, but for a single
+    process only."""
     _, page, counts = np.unique(pages, return_inverse=True, return_counts=True)
     shuffled = random.permutation(len(counts))
     before = np.cumsum(counts[shuffled]) - counts[shuffled]
@@ -182,21 +135,14 @@ def _by_pages(
 
 
 def rank_slice(batch: NDArray[np.int64], rank: int, world_size: int) -> NDArray[np.int64]:
-    """Return a rank's contiguous shard of a global batch.
-
-    A full batch divides evenly (`check_batch_size` ensures it). Of a partial last batch the first ranks get one sample
-    more.
-    """
+    """Return a rank's contiguous shard of a global batch. A full batch divides evenly (`check_batch_size` ensures it).
+    Of a partial last batch the first ranks get one sample more."""
     return np.array_split(batch, world_size)[rank]
 
 
 def check_batch_size(batch_size: int, samples: int, *, full: bool, world_size: int) -> None:
-    """Raise `DataError` for an invalid global batch size.
-
-    Raises:
-        DataError: if it is not positive, is not divisible by the number of ranks, or exceeds the number of samples when
-            a `full` batch is required (in training, and with drop_last); or if there are fewer samples than ranks.
-    """
+    """Raise `DataError` for an invalid global batch size; a `full` batch is required in training, and with
+    drop_last."""
     if batch_size < 1:
         raise DataError(f"batch_size={batch_size} must be at least 1.")
     if batch_size % world_size:

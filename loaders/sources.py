@@ -32,17 +32,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a data source.
-
-    Attributes:
-        parts: one data set, or the data sets of a mix, which have weights.
-    """
+    """The files of a data source: one data set, or the data sets of a mix, which have weights."""
 
     parts: tuple[Part, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All files, in order."""
         return tuple(file for part in self.parts for file in part.files)
 
     def __str__(self) -> str:
@@ -65,13 +60,9 @@ class Files:
 
     def map(self, function: Callable[[str], str | Path]) -> Files:
         """Return the same parts with other files, e.g. with local copies of those at an address."""
-        found = iter(in_threads(function, self.names))
-        return Files(
-            tuple(
-                replace(part, files=tuple(str(each) for each in itertools.islice(found, len(part.files))))
-                for part in self.parts
-            )
-        )
+        made = map(str, in_threads(function, self.names))
+        parts = (replace(part, files=tuple(itertools.islice(made, len(part.files)))) for part in self.parts)
+        return Files(tuple(parts))
 
 
 Source = str | Path | Mapping[str, float] | Files
@@ -80,11 +71,7 @@ of them, with their weights."""
 
 
 def files_of(source: Source) -> Files:
-    """Return the files that a source names. They are not looked for.
-
-    Raises:
-        DataError: for anything else, and for weights that are not positive numbers.
-    """
+    """Return the files that a source names. They are not looked for."""
     if isinstance(source, Files):
         return source
     if not isinstance(source, str | Path | Mapping):
@@ -110,13 +97,8 @@ def files_of(source: Source) -> Files:
 
 
 def expand(pattern: str) -> tuple[str, ...]:
-    """Return the names that a pattern stands for, in order: `{000..127}` counts with leading zeros, `{a,b}` lists.
-
-    As in bash and WebDataset. Other braces stay as they are.
-
-    Raises:
-        DataError: if a range runs backwards, or there are more than 100,000 names.
-    """
+    """Return the names that a pattern stands for, in order: `{000..127}` counts with leading zeros, `{a,b}` lists, as
+    in bash and WebDataset. Other braces stay as they are."""
     found = tuple(itertools.islice(_expanded(pattern), _MOST + 1))
     if len(found) > _MOST:
         raise DataError(f"{pattern} stands for more than {_MOST:,} files. Use fewer, larger ones.")

@@ -18,16 +18,14 @@ from numpy.typing import NDArray
 
 from ..common import machine
 from ..common.errors import DataError, require
-from ..common.exhaustion import exhaustion, is_exhaustion
+from ..common.exhaustion import is_exhaustion
 from ..common.options.signatures import documented
 from ..common.storage.addresses import is_address
-from .arguments import check_device, options_here
 from .beton.data_set import BetonFiles, open_files
-from .decode.buffers import Buffers
 from .decode.ffcv_modules import ffcv_module, thread_counts_restored
 from .decode.moving import moving_fields
-from .device import feed_of
-from .epochs import Batch, EpochLoader
+from .device import Buffers, feed_of
+from .epochs import Batch, EpochLoader, check_device, options_here
 from .options import LoaderKeywords, LoaderOptions, check_workers
 from .sources import Source, files_of
 
@@ -106,12 +104,8 @@ class StockFFCVLoader(EpochLoader):
         self._buffers = Buffers(keep=3)  # the one in use, and two spare ones
         self._run: _Run | None = None
         self.memory = self._check_memory()
-        try:
+        with self._exhaustion_explained():
             self._make_loader()
-        except Exception as error:
-            if not is_exhaustion(error):
-                raise
-            raise exhaustion(error, self._wanted()) from error
 
     def _resize(self) -> None:
         self.memory = self._check_memory()
@@ -166,11 +160,7 @@ class StockFFCVLoader(EpochLoader):
         return operations, decoder
 
     def _check_memory(self) -> int:
-        """Return the memory the loader needs, in bytes.
-
-        Raises:
-            DataError: if this process may not allocate that much.
-        """
+        """Return the memory the loader needs, in bytes."""
         own, ahead, beton = self.settings, self.settings.batches_ahead + 2, self.beton
         pixels = own.size[0] * own.size[1] * 3
         largest = int(beton.widths.max()) * int(beton.heights.max()) * 3
@@ -190,12 +180,7 @@ class StockFFCVLoader(EpochLoader):
         with nullcontext() if self._feed is None else self._feed.streams.current_device():
             return _Run(self._loader, indices, self.beton.name)
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        batches = self._loaded(epoch, start)
-        return batches if self._feed is None else self._feed.deliver(batches)
-
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """Yield the batches on the host."""
         shares = self._shares(epoch)[start:]
         if not shares:
             return
@@ -218,7 +203,7 @@ class StockFFCVLoader(EpochLoader):
             part = torch.from_numpy(run.next(where))
             images[done : done + len(part)].copy_(part)
             done += len(part)
-        values = self._values(share, (self.beton.label_name, *self.settings.fields))
+        values = (self._value(share, name) for name in (self.beton.label_name, *self.settings.fields))
         return images.permute(0, 3, 1, 2), *values
 
     def _release(self) -> None:
@@ -240,11 +225,9 @@ class _Always:
 
 @contextmanager
 def _types_kept() -> Iterator[None]:
-    """Give FFCV a read-only type of byte arrays inside the block.
-
-    It would make numba's own one read-only for the whole process: functions compiled with it before would be lost in
-    numba's tables, and those compiled later could not write.
-    """
+    """Give FFCV a read-only type of byte arrays inside the block. It would make numba's own one read-only for the whole
+    process: functions compiled with it before would be lost in numba's tables, and those compiled later could not
+    write."""
     module: Any = ffcv_module("ffcv.memory_managers.os_cache")
     numba = require("numba", "ffcv", _PURPOSE)
     mapped = numba.types.Array(numba.uint8, 1, "C", readonly=True)
@@ -256,24 +239,15 @@ def _types_kept() -> Iterator[None]:
 
 
 class _Run:
-    """FFCV's work on one epoch, in its thread.
-
-    Args:
-        loader: FFCV's loader.
-        indices: `(n,)` the epoch's samples, in order.
-        name: of the file, for messages.
-    """
+    """FFCV's work on one epoch of the samples `indices`, in its thread."""
 
     def __init__(self, loader: Any, indices: NDArray[np.int64], name: str) -> None:
         self._epoch = _epoch_class()(loader, np.array(indices))
         self._name = name
 
     def next(self, where: str) -> NDArray[Any]:
-        """Return FFCV's next images `(b, side, side, 3)`, valid until the next call.
-
-        Raises:
-            DataError: if FFCV fails or hangs, naming the place `where`.
-        """
+        """Return FFCV's next images `(b, side, side, 3)`, valid until the next call; `where` is for the error if FFCV
+        fails or hangs."""
         try:
             given = self._epoch.output_queue.get(timeout=PATIENCE)
         except Empty:
@@ -327,11 +301,7 @@ def _epoch_class() -> Any:
 
 
 def stock_options(given: LoaderKeywords) -> LoaderOptions:
-    """Return the checked options of FFCV's own loader; see `options_here`.
-
-    Raises:
-        DataError: for an invalid option, and for one that FFCV does not have.
-    """
+    """Return the checked options of FFCV's own loader; raise DataError for one that it does not have."""
     made = options_here({"interpolation": "area", **given})
     train = made.train
     refused = (
@@ -359,7 +329,6 @@ def stock_options(given: LoaderKeywords) -> LoaderOptions:
 
 
 def check_stock_source(source: Source) -> None:
-    """Raise `DataError` unless the source is one local file."""
     files = files_of(source)
     if files.weights is not None or len(files.names) > 1:
         what = "a mix" if files.weights is not None else f"{len(files.names)} files"
@@ -395,7 +364,6 @@ def _at_an_address(name: str) -> DataError:
 
 
 def _check_workers(workers: Any) -> int:
-    """Return the number of threads; raise `DataError` for more than numba has."""
     workers, most = check_workers(workers), require("numba", "ffcv", _PURPOSE).config.NUMBA_NUM_THREADS
     if workers > most:
         raise DataError(

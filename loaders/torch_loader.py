@@ -27,11 +27,10 @@ from ..common.exhaustion import exhaustion, is_exhaustion
 from ..common.options.signatures import documented
 from ..common.signals import interrupts_held
 from ..common.storage.cache import Remote
-from .arguments import check_device, check_images, options_here
 from .datasets.torch_dataset import BetonDataset, PictureFolder, make_transform, open_dataset
 from .decode.moving import check_motion, moving_fields
 from .device import DeviceFeed
-from .epochs import Batch, EpochLoader
+from .epochs import Batch, EpochLoader, check_device, check_images, options_here
 from .options import LoaderKeywords, LoaderOptions, check_workers
 
 _END_PATIENCE = 0.2  # seconds for the workers to exit by themselves; they hold nothing that could be lost
@@ -90,7 +89,9 @@ class TorchLoader(EpochLoader):
         super().__init__(own, indices, len(self.dataset), beton)
         self._device = check_device(device)
         self._feed = None if self._device.type == "cpu" else DeviceFeed(self._device)
-        self._sampler = _Sampler()
+        self._keys: list[
+            list[tuple[int, int]]
+        ] = []  # (epoch, sample index) of each batch of the current epoch
         self._generator = torch.Generator()  # used by DataLoader, so that the global one is unaffected
         self._loader: DataLoader[Any] | None = None
 
@@ -113,14 +114,9 @@ class TorchLoader(EpochLoader):
         if hasattr(self.dataset, "transforms"):  # torchvision's data sets have both
             self.dataset.transforms = StandardTransform(self.dataset.transform)
 
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        batches = self._loaded(epoch, start)
-        return batches if self._feed is None else self._feed.deliver(batches)
-
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        """Yield the batches on the host."""
         shares = self._shares(epoch)[start:]
-        self._sampler.batches = [[(epoch, index) for index in share.tolist()] for share in shares]
+        self._keys[:] = [[(epoch, index) for index in share.tolist()] for share in shares]
         if self._loader is None:
             self._loader = self._make_loader()
         try:
@@ -132,8 +128,9 @@ class TorchLoader(EpochLoader):
             if isinstance(batch, DrivetrainError):
                 raise batch
             images, labels = batch
+            images = tuple(images) if isinstance(images, list) else images
             labels = labels.float() if labels.is_floating_point() else labels
-            yield self._batch(images, labels, share)
+            yield images, labels, *(self._value(share % self.samples, name) for name in self.settings.fields)
 
     def _started(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Return DataLoader's iterator over the epoch; the first one starts the workers."""
@@ -147,25 +144,19 @@ class TorchLoader(EpochLoader):
                 around.enter_context(self._feed.streams.current_device())
             return iter(loader)
 
-    def _batch(self, images: Any, labels: torch.Tensor, share: NDArray[np.int64]) -> Batch:
-        fields = self.settings.fields
-        images = tuple(images) if isinstance(images, list) else images
-        return images, labels, *(self._values(share % self.samples, fields) if fields else [])
-
     def _make_loader(self) -> DataLoader[Any]:
         parallel: dict[str, Any] = {}
         if self.workers:
-            ahead = max(-(-self.settings.batches_ahead // self.workers), 1)
             parallel = {
                 "num_workers": self.workers,
                 "multiprocessing_context": "spawn",
                 "worker_init_fn": _leave_interrupts_to_the_parent,
                 "persistent_workers": True,
-                "prefetch_factor": ahead,
+                "prefetch_factor": max(-(-self.settings.batches_ahead // self.workers), 1),
             }
         return DataLoader(
             _Keyed(self.dataset, self.settings, self._wanted()),
-            batch_sampler=self._sampler,
+            batch_sampler=self._keys,
             collate_fn=_collated,
             generator=self._generator,
             pin_memory=self._feed is not None,
@@ -180,14 +171,10 @@ class TorchLoader(EpochLoader):
 
 
 def _end_workers(iterator: Any) -> None:
-    """End the workers of a DataLoader's iterator, after a short grace period.
-
-    A worker checks whether to exit only between batches. torch would wait up to 5 s for each worker that decodes large
-    photos or is still importing, one after the other.
-    """
-    if getattr(
-        iterator, "_worker_pids_set", False
-    ):  # otherwise torch would report a terminated worker as a failure
+    """End the workers of a DataLoader's iterator, after a short grace period. A worker checks whether to exit only
+    between batches. torch would wait up to 5 s for each worker that decodes large photos or is still importing, one
+    after the other."""
+    if getattr(iterator, "_worker_pids_set", False):  # or torch would report a terminated worker as a failure
         _remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
     timer = threading.Timer(_END_PATIENCE, _terminate, [getattr(iterator, "_workers", [])])
@@ -208,11 +195,9 @@ def _terminate(workers: list[Any]) -> None:
 
 @contextmanager
 def _interrupts_kept_from_new_processes() -> Iterator[None]:
-    """Start processes inside this context so that they ignore Ctrl-C; this process receives it after the block.
-
-    A worker imports for seconds before `_leave_interrupts_to_the_parent` runs. If it were interrupted there, it would
-    print a traceback and exit, and torch would raise a RuntimeError in the parent, before its KeyboardInterrupt.
-    """
+    """Start processes inside this context so that they ignore Ctrl-C; this process receives it after the block. A
+    worker imports for seconds before `_leave_interrupts_to_the_parent` runs. If it were interrupted there, it would
+    print a traceback and exit, and torch would raise a RuntimeError in the parent, before its KeyboardInterrupt."""
     resource_tracker.ensure_running()  # multiprocessing's; starting it unblocks interrupts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by new processes
     try:
@@ -222,12 +207,9 @@ def _interrupts_kept_from_new_processes() -> Iterator[None]:
 
 
 def _leave_interrupts_to_the_parent(worker: int) -> None:  # noqa: ARG001 — DataLoader passes its index
-    """Ignore Ctrl-C, which the terminal sends to all processes: the parent ends the workers.
-
-    A worker that exits by itself may hang on its full queue; the parent would wait 5 s before it terminates it. A
-    parent that was interrupted while it received a batch closes the connection to the worker's feeder thread, which
-    would print a traceback.
-    """
+    """Ignore Ctrl-C, which the terminal sends to all processes: the parent ends the workers. A worker that exits by
+    itself may hang on its full queue; the parent would wait 5 s before it terminates it. A parent that was interrupted
+    while it received a batch closes the connection to the worker's feeder thread, which would print a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.excepthook = _all_but_hung_up
 
@@ -241,12 +223,9 @@ def _all_but_hung_up(
 
 
 class _Keyed(Dataset[Any]):
-    """The data set, indexed by (epoch, sample): torch's random numbers are seeded by that pair and the seed.
-
-    A sample that cannot be loaded is returned as an error.
-
-    Takes 3 µs per sample in a worker process, 2 % of loading a CIFAR-10 image; this is the baseline.
-    """
+    """The data set, indexed by (epoch, sample): torch's random numbers are seeded by that pair and the seed. A sample
+    that cannot be loaded is returned as an error. Takes 3 µs per sample in a worker process, 2 % of loading a CIFAR-10
+    image; this is the baseline."""
 
     def __init__(self, dataset: Any, settings: LoaderOptions, wanted: str) -> None:
         self._wanted, self._samples = wanted, len(dataset)
@@ -284,7 +263,6 @@ class _Keyed(Dataset[Any]):
             return failure
 
     def _be_at(self, epoch: int, index: int) -> None:
-        """Seed torch's random numbers for this sample in this epoch."""
         torch.default_generator.manual_seed(
             (self._seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9 + index * 0x94D049BB133111EB)
             % 2**64
@@ -292,7 +270,6 @@ class _Keyed(Dataset[Any]):
 
 
 def _mirrored(sample: Any, masks: bool) -> Any:
-    """Return an image and its label mirrored, a label only if it is a mask."""
     image, label, *further = sample
     return image.flip(-1), label.flip(-1) if masks else label, *further
 
@@ -317,26 +294,10 @@ def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).rstrip('.')}"
 
 
-class _Sampler:
-    """The batches of the current epoch, as lists of (epoch, sample index)."""
-
-    def __init__(self) -> None:
-        self.batches: list[list[tuple[int, int]]] = []
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-
 @contextmanager
 def _main_module_hidden(dataset: Any) -> Iterator[None]:
-    """Keep spawned workers from running the user's script again; they only need its classes.
-
-    multiprocessing re-imports `__main__` by its `__file__`, so a script without a main guard would start over in every
-    worker.
-    """
+    """Keep spawned workers from running the user's script again; they only need its classes. multiprocessing re-imports
+    `__main__` by its `__file__`, so a script without a main guard would start over in every worker."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if type(dataset).__module__ == "__main__" or path is None or getattr(main, "__spec__", None):

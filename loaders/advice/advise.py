@@ -22,19 +22,11 @@ from ...common.signals import handled
 from ..image_size import ImageSize
 from ..options import LoaderOptions, check_workers
 from .report import Advice, Rate, Row, bound, by_loss, bytes_text
-from .sample import Converted, Sample, converted, distinct, formats, open_data_set
-from .trials import disk_rate, loading_rate
+from .sample import Converted, Sample, converted, disk_rate, distinct, formats, loading_rate, open_data_set
 
-_PILOT = 16
-"""Images that are converted first, to know how long it takes and how large the files become."""
-
-_SHARE = 1 / 3
-"""Fraction of the time for converting."""
-
-_ROUNDS = 7
-"""Rounds that should fit into the time."""
-
-_SEED = 0
+_PILOT = 16  # images that are converted first, to know how long it takes and how large the files become
+_SHARE = 1 / 3  # fraction of the time for converting
+_ROUNDS = 7  # that should fit into the time
 
 
 def advise(
@@ -82,8 +74,8 @@ def advise(
     size = LoaderOptions(batch_size=1, image_size=image_size).size
     threads = check_workers(workers)
     data = open_data_set(source)
-    sample = data.sample(samples, _SEED)
-    with _temporary_folder(scratch) as folder, _Budget(seconds, begin, progress) as budget:
+    sample = data.sample(samples)
+    with _temporary_folder(scratch) as folder, _Budget(seconds, begin, progress, "advise") as budget:
         tried, files = _convert_all(sample, formats(data, max(size)), folder, threads, budget)
         kept, others = distinct(files)
         trials = _Trials(kept, size, threads)
@@ -110,18 +102,14 @@ def advise(
 class _Budget(Budget):
     """The time for everything, in which a Ctrl-C that Python ignores is not lost: one while it removes an object."""
 
-    def __init__(self, seconds: float, begin: float, progress: bool) -> None:
-        super().__init__(seconds, begin, progress, "advise")
-        self._interrupted, self._context = False, ExitStack()
+    _interrupted = False
 
     def show(self, what: str) -> None:
-        """Show what is being done next, unless it was interrupted."""
         if self._interrupted:
             raise KeyboardInterrupt
         super().show(what)
 
     def require_time(self, what: str) -> None:
-        """Raise `DataError` if no time is left."""
         if self.left <= 0:
             raise DataError(
                 f"seconds={self.seconds:g} is too short: {what} took {self.used:.1f} s. Use at least "
@@ -129,6 +117,7 @@ class _Budget(Budget):
             )
 
     def __enter__(self) -> Self:
+        self._context = ExitStack()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._context.enter_context(handled([signal.SIGINT], self._interrupt))
         return self
@@ -162,11 +151,7 @@ def _temporary_folder(scratch: str | Path | None) -> Iterator[Path]:
 def _convert_all(
     sample: Sample, ways: Sequence[dict[str, Any]], folder: Path, threads: int, budget: _Budget
 ) -> tuple[int, list[Converted]]:
-    """Convert a sample in all ways: as many images as there is time for. Return their number and the files.
-
-    Raises:
-        DataError: if the time ends before, or the disk has too little space.
-    """
+    """Convert a sample in all ways: as many images as there is time for. Return their number and the files."""
 
     def convert_as(number: int, images: Sample) -> Converted:
         budget.show("converting")
@@ -192,13 +177,7 @@ def _convert_all(
 
 
 class _Trials:
-    """The trials of all formats: in each round, of each of them, in changing order.
-
-    Args:
-        files: the formats.
-        image_size: as for the loader.
-        threads: number of "all workers".
-    """
+    """The trials of all formats: in each round, of each of them, in changing order."""
 
     def __init__(self, files: Sequence[Converted], image_size: ImageSize, threads: int) -> None:
         self._files, self._image_size, self._threads = files, image_size, threads
@@ -207,11 +186,6 @@ class _Trials:
         self.rounds = 0
 
     def run(self, budget: _Budget) -> None:
-        """Measure rounds until the time ends.
-
-        Raises:
-            DataError: if it ends before the first.
-        """
         budget.show("warming up")
         expected = {}
         for file in self._files:

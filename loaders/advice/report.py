@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...common.table import Table
+from ..image_size import size_text
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,6 @@ class Rate:
 
     @classmethod
     def of(cls, rounds: Sequence[float]) -> Rate:
-        """Return the distribution of the rounds' rates."""
         low, median, high = np.quantile(rounds, (0.25, 0.5, 0.75)).tolist()
         return cls(median, low, high)
 
@@ -32,34 +32,20 @@ class Rate:
 
 @dataclass(frozen=True)
 class Row:
-    """One format, with what was measured of it.
+    """One format, with what was measured of it."""
 
-    Attributes:
-        name: in words.
-        options: the arguments of `convert` for it.
-        bytes_per_image: mean, as stored in the file.
-        size: of the data set in this format, in bytes, extrapolated from the sample.
-        pixels: mean of the stored images.
-        reencoded: fraction of the images that lose quality because they are compressed as JPEG again.
-        one_worker, all_workers: images per second of `FFCVLoader` with the file in memory.
-        disk: images per second that are read from disk, without decoding; None if it cannot be measured.
-        rate: images per second in training, from the second epoch on; see `bound`.
-        bottleneck: what limits it: `"CPU"` or `"disk"`.
-        fits: whether the data set fits into the free memory.
-    """
-
-    name: str
-    options: dict[str, Any]
-    bytes_per_image: float
-    size: float
-    pixels: float
-    reencoded: float
-    one_worker: Rate
+    name: str  # in words
+    options: dict[str, Any]  # of `convert`
+    bytes_per_image: float  # mean, as stored in the file
+    size: float  # of the data set in this format, in bytes, extrapolated from the sample
+    pixels: float  # mean of the stored images
+    reencoded: float  # fraction of the images that lose quality because they are compressed as JPEG again
+    one_worker: Rate  # images per second of `FFCVLoader` with the file in memory
     all_workers: Rate
-    disk: Rate | None
-    rate: float
-    bottleneck: str
-    fits: bool
+    disk: Rate | None  # images per second that are read, without decoding; None if it cannot be measured
+    rate: float  # images per second in training, from the second epoch on; see `bound`
+    bottleneck: str  # of that rate: "CPU" or "disk"
+    fits: bool  # into the free memory
 
     @property
     def command(self) -> str:
@@ -68,16 +54,9 @@ class Row:
 
 
 def bound(loader: float, disk: float | None, size: float, memory: float) -> tuple[float, str]:
-    """Return the images per second from the second epoch on, and the bottleneck.
-
-    A data set that fits into the free memory is read from disk only once. Of a larger one, the system forgets images
-    before they are used again, so every epoch reads from disk.
-
-    Args:
-        loader: images per second that are loaded from memory.
-        disk: images per second that the disk delivers, which is its bandwidth by the bytes per image; None if unknown.
-        size, memory: of the data set and free, in bytes.
-    """
+    """Return the images per second from the second epoch on, and the bottleneck, from the rates of loader and disk
+    (None if unknown) and bytes. A data set that fits into the free memory is read from disk only once. Of a larger one,
+    the system forgets images before they are used again, so every epoch reads from disk."""
     if size <= memory or disk is None or disk >= loader:
         return loader, "CPU"
     return disk, "disk"
@@ -89,12 +68,8 @@ def by_loss(rows: Sequence[Row]) -> list[Row]:
 
 
 def choose(rows: Sequence[Row], wanted: float | None) -> Row:
-    """Return the row with the smallest loss that reaches `wanted` images per second; if there is none, the fastest.
-
-    Args:
-        rows: in order of their loss.
-        wanted: None for the fastest.
-    """
+    """Return the row with the smallest loss that reaches `wanted` images per second; if there is none, or None is
+    wanted, the fastest. `rows` are in order of their loss."""
     enough = (row for row in rows if wanted is not None and row.rate >= wanted)
     return next(enough, None) or max(rows, key=lambda row: row.rate)
 
@@ -158,11 +133,9 @@ class Advice:
             ]
             for row in self.rows
         ]  # fmt: skip
-        return Table(heads, rows, self._title(), self._caption(), figures=True)
-
-    def _title(self) -> str:
-        height, width = self.image_size
-        return f"{self.source}: {self.images:,} images, loaded as random crops of {height} × {width} pixels"
+        size = size_text(self.image_size)
+        title = f"{self.source}: {self.images:,} images, loaded as random crops of {size} pixels"
+        return Table(heads, rows, title, self._caption(), figures=True)
 
     def _caption(self) -> str:
         disk = "its speed cannot be measured" if self.disk is None else f"{bytes_text(self.disk)}/s"
@@ -182,11 +155,8 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the measurements and the advice in plain JSON types."""
-        return asdict(self) | {
-            "image_size": list(self.image_size),
-            "chosen": self.chosen,
-            "advice": self.advice,
-        }
+        derived = {"image_size": list(self.image_size), "chosen": self.chosen, "advice": self.advice}
+        return asdict(self) | derived
 
     def _repr_html_(self) -> str:
         return f"{self.table().html()}<p>{html.escape(self.advice)}</p>"
@@ -213,25 +183,21 @@ def _sentences(rows: Sequence[Row], wanted: float | None, memory: float, known: 
                 f"'{first.name}' reaches {_count(first.rate)}: there the {first.bottleneck} is the bottleneck."
             )
     else:
-        more = (
-            "Use more cores, or smaller images"
-            if row.bottleneck == "CPU"
-            else f"Use a faster disk, or {bytes_text(row.size)} of free memory"
-        )
-        said = [
-            f"No format reaches {_count(wanted)} images/s. {what} is the fastest with {_count(row.rate)}; {limit}. "
-            f"{more}."
-        ]
+        more = f"Use a faster disk, or {bytes_text(row.size)} of free memory"
+        if row.bottleneck == "CPU":
+            more = "Use more cores, or smaller images"
+        fastest = f"{what} is the fastest with {_count(row.rate)}; {limit}. {more}."
+        said = [f"No format reaches {_count(wanted)} images/s. {fastest}"]
     if not row.fits:
-        needs = (
-            f"The data set ({bytes_text(row.size)}) does not fit into the free memory ({bytes_text(memory)})"
-        )
-        tail = (
+        result = (
             "so each epoch reads it from disk"
             if known
             else "and the speed of its disk is unknown (--scratch)"
         )
-        said.append(f"{needs}, {tail}.")
+        needs = (
+            f"The data set ({bytes_text(row.size)}) does not fit into the free memory ({bytes_text(memory)})"
+        )
+        said.append(f"{needs}, {result}.")
     return said
 
 

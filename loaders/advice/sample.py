@@ -1,8 +1,11 @@
-"""A sample of a data set's images, and the formats it is converted to."""
+"""A sample of a data set's images, the formats it is converted to, and trials of one: loading and reading it."""
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -12,29 +15,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.errors import DataError
+from ...common.threads import in_order
 from ..beton.data_set import open_files
 from ..beton.layout import MODE_JPEG
 from ..beton.reader import open_beton
 from ..conversion.convert import convert
 from ..conversion.folders import EXTENSIONS, files_below
+from ..ffcv_loader import FFCVLoader
+from ..image_size import ImageSize
 
-_KEPT = ("copied unchanged", "recoded losslessly as baseline")
-"""Treatments of `convert` that keep a JPEG's pixels."""
+_KEPT = (
+    "copied unchanged",
+    "recoded losslessly as baseline",
+)  # treatments of `convert` that keep a JPEG's pixels
+_USUAL = 224  # the image size that the sides in `formats` are usual for; for other sizes they are scaled
+_SAME = 0.05  # formats whose mean numbers of pixels differ by less than this fraction are not both measured
 
-_USUAL = 224
-"""The image size that the sides below are usual for; for other sizes they are scaled."""
-
-_SAME = 0.05
-"""Formats whose mean numbers of pixels differ by less than this fraction are not both measured."""
+_WARM = 6  # batches that are loaded before the clock starts: as many as the loader allocates
+_TIMED = 8  # batches with the clock running, at least
+_SMALLEST = 4  # images per batch, at least
+_PROBED = 4  # images that are looked for in memory after they should have left it
 
 
 class Sample:
-    """Some images of a data set, as `convert` takes them.
-
-    Args:
-        get: returns an image by its number.
-        numbers: `(n,)` of the images.
-    """
+    """Some images of a data set, by their `numbers`, as `convert` takes them."""
 
     def __init__(self, get: Callable[[int], Any], numbers: NDArray[np.int64]) -> None:
         self._get, self._numbers = get, numbers
@@ -46,35 +50,24 @@ class Sample:
         return self._get(int(self._numbers[index])), 0
 
     def first(self, count: int) -> Sample:
-        """Return the first `count` images."""
         return Sample(self._get, self._numbers[:count])
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Images by number.
-
-    Attributes:
-        images: number of all of them.
-        raw: whether all are stored as raw pixels.
-    """
+    """Images by number."""
 
     images: int
-    raw: bool
+    raw: bool  # whether all are stored as raw pixels
     get: Callable[[int], Any]
 
-    def sample(self, count: int, seed: int) -> Sample:
-        """Return a random sample, in random order."""
-        order = np.random.default_rng(seed).permutation(self.images)
-        return Sample(self.get, order[:count])
+    def sample(self, count: int) -> Sample:
+        """Return a random sample, in random order, the same in every call."""
+        return Sample(self.get, np.random.default_rng(0).permutation(self.images)[:count])
 
 
 def open_data_set(source: str | Path) -> DataSet:
-    """Open a folder with images anywhere below it, or `.beton` files.
-
-    Raises:
-        DataError: if it is neither, cannot be read, or has no images.
-    """
+    """Open a folder with images anywhere below it, or `.beton` files."""
     if not isinstance(source, str | Path) or not str(source):
         raise DataError(f"source={source!r:.80} must be a folder of images or a .beton file.")
     if Path(source).is_dir():
@@ -123,28 +116,19 @@ def formats(data: DataSet, side: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Converted:
-    """A sample in one format.
-
-    Attributes:
-        path: the file; `options`: the arguments of `convert` for it.
-        pointers, sizes: of the images in the file, in bytes.
-        pixels: mean of the images.
-        jpegs: fraction stored as JPEG; `reencoded`: fraction that was compressed as JPEG again.
-        seconds: duration of the conversion.
-    """
+    """A sample in one format."""
 
     path: Path
-    options: dict[str, Any]
+    options: dict[str, Any]  # of `convert`
     pointers: NDArray[np.uint64]
-    sizes: NDArray[np.uint64]
-    pixels: float
-    jpegs: float
-    reencoded: float
+    sizes: NDArray[np.uint64]  # bytes
+    pixels: float  # mean of the images
+    jpegs: float  # fraction stored as JPEG
+    reencoded: float  # fraction that was compressed as JPEG again
     seconds: float
 
     @property
     def name(self) -> str:
-        """The format in words."""
         kind = "JPEG" if self.jpegs > 0.5 else "raw"
         if side := self.options.get("max_resolution"):
             return f"{kind}, longest side {side}"
@@ -153,18 +137,12 @@ class Converted:
         return "as stored" if self.reencoded < 0.5 else f"{kind}, own size"
 
     def resembles(self, other: Converted) -> bool:
-        """Whether the file is nearly the same as another one."""
         close = abs(self.pixels - other.pixels) <= _SAME * max(self.pixels, other.pixels)
         return close and abs(self.jpegs - other.jpegs) <= _SAME
 
 
 def converted(sample: Sample, path: Path, options: dict[str, Any], workers: int) -> Converted:
-    """Convert a sample. Images that cannot be read are left out.
-
-    Raises:
-        DataError: if no image can be read.
-        DrivetrainError: if the file cannot be written.
-    """
+    """Convert a sample. Images that cannot be read are left out."""
     start = perf_counter()
     report = convert(sample, path, workers=workers, on_error="skip", progress=False, **options)
     beton = open_beton(path)
@@ -181,8 +159,70 @@ def converted(sample: Sample, path: Path, options: dict[str, Any], workers: int)
 
 def distinct(files: Sequence[Converted]) -> tuple[list[Converted], list[Converted]]:
     """Return the files that differ from all before them, and the others."""
-    kept: list[Converted] = []
-    others: list[Converted] = []
+    kept, others = list[Converted](), list[Converted]()
     for file in files:
         (others if any(file.resembles(one) for one in kept) else kept).append(file)
     return kept, others
+
+
+def loading_rate(
+    file: Converted, image_size: ImageSize, workers: int, expected: float, seconds: float, epoch: int
+) -> float:
+    """Return the images per second of a loader, measured for about `seconds`, without its first batches. `expected` is
+    about how many images per second it loads; 0 for the shortest trial."""
+    images = expected * seconds
+    batch = int(np.clip(images / (_WARM + _TIMED), _SMALLEST, max(16 * workers, 32)))
+    batches = max(round(images / batch), _WARM + _TIMED)
+    samples = np.resize(np.arange(len(file.sizes)), batch * batches)
+    with FFCVLoader(
+        file.path, batch_size=batch, image_size=image_size, workers=workers, indices=samples,
+        rank=0, world_size=1,
+    ) as loader:  # fmt: skip
+        loader.set_epoch(epoch)
+        start = perf_counter()
+        for number, _ in enumerate(loader, 1):
+            if number == _WARM:
+                start = perf_counter()
+    return batch * (batches - _WARM) / (perf_counter() - start)
+
+
+def disk_rate(file: Converted, threads: int, seconds: float, seed: int) -> float | None:
+    """Return the images per second that threads read from disk, one by one in random order, within about `seconds`.
+    Each thread reads at least one. None if the system does not drop a file from memory, or does not report whether it
+    has done so: then it cannot be measured."""
+    if not hasattr(os, "posix_fadvise") or not hasattr(os, "RWF_NOWAIT"):
+        return None  # macOS
+    places = list(zip(file.pointers.tolist(), file.sizes.tolist(), strict=True))
+    order = np.random.default_rng(seed).permutation(len(places)).tolist()
+    with file.path.open("rb") as opened:
+        descriptor = opened.fileno()
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # no other images in advance
+        if any(_in_memory(descriptor, places[number][0]) for number in order[:_PROBED]):
+            return None
+        start, numbers = perf_counter(), itertools.count()
+
+        def read(_: int) -> int:
+            done = 0
+            while (number := next(numbers)) < len(order):
+                pointer, size = places[order[number]]
+                os.pread(descriptor, size, pointer)
+                done += 1
+                if perf_counter() >= start + seconds:
+                    break
+            return done
+
+        with closing(in_order(read, range(threads), threads, "drivetrain-read")) as counts:
+            images = sum(counts)
+        return images / (perf_counter() - start)
+
+
+def _in_memory(descriptor: int, place: int) -> bool:
+    """Return whether a byte of a file is in memory; True if the file system cannot tell."""
+    try:
+        os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -17,8 +17,8 @@ from ...common.checks import check_whole, plain
 from ...common.errors import BetonError, DataError, require_suffix
 from ...common.storage.files import atomic_file
 from ...common.terminal import shortened
-from ..native import jpeg
-from ..native.threads import stoppable
+from ..native import jpegs
+from ..native.stop import stoppable
 from ..options import check_workers
 from .layout import MODE_JPEG
 from .reader import Beton, open_beton

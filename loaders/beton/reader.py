@@ -20,7 +20,7 @@ from ...common.exhaustion import exhaustion, is_exhaustion
 from ...common.storage.addresses import is_address
 from ...common.storage.cache import Mirror, Remote, local_copy
 from ...common.storage.files import renames_held, wait_for_renames
-from ..native import transcode
+from ..native import jpegs
 from .image_modes import mode_of
 from .layout import MODE_RAW, Column, check_numbers, fetch_tables, read_columns
 from .manifest import manifest_path, read_manifest
@@ -240,7 +240,7 @@ class Beton:
             return Image.fromarray(self.pixels(index))
         stored, size = self.stored(index), (int(self.widths[index]), int(self.heights[index]))
         try:
-            image = Image.open(io.BytesIO(transcode.huffman_coded(stored))).convert("RGB")
+            image = Image.open(io.BytesIO(jpegs.huffman_coded(stored))).convert("RGB")
             image.info = {}  # its EXIF data, too: loaders take pictures as they are stored
         except Exception as error:  # damaged files make Pillow's readers raise many types
             raise self.sample_error(index, f"its JPEG data cannot be decoded ({error})") from error

@@ -21,7 +21,7 @@ from ...common.terminal import shortened
 from ..beton.layout import Field
 from ..beton.targets import MOVING, STORED_AS
 from ..native.stop import Stopped
-from ..native.threads import stoppable
+from ..native.stop import stoppable
 from ..options import check_workers
 from ..sources import expand
 from .encode import Encoded, Encoding, encode_image, image_field

@@ -17,8 +17,7 @@ from ...common.errors import DataError, suggest
 from ..beton.image_modes import MODES
 from ..beton.layout import MODE_JPEG, MODE_RAW, Field
 from ..decode.pictures import JPEG_FORMATS, LONGEST, decoded, pixels_of, reading, to_rgb, turn_of
-from ..native import jpeg as jpegs
-from ..native import transcode
+from ..native import jpegs
 
 _RAW_LIMIT = 64 * 64 * 3  # bytes up to which mode auto stores pixels: lossless, and faster to read
 
@@ -180,7 +179,7 @@ def _encode_file(data: bytes, encoding: Encoding, number: int) -> Encoded:
     whole = False
     with reading(), Image.open(io.BytesIO(data)) as image:
         is_jpeg = image.format in JPEG_FORMATS
-        if is_jpeg and image.mode == "RGB" and transcode.frame_type(data) in transcode.DECODED_FRAMES:
+        if is_jpeg and image.mode == "RGB" and jpegs.frame_type(data) in jpegs.DECODED_FRAMES:
             whole = turn_of(image) is None and encoding.target_size(image.size) == image.size
             whole = whole and encoding.as_jpeg(number, image.size, is_jpeg)
             if whole and (encoded := _keep(data, image.size, encoding)) is not None:
@@ -199,12 +198,12 @@ def _keep(jpeg: bytes, size: tuple[int, int], encoding: Encoding) -> Encoded | N
     Progressive and arithmetic ones become baseline. With `optimize`, others get Huffman tables of their own, unless
     this makes them larger.
     """
-    sequential = transcode.frame_type(jpeg) in transcode.SEQUENTIAL_FRAMES
+    sequential = jpegs.frame_type(jpeg) in jpegs.SEQUENTIAL_FRAMES
     sound = encoding.check == "structure" and jpeg.endswith(_END_OF_IMAGE)
     if encoding.optimize if sequential else not encoding.keep_bytes:
         limits = (len(jpeg) - 1, _OPTIMISED_MEMORY) if sequential else ()
         try:
-            payload = transcode.recoded(jpeg, *limits)
+            payload = jpegs.recoded(jpeg, *limits)
             if payload is not None:
                 treatment = "Huffman tables optimised" if sequential else "recoded losslessly as baseline"
                 return Encoded(MODE_JPEG, *size, payload, treatment, size)

@@ -9,34 +9,28 @@ from numpy.typing import NDArray
 
 from ..options import LoaderOptions
 from . import draws
-from .policy_draws import Drawn, draw
+from .draws import Drawn
 
 # Which draws of a sample's key decide what; the crop uses 0 to 39, and a policy those from 100 (see
-# policy_draws.py). A number, once used, keeps its meaning.
+# draws.py). A number, once used, keeps its meaning.
 FLIP, CUTOUT, COLOR, REPLACEMENT = 40, 41, 43, 50
 
 
 @dataclass(frozen=True)
 class Choices:
-    """The augmentations for n images.
+    """The augmentations for n images."""
 
-    Attributes:
-        boxes: `(n, 4)` int64: top, left, height and width of each crop, in pixels of the stored image. For the padded
-            crop with reflected edges: the row and column shift of the image, and its size.
-        flips: `(n,)` bool: whether each image is mirrored.
-        color: `(n, 4)` float64: factors of brightness, contrast and saturation, and the index of the order in which
-            they are applied, one of six; empty without color jitter.
-        corners: `(n, 2)` int64: top and left of the square that is cut out; empty without CutOut.
-        policy: the operations of an augmentation policy; None without one.
-        places: `(n, 4)` int64: top, left, height and width of where each crop goes in the output, whose other pixels
-            are filled; None: everywhere.
-    """
-
+    # (n, 4): top, left, height and width of each crop, in pixels of the stored image. For the padded crop with
+    # reflected edges: the row and column shift of the image, and its size.
     boxes: NDArray[np.int64]
     flips: NDArray[np.bool_]
+    # (n, 4): factors of brightness, contrast and saturation, and the index of the order in which they are applied,
+    # one of six; empty without color jitter.
     color: NDArray[np.float64]
-    corners: NDArray[np.int64]
+    corners: NDArray[np.int64]  # (n, 2): top and left of the square that is cut out; empty without CutOut
     policy: Drawn | None
+    # (n, 4): top, left, height and width of where each crop goes in the output, whose other pixels are filled; None:
+    # everywhere.
     places: NDArray[np.int64] | None = None
 
 
@@ -47,18 +41,20 @@ def draw_choices(
     widths: NDArray[np.int64],
     flips: NDArray[np.bool_] | None = None,
 ) -> Choices:
-    """Return the choices for images with these `keys` (see `draws`) and stored sizes, each `(n,)`.
-
-    `flips` come from `alternating`; None draws them like everything else.
-    """
+    """Return the choices for images with these `keys` (see `draws`) and stored sizes, each `(n,)`. `flips` come from
+    `alternating`; None draws them like everything else."""
     boxes, places = _crops(settings, keys, heights, widths)
     if not settings.train:
         flips = np.zeros(len(heights), dtype=np.bool_)
         return Choices(boxes, flips, np.empty((0, 4)), np.empty((0, 2), dtype=np.int64), None, places)
     if flips is None:
         flips = draws.uniforms(keys, FLIP, 1)[:, 0] < (0.5 if settings.flip else 0.0)
-    factors, corners, policy = _factors(keys, settings), _corners(keys, settings), _policy(keys, settings)
-    return Choices(boxes, flips, factors, corners, policy, places)
+    corners = np.empty((0, 2), dtype=np.int64)
+    if settings.cutout:  # as FFCV's `Cutout`: the square is inside the image, uniformly distributed
+        free = np.array(settings.size) - settings.cutout + 1
+        corners = (draws.uniforms(keys, CUTOUT, 2) * free).astype(np.int64)
+    policy = None if settings.policy is None else draws.draw_policy(settings.policy, keys, settings.size)
+    return Choices(boxes, flips, _factors(keys, settings), corners, policy, places)
 
 
 def alternating(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -71,49 +67,29 @@ def alternating(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np
 def _crops(
     settings: LoaderOptions, keys: NDArray[np.uint64], heights: NDArray[np.int64], widths: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """Return `boxes` and `places`."""
+    """Return `boxes` and `places` of `Choices`."""
     crop, size = settings.active_crop, settings.size
     if crop == "padded":
-        shifts = _shifts(keys, settings.padding, heights, widths)
-        return _windows(shifts) if settings.pads else (shifts, None)
+        reach, sides = settings.padding, np.stack([heights, widths], axis=1)
+        offsets = (draws.uniforms(keys, 0, 2) * (2 * reach + 1)).astype(np.int64) - reach
+        if not settings.pads:
+            return np.concatenate([offsets, sides], axis=1), None
+        # What is left of the shifted images inside their frame, and where it is in it.
+        left = sides - np.abs(offsets)
+        corners, into = (np.maximum(each, 0) for each in (-offsets, offsets))
+        return np.concatenate([corners, left], axis=1), np.concatenate([into, left], axis=1)
     if crop == "center":
         return central_crops(heights, widths, size, settings.eval_ratio), None
-    if crop == "random":
-        return _random_crops(keys, size, heights, widths), None
+    if crop == "random":  # each place as likely, as torchvision's `RandomCrop`
+        places = np.stack([heights - size[0] + 1, widths - size[1] + 1], axis=1)
+        corners = (draws.uniforms(keys, 0, 2) * places).astype(np.int64)
+        return np.concatenate([corners, np.full((len(keys), 2), size, dtype=np.int64)], axis=1), None
     if crop == "resized":
         scale, ratio = (np.array(pair, dtype=np.float64) for pair in (settings.scale, settings.ratio))
         return draws.random_resized_crops(keys, heights, widths, scale, ratio), None
     none = np.zeros_like(heights)
     whole = np.stack([none, none, heights, widths], axis=1)
     return whole, fitted(heights, widths, size) if crop == "fit" else None
-
-
-def _windows(shifts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return what is left of shifted images inside their frame, and where it is in it."""
-    offsets, sides = shifts[:, :2], shifts[:, 2:]
-    left = sides - np.abs(offsets)
-    boxes, places = (np.maximum(corners, 0) for corners in (-offsets, offsets))
-    return np.concatenate([boxes, left], axis=1), np.concatenate([places, left], axis=1)
-
-
-def _shifts(
-    keys: NDArray[np.uint64], reach: int, heights: NDArray[np.int64], widths: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    offsets = (draws.uniforms(keys, 0, 2) * (2 * reach + 1)).astype(np.int64) - reach
-    return np.concatenate([offsets, heights[:, None], widths[:, None]], axis=1)
-
-
-def _random_crops(
-    keys: NDArray[np.uint64],
-    size: tuple[int, int],
-    heights: NDArray[np.int64],
-    widths: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """Return crops of that height and width, each place as likely, as torchvision's `RandomCrop`."""
-    height, width = size
-    places = np.stack([heights - height + 1, widths - width + 1], axis=1)
-    corners = (draws.uniforms(keys, 0, 2) * places).astype(np.int64)
-    return np.concatenate([corners, np.full((len(keys), 2), size, dtype=np.int64)], axis=1)
 
 
 def _factors(keys: NDArray[np.uint64], settings: LoaderOptions) -> NDArray[np.float64]:
@@ -128,31 +104,12 @@ def _factors(keys: NDArray[np.uint64], settings: LoaderOptions) -> NDArray[np.fl
     return drawn
 
 
-def _corners(keys: NDArray[np.uint64], settings: LoaderOptions) -> NDArray[np.int64]:
-    """Return corners as FFCV's `Cutout`: the square is inside the image, uniformly distributed."""
-    if not settings.cutout:
-        return np.empty((0, 2), dtype=np.int64)
-    places = np.array(settings.size) - settings.cutout + 1
-    corners: NDArray[np.int64] = (draws.uniforms(keys, CUTOUT, 2) * places).astype(np.int64)
-    return corners
-
-
-def _policy(keys: NDArray[np.uint64], settings: LoaderOptions) -> Drawn | None:
-    if settings.policy is None:
-        return None
-    return draw(settings.policy, keys, settings.size)
-
-
 def central_crops(
     heights: NDArray[np.int64], widths: NDArray[np.int64], size: tuple[int, int], ratio: float
 ) -> NDArray[np.int64]:
-    """Return central crops `(n, 4)`: top, left, height and width, in whole pixels, rounded down, as FFCV's.
-
-    Args:
-        heights, widths: of the images, `(n,)`.
-        size: height and width of the output, whose shape the crops have.
-        ratio: their size relative to the largest such crop; a square's side relative to the image's shorter one.
-    """
+    """Return central crops `(n, 4)`: top, left, height and width, in whole pixels, rounded down, as FFCV's. They have
+    the shape of the output's `size` (height, width); `ratio` is their size relative to the largest such crop, for
+    squares relative to the image's shorter side."""
     height, width = size
     tall = heights * width <= widths * height  # the image's height limits them
     largest = (
@@ -164,14 +121,9 @@ def central_crops(
 
 
 def fitted(heights: NDArray[np.int64], widths: NDArray[np.int64], size: tuple[int, int]) -> NDArray[np.int64]:
-    """Return where full images go that are scaled to fit into the output, `(n, 4)`: top, left, height and width.
-
-    They keep their aspect ratio, to the nearest pixel (halves to even, as Python's `round`), and are centered.
-
-    Args:
-        heights, widths: of the images, `(n,)`.
-        size: height and width of the output.
-    """
+    """Return where full images go that are scaled to fit into the output's `size` (height, width), `(n, 4)`: top, left,
+    height and width. They keep their aspect ratio, to the nearest pixel (halves to even, as Python's `round`), and are
+    centered."""
     height, width = size
     tall = height * widths <= width * heights  # the output's height limits them
     h = np.where(tall, height, _divided(heights * width, widths))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from ..beton.data_set import BetonFiles
 from ..beton.image_modes import RGB, channels_text
 from ..beton.layout import MODE_JPEG
 from ..beton.open_file import ChangedError
-from ..native import jpeg, library
+from ..native import jpegs, library
 from ..native.stop import Stop, Stopped
 from ..options import LoaderOptions, fill_color
 from . import augmentation, draws
@@ -42,53 +41,32 @@ _DTYPES = {torch.uint8: library.UINT8, torch.float32: library.FLOAT32, torch.bfl
 
 @dataclass(frozen=True)
 class Draw:
-    """The images of one size of a batch: `views` of each of n samples.
+    """The images of one size of a batch: `views` of each of n samples."""
 
-    Attributes:
-        keys: `(n · views,)` keys of their random draws, sample by sample; see `draws`.
-        choices: the augmentations.
-        images: `(n, views, H, W, C)`, uint8 or already normalized: the memory for the result.
-    """
-
-    keys: NDArray[np.uint64]
+    keys: NDArray[np.uint64]  # (n · views,), sample by sample; see `draws`
     choices: augmentation.Choices
-    images: torch.Tensor
+    images: torch.Tensor  # (n, views, H, W, C), uint8 or already normalized: the memory for the result
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """A batch to load: its samples, and the images to make of them.
-
-    Attributes:
-        indices: `(n,)` sample indices.
-        keys: `(n,)` keys of their random draws; see `draws`.
-        draws: one per group of views.
-        epoch: that the draws are for.
-        among: `(m,)` the samples that may take the place of one that cannot be decoded.
-        targets: by name, those that move with the images; see `MovingTargets.empty`.
-        stop: ends its loading.
-        replaced: the samples that could not be decoded, `on_error="skip"`; `indices` has those in their places.
-    """
+    """A batch of n samples to load, and the images to make of them."""
 
     indices: NDArray[np.int64]
     keys: NDArray[np.uint64]
-    draws: tuple[Draw, ...]
+    draws: tuple[Draw, ...]  # one per group of views
     epoch: int
-    among: NDArray[np.int64]
-    targets: dict[str, Any]
+    among: NDArray[np.int64]  # the samples that may take the place of one that cannot be decoded
+    targets: dict[str, Any]  # by name, those that move with the images; see `MovingTargets.empty`
     stop: Stop = field(default_factory=Stop)
+    # The samples that could not be decoded (on_error="skip"); `indices` has those in their places.
     replaced: list[int] = field(default_factory=list)
 
 
 class Workspace:
-    """A thread's working memory in the native core; it grows to what the largest sample needs.
-
-    It is freed by `close`, or when it is no longer referenced. Not at interpreter exit: the system reclaims everything
-    then, and a thread may still use it.
-
-    Raises:
-        MemoryError: if there is no memory for it.
-    """
+    """A thread's working memory in the native core; it grows to what the largest sample needs. It is freed by `close`,
+    or when it is no longer referenced. Not at interpreter exit: the system reclaims everything then, and a thread may
+    still use it."""
 
     def __init__(self) -> None:
         self.address = library.library().dt_workspace_new()
@@ -123,15 +101,8 @@ class Workspaces:
 
 
 class Group:
-    """How the images of one size are made of each sample.
-
-    Args:
-        settings: of these images.
-        first: number of the first view; each draws numbers of its own.
-        views: how many there are of each sample.
-        operations: FFCV's.
-        kind: number of channels and bits of the images.
-    """
+    """How the images of one size are made of each sample: `views` of them, from number `first` on, as each view draws
+    numbers of its own. `kind` is the number of channels and bits; `operations` are FFCV's."""
 
     def __init__(
         self,
@@ -142,7 +113,12 @@ class Group:
         kind: tuple[int, int],
     ) -> None:
         self.settings, self._first, self.views = settings, first, views
-        self.operations = _compiled(operations, settings.size)
+        self.operations: Operations | None = None
+        if operations:  # otherwise neither FFCV nor numba is imported
+            require("numba", "ffcv", "use FFCV's operations")
+            from .operations import Operations
+
+            self.operations = Operations(operations, settings.size)
         channels, depth = kind
         line, table = self._tables = _normalization(settings, depth)
         method = _METHODS[settings.interpolation]
@@ -151,11 +127,10 @@ class Group:
         if settings.shifts:  # nothing is resized
             method = library.NEAREST if settings.pads else library.SHIFT
         pixel = np.array(fill_color(settings.mean, depth), dtype=f"<u{depth // 8}").tobytes()
-        fill = (ctypes.c_uint8 * 8)(*pixel)
         self.made = {
             dtype: library.Settings(
                 *settings.size, method, number, channels, depth // 8, library.address(line[0]),
-                library.address(line[1]), library.address(table), settings.cutout, fill,
+                library.address(line[1]), library.address(table), settings.cutout, (ctypes.c_uint8 * 8)(*pixel),
             )
             for dtype, number in _DTYPES.items()
         }  # fmt: skip
@@ -169,9 +144,8 @@ class Group:
         images: torch.Tensor,
     ) -> Draw:
         """Return what is drawn for the samples with these `keys`, `numbers` and stored `sizes`, each `(n,)`."""
-        settings, flips = self.settings, None
-        if settings.alternates:
-            flips = augmentation.alternating(settings.seed, epoch, numbers)
+        settings = self.settings
+        flips = augmentation.alternating(settings.seed, epoch, numbers) if settings.alternates else None
         if self.views > 1 or self._first:
             keys = draws.view_keys(keys, self._first, self.views)
         heights, widths = (np.repeat(size, self.views) for size in sizes)
@@ -200,11 +174,7 @@ class _Part:
 
 
 class Decoder:
-    """Loads chunks of batches from one data set with one set of settings; thread-safe.
-
-    Raises:
-        BetonError, DataError: if the file's images do not match the settings, or do not fit into memory.
-    """
+    """Loads chunks of batches from one data set with one set of settings; thread-safe."""
 
     def __init__(self, beton: BetonFiles, settings: LoaderOptions, operations: Sequence[Any]) -> None:
         self._beton, self._settings = beton, settings
@@ -215,7 +185,6 @@ class Decoder:
                 f"The targets {', '.join(self.targets.kinds)} do not follow FFCV's operations, which may move pixels. "
                 "Leave operations= out."
             )
-        self._groups, first = list[Group](), 0
         kind = beton.channels, beton.depth
         if operations and kind != RGB:
             raise DataError(
@@ -223,6 +192,7 @@ class Decoder:
                 f"{channels_text(*kind)}. Leave them out."
             )
         self._pixel = beton.channels * beton.depth // 8  # bytes
+        self._groups, first = list[Group](), 0
         for views, own in settings.groups:
             self._groups.append(Group(own, first, views, operations, kind))
             first += views
@@ -235,8 +205,7 @@ class Decoder:
         self._samples = library.Samples(*map(library.address, columns), beton.channels, beton.depth // 8)
         self._columns = columns  # keeps their memory
         self.part = max(_PART // (self._pixel * settings.sample_pixels), 1)
-        self.coefficient_bytes = library.MOST_MEMORY
-        """Memory that each thread may take for the coefficients of a JPEG with several scans."""
+        self.coefficient_bytes = library.MOST_MEMORY  # of a JPEG with several scans, for each thread
         self._workspaces = Workspaces()
         self.close = self._workspaces.close  # no thread may be loading
 
@@ -246,7 +215,7 @@ class Decoder:
 
     @property
     def workspace_bytes(self) -> int:
-        """Return the memory that each thread needs besides the batches, in bytes; without coefficients."""
+        """The memory that each thread needs besides the batches, in bytes; without coefficients."""
         views = [
             library.Views(
                 ctypes.pointer(group.made[torch.uint8]),
@@ -277,11 +246,8 @@ class Decoder:
         stop: Stop | None = None,
     ) -> BatchRequest:
         """Return what loads the samples `numbers` `(n,)` of that epoch into `images`, one per group of views, and into
-        `targets`.
-
-        A number is an index; each time that a sample is repeated in an epoch, its number is larger by the number of all
-        samples. `among`, `stop`: as in `BatchRequest`.
-        """
+        `targets`. A number is an index; each time that a sample is repeated in an epoch, its number is larger by the
+        number of all samples."""
         keys = draws.sample_keys(self._settings.seed, epoch, numbers)
         indices = numbers % len(self._beton)
         sizes = self._heights[indices], self._widths[indices]
@@ -292,13 +258,7 @@ class Decoder:
         return BatchRequest(indices, keys, drawn, epoch, among, targets, stop or Stop())
 
     def load(self, request: BatchRequest, part: slice) -> None:
-        """Load one chunk of the batch.
-
-        Raises:
-            BetonError: naming the sample that cannot be decoded, or has changed since the conversion.
-            DataError: naming the one that takes too much memory.
-            Stopped: if the request's flag is set.
-        """
+        """Load one chunk of the batch; errors name the sample. Raises Stopped if the request's flag is set."""
         with self._workspaces.lend() as workspace:
             if self._settings.on_error == "skip" and self._settings.train:
                 self._load_or_replace(workspace, request, part)
@@ -306,10 +266,8 @@ class Decoder:
                 self._load(workspace, request, part)
 
     def _load_or_replace(self, workspace: int, request: BatchRequest, part: slice) -> None:
-        """Load one chunk; in the place of a sample that cannot be decoded, another one, drawn from its own key.
-
-        So the batch is the same whatever thread or rank loads it.
-        """
+        """Load one chunk; in the place of a sample that cannot be decoded, another one, drawn from its own key: so the
+        batch is the same whatever thread or rank loads it."""
         if self._failure(workspace, request, part) is not None:  # of at least one of them
             for place in range(part.start, min(part.stop, len(request.indices))):
                 self._load_one(workspace, request, place)
@@ -332,9 +290,8 @@ class Decoder:
         for number in request.among[(draw * len(request.among)).astype(np.int64)]:
             images = [draw.images[alone] for draw in request.draws]
             targets = {name: values[alone] for name, values in request.targets.items()}
-            other = self.request(
-                np.array([number]), request.epoch, images, request.among, targets, request.stop
-            )
+            numbers = np.array([number])
+            other = self.request(numbers, request.epoch, images, request.among, targets, request.stop)
             if self._failure(workspace, other, slice(0, 1)) is None:
                 for name, values in targets.items():  # of a tensor in the same memory, of a list in a copy
                     request.targets[name][place] = values[0]
@@ -362,39 +319,25 @@ class Decoder:
         self, workspace: int, parts: list[_Part], indices: NDArray[np.int64], stop: Stop
     ) -> None:
         """Load the samples; apply FFCV's operations to their levels, before CutOut and the dtype."""
-        levels = [
-            dataclasses.replace(
-                part,
-                choices=_without_corners(part.choices),
-                images=part.images
-                if part.images.dtype == torch.uint8
-                else torch.empty(part.images.shape, dtype=torch.uint8),
-            )
-            for part in parts
-        ]
+        levels = []
+        for part in parts:
+            choices = library.Choices.from_buffer_copy(part.choices)
+            choices.corners = None
+            images = part.images
+            if images.dtype != torch.uint8:
+                images = torch.empty(images.shape, dtype=torch.uint8)
+            levels.append(_Part(part.group, choices, part.keys, images))
         self._decode(workspace, levels, indices, stop)
         for part, level in zip(parts, levels, strict=True):
-            images, operations = level.images.flatten(0, 1), part.group.operations
-            assert operations is not None
-            operations.apply(images.numpy(), part.keys, np.repeat(indices, part.group.views))
-            made = part.group.made[part.images.dtype]
+            images, group = level.images.flatten(0, 1), part.group
+            assert group.operations is not None
+            group.operations.apply(images.numpy(), part.keys, np.repeat(indices, group.views))
+            made = group.made[part.images.dtype]
             self._core.dt_finish(made, part.choices, len(images), images.data_ptr(), part.images.data_ptr())
 
     def _decode(
-        self,
-        workspace: int,
-        parts: list[_Part],
-        indices: NDArray[np.int64],
-        stop: Stop,
-        again: bool = False,
+        self, workspace: int, parts: list[_Part], indices: NDArray[np.int64], stop: Stop, again: bool = False
     ) -> None:
-        """Load the samples.
-
-        Raises:
-            BetonError: naming one that cannot be decoded, or (`verify`) does not match its checksum.
-            DataError: naming one that takes too much memory.
-            Stopped: if the flag is set.
-        """
         status = np.empty(len(indices), dtype=np.int32)
         crcs = np.zeros(len(indices), dtype=np.uint32) if self._settings.verify else None
         views = (library.Views * len(parts))(*(part.views() for part in parts))
@@ -418,17 +361,15 @@ class Decoder:
             raise self._error(int(indices[at]), int(status[at]), stop)
 
     def _error(self, index: int, status: int, stop: Stop) -> Exception:
-        """Return the error for a sample with that status."""
         if status == library.NO_MEMORY:
             return MemoryError(f"There is no memory to decode sample {index}.")
         beton, own = self._beton.locate(index)
         stored = beton.stored(own)  # raises the reason why a sample cannot be read
-        if status == library.UNREADABLE:
-            return beton.sample_error(own, "it cannot be read")
-        if status == library.WRONG_SIZE:
-            return beton.sample_error(own, "its JPEG header and the file's metadata disagree on the size")
+        if status in (library.UNREADABLE, library.WRONG_SIZE):
+            disagree = "its JPEG header and the file's metadata disagree on the size"
+            return beton.sample_error(own, disagree if status == library.WRONG_SIZE else "it cannot be read")
         limits = stop.limits(self.coefficient_bytes)
-        message = jpeg.complaint(stored, int(self._widths[index]), int(self._heights[index]), limits)
+        message = jpegs.complaint(stored, int(self._widths[index]), int(self._heights[index]), limits)
         if status == library.TOO_LARGE:
             return DataError(
                 f"{self._beton.name}: sample {index} cannot be decoded: {message}. Such a JPEG, progressive or in "
@@ -439,12 +380,7 @@ class Decoder:
         return beton.sample_error(own, f"its JPEG data cannot be decoded{reason}")
 
     def require_memory(self, batches: int, batch_bytes: int, workers: int) -> int:
-        """Return the memory a loader needs, in bytes, for all batches and workers together.
-
-        Raises:
-            DataError: if this process may not allocate that much, with what to change.
-            BetonError: if a single image is too large.
-        """
+        """Return the memory in bytes that all batches and workers of a loader need, which must be free."""
         free, each = machine.rank_free_memory(), self.workspace_bytes
         need = batches * batch_bytes + workers * each
         self.coefficient_bytes = max(free - need, 0) // workers
@@ -463,12 +399,6 @@ class Decoder:
         return need
 
 
-def _without_corners(choices: library.Choices) -> library.Choices:
-    copied = library.Choices.from_buffer_copy(choices)
-    copied.corners = None
-    return copied
-
-
 def _native(choices: augmentation.Choices, part: slice) -> library.Choices:
     """Return where the choices for a part of the images are in memory."""
     of = library.Choices(
@@ -485,16 +415,6 @@ def _native(choices: augmentation.Choices, part: slice) -> library.Choices:
         of.magnitudes = library.address(drawn.magnitudes[part])
         of.weights = library.address(drawn.weights[part])
     return of
-
-
-def _compiled(operations: Sequence[Any], size: tuple[int, int]) -> Operations | None:
-    """Return FFCV's operations, compiled; None without any: then neither FFCV nor numba is imported."""
-    if not operations:
-        return None
-    require("numba", "ffcv", "use FFCV's operations")
-    from .operations import Operations
-
-    return Operations(operations, size)
 
 
 def _normalization(settings: LoaderOptions, depth: int) -> tuple[NDArray[np.float32], NDArray[np.uint16]]:

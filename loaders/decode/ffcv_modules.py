@@ -25,10 +25,6 @@ def thread_counts_restored() -> Iterator[None]:
 
 
 def ffcv_module(name: str) -> ModuleType:
-    """Import a module of FFCV, such as `ffcv.pipeline.state`, without its side effects.
-
-    Raises:
-        MissingExtra: if FFCV or numba is not installed.
-    """
+    """Import a module of FFCV, such as `ffcv.pipeline.state`, without its side effects."""
     with thread_counts_restored():
         return require(name, "ffcv", "use FFCV's operations")

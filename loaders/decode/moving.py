@@ -6,6 +6,7 @@ The results equal those of torchvision's v2 transforms on `tv_tensors` with the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,22 +26,15 @@ _TRIED = 8  # samples that are tried to find out what the masks are
 
 @dataclass(frozen=True)
 class Motion:
-    """What becomes of the pixels of one image.
+    """What becomes of the pixels of one image."""
 
-    Attributes:
-        box: top, left, height and width of the crop, in pixels of the stored image; with `shifts`, rows and columns by
-            which the full image is shifted, and its size.
-        place: top, left, height and width of where the crop goes in the output.
-        size: height and width of the output.
-        flip: whether the output is then mirrored.
-        shifts: whether the full image is shifted over its reflected edges.
-    """
-
+    # Top, left, height and width of the crop, in pixels of the stored image; with `shifts`, rows and columns by which
+    # the full image is shifted, and its size.
     box: tuple[int, int, int, int]
-    place: tuple[int, int, int, int]
-    size: tuple[int, int]
-    flip: bool
-    shifts: bool
+    place: tuple[int, int, int, int]  # top, left, height and width of where the crop goes in the output
+    size: tuple[int, int]  # of the output
+    flip: bool  # of the output, at last
+    shifts: bool  # of the full image over its reflected edges
 
     @property
     def rows(self) -> int | None:
@@ -61,20 +55,17 @@ class Motion:
     def _line(self, axis: int) -> NDArray[np.int64]:
         """Return the source row (or column) of each output row (or column); -1 where there is none."""
         start, length, size = self.box[axis], self.box[axis + 2], self.size[axis]
+        first, extent = self.place[axis], self.place[axis + 2]
+        line: NDArray[np.int64] = np.full(size, -1)
         if self.shifts:
             line = np.abs(np.arange(size) - start)
-            reflected: NDArray[np.int64] = np.minimum(line, 2 * (size - 1) - line)
-            return reflected
-        first, extent = self.place[axis], self.place[axis + 2]
-        line = np.full(size, -1)
+            return np.minimum(line, 2 * (size - 1) - line)
         line[first : first + extent] = start + nearest_places(length, extent)
         return line
 
     def boxes(self, boxes: NDArray[Any]) -> NDArray[np.float32]:
-        """Return boxes `(n, 4)` (left, top, right, bottom) in pixels of the output, cut at the crop's edges.
-
-        A box outside of the crop has no area then, and stays, so that what belongs to boxes by number still does.
-        """
+        """Return boxes `(n, 4)` (left, top, right, bottom) in pixels of the output, cut at the crop's edges. A box
+        outside of the crop has no area then, and stays, so that what belongs to boxes by number still does."""
         corners = boxes.astype(np.float32).reshape(-1, 2, 2) - _floats(self.box[1], self.box[0])
         corners = self._scaled(np.clip(corners, 0, _floats(self.box[3], self.box[2])))
         if self.flip:
@@ -89,7 +80,6 @@ class Motion:
         return moved
 
     def _scaled(self, points: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return points `(…, 2)` of the crop in pixels of the output."""
         ratios = _floats(self.place[3] / self.box[3], self.place[2] / self.box[2])
         return points * ratios + _floats(self.place[1], self.place[0])
 
@@ -99,13 +89,8 @@ def _floats(x: float, y: float) -> NDArray[np.float32]:
 
 
 class Masks:
-    """The masks of a field, all in one dtype: uint8, or int32 if there may be class indices above 255.
-
-    The number of classes says so, or the first mask. With `on_error="skip"`, that may be damaged: a later one does.
-
-    Attributes:
-        dtype: of a mask's tensor.
-    """
+    """The masks of a field, all in one dtype: uint8, or int32 if there may be class indices above 255. The number of
+    classes says so, or the first mask. With `on_error="skip"`, that may be damaged: a later one does."""
 
     def __init__(self, beton: BetonFiles, name: str, on_error: str = "raise") -> None:
         self._beton, self._name = beton, name
@@ -115,10 +100,8 @@ class Masks:
     def _first(self, on_error: str) -> NDArray[Any]:
         last = min(len(self._beton), _TRIED if on_error == "skip" else 1) - 1
         for index in range(last):
-            try:
+            with suppress(BetonError):
                 return self._read(index)
-            except BetonError:
-                continue
         return self._read(last)
 
     def _read(self, index: int, rows: int | None = None) -> NDArray[Any]:
@@ -126,11 +109,7 @@ class Masks:
         return beton.mask(self._name, own, rows)
 
     def __call__(self, index: int, motion: Motion | None = None) -> NDArray[Any]:
-        """Return a sample's mask, moved with its image.
-
-        Raises:
-            BetonError: if it cannot be read, or does not fit into the dtype.
-        """
+        """Return a sample's mask, moved with its image."""
         mask = self._read(index, None if motion is None else motion.rows)
         moved = mask if motion is None else motion.mask(mask)
         if self.dtype == torch.int32:
@@ -146,15 +125,8 @@ class Masks:
 
 
 class MovingTargets:
-    """The targets of a loader that move with its images.
-
-    Args:
-        beton: the files.
-        settings: of the loader. Fields with a kind, and those that the files' manifest lists, move; the label, too.
-
-    Raises:
-        DataError: if the images change in a way that these targets do not follow.
-    """
+    """The targets of a loader that move with its images: the label and fields whose kind the options or the manifest
+    give."""
 
     def __init__(self, beton: BetonFiles, settings: LoaderOptions) -> None:
         self._beton, self._settings = beton, settings
@@ -171,12 +143,8 @@ class MovingTargets:
         return height * width * sum(masks.dtype.itemsize for masks in self._masks.values())
 
     def empty(self, n: int, memory: Any) -> dict[str, Any]:
-        """Return what `load` fills for n samples, by name: a tensor `(n, H, W)` for masks, else a list.
-
-        Args:
-            n: number of samples.
-            memory: returns a tensor with a shape and a dtype.
-        """
+        """Return what `load` fills for n samples, by name: a tensor `(n, H, W)` for masks, which `memory` returns for a
+        shape and a dtype, else a list."""
         shape = (n, *self._settings.size)
         return {
             name: memory(shape, self._masks[name].dtype) if kind == "mask" else [None] * n
@@ -184,29 +152,23 @@ class MovingTargets:
         }
 
     def load(self, into: dict[str, Any], indices: NDArray[np.int64], choices: Choices, part: slice) -> None:
-        """Load the targets of one chunk of a batch, as its images were chosen to become.
-
-        Raises:
-            BetonError: naming the sample with an unusable target.
-        """
-        moved = list(zip(indices.tolist(), motions(self._settings, choices, part), strict=True))
+        """Load the targets of one chunk of a batch, as its images were chosen to become."""
+        moved = list(motions(self._settings, choices, part))
         for name, kind in self.kinds.items():
-            if kind == "mask":
-                for place, (index, motion) in enumerate(moved, part.start):
-                    into[name][place] = torch.from_numpy(self._masks[name](index, motion))
-                continue
-            stored = self._beton.read(name, indices)
-            for place, (values, (index, motion)) in enumerate(zip(stored, moved, strict=True), part.start):
-                into[name][place] = self._points(name, kind, index, values, motion)
+            stored = indices if kind == "mask" else self._beton.read(name, indices)
+            rows = zip(stored, indices.tolist(), moved, strict=True)
+            for place, (values, index, motion) in enumerate(rows, part.start):
+                masks = self._masks.get(name)
+                one = masks(index, motion) if masks else self._points(name, kind, index, values, motion)
+                into[name][place] = torch.from_numpy(one)
 
-    def _points(self, name: str, kind: str, index: int, values: Any, motion: Motion) -> torch.Tensor:
+    def _points(self, name: str, kind: str, index: int, values: Any, motion: Motion) -> NDArray[np.float32]:
         try:
             points = coordinates(kind, values)
         except ValueError as error:
             beton, own = self._beton.locate(index)
             raise beton.sample_error(own, f"its {name!r}: {error}") from None
-        moved = motion.boxes(points) if kind == "boxes" else motion.keypoints(points)
-        return torch.from_numpy(moved)
+        return motion.boxes(points) if kind == "boxes" else motion.keypoints(points)
 
 
 def motions(settings: LoaderOptions, choices: Choices, part: slice) -> Iterator[Motion]:
@@ -219,11 +181,7 @@ def motions(settings: LoaderOptions, choices: Choices, part: slice) -> Iterator[
 
 
 def moving_fields(beton: BetonFiles, settings: LoaderOptions) -> dict[str, str]:
-    """Return the fields of a batch that move with the images, the label among them: name to kind.
-
-    Raises:
-        DataError: if a field is not stored as its kind is.
-    """
+    """Return the fields of a batch that move with the images, the label among them: name to kind."""
     kinds: dict[str, str | None] = dict(beton.targets)
     if isinstance(settings.fields, Mapping):
         kinds |= settings.fields
@@ -241,23 +199,17 @@ def moving_fields(beton: BetonFiles, settings: LoaderOptions) -> dict[str, str]:
 
 def check_motion(kinds: Mapping[str, str], settings: LoaderOptions) -> None:
     """Raise DataError for settings that move pixels in a way that the targets do not follow."""
+    what = ", ".join(f"{name!r} ({kind})" for name, kind in kinds.items())
+    points = any(kind != "mask" for kind in kinds.values())
     if not kinds:
         return
-    what = ", ".join(f"{name!r} ({kind})" for name, kind in kinds.items())
-    points = [name for name, kind in kinds.items() if kind != "mask"]
-    refused = (
-        (settings.has_views, f"views={settings.views!r:.80}", "Leave views out"),
-        (
-            settings.train and settings.policy is not None,
-            f"policy={dict(settings.policy or {})!r:.80}",
-            "Leave the policy out; color_jitter does not move pixels",
-        ),
-        (
-            bool(points) and settings.shifts and not settings.pads,
-            "crop='padded' over reflected edges",
-            "Use padding_mode='constant'",
-        ),
-    )
-    for wrong, setting, remedy in refused:
-        if wrong:
-            raise DataError(f"The targets {what} do not follow {setting}. {remedy}.")
+    if settings.has_views:
+        setting, remedy = f"views={settings.views!r:.80}", "Leave views out"
+    elif settings.train and settings.policy is not None:
+        setting = f"policy={dict(settings.policy)!r:.80}"
+        remedy = "Leave the policy out; color_jitter does not move pixels"
+    elif points and settings.shifts and not settings.pads:
+        setting, remedy = "crop='padded' over reflected edges", "Use padding_mode='constant'"
+    else:
+        return
+    raise DataError(f"The targets {what} do not follow {setting}. {remedy}.")

@@ -44,22 +44,11 @@ def _run_with_indices(code: Any, images: Any, spare: Any, seeds: Any, indices: A
 
 
 class Operations:
-    """FFCV operations on uint8 images `(n, H, W, 3)`, compiled when the loader is created.
-
-    Args:
-        operations: `ffcv.transforms` or custom `ffcv.pipeline.operation.Operation`s, in order. Each must map uint8
-            images to uint8 images of the same size. It receives a batch of one, so operations that mix samples are
-            rejected.
-        size: height and width of the images, in pixels.
-
-    Raises:
-        DataError: naming the unusable operation, and why.
-    """
+    """FFCV operations on uint8 images `(n, H, W, 3)`, compiled when the loader is created. Each must map uint8 images
+    to uint8 images of the same `size`. It receives a batch of one, so operations that mix samples are rejected."""
 
     def __init__(self, operations: Sequence[Any], size: tuple[int, int]) -> None:
         self._steps = [_compile(operation, size) for operation in operations]
-        if not self._steps:
-            return
         # Run once now, to raise errors early; in a thread, because it seeds that thread's random numbers.
         probe = np.zeros((1, *size, 3), dtype=np.uint8)
         with ThreadPoolExecutor(1) as pool:

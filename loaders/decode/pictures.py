@@ -13,13 +13,10 @@ from PIL import Image, UnidentifiedImageError
 
 from ...common.errors import DataError
 from ..beton.image_modes import image_pixels, is_wide
-from ..native import transcode
+from ..native import jpegs
 
-JPEG_FORMATS = ("JPEG", "MPO")
-"""MPO is a JPEG followed by further pictures (depth, a second view), which decoders ignore."""
-
-LONGEST = 0xFFFF
-"""The longest side of a picture, in pixels: the format's limit."""
+JPEG_FORMATS = ("JPEG", "MPO")  # MPO is a JPEG followed by further pictures (depth, …), which decoders ignore
+LONGEST = 0xFFFF  # side of a picture, in pixels: the format's limit
 
 _ORIENTATION = 0x0112
 _TURNS: dict[Any, Image.Transpose] = {
@@ -52,10 +49,8 @@ def reading() -> Iterator[None]:
 
 
 def turn_of(image: Image.Image) -> Image.Transpose | None:
-    """Return the operation that makes the image upright by its EXIF data; None if it is upright or if unknown.
-
-    If the EXIF data is damaged or has an invalid orientation, viewers show the picture as stored.
-    """
+    """Return the operation that makes the image upright by its EXIF data; None if it is upright. If the EXIF data is
+    damaged or has an invalid orientation, viewers show the picture as stored."""
     try:
         return _TURNS.get(image.getexif().get(_ORIENTATION))
     except Exception:  # damaged data makes Pillow's reader raise many types
@@ -88,15 +83,12 @@ def to_rgb(image: Image.Image) -> tuple[Image.Image, str]:
 
 @contextmanager
 def decoded(picture: bytes) -> Iterator[tuple[Image.Image, bool]]:
-    """Decode an image file, also an arithmetic JPEG; yield the image, and whether its file has more than 8 bits.
-
-    Raises:
-        DataError: if it cannot be read, also in the block, with the reason.
-    """
+    """Decode an image file, also an arithmetic JPEG; yield the image, and whether its file has more than 8 bits. What
+    makes it unreadable, also in the block, is a DataError with the reason."""
     with reading():
         with Image.open(io.BytesIO(picture)) as opened:
             wide, exif = is_wide(opened), opened.info.get("exif")
-            data = transcode.huffman_coded(picture) if opened.format in JPEG_FORMATS else picture
+            data = jpegs.huffman_coded(picture) if opened.format in JPEG_FORMATS else picture
             if data is picture:
                 opened.load()
                 yield opened, wide
@@ -116,15 +108,9 @@ def rgb_of(image: Image.Image) -> Image.Image:
 
 
 def pixels_of(picture: Any, mode: str) -> tuple[NDArray[Any], str]:
-    """Return a picture's pixels, upright, `(H, W)` or `(H, W, C)`, and what was done to it.
-
-    Args:
-        picture: the bytes of an image file, a PIL image, or an array or tensor as `image_pixels` takes them.
-        mode: a key of `MODES`. RGB is made of any image, of 16 bits its upper 8; otherwise as `image_pixels`.
-
-    Raises:
-        DataError: if it cannot be read, or is not such an image, with the reason.
-    """
+    """Return the pixels of a picture (bytes of a file, PIL image, array or tensor), upright, `(H, W)` or `(H, W, C)`,
+    and what was done to it. `mode` is a key of `MODES`: RGB is made of any image, of 16 bits its upper 8; otherwise as
+    `image_pixels`."""
     if isinstance(picture, bytes):
         with decoded(picture) as (image, wide):
             return _pixels(image, mode, wide)

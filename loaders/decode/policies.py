@@ -9,8 +9,7 @@ from typing import Any
 from ...common.checks import is_number, is_whole, plain
 from ...common.errors import DataError, suggest
 
-LONGEST = 32
-"""Maximum number of operations or chains for one image."""
+LONGEST = 32  # operations or chains for one image
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,8 @@ POLICIES: dict[str, dict[str, _Option]] = {
 
 
 def complete(policy: Any) -> tuple[str, dict[str, Any]]:
-    """Return a policy's name and all of its options, with defaults filled in.
-
-    Args:
-        policy: `{"name": "rand_augment", "magnitude": 9}`, for example; see `POLICIES`.
-
-    Raises:
-        DataError: naming the invalid key, its value, and what is allowed.
-    """
+    """Return the name and all options of a policy such as `{"name": "rand_augment", "magnitude": 9}`, with defaults
+    filled in."""
     if not isinstance(policy, Mapping) or "name" not in policy:
         raise DataError(
             f"policy={policy!r:.80} must be a dict with a name, {{'name': 'rand_augment'}}, or None."

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ...common.errors import DataError
-from ..beton.image_modes import mode_of
+from ..beton.image_modes import RGB, mode_of
 from ..beton.layout import MODE_JPEG, MODE_RAW
 from ..image_size import size_text
-from ..native import library, transcode
+from ..native import jpegs, library
 from ..options import LoaderOptions
 from .augmentation import draw_choices
 from .decoder import Group, Workspaces
@@ -43,16 +43,15 @@ class Evaluation:
     """
 
     def __init__(self, settings: LoaderOptions, depth: int = 8) -> None:
-        self.settings, self.depth = dataclasses.replace(settings, train=False), depth
+        self.settings, self.depth, self.channels = (
+            dataclasses.replace(settings, train=False),
+            depth,
+            len(settings.mean),
+        )
         self._workspaces = Workspaces()
 
     def __reduce__(self) -> Any:
         return type(self), (self.settings, self.depth)
-
-    @property
-    def channels(self) -> int:
-        """Number of channels."""
-        return len(self.settings.mean)
 
     def __call__(self, picture: Any, *masks: torch.Tensor) -> Any:
         """Return the image `(C, H, W)` in the settings' dtype; with masks `(h, w)` of the picture, also those, moved.
@@ -104,9 +103,7 @@ class Evaluation:
 
     def _size_of_jpeg(self, data: bytes) -> tuple[int, int] | None:
         """Return height and width of a JPEG that `convert` copies; None for anything else."""
-        if (self.channels, self.depth) != (3, 8) or transcode.frame_type(
-            data
-        ) not in transcode.DECODED_FRAMES:
+        if (self.channels, self.depth) != RGB or jpegs.frame_type(data) not in jpegs.DECODED_FRAMES:
             return None
         with reading(), Image.open(io.BytesIO(data)) as image:
             if image.format not in JPEG_FORMATS or image.mode != "RGB" or turn_of(image) is not None:
@@ -138,6 +135,4 @@ class Evaluation:
     def __repr__(self) -> str:
         own = self.settings
         crop = f"ratio={own.eval_ratio:g}" if own.eval_crop == "center" else f"eval_crop={own.eval_crop!r}"
-        return (
-            f"{type(self).__name__}({size_text(own.image_size)}, {crop}, interpolation={own.interpolation!r})"
-        )
+        return f"Evaluation({size_text(own.image_size)}, {crop}, interpolation={own.interpolation!r})"

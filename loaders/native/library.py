@@ -4,18 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from ctypes import (
-    POINTER,
-    Structure,
-    c_char_p,
-    c_int32,
-    c_int64,
-    c_size_t,
-    c_uint8,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-)
+from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,13 +13,13 @@ from numpy.typing import NDArray
 
 from ...common.errors import DrivetrainError
 
-OK, UNDECODABLE, WRONG_SIZE, UNREADABLE, NO_MEMORY, STOPPED, TOO_LARGE = range(7)
-"""A sample's status; as in core.h."""
-MESSAGE = 256
-"""Bytes of a message."""
+OK, UNDECODABLE, WRONG_SIZE, UNREADABLE, NO_MEMORY, STOPPED, TOO_LARGE = range(
+    7
+)  # a sample's status; as in core.h
+MESSAGE = 256  # bytes
+# Bytes for a JPEG's coefficients where nothing else is known: above those of the most pixels that Pillow opens, in
+# three components, 1.1 GB.
 MOST_MEMORY = 1 << 31
-"""Bytes for a JPEG's coefficients where nothing else is known: above those of the most pixels that Pillow opens, in
-three components, 1.1 GB."""
 BILINEAR, AREA, SHIFT, BICUBIC, NEAREST, PILLOW = range(6)
 UINT8, FLOAT32, BFLOAT16 = range(3)
 
@@ -52,7 +41,7 @@ class Settings(Structure):
     _fields_ = (
         ("height", c_int64), ("width", c_int64), ("method", c_int32), ("dtype", c_int32),
         ("channels", c_int64), ("bytes", c_int64), ("factors", c_void_p), ("summands", c_void_p),
-        ("table", c_void_p), ("cut", c_int64), ("fill", c_uint8 * 8),
+        ("table", c_void_p), ("cut", c_int64), ("fill", ctypes.c_uint8 * 8),
     )  # fmt: skip
 
 
@@ -80,8 +69,7 @@ class Limits(Structure):
     _fields_ = (("stop", c_void_p), ("memory", c_uint64))
 
 
-_INTERFACE = 2
-"""As `DT_INTERFACE` in core.h."""
+_INTERFACE = 2  # as `DT_INTERFACE` in core.h
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     # name: result, arguments
@@ -120,17 +108,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return the library, with its functions' types declared. They run without the GIL.
-
-    Raises:
-        DrivetrainError: if it was not built, was built from other sources, or libjpeg-turbo is missing.
-    """
-    return _declared(_FILE)
-
-
-def _declared(file: Path) -> ctypes.CDLL:
+    """Return the library, with its functions' types declared. They run without the GIL."""
     try:
-        loaded = ctypes.CDLL(str(file))
+        loaded = ctypes.CDLL(str(_FILE))
     except OSError as error:
         raise DrivetrainError(
             f"Drivetrain's native library cannot be loaded ({error}). Install Drivetrain again: pip install . "
@@ -142,7 +122,7 @@ def _declared(file: Path) -> ctypes.CDLL:
         loaded.dt_interface(values)
     if list(values) != [_INTERFACE, *structures]:
         raise DrivetrainError(
-            f"{file} was built from other sources than this version of Drivetrain. Build it again: make, or pip "
+            f"{_FILE} was built from other sources than this version of Drivetrain. Build it again: make, or pip "
             "install . in its folder."
         )
     for name, (result, *arguments) in _SIGNATURES.items():
@@ -152,11 +132,7 @@ def _declared(file: Path) -> ctypes.CDLL:
 
 
 def jpeg_version() -> str:
-    """Return which libjpeg-turbo is in use: its interface and version, and the file that was loaded.
-
-    Raises:
-        DrivetrainError: if it is not one that the library can use.
-    """
+    """Return which libjpeg-turbo is in use: its interface and version, and the file that was loaded."""
     message = ctypes.create_string_buffer(MESSAGE)
     status = library().dt_jpeg_version(message)
     text = message.value.decode(errors="replace")

@@ -1,36 +1,40 @@
-"""A flag that ends calls of the native core, set by another thread."""
+"""A flag that ends calls of the native core, set by another thread; work in threads that ends with it."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from typing import TypeVar
 
 from ...common.errors import DataError
+from ...common.exhaustion import exhaustion, is_exhaustion
+from ...common.terminal import is_interactive
+from ...common.threads import in_order
 from .library import MOST_MEMORY, STOPPED, Limits
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 _ALL: weakref.WeakSet[Stop] = weakref.WeakSet()
+_LOCAL = threading.local()
 
 
 class Stop:
-    """Ends the native calls that have it among their limits, within a fraction of a second, once it is set.
-
-    At the end of the process all are set: otherwise it would wait for the threads that load ahead.
-    """
+    """Ends the native calls that have it among their limits, within a fraction of a second, once it is set. At the end
+    of the process all are set: otherwise it would wait for the threads that load ahead."""
 
     def __init__(self) -> None:
         self._flag = ctypes.c_int32(0)
         _ALL.add(self)
 
     def set(self) -> None:
-        """End the calls."""
         self._flag.value = 1
 
     @property
     def is_set(self) -> bool:
-        """Whether it has been set."""
         return bool(self._flag.value)
 
     def limits(self, memory: int) -> Limits:
@@ -41,9 +45,6 @@ class Stop:
 
 class Stopped(DataError):
     """The work was stopped, because nobody waits for it any more."""
-
-
-_LOCAL = threading.local()
 
 
 @contextmanager
@@ -63,9 +64,44 @@ def usual_limits(memory: int = MOST_MEMORY) -> Limits:
 
 
 def require_running(status: int) -> None:
-    """Raise Stopped if that is the status of a call."""
     if status == STOPPED:
         raise Stopped("The work was stopped.")
+
+
+def stoppable(
+    function: Callable[[T], R],
+    items: Sequence[T],
+    threads: int,
+    name: str,
+    *,
+    title: str,
+    progress: bool,
+    total: int,
+    wanted: str,
+) -> Generator[R, None, None]:
+    """Yield the results of `function` in order, holding only a few at a time. Closing ends its native calls, too.
+    `total` is the number of samples in all items; `wanted` is what the work takes, for the error if the system refuses
+    it."""
+
+    from tqdm.auto import tqdm  # here: loaders show no bar
+
+    def work(item: T) -> R:
+        with stopped_by(stop):
+            return function(item)
+
+    stop, each, hidden = Stop(), -(-total // len(items)), not (progress and is_interactive())
+    try:
+        with (
+            closing(in_order(work, items, threads, name, stop=stop.set)) as results,
+            tqdm(total=total, desc=title, unit="img", disable=hidden, leave=False) as bar,
+        ):
+            for result in results:
+                yield result
+                bar.update(each)
+    except Exception as error:
+        if not is_exhaustion(error):
+            raise
+        raise exhaustion(error, wanted, "Use fewer workers.") from error
 
 
 def _set_all() -> None:

@@ -19,8 +19,7 @@ from drivetrain import DataError
 from drivetrain.loaders import Advice, advise, convert, inspect
 from drivetrain.loaders.advice import advise as module
 from drivetrain.loaders.advice.report import Rate, Row, bound, by_loss, bytes_text, choose
-from drivetrain.loaders.advice.sample import converted, open_data_set
-from drivetrain.loaders.advice.trials import disk_rate, loading_rate
+from drivetrain.loaders.advice.sample import converted, disk_rate, loading_rate, open_data_set
 from loader_pictures import jpeg_bytes, jpeg_folder, picture
 from PIL import Image
 
@@ -291,7 +290,7 @@ def test_the_time_limits_sample_and_rounds(scratch: Path, tmp_path: Path) -> Non
 
 
 def test_the_disk_is_read_or_known_to_be_unknown(photos: Path, tmp_path: Path) -> None:
-    sample = open_data_set(photos).sample(18, 0)
+    sample = open_data_set(photos).sample(18)
     file = converted(sample, tmp_path / "a.beton", {}, 1)
     rates = [disk_rate(file, 2, seconds, 0) for seconds in (0.0, 5.0)]
     assert all(rate is None or rate > 0 for rate in rates)
@@ -308,7 +307,7 @@ def test_the_disk_is_read_or_known_to_be_unknown(photos: Path, tmp_path: Path) -
 
 def test_a_sample_is_the_same_in_every_call(photos: Path) -> None:
     data = open_data_set(photos)
-    first, second = data.sample(7, 0), data.sample(7, 0)
+    first, second = data.sample(7), data.sample(7)
     assert [image for image, _ in first] == [image for image, _ in second]
     assert len({image for image, _ in first}) == 7
-    assert [image for image, _ in data.sample(3, 0)] == [image for image, _ in first.first(3)]
+    assert [image for image, _ in data.sample(3)] == [image for image, _ in first.first(3)]

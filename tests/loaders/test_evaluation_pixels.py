@@ -15,7 +15,7 @@ from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.decode.augmentation import central_crops, fitted
 from drivetrain.loaders.decode.preprocess import Evaluation
-from drivetrain.loaders.options import LoaderOptions
+from drivetrain.loaders.options import LoaderOptions, fill_color
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loader_pictures import image_folder, jpeg_bytes, make, picture
@@ -113,7 +113,7 @@ def test_it_is_pillows(folder: Path, options: dict[str, Any]) -> None:
         )
         # In two steps: Pillow 13 chooses the order by the shape.
         resized = crop.resize((place[3], height), filter_).resize((place[3], place[2]), filter_)
-        whole = Image.new("RGB", made.size[::-1], made.fill)
+        whole = Image.new("RGB", made.size[::-1], fill_color(made.mean))
         whole.paste(resized, (place[1], place[0]))
         assert np.array_equal(image.permute(1, 2, 0).numpy(), np.asarray(whole)), file.name
         at_once = np.asarray(crop.resize((place[3], place[2]), filter_)).astype(int)

@@ -12,8 +12,7 @@ from drivetrain import Pipeline
 from drivetrain.common.errors import DataError, PlanError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.decode.augmentation import central_crops, draw_choices
-from drivetrain.loaders.decode.draws import sample_keys
-from drivetrain.loaders.decode.policy_draws import NAMES, magnitudes
+from drivetrain.loaders.decode.draws import NAMES, magnitudes, sample_keys
 from drivetrain.loaders.decode.preprocess import Evaluation
 from drivetrain.loaders.options import LoaderOptions
 from drivetrain.transforms import ProgressiveResizing

@@ -34,7 +34,7 @@ def load_pictures(
         jpegs: the pictures as JPEG files.
         boxes, flips, colors, corners: as in `augmentation.Choices`.
         cut: side of the black square at `corners`.
-        policy: operations, magnitudes and weights as in `policy_draws.Drawn`.
+        policy: operations, magnitudes and weights as in `draws.Drawn`.
         method: of resizing.
     """
     n, (height, width) = len(pictures), size or pictures[0].shape[:2]

@@ -17,9 +17,8 @@ from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, convert, open_beton
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.conversion.encode import Encoding, encode_image
-from drivetrain.loaders.native import jpeg as jpegs
-from drivetrain.loaders.native import transcode
-from drivetrain.loaders.native.transcode import frame_type, recoded
+from drivetrain.loaders.native import jpegs
+from drivetrain.loaders.native.jpegs import frame_type, recoded
 from loader_pictures import image_folder, jpeg_bytes, picture
 from PIL import Image
 
@@ -305,8 +304,8 @@ def test_damaged_progressive_files(arithmetic: bool) -> None:
 
 def test_readers_recode_only_arithmetic_codes() -> None:
     progressive = jpeg_bytes(PICTURE, progressive=True)
-    assert transcode.huffman_coded(progressive) is progressive
-    assert frame_type(transcode.huffman_coded(PROGRESSIVE_ARITHMETIC)) == 0xC0
+    assert jpegs.huffman_coded(progressive) is progressive
+    assert frame_type(jpegs.huffman_coded(PROGRESSIVE_ARITHMETIC)) == 0xC0
 
 
 def without_scans(jpeg: bytes, kept: int) -> bytes:

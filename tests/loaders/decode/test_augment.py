@@ -114,10 +114,7 @@ def test_bfloat16_is_float32_rounded(kind: Any, photos: Path) -> None:
         ({"color_jitter": 0.4}, "color_jitter=0.4 must be 3 finite numbers"),
         ({"color_jitter": (0.4, -1, 0)}, "three strengths"),
         ({"color_jitter": (float("nan"), 0, 0)}, "3 finite numbers"),
-        (
-            {"interpolation": "cubic"},
-            "interpolation='cubic' is not known. Did you mean 'bicubic'",
-        ),
+        ({"interpolation": "cubic"}, "interpolation='cubic' is not known. Did you mean 'bicubic'"),
         ({"verify": True, "fields": ["weight"]}, "'weight' is not a field"),
         ({"fields": "label"}, "fields='label' must be a list of texts"),
     ],

@@ -1,4 +1,5 @@
-"""Unusual JPEG files: damaged EXIF data, arithmetic coding, several pictures in one file."""
+"""Unusual JPEG files: damaged EXIF data, arithmetic coding, several pictures in one file; and `jpegs.decodes`, which
+decodes at an eighth of the size, rejects the same files as the loader's full decode."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton, verify
 from drivetrain.loaders.beton.layout import MODE_JPEG, Field
 from drivetrain.loaders.conversion.encode import Encoded, Encoding, encode_image
 from drivetrain.loaders.conversion.writer import Sample, write_betons
-from drivetrain.loaders.native import jpeg as jpegs
-from drivetrain.loaders.native import transcode
+from drivetrain.loaders.native import jpegs
+from drivetrain.loaders.native.jpegs import decodes
+from ffcv_library import library
 from loader_pictures import jpeg_bytes, picture
 from PIL import Image
 
@@ -102,8 +104,8 @@ def test_arithmetic_codes_become_huffman_codes_without_loss(jpeg: bytes, check: 
     encoded = encode_image(jpeg, Encoding(check=check))
     assert encoded.treatment == "recoded losslessly as baseline"
     assert (encoded.mode, encoded.width, encoded.height) == (MODE_JPEG, 64, 48)
-    assert transcode.frame_type(jpeg) == 0xC9
-    assert transcode.frame_type(encoded.payload) in transcode.SEQUENTIAL_FRAMES
+    assert jpegs.frame_type(jpeg) == 0xC9
+    assert jpegs.frame_type(encoded.payload) in jpegs.SEQUENTIAL_FRAMES
     assert jpegs.decodes(encoded.payload, 64, 48)
     original = Image.open(io.BytesIO(jpeg_bytes(PICTURE, quality=60))).convert("RGB")
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(encoded.payload)).convert("RGB")), original)
@@ -185,4 +187,45 @@ def test_frames_that_the_decoder_does_not_know_are_not_passed_through() -> None:
     ids=["baseline", "progressive", "markers in a segment", "fill bytes", "cut", "no length", "empty"],
 )
 def test_frame_type(jpeg: bytes, frame: int | None) -> None:
-    assert transcode.frame_type(jpeg) == frame
+    assert jpegs.frame_type(jpeg) == frame
+
+
+MUTANTS = 100
+SIDES = (90, 130)
+
+
+def decodes_in_full(jpeg: bytes, width: int, height: int) -> bool:
+    """As FFCV's own library does."""
+    source, target = np.frombuffer(jpeg, np.uint8), np.empty(width * height * 3, np.uint8)
+    status = library().imdecode(
+        source.ctypes.data, len(jpeg), height, width, target.ctypes.data,
+        height, width, 0, 0, 1, 1, False, False,
+    )  # fmt: skip
+    return bool(status == 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"progressive": True}, {"subsampling": 0}, {"restart_marker_rows": 1}, {"quality": 30}],
+    ids=str,
+)
+def test_refuses_the_same_damaged_files(options: dict[str, object]) -> None:
+    """Cut, flipped, overwritten and with stretches left out: 500 mutants in all."""
+    rng, sound = np.random.default_rng(5), jpeg_bytes(picture(4, *SIDES), **options)
+    refused = 0
+    for number in range(MUTANTS):
+        data = bytearray(sound)
+        at = int(rng.integers(2, len(data)))
+        if number % 4 == 0:
+            del data[at:]
+        elif number % 4 == 1:
+            data[at] ^= 1 << int(rng.integers(8))
+        elif number % 4 == 2:
+            data[at : at + 8] = rng.bytes(8)
+        else:
+            del data[at : at + int(rng.integers(1, 40))]
+        full = decodes_in_full(bytes(data), SIDES[1], SIDES[0])
+        assert decodes(bytes(data), SIDES[1], SIDES[0]) == full, (number, at)
+        refused += not full
+    assert 20 < refused < MUTANTS  # both happen, so that the comparison is worth something
+    assert decodes(sound, SIDES[1], SIDES[0])

@@ -10,7 +10,7 @@ import pytest
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.loaders.conversion.encode import Encoding, encode_image
-from drivetrain.loaders.native import jpeg, transcode
+from drivetrain.loaders.native import jpegs
 
 pytestmark = [pytest.mark.process]
 HEIGHT, WIDTH = 400, 560
@@ -46,7 +46,7 @@ def cut(data: bytes, scan: tuple[int, int, bool], part: float) -> bytes:
 def test_codes_that_were_cut_off(tmp_path: Path, sampling: str, way: int, part: float) -> None:
     (tmp_path / "a").mkdir()
     data = native_fuzz.write_jpeg(tmp_path / "a", (HEIGHT, WIDTH), sampling, way).read_bytes()
-    assert jpeg.complaint(data, WIDTH, HEIGHT) == ""
+    assert jpegs.complaint(data, WIDTH, HEIGHT) == ""
     refused = 0
     for scan in scans(data):
         damaged = cut(data, scan, part)
@@ -54,9 +54,9 @@ def test_codes_that_were_cut_off(tmp_path: Path, sampling: str, way: int, part: 
             scan[2] or (1 - part) * (scan[1] - scan[0]) < LITTLE
         ):  # or the last bits only, which no decoder misses
             continue
-        assert re.search(EARLY, jpeg.complaint(damaged, WIDTH, HEIGHT))
-        assert not jpeg.decodes(damaged, WIDTH, HEIGHT)
-        for read in (transcode.recoded, transcode.huffman_coded):
+        assert re.search(EARLY, jpegs.complaint(damaged, WIDTH, HEIGHT))
+        assert not jpegs.decodes(damaged, WIDTH, HEIGHT)
+        for read in (jpegs.recoded, jpegs.huffman_coded):
             with pytest.raises(ValueError, match=EARLY):
                 read(damaged)
         with pytest.raises(DataError, match=EARLY):
@@ -73,7 +73,7 @@ def test_codes_whose_zeros_were_left_out(tmp_path: Path, sampling: str, way: int
     """Sound pictures that are plain from some line on: their codes end long before the picture does."""
     (tmp_path / "a").mkdir()
     data = native_fuzz.write_jpeg(tmp_path / "a", (HEIGHT, WIDTH), sampling, way, detail).read_bytes()
-    assert jpeg.complaint(data, WIDTH, HEIGHT) == ""
+    assert jpegs.complaint(data, WIDTH, HEIGHT) == ""
     assert encode_image(data, Encoding()).treatment == "recoded losslessly as baseline"
 
 

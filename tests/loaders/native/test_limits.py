@@ -17,7 +17,7 @@ import pytest
 from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, convert, open_beton, verify
 from drivetrain.loaders.conversion.encode import Encoding, encode_image
-from drivetrain.loaders.native import jpeg, transcode
+from drivetrain.loaders.native import jpegs
 from drivetrain.loaders.native.stop import Stop
 from loader_pictures import image_folder, run_python, run_script
 from PIL import Image
@@ -40,17 +40,19 @@ def test_a_stopped_decoding_ends_at_once() -> None:
     bomb, stop = progressive(6000, 110), Stop()
     threading.Timer(0.3, stop.set).start()
     begin = monotonic()
-    assert jpeg.complaint(bomb, 6000, 6000, stop.limits(1 << 31)) == "it was stopped"
+    assert jpegs.complaint(bomb, 6000, 6000, stop.limits(1 << 31)) == "it was stopped"
     assert monotonic() - begin < 3  # beside a busy process
 
 
 def test_pixels_times_scans_are_bounded() -> None:
-    assert jpeg.complaint(progressive(64, 500), 64, 64) == ""
-    assert jpeg.complaint(progressive(64, 501), 64, 64) == "it has more than 500 scans, the most for its size"
-    transcode.check_scans(progressive(64, 500))
+    assert jpegs.complaint(progressive(64, 500), 64, 64) == ""
+    assert (
+        jpegs.complaint(progressive(64, 501), 64, 64) == "it has more than 500 scans, the most for its size"
+    )
+    jpegs.check_scans(progressive(64, 500))
     for side, scans, most in ((64, 501, 500), (6000, 120, 119)):
         with pytest.raises(ValueError, match=f"more than {most} scans"):
-            transcode.check_scans(progressive(side, scans))
+            jpegs.check_scans(progressive(side, scans))
 
 
 def test_conversion_does_not_go_round_the_limit_through_pillow() -> None:
