@@ -36,9 +36,7 @@ def cifar_resnet(num_classes: int = 10, width: int = 16, channels: int = 3) -> n
 
 def _conv(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
-        nn.BatchNorm2d(outputs),
-        nn.ReLU(inplace=True),
+        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
     )
 
 
@@ -82,11 +80,7 @@ _COLORS = ((1, 1, 1), (1, 0, -1), (1, -2, 1))
 """Gray, red minus blue, and both minus green: nearly the principal components of natural colors."""
 _EDGES = (((1, 1), (1, 1)), ((1, 1), (-1, -1)), ((1, -1), (1, -1)), ((1, -1), (-1, 1)))
 """The Haar basis of 2 × 2 pixels: mean, rows, columns, checkerboard."""
-_VARIANCES = (
-    (10.05, 0.394, 0.331, 0.0553),
-    (0.830, 0.0168, 0.0142, 0.0017),
-    (0.185, 0.0050, 0.0045, 0.0006),
-)
+_VARIANCES = ((10.05, 0.394, 0.331, 0.0553), (0.830, 0.0168, 0.0142, 0.0017), (0.185, 0.0050, 0.0045, 0.0006))
 """The mean square of each color in each pattern (both of norm 1), over all 2 × 2 patches of CIFAR-10's 50,000 training
 images, normalized to mean 0 and standard deviation 1 per channel; measured 2026-11-20."""
 

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 from ... import transforms
 from ...common.errors import DataError, PlanError, RecipeError, StrategyError
 from ...common.options.config import Config, options_of
-from ..describe.config import DataConfig, DistributedConfig
-from ..describe.fit import FitOptions
+from ..describe.config import DataConfig, DistributedConfig, FitOptions
 from ..describe.pipeline_spec import PipelineSpec
 from ..optim.config import OptimizerConfig
 from ..tasks import registry as tasks

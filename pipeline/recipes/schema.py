@@ -12,8 +12,7 @@ from typing import Annotated, Any
 from ...common.errors import RecipeError, suggest
 from ...common.frozen import FrozenDict
 from ...common.options.config import LIST, TEXT, Config, Kind, Natural, Option, Positive, options_of
-from ..describe.config import DataConfig, DistributedConfig
-from ..describe.fit import FitOptions
+from ..describe.config import DataConfig, DistributedConfig, FitOptions
 from ..optim.config import OptimizerConfig
 from ..tasks.registry import TASKS
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from ...common.errors import CheckpointError
 from ..checkpoints.remote import opened
 from ..checkpoints.weights import load_model
-from ..describe.kinds import sort_transforms
-from ..describe.pipeline_spec import PipelineSpec
+from ..describe.pipeline_spec import PipelineSpec, sort_transforms
 from ..describe.plan import Plan
 from ..recipes.build import build_pipeline
 from ..training.build import rebuild_model

@@ -27,9 +27,9 @@ from ...strategies import Engine, OptimizerFactory
 from ...strategies.devices import rank_device
 from ...strategies.launching.group import in_group
 from ...transforms import CHANGES_MODEL, NothingChanged, Report, Transform
-from ..describe import split_batch_norm
 from ..describe.config import LOADERS, DataConfig, DistributedConfig
 from ..describe.pipeline_spec import PipelineSpec
+from ..describe.plan import batch_norm_caution
 from ..describe.resolve import ResolvedPlan
 from ..models.weights import weights_omitted
 from ..optim.groups import GroupedFactory
@@ -135,7 +135,7 @@ def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None
     if initial is not None:
         initial(parts.model)
     factory = optimizer_factory(plan, parts.model)
-    split = split_batch_norm.caution(how, plan.data.batch_size, parts.model)
+    split = batch_norm_caution(how, plan.data.batch_size, parts.model)
     engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
     note = factory.note if isinstance(factory, GroupedFactory) else ""
     if engine.device != device:

@@ -16,7 +16,7 @@ ADDED = {
     "lantern": ("loaders/options.py", "scale: Annotated"),
     "oriole": ("pipeline/optim/config.py", "warmup: Annotated"),
     "daisy": ("strategies/options.py", "clip_norm: Annotated"),
-    "finch": ("pipeline/describe/fit.py", "eval_every: Positive"),
+    "finch": ("pipeline/describe/config.py", "eval_every: Positive"),
 }
 """The new options, of the loader, optimizer, step and `fit`: the file of each, and the field that follows it."""
 
@@ -27,7 +27,7 @@ from drivetrain import Pipeline, PlanError, RecipeError
 from drivetrain.common.errors import DataError, StrategyError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader
 from drivetrain.pipeline.apps.cli.app import main
-from drivetrain.pipeline.describe.fit import FitOptions
+from drivetrain.pipeline.describe.config import FitOptions
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.runs.config import FitConfig
 

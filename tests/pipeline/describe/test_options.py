@@ -13,8 +13,7 @@ from drivetrain.common.options.config import Config, Option, options_of
 from drivetrain.common.options.signatures import outdated
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader
 from drivetrain.loaders.options import ImageOptions, LoaderOptions
-from drivetrain.pipeline.describe.config import DataConfig, DistributedConfig
-from drivetrain.pipeline.describe.fit import FitOptions
+from drivetrain.pipeline.describe.config import DataConfig, DistributedConfig, FitOptions
 from drivetrain.pipeline.optim.config import OptimizerConfig
 from drivetrain.pipeline.recipes.schema import DEFAULTS, KEYS, keys_of
 from drivetrain.pipeline.runs.config import FitConfig

@@ -16,7 +16,7 @@ import torch
 import torchvision
 from drivetrain import BetonError, DataError, DrivetrainError, Pipeline, PlanError, RecipeError, StrategyError
 from drivetrain.loaders import convert
-from drivetrain.pipeline.describe.kinds import sort_transforms
+from drivetrain.pipeline.describe.pipeline_spec import sort_transforms
 from drivetrain.strategies import DDP
 from drivetrain.transforms import BlurPool, ChannelsLast, Kind, LabelSmoothing, Report, Transform
 from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model, plain_model, toy_arrays, write_toy

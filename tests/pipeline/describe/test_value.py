@@ -13,7 +13,7 @@ import recipe_factories
 import torch
 from drivetrain import Classification, Pipeline, PlanError
 from drivetrain.common.frozen import FrozenDict
-from drivetrain.pipeline.describe.fit import FitOptions
+from drivetrain.pipeline.describe.config import FitOptions
 from drivetrain.strategies import DDP
 from drivetrain.transforms import EMA, BlurPool, LabelSmoothing
 

@@ -12,13 +12,7 @@ import torchvision
 from drivetrain import DataError, Pipeline, PlanError, RecipeError
 from drivetrain.loaders.datasets.names import cifar10
 from drivetrain.pipeline.models.cifar import Shift, Whitening, airbench_net
-from drivetrain.pipeline.models.factories import (
-    MODELS,
-    model_factory,
-    name_of_factory,
-    pretrained,
-    vit_s16,
-)
+from drivetrain.pipeline.models.factories import MODELS, model_factory, name_of_factory, pretrained, vit_s16
 from drivetrain.pipeline.recipes.presets import RECIPES
 from drivetrain.pipeline.training.build import build_model
 from torch import nn

@@ -115,10 +115,7 @@ def test_a_group_becomes_its_matrices_and_the_rest(toy: Toy) -> None:
     optimizer = Muon(model.parameters(), lr=0.05, adamw_lr=0.001)
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = [(g["algorithm"], g["lr"], [names[p] for p in g["params"]]) for g in optimizer.param_groups]
-    assert found == [
-        (MUON, 0.05, ["0.weight", "5.weight"]),
-        (ADAMW, 0.001, ["1.weight", "1.bias", "5.bias"]),
-    ]
+    assert found == [(MUON, 0.05, ["0.weight", "5.weight"]), (ADAMW, 0.001, ["1.weight", "1.bias", "5.bias"])]
     named = Muon(model.named_parameters(), lr=0.05)
     assert [len(group["params"]) for group in named.param_groups] == [2, 3]
     # A schedule scales both, and reports that of the matrices.

@@ -50,8 +50,7 @@ def test_what_is_refused(optimizer: Any, options: dict[str, Any], message: str) 
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "rule"),
-    [("sgd", "linear"), ("adam", "square root"), (torch.optim.RAdam, "square root")],
+    ("optimizer", "rule"), [("sgd", "linear"), ("adam", "square root"), (torch.optim.RAdam, "square root")]
 )
 def test_scaling_rules(optimizer: Any, rule: str) -> None:
     config = OptimizerConfig(optimizer, {"lr": 0.1}, base_batch_size=64, scale_lr=True)

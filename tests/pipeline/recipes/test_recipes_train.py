@@ -86,13 +86,7 @@ def test_a_step_of_a_recipe_reads_nothing_from_the_device(name: str, stand_in: d
             found.extend(syncs.found)
 
     with HostSyncs() as syncs:
-        train_epoch(
-            built.engine,
-            batches,
-            built.loss,
-            hooks=built.hooks,
-            observer=Seen(),
-        )
+        train_epoch(built.engine, batches, built.loss, hooks=built.hooks, observer=Seen())
     assert built.hooks.state.step == len(batches)
     assert [line for line in found if not any(place in line for place in ON_THE_HOST)] == []
 
