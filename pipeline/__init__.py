@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .ledger.comparison import compare as compare
     from .ledger.ledger import Ledger as Ledger
     from .ledger.ledger import LedgerInterrupted as LedgerInterrupted
-    from .optim.layerwise import layerwise_decay as layerwise_decay
+    from .optim.groups import layerwise_decay as layerwise_decay
     from .pipeline import Pipeline as Pipeline
     from .recipes.presets import RECIPES as RECIPES
     from .runs.result import FitResult as FitResult
