@@ -11,8 +11,7 @@ from ..common.options.signatures import built_from
 from .describe.pipeline_spec import PipelineSpec
 from .describe.plan import Plan
 from .describe.resolve import resolve
-from .recipes.build import build_pipeline
-from .recipes.export import to_recipe
+from .recipes.convert import build_pipeline, to_recipe
 from .recipes.presets import Completed
 from .runs.config import FitConfig
 

@@ -25,7 +25,7 @@ from ...transforms.base import missing_hook
 from ..models.factories import model_factory
 from ..optim.config import OptimizerConfig
 from ..optim.schedules import ScheduleFunction
-from ..tasks.classification import Classification
+from ..tasks.standard import Classification
 from ..tasks.task import Task
 from .config import DataConfig, DataKeywords, DistributedConfig, FitOptions, MatmulPrecision
 

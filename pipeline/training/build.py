@@ -33,10 +33,10 @@ from ..describe.plan import batch_norm_caution
 from ..describe.resolve import ResolvedPlan
 from ..models.weights import weights_omitted
 from ..optim.groups import GroupedFactory
-from ..tasks.classification import Classification
 from ..tasks.means import LossFunction, mean_of
 from ..tasks.nests import map_tensors
 from ..tasks.scales import Scale, scale_of
+from ..tasks.standard import Classification
 from ..tasks.task import TaskLoss
 from ..telemetry.history import Monitor
 from .checks import check_kind, check_loss, check_metrics, check_output, targets_of

@@ -13,7 +13,7 @@ import torch
 from command_line import run
 from drivetrain import CheckpointError, PlanError, RecipeError
 from drivetrain.pipeline import export
-from drivetrain.pipeline.recipes.importing import modules_of
+from drivetrain.pipeline.recipes.files import modules_of
 from drivetrain.transforms import ChannelsLast, Factorize, LabelSmoothing, Loss, TestTimeFlip, Transform
 from pipeline_data import CLASSES, Toy, batch_norm_model, plain_model
 from safetensors.torch import load_file

@@ -10,7 +10,7 @@ import pytest
 from drivetrain import NonFiniteError, Pipeline, PlanError, RecipeError
 from drivetrain.pipeline.describe.plan import Step
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.recipes.presets import complete, parse_overrides
+from drivetrain.pipeline.recipes.presets import completed, parse_overrides
 from drivetrain.pipeline.training.build import optimizer_factory
 from pipeline_data import Toy, plain_model
 from torch import nn
@@ -73,7 +73,7 @@ def test_nothing_is_noted_where_both_or_none_were_changed(overrides: dict[str, A
     ],
 )
 def test_scale_lr(name: str, size: int, kind: str, factor: float) -> None:
-    base = complete(name)
+    base = completed(name).values
     pipeline = recipe(name, batch_size=size, scale_lr=True)
     lr = base["optimizer"]["lr"] * factor
     assert rate(pipeline) == pytest.approx(lr)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from drivetrain import Pipeline, RecipeError
 from drivetrain.pipeline.recipes.files import read_recipe
-from drivetrain.pipeline.recipes.presets import complete
+from drivetrain.pipeline.recipes.presets import completed
 from pipeline_data import Toy
 
 RECIPE = """\
@@ -48,10 +48,10 @@ def test_a_yaml_file_is_a_recipe(toy: Toy, tmp_path: Path) -> None:
 
 
 def test_json_and_yaml_of_a_recipe_are_the_same(tmp_path: Path) -> None:
-    full = complete("resnet50-hot")
+    full = completed("resnet50-hot").values
     as_json = written(tmp_path, json.dumps(full, indent="\t"), "hot.json")
     as_yaml = written(tmp_path, yaml.safe_dump(full, allow_unicode=True), "hot.yml")
-    assert complete(as_json) == complete(as_yaml) == full
+    assert completed(as_json).values == completed(as_yaml).values == full
 
 
 SCALARS: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from drivetrain import Pipeline, RecipeError
-from drivetrain.pipeline.recipes.presets import complete, parse_overrides
+from drivetrain.pipeline.recipes.presets import completed, parse_overrides
 
 
 def either_way(*pairs: str) -> list[dict[str, Any]]:
@@ -35,13 +35,14 @@ def test_the_same_value_twice_is_an_error(overrides: dict[str, Any]) -> None:
 def test_so_it_is_within_a_recipe() -> None:
     values = {"model": "cifar_resnet", "train": "a.beton", "batch_size": 8, "image_size": 8}
     optimizer: dict[str, Any] = {"name": "sgd", "lr": 0.1}
-    assert complete({"optimizer.momentum": 0.5, **values, "optimizer": optimizer})["optimizer"] == {
+    assert completed({"optimizer.momentum": 0.5, **values, "optimizer": optimizer}).values["optimizer"] == {
         **optimizer, "momentum": 0.5
     }  # fmt: skip
     with pytest.raises(RecipeError, match=r"optimizer\.lr=0\.3 and optimizer="):
-        complete({"optimizer.lr": 0.3, **values, "optimizer": optimizer})
+        completed({"optimizer.lr": 0.3, **values, "optimizer": optimizer})
     # An override replaces what the recipe has.
-    assert complete({**values, "optimizer": optimizer}, {"optimizer.lr": 0.3})["optimizer"]["lr"] == 0.3
+    full = completed({**values, "optimizer": optimizer}, {"optimizer.lr": 0.3}).values
+    assert full["optimizer"]["lr"] == 0.3
 
 
 def test_a_value_of_the_command_line_has_no_key_twice() -> None:

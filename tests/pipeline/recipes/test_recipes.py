@@ -14,7 +14,7 @@ from drivetrain import RECIPES, Pipeline, PlanError, RecipeError
 from drivetrain.pipeline.describe.plan import Plan
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.describe.rules import check_epochs
-from drivetrain.pipeline.recipes.presets import DEFAULTS, KEYS, complete, parse_overrides
+from drivetrain.pipeline.recipes.presets import DEFAULTS, KEYS, completed, parse_overrides
 from drivetrain.pipeline.recipes.table import PROSE, recipe_table, recipes_table
 from drivetrain.pipeline.training.build import build_model
 from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing, ProgressiveResizing
@@ -56,7 +56,7 @@ def test_the_recipes_that_people_ask_for_are_there() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_shown_with_each_value_its_meaning_and_its_source(name: str) -> None:
-    table, full = recipe_table(name), complete(name)
+    table, full = recipe_table(name), completed(name).values
     assert table.title.split("\n") == [
         name,
         full["description"],
@@ -95,7 +95,7 @@ def test_the_list_of_recipes_says_what_each_has_reached() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_json_and_names_every_key(name: str) -> None:
     assert json.loads(json.dumps(RECIPES[name])) == RECIPES[name]
-    full = complete(name)
+    full = completed(name).values
     assert set(full) == {*KEYS, "name"}
     assert full["name"] == name
     for key in ("description", "source", "published", "measured"):
@@ -103,11 +103,11 @@ def test_a_recipe_is_json_and_names_every_key(name: str) -> None:
     assert re.search(r"https://|arXiv:\d{4}\.\d{5}", full["source"])
     assert "%" in full["published"] or "nothing" in full["published"]  # its result, or that there is none
     assert json.loads(json.dumps(full)) == full
-    assert complete(full) == full  # written out, it is a recipe again
+    assert completed(full).values == full  # written out, it is a recipe again
 
 
 def test_every_value_of_a_recipe_arrives(toy: Toy) -> None:
-    recipe = complete("cifar10-quickstart") | {
+    recipe = completed("cifar10-quickstart").values | {
         "train": toy.train, "val": toy.val, "workers": 3, "accumulate": 2, "clip_norm": 0.5, "seed": 11,
         "epochs": 7, "batch_size": 64, "image_size": SIDE, "devices": 2, "strategy": "ddp",
     }  # fmt: skip
@@ -132,7 +132,7 @@ def test_composers_recipes_are_what_they_say() -> None:
     for part in ("ffcv loader", "BlurPool", "EMA", "warm-up 25%", "8 device(s)", "224 px in evaluation"):
         assert part in whole
     for name in ("mild", "medium", "hot"):  # 8 epochs, however long the training
-        recipe = complete(f"resnet50-{name}")
+        recipe = completed(f"resnet50-{name}").values
         assert recipe["warmup"] * recipe["epochs"] == pytest.approx(8, abs=0.05)
 
 
@@ -222,11 +222,11 @@ def test_overrides_reach_into_dicts_and_leave_the_rest(toy: Toy) -> None:
 
 
 def test_what_is_done_with_a_completed_recipe_stays_there() -> None:
-    full = complete("baseline")
+    full = completed("baseline").values
     full["loading"]["padding"] = 99
     full["transforms"].append("mine")
-    assert complete("baseline")["loading"]["padding"] == 4
-    assert complete("cifar10-quickstart")["loading"]["padding"] == 4
+    assert completed("baseline").values["loading"]["padding"] == 4
+    assert completed("cifar10-quickstart").values["loading"]["padding"] == 4
 
 
 def test_a_dict_is_a_recipe(toy: Toy) -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drivetrain import Classification, MultiLabel, PlanError, Regression, Segmentation, Task
+from drivetrain.pipeline.tasks import get, to_dict
 from drivetrain.pipeline.tasks.metrics import compute, pool, state_of
 from drivetrain.pipeline.tasks.nests import to_float
-from drivetrain.pipeline.tasks.registry import get, to_dict
 from task_jobs import Cosine
 from torch import nn
 from torchmetrics import MeanMetric
