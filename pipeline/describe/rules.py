@@ -253,20 +253,9 @@ def _views(spec: PipelineSpec) -> None:
 
 
 RULES: tuple[Callable[[PipelineSpec], None], ...] = (
-    _unsafe_strategies,
-    _unused_parameters,
-    _conflicts,
-    _clipping_of_shards,
-    _same_method_twice,
-    _two_averages,
-    _compiled,
-    _flat_shards_of_matrices,
-    _targets,
-    _monitor,
-    _loss_of_the_model,
-    _views,
-)
-"""Every rule, one function each."""
+    _unsafe_strategies, _unused_parameters, _conflicts, _clipping_of_shards, _same_method_twice, _two_averages,
+    _compiled, _flat_shards_of_matrices, _targets, _monitor, _loss_of_the_model, _views,
+)  # fmt: skip
 
 
 def _name(transform: Transform) -> str:

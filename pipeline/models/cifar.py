@@ -44,7 +44,6 @@ class Residual(nn.Sequential):
     """Layers whose output is added to their input."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Add the layers' output to `input`, `(B, C, H, W)`."""
         output: torch.Tensor = super().forward(input)  # type: ignore[no-untyped-call]
         return input + output
 
@@ -142,7 +141,6 @@ class Shift(nn.Module):
         self.root = lr_factor**0.5
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Shift `input`, `(B, C, H, W)`, keeping its dtype."""
         shift: torch.Tensor = (self.root * self.bias).to(input.dtype)
         return input + shift[:, None, None]
 
@@ -152,6 +150,5 @@ class _ScaledLinear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map `(B, inputs)` to `(B, outputs)`."""
         logits: torch.Tensor = super().forward(input)
         return logits / 9

@@ -32,9 +32,7 @@ class GroupedFactory:
 
     factory: OptimizerFactory  # accepts groups
     groups: Mapping[str, Mapping[str, Any]]  # the optimizer's options by pattern
-    model: (
-        nn.Module
-    )  # after surgery; a strategy may have sharded or wrapped it in place by the time of the call
+    model: nn.Module  # after surgery; a strategy may have sharded or wrapped it in place by then
     note: str = field(default="", init=False)  # after the call, the number of parameters in each group
 
     def __call__(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -75,11 +73,10 @@ class GroupedFactory:
     def _describe(self, matched: Mapping[str | None, list[nn.Parameter]]) -> str:
         parts = []
         for pattern, chosen in [*[*matched.items()][1:], (None, matched[None])]:
-            if not chosen:
-                continue
-            options = ", ".join(f"{name}={value}" for name, value in self._options(pattern).items())
-            name = "all others" if pattern is None else f"{pattern} ({options})"
-            parts.append(f"{name}: {sum(p.numel() for p in chosen):,} in {len(chosen)} tensor(s)")
+            named = ", ".join(f"{name}={value}" for name, value in self._options(pattern).items())
+            name = "all others" if pattern is None else f"{pattern} ({named})"
+            if chosen:
+                parts.append(f"{name}: {sum(p.numel() for p in chosen):,} in {len(chosen)} tensor(s)")
         return f"Parameter groups: {'; '.join(parts)}."
 
 

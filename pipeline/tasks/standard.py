@@ -63,21 +63,12 @@ class Classification(StandardTask):
         names = names_of(len(prediction), classes)
         order = prediction.argsort(descending=True).tolist()
         probabilities = {names[i]: prediction[i].item() for i in order}
-        return {
-            "class": names[order[0]],
-            "probability": probabilities[names[order[0]]],
-            "probabilities": probabilities,
-        }
+        best = names[order[0]]
+        return {"class": best, "probability": probabilities[best], "probabilities": probabilities}
 
     def check(self, train: Targets, val: Targets | None) -> int:
         """Return the number of classes: that of the class names if a source has any, else the largest training label
-        plus one.
-
-        Validation data without names may lack the last classes.
-
-        Raises:
-            PlanError: if labels are not class indices, or the two sources index their classes differently.
-        """
+        plus one. Validation data without names may lack the last classes."""
         for targets in (train, val):
             if targets is not None:
                 _check_indices(targets)
@@ -167,17 +158,11 @@ class MultiLabel(StandardTask):
     def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
         """Return the `labels` with a probability of at least 0.5, and all `probabilities` by name."""
         probabilities = dict(zip(names_of(len(prediction), classes), prediction.tolist(), strict=True))
-        return {
-            "labels": [name for name, p in probabilities.items() if p >= 0.5],
-            "probabilities": probabilities,
-        }
+        labels = [name for name, p in probabilities.items() if p >= 0.5]
+        return {"labels": labels, "probabilities": probabilities}
 
     def check(self, train: Targets, val: Targets | None) -> int:
-        """Return the number of labels.
-
-        Raises:
-            PlanError: if targets are not vectors of 0 and 1, or the two sources differ.
-        """
+        """Return the number of labels."""
         width = vectors(self, train, val, "a vector of 0 and 1 per image")
         check_names(train, val, "labels")
         for targets in (train, val):
@@ -252,21 +237,17 @@ class Regression(StandardTask):
         return {"value": value}
 
     def check(self, train: Targets, val: Targets | None) -> int:
-        """Return how many numbers each target has.
-
-        Raises:
-            PlanError: if they are not finite numbers, or the two sources differ.
-        """
+        """Return how many numbers each target has."""
         return vectors(self, train, val, "one or more numbers per image")
 
     def output_error(self, outputs: Any, width: int | None, source: str) -> str:
         shape = (2,) if width == 1 else (2, width)
         if isinstance(outputs, torch.Tensor) and outputs.shape == shape:
             return ""
-        found = shape_of(outputs)
         return (
-            f"The model returns {found} for 2 images, but {source} has {width} number(s) per image. Build it so that "
-            f"it returns (2, {width}): with num_classes={width}; in a recipe: model_options.num_classes={width}."
+            f"The model returns {shape_of(outputs)} for 2 images, but {source} has {width} number(s) per image. Build "
+            f"it so that it returns (2, {width}): with num_classes={width}; in a recipe: "
+            f"model_options.num_classes={width}."
         )
 
 
@@ -330,8 +311,7 @@ class Segmentation(StandardTask):
 
     def predict(self, outputs: Any) -> torch.Tensor:
         """Return the class of each pixel, `(B, H, W)`."""
-        prediction: torch.Tensor = outputs.argmax(1)
-        return prediction
+        return torch.argmax(outputs, 1)
 
     def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
         """Return the masks as torchmetrics takes them: int64."""
@@ -346,11 +326,7 @@ class Segmentation(StandardTask):
         return {name: value.long() for name, value in super().model_inputs(targets).items()}
 
     def check(self, train: Targets, val: Targets | None) -> int:
-        """Return the number of classes.
-
-        Raises:
-            PlanError: if the targets are not masks, or have more classes than this task.
-        """
+        """Return the number of classes."""
         for targets in (train, val):
             if targets is None:
                 continue
@@ -372,8 +348,8 @@ class Segmentation(StandardTask):
         logits = isinstance(outputs, torch.Tensor) and outputs.dim() == 4
         if logits and outputs.shape[:2] == (2, self.classes):
             return ""
-        found = shape_of(outputs)
         return (
-            f"The model returns {found} for 2 images, but {self} needs logits per pixel, (2, {self.classes}, H, W). "
-            f"Build it with num_classes={self.classes}; in a recipe: model_options.num_classes={self.classes}."
+            f"The model returns {shape_of(outputs)} for 2 images, but {self} needs logits per pixel, "
+            f"(2, {self.classes}, H, W). Build it with num_classes={self.classes}; in a recipe: "
+            f"model_options.num_classes={self.classes}."
         )

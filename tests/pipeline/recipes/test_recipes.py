@@ -1,8 +1,9 @@
-"""Recipes: plain, unmodified dicts that are completed, planned and trained, with helpful errors."""
+"""Recipes: plain, unmodified dicts that are completed, overridden, planned and trained, with helpful errors."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 from typing import Any
@@ -252,8 +253,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "transform": ({"transforms": [{"name": "BlurPol"}]}, "baseline: .*'BlurPol'.*Did you mean 'BlurPool'"),
     "transform without a name": ({"transforms": ["BlurPool"]}, "'BlurPool' must be a dict with a name"),
     "transform's option": (
-        {"transforms": [{"name": "BlurPool", "min_chanels": 3}]},
-        "'min_chanels'.*'min_channels'",
+        {"transforms": [{"name": "BlurPool", "min_chanels": 3}]}, "'min_chanels'.*'min_channels'",
     ),
     "optimizer without a name": ({"optimizer": {"lr": 3}}, "optimizer=.* needs a name"),
     "optimizer": ({"optimizer.name": "sdg"}, "baseline: .*'sdg'.*Did you mean 'sgd'"),
@@ -271,16 +271,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "epochs as text": ({"epochs": "3"}, "epochs='3' must be"),
     "epochs as a truth": ({"epochs": True}, "epochs=True must be"),
     "number as text": (
-        {"image_size": "32"},
-        "image_size='32' must be .* Write the number without quotes: 32",
+        {"image_size": "32"}, "image_size='32' must be .* Write the number without quotes: 32",
     ),
     "rate as text": (
-        {"optimizer.lr": "1e-4"},
-        "optimizer: lr='1e-4' is text. Write the number without quotes",
+        {"optimizer.lr": "1e-4"}, "optimizer: lr='1e-4' is text. Write the number without quotes",
     ),
     "option as text": (
-        {"transforms": [{"name": "MixUp", "alpha": "0.2"}]},
-        "transforms: alpha='0.2' is text",
+        {"transforms": [{"name": "MixUp", "alpha": "0.2"}]}, "transforms: alpha='0.2' is text",
     ),
     "option as text, before another of that name": (
         {"transforms": [{"name": "MixUp", "alpha": "0.2"}, {"name": "CutMix", "alpha": 1.0}]},
@@ -294,19 +291,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "eval_image_size=0 must be a positive integer, or two: height and width or null",
     ),
     "strategy's option": (
-        {"strategy_options": {"devce": "cpu"}},
-        "baseline: .*'devce'.*Did you mean 'device'",
+        {"strategy_options": {"devce": "cpu"}}, "baseline: .*'devce'.*Did you mean 'device'",
     ),
     "seed": ({"seed": None}, "baseline: seed=None must be"),
     "warm-up": ({"warmup": "long"}, "baseline: warmup='long'"),
     "workers": ({"workers": "all"}, "baseline: workers='all' must be an integer or null"),
     "threads": (
-        {"workers": -3, "loader": "ffcv"},
-        "workers=-3 must be a positive integer with loader='ffcv'",
+        {"workers": -3, "loader": "ffcv"}, "workers=-3 must be a positive integer with loader='ffcv'",
     ),
     "processes": (
-        {"workers": -3, "loader": "torch"},
-        "workers=-3 must be an integer, 0 or more with loader='torch'",
+        {"workers": -3, "loader": "torch"}, "workers=-3 must be an integer, 0 or more with loader='torch'",
     ),
     "no name of data": ({"train": ""}, "baseline: train='' must be text that is not empty"),
     "no name of validation data": ({"val": ""}, "baseline: val='' must be text that is not empty or null"),
@@ -356,3 +350,46 @@ def test_another_model_than_the_recipes_needs_options_of_its_own(toy: Toy) -> No
     )
     with pytest.raises(PlanError, match="Did you mean 'num_classes' by 'num_clases'"):
         build_model(Pipeline.from_recipe("baseline", **data, **{"model_options.num_clases": 4}), ())
+
+
+def either_way(*pairs: str) -> list[dict[str, Any]]:
+    return [parse_overrides(list(order)) for order in itertools.permutations(pairs)]
+
+
+@pytest.mark.parametrize(
+    "overrides", either_way("optimizer.lr=0.5", 'optimizer={"name": "adamw"}', "optimizer.eps=1e-7")
+)
+def test_a_dict_and_values_in_it_are_both_there(overrides: dict[str, Any]) -> None:
+    pipeline = Pipeline.from_recipe("baseline", **overrides)
+    assert pipeline.optimization.optimizer == "adamw"
+    assert pipeline.optimization.options == {"lr": 0.5, "eps": 1e-7}  # and nothing of the recipe's sgd
+
+
+@pytest.mark.parametrize(
+    "overrides", either_way("optimizer.lr=0.5", 'optimizer={"name": "adamw", "lr": 0.1}', "epochs=3")
+)
+def test_the_same_value_twice_is_an_error(overrides: dict[str, Any]) -> None:
+    message = r"baseline: optimizer\.lr=0\.5 and optimizer=\{.*\} both set its lr\. Leave one of the two out"
+    with pytest.raises(RecipeError, match=message):
+        Pipeline.from_recipe("baseline", **overrides)
+
+
+def test_so_it_is_within_a_recipe() -> None:
+    values = {"model": "cifar_resnet", "train": "a.beton", "batch_size": 8, "image_size": 8}
+    optimizer: dict[str, Any] = {"name": "sgd", "lr": 0.1}
+    assert completed({"optimizer.momentum": 0.5, **values, "optimizer": optimizer}).values["optimizer"] == {
+        **optimizer, "momentum": 0.5
+    }  # fmt: skip
+    with pytest.raises(RecipeError, match=r"optimizer\.lr=0\.3 and optimizer="):
+        completed({"optimizer.lr": 0.3, **values, "optimizer": optimizer})
+    # An override replaces what the recipe has.
+    full = completed({**values, "optimizer": optimizer}, {"optimizer.lr": 0.3}).values
+    assert full["optimizer"]["lr"] == 0.3
+
+
+def test_a_value_of_the_command_line_has_no_key_twice() -> None:
+    for text in ('{"name": "sgd", "lr": 0.1, "lr": 0.2}', '[{"name": "MixUp", "lr": 1, "lr": 2}]'):
+        with pytest.raises(RecipeError, match=r"optimizer=.*the key 'lr' appears twice"):
+            parse_overrides([f"optimizer={text}"])
+    with pytest.raises(RecipeError, match="epochs= is given twice"):
+        parse_overrides(["epochs=1", "seed=2", "epochs=1"])
