@@ -39,7 +39,7 @@ from drivetrain.common import machine
 from drivetrain.common.storage.cache import Remote, local_copy
 from drivetrain.common.table import Table
 from drivetrain.loaders import FFCVLoader, convert
-from drivetrain.pipeline.tasks.classification import Classification
+from drivetrain.pipeline.tasks.standard import Classification
 from drivetrain.pipeline.tasks.task import TaskLoss
 from drivetrain.pipeline.training.guard import NonFiniteGuard
 from drivetrain.pipeline.training.hooks import TrainingHooks

@@ -21,7 +21,7 @@ from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.runs.artifacts import FitJob, RankResult
 from drivetrain.pipeline.runs.run import Run
-from drivetrain.pipeline.tasks.classification import Classification
+from drivetrain.pipeline.tasks.standard import Classification
 from drivetrain.pipeline.tasks.task import TaskLoss
 from drivetrain.pipeline.telemetry.history import Monitor
 from drivetrain.pipeline.training.build import Built

@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from .ledger.comparison import compare as compare
     from .ledger.ledger import Ledger as Ledger
     from .ledger.ledger import LedgerInterrupted as LedgerInterrupted
-    from .optim.layerwise import layerwise_decay as layerwise_decay
+    from .optim.groups import layerwise_decay as layerwise_decay
     from .pipeline import Pipeline as Pipeline
     from .recipes.presets import RECIPES as RECIPES
     from .runs.result import FitResult as FitResult
     from .runs.result import TrainingInterrupted as TrainingInterrupted
     from .runs.result import TrainingPreempted as TrainingPreempted
     from .runs.saved import load_run as load_run
-    from .tasks.classification import Classification as Classification
     from .tasks.contrastive import Contrastive as Contrastive
-    from .tasks.multi_label import MultiLabel as MultiLabel
-    from .tasks.regression import Regression as Regression
-    from .tasks.segmentation import Segmentation as Segmentation
+    from .tasks.standard import Classification as Classification
+    from .tasks.standard import MultiLabel as MultiLabel
+    from .tasks.standard import Regression as Regression
+    from .tasks.standard import Segmentation as Segmentation
     from .tasks.task import Task as Task
     from .telemetry.history import Epoch as Epoch
     from .telemetry.history import Evaluation as Evaluation

@@ -11,8 +11,7 @@ from ..common.options.signatures import built_from
 from .describe.pipeline_spec import PipelineSpec
 from .describe.plan import Plan
 from .describe.resolve import resolve
-from .recipes.build import build_pipeline
-from .recipes.export import to_recipe
+from .recipes.convert import build_pipeline, to_recipe
 from .recipes.presets import Completed
 from .runs.config import FitConfig
 
@@ -30,10 +29,8 @@ class Pipeline(PipelineSpec):
 
     It is immutable: every method returns a new object of the same class. Pipelines with equal stages are equal and have
     the same hash; modules given as models are compared by identity. A pipeline can be pickled if its model can;
-    `dataclasses.replace` changes single fields.
-
-    A subclass with another `__init__` signature must override `from_recipe`, which calls `__init__` with the arguments
-    below.
+    `dataclasses.replace` changes single fields. A subclass with another `__init__` signature must override
+    `from_recipe`, which calls `__init__` with the arguments below.
 
     Args:
         model: a model factory, called with `model_options`; the name of one (`"resnet50"` or any other of torchvision,
@@ -164,8 +161,7 @@ class Pipeline(PipelineSpec):
     def evaluate(self, weights: WeightsArg) -> dict[str, float]:
         """Return the metrics of weights of this pipeline's model on the validation data, by name.
 
-        It runs in this process, or on the ranks that the strategy requires, and computes what `fit` computes after an
-        epoch. The training data is opened, too, because it defines the classes.
+        It computes what `fit` computes after an epoch. The training data is opened, too: it defines the classes.
 
         Args:
             weights: the folder of a run or of a checkpoint (the evaluated weights: averages with EMA or SWA), a
@@ -291,10 +287,9 @@ class Pipeline(PipelineSpec):
         Without `allow`, only changes that keep what the training computes are tried: loader workers and batches ahead,
         memory format, compiling, cuDNN's search, strategies with the same numbers, the allocator's environment
         variables; and if the pipeline does not fit into memory, the fewest microbatches that do, then activation
-        checkpointing. Each change is trained in turns with the best pipeline so far, on the same samples. It is
-        accepted as soon as the confidence interval of the ratio excludes 1, and dropped as soon as it excludes a gain
-        of 1 %. Changes for the bottleneck (the loader, the model or communication) are tried first. A change without an
-        effect is accepted with a probability of at most 0.25 %.
+        checkpointing. Each change is trained in turns with the best pipeline so far, on the same samples, those for the
+        bottleneck first. It is accepted as soon as the confidence interval of the ratio excludes 1 (without an effect
+        with a probability of at most 0.25 %), and dropped as soon as it excludes a gain of 1 %.
 
         A change of `allow` that is faster is trained from three to eight seeds, as is the pipeline as given. It is
         accepted only if the interval of the difference excludes a loss of accuracy of half a percentage point; else it

@@ -17,8 +17,7 @@ from ...loaders.epochs import EpochLoader
 from ...loaders.sources import files_of
 from ...strategies.common.optimizer_state import IMPLEMENTATION
 from ...transforms import Transform, declares_length, follows_length
-from ..describe.kinds import sort_transforms
-from ..describe.pipeline_spec import PipelineSpec
+from ..describe.pipeline_spec import PipelineSpec, sort_transforms
 from ..describe.resolve import ResolvedPlan
 from ..models.factories import LIBRARIES, name_of_factory
 from ..optim.schedules import label

@@ -1,14 +1,17 @@
-"""The validated options of `load` and `distribute`: one field each. torch is not imported until a config is created.
+"""The validated options of `load`, `distribute` and `fit`: one field each. torch is not imported until a config is
+created.
 
 Options that the stages share with the pipeline are inherited: `loaders.options`, `strategies.options`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
+from urllib.parse import urlsplit
 
 from ... import strategies
 from ...common.checks import check_whole, is_number
@@ -16,15 +19,21 @@ from ...common.errors import DrivetrainError, PlanError, StrategyError, suggest
 from ...common.frozen import FrozenDict
 from ...common.options.config import (
     IN_WORDS,
+    NONE,
+    TEXT,
+    TEXTS,
     Check,
+    Config,
     Key,
     Kind,
+    Positive,
     Raises,
     Whole,
     Within,
     one_of,
     options_of,
-)
+)  # fmt: skip
+from ...common.storage.addresses import is_address
 from ...loaders.image_size import ImageSize, usual_size
 from ...loaders.options import SIZE, ImageKeywords, ImageOptions, LoaderOptions, ReadKeywords, ReadOptions
 from ...loaders.sources import Files, files_of
@@ -51,7 +60,11 @@ WEIGHTS = Kind(
     lambda value: isinstance(value, Mapping) and all(is_number(each, "(0, inf)") for each in value.values()),
     "a dict of sources and their weights, positive numbers",
 )
-SOURCE = Kind(lambda value: isinstance(value, str | Path) and value != "", "text that is not empty")
+SOURCE = Kind(lambda value: _is_path(value) and value != "", "text that is not empty")
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, str | Path)
 
 
 def _check_val(name: str, value: Any) -> None:
@@ -64,14 +77,7 @@ def _check_val(name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class DataConfig(ReadOptions):
-    """The options of `Pipeline.load`.
-
-    Attributes:
-        loading: the options of the training loader, without those that image transforms set.
-
-    Raises:
-        PlanError, DataError: naming the invalid value.
-    """
+    """The options of `Pipeline.load`."""
 
     error: ClassVar[type[DrivetrainError]] = PlanError
     place: ClassVar[str] = "load()"
@@ -91,11 +97,7 @@ class DataConfig(ReadOptions):
     same fields and classes. An epoch of a mix has as many samples as all its data sets together, of each its share by
     weight: `loaders.order.mixed`."""
     val: Annotated[
-        str | Files | None,
-        SOURCE,
-        Kind(lambda value: value is None, "None"),
-        Check(_check_val),
-        IN_WORDS,
+        str | Files | None, SOURCE, Kind(lambda value: value is None, "None"), Check(_check_val), IN_WORDS
     ] = None
     """Data to evaluate on after each epoch, likewise, but not a mix; None: none."""
     _: KW_ONLY
@@ -110,6 +112,7 @@ class DataConfig(ReadOptions):
     larger than the memory are read in long runs."""
     settings: Annotated[Mapping[str, Any], Key("loading")] = field(default_factory=FrozenDict)
     """Additional settings of the loader: crop, scale, padding, flip, eval_crop, eval_ratio, mean, std, …"""
+    # Options of the training loader, without those that image transforms set.
     loading: LoaderOptions = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -122,13 +125,20 @@ class DataConfig(ReadOptions):
         known = options_of(ImageOptions)
         for name in self.settings:
             if name not in known:
-                raise PlanError(
-                    f"load() has no option {name!r}.{suggest(name, (*known, *options_of(DataConfig)))}"
-                )
-        loading = LoaderOptions(**self.read_options, **self.settings)
-        object.__setattr__(self, "loading", loading)
-        normal = {name: getattr(loading, name) for name in self.settings}
+                names = (*known, *options_of(DataConfig))
+                raise PlanError(f"load() has no option {name!r}.{suggest(name, names)}")
+        object.__setattr__(self, "loading", LoaderOptions(**self.read_options, **self.settings))
+        normal = {name: getattr(self.loading, name) for name in self.settings}
         object.__setattr__(self, "settings", FrozenDict(normal))
+
+    @classmethod
+    def loading_from(cls, train: object, val: object, options: Mapping[str, Any]) -> Self:
+        """Return the config of `load`'s arguments; a mix is a dict of sources and weights."""
+        named = None if val is None else source_name(val, "val")
+        if not isinstance(train, Mapping):
+            return cls(source_name(train, "train"), named, **cls.split(options))
+        mix = {source_name(each, "train"): weight for each, weight in train.items()}
+        return cls(mix, named, **cls.split(options))
 
     @property
     def read_options(self) -> dict[str, Any]:
@@ -159,11 +169,7 @@ class DataKeywords(ReadKeywords, ImageKeywords, total=False):
 
 @dataclass(frozen=True)
 class DistributedConfig(StepOptions):
-    """The options of `Pipeline.distribute`.
-
-    Raises:
-        PlanError, StrategyError: naming the invalid value.
-    """
+    """The options of `Pipeline.distribute`."""
 
     error: ClassVar[type[DrivetrainError]] = PlanError
     place: ClassVar[str] = "distribute()"
@@ -234,19 +240,90 @@ class DistributedConfig(StepOptions):
         return self.strategy if isinstance(self.strategy, str) else self.strategy.name
 
 
-def train_source(source: object) -> str | dict[str, float]:
-    """Return the source of training data: as `source_name`, or those of a mix with their weights."""
-    if not isinstance(source, Mapping):
-        return source_name(source, "train")
-    return {source_name(name, "train"): weight for name, weight in source.items()}
+OnNonFinite = Literal["raise", "skip"]
+
+LOG_EVERY = 50
+"""Optimizer steps between two entries, chosen so that logging costs next to nothing."""
+
+CALLBACKS = Kind(
+    lambda value: isinstance(value, list | tuple), "a list of callbacks, such as [EarlyStopping('val_loss')]"
+)
+
+
+def check_out(name: str, value: Any) -> None:
+    """Raise PlanError unless the value is a path, None, or an address that can be written."""
+    if value == "":
+        raise PlanError(
+            f"{name}='' is not a folder. Pass the path of a folder ('.' for this one), or None for no files."
+        )
+    if isinstance(value, Path) and re.match(r"\w+:/", str(value)):
+        raise PlanError(f"{name}={value!r} is the path of an address. Pass the address as text.")
+    if not is_address(value):
+        return
+    parts = urlsplit(value)
+    if parts.scheme in ("http", "https"):
+        raise PlanError(
+            f"{name}={value!r}: a web server cannot be written. Pass a folder, or the address of a store, such as "
+            "s3://bucket/run."
+        )
+    if "@" in parts.netloc:  # its text is not repeated
+        raise PlanError(
+            f"{name} is an address with credentials, which plans and logs would show. Set them in the environment, as "
+            "the store's own tools do, and pass the address without them."
+        )
+    if not (parts.netloc + parts.path).strip("/") or parts.query or parts.fragment:
+        raise PlanError(f"{name}={value!r} is not the address of a folder. Pass one like s3://bucket/run.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions(Config):
+    """The options of `Pipeline.fit` that a recipe can set: they belong to the training, not to one start of it."""
+
+    place: ClassVar[str] = "fit()"
+
+    out: Annotated[
+        str | Path | None, Kind(_is_path, "the path of a folder or an address"), NONE, Check(check_out)
+    ] = None
+    """Folder for the results, or its address, such as `s3://bucket/run`; None: no files. It contains `plan.txt` and
+    `recipe.yaml`; `history.json` and `model.safetensors`, written after each epoch; `curves.png`, drawn at the end; and
+    `checkpoints/`. With several machines, it must be shared. Files of an address are written to a local folder and
+    uploaded in the background (extra `remote`)."""
+    init_from: Annotated[
+        str | Path | None, Kind(_is_path, "the path of a run, a checkpoint or a .safetensors file"), NONE
+    ] = None
+    """Weights to begin with: the folder of a run or of a checkpoint, or a `.safetensors` file; None: the model's own.
+    From a run or a checkpoint, the weights used for evaluation are loaded: averages with EMA or SWA. Names may be those
+    before or after the transforms. What does not match, such as a last layer for other classes, keeps the model's own
+    values and is reported (`History.facts['init_from']`). Optimizer, schedule and position begin from scratch, unlike
+    with `resume`."""
+    on_nonfinite: OnNonFinite = "raise"
+    """What happens at a non-finite loss: `"raise"`: an error with step, rank and the last good checkpoint; `"skip"`:
+    all ranks skip the steps whose loss or gradients are not finite. Non-finite weights raise before they are evaluated,
+    saved or returned. A skipped step still advances the learning rate, and the history counts it. On a GPU, `"skip"`
+    makes every step wait for its loss and gradients."""
+    logger: Annotated[object, TEXT, TEXTS, NONE, Kind(lambda _: True, "an object", json=False)] = None
+    """Where metrics go: `"csv"` (`out/metrics.csv`), `"tensorboard"` (`out/tensorboard/`), an object with `log(dict,
+    step=)` or `log_metrics(dict, step=)`, such as `wandb.init(…)` or the module `mlflow`, or a list of them. It
+    receives the metrics of each epoch, and those of every `log_every`-th step under names that begin with `step/`,
+    where the loss is that of rank 0's share of the batch. Only rank 0 logs; if this call starts the ranks, an object is
+    copied to it. A logger that fails is disabled, with a `LoggerWarning`. A resumed run continues the same files."""
+    log_every: Positive = LOG_EVERY
+    """Optimizer steps between two entries of the logger. The default costs next to nothing. Logging never waits for the
+    device."""
+    callbacks: Annotated[Sequence[object], CALLBACKS] = ()
+    """What to run at steps, evaluations and epochs: objects of subclasses of `drivetrain.Callback`, such as
+    `EarlyStopping("val_loss")`, or `{name, …options}`, each class at most once. They see a read-only view of the run
+    and can stop it. Checkpoints contain their state."""
+    eval_every: Positive = 1
+    """Epochs between two evaluations on the validation data. The last epoch is always evaluated. In the history, epochs
+    without an evaluation have None."""
+    eval_every_steps: Positive | None = None
+    """Optimizer steps of the run between two further evaluations; None: only at the end of epochs. Such evaluations are
+    logged, are in `History.evaluations`, and do not change the training."""
 
 
 def source_name(source: object, argument: str) -> str:
-    """Return a data source as a string.
-
-    Raises:
-        PlanError: if it is not a path or a name, e.g. a data set that was not converted.
-    """
+    """Return a data source as a string; raise PlanError if it is not a path or a name."""
     if not isinstance(source, str | Path):
         raise PlanError(
             f"load() takes the path of a .beton file (or a name such as 'cifar10:train') as {argument}, not "

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +18,7 @@ def uses_gpu(how: DistributedConfig) -> bool:
 
 
 def choose_benchmark(how: DistributedConfig, transforms: Sequence[Transform]) -> tuple[bool, str]:
-    """Return whether cuDNN benchmarks its algorithms at the first batch of each size, and the reason.
-
-    It pays off if all images have one size, which a transform may change. It is off if torch is set to
-    deterministic algorithms, because the selection may differ from run to run.
-    """
+    """Return whether cuDNN benchmarks its algorithms at the first batch of each size, and the reason."""
     chosen = how.cudnn_benchmark
     if chosen is not None:
         return chosen, "as set"
@@ -34,10 +29,7 @@ def choose_benchmark(how: DistributedConfig, transforms: Sequence[Transform]) ->
         )
     for transform in transforms:
         if transform.changes_image_size:
-            return (
-                False,
-                f"{transform.known_as} changes the image size, and each size would be benchmarked",
-            )
+            return False, f"{transform.known_as} changes the image size, and each size would be benchmarked"
     return True, "all images have one size, so convolutions are benchmarked once"
 
 
@@ -54,28 +46,25 @@ def cuda_settings(how: DistributedConfig, transforms: Sequence[Transform]) -> It
         stack.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
         torch.backends.cudnn.benchmark, _ = choose_benchmark(how, transforms)
         if how.matmul_precision is not None:
-            for undo in _matmul_switches():
-                stack.callback(undo)
-            _set_matmul_precision(how.matmul_precision)
+            _restore_matmul_precision(stack)
+            if _old_precision() is not None:
+                torch.set_float32_matmul_precision(how.matmul_precision)
+            else:
+                torch.backends.cuda.matmul.fp32_precision = (
+                    "ieee" if how.matmul_precision == "highest" else "tf32"
+                )
         yield
 
 
-def _new_switches() -> list[Any]:
-    """Return the owners of `fp32_precision` for matmuls; torch before 2.9 has none."""
+def _restore_matmul_precision(stack: ExitStack) -> None:
     owners: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
-    return [owner for owner in owners if hasattr(owner, "fp32_precision")]
-
-
-def _matmul_switches() -> list[Callable[[], None]]:
-    """Return functions that restore the current precision; call them in reverse order."""
-    undo: list[Callable[[], None]] = [
-        partial(setattr, owner, "fp32_precision", owner.fp32_precision) for owner in _new_switches()
-    ]
+    for owner in owners:
+        if hasattr(owner, "fp32_precision"):  # since torch 2.9
+            stack.callback(setattr, owner, "fp32_precision", owner.fp32_precision)
     before = _old_precision()
     if before is not None:
-        # Setting the older switch also sets the newer ones, so it is restored first: it is last in this list.
-        undo.append(partial(torch.set_float32_matmul_precision, before))
-    return undo
+        # Setting the older switch also sets the newer ones, so it is restored first: it is last on the stack.
+        stack.callback(torch.set_float32_matmul_precision, before)
 
 
 def _old_precision() -> str | None:
@@ -90,10 +79,3 @@ def _old_precision() -> str | None:
 def matmul_precision() -> str:
     """Return torch's current precision of float32 matrix multiplications."""
     return _old_precision() or str(torch.backends.cuda.matmul.fp32_precision)
-
-
-def _set_matmul_precision(precision: str) -> None:
-    if _old_precision() is not None:
-        torch.set_float32_matmul_precision(precision)
-        return
-    torch.backends.cuda.matmul.fp32_precision = "ieee" if precision == "highest" else "tf32"

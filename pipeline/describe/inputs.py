@@ -17,76 +17,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What an image must become before the model sees it, and the names of what the model returns.
+    """What an image must become before the model sees it (as in `LoaderOptions`), and the names of what it returns.
 
     A run keeps it in the facts of its history, as `to_dict`. The other places that have it are written from there:
     `recipe.yaml` (the key `trained`), and the metadata of `model.safetensors` and of exported files.
-
-    Attributes:
-        image_size: side of the images in evaluation, or height and width, in pixels.
-        eval_ratio: size of the central crop relative to the largest one of this shape.
-        mean, std: of each channel, for pixels scaled to 0–1. The mean is also the colour around an image that fits.
-        interpolation, eval_crop: as in `FFCVLoader`.
-        classes: names of the classes or labels; empty if the data has none.
-        channels, depth: of the images: their number of channels, and the bits of each value, 8 or 16.
     """
 
-    image_size: ImageSize
+    image_size: ImageSize  # in evaluation
     eval_ratio: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: str = "bilinear"
     eval_crop: str = "center"
-    classes: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()  # or labels; empty if the data has no names
     channels: int = 3
-    depth: int = 8
+    depth: int = 8  # bits of each value
 
     @classmethod
     def of(cls, train: EpochLoader, val: EpochLoader | None, eval_size: ImageSize) -> Self:
-        """Return that of a training's loaders."""
+        """Return that of a run's loaders."""
         loader = val or train
         used = loader.settings
         return cls(
-            eval_size,
-            float(used.eval_ratio),
-            tuple(map(float, used.mean)),
-            tuple(map(float, used.std)),
-            used.interpolation,
-            used.eval_crop,
-            tuple(train.classes),
-            loader.channels,
-            loader.depth,
-        )
+            eval_size, float(used.eval_ratio), tuple(map(float, used.mean)), tuple(map(float, used.std)),
+            used.interpolation, used.eval_crop, tuple(train.classes), loader.channels, loader.depth,
+        )  # fmt: skip
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Self:
         """Return what `to_dict` gave."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()
-        }
+        values: Any = {name: tuple(each) if isinstance(each, list) else each for name, each in saved.items()}
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()
-        }
+        values = asdict(self).items()
+        return {name: list(each) if isinstance(each, tuple) else each for name, each in values}
 
     def transform(self) -> Evaluation:
         """Return what makes the image of evaluation of a picture, `(C, H, W)`."""
         from ...loaders.decode.preprocess import Evaluation
 
-        own: Any = self  # its names are checked here
-        options = LoaderOptions(
-            batch_size=1,
-            image_size=self.image_size,
-            train=False,
-            eval_crop=own.eval_crop,
-            eval_ratio=self.eval_ratio,
-            interpolation=own.interpolation,
-            mean=self.mean,
-            std=self.std,
-        )
+        names = ("image_size", "eval_crop", "eval_ratio", "interpolation", "mean", "std")
+        options = LoaderOptions(batch_size=1, train=False, **{name: getattr(self, name) for name in names})
         return Evaluation(options, self.depth)
 
 

@@ -16,26 +16,50 @@ from torch import nn
 from ...common.checks import is_whole
 from ...common.errors import PlanError
 from ...common.frozen import FrozenDict
+from ...common.options.config import options_of
 from ...common.options.signatures import documented
 from ...loaders.options import ImageOptions
 from ...strategies import ModuleFilter, OptimizerFactory, Precision, Strategy
 from ...transforms import Transform
+from ...transforms.base import missing_hook
 from ..models.factories import model_factory
 from ..optim.config import OptimizerConfig
 from ..optim.schedules import ScheduleFunction
-from ..tasks.classification import Classification
+from ..tasks.standard import Classification
 from ..tasks.task import Task
-from .config import DataConfig, DataKeywords, DistributedConfig, MatmulPrecision, source_name, train_source
-from .fit import FitOptions
-from .kinds import check_hook, sort_transforms
+from .config import DataConfig, DataKeywords, DistributedConfig, FitOptions, MatmulPrecision
+
+# Surgery replaces modules, so it comes before everything that uses their parameters. New modules would lose a memory
+# format set before surgery (BlurPool after ChannelsLast: 3 weights of a ResNet). An algorithm of Composer's may be
+# surgery.
+KINDS = (
+    "image", "surgery", "algorithm", "memory_format", "optimizer", "schedule", "batch", "loss", "loop", "evaluation"
+)  # fmt: skip
+KIND_ORDER = {kind: number for number, kind in enumerate(KINDS)}
+
+
+def sort_transforms(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:
+    """Sort transforms by kind and `after`; ties keep the user's order. PlanError if one appears twice, or two must each
+    follow the other."""
+    names = [type(transform).__name__ for transform in transforms]
+    for name in names:
+        if names.count(name) > 1:
+            raise PlanError(f"{name} appears {names.count(name)} times in the pipeline. Keep only one.")
+    waiting = sorted(transforms, key=lambda transform: KIND_ORDER[transform.kind])
+    ordered: list[Transform] = []
+    while waiting:
+        pending = {type(transform).__name__ for transform in waiting}
+        ready = next((t for t in waiting if not pending.intersection(t.after)), None)
+        if ready is None:
+            raise PlanError(f"{' and '.join(sorted(pending))} must each follow the other. Remove one.")
+        ordered.append(ready)
+        waiting.remove(ready)
+    return tuple(ordered)
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class PipelineSpec:
-    """The fields of a `Pipeline`, and the methods that build it.
-
-    See `Pipeline` for the arguments and for equality.
-    """
+    """The fields of a `Pipeline`, and the methods that build it; see there for the arguments and for equality."""
 
     model: Callable[..., nn.Module] | nn.Module
     model_options: Mapping[str, Any]
@@ -52,7 +76,7 @@ class PipelineSpec:
     def __init__(
         self, model: str | Callable[..., nn.Module] | nn.Module, *, seed: int = 0, **model_options: Any
     ) -> None:
-        if model_options.keys() >= _REPLACED:
+        if model_options.keys() >= _FIELDS - {"model", "seed"}:
             # dataclasses.replace passes every field by name; no factory has all of them as options.
             self._take(model=model, seed=seed, **model_options)
             return
@@ -62,7 +86,7 @@ class PipelineSpec:
 
     def _take(self, **fields: Any) -> None:
         """Validate and set fields. The others keep the defaults of the class."""
-        unknown = sorted(fields.keys() - {field.name for field in dataclasses.fields(PipelineSpec)})
+        unknown = sorted(fields.keys() - _FIELDS)
         if unknown:
             raise PlanError(f"A pipeline has no field {unknown[0]!r}.")
         model, seed = fields["model"], fields["seed"]
@@ -90,9 +114,7 @@ class PipelineSpec:
             3
         """
         new = copy.copy(self)
-        new._take(
-            **{field.name: getattr(self, field.name) for field in dataclasses.fields(PipelineSpec)} | changes
-        )
+        new._take(**{name: getattr(self, name) for name in _FIELDS} | changes)
         return new
 
     @property
@@ -148,8 +170,7 @@ class PipelineSpec:
             ...     "train.beton", "val.beton", batch_size=16, image_size=32, crop="padded", workers=2
             ... )
         """
-        named = None if val is None else source_name(val, "val")
-        data = DataConfig(train_source(train), named, **DataConfig.split(options))
+        data = DataConfig.loading_from(train, val, options)
         before, optimization = self.data, self.optimization
         replaced = before is not None and before.batch_size != data.batch_size
         if before and replaced and optimization is not None and optimization.base_batch_size is None:
@@ -175,7 +196,8 @@ class PipelineSpec:
                 hint = f" Did you mean {transform.__name__}()?" if isinstance(transform, type) else ""
                 raise PlanError(f"transform() takes transforms such as BlurPool(), not {transform!r}.{hint}")
         for transform in transforms:
-            check_hook(transform)
+            if lacking := missing_hook(type(transform)):  # it would do nothing
+                raise PlanError(lacking)
         sort_transforms((*self.transforms, *transforms))
         return self.replace(transforms=(*self.transforms, *transforms))
 
@@ -224,18 +246,8 @@ class PipelineSpec:
         """
         if scale_lr is True and base_batch_size is None and self.recipe is not None and self.data is not None:
             base_batch_size = self.optimized.base_batch_size or self.data.batch_size
-        config = OptimizerConfig(
-            optimizer,
-            options,
-            # values of OptimizerConfig
-            schedule=schedule,
-            schedule_options=schedule_options,
-            warmup=warmup,
-            groups=groups,
-            base_batch_size=base_batch_size,
-            scale_lr=scale_lr,
-            # end
-        )
+        given = locals()  # the parameters are the config's options
+        config = OptimizerConfig(**{name: given[name] for name in options_of(OptimizerConfig)})
         return self.replace(optimization=config)
 
     @documented(DistributedConfig)
@@ -267,22 +279,8 @@ class PipelineSpec:
 
             >>> pipeline = pipeline.distribute("ddp", devices=4, precision="bf16", accumulate=2, clip_norm=1.0)
         """
-        config = DistributedConfig(
-            strategy,
-            # values of DistributedConfig
-            devices=devices,
-            precision=precision,
-            cudnn_benchmark=cudnn_benchmark,
-            matmul_precision=matmul_precision,
-            timeout=timeout,
-            accumulate=accumulate,
-            clip_norm=clip_norm,
-            activation_checkpointing=activation_checkpointing,
-            compile=compile,
-            sync_batchnorm=sync_batchnorm,
-            # end
-            options=options,
-        )
+        given = locals()  # as in `optimize`
+        config = DistributedConfig(**{name: given[name] for name in options_of(DistributedConfig)})
         return self.replace(distribution=config)
 
     def __repr__(self) -> str:
@@ -310,9 +308,7 @@ class PipelineSpec:
 
 
 def _call(positional: Sequence[object], named: Mapping[str, object]) -> str:
-    """Return arguments as source code; the positional ones are text already."""
     return ", ".join([*map(str, positional), *(f"{name}={value!r}" for name, value in named.items())])
 
 
-_REPLACED = {field.name for field in dataclasses.fields(PipelineSpec)} - {"model", "seed"}
-"""What `dataclasses.replace` passes to `PipelineSpec.__init__` in addition to its own arguments."""
+_FIELDS = {field.name for field in dataclasses.fields(PipelineSpec)}

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ... import strategies
 from ...common import machine
@@ -17,11 +18,9 @@ from ...strategies import Strategy
 from ...transforms import CHANGES_MODEL, Transform
 from .config import PRECISIONS, DataConfig, DistributedConfig
 from .cuda_settings import choose_benchmark, uses_gpu
-from .kinds import KIND_ORDER
-from .pipeline_spec import PipelineSpec
+from .pipeline_spec import KIND_ORDER, PipelineSpec
 from .rules import family
-from .same_data import caution as same_data_caution
-from .split_batch_norm import caution
+from .sources import same_data_caution
 
 KIND_REASON = {
     "image": "in the loader, on each training image; evaluation uses the images unchanged",
@@ -35,6 +34,7 @@ KIND_REASON = {
     "loop": "after each step; evaluation and the result use its weights",
     "evaluation": "in evaluation only",
 }
+_UNSEEDED = "; FFCV's random crops and flips have no seed, so no two runs are equal, also not after a resume"
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,6 @@ class Plan:
         return self._table().html()
 
 
-def _devices(how: DistributedConfig) -> str:
-    return f"{how.ranks} device(s)" + (' ("auto")' if how.devices == "auto" else "")
-
-
 def lay_out(
     spec: PipelineSpec,
     data: DataConfig,
@@ -96,10 +92,13 @@ def lay_out(
 ) -> tuple[Step, ...]:
     """Return the steps of a pipeline; `transforms` are sorted, and `precision` is the reason for it, or empty."""
     how, optimization = spec.distributed, spec.optimized
+    devices = f"{how.ranks} device(s)" + (' ("auto")' if how.devices == "auto" else "")
+    eval_size = f" ({_pixels(data.eval_size)} px in evaluation)" if data.eval_size != data.image_size else ""
+    scaled = optimization.at(data.batch_size)
     steps = [
         Step(f"load {files_of(data.train)}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
-             f"{_pixels(data.image_size)} px{_eval_size(data)}{data.for_plan()}; every rank loads its slice of each "
-             f"batch{_caution(data)}{same_data_caution(data.train, data.val)}"),
+             f"{_pixels(data.image_size)} px{eval_size}{data.for_plan()}; every rank loads its slice of each "
+             f"batch{_UNSEEDED * (data.loader == 'ffcv_stock')}{same_data_caution(data)}"),
         *(_transform_step(t) for t in transforms if t.kind == "image"),
         Step(f"build {spec.model_name}", "Pipeline()", f"with seed {spec.seed}, the same on every rank"),
     ]  # fmt: skip
@@ -109,9 +108,9 @@ def lay_out(
     steps += [
         Step("check the output", "Drivetrain", "its width must be that of the data's targets"),
         Step(f"wrap with {strategy.name}", "default" if spec.distribution is None else ".distribute()",
-             f"{_devices(how)}, {how.precision}, {how.accumulate} microbatch(es) per step{how.for_plan()}: "
+             f"{devices}, {how.precision}, {how.accumulate} microbatch(es) per step{how.for_plan()}: "
              f"after surgery{'; ' * bool(precision)}{precision}{_slow_bf16(how)}{_split_batch_norm(spec, data)}"),
-        Step(f"optimizer: {optimization.at(data.batch_size).describe()}",
+        Step(f"optimizer: {scaled.describe()}",
              "default" if spec.optimization is None else ".optimize()",
              "; ".join(filter(None, [f"built from the final parameters{optimization.for_plan()}",
                                      optimization.note(data.batch_size)]))),
@@ -119,34 +118,19 @@ def lay_out(
     steps += [
         Step(f"parameter group {pattern}: {', '.join(f'{name}={value}' for name, value in options.items())}",
              ".optimize()", "parameters whose names match, and no earlier pattern; all follow the schedule")
-        for pattern, options in optimization.at(data.batch_size).groups.items()
+        for pattern, options in scaled.groups.items()
     ]  # fmt: skip
     later = [t for t in transforms if t.kind not in ("image", *CHANGES_MODEL)]
     mixing = [type(t).__name__ for t in later if t.kind == "batch" and t.soft_targets]
     steps += [_transform_step(t, mixing=mixing) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
-    steps += [
-        Step(
-            f"loss: {spec.target.loss_name}",
-            "default" if spec.goal is None else ".task()",
-            spec.target.about + _assumed_mean(spec),
-        )
-    ]
+    asked_by = "default" if spec.goal is None else ".task()"
+    steps.append(Step(f"loss: {spec.target.loss_name}", asked_by, spec.target.about + _assumed_mean(spec)))
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] >= KIND_ORDER["loss"]]
     return tuple(steps)
 
 
-def _eval_size(data: DataConfig) -> str:
-    return "" if data.eval_size == data.image_size else f" ({_pixels(data.eval_size)} px in evaluation)"
-
-
 def _pixels(image_size: ImageSize) -> str:
     return size_text(image_size) if isinstance(image_size, tuple) else str(image_size)
-
-
-def _caution(data: DataConfig) -> str:
-    if data.loader != "ffcv_stock":
-        return ""
-    return "; FFCV's random crops and flips have no seed, so no two runs are equal, also not after a resume"
 
 
 def _slow_bf16(how: DistributedConfig) -> str:
@@ -167,7 +151,7 @@ def _assumed_mean(spec: PipelineSpec) -> str:
 
 def _split_batch_norm(spec: PipelineSpec, data: DataConfig) -> str:
     built = spec.model if isinstance(spec.model, nn.Module) else None
-    text = caution(spec.distributed, data.batch_size, built)
+    text = batch_norm_caution(spec.distributed, data.batch_size, built)
     return f"; caution: {text}" if text else ""
 
 
@@ -175,24 +159,14 @@ def _wrapping_steps(how: DistributedConfig) -> list[Step]:
     """Return what is done to the final modules before they are wrapped."""
     steps = []
     if how.sync_batchnorm:
-        steps.append(
-            Step(
-                "synchronise BatchNorm",
-                ".distribute()",
-                "statistics of the global batch, summed over all ranks",
-            )
-        )
+        steps.append(("synchronise BatchNorm", "statistics of the global batch, summed over all ranks"))
     if how.activation_checkpointing:
         what = f"recompute the activations of {_filter_name(how.activation_checkpointing)}"
-        steps.append(
-            Step(what, ".distribute()", "on the final modules, inside the units that gather and compile them")
-        )
+        steps.append((what, "on the final modules, inside the units that gather and compile them"))
     if how.compile:
         what = "compile in place" + (f", mode {how.compile}" if isinstance(how.compile, str) else "")
-        steps.append(
-            Step(what, ".distribute()", "the final modules, inside the wrapper, so that names do not change")
-        )
-    return steps
+        steps.append((what, "the final modules, inside the wrapper, so that names do not change"))
+    return [Step(what, ".distribute()", why) for what, why in steps]
 
 
 def _gpu_steps(how: DistributedConfig, transforms: tuple[Transform, ...]) -> list[Step]:
@@ -206,9 +180,8 @@ def _gpu_steps(how: DistributedConfig, transforms: tuple[Transform, ...]) -> lis
     ]  # fmt: skip
     if how.matmul_precision is not None:
         what = f"float32 matrix multiplications: {how.matmul_precision}"
-        steps.append(
-            Step(what, ".distribute()", f"{PRECISIONS[how.matmul_precision]}; restored after the run")
-        )
+        why = f"{PRECISIONS[how.matmul_precision]}; restored after the run"
+        steps.append(Step(what, ".distribute()", why))
     return steps
 
 
@@ -225,3 +198,36 @@ def _transform_step(transform: Transform, strategy: str = "", mixing: Sequence[s
     if len(mixing) > 1 and type(transform).__name__ in mixing:
         why += f"; {' and '.join(mixing)} both mix every batch, one after the other"
     return Step(f"{transform}", ".transform()", " ".join(filter(None, [why, transform.caution])))
+
+
+def batch_norms(model: nn.Module) -> int:
+    """Return the number of layers whose statistics, in training, are those of the batch they are called with. Those of
+    GhostBatchNorm are of small groups in any case."""
+    return sum(
+        isinstance(module, _BatchNorm)
+        and not isinstance(module, nn.SyncBatchNorm)
+        and not getattr(module, "averages_variances", False)
+        for module in model.modules()
+    )
+
+
+def batch_norm_caution(how: DistributedConfig, batch_size: int, model: nn.Module | None) -> str:
+    """Return a caution, for the plan and a run's notes, if a batch is split and BatchNorm's statistics would be those
+    of a part of it; "" if not. `model` is None if it has not been built yet."""
+    parts = how.ranks * how.accumulate
+    copies = how.name == "dp" and uses_gpu(how)  # one process, but possibly several GPUs
+    if how.sync_batchnorm or (parts == 1 and not copies):
+        return ""
+    layers = None if model is None else batch_norms(model)
+    if layers == 0:
+        return ""
+    which = "BatchNorm, if the model has any," if layers is None else f"BatchNorm ({layers} layers)"
+    part = "one GPU's images" if copies else f"each microbatch of {batch_size // parts} images"
+    together = ", on several ranks with sync_batchnorm=True" if how.ranks > 1 else ""
+    remedy = f"{'ddp with ' if copies else ''}sync_batchnorm=True makes them equal"
+    if how.accumulate > 1:
+        remedy = f"GroupNorm does not depend on the split; nor does accumulate=1{together}"
+    return (
+        f"{which} uses the statistics of {part}, not of the batch of {batch_size}, so results differ from one device "
+        f"without accumulate. {remedy}"
+    )

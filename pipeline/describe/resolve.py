@@ -1,7 +1,4 @@
-"""Resolve a pipeline's description into everything that training needs, decided and checked once.
-
-`kinds.py` sorts the transforms; `rules.py` rejects invalid combinations.
-"""
+"""Resolve a pipeline's description into everything that training needs, decided and checked once."""
 
 from __future__ import annotations
 
@@ -10,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ... import strategies
+from ...common import machine
 from ...common.errors import PlanError
 from ...loaders.sources import Files
 from ...strategies import Strategy
@@ -19,36 +19,24 @@ from ...transforms import Transform
 from ..optim.config import OptimizerConfig
 from ..tasks.task import Task
 from .config import DataConfig, DistributedConfig
-from .kinds import sort_transforms
-from .pipeline_spec import PipelineSpec
+from .cuda_settings import uses_gpu
+from .pipeline_spec import PipelineSpec, sort_transforms
 from .plan import Step, lay_out
-from .precision import take_precision
 from .rules import check_epochs, check_rules
 from .sources import check_loader, check_sources
 
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """A checked pipeline, with everything that follows from its description.
+    """A checked pipeline, with everything that follows from its description."""
 
-    Attributes:
-        spec: the description, its precision decided.
-        data: what to load.
-        transforms: in the order in which they are applied.
-        strategy: the strategy that trains.
-        optimization: the optimizer and its schedule, the learning rate scaled to the batch size.
-        distribution: the strategy's name, devices, precision, and so on.
-        train_settings: additional settings of the training loader, from `load` and the image transforms.
-        steps: what `Plan` prints.
-    """
-
-    spec: PipelineSpec
+    spec: PipelineSpec  # its precision decided
     data: DataConfig
-    transforms: tuple[Transform, ...]
+    transforms: tuple[Transform, ...]  # in the order in which they are applied
     strategy: Strategy
-    optimization: OptimizerConfig
+    optimization: OptimizerConfig  # the learning rate scaled to the batch size
     distribution: DistributedConfig
-    train_settings: Mapping[str, Any]
+    train_settings: Mapping[str, Any]  # of the training loader, from `load` and the image transforms
     steps: tuple[Step, ...]
 
     @property
@@ -58,17 +46,14 @@ class ResolvedPlan:
 
     @property
     def seed(self) -> int:
-        """The seed of weights, sample order and augmentation."""
         return self.spec.seed
 
     @property
     def task(self) -> Task:
-        """What the pipeline trains for."""
         return self.spec.target
 
     @property
     def recipe(self) -> str | None:
-        """The name of the recipe it is built from."""
         return self.spec.recipe
 
     def with_sources(self, train: str | Files, val: str | Files | None) -> ResolvedPlan:
@@ -82,15 +67,8 @@ def resolve(
 ) -> ResolvedPlan:
     """Check a full pipeline and decide what follows from it. Nothing is loaded, built or started.
 
-    Args:
-        spec: the pipeline's description.
-        files: whether to read the headers of data files, too. Named data sets are not downloaded.
-        precision: what "auto" means, in a run that resumes; default None: what the device computes natively.
-
-    Raises:
-        PlanError, StrategyError: naming the conflicting parts and the remedy.
-        DataError: for a file that is missing, unreadable, or not a complete `.beton` file, and for what the loader does
-            not have.
+    `files`: whether to read the headers of data files, too. `precision`: what "auto" means in a run that resumes;
+    None: what the device computes natively.
     """
     how, why = take_precision(spec.distributed, precision)
     if why:
@@ -138,11 +116,7 @@ def check_divides(batch_size: int, devices: int, accumulate: int) -> None:
 
 
 def train_settings(data: DataConfig, transforms: tuple[Transform, ...]) -> dict[str, Any]:
-    """Return the training loader's settings, from `load()` and the image transforms.
-
-    Raises:
-        PlanError: if two of them set the same one.
-    """
+    """Return the training loader's settings, from `load()` and the image transforms; PlanError if two set the same."""
     settings = dict(data.settings)
     set_by = {name: f".load({name}=…)" for name, value in settings.items() if value is not None}
     for transform in transforms:
@@ -154,3 +128,42 @@ def train_settings(data: DataConfig, transforms: tuple[Transform, ...]) -> dict[
                 )
             settings[name], set_by[name] = value, str(transform)
     return settings
+
+
+NATIVE = (8, 0)
+"""The compute capability of the first GPUs from NVIDIA with bf16 units: Ampere. Older ones emulate it, slowly."""
+
+
+def take_precision(
+    how: DistributedConfig, kept: strategies.Precision | None
+) -> tuple[DistributedConfig, str]:
+    """Return the options with fp32 or bf16 in the place of "auto", and the reason; "" if they do not have "auto".
+
+    `kept` is the precision of the checkpoint that the run resumes from; it stays the same on any device.
+    """
+    if how.precision != "auto":
+        return how, ""
+    precision, why = choose_precision(how) if kept is None else (kept, "as in the checkpoint")
+    return dataclasses.replace(how, precision=precision), f"precision auto: {why}"
+
+
+def choose_precision(how: DistributedConfig) -> tuple[strategies.Precision, str]:
+    """Return the precision for this machine, and the reason.
+
+    A GPU counts if it has bf16 units, and so must all others that this process sees; a CPU if it has bf16 instructions
+    that oneDNN, which computes the layers, may use (`ONEDNN_MAX_CPU_ISA`).
+    """
+    if uses_gpu(how) and torch.version.hip is not None:  # AMD numbers its GPUs in another way
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        return ("bf16", "the GPU computes it") if native else ("fp32", "the GPU does not compute bf16")
+    if uses_gpu(how):
+        for number in range(torch.cuda.device_count()):
+            if torch.cuda.get_device_capability(number) < NATIVE:
+                return "fp32", f"{torch.cuda.get_device_name(number)} has no bf16 units"
+        return "bf16", f"{torch.cuda.get_device_name()} has bf16 units"
+    name = machine.bf16_instructions()
+    if name is None:
+        return "fp32", "this system does not list the CPU's instructions"
+    return (
+        ("bf16", f"the CPU has {name}") if name else ("fp32", "no bf16 instructions of the CPU can be used")
+    )

@@ -1,4 +1,4 @@
-"""Reject combinations that cannot work, by what each part declares. `kinds.py` decides the order."""
+"""Reject combinations that cannot work, by what each part declares."""
 
 from __future__ import annotations
 
@@ -31,21 +31,13 @@ def belongs(strategy: str, group: str) -> bool:
 
 
 def check_rules(spec: PipelineSpec) -> None:
-    """Check a pipeline against every rule below.
-
-    Raises:
-        PlanError: naming both parts and the remedy.
-    """
+    """Check a pipeline against every rule below."""
     for rule in RULES:
         rule(spec)
 
 
 def check_epochs(spec: PipelineSpec, epochs: int) -> None:
-    """Reject an invalid number of epochs, or one too small for a transform to complete.
-
-    Raises:
-        PlanError: naming the value or the transform, and the remedy.
-    """
+    """Reject an invalid number of epochs, or one too small for a transform to complete."""
     check_whole("epochs", epochs, PlanError, 1)
     if spec.data is not None:
         for transform in spec.transforms:
@@ -54,9 +46,7 @@ def check_epochs(spec: PipelineSpec, epochs: int) -> None:
 
 def _unsafe_strategies(spec: PipelineSpec) -> None:
     how = spec.distributed
-    strategy = strategies.get(
-        how.strategy, **how.options
-    ).name  # "deepspeed" alone does not specify the stage
+    strategy = strategies.get(how.strategy, **how.options).name  # "deepspeed" does not specify the stage
     for transform in spec.transforms:
         unsafe = any(belongs(strategy, each) for each in transform.unsafe_with)
         if unsafe and transform.kind == "algorithm":
@@ -88,18 +78,9 @@ def _unused_parameters(spec: PipelineSpec) -> None:
             )
 
 
-def _clipped_twice(spec: PipelineSpec) -> None:
-    clipping = _first(spec, lambda transform: transform.clips_gradients)
-    if clipping is not None and spec.distributed.clip_norm is not None:
-        raise PlanError(
-            f"{clipping} and distribute(clip_norm={spec.distributed.clip_norm}) both clip the gradients. "
-            "Leave one of the two out."
-        )
-
-
 def _clipping_of_shards(spec: PipelineSpec) -> None:
     strategy = spec.distributed.name
-    sharded = _first(spec, lambda transform: bool(transform.needs_whole_weights))
+    sharded = next((transform for transform in spec.transforms if transform.needs_whole_weights), None)
     if sharded is None or family(strategy) in ("single", "ddp", "dp"):
         return
     does = "might shard" if family(strategy) == "auto" else "shards"
@@ -124,56 +105,64 @@ def _two_averages(spec: PipelineSpec) -> None:
         raise PlanError(f"{first} and {second} both set the weights to evaluate. Leave one of the two out.")
 
 
-def _resizing_of_padded_crops(spec: PipelineSpec) -> None:
-    resizing = _first(spec, _sets_size)
-    if resizing is not None and spec.data is not None and spec.data.loading.crop == "padded":
-        raise PlanError(
-            f"{_name(resizing)} changes the size of the images, but crop='padded' keeps that of the file. Use "
-            f"crop='resized', or leave {_name(resizing)} out."
-        )
-
-
-def _sequences_of_images(spec: PipelineSpec) -> None:
-    if transform := _first(spec, lambda transform: transform.takes_tokens):
-        raise PlanError(
-            f"{_name(transform)} truncates sequences of tokens, but a pipeline loads images. Use it in a custom loop, "
-            "or ProgressiveResizing here."
-        )
-
-
 def _compiled(spec: PipelineSpec) -> None:
-    if not spec.distributed.compile:
+    unsafe = next((transform for transform in spec.transforms if not transform.compile_safe), None)
+    if not spec.distributed.compile or unsafe is None:
         return
-    for transform in spec.transforms:
-        if not transform.compile_safe and transform.kind == "algorithm":
-            raise PlanError(
-                f"{transform} is not known to compile without graph breaks, but distribute(compile="
-                f"{spec.distributed.compile!r}) is set. Leave one of the two out, or declare it, if it does: "
-                "from_composer(…, compile_safe=True)."
-            )
-        if not transform.compile_safe:
-            raise PlanError(
-                f"{_name(transform)} causes graph breaks (see its documentation), but distribute(compile="
-                f"{spec.distributed.compile!r}) is set. Leave one of the two out."
-            )
+    what, remedy = f"{_name(unsafe)} causes graph breaks (see its documentation)", ""
+    if unsafe.kind == "algorithm":
+        what = f"{unsafe} is not known to compile without graph breaks"
+        remedy = ", or declare it, if it does: from_composer(…, compile_safe=True)"
+    raise PlanError(
+        f"{what}, but distribute(compile={spec.distributed.compile!r}) is set. Leave one of the two out{remedy}."
+    )
 
 
-def _counted_forwards(spec: PipelineSpec) -> None:
-    counting = _first(spec, lambda transform: transform.counts_forwards)
-    if counting is not None and spec.distributed.activation_checkpointing:
-        raise PlanError(
-            f"{_name(counting)} counts forwards, but activation_checkpointing runs each twice: the second would "
-            "compute something else. Leave one of the two out."
-        )
+def _sets_size(transform: Transform) -> bool:
+    """Return whether the loader resizes for it."""
+    return type(transform).size is not Transform.size
 
 
-def _opposite_statistics(spec: PipelineSpec) -> None:
-    ghost = _first(spec, lambda transform: transform.groups_statistics)
-    if ghost is not None and spec.distributed.sync_batchnorm:
-        raise PlanError(
-            f"{ghost} computes BatchNorm's statistics over small groups of images, but distribute(sync_batchnorm=True) "
-            "over the global batch. Leave one of the two out."
-        )
+# What transforms declare, what else a pipeline has, and the message if it has both.
+_CONFLICTS: tuple[tuple[Callable[[Transform], bool], Callable[[PipelineSpec], bool], str], ...] = (
+    (
+        lambda transform: transform.clips_gradients,
+        lambda spec: spec.distributed.clip_norm is not None,
+        "{transform} and distribute(clip_norm={how.clip_norm}) both clip the gradients. Leave one of the two out.",
+    ),
+    (
+        _sets_size,
+        lambda spec: spec.data is not None and spec.data.loading.crop == "padded",
+        "{name} changes the size of the images, but crop='padded' keeps that of the file. Use crop='resized', or leave "
+        "{name} out.",
+    ),
+    (
+        lambda transform: transform.takes_tokens,
+        lambda _: True,
+        "{name} truncates sequences of tokens, but a pipeline loads images. Use it in a custom loop, or "
+        "ProgressiveResizing here.",
+    ),
+    (
+        lambda transform: transform.counts_forwards,
+        lambda spec: bool(spec.distributed.activation_checkpointing),
+        "{name} counts forwards, but activation_checkpointing runs each twice: the second would compute something "
+        "else. Leave one of the two out.",
+    ),
+    (
+        lambda transform: transform.groups_statistics,
+        lambda spec: spec.distributed.sync_batchnorm,
+        "{transform} computes BatchNorm's statistics over small groups of images, but distribute(sync_batchnorm=True) "
+        "over the global batch. Leave one of the two out.",
+    ),
+)
+
+
+def _conflicts(spec: PipelineSpec) -> None:
+    for has, conflicts, message in _CONFLICTS:
+        transform = next(filter(has, spec.transforms), None)
+        if transform is not None and conflicts(spec):
+            how = spec.distributed
+            raise PlanError(message.format(transform=transform, name=_name(transform), how=how))
 
 
 def _flat_shards_of_matrices(spec: PipelineSpec) -> None:
@@ -183,14 +172,12 @@ def _flat_shards_of_matrices(spec: PipelineSpec) -> None:
     )
     if not sharded or not needs_whole_matrices(optimizer):
         return
+    remedy = ", or with 'fsdp', where it gathers them" if gathers(optimizer) else "; or use 'adamw'"
     raise PlanError(
         f"The optimizer {label(optimizer)!r} needs whole matrices, but {strategy!r} "
         f"{'might shard' if family(strategy) == 'auto' else 'shards'} them. Distribute with 'ddp' or 'zero_redundancy'"
-        f"{', or with' if gathers(optimizer) else '; or use'} {_REMEDIES[gathers(optimizer)]}."
+        f"{remedy}."
     )
-
-
-_REMEDIES = {True: "'fsdp', where it gathers them", False: "'adamw'"}
 
 
 def _targets(spec: PipelineSpec) -> None:
@@ -266,34 +253,9 @@ def _views(spec: PipelineSpec) -> None:
 
 
 RULES: tuple[Callable[[PipelineSpec], None], ...] = (
-    _unsafe_strategies,
-    _unused_parameters,
-    _clipped_twice,
-    _clipping_of_shards,
-    _same_method_twice,
-    _two_averages,
-    _resizing_of_padded_crops,
-    _sequences_of_images,
-    _compiled,
-    _counted_forwards,
-    _opposite_statistics,
-    _flat_shards_of_matrices,
-    _targets,
-    _monitor,
-    _loss_of_the_model,
-    _views,
-)
-"""Every rule, one function each."""
-
-
-def _first(spec: PipelineSpec, has: Callable[[Transform], bool]) -> Transform | None:
-    """Return the first transform with a fact."""
-    return next(filter(has, spec.transforms), None)
-
-
-def _sets_size(transform: Transform) -> bool:
-    """Return whether the loader resizes for it."""
-    return type(transform).size is not Transform.size
+    _unsafe_strategies, _unused_parameters, _conflicts, _clipping_of_shards, _same_method_twice, _two_averages,
+    _compiled, _flat_shards_of_matrices, _targets, _monitor, _loss_of_the_model, _views,
+)  # fmt: skip
 
 
 def _name(transform: Transform) -> str:

@@ -1,29 +1,23 @@
-"""Check a pipeline's data sources, and whether its loader can load them, before anything is loaded."""
+"""Check a pipeline's data sources before anything is loaded: whether its loader can load them, and whether the
+validation data is also trained on."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import DataError
+from ...common.errors import DataError, first_of
 from ...common.storage.addresses import is_address
 from ...loaders.beton.layout import read_header
 from ...loaders.order import check_batch_size
-from ...loaders.sources import files_of
+from ...loaders.sources import Source, files_of
 from .config import DataConfig
 
 
 def check_loader(data: DataConfig, settings: Mapping[str, Any]) -> None:
-    """Check that the loader has what the pipeline needs of it.
-
-    Args:
-        data: what to load.
-        settings: additional settings of the training loader.
-
-    Raises:
-        DataError: naming the setting or source, and the remedy.
-    """
+    """Raise DataError for a source or an additional setting of the training loader that FFCV's own loader lacks."""
     if data.loader != "ffcv_stock":
         return
     from ...loaders.stock_loader import check_stock_source, stock_options  # here: it imports torch
@@ -36,12 +30,8 @@ def check_loader(data: DataConfig, settings: Mapping[str, Any]) -> None:
 
 
 def check_sources(data: DataConfig, devices: int) -> None:
-    """Check the headers of a pipeline's files. Named data sets and remote files are not looked for.
-
-    Raises:
-        DataError: for a file that is missing, unreadable, or not a complete `.beton` file, for a folder instead of a
-            file, and for fewer training samples than a batch needs.
-    """
+    """Check the headers of a pipeline's files, and that the training samples fill a batch. Named data sets and remote
+    files are not looked for."""
     from ...loaders.datasets.names import NAMES, resolve  # here: it imports all of conversion
 
     for source in (data.train, data.val):
@@ -59,3 +49,58 @@ def _samples(path: Path) -> int:
         return int(read_header(path)["num_samples"])
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+_EDGE = 1 << 16
+"""Bytes of a file's beginning and end that are compared. A `.beton` file ends with a digest of all."""
+
+
+def trained_on(train: Source, val: Source) -> list[str]:
+    """Return the files of the validation data that are also files of the training data: by the same name, through a
+    link, or as a copy."""
+    theirs = files_of(train).names
+    names, places = set(theirs), {place for place in map(_place, theirs) if place is not None}
+    by_size: dict[int, list[str]] = {}
+    for name in theirs:
+        by_size.setdefault(_size(name), []).append(name)
+    return [
+        name
+        for name in files_of(val).names
+        if name in names or _place(name) in places or _has_copy(name, by_size.get(_size(name), []))
+    ]
+
+
+def same_data_caution(data: DataConfig) -> str:
+    """Return a caution for the plan; "" if no validation data is trained on."""
+    shared = [] if data.val is None else trained_on(data.train, data.val)
+    if not shared:
+        return ""
+    return (
+        f"; CAUTION: the validation data has {first_of(shared, 1)}, which is also trained on: its metrics do not "
+        "show how the model does on new images"
+    )
+
+
+def _size(name: str) -> int:
+    """Return the size of a file; -1 if there is none here."""
+    path = Path(name)
+    return path.stat().st_size if path.is_file() else -1
+
+
+def _place(name: str) -> tuple[int, int] | None:
+    try:
+        status = Path(name).stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _has_copy(name: str, others: list[str]) -> bool:
+    return _size(name) > 0 and any(_edges(name) == _edges(other) for other in others)
+
+
+def _edges(name: str) -> int:
+    with Path(name).open("rb") as file:
+        crc = zlib.crc32(file.read(_EDGE))
+        file.seek(max(_size(name) - _EDGE, 0))
+        return zlib.crc32(file.read(_EDGE), crc)

@@ -29,8 +29,7 @@ from ..describe.config import LOADERS
 from ..describe.cuda_settings import uses_gpu
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import Plan
-from ..describe.precision import choose
-from ..describe.resolve import ResolvedPlan, resolve
+from ..describe.resolve import ResolvedPlan, choose_precision, resolve
 from ..measuring.runner import (
     MIN_BATCHES,
     Loaders,
@@ -114,7 +113,8 @@ def _measured(plan: ResolvedPlan, others: list[Variant], budget: Budget, within:
             "loader": plan.data.loader,
             "precision": plan.distribution.precision,
             "compile": bool(plan.distribution.compile),
-            "bf16": choose(plan.distribution)[0] == "bf16",  # whether the device computes it natively
+            "bf16": choose_precision(plan.distribution)[0]
+            == "bf16",  # whether the device computes it natively
         },
         "batch_size": plan.data.batch_size,
     }

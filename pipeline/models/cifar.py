@@ -36,9 +36,7 @@ def cifar_resnet(num_classes: int = 10, width: int = 16, channels: int = 3) -> n
 
 def _conv(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
-        nn.BatchNorm2d(outputs),
-        nn.ReLU(inplace=True),
+        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
     )
 
 
@@ -46,7 +44,6 @@ class Residual(nn.Sequential):
     """Layers whose output is added to their input."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Add the layers' output to `input`, `(B, C, H, W)`."""
         output: torch.Tensor = super().forward(input)  # type: ignore[no-untyped-call]
         return input + output
 
@@ -82,11 +79,7 @@ _COLORS = ((1, 1, 1), (1, 0, -1), (1, -2, 1))
 """Gray, red minus blue, and both minus green: nearly the principal components of natural colors."""
 _EDGES = (((1, 1), (1, 1)), ((1, 1), (-1, -1)), ((1, -1), (1, -1)), ((1, -1), (-1, 1)))
 """The Haar basis of 2 × 2 pixels: mean, rows, columns, checkerboard."""
-_VARIANCES = (
-    (10.05, 0.394, 0.331, 0.0553),
-    (0.830, 0.0168, 0.0142, 0.0017),
-    (0.185, 0.0050, 0.0045, 0.0006),
-)
+_VARIANCES = ((10.05, 0.394, 0.331, 0.0553), (0.830, 0.0168, 0.0142, 0.0017), (0.185, 0.0050, 0.0045, 0.0006))
 """The mean square of each color in each pattern (both of norm 1), over all 2 × 2 patches of CIFAR-10's 50,000 training
 images, normalized to mean 0 and standard deviation 1 per channel; measured 2026-11-20."""
 
@@ -148,7 +141,6 @@ class Shift(nn.Module):
         self.root = lr_factor**0.5
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Shift `input`, `(B, C, H, W)`, keeping its dtype."""
         shift: torch.Tensor = (self.root * self.bias).to(input.dtype)
         return input + shift[:, None, None]
 
@@ -158,6 +150,5 @@ class _ScaledLinear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map `(B, inputs)` to `(B, outputs)`."""
         logits: torch.Tensor = super().forward(input)
         return logits / 9

@@ -14,8 +14,7 @@ from torch import nn
 from ...common.errors import DataError, RecipeError, suggest
 from ...common.names import imported, name_of
 from .cifar import airbench_net, cifar_resnet
-from .hf_models import HfModel, hf_model
-from .timm_models import TimmModel, timm_model
+from .libraries import HfModel, TimmModel, hf_model, timm_model
 from .weights import is_file_name, load_weights, omitted
 
 Factory = Callable[..., nn.Module]
@@ -23,13 +22,7 @@ Factory = Callable[..., nn.Module]
 
 def model_factory(name: str) -> Factory:
     """Return a model's factory by name: a name in `MODELS`, one of `torchvision.models.list_models()`, `"timm:NAME"`,
-    `"hf:NAME"`, or `"package.module:attribute"`, which imports a function or an `nn.Module` class.
-
-    Importing a module runs its code: read a recipe from others before you use it.
-
-    Raises:
-        RecipeError: if no model has the name, with the closest one, or if it cannot be imported.
-    """
+    `"hf:NAME"`, or `"package.module:attribute"`, which imports a function or an `nn.Module` class."""
     if name in MODELS:
         return MODELS[name]
     if name.startswith("timm:"):
@@ -127,10 +120,6 @@ def pretrained(name: str, num_classes: int, weights: str | Path | None = "DEFAUL
         num_classes: number of outputs of the new layer.
         weights: name of the weights, e.g. `"IMAGENET1K_V2"`; or a file: `.safetensors`, or a state dict saved by
             `torch.save` (`.pth`); None for random ones. Default `"DEFAULT"`: torchvision's best.
-
-    Raises:
-        RecipeError: for an unknown name, or a model whose last layer does not return class logits.
-        DataError: if the weights cannot be downloaded, or a file is missing, damaged, or of another model.
     """
     models, known = _torchvision(), _names()
     if name not in known:
@@ -162,9 +151,6 @@ def projected(name: str, dim: int = 128, **options: Any) -> nn.Module:
         name: of the model, as `model_factory` takes it.
         dim: size of the embeddings. Default 128, SimCLR's.
         options: of the model.
-
-    Raises:
-        RecipeError: if the model has no linear layer.
     """
     model = model_factory(name)(**options)
     linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -215,9 +201,8 @@ def _replace_head(model: nn.Module, num_classes: int, name: str) -> str:
         width = last.out_channels
         new = nn.Conv2d(last.in_channels, num_classes, 1, bias=last.bias is not None)
     if width != CLASSES:
-        raise RecipeError(
-            f"The last layer of {name}, {path}, returns {width} values, not logits of {CLASSES} classes."
-        )
+        last_layer = f"The last layer of {name}, {path}"
+        raise RecipeError(f"{last_layer}, returns {width} values, not logits of {CLASSES} classes.")
     setattr(model.get_submodule(parent), attribute, new)
     return path
 
@@ -236,4 +221,3 @@ MODELS: dict[str, Factory] = {
     "vit": vit,
     "vit_s16": vit_s16,
 }
-"""Drivetrain's own factories by name."""

@@ -25,10 +25,8 @@ _omitted: ContextVar[bool] = ContextVar("omitted", default=False)
 
 @contextmanager
 def weights_omitted() -> Iterator[None]:
-    """Build models with random weights inside the block, whatever weights their options name.
-
-    For a model whose weights are all replaced next: the files that it began with need not exist any more.
-    """
+    """Build models with random weights inside the block, whatever weights their options name: for a model whose weights
+    are all replaced next. The files that it began with need not exist any more."""
     token = _omitted.set(True)
     try:
         yield
@@ -47,16 +45,9 @@ def is_file_name(weights: str | Path) -> bool:
 
 
 def read_weights(path: Path, model: str) -> dict[str, torch.Tensor]:
-    """Return the state dict of a file, on the CPU, without the prefix `module.` of DistributedDataParallel.
-
-    Args:
-        path: a safetensors file, or one of `torch.save` with a state dict, also under `state_dict`, `model_state_dict`
-            or `model`. Only tensors and plain values are unpickled (`weights_only=True`), so no code runs.
-        model: name of the model, for messages.
-
-    Raises:
-        DataError: if it is not a file, damaged, or not a state dict.
-    """
+    """Return the state dict of a file (safetensors, or of `torch.save`), on the CPU, without the prefix `module.` of
+    DistributedDataParallel; `model` is a name for messages. Only tensors and plain values are unpickled
+    (`weights_only=True`), so no code runs."""
     if not path.is_file():
         raise DataError(f"The weights {path} of {model} are not a file.")
     try:
@@ -79,17 +70,8 @@ def read_weights(path: Path, model: str) -> dict[str, torch.Tensor]:
 
 
 def load_weights(model: nn.Module, path: Path, name: str, heads: Sequence[str]) -> None:
-    """Load the weights of a file into `model`, but for heads of another shape, which keep their own.
-
-    Args:
-        model: has the right number of outputs.
-        path: see `read_weights`.
-        name: of the model, for messages.
-        heads: names of the layers that return the outputs.
-
-    Raises:
-        DataError: if any other weight differs in name or shape. Nothing is loaded then.
-    """
+    """Load the weights of a file into `model`, but for those of another shape of `heads`, the layers that return the
+    outputs: they keep their own. If any other weight differs in name or shape, nothing is loaded."""
     state, own = read_weights(path, name), model.state_dict()
     prefixes = tuple(f"{head}." for head in heads)
     left = {
@@ -105,14 +87,12 @@ def load_weights(model: nn.Module, path: Path, name: str, heads: Sequence[str]) 
         if key not in own:
             raise unusable(path, name, f"{key!r} is not a weight of it")
         if own[key].shape != state[key].shape:
-            raise unusable(
-                path, name, f"{key!r} is {tuple(state[key].shape)} there and {tuple(own[key].shape)} in it"
-            )
+            there, here = tuple(state[key].shape), tuple(own[key].shape)
+            raise unusable(path, name, f"{key!r} is {there} there and {here} in it")
     model.load_state_dict({key: own[key] if key in left else value for key, value in state.items()})
 
 
 def unusable(source: object, model: str, reason: str) -> DataError:
-    """Return the error about weights that do not fit a model, or cannot be read."""
     return DataError(
         f"The weights {source} cannot be loaded into {model}: {reason}. Pass a complete file with weights of this "
         "model (.safetensors, or a state dict saved by torch.save), or none."

@@ -30,18 +30,12 @@ if TYPE_CHECKING:
 
 
 class OptionalGroups(FrozenDict):
-    """Parameter groups whose patterns may match nothing.
-
-    Those of a ledger's variants, which lack the parameters that the full pipeline's surgery adds or renames.
-    """
+    """Parameter groups whose patterns may match nothing: those of a ledger's variants, which lack the parameters that
+    the full pipeline's surgery adds or renames."""
 
 
 def named_options(name: str, given: object) -> FrozenDict:
-    """Return a mapping of options with tuples in place of lists, which JSON and YAML have instead.
-
-    Raises:
-        PlanError: if it is not a mapping of names.
-    """
+    """Return a mapping of options with tuples in place of lists, which JSON and YAML have instead."""
     if not isinstance(given, Mapping) or not MAPPING.fits(given):
         raise PlanError(f"{name}={given!r:.80} must be a dict of names and values.")
     kind = OptionalGroups if isinstance(given, OptionalGroups) else FrozenDict
@@ -62,11 +56,7 @@ class _Source(str):
 
 @dataclass(frozen=True)
 class OptimizerConfig(Config):
-    """The options of `Pipeline.optimize`.
-
-    Raises:
-        PlanError: naming the invalid value.
-    """
+    """The options of `Pipeline.optimize`."""
 
     place: ClassVar[str] = "optimize()"
     EXTRA: ClassVar[str] = "options"
@@ -117,14 +107,15 @@ class OptimizerConfig(Config):
     _torch_scheduler: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        from .optimizers import check_no_options, check_options, find_optimizer
+        from .optimizers import check_options, find_optimizer
 
         object.__setattr__(self, "optimizer", find_optimizer(self.optimizer))
         object.__setattr__(self, "schedule", find_schedule(self.schedule))
         for name in ("options", "schedule_options", "groups"):
             object.__setattr__(self, name, named_options(name, getattr(self, name)))
-        if self.is_factory:
-            check_no_options(self.options)
+        if self.is_factory and self.options:
+            given = dict(self.options)
+            raise PlanError(f"optimize() got a factory and the options {given}. Set them in the factory.")
         super().__post_init__()
         check_schedule(self.schedule, self.schedule_options, self.warmup)
         if not self.is_factory:
@@ -187,15 +178,13 @@ class OptimizerConfig(Config):
 
     @property
     def scaling(self) -> str:
-        """How the learning rate scales with the batch size: `"linear"` or `"square root"`, see `optimizers.SCALING`; ""
-        if no rule is known."""
+        """How the learning rate scales with the batch size, see `optimizers.SCALING`; "" if no rule is known."""
         from .optimizers import SCALING, class_of
 
         kind = class_of(self.optimizer)
         return "" if kind is None else SCALING.get(kind, "")
 
     def _scale(self, batch_size: int) -> float:
-        """Return the factor of the learning rate from the base batch size to `batch_size`."""
         ratio = batch_size / (self.base_batch_size or batch_size)
         return math.sqrt(ratio) if self.scaling == "square root" else ratio
 
@@ -245,11 +234,7 @@ class OptimizerConfig(Config):
         )
 
     def factory(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """Build the optimizer. Strategies call this with the final parameters, or groups of them.
-
-        Raises:
-            PlanError: if the optimizer rejects the parameters, or does not have an option of a group.
-        """
+        """Build the optimizer. Strategies call this with the final parameters, or groups of them."""
         from .optimizers import class_of, label
 
         given = list(parameters)
@@ -279,13 +264,8 @@ class OptimizerConfig(Config):
         return (step + 1) / (warm + 1) if step < warm else 1.0
 
     def lr_factor(self, step: int, steps: int) -> float:
-        """Return the learning rate's factor at step `step`, counted from 0, of `steps`.
-
-        With a torch scheduler, return the factor by which to multiply the scheduler's own learning rates.
-
-        Raises:
-            PlanError: if a function returns an invalid factor.
-        """
+        """Return the learning rate's factor at step `step`, counted from 0, of `steps`; with a torch scheduler, the
+        factor by which to multiply the scheduler's own learning rates."""
         if self.uses_torch_scheduler:
             return self.warmup_factor(step, steps)
         warm = self.warmup * steps
@@ -294,14 +274,11 @@ class OptimizerConfig(Config):
             factor = factor_at(self.schedule, self.schedule_options, after)
         else:
             schedule = named(self.schedule, self.schedule_options)
-            whole = schedule.whole_run
-            factor = schedule.factor(
-                step / max(steps, 1) if whole else after, steps if whole else steps - warm
-            )
+            progress, length = (step / max(steps, 1), steps) if schedule.whole_run else (after, steps - warm)
+            factor = schedule.factor(progress, length)
         return self.warmup_factor(step, steps) * factor
 
     def describe(self) -> str:
-        """Return the optimizer and its options as one line."""
         from .optimizers import label as label_of_optimizer
 
         options = ", ".join(f"{name}={value}" for name, value in self.options.items())

@@ -42,20 +42,12 @@ class Muon(torch.optim.Optimizer):
     those of `torch.optim.AdamW`.
 
     Args:
-        params: parameters or parameter groups.
-        lr: of matrices. Default 0.02, Jordan's.
-        momentum: default 0.95, Jordan's.
-        nesterov: default True.
+        lr, momentum: of matrices. Default 0.02 and 0.95, Jordan's.
         weight_decay: decoupled, as in AdamW: each step multiplies by 1 - lr · weight_decay. Default 0.
-        ns_steps: Newton–Schulz iterations. Default 5.
         adjust_lr: a name in `ADJUSTMENTS`. Default `"original"`.
         precision: of the iterations: `"fp32"`, `"bf16"`; default None: bf16 on CUDA, else fp32.
         orthogonalize: False trains all parameters with AdamW; for parameter groups.
-        adamw_lr: of all other parameters. Default 3e-4, Jordan's.
-        betas, eps: of AdamW. Default (0.9, 0.95), Jordan's, and 1e-8.
-
-    Raises:
-        ValueError: for an invalid value.
+        adamw_lr, betas, eps: of all other parameters. Default 3e-4 and (0.9, 0.95), Jordan's, and 1e-8.
     """
 
     needs_whole_matrices = True  # read by the strategies that flatten parameters
@@ -110,7 +102,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Perform one step. `closure`, if given, first computes the loss and its gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -148,37 +139,22 @@ class Muon(torch.optim.Optimizer):
     def _step_others(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:
             if not self.state[parameter]:
-                self.state[parameter].update(
-                    step=torch.zeros(()),
-                    exp_avg=torch.zeros_like(parameter),
-                    exp_avg_sq=torch.zeros_like(parameter),
-                )
-        states = [self.state[parameter] for parameter in parameters]
-        adamw(
-            parameters,
-            [_gradient(parameter) for parameter in parameters],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
+                zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                self.state[parameter].update(step=torch.zeros(()), **zeros)
+        averages, squares, steps = (
+            [self.state[parameter][name] for parameter in parameters]
+            for name in ("exp_avg", "exp_avg_sq", "step")
         )
+        (beta1, beta2), gradients = group["betas"], [_gradient(parameter) for parameter in parameters]
+        adamw(
+            parameters, gradients, averages, squares, [], steps, amsgrad=False, beta1=beta1, beta2=beta2,
+            lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+        )  # fmt: skip
 
 
 def orthogonalized(matrices: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return matrices with the same singular vectors, and singular values near 1.
-
-    Args:
-        matrices: `(B, rows, columns)`.
-        steps: Newton–Schulz iterations.
-        dtype: of the computation, and of the result.
-    """
+    """Return matrices, `(B, rows, columns)`, with the same singular vectors, and singular values near 1, computed and
+    returned in `dtype`."""
     a, b, c = COEFFICIENTS
     x = matrices.to(dtype)
     tall = x.shape[1] > x.shape[2]

@@ -1,4 +1,4 @@
-"""The optimizers, by name or class, and the validation of their options."""
+"""The optimizers, by name or class, and the validation of their options; SGDW."""
 
 from __future__ import annotations
 
@@ -14,9 +14,58 @@ from ...common.checks import is_number
 from ...common.errors import PlanError, suggest
 from ...common.names import imported
 from .muon import Muon
-from .sgdw import SGDW
 
 OptimizerClass = Callable[..., Optimizer]
+
+
+class SGDW(torch.optim.SGD):
+    """SGD with decoupled weight decay, as in Composer's ResNet recipes: each step multiplies the weights by
+    1 - weight_decay · lr / initial_lr, and then performs SGD's update.
+
+    So `weight_decay` is the fraction that a weight loses per step at the peak learning rate, independently of that peak
+    and of the momentum; it follows the schedule. (In SGD it is multiplied by the learning rate and accumulates in the
+    momentum: at the peak, lr · weight_decay / (1 - momentum) per step.) Weights without a gradient are not decayed.
+
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, arXiv:1711.05101, algorithm 1;
+    the updates equal those of Composer's `DecoupledSGDW`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group. Its current learning rate is its peak, stored as `initial_lr`."""
+        super().add_param_group(param_group)
+        self.param_groups[-1].setdefault("initial_lr", self.param_groups[-1]["lr"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        decays = [group["weight_decay"] for group in self.param_groups]
+        for group in self.param_groups:
+            weights = [p for p in group["params"] if p.grad is not None]
+            share = group["lr"] / group["initial_lr"] if group["initial_lr"] else 1.0
+            if weights and group["weight_decay"]:
+                torch._foreach_mul_(weights, 1 - group["weight_decay"] * share)
+            group["weight_decay"] = 0.0  # SGD would add it to the gradient
+        try:
+            super().step()
+        finally:
+            for group, decay in zip(self.param_groups, decays, strict=True):
+                group["weight_decay"] = decay
+        return loss
+
 
 OPTIMIZERS: dict[str, OptimizerClass] = {"sgd": SGD, "sgdw": SGDW, "adam": Adam, "adamw": AdamW, "muon": Muon}
 
@@ -38,12 +87,7 @@ _ELSEWHERE = {"learning_rate": "lr", "wd": "weight_decay"}
 
 def find_optimizer(optimizer: Any) -> Any:
     """Return an optimizer as given: a name, a class or a factory. A class that has a name in `OPTIMIZERS` becomes that
-    name, and `"package.module:Class"` is imported.
-
-    Raises:
-        PlanError: for an unknown name, with the closest one, an optimizer that is already built or that the training
-            loop cannot step, or a value of another type.
-    """
+    name, and `"package.module:Class"` is imported."""
     if isinstance(optimizer, torch.optim.Optimizer):
         raise PlanError(
             "optimize() got an optimizer that is already built; surgery or sharding would leave it with "
@@ -103,18 +147,12 @@ def gathers(optimizer: Any) -> bool:
 
 
 def label(optimizer: Any) -> str:
-    """Return the optimizer's name in plans and messages."""
     if isinstance(optimizer, str):
         return optimizer
     return optimizer.__name__ if isinstance(optimizer, type) else "your factory"
 
 
 def default_lr(optimizer: Any) -> float:
-    """Return the default learning rate of an optimizer given by name or as a class.
-
-    Raises:
-        PlanError: if it has none.
-    """
     kind = class_of(optimizer)
     parameter = None if kind is None else inspect.signature(kind).parameters.get("lr")
     if parameter is None or not is_number(parameter.default):
@@ -122,20 +160,9 @@ def default_lr(optimizer: Any) -> float:
     return float(parameter.default)
 
 
-def check_no_options(options: Mapping[str, Any]) -> None:
-    """Raise PlanError for options of a factory."""
-    if options:
-        raise PlanError(f"optimize() got a factory and the options {dict(options)}. Set them in the factory.")
-
-
 def check_options(optimizer: Any, options: Mapping[str, Any], where: str = "") -> None:
-    """Raise PlanError for an option that the optimizer does not have, or an invalid value.
-
-    Args:
-        optimizer: a name or a class.
-        options: what is passed to it, besides the parameters.
-        where: the place in the builder's call, for messages; "" for optimize() itself.
-    """
+    """Raise PlanError for an option that an optimizer, by name or class, does not have, or an invalid value; `where` is
+    the place in the builder's call, for messages."""
     kind = class_of(optimizer)
     assert kind is not None
     place = f"optimize({optimizer!r})" if isinstance(optimizer, str) else f"optimize({label(optimizer)})"

@@ -28,32 +28,26 @@ _CLOSE = 1e-9  # relative: a milestone at 0.6 of 5 steps is at step 3, although 
 
 @dataclass(frozen=True)
 class NamedSchedule:
-    """Base of the schedules by name; the fields are the options.
+    """Base of the schedules by name; the fields are the options."""
 
-    Attributes:
-        whole_run: whether the fractions are of the full run. Otherwise warm-up is excluded.
-    """
+    whole_run: ClassVar[bool] = False  # whether fractions are of the full run; otherwise warm-up is excluded
+    intervals: ClassVar[Mapping[str, str]] = {}  # of the options that are numbers
 
-    whole_run: ClassVar[bool] = False
+    def __post_init__(self) -> None:
+        for option, interval in self.intervals.items():
+            value = getattr(self, option)
+            if not is_number(value, interval):
+                raise PlanError(f"schedule_options: {option}={value!r:.80} must be a number in {interval}.")
 
     def factor(self, progress: float, steps: float) -> float:
-        """Return the learning rate's factor, 1 at its peak.
-
-        Args:
-            progress: from 0 at the first step to 1 after the last.
-            steps: number of steps of the run, or, unless `whole_run`, of those after warm-up.
-        """
+        """Return the learning rate's factor, 1 at its peak; `progress` is 0 at the first of the `steps` and 1 after the
+        last."""
         raise NotImplementedError
 
     @property
     def first_decay(self) -> float:
         """The fraction of the run, if `whole_run`, after which the factor is below 1: warm-up must end by then."""
         return 1.0
-
-    def _check(self, option: str, interval: str) -> None:
-        value = getattr(self, option)
-        if not is_number(value, interval):
-            raise PlanError(f"schedule_options: {option}={value!r:.80} must be a number in {interval}.")
 
 
 @dataclass(frozen=True)
@@ -69,9 +63,7 @@ class Linear(NamedSchedule):
     """A straight line from the peak to `end` times the peak (default 0)."""
 
     end: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._check("end", "[0, 1]")
+    intervals: ClassVar[Mapping[str, str]] = {"end": "[0, 1]"}
 
     def factor(self, progress: float, steps: float) -> float:  # noqa: ARG002
         return self.end + (1 - self.end) * (1.0 - progress)
@@ -82,9 +74,7 @@ class Cosine(NamedSchedule):
     """Half a cosine from the peak to `end` times the peak (default 0). Loshchilov and Hutter 2017, arXiv:1608.03983."""
 
     end: float = 0.0
-
-    def __post_init__(self) -> None:
-        self._check("end", "[0, 1]")
+    intervals: ClassVar[Mapping[str, str]] = {"end": "[0, 1]"}
 
     def factor(self, progress: float, steps: float) -> float:  # noqa: ARG002
         return self.end + (1 - self.end) * 0.5 * (1 + math.cos(math.pi * progress))
@@ -92,20 +82,13 @@ class Cosine(NamedSchedule):
 
 @dataclass(frozen=True)
 class StepDecay(NamedSchedule):
-    """Multiply by `gamma` after each fraction `every` of the run.
-
-    Defaults: 0.1 after each third, as ResNet was trained on ImageNet (He et al. 2016, arXiv:1512.03385, 30 of 90 epochs
-    in PyTorch's reference).
-    """
+    """Multiply by `gamma` after each fraction `every` of the run. Defaults: 0.1 after each third, as ResNet was trained
+    on ImageNet (He et al. 2016, arXiv:1512.03385, 30 of 90 epochs in PyTorch's reference)."""
 
     every: float = 1 / 3
     gamma: float = 0.1
-
     whole_run: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        self._check("every", "(0, 1]")
-        self._check("gamma", "[0, 1]")
+    intervals: ClassVar[Mapping[str, str]] = {"every": "(0, 1]", "gamma": "[0, 1]"}
 
     def factor(self, progress: float, steps: float) -> float:  # noqa: ARG002
         return float(self.gamma ** math.floor(progress / self.every * (1 + _CLOSE)))
@@ -117,16 +100,14 @@ class StepDecay(NamedSchedule):
 
 @dataclass(frozen=True)
 class MultiStep(NamedSchedule):
-    """Multiply by `gamma` at each of `milestones`, increasing fractions of the run.
-
-    Defaults: 0.2 at 0.3, 0.6 and 0.8, as Wide ResNets were trained on CIFAR (Zagoruyko and Komodakis 2016,
-    arXiv:1605.07146: epochs 60, 120 and 160 of 200).
-    """
+    """Multiply by `gamma` at each of `milestones`, increasing fractions of the run. Defaults: 0.2 at 0.3, 0.6 and 0.8,
+    as Wide ResNets were trained on CIFAR (Zagoruyko and Komodakis 2016, arXiv:1605.07146: epochs 60, 120 and 160 of
+    200)."""
 
     milestones: tuple[float, ...] = (0.3, 0.6, 0.8)
     gamma: float = 0.2
-
     whole_run: ClassVar[bool] = True
+    intervals: ClassVar[Mapping[str, str]] = {"gamma": "[0, 1]"}
 
     def __post_init__(self) -> None:
         given = self.milestones
@@ -136,7 +117,7 @@ class MultiStep(NamedSchedule):
                 f"schedule_options: milestones={given!r:.80} must be increasing fractions of the run in (0, 1), such "
                 "as (0.3, 0.6, 0.8)."
             )
-        self._check("gamma", "[0, 1]")
+        super().__post_init__()
 
     def factor(self, progress: float, steps: float) -> float:  # noqa: ARG002
         return float(self.gamma ** sum(progress * (1 + _CLOSE) >= each for each in self.milestones))
@@ -157,13 +138,8 @@ class OneCycle(NamedSchedule):
     rise: float = 0.3
     start: float = 1 / 25
     end: float = 1 / 250_000
-
     whole_run: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        self._check("rise", "(0, 1)")
-        self._check("start", "[0, 1]")
-        self._check("end", "[0, 1]")
+    intervals: ClassVar[Mapping[str, str]] = {"rise": "(0, 1)", "start": "[0, 1]", "end": "[0, 1]"}
 
     def factor(self, progress: float, steps: float) -> float:
         # Like torch's, it reaches the peak and the end exactly at a step, one step earlier than the fractions.
@@ -196,12 +172,11 @@ class WSD(NamedSchedule):
     decay: float = 0.2
     shape: str = "1-sqrt"
     end: float = 0.0
-
     whole_run: ClassVar[bool] = True
+    intervals: ClassVar[Mapping[str, str]] = {"decay": "(0, 1]", "end": "[0, 1]"}
 
     def __post_init__(self) -> None:
-        self._check("decay", "(0, 1]")
-        self._check("end", "[0, 1]")
+        super().__post_init__()
         if self.shape not in WSD_SHAPES:
             raise PlanError(
                 f"schedule_options: shape={self.shape!r:.80} is unknown.{suggest(str(self.shape), WSD_SHAPES)}"
@@ -229,25 +204,16 @@ SCHEDULES: dict[str, type[NamedSchedule]] = {
     "onecycle": OneCycle,
     "wsd": WSD,
 }
-"""The schedules by name."""
 
 
 def named(name: str, options: Mapping[str, Any]) -> NamedSchedule:
-    """Return the schedule of that name.
-
-    Raises:
-        PlanError: naming the unknown option or the invalid value.
-    """
+    """Return the schedule of that name with these options, checked."""
     check_fields(f"schedule_options: schedule={name!r}", SCHEDULES[name], options, PlanError)
     return SCHEDULES[name](**options)
 
 
 def find_schedule(schedule: object) -> str | ScheduleFunction:
-    """Return a schedule as given, but import one that is given as `"package.module:function"`.
-
-    Raises:
-        PlanError: for an unknown name, with the closest one, or a value that is neither a name nor a function.
-    """
+    """Return a schedule as given, but import one that is given as `"package.module:function"`."""
     if isinstance(schedule, str):
         if ":" in schedule:
             function: Any = imported("schedule", schedule)
@@ -320,11 +286,7 @@ def _check_warmup(name: str, schedule: NamedSchedule, warmup: float) -> None:
 
 
 def factor_at(schedule: ScheduleFunction, options: Mapping[str, Any], progress: float) -> float:
-    """Return what a function of the progress gives.
-
-    Raises:
-        PlanError: if it fails, or the factor is not a finite number, 0 or more.
-    """
+    """Return what a function of the progress gives, checked."""
     try:
         factor = plain(schedule(progress, **options))
     except Exception as error:
@@ -352,7 +314,6 @@ def refuse_plateau(scheduler: object) -> None:
 
 
 def label(schedule: str | ScheduleFunction) -> str:
-    """Return the schedule's name in plans and messages."""
     if isinstance(schedule, str):
         return schedule
     inner = getattr(schedule, "func", schedule)

@@ -1,10 +1,14 @@
-"""Read recipes from YAML or JSON files, as data only, with errors that name the file and the line."""
+"""Read recipes from YAML or JSON files, as data only, with errors that name the file and the line; and make the modules
+beside them importable."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +31,19 @@ def read_recipe(path: str | Path) -> tuple[dict[str, Any], Origin]:
     YAML is parsed by YAML 1.2's core schema, in which `1e-4` is a number, `no` and `on` are strings, and `010` is ten;
     in YAML 1.1, PyYAML's default, they are a string, booleans, and eight. Only plain data is constructed. Paths in the
     recipe are relative to the working directory, not to the file.
-
-    Raises:
-        RecipeError: naming file, line and remedy, if it is unreadable, is not a mapping, or has a duplicate key.
     """
     file = Path(path)
     text = _text(file)
     try:
-        recipe, lines = _json(text) if file.suffix.lower() == ".json" else _yaml(text)
+        if file.suffix.lower() == ".json":
+            recipe, lines = _json(text), dict[str, int]()
+        else:
+            recipe, lines = _yaml(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = "" if mark is None else f", line {mark.line + 1}"
-        raise RecipeError(
-            f"Recipe {file}{line}: {error.problem or error.context}. Write plain YAML."
-        ) from None
+        problem = error.problem or error.context
+        raise RecipeError(f"Recipe {file}{line}: {problem}. Write plain YAML.") from None
     except yaml.YAMLError as error:  # a control character
         raise RecipeError(f"Recipe {file}: {error}. Write plain YAML.") from None
     except json.JSONDecodeError as error:
@@ -50,9 +53,8 @@ def read_recipe(path: str | Path) -> tuple[dict[str, Any], Origin]:
     except RecursionError:
         raise RecipeError(f"Recipe {file}: it is nested too deeply to be a recipe.") from None
     except _Twice as error:
-        raise RecipeError(
-            f"Recipe {file}{error.line}: the key {error.key!r} appears twice. Remove one."
-        ) from None
+        where = f"Recipe {file}{error.line}"
+        raise RecipeError(f"{where}: the key {error.key!r} appears twice. Remove one.") from None
     if not isinstance(recipe, dict):
         raise RecipeError(f"Recipe {file}: it contains {recipe!r:.40}, not keys such as 'model: resnet50'.")
     try:
@@ -68,9 +70,8 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise RecipeError(
-            f"Recipe {file} does not exist. List the named recipes with: drivetrain recipes."
-        ) from None
+        remedy = "List the named recipes with: drivetrain recipes."
+        raise RecipeError(f"Recipe {file} does not exist. {remedy}") from None
     except OSError as error:
         raise RecipeError(f"Recipe {file} cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError as error:
@@ -87,8 +88,8 @@ class _Twice(Exception):
         self.key, self.line = key, "" if line is None else f", line {line}"
 
 
-def _json(text: str) -> tuple[Any, dict[str, int]]:
-    return json.loads(text, object_pairs_hook=_unique), {}
+def _json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_unique)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -101,13 +102,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def json_or_text(key: str, text: str) -> Any:
-    """Parse a value of the command line as JSON; if it is not JSON, return the text.
-
-    Raises:
-        RecipeError: naming `key`, if a dict in it has a duplicate key, of which JSON would keep the last.
-    """
+    """Parse a value of the command line as JSON; if it is not JSON, return the text. A duplicate key in a dict, of
+    which JSON would keep the last, raises RecipeError."""
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return _json(text)
     except _Twice as error:
         raise RecipeError(f"{key}={text:.200}: the key {error.key!r} appears twice. Remove one.") from None
     except (ValueError, RecursionError):
@@ -126,21 +124,20 @@ class _Loader(yaml.SafeLoader):
     }
 
 
+def _problem(text: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=text, problem_mark=node.start_mark)
+
+
 def _construct_mapping(loader: _Loader, node: yaml.Node) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
     if not isinstance(node, yaml.MappingNode):
-        raise yaml.MarkedYAMLError(problem="the tag !!map is not on a mapping", problem_mark=node.start_mark)
+        raise _problem("the tag !!map is not on a mapping", node)
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str):
-            raise yaml.MarkedYAMLError(
-                problem=f"the key {key!r} is not a string", problem_mark=key_node.start_mark
-            )
+            raise _problem(f"the key {key!r} is not a string", key_node)
         if key == "<<":  # YAML 1.1's merge key; in YAML 1.2, it is a plain key
-            raise yaml.MarkedYAMLError(
-                problem="YAML 1.2 has no merge key (<<); write its values out",
-                problem_mark=key_node.start_mark,
-            )
+            raise _problem("YAML 1.2 has no merge key (<<); write its values out", key_node)
         if key in mapping:
             raise _Twice(key, key_node.start_mark.line + 1)
         mapping[key] = loader.construct_object(value_node, deep=True)
@@ -161,7 +158,7 @@ def _add_scalar(tag: str, pattern: str, first: str, make: Callable[[str], Any]) 
     def construct(loader: _Loader, node: yaml.ScalarNode) -> Any:
         text = loader.construct_scalar(node)
         if not matches.match(text):  # an explicit tag on a value of another type
-            raise yaml.MarkedYAMLError(problem=f"{text!r} is not a valid {tag}", problem_mark=node.start_mark)
+            raise _problem(f"{text!r} is not a valid {tag}", node)
         return make(text)
 
     name = f"tag:yaml.org,2002:{tag}"
@@ -186,3 +183,23 @@ def _yaml(text: str) -> tuple[Any, dict[str, int]]:
         return recipe, {str(key.value): key.start_mark.line + 1 for key, _ in pairs}
     finally:
         loader.dispose()
+
+
+@contextmanager
+def modules_of(recipe: str | None = None) -> Iterator[None]:
+    """Make modules in a recipe file's folder and in the working directory importable inside the block.
+
+    They take precedence over installed packages but not over the standard library, whose modules Python itself needs.
+    Ranks and loader processes started inside the block inherit the path.
+    """
+    folders = [Path(recipe).parent] if recipe is not None and is_file_name(recipe) else []
+    before = list(sys.path)
+    added = [str(folder.resolve()) for folder in (*folders, Path.cwd())]
+    added = [folder for folder in dict.fromkeys(added) if folder not in before]
+    installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    place = next((number for number, path in enumerate(before) if path in installed), len(before))
+    sys.path[place:place] = added
+    try:
+        yield
+    finally:
+        sys.path[:] = [path for path in sys.path if path not in added]

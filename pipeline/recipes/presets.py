@@ -10,34 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import RecipeError, suggest
+from ...common.frozen import FrozenDict
 from ...common.options.config import Config
-from .cifar import CIFAR
 from .files import is_file_name, json_or_text, read_recipe
-from .resnet import RESNETS
+from .named import RECIPES
 from .schema import DEFAULTS, KEYS, Origin, check_key, check_values, keys_of
-from .transformers import TRANSFORMERS
 
-__all__ = ["DEFAULTS", "KEYS", "RECIPES", "Completed", "complete", "completed", "parse_overrides"]
-
-# Copied, because several recipes share values.
-RECIPES: dict[str, dict[str, Any]] = {
-    name: copy.deepcopy(recipe) for name, recipe in (CIFAR | RESNETS | TRANSFORMERS).items()
-}
-"""All recipes by name. `schema.KEYS` describes the keys; `complete` fills in the defaults."""
+__all__ = ["DEFAULTS", "KEYS", "RECIPES", "Completed", "completed", "parse_overrides"]
 
 
 @dataclass(frozen=True)
 class Completed:
-    """A checked recipe with its overrides and all defaults; `Pipeline.from_recipe` takes it, too.
+    """A checked recipe with its overrides and all defaults; `Pipeline.from_recipe` takes it, too."""
 
-    Attributes:
-        values: by key; also `name`, None for a dict without one.
-        given: the keys that the recipe or its overrides set.
-        origin: for messages.
-    """
-
-    values: dict[str, Any]
-    given: frozenset[str]
+    values: dict[str, Any]  # by key; also `name`, None for a dict without one
+    given: frozenset[str]  # the keys that the recipe or its overrides set
     origin: Origin
 
     def sets(self, config: type[Config]) -> bool:
@@ -45,20 +32,10 @@ class Completed:
         return not self.given.isdisjoint(keys_of(config))
 
 
-def complete(
-    recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return the values of `completed`."""
-    return completed(recipe, overrides or {}).values
-
-
-def completed(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any]) -> Completed:
-    """Return a recipe with its overrides and all defaults filled in, checked.
-
-    Raises:
-        RecipeError: for an unknown name or key (with the closest one), a missing key, a value of the wrong type, or an
-            unreadable file.
-    """
+def completed(
+    recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] = FrozenDict()
+) -> Completed:
+    """Return a recipe with its overrides and all defaults filled in, checked."""
     given, origin = _find(recipe)
     name = given.pop("name", None)
     full = dict(DEFAULTS)
@@ -74,14 +51,7 @@ def completed(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, An
 
 def _put(full: dict[str, Any], layer: Mapping[str, Any], origin: Origin) -> set[str]:
     """Set values of a recipe: plain keys before dotted ones, in any order of `layer`, so that a dict and an entry of it
-    can both be given.
-
-    Returns:
-        The recipe's keys that `layer` sets.
-
-    Raises:
-        RecipeError: for an unknown key, and for an entry given both in a dict and by its dotted key.
-    """
+    can both be given. Return the recipe's keys that `layer` sets."""
     for key in sorted(map(str, layer), key=lambda key: "." in key):
         check_key(key, origin)
         head, dot, inner = key.partition(".")
@@ -124,13 +94,7 @@ def _find(recipe: object) -> tuple[dict[str, Any], Origin]:
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
-    """Parse overrides from the command line: `epochs=36`, `optimizer.lr=0.5`, `transforms=[]`.
-
-    A dotted key sets an entry of a dict. Values are parsed as JSON if they are JSON, else taken as text.
-
-    Raises:
-        RecipeError: if one is not KEY=VALUE, or a key appears twice.
-    """
+    """Parse overrides from the command line: `epochs=36`, `optimizer.lr=0.5`, `transforms=[]`."""
     overrides: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")

@@ -12,10 +12,9 @@ from typing import Annotated, Any
 from ...common.errors import RecipeError, suggest
 from ...common.frozen import FrozenDict
 from ...common.options.config import LIST, TEXT, Config, Kind, Natural, Option, Positive, options_of
-from ..describe.config import DataConfig, DistributedConfig
-from ..describe.fit import FitOptions
+from ..describe.config import DataConfig, DistributedConfig, FitOptions
 from ..optim.config import OptimizerConfig
-from ..tasks.registry import TASKS
+from ..tasks import TASKS
 
 NOTES = Kind(
     lambda value: isinstance(value, Mapping) and all(isinstance(each, str) for each in value.values()),
@@ -95,20 +94,13 @@ def _default(key: str, option: Option) -> Any:
 KEYS = {key: _meaning(key, option) for key, option in SCHEMA.items()}
 """The meaning of every key."""
 
-DEFAULTS: dict[str, Any] = {
-    key: _default(key, option) for key, option in SCHEMA.items() if not option.required
-}
+DEFAULTS = {key: _default(key, option) for key, option in SCHEMA.items() if not option.required}
 """The optional keys with their defaults."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a recipe, for messages.
-
-    Attributes:
-        name: name of the recipe or its file.
-        lines: for a file, the line number of each key.
-    """
+    """The origin of a recipe, for messages: its name or file, and of a file the line number of each key."""
 
     name: str = "(dict)"
     lines: Mapping[str, int] = field(default_factory=dict)
@@ -127,11 +119,7 @@ def check_key(key: str, origin: Origin) -> None:
 
 
 def check_values(full: Mapping[str, Any], origin: Origin) -> None:
-    """Check a complete recipe against the schema.
-
-    Raises:
-        RecipeError: naming the key, its value, and what is allowed.
-    """
+    """Check a complete recipe against the schema."""
     for key in KEYS:
         if key in full:
             _check_kind(key, full[key], origin)
@@ -156,15 +144,14 @@ def _check_entries(full: Mapping[str, Any], origin: Origin) -> None:
         raise RecipeError(f"{origin.at('task')}: task={dict(full['task'])} needs a name: {KEYS['task']}.")
     for entry in full["transforms"]:
         if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
-            raise RecipeError(
-                f"{origin.at('transforms')}: the transform {entry!r:.200} must be a dict with a name."
-            )
+            where = origin.at("transforms")
+            raise RecipeError(f"{where}: the transform {entry!r:.200} must be a dict with a name.")
 
 
 def _check_kind(key: str, value: object, origin: Origin) -> None:
     kinds = [kind for kind in SCHEMA[key].kinds if kind.json]
     if not any(kind.fits(value) for kind in kinds):
-        if SCHEMA[key].choices and not isinstance(value, bool) and isinstance(value, str):
+        if SCHEMA[key].choices and isinstance(value, str):
             raise RecipeError(f"{origin.at(key)}: {SCHEMA[key].rejection(value)}")
         allowed = _in_json(" or ".join(name for kind in kinds for name in kind.names))
         hint = "" if TEXT in kinds else _number_hint(value)
@@ -177,8 +164,8 @@ def _check_texts_that_are_numbers(full: Mapping[str, Any], origin: Origin) -> No
     inside += [("transforms", entry) for entry in full["transforms"]]
     for key, options in inside:
         for name, value in options.items():
-            if _number_hint(value):
-                raise RecipeError(f"{origin.at(key)}: {key}: {name}={value!r} is text.{_number_hint(value)}")
+            if hint := _number_hint(value):
+                raise RecipeError(f"{origin.at(key)}: {key}: {name}={value!r} is text.{hint}")
 
 
 def _number_hint(value: object) -> str:

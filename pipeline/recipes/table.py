@@ -8,7 +8,7 @@ from typing import Any
 
 from ...common.table import Table
 from .files import is_file_name, read_recipe
-from .presets import RECIPES, complete
+from .presets import RECIPES, completed
 from .schema import DEFAULTS, KEYS
 
 PROSE = {"description": "", "source": "Source: ", "published": "Published: ", "measured": "Measured: "}
@@ -27,7 +27,7 @@ def recipes_table() -> Table:
 
 def recipe_table(recipe: str) -> Table:
     """Return a table of a recipe, by name or file: keys, values, meanings and sources; the title describes it."""
-    full = complete(recipe)
+    full = completed(recipe).values
     given: Mapping[str, Any] = read_recipe(recipe)[0] if is_file_name(recipe) else RECIPES[recipe]
     rows = []
     for key, meaning in KEYS.items():

@@ -19,7 +19,7 @@ from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.remote import RemoteRun, shown
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan
-from ..recipes.export import to_recipe
+from ..recipes.convert import to_recipe
 from ..telemetry.history import History
 from ..telemetry.loggers import METRICS
 

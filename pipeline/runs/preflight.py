@@ -31,7 +31,7 @@ from ...strategies.launching.group import group_store, in_group
 from ...strategies.launching.meeting import arrives
 from ..checkpoints.identity import identity
 from ..describe.resolve import ResolvedPlan
-from ..recipes.export import to_recipe
+from ..recipes.convert import to_recipe
 from ..training.build import build_model, expected_device
 from ..training.model_identity import difference, model_identity
 from .artifacts import FitJob

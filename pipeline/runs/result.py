@@ -16,7 +16,7 @@ from ..checkpoints.weights import plain_state
 from ..describe.inputs import Inputs
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import Plan
-from ..tasks.classification import Classification
+from ..tasks.standard import Classification
 from ..tasks.task import Task
 from ..telemetry.history import History
 from .evaluation import evaluate_weights

@@ -7,10 +7,9 @@ from pathlib import Path
 from ...common.errors import CheckpointError
 from ..checkpoints.remote import opened
 from ..checkpoints.weights import load_model
-from ..describe.kinds import sort_transforms
-from ..describe.pipeline_spec import PipelineSpec
+from ..describe.pipeline_spec import PipelineSpec, sort_transforms
 from ..describe.plan import Plan
-from ..recipes.build import build_pipeline
+from ..recipes.convert import build_pipeline
 from ..training.build import rebuild_model
 from .folder import HISTORY, MODEL, RECIPE, UNLISTED, read_history
 from .result import FitResult

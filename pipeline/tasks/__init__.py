@@ -1,1 +1,64 @@
-"""What a pipeline trains for: one file per task."""
+"""What a pipeline trains for: the tasks by name, imported on use, because that imports torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...common.errors import PlanError, suggest
+from ...common.names import imported, name_of
+
+if TYPE_CHECKING:
+    from .task import Task
+
+TASKS = ("Classification", "Contrastive", "MultiLabel", "Regression", "Segmentation")
+
+
+def get(name: str, **options: Any) -> Task:
+    """Return the task of this name, or of `"package.module:Class"`, with these arguments."""
+    kind = _imported(name) if ":" in name else _known(name)
+    if kind is None:
+        raise PlanError(f"No task is named {name!r}.{suggest(name, TASKS)}")
+    try:
+        return kind(**options)
+    except TypeError as error:
+        raise PlanError(f"{name} does not take {options}: {error}.") from error
+
+
+def to_dict(task: Task) -> dict[str, Any]:
+    """Return the name and arguments with which `get` returns an equal task; PlanError if there are none."""
+    kind = type(task)
+    name = kind.__name__ if _known(kind.__name__) is kind else name_of(kind)
+    options = {key: _by_name(value) for key, value in task.options.items()}
+    try:
+        known = name is not None and get(name, **options) == task
+    except PlanError:
+        known = False
+    if not known:
+        raise PlanError(
+            f"The task {task!r:.120} cannot be named. Use names of metrics and losses, and define a task or a loss of "
+            "your own at the top level of a module."
+        )
+    return {"name": name, **options}
+
+
+def _by_name(value: Any) -> Any:
+    """Return a function as the name under which it can be imported."""
+    if isinstance(value, tuple):
+        return [*map(_by_name, value)]
+    return value if isinstance(value, str) else name_of(value) or value
+
+
+def _known(name: str) -> type[Task] | None:
+    from . import contrastive, standard
+
+    home: Any = contrastive if name == "Contrastive" else standard
+    return getattr(home, name) if name in TASKS else None
+
+
+def _imported(name: str) -> type[Task]:
+    from .task import Task
+
+    target = imported("task", name)
+    if not (isinstance(target, type) and issubclass(target, Task)):
+        raise PlanError(f"The task {name!r} is {target!r:.80}, not a class derived from drivetrain.Task.")
+    return target

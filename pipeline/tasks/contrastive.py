@@ -49,7 +49,6 @@ class Contrastive(Task):
 
     @property
     def about(self) -> str:
-        """What the plan says of targets."""
         return "targets: none; the other views of each image"
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 — there are none

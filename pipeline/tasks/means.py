@@ -30,20 +30,14 @@ def samples(targets: torch.Tensor) -> Count:
 
 @dataclass(frozen=True)
 class Mean:
-    """A loss that is a mean.
-
-    Attributes:
-        loss: returns the mean.
-        denominator: returns what the mean divides by, from the targets that the loss receives.
-        total: returns the numerator, also where the denominator is 0. None: the loss cannot; it is the mean times the
-            denominator.
-        known: whether `denominator` is declared or the loss is one of torch's. Otherwise the number of samples is an
-            assumption.
-    """
+    """A loss that is a mean."""
 
     loss: LossFunction
+    # What the mean divides by, from the targets that the loss receives.
     denominator: Callable[[torch.Tensor], Count] = samples
+    # The numerator, also where the denominator is 0; None: it is the mean times the denominator.
     total: LossFunction | None = None
+    # Whether `denominator` is declared or the loss is one of torch's; otherwise the number of samples is an assumption.
     known: bool = True
 
     def numerator(self, outputs: Any, targets: torch.Tensor, count: Count) -> torch.Tensor:
@@ -57,15 +51,11 @@ class Mean:
 
 
 def mean_of(loss: LossFunction, *, checked: bool = False) -> Mean:
-    """Return a loss as a mean.
+    """Return a loss, whose tensors are on the device of the targets, as a mean.
 
     The denominators of torch's losses are known. Another loss may declare its own by an attribute `denominator`, a
-    function of the targets; without one, it is taken to be the mean over the samples.
-
-    Args:
-        loss: with its tensors on the device of the targets.
-        checked: whether class indices are known not to be negative, so that -100 is not among them. The denominators
-            of unweighted losses then need no look at the targets.
+    function of the targets; without one, it is taken to be the mean over the samples. `checked`: class indices are
+    known not to be negative, so that -100 is not among them; unweighted losses then need no look at the targets.
     """
     own = getattr(loss, "as_mean", None)
     if own is not None:

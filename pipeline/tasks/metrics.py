@@ -31,11 +31,7 @@ _TOP = re.compile(r"top([1-9][0-9]*)")
 
 
 def named(task: Any, metrics: Any) -> dict[str, Any]:
-    """Return the metrics of a task by name: each a name that the task knows, or a torchmetrics object.
-
-    Raises:
-        PlanError: for what is neither, or a name that the run uses itself.
-    """
+    """Return the metrics of a task by name: each a name that the task knows, or a torchmetrics object."""
     if isinstance(metrics, Mapping):
         found = dict(metrics)
     else:
@@ -51,9 +47,8 @@ def named(task: Any, metrics: Any) -> dict[str, Any]:
             if metric not in known and not ("top1" in known and _TOP.fullmatch(metric)):
                 raise PlanError(f"{task}: no metric is named {metric!r}.{suggest(metric, known)}")
         elif not _is_metric(metric):
-            raise PlanError(
-                f"{task}: {metric!r:.80} is not a metric. Pass names of {known}, or torchmetrics objects."
-            )
+            remedy = f"Pass names of {known}, or torchmetrics objects."
+            raise PlanError(f"{task}: {metric!r:.80} is not a metric. {remedy}")
     return found
 
 
@@ -70,20 +65,14 @@ def by_name(
                 made[name] = copy.deepcopy(metric)
                 made[name].reset()
         except (ValueError, TypeError, RuntimeError) as error:
-            raise PlanError(
-                f"{task}: the metric {name!r} cannot be made for {width} outputs: {error}"
-            ) from error
+            what = f"the metric {name!r} cannot be made for {width} outputs"
+            raise PlanError(f"{task}: {what}: {error}") from error
     return made
 
 
 def maker(kind: str, **options: Any) -> Callable[[int], Any]:
-    """Return the function that makes a metric for outputs of so many values per image.
-
-    Args:
-        kind: class of `torchmetrics.classification`, which receives the number of values, or of
-            `torchmetrics.regression`.
-        options: further arguments of the class.
-    """
+    """Return the function that makes a metric for outputs of so many values per image; `kind` is a class of
+    `torchmetrics.classification`, which receives the number of values, or of `torchmetrics.regression`."""
 
     def make(width: int) -> Any:
         from torchmetrics import classification, regression
@@ -110,9 +99,6 @@ def compute(meters: Mapping[str, Metric], world_size: int) -> dict[str, float]:
 
     The states are gathered here, because torchmetrics' own synchronization needs a sample on every rank: metrics that
     keep their inputs have no tensor to gather on a rank without samples, and the other ranks would block.
-
-    Raises:
-        PlanError: naming a metric that is not one number, or that cannot be merged over ranks.
     """
     if world_size > 1 and meters:
         everyone: list[Any] = [None] * world_size
@@ -141,9 +127,6 @@ def pool(name: str, metric: Metric, ranks: list[list[State]]) -> None:
     As in torchmetrics' own synchronization, but without the ranks that saw no sample: `"sum"`, `"cat"`, `"max"` and
     `"min"` give the state of one metric that saw all samples; `"mean"` is the mean over the ranks; a function receives
     the stacked tensors, or all items of a list; without a reduction the stacked tensors are the state.
-
-    Raises:
-        PlanError: if a reduction fails.
     """
     for each, states in zip(_nested(metric), zip(*ranks, strict=True), strict=True):
         each.distributed_available_fn = _never  # `compute` would reduce over the ranks once more

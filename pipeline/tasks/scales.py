@@ -15,25 +15,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scale:
-    """How to compare and print the values of a metric.
+    """How to compare and print the values of a metric."""
 
-    Attributes:
-        higher_is_better: the direction; None if nobody declares it.
-        unit: None for numbers that are no shares.
-    """
-
-    higher_is_better: bool | None
-    unit: Unit | None = None
+    higher_is_better: bool | None  # None if nobody declares it
+    unit: Unit | None = None  # None for numbers that are not shares
 
 
 def scale_of(task: Task, name: str, metric: Metric) -> Scale:
     """Return the scale of a metric, as the task declares it, else the metric's class, else, for the unit, torchmetrics:
     a metric of its own for classification or segmentation is a fraction if it is better when higher and drawn from 0 to
-    1. This is the only place that decides.
-
-    Raises:
-        PlanError: if a declaration is invalid.
-    """
+    1. This is the only place that decides."""
     higher = task.higher_is_better.get(name, getattr(metric, "higher_is_better", None))
     unit = task.units.get(name, getattr(metric, "unit", None))
     if higher not in (True, False, None) or unit not in (*get_args(Unit), None):

@@ -31,19 +31,14 @@ MODEL_LOSS = "model"
 
 @dataclass(frozen=True)
 class Targets:
-    """All targets of a data source, to check before training.
+    """All targets of a data source, to check before training."""
 
-    Attributes:
-        source: where they are from, for messages.
-        values: `(N,)` or `(N, K)`; empty for masks.
-        classes: names of the classes or labels; empty if the source has none.
-        largest: of masks, the largest class index of some of them, except 255; None: the targets are not masks.
-    """
-
-    source: str
-    values: NDArray[Any]
-    classes: tuple[str, ...] = ()
-    largest: int | None = None
+    source: str  # for messages
+    values: NDArray[Any]  # (N,) or (N, K); empty for masks
+    classes: tuple[str, ...] = ()  # names of the classes or labels; empty if the source has none
+    largest: int | None = (
+        None  # of masks, the largest class index of some of them, except 255; None: no masks
+    )
 
     def two(self, size: tuple[int, int]) -> torch.Tensor:
         """Return the targets of two images, as loaders deliver them; masks of that height and width are of class 0."""
@@ -333,9 +328,8 @@ class StandardTask(Task):
     def move(self, device: torch.device) -> LossFunction:
         """Return the loss, with its tensors (such as class weights) on `device`."""
         criterion = self._criterion
-        return self._function(
-            copy.deepcopy(criterion).to(device) if isinstance(criterion, nn.Module) else criterion
-        )
+        moved = copy.deepcopy(criterion).to(device) if isinstance(criterion, nn.Module) else criterion
+        return self._function(moved)
 
     def _function(self, criterion: LossFunction) -> LossFunction:
         """Return the loss as a function of outputs and targets: a subclass's own, or the criterion."""
@@ -365,11 +359,7 @@ class StandardTask(Task):
 
 
 def loss_of_model(outputs: Any, targets: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
-    """Return the loss that a model computed: `loss` of the dict or the object that it returned.
-
-    Raises:
-        PlanError: if there is none.
-    """
+    """Return the loss that a model computed: `loss` of the dict or the object that it returned."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if not isinstance(loss, torch.Tensor):
         has_loss = hasattr(outputs, "loss") or isinstance(outputs, Mapping)
@@ -384,15 +374,11 @@ def loss_of_model(outputs: Any, targets: torch.Tensor) -> torch.Tensor:  # noqa:
 
 @dataclass(frozen=True)
 class TaskLoss:
-    """The training loss of a task, for what the model returns: `loss` of the outputs that the task uses.
-
-    Attributes:
-        checked: whether the targets are class indices that were checked not to be negative.
-    """
+    """The training loss of a task, for what the model returns: `loss` of the outputs that the task uses."""
 
     task: Task
     base: LossFunction
-    checked: bool = False
+    checked: bool = False  # whether the targets are class indices that were checked not to be negative
 
     def __call__(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         if self.task.loss_in_model:
@@ -474,9 +460,8 @@ def _checked(task: Task, metrics: Any) -> dict[str, Any]:
     from torchmetrics import Metric
 
     if not isinstance(metrics, Mapping) or not all(isinstance(each, Metric) for each in metrics.values()):
-        raise PlanError(
-            f"{task}.metrics() must return a dict of torchmetrics objects by name, not {metrics!r:.80}."
-        )
+        wrong = f"{metrics!r:.80}"
+        raise PlanError(f"{task}.metrics() must return a dict of torchmetrics objects by name, not {wrong}.")
     for name in metrics:
         if not isinstance(name, str) or name in NAMES_OF_RUN:
             raise PlanError(f"{task}: a metric cannot be named {name!r}. Choose another name.")

@@ -27,16 +27,16 @@ from ...strategies import Engine, OptimizerFactory
 from ...strategies.devices import rank_device
 from ...strategies.launching.group import in_group
 from ...transforms import CHANGES_MODEL, NothingChanged, Report, Transform
-from ..describe import split_batch_norm
 from ..describe.config import LOADERS, DataConfig, DistributedConfig
 from ..describe.pipeline_spec import PipelineSpec
+from ..describe.plan import batch_norm_caution
 from ..describe.resolve import ResolvedPlan
 from ..models.weights import weights_omitted
 from ..optim.groups import GroupedFactory
-from ..tasks.classification import Classification
 from ..tasks.means import LossFunction, mean_of
 from ..tasks.nests import map_tensors
 from ..tasks.scales import Scale, scale_of
+from ..tasks.standard import Classification
 from ..tasks.task import TaskLoss
 from ..telemetry.history import Monitor
 from .checks import check_kind, check_loss, check_metrics, check_output, targets_of
@@ -135,7 +135,7 @@ def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None
     if initial is not None:
         initial(parts.model)
     factory = optimizer_factory(plan, parts.model)
-    split = split_batch_norm.caution(how, plan.data.batch_size, parts.model)
+    split = batch_norm_caution(how, plan.data.batch_size, parts.model)
     engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
     note = factory.note if isinstance(factory, GroupedFactory) else ""
     if engine.device != device:

@@ -24,7 +24,7 @@ from ...loaders.sources import files_of
 from ...strategies import Precision
 from ...strategies.options import half_dtype
 from ..describe.config import DataConfig
-from ..models.hf_models import loss_mismatch
+from ..models.libraries import loss_mismatch
 from ..tasks.means import Mean
 from ..tasks.task import StandardTask, Targets, Task, loss_and_metric_inputs, loss_of_model
 from .views import forward

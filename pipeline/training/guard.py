@@ -11,7 +11,7 @@ from ...common.errors import NonFiniteError
 from ...common.model_state import BufferCopies
 from ...strategies import Engine
 from ...transforms.common.tensors import locals_of, total_norm
-from ..describe.fit import OnNonFinite
+from ..describe.config import OnNonFinite
 from ..telemetry.host_copy import HostCopy
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState

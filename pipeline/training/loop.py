@@ -17,10 +17,10 @@ from ...strategies import Engine
 from ...strategies.common.sync_batch_norm import absent
 from ...strategies.devices import current_device
 from ...transforms.common.moments import outside_of_a_step
-from ..tasks.classification import Classification
 from ..tasks.means import LossFunction, mean_of
 from ..tasks.metrics import compute
 from ..tasks.nests import map_tensors, to_float
+from ..tasks.standard import Classification
 from ..tasks.task import Task, model_inputs
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState

@@ -20,7 +20,7 @@ from ...common.table import Table
 from ..describe.pipeline_spec import PipelineSpec
 from ..measuring.picture import render
 from ..measuring.statistics import speed_text
-from ..recipes.export import to_recipe
+from ..recipes.convert import to_recipe
 
 Outcome = Literal["accepted", "dropped", "trade", "undecided", "failed", "not tried"]
 FORMAT = 2

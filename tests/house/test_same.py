@@ -5,7 +5,7 @@ from __future__ import annotations
 from ci_scripts import load
 from drivetrain.loaders.order import ORDERS
 from drivetrain.pipeline.optim.optimizers import OPTIMIZERS
-from drivetrain.pipeline.tasks.registry import TASKS
+from drivetrain.pipeline.tasks import TASKS
 from drivetrain.strategies.registry import STRATEGIES
 from drivetrain.transforms import TRANSFORMS
 from same_cases import CASES
@@ -21,7 +21,7 @@ def test_every_part_has_a_training() -> None:
     strategies = {STRATEGIES[case.distribute.get("strategy", "single")][0] for case in cases}
     assert {known[0] for known in STRATEGIES.values()} - strategies == ELSEWHERE
     tasks = {type(case.task).__name__ for case in cases if case.task is not None}
-    assert tasks == TASKS.keys()
+    assert tasks == set(TASKS)
     optimizers = {case.optimize.get("optimizer", "sgd") for case in cases}
     assert optimizers == OPTIMIZERS.keys() - {"adam"}  # adamw's
     assert {case.load.get("order", "random") for case in cases} == set(ORDERS) - {"sequential"}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from deepspeed_methods import STAGES
 from drivetrain import Pipeline
 from drivetrain.loaders import FFCVLoader
-from drivetrain.pipeline.tasks.classification import Classification
+from drivetrain.pipeline.tasks.standard import Classification
 from drivetrain.transforms import LabelSmoothing
 from parity_jobs import NAMES, options_of, quiet
 from pipeline_data import CLASSES, SIDE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from drivetrain.pipeline.recipes.presets import complete
+from drivetrain.pipeline.recipes.presets import completed
 from pipeline_data import CLASSES
 
 BATCH, SIDE = 4, 32
@@ -22,7 +22,7 @@ def shrunk(name: str, files: dict[str, str]) -> dict[str, Any]:
     pixel with a stride of 2). Models stay as they are, but for those of billions of parameters. fp16, for which CPUs
     have no fast convolutions, becomes bf16.
     """
-    recipe = complete(name)
+    recipe = completed(name).values
     grows = any(entry["name"] == "ProgressiveResizing" for entry in recipe["transforms"])
     overrides: dict[str, Any] = {
         **files, "batch_size": BATCH, "image_size": 2 * SIDE if grows else SIDE, "eval_image_size": None,

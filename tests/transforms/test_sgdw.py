@@ -8,7 +8,7 @@ import composer_reference
 import pytest
 import torch
 from drivetrain.pipeline.optim.config import OptimizerConfig
-from drivetrain.pipeline.optim.sgdw import SGDW
+from drivetrain.pipeline.optim.optimizers import SGDW
 from drivetrain.pipeline.training.schedule import Schedule
 from drivetrain.transforms import NoWeightDecay
 from pipeline_data import Toy

@@ -25,7 +25,7 @@ def predict(run: Path | str, image: tuple[str, ...], as_json: bool) -> None:
     """
     from json import dumps
 
-    from ...recipes.importing import modules_of
+    from ...recipes.files import modules_of
     from ...runs.saved import load_run
 
     if not image:

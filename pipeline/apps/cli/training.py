@@ -124,7 +124,7 @@ def train(
     from ....strategies.launching.group import is_main_process
     from ...checkpoints.directory import Checkpoints
     from ...pipeline import Pipeline
-    from ...recipes.importing import modules_of
+    from ...recipes.files import modules_of
     from ...runs.fit import fit
     from ...telemetry.history import shown
 
@@ -233,7 +233,7 @@ def tune(
     checked = _completed(recipe, overrides, train, val)
     from ...measuring.runner import check_measurable
     from ...pipeline import Pipeline
-    from ...recipes.importing import modules_of
+    from ...recipes.files import modules_of
 
     check_measurable(seconds)
     with modules_of(recipe):
@@ -323,7 +323,7 @@ def export(
     model = torch.export.load("model.pt2").module()
     session = onnxruntime.InferenceSession("model.onnx")
     """
-    from ...recipes.importing import modules_of
+    from ...recipes.files import modules_of
     from ..exports.export import Names
     from ..exports.export import export as run
 
@@ -383,7 +383,7 @@ def ledger(
         raise PlanError("--epochs sets how long --accuracy trains each variant. Pass both or neither.")
     checked = _completed(recipe, overrides, train, val)
     from ...pipeline import Pipeline
-    from ...recipes.importing import modules_of
+    from ...recipes.files import modules_of
 
     with modules_of(recipe):
         pipeline = Pipeline.from_recipe(checked)

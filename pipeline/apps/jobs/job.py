@@ -15,8 +15,7 @@ from ....loaders.sources import files_of
 from ...describe.config import DataConfig, DistributedConfig
 from ...describe.resolve import check_divides
 from ...pipeline import Pipeline
-from ...recipes.files import is_file_name
-from ...recipes.importing import modules_of
+from ...recipes.files import is_file_name, modules_of
 from ...recipes.presets import parse_overrides
 from ...runs.config import check_out
 

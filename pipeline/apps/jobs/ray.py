@@ -19,7 +19,7 @@ import os
 
 from drivetrain import Pipeline
 from drivetrain.pipeline import Checkpoints
-from drivetrain.pipeline.recipes.importing import modules_of
+from drivetrain.pipeline.recipes.files import modules_of
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 

@@ -31,27 +31,8 @@ import pytest
 import torch
 import torchvision
 from drivetrain import Pipeline, PlanError, StrategyError
+from drivetrain import transforms as t
 from drivetrain.strategies import launch
-from drivetrain.transforms import (
-    EMA,
-    SAM,
-    BlurPool,
-    ChannelsLast,
-    CutMix,
-    Factorize,
-    GhostBatchNorm,
-    GradientClipping,
-    GyroDropout,
-    LabelSmoothing,
-    LayerFreezing,
-    MixUp,
-    SelectiveBackprop,
-    Session,
-    SqueezeExcite,
-    StochasticDepth,
-    Transform,
-    WeightStandardization,
-)
 from loader_pictures import run_python
 from pipeline_data import CLASSES, Toy, batch_norm_model
 from torch import nn
@@ -71,7 +52,7 @@ def built_reports(pipeline: Pipeline) -> dict[str, int]:
         return {report.transform: len(report.changed) for report in built.reports}
 
 
-def either_order(toy: Toy, *transforms: Transform) -> dict[str, int]:
+def either_order(toy: Toy, *transforms: t.Transform) -> dict[str, int]:
     """The same, and it is the same in whatever order the user writes them."""
     forwards = built_reports(toy.pipeline(resnet, image_size=32).transform(*transforms))
     backwards = built_reports(toy.pipeline(resnet, image_size=32).transform(*transforms[::-1]))
@@ -84,7 +65,7 @@ def either_order(toy: Toy, *transforms: Transform) -> dict[str, int]:
 
 def test_channels_last_comes_after_blurpool(toy: Toy) -> None:
     """Reversed, 3 convolution weights return to NCHW, silently."""
-    pipeline = toy.pipeline(resnet, image_size=32).transform(ChannelsLast(), BlurPool())
+    pipeline = toy.pipeline(resnet, image_size=32).transform(t.ChannelsLast(), t.BlurPool())
     with pipeline.build() as built:
         weights = [p for p in built.engine.plain_model.parameters() if p.dim() == 4]
         assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
@@ -107,15 +88,16 @@ def test_importing_and_applying_leaves_signal_handlers_alone() -> None:
 def test_smoothing_comes_after_mixing(toy: Toy) -> None:
     """Before it, half of the mixture stays unsmoothed: the smallest target is below smoothing / classes."""
     heads = [
-        step.what.split("(")[0] for step in toy.pipeline().transform(LabelSmoothing(), MixUp()).plan().steps
+        step.what.split("(")[0]
+        for step in toy.pipeline().transform(t.LabelSmoothing(), t.MixUp()).plan().steps
     ]
     assert heads.index("MixUp") < heads.index("LabelSmoothing")
 
 
 def test_weight_standardization_and_blurpool_keep_each_other(toy: Toy) -> None:
     """In Composer the one order drops 6 of 20 standardisations."""
-    alone = built_reports(toy.pipeline(resnet, image_size=32).transform(WeightStandardization()))
-    both = either_order(toy, WeightStandardization(), BlurPool())
+    alone = built_reports(toy.pipeline(resnet, image_size=32).transform(t.WeightStandardization()))
+    both = either_order(toy, t.WeightStandardization(), t.BlurPool())
     assert both["WeightStandardization"] == alone["WeightStandardization"] > 5
     assert both["BlurPool"] > 0
 
@@ -130,7 +112,7 @@ def test_an_optimizer_made_before_surgery_is_refused(toy: Toy) -> None:
 @pytest.mark.long
 def test_squeeze_excite_and_factorize_find_all_they_find_alone(toy: Toy) -> None:
     """In Composer SqueezeExcite finds 13 blocks before Factorize and 6 after."""
-    factorize, excite = Factorize(min_channels=64, min_features=64), SqueezeExcite(min_channels=64)
+    factorize, excite = t.Factorize(min_channels=64, min_features=64), t.SqueezeExcite(min_channels=64)
     both = either_order(toy, factorize, excite)
     for transform in (factorize, excite):
         alone = built_reports(toy.pipeline(resnet, image_size=32).transform(transform))
@@ -140,12 +122,12 @@ def test_squeeze_excite_and_factorize_find_all_they_find_alone(toy: Toy) -> None
 @pytest.mark.parametrize(
     ("transform", "epochs"),
     [
-        (GhostBatchNorm(8), 1),  # evaluation has a last batch below the ghost size
-        (StochasticDepth(), 1),  # BasicBlocks, on which Composer's does nothing
+        (t.GhostBatchNorm(8), 1),  # evaluation has a last batch below the ghost size
+        (t.StochasticDepth(), 1),  # BasicBlocks, on which Composer's does nothing
     ],
     ids=str,
 )
-def test_surgeries_that_fail_in_composer_train(toy: Toy, transform: Transform, epochs: int) -> None:
+def test_surgeries_that_fail_in_composer_train(toy: Toy, transform: t.Transform, epochs: int) -> None:
     result = toy.pipeline(resnet, image_size=32).transform(transform).fit(epochs=epochs, progress=False)
     assert result.reports[0].changed
     assert result.accuracy is not None
@@ -154,26 +136,26 @@ def test_surgeries_that_fail_in_composer_train(toy: Toy, transform: Transform, e
 def test_a_surgery_that_finds_nothing_warns(toy: Toy) -> None:
     with (
         pytest.warns(UserWarning, match="SqueezeExcite changed nothing"),
-        toy.pipeline(batch_norm_model).transform(SqueezeExcite()).build(),
+        toy.pipeline(batch_norm_model).transform(t.SqueezeExcite()).build(),
     ):
         pass
 
 
 def test_two_methods_that_mix_targets_compose(toy: Toy) -> None:
     """In Composer CutMix ignores an earlier MixUp, and two that interpolate the loss only warn."""
-    result = toy.pipeline().transform(CutMix(), MixUp()).fit(epochs=3, progress=False)
+    result = toy.pipeline().transform(t.CutMix(), t.MixUp()).fit(epochs=3, progress=False)
     assert result.history.epochs[-1].loss < result.history.epochs[0].loss
 
 
 def test_selection_has_a_loss_for_each_image(toy: Toy) -> None:
     """Also with smoothing, whose loss it takes apart again."""
-    pipeline = toy.pipeline().transform(SelectiveBackprop(0.0, 1.0), LabelSmoothing(0.1), MixUp())
+    pipeline = toy.pipeline().transform(t.SelectiveBackprop(0.0, 1.0), t.LabelSmoothing(0.1), t.MixUp())
     assert pipeline.fit(epochs=2, progress=False).accuracy is not None
 
 
 def test_selection_comes_before_mixing(toy: Toy) -> None:
     """Composer puts it first: of a mixture it would choose by a loss that belongs to two images."""
-    transforms = (CutMix(), MixUp(), SelectiveBackprop())
+    transforms = (t.CutMix(), t.MixUp(), t.SelectiveBackprop())
     heads = [step.what.split("(")[0] for step in toy.pipeline().transform(*transforms).plan().steps]
     assert heads.index("SelectiveBackprop") < min(heads.index("MixUp"), heads.index("CutMix"))
 
@@ -184,7 +166,7 @@ def test_gyro_dropout_is_told_how_long_the_run_is(toy: Toy) -> None:
     def dropping() -> nn.Module:
         return nn.Sequential(*batch_norm_model()[:-1], nn.Dropout(0.2), batch_norm_model()[-1])
 
-    pipeline = toy.pipeline(dropping).transform(GyroDropout(sigma=2, tau=3))
+    pipeline = toy.pipeline(dropping).transform(t.GyroDropout(sigma=2, tau=3))
     with pipeline.build() as built:
         layer = built.engine.plain_model[-2]
         assert layer.hold == len(built.train) // 2 * 3
@@ -199,7 +181,7 @@ def test_gyro_dropout_is_told_how_long_the_run_is(toy: Toy) -> None:
 def test_surgery_after_wrapping_is_refused(one_process_group: None) -> None:  # noqa: ARG001 — a fixture
     """On `.module` it is silent: the ranks' new parameters are never synchronised."""
     wrapped = DistributedDataParallel(resnet())
-    for transform in (SqueezeExcite(min_channels=64), WeightStandardization(), GhostBatchNorm()):
+    for transform in (t.SqueezeExcite(min_channels=64), t.WeightStandardization(), t.GhostBatchNorm()):
         with pytest.raises(PlanError, match=r"DistributedDataParallel|wrapped"):
             transform.apply(wrapped)
 
@@ -209,7 +191,10 @@ def test_surgery_after_sharding_is_refused(one_process_group: None) -> None:  # 
 
     model = resnet()
     fully_shard(model)
-    for transform in (SqueezeExcite(min_channels=64), WeightStandardization()):  # BlurPool adds no parameter
+    for transform in (
+        t.SqueezeExcite(min_channels=64),
+        t.WeightStandardization(),
+    ):  # BlurPool adds no parameter
         with pytest.raises(PlanError, match="shard"):
             transform.apply(model)
 
@@ -233,23 +218,25 @@ def test_sync_batch_norm_on_the_cpu_is_refused(toy: Toy) -> None:
 
 def test_channels_last_under_fsdp_is_for_images_and_activations(toy: Toy) -> None:
     """`fully_shard` takes no other than contiguous weights. That it trains is in test_fit_ddp.py."""
-    steps = toy.pipeline().transform(ChannelsLast()).distribute("fsdp", devices=2).plan().steps
+    steps = toy.pipeline().transform(t.ChannelsLast()).distribute("fsdp", devices=2).plan().steps
     (why,) = [step.why for step in steps if step.what.startswith("ChannelsLast")]
     assert "the weights do not" in why
 
 
 def test_adaptive_clipping_of_shards_is_refused(toy: Toy) -> None:
     """It needs the norm of each whole weight."""
-    pipeline = toy.pipeline().transform(GradientClipping("adaptive")).distribute("fsdp", devices=2)
+    pipeline = toy.pipeline().transform(t.GradientClipping("adaptive")).distribute("fsdp", devices=2)
     with pytest.raises(PlanError, match=r"needs unsharded weights, but 'fsdp' shards them"):
         pipeline.plan()
 
 
 def test_layer_freezing_under_ddp_needs_the_search(toy: Toy) -> None:
-    pipeline = toy.pipeline().transform(LayerFreezing()).distribute("ddp", devices=2)
+    pipeline = toy.pipeline().transform(t.LayerFreezing()).distribute("ddp", devices=2)
     with pytest.raises(PlanError, match=r"LayerFreezing .*'ddp' .*find_unused_parameters=True"):
         pipeline.plan()
-    toy.pipeline().transform(LayerFreezing()).distribute("ddp", devices=2, find_unused_parameters=True).plan()
+    toy.pipeline().transform(t.LayerFreezing()).distribute(
+        "ddp", devices=2, find_unused_parameters=True
+    ).plan()
 
 
 def both_of(rank_pipeline: Callable[[], Pipeline]) -> Any:
@@ -272,27 +259,27 @@ def test_statistics_are_the_mean_of_the_ranks_under_averages_too(toy: Toy) -> No
     """BatchNorm's running statistics differ per rank; rank 0's alone would be evaluated."""
 
     def pipeline() -> Pipeline:
-        return toy.pipeline(batch_norm_model).transform(EMA(half_life=2)).distribute("ddp", devices=2)
+        return toy.pipeline(batch_norm_model).transform(t.EMA(half_life=2)).distribute("ddp", devices=2)
 
     means = launch(both_of, pipeline, devices=2, timeout=120)
     assert means[0] == means[1]
 
 
-@pytest.mark.parametrize("transform", [SAM(), GradientClipping("value")], ids=str)
-def test_methods_that_a_backend_cannot_take_are_declared(transform: Transform) -> None:
+@pytest.mark.parametrize("transform", [t.SAM(), t.GradientClipping("value")], ids=str)
+def test_methods_that_a_backend_cannot_take_are_declared(transform: t.Transform) -> None:
     assert {"deepspeed", "fairscale"} <= set(transform.unsafe_with)
 
 
 @dataclass(frozen=True)
-class AloneOnly(Transform):
+class AloneOnly(t.Transform):
     """One that no rank may use."""
 
     kind: ClassVar[Any] = "loop"
     source: ClassVar[str] = "none"
     unsafe_with: ClassVar[tuple[str, ...]] = ("ddp", "fsdp")
 
-    def session(self, model: nn.Module) -> Session:  # noqa: ARG002
-        return Session()
+    def session(self, model: nn.Module) -> t.Session:  # noqa: ARG002
+        return t.Session()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp_grad_op", "hsdp"])
@@ -308,20 +295,11 @@ def test_strategies_are_known_by_their_family() -> None:
     from drivetrain.pipeline.describe.rules import family
 
     names = {
-        "single": "single",
-        "ddp": "ddp",
-        "fsdp_grad_op": "fsdp",
-        "hsdp": "fsdp",
-        "deepspeed_stage_2": "deepspeed",
-        "dp": "dp",
-        "single_device": "single",
-        "ddp_notebook": "ddp",
-        "ddp_find_unused_parameters": "ddp",
-        "zero_redundancy": "ddp",
-        "fairscale_oss": "ddp",
-        "fairscale_sharded_ddp": "fairscale",
-        "fairscale_fsdp": "fairscale",
-    }
+        "single": "single", "ddp": "ddp", "fsdp_grad_op": "fsdp", "hsdp": "fsdp",
+        "deepspeed_stage_2": "deepspeed", "dp": "dp", "single_device": "single", "ddp_notebook": "ddp",
+        "ddp_find_unused_parameters": "ddp", "zero_redundancy": "ddp", "fairscale_oss": "ddp",
+        "fairscale_sharded_ddp": "fairscale", "fairscale_fsdp": "fairscale",
+    }  # fmt: skip
     assert {name: family(name) for name in names} == names
 
 
@@ -339,7 +317,7 @@ def test_strategies_are_known_by_their_family() -> None:
 def test_a_finer_family_is_known_by_what_the_strategy_does(
     toy: Toy, strategy: str, options: dict[str, Any], refused: bool
 ) -> None:
-    pipeline = toy.pipeline().transform(EMA()).distribute(strategy, devices=2, device="cpu", **options)
+    pipeline = toy.pipeline().transform(t.EMA()).distribute(strategy, devices=2, device="cpu", **options)
     if not refused:
         pipeline.plan()
         return

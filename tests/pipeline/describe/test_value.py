@@ -13,7 +13,7 @@ import recipe_factories
 import torch
 from drivetrain import Classification, Pipeline, PlanError
 from drivetrain.common.frozen import FrozenDict
-from drivetrain.pipeline.describe.fit import FitOptions
+from drivetrain.pipeline.describe.config import FitOptions
 from drivetrain.strategies import DDP
 from drivetrain.transforms import EMA, BlurPool, LabelSmoothing
 
@@ -71,11 +71,8 @@ def test_each_field_counts_and_is_shown(field: str) -> None:
 def test_copies_are_equal() -> None:
     one = full()
     for other in (
-        pickle.loads(pickle.dumps(one)),
-        copy.copy(one),
-        copy.deepcopy(one),
-        dataclasses.replace(one),
-    ):
+        pickle.loads(pickle.dumps(one)), copy.copy(one), copy.deepcopy(one), dataclasses.replace(one),
+    ):  # fmt: skip
         assert other == one
         assert type(other) is Pipeline
         assert repr(other) == repr(one)
@@ -87,10 +84,8 @@ def test_dataclasses_replace_changes_one_field_and_keeps_the_others() -> None:
     assert (other.seed, other) == (9, one.replace(seed=9))
     assert dataclasses.replace(other, seed=3) == one
     for wrong, message in (
-        ({"seed": -1}, "seed=-1"),
-        ({"model": 3}, "not 3"),
-        ({"sead": 1}, "no field 'sead'"),
-    ):
+        ({"seed": -1}, "seed=-1"), ({"model": 3}, "not 3"), ({"sead": 1}, "no field 'sead'"),
+    ):  # fmt: skip
         with pytest.raises(PlanError, match=message):
             dataclasses.replace(one, **wrong)
 
@@ -141,11 +136,8 @@ def test_nothing_in_it_changes() -> None:
         with pytest.raises(TypeError):
             options["lr"] = 3  # type: ignore[index]
     for target, name in (
-        (one, "seed"),
-        (one.data, "train"),
-        (one.distribution, "devices"),
-        (one.data.settings, "x"),
-    ):
+        (one, "seed"), (one.data, "train"), (one.distribution, "devices"), (one.data.settings, "x"),
+    ):  # fmt: skip
         with pytest.raises(AttributeError):
             setattr(target, name, 3)
     assert (one, repr(one)) == (before, shown)

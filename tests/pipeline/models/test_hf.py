@@ -14,7 +14,7 @@ import torch
 from cifar10_files import closed_port
 from drivetrain import DataError, Pipeline, PlanError, RecipeError
 from drivetrain.pipeline import export, load_run
-from drivetrain.pipeline.models import hf_models
+from drivetrain.pipeline.models import libraries
 from drivetrain.pipeline.models.factories import model_factory
 from drivetrain.strategies import launch
 from pipeline_data import CLASSES, Toy, numbers, toy_arrays
@@ -144,7 +144,7 @@ def test_a_name_in_the_cache_and_one_that_is_not(
 
     monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(hub, "ENDPOINT", f"http://127.0.0.1:{closed_port()}")
-    monkeypatch.setattr(hf_models, "getproxies", dict)
+    monkeypatch.setattr(libraries, "getproxies", dict)
     snapshot = tmp_path / "models--someone--tiny/snapshots/0123"
     shutil.copytree(names["vit"][3:], snapshot)
     (tmp_path / "models--someone--tiny/refs").mkdir()

@@ -1,5 +1,5 @@
 """Weights of files for torchvision's and timm's models: torch's format and safetensors, another last layer, and files
-that are not weights."""
+that are not weights; timm's models by name."""
 
 from __future__ import annotations
 
@@ -60,11 +60,8 @@ def test_what_training_scripts_save(state: dict[str, torch.Tensor], tmp_path: Pa
     path = tmp_path / "checkpoint"  # the suffix does not matter
     parallel = {f"module.{name}": value for name, value in state.items()}
     for content in (
-        {"model": state, "epoch": 3},
-        {"state_dict": parallel},
-        {"model_state_dict": state},
-        parallel,
-    ):
+        {"model": state, "epoch": 3}, {"state_dict": parallel}, {"model_state_dict": state}, parallel,
+    ):  # fmt: skip
         torch.save(content, path)
         assert_has(pretrained(NAME, 7, path), state, 7)
 
@@ -157,3 +154,53 @@ def test_a_run_travels_without_the_file(state: dict[str, torch.Tensor], toy: Toy
         pretrained(NAME, 7, "IMAGENET1K_V1")
         model_factory("timm:resnet10t")(pretrained=True)
     assert load_file(tmp_path / "run/model.safetensors").keys() == state.keys()
+
+
+TIMM = "timm:resnet10t"
+
+
+def test_timms_model_trains_and_goes_into_a_recipe(toy: Toy, tmp_path: Path) -> None:
+    pipeline = Pipeline(TIMM, num_classes=CLASSES).load(
+        toy.train, toy.val, batch_size=32, image_size=32, workers=1
+    )
+    result = pipeline.fit(epochs=1, out=tmp_path, progress=False)
+    assert result.accuracy is not None
+    again = Pipeline.from_recipe(tmp_path / "recipe.yaml")
+    assert again.model == pipeline.model
+    assert again.to_recipe()["model"] == TIMM
+    assert repr(pipeline).startswith(f"Pipeline({TIMM}, num_classes={CLASSES})")
+    assert pickle.loads(pickle.dumps(pipeline)) == pipeline
+
+
+def test_timm_takes_weights_of_a_file(tmp_path: Path) -> None:
+    factory = Pipeline(TIMM).model
+    model = factory(num_classes=5)  # type: ignore[operator]
+    path = tmp_path / "weights.safetensors"
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, path)
+    same = factory(num_classes=5, pretrained=path)  # type: ignore[operator]
+    torch.testing.assert_close(same.state_dict(), model.state_dict(), rtol=0, atol=0)
+    other = factory(num_classes=3, pretrained=str(path))  # type: ignore[operator]
+    assert other.get_classifier().out_features == 3
+    assert torch.equal(other.conv1[0].weight, model.conv1[0].weight)
+
+
+def test_names_options_and_weights_of_timm_are_checked(tmp_path: Path, toy: Toy) -> None:
+    with pytest.raises(RecipeError, match=r"timm has no model 'resnet10'. Did you mean 'resnet1"):
+        Pipeline("timm:resnet10")
+
+    def build(**options: Any) -> None:
+        Pipeline(TIMM, **options).load(toy.train, batch_size=32, image_size=32, workers=1).build()
+
+    wrong = tmp_path / "wrong.safetensors"
+    save_file({"weight": torch.zeros(2)}, wrong)
+    for options, words in (
+        ({"pretrained": "nothing.pth"}, r"weights nothing.pth of timm:resnet10t are not a file"),
+        ({"classes": CLASSES}, "timm:resnet10t.* does not take {'classes': 4}"),
+        (
+            {"pretrained": str(wrong)},
+            r"wrong.safetensors cannot be loaded into timm:resnet10t: '.*' is missing",
+        ),
+        ({"pretrained": str(toy.train)}, r"cannot be loaded into timm:resnet10t|cannot be built"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            build(**options)

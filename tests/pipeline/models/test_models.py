@@ -12,13 +12,7 @@ import torchvision
 from drivetrain import DataError, Pipeline, PlanError, RecipeError
 from drivetrain.loaders.datasets.names import cifar10
 from drivetrain.pipeline.models.cifar import Shift, Whitening, airbench_net
-from drivetrain.pipeline.models.factories import (
-    MODELS,
-    model_factory,
-    name_of_factory,
-    pretrained,
-    vit_s16,
-)
+from drivetrain.pipeline.models.factories import MODELS, model_factory, name_of_factory, pretrained, vit_s16
 from drivetrain.pipeline.recipes.presets import RECIPES
 from drivetrain.pipeline.training.build import build_model
 from torch import nn
@@ -39,21 +33,14 @@ def test_factories_by_name() -> None:
         ("resnet81", "'resnet81'.*package.module:factory.*Did you mean 'resnet18'"),
         ("no_such_module:small", "cannot be imported: No module named 'no_such_module'"),
         ("recipe_factories:smal", "cannot be imported: .*'smal'"),
-        ("recipe_factories:", "cannot be imported"),
-        (":small", "cannot be imported"),
-        (
-            "recipe_factories:not_a_factory",
-            "is 3. Name a function that returns an nn.Module, or an nn.Module class",
-        ),
+        ("recipe_factories:", "cannot be imported"), (":small", "cannot be imported"),
+        ("recipe_factories:not_a_factory", "is 3. Name a function that returns an nn.Module, or an nn.Module class"),
         ("torch.optim:SGD", "Name a function that returns an nn.Module, or an nn.Module class"),
-        (
-            "os:system",
-            "'os:system' names Python's standard library, which has no models. Write package.module",
-        ),
+        ("os:system", "'os:system' names Python's standard library, which has no models. Write package.module"),
         ("json.decoder:loads", "standard library, which has no models"),
         ("__main__:small", "is defined in the running script.*to a separate module"),
     ],
-)
+)  # fmt: skip
 def test_a_name_that_is_no_factory(name: str, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         Pipeline(name)

@@ -13,7 +13,7 @@ import torch
 from command_line import run
 from drivetrain import CheckpointError, PlanError, RecipeError
 from drivetrain.pipeline import export
-from drivetrain.pipeline.recipes.importing import modules_of
+from drivetrain.pipeline.recipes.files import modules_of
 from drivetrain.transforms import ChannelsLast, Factorize, LabelSmoothing, Loss, TestTimeFlip, Transform
 from pipeline_data import CLASSES, Toy, batch_norm_model, plain_model
 from safetensors.torch import load_file
@@ -59,11 +59,8 @@ def test_a_model_beside_the_recipe_trains_and_is_exported(recipe: Path, tmp_path
     assert exported.code == 0, exported.err
     sizes = {name: tuple(value.shape) for name, value in load_file(out).items()}
     assert sizes == {
-        "0.weight": (16, 3, 3, 3),
-        "0.bias": (16,),
-        "4.weight": (CLASSES, 16),
-        "4.bias": (CLASSES,),
-    }
+        "0.weight": (16, 3, 3, 3), "0.bias": (16,), "4.weight": (CLASSES, 16), "4.bias": (CLASSES,),
+    }  # fmt: skip
 
 
 @pytest.mark.slow  # a program and two interpreters of its ranks
@@ -99,14 +96,10 @@ def test_export_with_a_model_that_is_given(toy: Toy, tmp_path: Path) -> None:
         torch.testing.assert_close(load_file(out), result.plain_state(), rtol=0, atol=0)
     out.unlink()
     for wrong, error, message in (
-        (
-            plain_model,
-            CheckpointError,
-            "plain_model is not the model that was trained: of the weight '1.bias', ",
-        ),
+        (plain_model, CheckpointError, "plain_model is not the model that was trained: of the weight '1.bias', "),
         (batch_norm_model(5), CheckpointError, r"of the weight '5\..*', .* has it as \(5,.* has it as \(4,"),
         ("pipeline_data:no_model", RecipeError, "cannot be imported"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(error, match=message):
             export(run, out, model=wrong)
     with pytest.raises(CheckpointError, match=r"names='trained' .* takes no model"):

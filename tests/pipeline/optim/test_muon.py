@@ -44,12 +44,8 @@ def test_matrices_get_torchs_numbers(nesterov: bool, adjust: str) -> None:
     """torch's own iterates in bf16; equal shapes are batched here, one by one there."""
     shapes = [(8, 8), (6, 12), (12, 6), (6, 12), (8, 8), (6, 12)]
     options: dict[str, Any] = {
-        "lr": 0.02,
-        "momentum": 0.9,
-        "nesterov": nesterov,
-        "weight_decay": 0.1,
-        "ns_steps": 5,
-    }
+        "lr": 0.02, "momentum": 0.9, "nesterov": nesterov, "weight_decay": 0.1, "ns_steps": 5,
+    }  # fmt: skip
     ours, theirs = parameters(*shapes), parameters(*shapes)
     found = stepped(Muon(ours, adjust_lr=adjust, precision="bf16", **options), ours)
     expected = stepped(torch.optim.Muon(theirs, adjust_lr_fn=adjust, **options), theirs)
@@ -115,10 +111,7 @@ def test_a_group_becomes_its_matrices_and_the_rest(toy: Toy) -> None:
     optimizer = Muon(model.parameters(), lr=0.05, adamw_lr=0.001)
     names = {parameter: name for name, parameter in model.named_parameters()}
     found = [(g["algorithm"], g["lr"], [names[p] for p in g["params"]]) for g in optimizer.param_groups]
-    assert found == [
-        (MUON, 0.05, ["0.weight", "5.weight"]),
-        (ADAMW, 0.001, ["1.weight", "1.bias", "5.bias"]),
-    ]
+    assert found == [(MUON, 0.05, ["0.weight", "5.weight"]), (ADAMW, 0.001, ["1.weight", "1.bias", "5.bias"])]
     named = Muon(model.named_parameters(), lr=0.05)
     assert [len(group["params"]) for group in named.param_groups] == [2, 3]
     # A schedule scales both, and reports that of the matrices.
@@ -163,20 +156,13 @@ def test_in_recipes_and_what_is_refused(toy: Toy) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "strategy", "message"),
     [
-        (
-            "muon",
-            "deepspeed_stage_1",
-            "'muon' needs whole matrices, but 'deepspeed_stage_1' shards.*or with 'fsdp'",
-        ),
+        ("muon", "deepspeed_stage_1", "'muon' needs whole matrices, but 'deepspeed_stage_1' shards.*or with 'fsdp'"),
         ("muon", "deepspeed", "needs whole matrices, but 'deepspeed' shards"),
         (torch.optim.Adafactor, "fsdp", "'Adafactor' needs whole matrices, but 'fsdp' shards.*use 'adamw'"),
-        (torch.optim.Adafactor, "auto", "'auto' might shard"),
-        ("muon", "fsdp", ""),
-        ("muon", "zero_redundancy", ""),
-        ("muon", "auto", ""),
-        (torch.optim.Adafactor, "ddp", ""),
+        (torch.optim.Adafactor, "auto", "'auto' might shard"), ("muon", "fsdp", ""),
+        ("muon", "zero_redundancy", ""), ("muon", "auto", ""), (torch.optim.Adafactor, "ddp", ""),
     ],
-)
+)  # fmt: skip
 def test_strategies(toy: Toy, optimizer: Any, strategy: str, message: str) -> None:
     pipeline = (
         toy.pipeline(plain_model).optimize(optimizer, lr=0.1).distribute(strategy, devices=2, device="cpu")
@@ -197,14 +183,9 @@ def test_deepspeed_refuses_a_factorys_too(kind: Any, one_process_group: None) ->
 PAIRS = [
     (name, "muon")
     for name in (
-        "ddp",
-        "zero_redundancy",
-        "fairscale_oss",
-        "fairscale_sharded_ddp",
-        "fsdp",
-        "fsdp_cpu_offload",
+        "ddp", "zero_redundancy", "fairscale_oss", "fairscale_sharded_ddp", "fsdp", "fsdp_cpu_offload",
     )
-]
+]  # fmt: skip
 
 
 @pytest.mark.process

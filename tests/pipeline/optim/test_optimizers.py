@@ -1,16 +1,164 @@
-"""Optimizers by name, class and dotted name."""
+"""Optimizers by name, class and dotted name; learning rate and batch size: what the plan states, and `scale_lr`."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import own_schedules
 import pytest
 import torch
-from drivetrain import Pipeline, PlanError, RecipeError
+from drivetrain import NonFiniteError, Pipeline, PlanError, RecipeError
+from drivetrain.pipeline.describe.plan import Step
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.optim.config import OptimizerConfig
-from pipeline_data import Toy, numbers
+from drivetrain.pipeline.recipes.presets import completed, parse_overrides
+from drivetrain.pipeline.training.build import optimizer_factory
+from pipeline_data import Toy, numbers, plain_model
 from torch import nn
+
+ONE = {"strategy": "single", "devices": 1, "strategy_options.device": "cpu"}
+
+
+def recipe(name: str, **overrides: Any) -> Pipeline:
+    return Pipeline.from_recipe(name, **ONE, **overrides)
+
+
+def row(pipeline: Pipeline) -> Step:
+    (found,) = (step for step in resolve(pipeline, files=False).steps if step.what.startswith("optimizer"))
+    return found
+
+
+def rate(pipeline: Pipeline) -> float:
+    """The peak learning rate that the optimizer gets."""
+    return float(
+        optimizer_factory(resolve(pipeline, files=False))(nn.Linear(2, 2).parameters()).param_groups[0]["lr"]
+    )
+
+
+def test_another_batch_size_than_the_recipes_is_noted() -> None:
+    pipeline = recipe("resnet50-mild", batch_size=64)
+    why = row(pipeline).why
+    for part in (
+        "lr=2.048 is for batches of 2,048 images", "per image is 32 times", "scale_lr=True makes it 0.064",
+    ):  # fmt: skip
+        assert part in why
+    assert rate(pipeline) == 2.048
+    assert "per image is 1/4 of that" in row(recipe("resnet50-mild", batch_size=8192)).why
+    data: dict[str, Any] = {"batch_size": 64, "image_size": 176}
+    assert row(recipe("resnet50-mild").load("a.beton", **data)).why == why
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"batch_size": 2048},
+        {"batch_size": 64, "optimizer.lr": 0.064},
+        {"batch_size": 64, "optimizer": {"name": "sgd", "lr": 0.1}},
+        {"batch_size": 64, "base_batch_size": None},
+    ],
+)
+def test_nothing_is_noted_where_both_or_none_were_changed(overrides: dict[str, Any]) -> None:
+    assert "images" not in row(recipe("resnet50-mild", **overrides)).why
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "kind", "factor"),
+    [
+        ("resnet50-mild", 64, "linear", 1 / 32), ("resnet50-mild", 4096, "linear", 2.0),
+        ("ffcv-resnet18-16", 256, "linear", 1 / 4), ("vit-s16", 64, "square root", 1 / 4),
+    ],
+)  # fmt: skip
+def test_scale_lr(name: str, size: int, kind: str, factor: float) -> None:
+    base = completed(name).values
+    pipeline = recipe(name, batch_size=size, scale_lr=True)
+    lr = base["optimizer"]["lr"] * factor
+    assert rate(pipeline) == pytest.approx(lr)
+    found = row(pipeline)
+    assert f"lr={lr:.4g}" in found.what
+    for part in (
+        f"lr={base['optimizer']['lr']:g}", f"{base['batch_size']:,} images", f"{lr:.4g} for {size:,}", kind,
+    ):  # fmt: skip
+        assert part in found.why
+
+
+def test_it_changes_nothing_at_the_recipes_own_batch_size() -> None:
+    assert rate(recipe("resnet50-mild", scale_lr=True)) == rate(recipe("resnet50-mild"))
+
+
+def test_it_comes_back_from_a_recipe() -> None:
+    for overrides in ({"scale_lr": True}, {"scale_lr": True, "batch_size": 64}, {"batch_size": 64}):
+        pipeline = recipe("resnet50-mild", **overrides)
+        again = Pipeline.from_recipe(pipeline.to_recipe())
+        assert again == pipeline
+        assert resolve(again, files=False).steps == resolve(pipeline, files=False).steps
+        assert rate(again) == rate(pipeline)
+    assert parse_overrides(["scale_lr=true", "base_batch_size=256"]) == {
+        "scale_lr": True,
+        "base_batch_size": 256,
+    }
+
+
+def test_a_recipe_may_name_its_base(toy: Toy) -> None:
+    """As publications do: so much per 256 images."""
+    values = {
+        "model": "cifar_resnet", "train": toy.train, "batch_size": 64, "image_size": 16,
+        "optimizer": {"name": "sgd", "lr": 0.1}, "base_batch_size": 256, "scale_lr": True,
+    }  # fmt: skip
+    assert rate(Pipeline.from_recipe(values)) == pytest.approx(0.025)
+    assert rate(Pipeline.from_recipe(values, batch_size=128)) == pytest.approx(0.05)
+
+
+def test_in_the_builder(toy: Toy) -> None:
+    pipeline = toy.pipeline(plain_model)  # a batch of 32
+    scaled = pipeline.optimize("adamw", lr=0.01, base_batch_size=8, scale_lr=True)
+    assert rate(scaled) == pytest.approx(0.02)
+    assert rate(pipeline.optimize("sgd", lr=0.1, base_batch_size=8)) == 0.1
+    mild = recipe("resnet50-mild", batch_size=64)
+    assert rate(mild.optimize("sgd", lr=2.048, scale_lr=True)) == pytest.approx(0.064)
+    result = scaled.optimize("sgd", lr=0.1, base_batch_size=128, scale_lr=True, schedule="constant").fit(
+        epochs=1, progress=False
+    )
+    assert result.history.epochs[0].lr == pytest.approx(0.025)
+    assert math.isfinite(result.history.epochs[0].loss)
+    wild = pipeline.optimize("sgd", lr=4e30, base_batch_size=128, scale_lr=True)
+    with pytest.raises(NonFiniteError, match=r"Lower the learning rate \(sgd \(lr=1e\+30\)"):
+        wild.fit(epochs=1, progress=False)
+
+
+def test_what_cannot_be_scaled(toy: Toy) -> None:
+    pipeline = toy.pipeline(plain_model)
+    with pytest.raises(PlanError, match="Pass base_batch_size=…"):
+        pipeline.optimize("sgd", lr=0.1, scale_lr=True)
+    with pytest.raises(PlanError, match="base_batch_size=0 must be a positive integer"):
+        pipeline.optimize("sgd", lr=0.1, base_batch_size=0)
+    with pytest.raises(PlanError, match=r"scale_lr=256 must be True or False; .*is base_batch_size"):
+        pipeline.optimize("sgd", lr=0.1, scale_lr=256)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="needs an optimizer by name"):
+        pipeline.optimize(lambda _: None, scale_lr=True, base_batch_size=8)  # type: ignore[arg-type, return-value]
+    for overrides, message in (
+        ({"scale_lr": "linear"}, "scale_lr='linear' must be true or false"),
+        ({"base_batch_size": 0}, "base_batch_size=0 must be"),
+        ({"optimizer.scale_lr": True}, "optimizer.scale_lr is a key of the recipe itself. Set scale_lr=…"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            recipe("resnet50-mild", **overrides)
+
+
+@pytest.mark.parametrize("set_by", ["itself", "the optimizer"])
+def test_a_torch_scheduler_is_scaled(toy: Toy, set_by: str) -> None:
+    """One that sets the learning rates itself, too: every rate of the run is four times as high."""
+    given = own_schedules.one_cycle if set_by == "itself" else own_schedules.steps
+    pipeline = toy.pipeline().optimize("sgd", lr=0.02, schedule=given)
+    scaled = pipeline.optimize("sgd", lr=0.02, schedule=given, scale_lr=True, base_batch_size=8)
+    rates = [epoch.lr for epoch in pipeline.fit(epochs=2, progress=False).history.epochs]
+    found = [epoch.lr for epoch in scaled.fit(epochs=2, progress=False).history.epochs]
+    assert found == pytest.approx([4 * rate for rate in rates], rel=1e-12)
+    assert "each is multiplied by 4 for 32 (linear, scale_lr)" in row(scaled).why
+    with scaled.build() as built:
+        assert built.begin(2).set_lr(7) == pytest.approx(4 * rates[-1])
+    assert "scaled to" not in str(scaled.plan())
 
 
 def test_a_class_its_dotted_name_and_its_name_are_the_same() -> None:
@@ -26,11 +174,7 @@ def test_a_class_its_dotted_name_and_its_name_are_the_same() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "options", "message"),
     [
-        (
-            "nadam",
-            {},
-            "No optimizer is named 'nadam'. Write others as package.module:Class, .*Did you mean 'adam'",
-        ),
+        ("nadam", {}, "No optimizer is named 'nadam'. Write others as package.module:Class, .*Did you mean 'adam'"),
         ("torch.optim:NAdm", {}, "'torch.optim:NAdm' cannot be imported"),
         (torch.optim.NAdam, {"beta": 0.1}, r"optimize\(NAdam\) has no option 'beta'.*Did you mean 'betas'"),
         (torch.optim.NAdam, {"betas": 0.9}, r"optimize\(NAdam\): betas=0.9 must be 2 numbers"),
@@ -43,15 +187,14 @@ def test_a_class_its_dotted_name_and_its_name_are_the_same() -> None:
         (nn.Linear, {}, "the class Linear, which is not a torch.optim.Optimizer"),
         (3, {}, "the name of an optimizer, a class or a function, not 3"),
     ],
-)
+)  # fmt: skip
 def test_what_is_refused(optimizer: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Pipeline(nn.Identity).optimize(optimizer, **options)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "rule"),
-    [("sgd", "linear"), ("adam", "square root"), (torch.optim.RAdam, "square root")],
+    ("optimizer", "rule"), [("sgd", "linear"), ("adam", "square root"), (torch.optim.RAdam, "square root")]
 )
 def test_scaling_rules(optimizer: Any, rule: str) -> None:
     config = OptimizerConfig(optimizer, {"lr": 0.1}, base_batch_size=64, scale_lr=True)

@@ -1,8 +1,9 @@
-"""Recipes: plain, unmodified dicts that are completed, planned and trained, with helpful errors."""
+"""Recipes: plain, unmodified dicts that are completed, overridden, planned and trained, with helpful errors."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
 from typing import Any
@@ -14,7 +15,7 @@ from drivetrain import RECIPES, Pipeline, PlanError, RecipeError
 from drivetrain.pipeline.describe.plan import Plan
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.describe.rules import check_epochs
-from drivetrain.pipeline.recipes.presets import DEFAULTS, KEYS, complete, parse_overrides
+from drivetrain.pipeline.recipes.presets import DEFAULTS, KEYS, completed, parse_overrides
 from drivetrain.pipeline.recipes.table import PROSE, recipe_table, recipes_table
 from drivetrain.pipeline.training.build import build_model
 from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing, ProgressiveResizing
@@ -56,7 +57,7 @@ def test_the_recipes_that_people_ask_for_are_there() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_shown_with_each_value_its_meaning_and_its_source(name: str) -> None:
-    table, full = recipe_table(name), complete(name)
+    table, full = recipe_table(name), completed(name).values
     assert table.title.split("\n") == [
         name,
         full["description"],
@@ -95,7 +96,7 @@ def test_the_list_of_recipes_says_what_each_has_reached() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_json_and_names_every_key(name: str) -> None:
     assert json.loads(json.dumps(RECIPES[name])) == RECIPES[name]
-    full = complete(name)
+    full = completed(name).values
     assert set(full) == {*KEYS, "name"}
     assert full["name"] == name
     for key in ("description", "source", "published", "measured"):
@@ -103,11 +104,11 @@ def test_a_recipe_is_json_and_names_every_key(name: str) -> None:
     assert re.search(r"https://|arXiv:\d{4}\.\d{5}", full["source"])
     assert "%" in full["published"] or "nothing" in full["published"]  # its result, or that there is none
     assert json.loads(json.dumps(full)) == full
-    assert complete(full) == full  # written out, it is a recipe again
+    assert completed(full).values == full  # written out, it is a recipe again
 
 
 def test_every_value_of_a_recipe_arrives(toy: Toy) -> None:
-    recipe = complete("cifar10-quickstart") | {
+    recipe = completed("cifar10-quickstart").values | {
         "train": toy.train, "val": toy.val, "workers": 3, "accumulate": 2, "clip_norm": 0.5, "seed": 11,
         "epochs": 7, "batch_size": 64, "image_size": SIDE, "devices": 2, "strategy": "ddp",
     }  # fmt: skip
@@ -132,7 +133,7 @@ def test_composers_recipes_are_what_they_say() -> None:
     for part in ("ffcv loader", "BlurPool", "EMA", "warm-up 25%", "8 device(s)", "224 px in evaluation"):
         assert part in whole
     for name in ("mild", "medium", "hot"):  # 8 epochs, however long the training
-        recipe = complete(f"resnet50-{name}")
+        recipe = completed(f"resnet50-{name}").values
         assert recipe["warmup"] * recipe["epochs"] == pytest.approx(8, abs=0.05)
 
 
@@ -222,11 +223,11 @@ def test_overrides_reach_into_dicts_and_leave_the_rest(toy: Toy) -> None:
 
 
 def test_what_is_done_with_a_completed_recipe_stays_there() -> None:
-    full = complete("baseline")
+    full = completed("baseline").values
     full["loading"]["padding"] = 99
     full["transforms"].append("mine")
-    assert complete("baseline")["loading"]["padding"] == 4
-    assert complete("cifar10-quickstart")["loading"]["padding"] == 4
+    assert completed("baseline").values["loading"]["padding"] == 4
+    assert completed("cifar10-quickstart").values["loading"]["padding"] == 4
 
 
 def test_a_dict_is_a_recipe(toy: Toy) -> None:
@@ -252,8 +253,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "transform": ({"transforms": [{"name": "BlurPol"}]}, "baseline: .*'BlurPol'.*Did you mean 'BlurPool'"),
     "transform without a name": ({"transforms": ["BlurPool"]}, "'BlurPool' must be a dict with a name"),
     "transform's option": (
-        {"transforms": [{"name": "BlurPool", "min_chanels": 3}]},
-        "'min_chanels'.*'min_channels'",
+        {"transforms": [{"name": "BlurPool", "min_chanels": 3}]}, "'min_chanels'.*'min_channels'",
     ),
     "optimizer without a name": ({"optimizer": {"lr": 3}}, "optimizer=.* needs a name"),
     "optimizer": ({"optimizer.name": "sdg"}, "baseline: .*'sdg'.*Did you mean 'sgd'"),
@@ -271,16 +271,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "epochs as text": ({"epochs": "3"}, "epochs='3' must be"),
     "epochs as a truth": ({"epochs": True}, "epochs=True must be"),
     "number as text": (
-        {"image_size": "32"},
-        "image_size='32' must be .* Write the number without quotes: 32",
+        {"image_size": "32"}, "image_size='32' must be .* Write the number without quotes: 32",
     ),
     "rate as text": (
-        {"optimizer.lr": "1e-4"},
-        "optimizer: lr='1e-4' is text. Write the number without quotes",
+        {"optimizer.lr": "1e-4"}, "optimizer: lr='1e-4' is text. Write the number without quotes",
     ),
     "option as text": (
-        {"transforms": [{"name": "MixUp", "alpha": "0.2"}]},
-        "transforms: alpha='0.2' is text",
+        {"transforms": [{"name": "MixUp", "alpha": "0.2"}]}, "transforms: alpha='0.2' is text",
     ),
     "option as text, before another of that name": (
         {"transforms": [{"name": "MixUp", "alpha": "0.2"}, {"name": "CutMix", "alpha": 1.0}]},
@@ -294,19 +291,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "eval_image_size=0 must be a positive integer, or two: height and width or null",
     ),
     "strategy's option": (
-        {"strategy_options": {"devce": "cpu"}},
-        "baseline: .*'devce'.*Did you mean 'device'",
+        {"strategy_options": {"devce": "cpu"}}, "baseline: .*'devce'.*Did you mean 'device'",
     ),
     "seed": ({"seed": None}, "baseline: seed=None must be"),
     "warm-up": ({"warmup": "long"}, "baseline: warmup='long'"),
     "workers": ({"workers": "all"}, "baseline: workers='all' must be an integer or null"),
     "threads": (
-        {"workers": -3, "loader": "ffcv"},
-        "workers=-3 must be a positive integer with loader='ffcv'",
+        {"workers": -3, "loader": "ffcv"}, "workers=-3 must be a positive integer with loader='ffcv'",
     ),
     "processes": (
-        {"workers": -3, "loader": "torch"},
-        "workers=-3 must be an integer, 0 or more with loader='torch'",
+        {"workers": -3, "loader": "torch"}, "workers=-3 must be an integer, 0 or more with loader='torch'",
     ),
     "no name of data": ({"train": ""}, "baseline: train='' must be text that is not empty"),
     "no name of validation data": ({"val": ""}, "baseline: val='' must be text that is not empty or null"),
@@ -356,3 +350,46 @@ def test_another_model_than_the_recipes_needs_options_of_its_own(toy: Toy) -> No
     )
     with pytest.raises(PlanError, match="Did you mean 'num_classes' by 'num_clases'"):
         build_model(Pipeline.from_recipe("baseline", **data, **{"model_options.num_clases": 4}), ())
+
+
+def either_way(*pairs: str) -> list[dict[str, Any]]:
+    return [parse_overrides(list(order)) for order in itertools.permutations(pairs)]
+
+
+@pytest.mark.parametrize(
+    "overrides", either_way("optimizer.lr=0.5", 'optimizer={"name": "adamw"}', "optimizer.eps=1e-7")
+)
+def test_a_dict_and_values_in_it_are_both_there(overrides: dict[str, Any]) -> None:
+    pipeline = Pipeline.from_recipe("baseline", **overrides)
+    assert pipeline.optimization.optimizer == "adamw"
+    assert pipeline.optimization.options == {"lr": 0.5, "eps": 1e-7}  # and nothing of the recipe's sgd
+
+
+@pytest.mark.parametrize(
+    "overrides", either_way("optimizer.lr=0.5", 'optimizer={"name": "adamw", "lr": 0.1}', "epochs=3")
+)
+def test_the_same_value_twice_is_an_error(overrides: dict[str, Any]) -> None:
+    message = r"baseline: optimizer\.lr=0\.5 and optimizer=\{.*\} both set its lr\. Leave one of the two out"
+    with pytest.raises(RecipeError, match=message):
+        Pipeline.from_recipe("baseline", **overrides)
+
+
+def test_so_it_is_within_a_recipe() -> None:
+    values = {"model": "cifar_resnet", "train": "a.beton", "batch_size": 8, "image_size": 8}
+    optimizer: dict[str, Any] = {"name": "sgd", "lr": 0.1}
+    assert completed({"optimizer.momentum": 0.5, **values, "optimizer": optimizer}).values["optimizer"] == {
+        **optimizer, "momentum": 0.5
+    }  # fmt: skip
+    with pytest.raises(RecipeError, match=r"optimizer\.lr=0\.3 and optimizer="):
+        completed({"optimizer.lr": 0.3, **values, "optimizer": optimizer})
+    # An override replaces what the recipe has.
+    full = completed({**values, "optimizer": optimizer}, {"optimizer.lr": 0.3}).values
+    assert full["optimizer"]["lr"] == 0.3
+
+
+def test_a_value_of_the_command_line_has_no_key_twice() -> None:
+    for text in ('{"name": "sgd", "lr": 0.1, "lr": 0.2}', '[{"name": "MixUp", "lr": 1, "lr": 2}]'):
+        with pytest.raises(RecipeError, match=r"optimizer=.*the key 'lr' appears twice"):
+            parse_overrides([f"optimizer={text}"])
+    with pytest.raises(RecipeError, match="epochs= is given twice"):
+        parse_overrides(["epochs=1", "seed=2", "epochs=1"])

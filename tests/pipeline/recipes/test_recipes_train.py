@@ -10,7 +10,7 @@ import pytest
 import torch
 from drivetrain import RECIPES, Pipeline
 from drivetrain.loaders import convert
-from drivetrain.pipeline.recipes.presets import complete
+from drivetrain.pipeline.recipes.presets import completed
 from drivetrain.pipeline.telemetry.observer import Observer
 from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.strategies.registry import STRATEGIES
@@ -86,13 +86,7 @@ def test_a_step_of_a_recipe_reads_nothing_from_the_device(name: str, stand_in: d
             found.extend(syncs.found)
 
     with HostSyncs() as syncs:
-        train_epoch(
-            built.engine,
-            batches,
-            built.loss,
-            hooks=built.hooks,
-            observer=Seen(),
-        )
+        train_epoch(built.engine, batches, built.loss, hooks=built.hooks, observer=Seen())
     assert built.hooks.state.step == len(batches)
     assert [line for line in found if not any(place in line for place in ON_THE_HOST)] == []
 
@@ -106,7 +100,7 @@ def test_the_billions_are_divided_among_two_ranks(stand_in: dict[str, str]) -> N
 
 @pytest.mark.parametrize("name", ["billion-fsdp", "billion-deepspeed"])
 def test_the_billions_are_billions(name: str) -> None:
-    recipe = complete(name)
+    recipe = completed(name).values
     with torch.device("meta"):  # shapes alone
         model = Pipeline(recipe["model"]).model(**recipe["model_options"])  # type: ignore[operator]
     count = sum(parameter.numel() for parameter in model.parameters())

@@ -175,8 +175,7 @@ def test_lightning_reaches_the_same(files: Files) -> None:
 
 REFUSED: dict[str, tuple[str, Callable[[Pipeline], Pipeline], str]] = {
     "labels that it does not take": (
-        "Classification",
-        lambda p: p.replace(model=Outputs, model_options={"num_classes": 3}),
+        "Classification", lambda p: p.replace(model=Outputs, model_options={"num_classes": 3}),
         r"and labels \(2,\): TypeError.*model\(images, labels=targets\).*write forward\(self, images, labels=None\)",
     ),
     "no loss": ("Classification", lambda p: with_odd(p, "None"), "it returned None as loss. Leave out loss='model'"),

@@ -1,23 +1,25 @@
-"""Tasks as values: their losses, metrics and predictions on tensors, and what they refuse."""
+"""Tasks as values: their losses, metrics and predictions on tensors, also over two ranks, and what they refuse."""
 
 from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from drivetrain import Classification, MultiLabel, PlanError, Regression, Segmentation, Task
+from drivetrain.pipeline.tasks import get, to_dict
 from drivetrain.pipeline.tasks.metrics import compute, pool, state_of
 from drivetrain.pipeline.tasks.nests import to_float
-from drivetrain.pipeline.tasks.registry import get, to_dict
+from drivetrain.strategies import launch
 from task_jobs import Cosine
 from torch import nn
-from torchmetrics import MeanMetric
+from torchmetrics import MaxMetric, MeanMetric, Metric, MinMaxMetric, PearsonCorrCoef, SumMetric
 from torchmetrics.classification import MulticlassF1Score
 
 
@@ -133,12 +135,9 @@ def test_a_task_is_a_value() -> None:
     with pytest.raises(AttributeError, match="Classification is frozen"):
         one.monitor = "top1"
     for task in (
-        one,
-        MultiLabel(),
-        Segmentation(4, loss=F.cross_entropy),
-        Cosine(2.0),
+        one, MultiLabel(), Segmentation(4, loss=F.cross_entropy), Cosine(2.0),
         Regression(loss="torch.nn:MSELoss"),
-    ):
+    ):  # fmt: skip
         assert get(**to_dict(task)) == task
     metric = MulticlassF1Score(3)
     made = Classification(metrics=[metric, "top1"]).meters(3)
@@ -169,8 +168,7 @@ def test_a_loss_with_weights_moves_without_changing_the_task() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "metric by a wrong name": (
-        partial(Classification, metrics=("top1", "acuracy")),
-        "no metric is named 'acuracy'",
+        partial(Classification, metrics=("top1", "acuracy")), "no metric is named 'acuracy'",
     ),
     "metric of another task": (partial(Regression, metrics=("map",)), "no metric is named 'map'"),
     "no metric": (partial(MultiLabel, metrics=(3,)), "3 is not a metric. Pass names of .*'map'"),
@@ -180,32 +178,28 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "monitor": (partial(Regression, monitor="top1"), "monitor='top1' is not a metric of it"),
     "loss by a wrong name": (partial(Regression, loss="mae"), "no loss is named 'mae'. .*huber"),
     "loss of a module": (
-        partial(Regression, loss="torch.nn:Nothing"),
-        "'torch.nn:Nothing' cannot be imported",
+        partial(Regression, loss="torch.nn:Nothing"), "'torch.nn:Nothing' cannot be imported",
     ),
     "loss of the script": (
         partial(Regression, loss="__main__:mine"),
         "loss '__main__:mine' is defined in the running script.*to a separate module",
     ),
     "loss of the standard library": (
-        partial(Regression, loss="os:system"),
-        "names Python's standard library, which has no losses",
+        partial(Regression, loss="os:system"), "names Python's standard library, which has no losses",
     ),
     "imported class": (
-        partial(Regression, loss="torch.optim:SGD"),
-        "must be a function, a module, or a name",
+        partial(Regression, loss="torch.optim:SGD"), "must be a function, a module, or a name",
     ),
     "task of the script": (partial(get, "__main__:Mine"), "'__main__:Mine' is defined in the running script"),
     "task of the standard library": (partial(get, "json:JSONDecoder"), "which has no tasks"),
     "loss class": (partial(Regression, loss=nn.MSELoss), "must be a function, a module, or a name"),
     "classes": (partial(Segmentation, 1), "classes=1 must be an integer of at least 2"),
     "task by a wrong name": (
-        partial(get, "Multilabel"),
-        "No task is named 'Multilabel'. Did you mean 'MultiLabel'",
+        partial(get, "Multilabel"), "No task is named 'Multilabel'. Did you mean 'MultiLabel'",
     ),
     "argument": (partial(get, "MultiLabel", metric="map"), "MultiLabel does not take"),
     "not a task": (partial(get, "torch.nn:Linear"), "not a class derived from drivetrain.Task"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -220,3 +214,137 @@ def test_a_metric_of_several_numbers_is_refused() -> None:
     meters["f1"].update(torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
     with pytest.raises(PlanError, match=r"'f1' returns tensor.* one number. Average it"):
         compute(meters, 1)
+
+
+def product(stacked: torch.Tensor) -> torch.Tensor:
+    return stacked.prod(0)
+
+
+class Reduced(Metric):
+    """Keeps `fold(state, values)`, reduced over ranks by `reduction`; its value is `total(state)`."""
+
+    full_state_update = True
+
+    def __init__(
+        self,
+        reduction: Any,
+        fold: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        start: float | Sequence[float] = 0.0,
+        total: Callable[[torch.Tensor], torch.Tensor] = torch.sum,
+    ) -> None:
+        super().__init__()
+        self.add_state("kept", torch.tensor(start), dist_reduce_fx=reduction)
+        self.kept: torch.Tensor
+        self.fold, self.total = fold, total
+
+    def update(self, values: torch.Tensor) -> None:
+        self.kept = self.fold(self.kept, values)
+
+    def compute(self) -> torch.Tensor:
+        return self.total(self.kept)
+
+
+class Listed(Metric):
+    """Keeps all values in a list, with or without a reduction."""
+
+    full_state_update = False
+
+    def __init__(self, reduction: Any) -> None:
+        super().__init__()
+        self.add_state("kept", [], dist_reduce_fx=reduction)
+        self.kept: Any
+
+    def update(self, values: torch.Tensor) -> None:
+        self.kept.append(values)
+
+    def compute(self) -> torch.Tensor:
+        return torch.cat(self.kept).std() if isinstance(self.kept, list) else self.kept.std()
+
+
+def plus(state: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return state + values.sum()
+
+
+def meters() -> dict[str, Metric]:
+    return {
+        "sum": Reduced("sum", plus),
+        "mean": Reduced("mean", plus),
+        "max": Reduced("max", lambda state, values: torch.maximum(state, values.max()), -9.0),
+        "min": Reduced("min", lambda state, values: torch.minimum(state, values.min()), 9.0),
+        "function": Reduced(product, plus),
+        "none": Reduced(None, plus, total=lambda state: state.max()),
+        "cat of tensors": Reduced("cat", lambda state, values: torch.cat([state, values]), (), torch.std),
+        "cat": Listed("cat"),
+        "list": Listed(None),
+        "torchmetrics' sum": SumMetric(),
+        "combined": SumMetric() * 2.0 + MaxMetric(),
+        "wrapped": MinMaxMetric(MeanMetric()),
+    }
+
+
+BATCHES: dict[int, list[list[list[float]]]] = {
+    2: [[[1.0, 5.0], [2.0]], [[4.0, 3.0]]],
+    1: [[], [[1.0, 5.0], [4.0]]],
+}
+"""By the number of ranks that see samples: the updates of each rank."""
+
+
+def updated(made: dict[str, Metric], batches: list[list[float]]) -> dict[str, Metric]:
+    for batch in batches:
+        for metric in made.values():
+            metric.update(torch.tensor(batch))
+    return made
+
+
+def of_this_rank() -> dict[str, Any]:
+    """The values over both ranks, those of torchmetrics' own synchronization, and an error."""
+    rank, found = dist.get_rank(), dict[str, Any]()
+    for seen, batches in BATCHES.items():
+        made = updated(meters(), batches[rank])
+        made.pop("wrapped")
+        found[str(seen)] = compute(made, 2)
+    made = updated({"wrapped": meters()["wrapped"]}, BATCHES[2][rank])
+    pooled = [state_of(made["wrapped"])]
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, pooled[0])
+    pool("wrapped", made["wrapped"], gathered)
+    found["wrapped"] = made["wrapped"].compute()["raw"].item()
+    theirs = updated(meters(), BATCHES[2][rank])
+    for name in ("cat of tensors", "list", "wrapped"):  # torchmetrics needs as many values on each rank
+        del theirs[name]
+    found["theirs"] = {name: metric.compute().item() for name, metric in theirs.items()}
+    x = torch.arange(6.0)[rank * 2 : rank * 2 + 4]
+    correlation = PearsonCorrCoef()
+    correlation.update(x, x.square())
+    found["correlation"] = compute({"r": correlation}, 2)["r"]
+    unlike = Reduced("sum", lambda _, values: values)
+    unlike.update(torch.zeros(2 + rank))
+    try:
+        compute({"unlike": unlike}, 2)
+    except PlanError as error:
+        found["error"] = str(error)
+    return found
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("one_thread")
+def test_each_reduction_over_two_ranks() -> None:
+    first, second = launch(of_this_rank, devices=2, device="cpu", timeout=120)
+    assert first == second
+    as_one = ["sum", "max", "min", "cat of tensors", "cat", "list", "torchmetrics' sum", "combined"]
+    for seen, batches in BATCHES.items():
+        whole = updated(meters(), [batch for of_rank in batches for batch in of_rank])
+        names = as_one if seen == 2 else [*as_one, "mean", "function", "none"]
+        for name in names:
+            assert first[str(seen)][name] == pytest.approx(whole[name].compute().item(), abs=1e-6), (
+                seen,
+                name,
+            )
+    assert first["2"] == pytest.approx(first["2"] | first["theirs"], abs=1e-6)
+    assert (first["2"]["mean"], first["2"]["function"], first["2"]["none"]) == (7.5, 56, 8)
+    assert first["wrapped"] == pytest.approx(3.0)
+    x = torch.cat([torch.arange(4.0), torch.arange(2.0, 6.0)])
+    assert first["correlation"] == pytest.approx(
+        torch.corrcoef(torch.stack([x, x.square()]))[0, 1].item(), abs=1e-5
+    )
+    assert "The metric 'unlike' (Reduced) cannot be merged over ranks" in first["error"]

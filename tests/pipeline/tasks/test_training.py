@@ -223,8 +223,7 @@ REFUSED: dict[str, tuple[Callable[[Pipeline], Pipeline], Any, str]] = {
         lambda p: p.task(MultiLabel()), jobs.numbers_of, "one number per image, but MultiLabel needs a vector",
     ),
     "values as labels": (
-        lambda p: p.task(MultiLabel()),
-        lambda pictures: pictures.mean((1, 2)).astype(np.float32),
+        lambda p: p.task(MultiLabel()), lambda pictures: pictures.mean((1, 2)).astype(np.float32),
         r"has the value .* in the vector of sample 0, but MultiLabel needs 0 or 1",
     ),
     "another width": (
@@ -232,21 +231,18 @@ REFUSED: dict[str, tuple[Callable[[Pipeline], Pipeline], Any, str]] = {
     ),
     "masks": (lambda p: p.task(Segmentation(3)), jobs.numbers_of, "needs a mask per image"),
     "smoothing of labels": (
-        lambda p: p.task(MultiLabel()).transform(LabelSmoothing()),
-        jobs.vectors,
+        lambda p: p.task(MultiLabel()).transform(LabelSmoothing()), jobs.vectors,
         "LabelSmoothing needs targets that are class indices, but MultiLabel has labels",
     ),
     "mixing of numbers": (
-        lambda p: p.task(Regression()).transform(MixUp()),
-        jobs.numbers_of,
+        lambda p: p.task(Regression()).transform(MixUp()), jobs.numbers_of,
         "MixUp needs targets that are class indices or labels, but Regression has values",
     ),
     "mixing of what a task of one's own has": (
         lambda p: p.task(jobs.Cosine()).transform(CutMix()), jobs.numbers_of, "CutMix needs targets .* Cosine has any",
     ),
     "a loss of vectors": (
-        lambda p: p.task(MultiLabel(loss=lambda outputs, _: outputs)),
-        jobs.vectors,
+        lambda p: p.task(MultiLabel(loss=lambda outputs, _: outputs)), jobs.vectors,
         r"The loss returns \(2, 3\) for 2 images",
     ),
     "a loss that raises": (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import strategies
-from drivetrain.pipeline.tasks.classification import Classification
+from drivetrain.pipeline.tasks.standard import Classification
 from drivetrain.pipeline.tasks.task import TaskLoss
 from drivetrain.pipeline.training.guard import NonFiniteGuard
 from drivetrain.pipeline.training.loop import train_epoch

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from drivetrain import Pipeline
 from drivetrain.pipeline.apps.jobs.schedulers import job_file
-from drivetrain.pipeline.recipes.importing import modules_of
+from drivetrain.pipeline.recipes.files import modules_of
 from job_scripts import SCONTROL, SRUN, programs, surroundings
 from pipeline_data import Toy
 

@@ -1,4 +1,4 @@
-"""Convert a pipeline to a recipe."""
+"""Build a pipeline from a recipe, and write a pipeline as one."""
 
 from __future__ import annotations
 
@@ -7,23 +7,69 @@ import enum
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
-from ... import strategies
-from ...common.errors import PlanError, RecipeError, StrategyError
+from ... import strategies, transforms
+from ...common.errors import DataError, PlanError, RecipeError, StrategyError
 from ...common.names import name_of
-from ...common.options.config import Config
+from ...common.options.config import Config, options_of
 from ...loaders.sources import Files
-from ...transforms import to_dict
-from ..describe.config import DistributedConfig
+from .. import tasks
+from ..describe.config import DataConfig, DistributedConfig, FitOptions
 from ..describe.pipeline_spec import PipelineSpec
 from ..models.factories import name_of_factory
 from ..optim.config import OptimizerConfig
-from ..tasks import registry as tasks
-from ..tasks.task import Task
-from .schema import keys_of
+from .presets import Completed, completed
+from .schema import Origin, keys_of
+
+P = TypeVar("P", bound=PipelineSpec)
+
+
+def build_pipeline(
+    recipe: str | Path | Mapping[str, Any] | Completed, overrides: Mapping[str, Any], kind: type[P]
+) -> P:
+    """See `Pipeline.from_recipe`; `kind` is its class."""
+    made = recipe if isinstance(recipe, Completed) else completed(recipe, overrides)
+    full, origin = made.values, made.origin
+    _check_options(full, origin)
+    try:
+        pipeline = kind(full["model"], seed=full["seed"], **full["model_options"])
+        pipeline = pipeline.load(**_arguments(DataConfig, full))
+        if full["task"] is not None:
+            task = full["task"]
+            pipeline = pipeline.task(tasks.get(**({"name": task} if isinstance(task, str) else task)))
+        pipeline = pipeline.transform(*(transforms.get(**entry) for entry in full["transforms"]))
+        if made.sets(OptimizerConfig):
+            arguments = _arguments(OptimizerConfig, full)
+            pipeline = pipeline.optimize(arguments.pop("name"), **arguments)
+        if made.sets(DistributedConfig):
+            pipeline = pipeline.distribute(**_arguments(DistributedConfig, full))
+        if made.sets(FitOptions):
+            pipeline = pipeline.replace(fit_options=FitOptions(**_arguments(FitOptions, full)))
+    except (PlanError, DataError, StrategyError, TypeError) as error:
+        raise RecipeError(f"Recipe {origin.name}: {error}") from error
+    return pipeline.replace(epochs=full["epochs"], recipe=full["name"])
+
+
+def _check_options(full: Mapping[str, Any], origin: Origin) -> None:
+    """Reject the recipe's own keys among the options of the model, the loader, the optimizer or the strategy."""
+    own = {"model_options": {"model", "seed"}}
+    for config in (DataConfig, OptimizerConfig, DistributedConfig):
+        own[options_of(config)[config.EXTRA].key] = {*keys_of(config)}
+    for head, keys in own.items():
+        for key in keys - {head}:
+            if key in full[head]:
+                where = f"{origin.at(head)}: {head}.{key}"
+                raise RecipeError(f"{where} is a key of the recipe itself. Set {key}=….")
+
+
+def _arguments(config: type[Config], full: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the method or class that makes this config."""
+    arguments = {option.name: full[key] for key, option in keys_of(config).items()}
+    extra: Mapping[str, Any] = arguments.pop(config.EXTRA, {})
+    return {**arguments, **extra}
 
 
 def to_recipe(pipeline: PipelineSpec) -> dict[str, Any]:
@@ -34,22 +80,25 @@ def to_recipe(pipeline: PipelineSpec) -> dict[str, Any]:
     recipe: dict[str, Any] = {} if pipeline.recipe is None else {"name": pipeline.recipe}
     recipe |= {"model": _model(pipeline), "model_options": _plain("model_options", pipeline.model_options)}
     recipe |= _values(data)
-    if pipeline.goal is not None:
-        recipe["task"] = _task(pipeline.goal)
-    recipe["transforms"] = _transforms(pipeline)
+    try:
+        task = None if pipeline.goal is None else tasks.to_dict(pipeline.goal)
+        entries = [transforms.to_dict(transform) for transform in pipeline.transforms]
+    except PlanError as error:
+        raise RecipeError(str(error)) from error
+    if task is not None:
+        recipe["task"] = {key: _plain(f"task: {key}", value) for key, value in task.items()}
+    recipe["transforms"] = [_plain(f"transforms: {entry['name']}", entry) for entry in entries]
     if optimization is not None:
-        recipe |= _values(
-            optimization,
-            optimizer={"name": _optimizer(optimization), **optimization.options},
-            schedule=_schedule(optimization),
-        )
+        named = {"name": _optimizer(optimization), **optimization.options}
+        recipe |= _values(optimization, optimizer=named, schedule=_schedule(optimization))
     if distribution is not None:
-        recipe |= _values(
-            distribution,
-            strategy=distribution.name,
-            strategy_options=_strategy_options(distribution),
-            activation_checkpointing=_checkpointed(distribution),
-        )
+        if callable(distribution.activation_checkpointing):
+            raise RecipeError(
+                "distribute(activation_checkpointing=…) is a function, which a recipe cannot contain. Pass the names "
+                "of module classes, or True for the model's blocks."
+            )
+        options = _strategy_options(distribution)
+        recipe |= _values(distribution, strategy=distribution.name, strategy_options=options)
     if pipeline.fit_options is not None:
         recipe |= _values(pipeline.fit_options)
     return recipe | {"epochs": pipeline.epochs, "seed": pipeline.seed}
@@ -83,22 +132,6 @@ def _model(pipeline: PipelineSpec) -> str:
     return name
 
 
-def _task(task: Task) -> dict[str, Any]:
-    try:
-        entry = tasks.to_dict(task)
-    except PlanError as error:
-        raise RecipeError(str(error)) from error
-    return {key: _plain(f"task: {key}", value) for key, value in entry.items()}
-
-
-def _transforms(pipeline: PipelineSpec) -> list[dict[str, Any]]:
-    try:
-        entries = [to_dict(transform) for transform in pipeline.transforms]
-    except PlanError as error:
-        raise RecipeError(str(error)) from error
-    return [_plain(f"transforms: {entry['name']}", entry) for entry in entries]
-
-
 def _name(target: Any, refusal: str) -> str:
     """Return a name as given, or that of a function or class; raise RecipeError if there is none."""
     name = target if isinstance(target, str) else name_of(target)
@@ -122,15 +155,6 @@ def _schedule(optimization: OptimizerConfig) -> str:
         f"The schedule {optimization.schedule!r:.80} cannot be imported by name. Define it at the top level of a "
         "module; its name in a recipe is then package.module:function, and its arguments are schedule_options.",
     )
-
-
-def _checkpointed(how: DistributedConfig) -> Any:
-    if callable(how.activation_checkpointing):
-        raise RecipeError(
-            "distribute(activation_checkpointing=…) is a function, which a recipe cannot contain. Pass the names of "
-            "module classes, or True for the model's blocks."
-        )
-    return how.activation_checkpointing
 
 
 def _strategy_options(how: DistributedConfig) -> Mapping[str, Any]:
@@ -159,11 +183,7 @@ def _strategy_options(how: DistributedConfig) -> Mapping[str, Any]:
 
 
 def _plain(where: str, value: Any) -> Any:
-    """Return `value` as JSON types: tuples become lists, torchvision's weights their names.
-
-    Raises:
-        RecipeError: for any other value, naming its key.
-    """
+    """Return `value` as JSON types: tuples become lists, torchvision's weights their names."""
     if isinstance(value, Files):
         return value.source
     if isinstance(value, Mapping):

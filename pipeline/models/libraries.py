@@ -1,4 +1,5 @@
-"""Hugging Face's image classification models by name or folder: `"hf:google/vit-base-patch16-224"`."""
+"""Models of other libraries by name: timm's, `"timm:resnet18"`, and Hugging Face's image classification models,
+`"hf:google/vit-base-patch16-224"` or a folder."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from urllib.request import getproxies
 import torch
 from torch import nn
 
-from ...common.errors import DataError, PlanError, RecipeError, require
-from .weights import is_file_name, omitted, read_weights, unusable
+from ...common.errors import DataError, PlanError, RecipeError, require, suggest
+from .weights import is_file_name, load_weights, omitted, read_weights, unusable
 
 _PROBE_SECONDS = 5.0
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -31,12 +32,9 @@ _PROBLEMS = {
 
 @dataclass(frozen=True)
 class HfModel:
-    """The factory of one of Hugging Face's models for image classification (`AutoModelForImageClassification`).
-
-    Attributes:
-        name: a name on the hub, whose files are taken from the library's cache, or downloaded once; or a local folder
-            with `config.json`. No code of the hub is run.
-    """
+    """The factory of one of Hugging Face's models for image classification (`AutoModelForImageClassification`): `name`
+    is one on the hub, whose files are taken from the library's cache, or downloaded once; or a local folder with
+    `config.json`. No code of the hub is run."""
 
     name: str
 
@@ -60,10 +58,6 @@ class HfModel:
                 `torch.save`). A last layer for another number of outputs is left out. Default None: random ones.
             revision: branch, tag or commit on the hub. Default None: the main branch.
             options: values of the configuration to replace, such as `hidden_dropout_prob`.
-
-        Raises:
-            PlanError: for an option that the configuration does not have, or a model that does not classify images.
-            DataError: if files are neither here nor to be downloaded, damaged, or of another model.
         """
         if num_classes is not None:
             options["num_labels"] = num_classes
@@ -79,20 +73,14 @@ class HfModel:
 
     def _config(self, revision: str | None, options: dict[str, Any]) -> Any:
         read = _transformers().AutoConfig.from_pretrained
-        arguments = {
-            "return_unused_kwargs": True,
-            "trust_remote_code": False,
-            "revision": revision,
-            **options,
-        }
+        flags = {"return_unused_kwargs": True, "trust_remote_code": False, "revision": revision}
         try:
-            config, unused = _cached_or_fetched(read, self.name, **arguments)
+            config, unused = _cached_or_fetched(read, self.name, **flags | options)
         except OSError as error:
             raise self._missing(error) from error
         except Exception as error:  # configurations check their values in many ways
-            raise PlanError(
-                f"{self.__name__} cannot be configured with {options}: {_line(error)}."
-            ) from error
+            reason = _line(error)
+            raise PlanError(f"{self.__name__} cannot be configured with {options}: {reason}.") from error
         unused = set(unused) & options.keys()
         if unused:
             raise PlanError(
@@ -118,10 +106,9 @@ class HfModel:
         place, state = self.name if weights == "DEFAULT" else str(weights), None
         local = Path(place).exists()
         if weights != "DEFAULT" and not local:
-            file = (
-                "file" if is_file_name(weights) else "folder, nor a name of weights: there is only 'DEFAULT'"
-            )
-            raise DataError(f"The weights {weights} of {self.__name__} are not a {file}.")
+            others = "folder, nor a name of weights: there is only 'DEFAULT'"
+            what = "file" if is_file_name(weights) else others
+            raise DataError(f"The weights {weights} of {self.__name__} are not a {what}.")
         if Path(place).is_file():
             state = read_weights(Path(place), self.__name__)
         given: dict[str, Any] = {
@@ -187,18 +174,12 @@ def check_hub() -> None:
 
 
 def hf_model(name: str) -> HfModel:
-    """Return the factory of a Hugging Face model, without the prefix. Nothing is read from the network.
-
-    Raises:
-        RecipeError: if `name` is neither a folder with `config.json` nor a possible name on the hub.
-        MissingExtra: without transformers.
-    """
+    """Return the factory of a Hugging Face model, without the prefix. Nothing is read from the network."""
     _transformers()
     folder = Path(name)
     if name and folder.is_dir() and not (folder / "config.json").is_file():
-        raise RecipeError(
-            f"The folder {folder} of hf:{name} has no config.json. Save it with save_pretrained()."
-        )
+        remedy = "Save it with save_pretrained()."
+        raise RecipeError(f"The folder {folder} of hf:{name} has no config.json. {remedy}")
     if not (name and folder.is_dir()) and not _HUB_NAME.fullmatch(name):
         raise RecipeError(
             f"hf:{name} is neither a folder nor a name on Hugging Face's hub. Write hf:organisation/model, or "
@@ -208,11 +189,9 @@ def hf_model(name: str) -> HfModel:
 
 
 def loss_mismatch(model: nn.Module, kind: str) -> str:
-    """Return why the loss that a Hugging Face model computes is not one for targets of this kind; "" if it is.
-
-    The models choose it by `config.problem_type`, and if that is not set, by the first targets that they see: a vector
-    of numbers would be taken for labels.
-    """
+    """Return why the loss that a Hugging Face model computes is not one for targets of this kind; "" if it is. The
+    models choose it by `config.problem_type`, and if that is not set, by the first targets that they see: a vector of
+    numbers would be taken for labels."""
     chosen = getattr(getattr(model, "config", None), "problem_type", None)
     expected = _PROBLEMS.get(kind, chosen)
     if chosen in (None, expected):
@@ -262,3 +241,49 @@ def _quiet() -> Iterator[None]:
 
 def _transformers() -> Any:
     return require("transformers", "hf", "build one of its models")
+
+
+@dataclass(frozen=True)
+class TimmModel:
+    """The factory of one of timm's models.
+
+    Called with timm's arguments of `create_model`: `num_classes`, `drop_rate`, … With `pretrained=True`, timm's weights
+    from its cache, downloaded if necessary; with `pretrained="file.safetensors"` (or .pth), those of a file. If
+    `num_classes` differs from that of the weights, the classifier is not loaded and keeps its initialization.
+    """
+
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        return f"timm:{self.name}"
+
+    def __call__(self, *, pretrained: bool | str | Path = False, **options: Any) -> nn.Module:
+        file = None if isinstance(pretrained, bool) else Path(pretrained)
+        published = pretrained is True and not omitted()
+        try:
+            model: Any = _timm().create_model(self.name, pretrained=published, **options)
+        except TypeError as error:
+            raise PlanError(f"{self.__name__} does not take {options}: {error}.") from error
+        except (OSError, RuntimeError) as error:
+            raise DataError(
+                f"The weights of the cache or the network cannot be loaded into {self.__name__}: {error}. Pass "
+                "pretrained='FILE' with weights of this model, or pretrained=False."
+            ) from error
+        if file is not None and not omitted():
+            heads = model.pretrained_cfg.get("classifier", ())
+            load_weights(model, file, self.__name__, (heads,) if isinstance(heads, str) else heads)
+        built: nn.Module = model
+        return built
+
+
+def timm_model(name: str) -> TimmModel:
+    """Return the factory of timm's model `name`, without the prefix."""
+    known = _timm().list_models(include_tags=False)
+    if name.partition(".")[0] not in known:
+        raise RecipeError(f"timm has no model {name!r}.{suggest(name, known)}")
+    return TimmModel(name)
+
+
+def _timm() -> Any:
+    return require("timm", "timm", "build one of its models")

@@ -1,0 +1,355 @@
+"""The standard tasks on labels: classification, several labels, numbers, and classes of pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from ...common.checks import is_whole
+from ...common.errors import PlanError
+from .means import CLASS_LOSSES, LossFunction
+from .metrics import maker, top
+from .task import Kind, StandardTask, Targets, check_names, names_of, shape_of, vectors
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+
+class Classification(StandardTask):
+    """One class per image: the model returns logits `(B, C)`, targets are class indices `(B,)`.
+
+    With MixUp or CutMix, the loss receives probabilities `(B, C)` instead.
+
+    Args:
+        metrics: of `"top1"`, `"top5"` (any `"topK"`), `"f1"`, `"precision"`, `"recall"` (means over the classes) and
+            `"auroc"`, or torchmetrics objects. Default `("top1", "top5")`, as ImageNet's results are reported;
+            without `"top5"` for up to five classes.
+        loss: default cross entropy; `"model"`: the one that the model computes.
+        monitor: default the first metric.
+
+    Example::
+
+        >>> pipeline = pipeline.task(Classification(metrics=("top1", "f1"), monitor="f1"))
+    """
+
+    kind: ClassVar[Kind] = "class indices"
+    LOSSES: ClassVar[Mapping[str, LossFunction]] = {"cross_entropy": F.cross_entropy}
+    METRICS: ClassVar[Mapping[str, Callable[[int], Any]]] = {
+        "top1": top(1),
+        "top5": top(5),
+        "f1": maker("MulticlassF1Score"),
+        "precision": maker("MulticlassPrecision"),
+        "recall": maker("MulticlassRecall"),
+        "auroc": maker("MulticlassAUROC"),
+    }
+    DEFAULT_METRICS = ("top1", "top5")
+
+    def meters(self, width: int | None) -> dict[str, Metric]:
+        meters = super().meters(width)
+        if "metrics" not in self.options and width is not None and width <= 5:
+            del meters["top5"]
+        return meters
+
+    def predict(self, outputs: Any) -> torch.Tensor:
+        """Return probabilities `(B, C)`."""
+        return torch.softmax(outputs, dim=1)
+
+    def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
+        """Return `class`, `probability` and, from the most probable on, all `probabilities` by name."""
+        names = names_of(len(prediction), classes)
+        order = prediction.argsort(descending=True).tolist()
+        probabilities = {names[i]: prediction[i].item() for i in order}
+        best = names[order[0]]
+        return {"class": best, "probability": probabilities[best], "probabilities": probabilities}
+
+    def check(self, train: Targets, val: Targets | None) -> int:
+        """Return the number of classes: that of the class names if a source has any, else the largest training label
+        plus one. Validation data without names may lack the last classes."""
+        for targets in (train, val):
+            if targets is not None:
+                _check_indices(targets)
+        classes = len(train.classes) or int(train.values.max()) + 1
+        if val is None:
+            return classes
+        check_names(train, val, "classes")
+        classes = classes if train.classes else max(len(val.classes), classes)
+        if val.values.max() >= classes or train.values.max() >= classes:
+            raise PlanError(
+                f"{train.source} has {classes} classes, but {val.source} has the label {int(val.values.max())}, which "
+                f"a model of {classes} classes cannot predict. Convert both from data of the same classes."
+            )
+        return classes
+
+    def output_error(self, outputs: Any, width: int | None, source: str) -> str:
+        return logits_error(outputs, width, source, "classes")
+
+
+def logits_error(outputs: Any, width: int | None, source: str, what: str) -> str:
+    """Return why outputs for two images are not `width` logits each, with the remedy; "" if they are."""
+    if not isinstance(outputs, torch.Tensor):
+        return (
+            f"The model returns a {type(outputs).__name__}, but a loss needs one tensor of logits. Wrap it in a module "
+            f"whose forward returns only the logits, {width} for each image."
+        )
+    if outputs.shape != (2, width):
+        return (
+            f"The model returns {tuple(outputs.shape)} for 2 images, but {source} has {width} {what}. Build it with "
+            f"num_classes={width}, so that it returns (2, {width}); in a recipe: model_options.num_classes={width}."
+        )
+    return ""
+
+
+def _check_indices(targets: Targets) -> None:
+    values = targets.values
+    if not np.issubdtype(values.dtype, np.integer) or values.ndim != 1:
+        what = "float labels" if values.ndim == 1 else f"vectors of {values.shape[1]} numbers as labels"
+        raise PlanError(
+            f"{targets.source} has {what}, but Classification trains with cross entropy, which needs class indices. "
+            "Convert it with integer labels, or choose .task(Regression()) or .task(MultiLabel())."
+        )
+    if values.min() < 0:
+        raise PlanError(
+            f"{targets.source} has the label {values.min()}, but class indices start at 0. Convert it again."
+        )
+
+
+class MultiLabel(StandardTask):
+    """Any number of labels per image: the model returns logits `(B, K)`, targets are vectors `(B, K)` of 0 and 1.
+
+    MixUp and CutMix mix the vectors. A label without a positive sample in the validation data counts as 0 in `map` and
+    `f1`; torchmetrics warns of it.
+
+    Args:
+        metrics: of `"map"` (mean average precision over the labels), `"f1"` (mean over the labels, at probability
+            0.5), `"precision"`, `"recall"` and `"auroc"`, or torchmetrics objects. Default `("map", "f1")`, as results
+            on COCO and VOC are reported.
+        loss: default binary cross entropy with logits, the mean over images and labels; `"model"`: the one that the
+            model computes.
+        monitor: default the first metric.
+
+    Example::
+
+        >>> pipeline = pipeline.task(MultiLabel(metrics=("map", "f1")))
+    """
+
+    kind: ClassVar[Kind] = "labels"
+    LOSSES: ClassVar[Mapping[str, LossFunction]] = {"bce": F.binary_cross_entropy_with_logits}
+    METRICS: ClassVar[Mapping[str, Callable[[int], Any]]] = {
+        "map": maker("MultilabelAveragePrecision"),
+        "f1": maker("MultilabelF1Score"),
+        "precision": maker("MultilabelPrecision"),
+        "recall": maker("MultilabelRecall"),
+        "auroc": maker("MultilabelAUROC"),
+    }
+    DEFAULT_METRICS = ("map", "f1")
+
+    def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return the targets as torchmetrics takes them: integers."""
+        return targets.long()
+
+    def predict(self, outputs: Any) -> torch.Tensor:
+        """Return the probability of each label, `(B, K)`."""
+        return torch.sigmoid(outputs)
+
+    def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
+        """Return the `labels` with a probability of at least 0.5, and all `probabilities` by name."""
+        probabilities = dict(zip(names_of(len(prediction), classes), prediction.tolist(), strict=True))
+        labels = [name for name, p in probabilities.items() if p >= 0.5]
+        return {"labels": labels, "probabilities": probabilities}
+
+    def check(self, train: Targets, val: Targets | None) -> int:
+        """Return the number of labels."""
+        width = vectors(self, train, val, "a vector of 0 and 1 per image")
+        check_names(train, val, "labels")
+        for targets in (train, val):
+            if targets is None:
+                continue
+            if targets.values.ndim != 2:
+                raise PlanError(
+                    f"{targets.source} has one number per image, but MultiLabel needs a vector of 0 and 1. Convert it "
+                    "with vectors, or choose .task(Classification())."
+                )
+            wrong = (targets.values != 0) & (targets.values != 1)
+            if wrong.any():
+                at = tuple(int(i) for i in np.argwhere(wrong)[0])
+                raise PlanError(
+                    f"{targets.source} has the value {targets.values[at]} in the vector of sample {at[0]}, but "
+                    "MultiLabel needs 0 or 1. Convert it again, or choose .task(Regression())."
+                )
+        return width
+
+    def output_error(self, outputs: Any, width: int | None, source: str) -> str:
+        return logits_error(outputs, width, source, "labels")
+
+
+class Regression(StandardTask):
+    """One or more numbers per image: the model returns `(B, K)` for targets `(B, K)`, or `(B, 1)` for targets `(B,)`.
+
+    Args:
+        metrics: of `"mae"`, `"mse"`, `"rmse"` and `"r2"` (the mean over the numbers), or torchmetrics objects. Default
+            `("mae", "r2")`.
+        loss: `"mse"` (the default), `"l1"`, `"huber"`, a function or a module, or `"model"`.
+        monitor: default the first metric.
+
+    Example::
+
+        >>> pipeline = pipeline.task(Regression(loss="huber", metrics=("mae",)))
+    """
+
+    kind: ClassVar[Kind] = "values"
+    LOSSES: ClassVar[Mapping[str, LossFunction]] = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.huber_loss}
+    METRICS: ClassVar[Mapping[str, Callable[[int], Any]]] = {
+        "mae": maker("MeanAbsoluteError"),
+        "mse": maker("MeanSquaredError"),
+        "rmse": maker("MeanSquaredError", squared=False),
+        "r2": maker("R2Score"),
+    }
+    DEFAULT_METRICS = ("mae", "r2")
+
+    def outputs(self, outputs: Any) -> Any:
+        """Return the main tensor of a model's output; `(B, 1)` becomes `(B,)`."""
+        main = super().outputs(outputs)
+        one = isinstance(main, torch.Tensor) and main.dim() == 2 and main.shape[1] == 1
+        return main[:, 0] if one else main
+
+    def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return the targets in the shape of the outputs."""
+        return flat(targets)
+
+    def model_inputs(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the numbers as `labels` for a model that computes the loss."""
+        return {name: flat(value) for name, value in super().model_inputs(targets).items()}
+
+    def loss_targets(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return the targets in the shape of the outputs, as floating-point numbers."""
+        return flat(targets).float()
+
+    def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
+        """Return the `value`: a number, or a list of numbers; and of a list whose numbers have names, `values` by
+        name."""
+        value = prediction.tolist()
+        if isinstance(value, list) and len(value) == len(classes):
+            return {"value": value, "values": dict(zip(classes, value, strict=True))}
+        return {"value": value}
+
+    def check(self, train: Targets, val: Targets | None) -> int:
+        """Return how many numbers each target has."""
+        return vectors(self, train, val, "one or more numbers per image")
+
+    def output_error(self, outputs: Any, width: int | None, source: str) -> str:
+        shape = (2,) if width == 1 else (2, width)
+        if isinstance(outputs, torch.Tensor) and outputs.shape == shape:
+            return ""
+        return (
+            f"The model returns {shape_of(outputs)} for 2 images, but {source} has {width} number(s) per image. Build "
+            f"it so that it returns (2, {width}): with num_classes={width}; in a recipe: "
+            f"model_options.num_classes={width}."
+        )
+
+
+def flat(targets: torch.Tensor) -> torch.Tensor:
+    """Return targets `(B, 1)` as `(B,)`, others unchanged."""
+    return targets[:, 0] if targets.dim() == 2 and targets.shape[1] == 1 else targets
+
+
+IGNORED = 255
+"""The class index of pixels that do not count, as in PASCAL VOC and Cityscapes."""
+
+
+def cross_entropy(
+    outputs: torch.Tensor, targets: torch.Tensor, reduction: Literal["mean", "sum"] = "mean"
+) -> torch.Tensor:
+    """Return the mean over the pixels that count, 0 if none does, or their sum; of int64 targets."""
+    total = F.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="sum")
+    return total if reduction == "sum" else total / (targets != IGNORED).sum().clamp(min=1)
+
+
+CLASS_LOSSES.append((cross_entropy, IGNORED))
+
+
+class Segmentation(StandardTask):
+    """One class per pixel: the model returns logits `(B, C, H, W)`, targets are masks `(B, H, W)` of class indices.
+
+    The index 255 marks pixels that do not count. Of a model's dict, `out` is used, as torchvision's have it.
+
+    Args:
+        classes: number of classes C.
+        metrics: of `"miou"` (mean intersection over union over the classes, of all pixels of the data) and
+            `"pixel_accuracy"`, or torchmetrics objects. Default `("miou", "pixel_accuracy")`.
+        loss: default cross entropy over the pixels that count; `"model"`: the one that the model computes.
+        monitor: default the first metric.
+
+    Example::
+
+        >>> pipeline = pipeline.task(Segmentation(classes=21))
+    """
+
+    kind: ClassVar[Kind] = "masks"
+    LOSSES: ClassVar[Mapping[str, LossFunction]] = {"cross_entropy": cross_entropy}
+    METRICS: ClassVar[Mapping[str, Callable[[int], Any]]] = {
+        "miou": maker("MulticlassJaccardIndex", ignore_index=IGNORED),
+        "pixel_accuracy": maker("MulticlassAccuracy", average="micro", ignore_index=IGNORED),
+    }
+    DEFAULT_METRICS = ("miou", "pixel_accuracy")
+
+    def __init__(
+        self, classes: int, *, metrics: Any = None, loss: Any = None, monitor: str | None = None
+    ) -> None:
+        if not is_whole(classes, 2):
+            raise PlanError(f"Segmentation: classes={classes!r} must be an integer of at least 2.")
+        super().__init__(metrics=metrics, loss=loss, monitor=monitor)
+        vars(self).update(classes=classes, _given={"classes": classes, **self._given})
+
+    classes: int
+
+    def meters(self, width: int | None) -> dict[str, Metric]:  # noqa: ARG002
+        return super().meters(self.classes)
+
+    def predict(self, outputs: Any) -> torch.Tensor:
+        """Return the class of each pixel, `(B, H, W)`."""
+        return torch.argmax(outputs, 1)
+
+    def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return the masks as torchmetrics takes them: int64."""
+        return targets.long()
+
+    def loss_targets(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return the masks as losses take them: int64."""
+        return targets.long()
+
+    def model_inputs(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the masks as int64 `labels` for a model that computes the loss."""
+        return {name: value.long() for name, value in super().model_inputs(targets).items()}
+
+    def check(self, train: Targets, val: Targets | None) -> int:
+        """Return the number of classes."""
+        for targets in (train, val):
+            if targets is None:
+                continue
+            if targets.largest is None:
+                raise PlanError(
+                    f"{targets.source} has one label per image, but Segmentation needs a mask per image. Convert it "
+                    "from pairs of an image and a mask, or with labels=FOLDER_OF_MASKS."
+                )
+            found = max(targets.largest + 1, len(targets.classes))
+            if found > self.classes:
+                raise PlanError(
+                    f"{targets.source} has {found} classes, but the task has classes={self.classes}. Pass "
+                    f"Segmentation({found}); {IGNORED} is for pixels that do not count."
+                )
+        check_names(train, val, "classes")
+        return self.classes
+
+    def output_error(self, outputs: Any, width: int | None, source: str) -> str:  # noqa: ARG002
+        logits = isinstance(outputs, torch.Tensor) and outputs.dim() == 4
+        if logits and outputs.shape[:2] == (2, self.classes):
+            return ""
+        return (
+            f"The model returns {shape_of(outputs)} for 2 images, but {self} needs logits per pixel, "
+            f"(2, {self.classes}, H, W). Build it with num_classes={self.classes}; in a recipe: "
+            f"model_options.num_classes={self.classes}."
+        )
