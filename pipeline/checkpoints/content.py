@@ -56,8 +56,8 @@ class OptimizerContent(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RankContent(Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank's random states of Python and NumPy, the non-tensor optimizer state that it saves, and the states of its
-    callbacks by class name."""
+    """One rank's random states of Python and NumPy, its non-tensor optimizer state, and its callbacks' states by
+    class."""
 
     random: Values
     numbers: dict[str, dict[str, Number]]
@@ -65,16 +65,8 @@ class RankContent(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckpointContent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of `state.json`.
-
-    Attributes:
-        drivetrain: the version that wrote it.
-        epoch, step, step_in_epoch, meter: the position of the run, from its `TrainState`.
-        facts, description: see `fingerprint`.
-        methods: the states of the methods, with `TENSORS` in place of averages.
-        files: size and digest of each other file, by name.
-        ranks: the state of each rank.
-    """
+    """The content of `state.json`. The position is that of `TrainState`; `facts` and `description`: see
+    `fingerprint`."""
 
     format: Literal[1] = 1
     drivetrain: str = __version__
@@ -100,12 +92,7 @@ class CheckpointContent(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @classmethod
     def from_json(cls, text: bytes) -> CheckpointContent:
-        """Parse a `state.json`.
-
-        Raises:
-            ShapeError: naming the first field that is missing, unknown, or of another type.
-            ValueError: if the text is not JSON.
-        """
+        """Parse a `state.json`; ShapeError names the first field that is missing, unknown, or of another type."""
         state = json.loads(text)
         if not isinstance(state, dict) or state.pop("sha256", None) != _digest(state):
             raise ShapeError(f"{STATE} was modified after it was written")

@@ -77,22 +77,15 @@ class _Run(TypedDict):
 class CheckpointDir:
     """The checkpoints of one run, `out/checkpoints`.
 
-    Its `run.json` names the run that they belong to. A run that starts from scratch in a folder with checkpoints
-    of an earlier run gets a new name, so that the two are never confused. The earlier checkpoints stay until the
-    first one of the new run is complete.
-
-    Args:
-        folder: their folder.
-
-    Attributes:
-        remote: where the run is, if the folder is in the copy of a run at an address.
+    Its `run.json` names the run that they belong to. A run that starts from scratch in a folder with checkpoints of an
+    earlier run gets a new name, so that the two are never confused. The earlier checkpoints stay until the first one of
+    the new run is complete. `remote` is where the run is, if the folder is in the copy of a run at an address.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.remote = folder, RemoteRun.at(folder.absolute().parent)
 
     def path(self, step: int) -> Path:
-        """Return the path of the checkpoint after `step` steps."""
         return self.folder / f"step-{step:08d}"
 
     def place(self, step: int) -> str | Path:
@@ -110,10 +103,8 @@ class CheckpointDir:
         return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
     def begin(self, run: str, origin: Path | None) -> None:
-        """Record the run that writes to this folder from now on, and the checkpoint that it continues, if any.
-
-        Remove unfinished checkpoints of earlier processes.
-        """
+        """Record the run that writes to this folder from now on, and the checkpoint that it continues, if any. Remove
+        unfinished checkpoints of earlier processes."""
         for path in self.folder.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
         about: _Run = {"run": run, "continues": None if origin is None else shown(origin.resolve())}
@@ -131,11 +122,8 @@ class CheckpointDir:
             self.remote.begin()
 
     def catch_up(self) -> str:
-        """Upload the newest checkpoint if the address does not have it, because it could not be written before.
-
-        Returns:
-            A note for the user; "" if there is none.
-        """
+        """Upload the newest checkpoint if the address does not have it, because it could not be written before. Return
+        a note for the user, or ""."""
         there = None if self.remote is None else self.remote.files.read(f"{CHECKPOINTS}/{RUN}")
         if self.remote is None or there is None or self.run is None or f'"{self.run}"'.encode() not in there:
             return ""
@@ -160,19 +148,17 @@ class CheckpointDir:
         return opened(place) if inside is None else inside
 
     def holds(self, place: Path) -> bool:
-        """Return whether `place` has the name of a checkpoint in this folder."""
         return place.resolve().parent == self.folder.resolve() and STEP.fullmatch(place.name) is not None
 
     def beyond(self, checkpoint: Checkpoint) -> list[Checkpoint]:
-        """Return the complete checkpoints that resuming from `checkpoint` would delete, the newest first: later
-        ones of the same run, and any of another run."""
+        """Return the complete checkpoints that resuming from `checkpoint` would delete, the newest first: later ones of
+        the same run, and any of another run."""
         here, name = checkpoint.content, checkpoint.path.name
         others = [other for other in self.of_run(None) if other.path.name != name]
         ahead = [o for o in others if o.content.step > here.step or o.content.run != here.run]
         return [other for other in ahead if _load_complete(other.path) is not None]
 
     def clear(self) -> None:
-        """Remove every checkpoint."""
         for path in self.checkpoints():
             self._remove(path)
 
@@ -183,10 +169,8 @@ class CheckpointDir:
         return None if about is None else about["run"]
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint of the run, else the one that the run continues, else None.
-
-        Issue a `CheckpointWarning` for each damaged one that is skipped.
-        """
+        """Return the newest complete checkpoint of the run, else the one that the run continues, else None. Issue a
+        `CheckpointWarning` for each damaged one that is skipped."""
         about = self._about()
         for path in self.checkpoints():
             checkpoint = _load_complete(path, None if about is None else about["run"])
@@ -239,11 +223,7 @@ def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
 
 
 def find(place: Path) -> Checkpoint:
-    """Return the checkpoint at `place`, or the newest complete one if `place` is the folder of a run. Verify its files.
-
-    Raises:
-        CheckpointError: if there is none, or it is damaged.
-    """
+    """Return and verify the checkpoint at `place`, or the newest complete one if `place` is the folder of a run."""
     if (place / STATE).exists() or STEP.fullmatch(place.name):
         checkpoint = Checkpoint(place)
         checkpoint.verify()
@@ -265,7 +245,7 @@ def find(place: Path) -> Checkpoint:
 
 
 def _load_complete(path: Path, run: str | None = None) -> Checkpoint | None:
-    """Return the checkpoint if it is complete and of `run` (None: of any run), else None."""
+    """Return the checkpoint if it is complete and of `run` (None: of any run); otherwise warn, and return None."""
     try:
         checkpoint = Checkpoint(path)
         if run is not None and checkpoint.content.run != run:

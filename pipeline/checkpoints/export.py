@@ -25,12 +25,8 @@ ModelArg = str | Callable[..., nn.Module] | nn.Module | None
 
 
 def chosen(place: Path, *, best: bool) -> Checkpoint:
-    """Return the checkpoint at `place`; for the folder of a run, its newest complete one, or with `best` that of the
-    best monitored metric. Verify its files.
-
-    Raises:
-        CheckpointError: if there is none, or it is damaged.
-    """
+    """Return the verified checkpoint at `place`; for the folder of a run, its newest complete one, or with `best` that
+    of the best monitored metric."""
     if not best:
         return find(place)
     store = CheckpointDir(place / "checkpoints")
@@ -58,8 +54,8 @@ def evaluated_state(checkpoint: Checkpoint) -> ModelState:
 
 
 def _replace(state: dict[str, torch.Tensor], averages: Tensors) -> None:
-    """Replace the tensors of `state` that have an average by it, in their own dtype: of half precision, averages are
-    float32. One at a time, so that memory holds one copy of the weights."""
+    """Replace tensors by their averages, in their own dtype: of half precision, averages are float32. One at a time, so
+    that memory holds one copy of the weights."""
     for name in state.keys() & set(averages):
         state[name] = averages[name].to(state[name].dtype)
 
@@ -76,18 +72,10 @@ def plain_names(checkpoint: Checkpoint, model: ModelArg = None) -> ModelState:
 def rebuild(
     checkpoint: Checkpoint, state: Mapping[str, torch.Tensor], model: ModelArg, otherwise: str
 ) -> tuple[nn.Module, tuple[Transform, ...]]:
-    """Return the model of a checkpoint after surgery, with new weights, and its transforms in the plan's order.
-
-    Args:
-        checkpoint, state: the checkpoint, and its evaluated weights, which `model` must fit.
-        model: the model before surgery: a name, a factory, which is called with the options of the training, or a
-            module. None: the one that the checkpoint names; nothing is imported for it.
-        otherwise: what the caller can do if the model is unknown, for the message.
-
-    Raises:
-        CheckpointError: if the model is unknown, or is not the trained one.
-        RecipeError: if it cannot be imported.
-    """
+    """Return the model of a checkpoint after surgery, with new weights, and its transforms in the plan's order. `model`
+    is the one before surgery, which must fit the evaluated weights, `state`: a name, a factory, which is called with
+    the options of the training, or a module; None: the one that the checkpoint names, for which nothing is imported.
+    `otherwise`, for the message: what the caller can do if the model is unknown."""
     saved = checkpoint.content.description
     if saved is None:
         raise CheckpointError(
@@ -108,7 +96,7 @@ def rebuild(
 
 
 def _check_fits(model: nn.Module, state: Mapping[str, torch.Tensor], name: str, where: Path) -> None:
-    """Raise CheckpointError unless the model, after surgery, has the names and shapes of the trained weights."""
+    """Raise unless the model, after surgery, has the names and shapes of the trained weights."""
     own = {key: tuple(value.shape) for key, value in model.state_dict().items() if not is_lazy(value)}
     there = {
         key: tuple(value.shape) for key, value in state.items() if key in own or key not in model.state_dict()

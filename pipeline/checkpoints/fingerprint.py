@@ -32,11 +32,8 @@ MODEL = "model"
 
 
 def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]:
-    """Return what must be the same for a run to resume as if it had not been interrupted.
-
-    It omits what does not change the results, and what may change between runs: strategy, devices, microbatches,
-    workers, paths.
-    """
+    """Return what must be the same for a run to resume as if it had not been interrupted. It omits what does not change
+    the results, and what may change between runs: strategy, devices, microbatches, workers, paths."""
     data, train, distribution = plan.data, built.train, plan.distribution
     optimization = plan.optimization
     facts = {
@@ -68,12 +65,8 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
 def check_compatible(
     saved: dict[str, Any], own: dict[str, Any], where: object, tied: Sequence[str] = ()
 ) -> None:
-    """Compare the fingerprint of a checkpoint, `where`, with that of the run that resumes from it. The number of epochs
-    may differ if nothing is `tied_to_length`.
-
-    Raises:
-        CheckpointError: naming the first difference.
-    """
+    """Compare the fingerprint of a checkpoint, `where`, with that of the run that resumes from it, and raise for the
+    first difference. The number of epochs may differ if nothing is `tied` to it."""
     for key, value in own.items():
         if key == MODEL:
             continue  # see `check_model`
@@ -94,12 +87,8 @@ def check_compatible(
 
 
 def check_model(saved: dict[str, Any], own: dict[str, Any], where: object, *, changed: bool) -> str:
-    """Compare the model of a checkpoint with that of the run that resumes from it: structure, settings and code. Return
-    a note for the user, or "".
-
-    Raises:
-        CheckpointError: naming the first differences, unless `changed`.
-    """
+    """Compare the structure, settings and code of a checkpoint's model with those of the run that resumes from it.
+    Return a note for the user, or ""."""
     if not isinstance(saved.get(MODEL), dict):
         return (
             f"{where} was written by an older version, which did not record the model: whether this run has the same "
@@ -152,10 +141,8 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _task(task: Task) -> str:
-    """Return the class of a task and the identity of each of its options.
-
-    A task's own `repr` does not do: in that of a function is an address, and in that of a module are no weights.
-    """
+    """Return the class of a task and the identity of each of its options. A task's own `repr` does not do: in that of a
+    function is an address, and in that of a module are no weights."""
     options = (f"{name}={identity(value)}" for name, value in task.options.items())
     return f"{type(task).__qualname__}({', '.join(options)})"
 
@@ -171,10 +158,8 @@ def _identity(loader: EpochLoader) -> int:
 
 
 def description(plan: ResolvedPlan) -> dict[str, Any] | None:
-    """Return the model and its surgery as JSON values to rebuild it from; None if JSON cannot hold them.
-
-    The entry `model` is None if the model has no name: a module instance, or a function that cannot be imported.
-    """
+    """Return the model and its surgery as JSON values to rebuild it from; None if JSON cannot hold them. The entry
+    `model` is None if the model has no name: a module instance, or a function that cannot be imported."""
     name = None if isinstance(plan.spec.model, nn.Module) else name_of_factory(plan.spec.model)
     algorithms = [t for t in plan.transforms if t.kind == "algorithm"]
     if any(t.renames for t in algorithms):  # to rebuild the model, its code would have to be imported
@@ -201,16 +186,9 @@ def rebuild_spec(
     otherwise: str = "use the weights under their trained names",
 ) -> tuple[PipelineSpec, tuple[Transform, ...]]:
     """Return a `PipelineSpec` with the model and the transforms of a `description`, and these transforms in plan order.
-
-    Args:
-        saved: the description.
-        model: replaces the model that the description names: a name, a factory, which is called with the described
-            options, or a module. Without it nothing is imported, because importing a module runs its code.
-        otherwise: what to do without the model, for the message.
-
-    Raises:
-        CheckpointError: for a model without a name, or one that would have to be imported, unless `model` is given.
-    """
+    `model`, a name, a factory (called with the described options) or a module, replaces the one that the description
+    names. Without it nothing is imported, because importing a module runs its code. `otherwise`, for the message: what
+    to do without the model."""
     named = saved["model"]
     if model is None and (named is None or (":" in named and not named.startswith(LIBRARIES))):
         known = "was passed as a module, or comes from a function that cannot be imported by name"

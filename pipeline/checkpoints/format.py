@@ -44,20 +44,13 @@ def key_of(owner: str, name: str) -> str:
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """Return the owner and the name in a key."""
     owner, _, name = key.partition("::")
     return unquote(owner), name
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank writes of a checkpoint.
-
-    Attributes:
-        tensors: by kind, then by name; on the CPU, contiguous. A kind that this rank does not write is absent.
-        own: this rank's entry in `state.json`.
-        writers: number of ranks that write the kinds in `SHARED`.
-    """
+    """What one rank writes of a checkpoint."""
 
     tensors: dict[str, dict[str, torch.Tensor]]
     own: RankContent
@@ -65,11 +58,7 @@ class Part:
 
 
 def write_part(folder: Path, part: Part, rank: int, ranks: int) -> None:
-    """Write a rank's files into `folder`, and then a note, whose presence means that they are complete.
-
-    Raises:
-        CheckpointError: if a file cannot be written.
-    """
+    """Write a rank's files into `folder`, and then a note, whose presence means that they are complete."""
     files: dict[str, Any] = {}
     sizes: dict[str, Any] = {}
     try:
@@ -87,16 +76,11 @@ def write_part(folder: Path, part: Part, rank: int, ranks: int) -> None:
 
 
 def note_path(folder: Path, rank: int) -> Path:
-    """Return the path of the note that a rank writes when its files are complete."""
     return folder / f"note-{rank:05d}.json"
 
 
 def finish(folder: Path, target: Path, content: CheckpointContent, ranks: int) -> None:
-    """Turn the files of all ranks into a checkpoint, rename it to `target`, and replace an older one there.
-
-    Raises:
-        CheckpointError: if a file cannot be written, or the result could not be read back.
-    """
+    """Turn the files of all ranks into a checkpoint, rename it to `target`, and replace an older one there."""
     try:
         notes = [json.loads(note_path(folder, rank).read_text()) for rank in range(ranks)]
         files = {name: about for note in notes for name, about in note["files"].items()}
@@ -130,16 +114,7 @@ def remove(folder: Path) -> None:
 
 
 class Checkpoint:
-    """A checkpoint opened for reading.
-
-    Attributes:
-        path: its folder.
-        content: the content of its `state.json`.
-
-    Raises:
-        CheckpointError: if `state.json` is missing, damaged or of another format. Only `verify` checks the other
-            files.
-    """
+    """A checkpoint opened for reading. Opening checks `state.json`; only `verify` checks the other files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -160,11 +135,7 @@ class Checkpoint:
 
     def verify(self) -> None:
         """Read every file once and compare it with its digest. In the copy of a run at an address, fetch those that are
-        missing or differ.
-
-        Raises:
-            CheckpointError: for the first file that is missing or differs.
-        """
+        missing or differ."""
         remote = RemoteRun.at(self.path.absolute().parent.parent)
         if remote is not None:
             remote.fetch(self.path, self.content.files)
@@ -184,11 +155,7 @@ class Checkpoint:
                 )
 
     def check_length(self, steps: int) -> None:
-        """Check the position against the number of steps in an epoch.
-
-        Raises:
-            CheckpointError: if such a run has no such position.
-        """
+        """Check the position against the number of steps in an epoch."""
         epoch, within, step = self.content.epoch, self.content.step_in_epoch, self.content.step
         if step != epoch * steps + within or within > steps:  # all of them: the evaluation is left
             raise CheckpointError(
@@ -197,11 +164,7 @@ class Checkpoint:
             )
 
     def tensors(self, kind: str, rank: int | None = None) -> Tensors:
-        """Return the tensors of a kind: one of `SHARED`, or `OWN` with a `rank`.
-
-        Raises:
-            CheckpointError: if a file is not a valid safetensors file.
-        """
+        """Return the tensors of a kind: one of `SHARED`, or `OWN` with a `rank`."""
         readers: dict[str, Callable[[], torch.Tensor]] = {}
         names = self._names(kind)
         for name in names if rank is None else [names[rank]]:
@@ -218,7 +181,6 @@ class Checkpoint:
         return history.monitor.score(here[-1]) if here else None
 
     def _names(self, kind: str) -> list[str]:
-        """Return the names of a kind's files: one, or one for each rank."""
         count = len(self.content.ranks)
         if kind == UNLISTED and not any(name.startswith(f"{UNLISTED}") for name in self.content.files):
             return []

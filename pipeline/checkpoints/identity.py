@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import hashlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -20,6 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
+
+from ..training.model_identity import attributes, digest, is_filled
 
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{4,}\b", re.IGNORECASE)
 _DEEPEST = 20  # levels of containers and objects; below, only the class is named
@@ -45,7 +46,7 @@ def identity(value: object) -> str:
 
 
 def _text(value: Any, inside: tuple[object, ...]) -> str:
-    """Return the identity of a value; `inside` lists the objects that contain it, outermost first."""
+    """`inside` lists the objects that contain the value, outermost first."""
     if any(value is each for each in inside) or len(inside) > _DEEPEST:
         return f"<{_name(type(value))}>"
     inside = (*inside, value)
@@ -72,7 +73,7 @@ def _of_object(value: Any, inside: tuple[object, ...]) -> str:
         return f"{_name(type(value))}{_of_sequence(value, inside)}"
     if any(each is _ATTRIBUTES for each in inside):
         return f"<{_name(type(value))}>"
-    public = {name: v for name, v in sorted(_attributes(value).items()) if not name.startswith("_")}
+    public = {name: v for name, v in sorted(attributes(value).items()) if not name.startswith("_")}
     return _called(_name(type(value)), public, (*inside, _ATTRIBUTES))
 
 
@@ -86,7 +87,7 @@ def _of_module(value: nn.Module, inside: tuple[object, ...]) -> str:
         if not name.startswith("_") and name != "training"
     }
     texts = [_text(dict(state), inside)] if state else []
-    texts += [_digest(repr(settings).encode())] if settings else []
+    texts += [digest(repr(settings))] if settings else []
     return "".join(f" {text}" for text in texts)
 
 
@@ -130,20 +131,10 @@ def _of_function(function: FunctionType, inside: tuple[object, ...]) -> str:
     name = _name(function)
     if "<" not in function.__qualname__:  # neither <lambda> nor <locals>
         return name
-    enclosed = [_text(each, inside) for each in _enclosed(function)]
+    cells = [each.cell_contents if is_filled(each) else "<empty>" for each in function.__closure__ or ()]
+    enclosed = [_text(each, inside) for each in cells]
     defaults = _text([function.__defaults__, function.__kwdefaults__], inside)
-    return f"{name} {_digest(repr((_of_code(function.__code__), defaults, enclosed)).encode())}"
-
-
-def _enclosed(function: FunctionType) -> list[Any]:
-    """Return the values of the function's closure."""
-    values: list[Any] = []
-    for cell in function.__closure__ or ():
-        try:
-            values.append(cell.cell_contents)
-        except ValueError:  # not assigned yet
-            values.append("<empty>")
-    return values
+    return f"{name} {digest(repr((_of_code(function.__code__), defaults, enclosed)))}"
 
 
 def _of_code(code: CodeType) -> tuple[Any, ...]:
@@ -153,7 +144,6 @@ def _of_code(code: CodeType) -> tuple[Any, ...]:
 
 
 def _name(value: Any) -> str:
-    """Return module and qualified name of a class or a function."""
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__qualname__)
     module = getattr(value, "__module__", None)
     return f"{module}.{name}" if module else str(name)
@@ -165,7 +155,7 @@ def _of_bytes(array: NDArray[Any]) -> str:
     if array.nbytes > _SAMPLED:
         rows = max(1, _SAMPLED // array.itemsize // 16)
         flat = np.concatenate([flat[:rows], flat[-rows:]])
-    return _digest(flat.tobytes())
+    return digest(flat.tobytes())
 
 
 def _shown(value: object) -> str | None:
@@ -177,20 +167,6 @@ def _shown(value: object) -> str | None:
     except Exception:
         return None
     return None if _ADDRESS.search(text) else text
-
-
-def _attributes(value: object) -> dict[str, Any]:
-    attributes = dict(getattr(value, "__dict__", {}))
-    for cls in type(value).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, name):
-                attributes[name] = getattr(value, name)
-    return attributes
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]
 
 
 _KINDS: dict[Any, Callable[[Any, tuple[object, ...]], str]] = {

@@ -40,7 +40,6 @@ class RemoteRun:
 
     @classmethod
     def create(cls, folder: Path, address: str) -> RemoteRun:
-        """Make `folder` the copy of the run at an address."""
         run = cls(folder, address)
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_file(folder / _ADDRESS) as file:
@@ -76,7 +75,6 @@ class RemoteRun:
                 self._pull_state(step)
 
     def pull_checkpoint(self, step: str) -> Path:
-        """Return the path of a checkpoint in the copy, with its `state.json` from the address."""
         with locked(self.folder / _LOCK):
             self._pull_state(step)
         return self.folder / CHECKPOINTS / step
@@ -137,7 +135,6 @@ class RemoteRun:
         return there.keys() >= places.keys()
 
     def shown(self, path: Path) -> str:
-        """Return the address of a file or folder in the copy."""
         inside = path.absolute().relative_to(self.folder.absolute()).as_posix()
         return self.address if inside == "." else f"{self.address}/{inside}"
 
@@ -149,7 +146,6 @@ class RemoteRun:
         return self.folder / plain[len(self.address) + 1 :]
 
     def _complete(self, names: Mapping[str, object]) -> set[str]:
-        """Return the names of the checkpoints that have a `state.json`."""
         parts = [name.split("/") for name in names]
         return {part[1] for part in parts if len(part) == 3 and part[2] == STATE and STEP.fullmatch(part[1])}
 
@@ -182,11 +178,7 @@ def working_folder(address: str) -> Path:
 
 def opened(place: str | Path, *names: str) -> Path:
     """Return a path to read from: `place` itself, or the copy of the run, checkpoint or file of weights at an address,
-    with the `names` of the run's files that are needed.
-
-    Raises:
-        CheckpointError: if the address cannot be read.
-    """
+    with the `names` of the run's files that are needed."""
     if not is_address(place):
         return Path(place)
     address, checkpoint = str(place).rstrip("/"), ""

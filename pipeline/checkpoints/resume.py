@@ -20,13 +20,7 @@ from .remote import opened, shown
 
 @dataclass
 class ResumePoint:
-    """Where a run starts.
-
-    Attributes:
-        checkpoint: the checkpoint to resume from; None: start from scratch.
-        run: the name under which the run writes its checkpoints.
-        goes_on: whether it continues the run that the folder already holds.
-    """
+    """Where a run starts."""
 
     checkpoint: Checkpoint | None
     run: str
@@ -34,13 +28,8 @@ class ResumePoint:
 
 
 def choose(engine: Engine, resume: str | Path | None, store: CheckpointDir | None) -> ResumePoint:
-    """Return where the run starts. Rank 0 finds and verifies the checkpoint; all ranks get the same result. No file is
-    changed. `resume="auto"` searches `store`, which is None without a folder.
-
-    Raises:
-        CheckpointError: on all ranks, if `resume` is a path without a complete checkpoint, if it is one in `store`
-            that is not the newest, or if the folder cannot be read.
-    """
+    """Return where the run starts, the same on all ranks. Rank 0 finds and verifies the checkpoint, and changes no
+    file; its errors are raised on every rank. `resume="auto"` searches `store`, which is None without a folder."""
     answer = _on_rank_0(engine, lambda: _look(resume, store))
     place = answer["place"]
     checkpoint = None if place is None else _opened(place, store, verified=engine.rank == 0)
@@ -48,11 +37,7 @@ def choose(engine: Engine, resume: str | Path | None, store: CheckpointDir | Non
 
 
 def kept_precision(resume: str | Path | None, folder: Path | None) -> Precision | None:
-    """Return the precision of the run that a run resumes from; None if it starts from scratch.
-
-    Raises:
-        CheckpointError: as `choose`, but on this rank only.
-    """
+    """Return the precision of the run that a run resumes from; None if it starts from scratch."""
     store = None if folder is None else CheckpointDir(folder.resolve() / "checkpoints")
     place = None if resume is None else _look(resume, store)["place"]
     if place is None:
@@ -62,12 +47,7 @@ def kept_precision(resume: str | Path | None, folder: Path | None) -> Precision 
 
 
 def begin(engine: Engine, choice: ResumePoint, store: CheckpointDir | None, saves: bool) -> None:
-    """Claim the folder for the run, which `saves` checkpoints or not. Call it last, when only training itself can still
-    fail.
-
-    Raises:
-        CheckpointError: on all ranks, if the folder cannot be written.
-    """
+    """Claim the folder for the run. Call it last, when only training itself can still fail."""
     origin = None if choice.goes_on or choice.checkpoint is None else choice.checkpoint.path
 
     def claim() -> dict[str, Any]:

@@ -73,8 +73,8 @@ def capture_state(
 
 
 def shares(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Return the rank that writes each tensor, so that all write about the same number of bytes. The result is the
-    same on every rank."""
+    """Return the rank that writes each tensor, so that all write about the same number of bytes; the same on every
+    rank."""
     loads, homes = [0] * ranks, {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         home = loads.index(min(loads))
@@ -112,8 +112,8 @@ def _python_randomness() -> dict[str, Any]:
 def _methods(
     engine: Engine, hooks: TrainingHooks, keep: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the averages that this rank writes for all ranks, its own averages, and the JSON values with `TENSORS`
-    for averages."""
+    """Return the averages that this rank writes for all ranks, its own, and the JSON values with `TENSORS` for
+    averages."""
     parameters = {name for name, _ in engine.plain_model.named_parameters()}
     whole: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
@@ -137,17 +137,11 @@ def _methods(
 
 
 def all_finite(part: Part, model: nn.Module) -> bool:
-    """Return whether the model's parameters in the part are all finite."""
     saved = part.tensors.get("model", {})
     return all(bool(saved[name].isfinite().all()) for name, _ in model.named_parameters() if name in saved)
 
 
 def load_engine(checkpoint: Checkpoint, engine: Engine) -> None:
-    """Load the weights and the optimizer's state into the engine.
-
-    Raises:
-        CheckpointError: if they belong to another model or optimizer.
-    """
     with restoring(checkpoint):
         engine.import_state(checkpoint.tensors("model") | checkpoint.tensors(UNLISTED))
         entries: dict[str, Any] = dict(grouped(checkpoint.tensors("optimizer")))
@@ -165,11 +159,7 @@ def buffers_left(checkpoint: Checkpoint, engine: Engine) -> list[str]:
 
 
 def load_hooks(checkpoint: Checkpoint, built: Built) -> None:
-    """Restore the position, the states of the methods, and this rank's buffers. Call it after `TrainingHooks.begin`.
-
-    Raises:
-        CheckpointError: if the checkpoint does not contain them.
-    """
+    """Restore the position, the states of the methods, and this rank's buffers. Call it after `TrainingHooks.begin`."""
     engine, content, state = built.engine, checkpoint.content, built.hooks.state
     with restoring(checkpoint):
         own = own_tensors(checkpoint, engine)
@@ -189,10 +179,8 @@ def load_hooks(checkpoint: Checkpoint, built: Built) -> None:
 
 
 def load_randomness(checkpoint: Checkpoint, engine: Engine, seed: int) -> None:
-    """Restore this rank's global random states of torch, NumPy and Python.
-
-    With another world size than the checkpoint's, seed them from (seed, step, rank) instead.
-    """
+    """Restore this rank's global random states of torch, NumPy and Python. With another world size than the
+    checkpoint's, seed them from (seed, step, rank) instead."""
     with restoring(checkpoint):
         own = own_tensors(checkpoint, engine)
         if own is None:
@@ -224,10 +212,8 @@ _BUILT_IN = (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, 
 
 @contextmanager
 def restoring(checkpoint: Checkpoint) -> Iterator[None]:
-    """Convert errors inside the block to a CheckpointError that names the checkpoint.
-
-    A missing JSON value or tensor raises one of Python's built-in errors.
-    """
+    """Convert errors inside the block to a CheckpointError. A missing JSON value or tensor raises one of Python's
+    errors."""
     try:
         yield
     except CheckpointError:

@@ -41,12 +41,6 @@ class CheckpointWriter:
 
     Machines of a run at an address share nothing else. Each rank writes to the copy on its machine, uploads its files
     and then its note; rank 0 fetches the notes, and uploads `state.json` last.
-
-    Args:
-        engine: this rank, and its communication with the others.
-        store: where to write.
-        options: which checkpoints to keep, and whether a thread writes them.
-        run: the name of the run.
     """
 
     def __init__(self, engine: Engine, store: CheckpointDir, options: Checkpoints, run: str) -> None:
@@ -60,11 +54,8 @@ class CheckpointWriter:
         self._written, self._given_up = threading.Event(), threading.Event()
 
     def save(self, part: Part, content: CheckpointContent) -> None:
-        """Save this rank's `part`, and rank 0's `content`; in a thread if `options.background`.
-
-        Raises:
-            CheckpointError: on all ranks, if this checkpoint or the previous one cannot be written.
-        """
+        """Save this rank's `part`, and rank 0's `content`. A failure, also of the previous one, is raised on all
+        ranks."""
         self._settle()
         temporary = self._store.temporary(content.step)
         if self._engine.rank == 0:
@@ -93,11 +84,7 @@ class CheckpointWriter:
             self._agree()
 
     def close(self) -> None:
-        """Wait for the checkpoint in progress.
-
-        Raises:
-            CheckpointError: on all ranks, if it failed.
-        """
+        """Wait for the checkpoint in progress; raise on all ranks if it failed."""
         self._settle()
         self._agree()
         self._clean()
@@ -186,7 +173,6 @@ class CheckpointWriter:
         return True
 
     def _are_written(self, temporary: Path) -> bool:
-        """Return whether the notes of all ranks are in the folder."""
         return all(note_path(temporary, rank).exists() for rank in range(self._engine.world_size))
 
     @contextmanager

@@ -18,15 +18,8 @@ REMEDIES = {
 
 
 def translated(callbacks: Any, run: RunOptions) -> Any:
-    """Return the Trainer's `callbacks`, with those of Drivetrain that Lightning has, too, as Lightning's.
-
-    Args:
-        callbacks: one, a list of them, or None.
-        run: what the run measures.
-
-    Raises:
-        PlanError: for a callback of Drivetrain that Lightning does not have, or that cannot work in this run.
-    """
+    """Return the Trainer's `callbacks` (one, a list or None), with those of Drivetrain that Lightning has, too, as
+    Lightning's."""
     if not isinstance(callbacks, list | tuple):
         return translated([callbacks], run)[0]
     return [_translated(one, run) if isinstance(one, Callback) else one for one in callbacks]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -36,15 +37,14 @@ from ..training.build import (
     make_loaders,
     make_parts,
     optimizer_factory,
+    plain_torch,
     resolve_data,
     training_loss,
 )
 from ..training.hooks import TrainingHooks, split_microbatches
 from ..training.loop import EvaluationSums
-from ..training.plain_torch import plain_torch
 from ..training.schedule import torch_scheduler
-from ..training.step_loss import StepLoss
-from ..training.views import forward
+from ..training.step_loss import StepLoss, forward
 from .callbacks import translated
 from .strategies import check_trainer, share, trainer_arguments
 
@@ -141,8 +141,8 @@ def _check_methods(transforms: tuple[Transform, ...]) -> None:
 
 
 def _check_denominators(parts: Parts, loss: Mean) -> None:
-    """Raise PlanError if a step is several microbatches whose weights in its mean are not known to be equal: Lightning
-    passes them one at a time."""
+    """Raise if a step is several microbatches whose weights in its mean are not known to be equal: Lightning passes
+    them one at a time."""
     soft = any(transform.soft_targets for transform in parts.plan.transforms)
     accumulate = parts.plan.distribution.accumulate
     if accumulate == 1 or soft or not isinstance(loss.denominator(parts.example[1]), torch.Tensor):
@@ -161,7 +161,6 @@ class _Ranks:
         self.world_size, self.device = trainer.world_size, trainer.strategy.root_device
 
     def reduce(self, value: torch.Tensor, op: Literal["mean", "sum"] = "mean") -> torch.Tensor:
-        """Return `value` reduced over all ranks; a new tensor."""
         total: torch.Tensor = self._strategy.reduce(value.clone(), reduce_op=op)
         return total
 
@@ -186,13 +185,11 @@ class LitModule(pl.LightningModule):
         self._loss = training_loss(plan, torch.device("cpu"))
         self._width = parts.width
         self._hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes)
-        self._sums = EvaluationSums(plan.task, torch.device("cpu"))
         self._random = ExitStack()
         for parameter in self.model.parameters():
             note_shape(parameter)  # FSDP1 flattens them before the optimizer is built
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the logits `(B, C)` of images `(B, 3, H, W)`."""
         logits: torch.Tensor = self.model(images)
         return logits
 
@@ -244,17 +241,11 @@ class LitModule(pl.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Reset this rank's sums."""
-        self._sums = EvaluationSums(self._plan.task, self.device)
-        self._sums.make_meters(self._width)
+        predict = partial(self._hooks.predict, self.model, task=self._plan.task)
+        self._sums = EvaluationSums(self._plan.task, self.device, predict)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """Add one batch to the sums; a rank's share of a small last batch may be empty."""
-        images, labels = batch
-        if len(images):
-            judged, outputs = self._hooks.predict(self.model, images, labels, self._plan.task)
-            self._sums.add(judged, outputs, labels)
-        else:
-            self.model(images.new_zeros(1, *images.shape[1:]))  # gathering sharded parameters needs all ranks
+        self._sums.add(*batch)
 
     def on_validation_epoch_end(self) -> None:
         """Log the mean loss and the metrics over all samples of all ranks."""
@@ -332,12 +323,7 @@ class LitDataModule(pl.LightningDataModule):
 
 
 class Microbatches:
-    """A loader whose batches are split into `number` equal microbatches.
-
-    Attributes:
-        batch_sampler: has the loader as its `sampler`, through which Lightning calls `set_epoch`, and the microbatch
-            size, which Lightning's DeepSpeedStrategy reads.
-    """
+    """A loader whose batches are split into `number` equal microbatches."""
 
     def __init__(self, loader: EpochLoader, number: int) -> None:
         self._loader, self._number = loader, number

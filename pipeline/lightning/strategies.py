@@ -32,11 +32,7 @@ OWN = {
 
 
 def trainer_arguments(options: DistributedConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """Return strategy, devices and accelerator for Lightning's Trainer, and the other arguments `given` for it.
-
-    Raises:
-        PlanError: for a strategy that Lightning does not have, or an argument that the pipeline determines.
-    """
+    """Return strategy, devices and accelerator for Lightning's Trainer, and the other arguments `given` for it."""
     for name, place in OWN.items():
         if name in given:
             raise PlanError(f"to_lightning({name}={given[name]!r}): set it in {place}.")
@@ -58,11 +54,7 @@ def trainer_arguments(options: DistributedConfig, given: dict[str, Any]) -> dict
 
 
 def to_strategy(options: DistributedConfig) -> str | Strategy:
-    """Translate the options of `distribute` to a Lightning strategy: a name, or an object if there is no name.
-
-    Raises:
-        PlanError: if Lightning has no equivalent, naming the remedy.
-    """
+    """Translate the options of `distribute` to a Lightning strategy: a name, or an object if there is no name."""
     ours: Any = strategies.get(options.strategy, **options.options)
     for option, usual in (("wrap", True), ("config", None)):
         if getattr(ours, option, usual) is not usual:
@@ -114,11 +106,7 @@ def share(trainer: pl.Trainer) -> tuple[int, int]:
 
 
 def check_trainer(plan: ResolvedPlan, epochs: int, trainer: pl.Trainer) -> None:
-    """Check the Trainer against the pipeline.
-
-    Raises:
-        PlanError: if the schedule or the microbatches would differ, or a transform does not support the strategy.
-    """
+    """Check the Trainer against the pipeline: schedule, microbatches, and what transforms and optimizer support."""
     actual = {"max_epochs": trainer.max_epochs, "accumulate_grad_batches": trainer.accumulate_grad_batches}
     expected = {"max_epochs": epochs, "accumulate_grad_batches": plan.distribution.accumulate}
     for name, place in OWN.items():

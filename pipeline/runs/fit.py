@@ -21,9 +21,8 @@ from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan, resolve
 from ..telemetry.loggers import check as check_loggers
 from ..telemetry.progress import echo, in_cell
-from ..training.build import rebuild_model, resolve_data
-from ..training.plain_torch import plain_torch
-from ..training.requests import Requests
+from ..training.agreement import Requests
+from ..training.build import plain_torch, rebuild_model, resolve_data
 from .artifacts import FitJob, RankResult
 from .callbacks import check_callbacks, run_options
 from .config import FitConfig

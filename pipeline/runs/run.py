@@ -40,10 +40,10 @@ from ..telemetry.observer import Observer, Observers
 from ..telemetry.progress import Progress, progress_file
 from ..telemetry.provenance import provenance
 from ..telemetry.state import TrainState
+from ..training.agreement import Requests
 from ..training.build import Built
 from ..training.guard import NonFiniteGuard
 from ..training.loop import EpochStats, evaluate, train_epoch
-from ..training.requests import Requests
 from ..training.schedule import Schedule
 from .artifacts import FitJob, RankResult, RunArtifacts
 from .callbacks import RunCallbacks

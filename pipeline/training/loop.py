@@ -24,11 +24,9 @@ from ..tasks.nests import map_tensors, to_float
 from ..tasks.task import Task, model_inputs
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
-from .hooks import Microbatch, TrainingHooks
-from .moments import Moments
+from .hooks import Microbatch, Moments, TrainingHooks
 from .schedule import Schedule
-from .step_loss import StepLoss
-from .views import forward
+from .step_loss import StepLoss, forward
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ def train_epoch(
 
 
 def _optimizer_step(engine: Engine, state: TrainState, moments: Moments) -> bool:
-    """Step with the gradients, unless an observer vetoes it. Return whether the optimizer stepped."""
+    """Step with the gradients, unless an observer vetoes it: all are asked, since they answer with the other ranks."""
     answers = [call(state) for call in moments.should_step]
     if not all(answers):
         return False
@@ -178,10 +176,8 @@ def _take_part(
     engine: Engine, images: torch.Tensor, inputs: dict[str, torch.Tensor], *, last: bool
 ) -> torch.Tensor:
     """Run forward and backward for a microbatch without images, as the other ranks wait for this one. Return 0."""
-    one, given = (
-        images.new_zeros(1, *images.shape[1:]),
-        {k: v.new_zeros(1, *v.shape[1:]) for k, v in inputs.items()},
-    )
+    one = images.new_zeros(1, *images.shape[1:])
+    given = {name: value.new_zeros(1, *value.shape[1:]) for name, value in inputs.items()}
     with absent(engine.plain_model), engine.forward_context():  # its statistics stay
         outputs = forward(engine.model, one, **given)
     parts: list[torch.Tensor] = []
@@ -217,37 +213,38 @@ def evaluate(
     """
     hooks, task = hooks or TrainingHooks(()), task or Classification()
     engine.model.eval()
-    sums = EvaluationSums(task, engine.device)
 
+    def predict(images: torch.Tensor, labels: torch.Tensor) -> tuple[Any, Any]:
+        with engine.forward_context():
+            return hooks.predict(engine.plain_model, images, labels, task)
+
+    sums = EvaluationSums(task, engine.device, predict)
     with current_device(engine.device):
         for images, labels in batches:
-            empty = len(images) == 0
-            if empty:
-                # This rank has no share of a small last batch, but gathering sharded parameters needs all ranks.
-                images, labels = (each.new_zeros(1, *each.shape[1:]) for each in (images, labels))
-            with engine.forward_context():
-                judged, outputs = hooks.predict(engine.plain_model, images, labels, task)
-            sums.make_meters(_width(outputs))
-            if not empty:
-                sums.add(judged, outputs, labels)
+            sums.add(images, labels)
     return sums.result(lambda values: engine.reduce(values, "sum"), engine.world_size)
 
 
 class EvaluationSums:
-    """A rank's sums of an evaluation: numerator and denominator of the task's mean loss, and its metrics."""
+    """A rank's sums of an evaluation: numerator and denominator of the task's mean loss, and its metrics. `predict` is
+    that of `TrainingHooks`, of images and labels."""
 
-    def __init__(self, task: Task, device: torch.device) -> None:
-        self._task, self._device = task, device
+    def __init__(self, task: Task, device: torch.device, predict: Callable[..., tuple[Any, Any]]) -> None:
+        self._task, self._device, self._predict = task, device, predict
         self._mean, self._meters = task.mean(task.move(device)), dict[str, Any]()
         self._sums = torch.zeros(2, device=device, dtype=torch.float64)
 
-    def make_meters(self, width: int | None) -> None:
-        """Make the metrics of outputs with `width` values, if there are none yet."""
+    def add(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        """Add a batch. This rank may have no share of a small last one, but gathering sharded parameters needs all
+        ranks."""
+        if empty := len(images) == 0:
+            images, labels = (each.new_zeros(1, *each.shape[1:]) for each in (images, labels))
+        judged, outputs = self._predict(images, labels)
         if not self._meters:
-            self._meters = {name: meter.to(self._device) for name, meter in self._task.meters(width).items()}
-
-    def add(self, judged: Any, outputs: Any, labels: Any) -> None:
-        """Add a batch: what the loss judges, the outputs `(B, …)` and the labels."""
+            meters = self._task.meters(_width(outputs))
+            self._meters = {name: meter.to(self._device) for name, meter in meters.items()}
+        if empty:
+            return
         count = self._mean.denominator(labels)
         self._sums[0] += self._mean.numerator(judged, labels, count)
         self._sums[1] += count
@@ -257,26 +254,16 @@ class EvaluationSums:
 
     def result(self, add_ranks: Callable[[torch.Tensor], torch.Tensor], ranks: int) -> dict[str, float]:
         """Return `val_loss` and the metrics over all ranks, whose sums `add_ranks` adds."""
-        return {"val_loss": val_loss(add_ranks(self._sums)), **compute(self._meters, ranks)}
-
-
-def val_loss(sums: torch.Tensor) -> float:
-    """Return the mean of a numerator and a denominator, `(2,)`, over all validation data.
-
-    Raises:
-        DataError: if the denominator is 0.
-    """
-    numerator, denominator = sums.tolist()
-    if denominator:
-        return float(numerator / denominator)
-    raise DataError(
-        "val_loss: none of the validation data's targets counts, because all are ignored, or of classes of weight 0. "
-        "Evaluate on other data, or change the loss."
-    )
+        numerator, denominator = add_ranks(self._sums).tolist()
+        if not denominator:
+            raise DataError(
+                "val_loss: none of the validation data's targets counts, because all are ignored, or of classes of "
+                "weight 0. Evaluate on other data, or change the loss."
+            )
+        return {"val_loss": numerator / denominator, **compute(self._meters, ranks)}
 
 
 def _width(outputs: Any) -> int | None:
-    """Return the number of values per image, if the outputs are one tensor."""
     if not isinstance(outputs, torch.Tensor):
         return None
     return outputs.shape[1] if outputs.dim() > 1 else 1
@@ -289,14 +276,11 @@ class Stopwatch:
         self.seconds = 0.0
 
     def around(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches, timing the wait for each."""
         iterator = iter(batches)
         while True:
             start = perf_counter()
-            try:
-                batch = next(iterator)
-            except StopIteration:
+            batch = next(iterator, None)
+            self.seconds += perf_counter() - start
+            if batch is None:
                 return
-            finally:
-                self.seconds += perf_counter() - start
             yield batch

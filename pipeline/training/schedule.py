@@ -15,17 +15,8 @@ from ..optim.schedules import ScheduleFunction, label, refuse_plateau
 
 
 class Schedule:
-    """Set the learning rate of each step.
-
-    Args:
-        optimization: defines the shape of the schedule.
-        optimizer: the current learning rates of its parameter groups are the peaks.
-        steps: optimizer steps of the full run.
-        scale: factor of the learning rates of a torch scheduler, `OptimizerConfig.scheduled_scale`. Default 1.
-
-    Raises:
-        PlanError: if the factory of a torch scheduler fails, or returns something else.
-    """
+    """Set the learning rate of each of `steps` optimizer steps. The optimizer's current learning rates are the peaks;
+    `scale` is a factor of those of a torch scheduler, `OptimizerConfig.scheduled_scale`."""
 
     def __init__(
         self, optimization: OptimizerConfig, optimizer: torch.optim.Optimizer, steps: int, scale: float = 1.0
@@ -50,12 +41,9 @@ class Schedule:
 def torch_scheduler(
     optimization: OptimizerConfig, optimizer: torch.optim.Optimizer, steps: int, scale: float = 1.0
 ) -> LRScheduler:
-    """Return the schedule as a torch scheduler, to be stepped once per optimizer step, for other training loops.
-
-    Raises:
-        PlanError: for a torch scheduler with warm-up or `scale`, which would scale learning rates that the scheduler
-            computes from the previous ones.
-    """
+    """Return the schedule as a torch scheduler, to be stepped once per optimizer step, for Lightning. PlanError for a
+    torch scheduler with warm-up or `scale`, which would scale learning rates that the scheduler computes from the
+    previous ones."""
     if not optimization.uses_torch_scheduler or isinstance(optimization.schedule, str):
         return LambdaLR(optimizer, lambda step: optimization.lr_factor(min(step, steps), steps))
     if optimization.warmup:
@@ -75,11 +63,6 @@ def torch_scheduler(
 def _made(
     factory: ScheduleFunction, options: dict[str, Any], optimizer: torch.optim.Optimizer
 ) -> LRScheduler:
-    """Return the factory's scheduler.
-
-    Raises:
-        PlanError: if it fails, or returns something else.
-    """
     try:
         scheduler: object = factory(optimizer, **options)
     except Exception as error:

@@ -1,32 +1,39 @@
-"""The loss of one optimizer step: one mean over the microbatches of all ranks."""
+"""The forward of one optimizer step, and its loss: one mean over the microbatches of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
 
 from ..tasks.means import Count, Mean
+from ..tasks.nests import map_tensors
 from .hooks import Microbatch
+
+
+def forward(model: Callable[..., Any], images: torch.Tensor, **inputs: torch.Tensor) -> Any:
+    """Return the model's outputs for images `(B, 3, H, W)`; for views `(B, V, 3, H, W)`, outputs `(B, V, …)`.
+
+    All views are one batch, so that BatchNorm has the statistics of all of them.
+    """
+    if images.dim() != 5:  # also of another kind of data, in a loop of one's own
+        return model(images, **inputs)
+    shape = images.shape[:2]
+    outputs = model(images.flatten(0, 1), **inputs)
+    return map_tensors(lambda output: output.view(*shape, *output.shape[1:]), outputs)
 
 
 class Ranks(Protocol):
     """What a step needs of an `Engine`."""
 
     @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        ...
+    def world_size(self) -> int: ...
 
     @property
-    def device(self) -> torch.device:
-        """This rank's device."""
-        ...
+    def device(self) -> torch.device: ...
 
-    def reduce(self, value: torch.Tensor, op: Literal["mean", "sum"] = "mean") -> torch.Tensor:
-        """Return `value` reduced over all ranks, the same on each; a new tensor."""
-        ...
+    def reduce(self, value: torch.Tensor, op: Literal["mean", "sum"] = "mean") -> torch.Tensor: ...
 
 
 class StepLoss:
@@ -36,14 +43,8 @@ class StepLoss:
     are known to be equal, a share is the mean of its microbatch, and nothing is computed or exchanged. Otherwise the
     ranks sum one number, on their devices. A step whose denominators are all 0 has a loss of 0, and zero gradients.
 
-    Args:
-        mean: the loss.
-        microbatches: those of this rank.
-        ranks: sums over the ranks.
-        equal: whether every rank's share of the batch is known to have equally many samples.
-
-    Attributes:
-        weight: the sum of all denominators, by which an epoch's mean weights the step; the same on every rank.
+    `equal`: every rank's share of the batch is known to have equally many samples. `weight`: the sum of all
+    denominators, by which an epoch's mean weights the step.
     """
 
     def __init__(self, mean: Mean, microbatches: Sequence[Microbatch], ranks: Ranks, *, equal: bool) -> None:

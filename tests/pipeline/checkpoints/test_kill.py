@@ -203,8 +203,7 @@ def test_a_few_of_other_tasks(task: str, strategy: str, ranks: int, server: Serv
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "kills"),
-    [("single", 1, 3), pytest.param("ddp", 2, 2, marks=pytest.mark.slow)],
+    ("strategy", "ranks", "kills"), [("single", 1, 3), pytest.param("ddp", 2, 2, marks=pytest.mark.slow)]
 )
 def test_a_few_with_callbacks_and_early_stopping(
     strategy: str, ranks: int, kills: int, server: Server, tmp_path: Path
