@@ -15,9 +15,8 @@ from ...common.errors import CheckpointError, PlanError
 from ...common.storage.addresses import is_address
 from ...common.storage.files import atomic_file
 from ...common.storage.json_files import read
-from .content import STATE
 from .format import Checkpoint, remove
-from .remote import CHECKPOINTS, RUN, STEP, RemoteRun, opened, shown
+from .remote import CHECKPOINTS, RUN, STATE, STEP, RemoteRun, opened, shown
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,9 @@ from ...common.storage.files import atomic_file, cache_folder
 from ...common.storage.folder import RemoteFolder
 from ...common.storage.json_files import ShapeError, parse
 from ...common.storage.locks import locked
-from .content import STATE
 from .weights import unlisted_path
 
-RUN = "run.json"
-CHECKPOINTS = "checkpoints"
+RUN, CHECKPOINTS, STATE = "run.json", "checkpoints", "state.json"
 STEP = re.compile(r"step-(\d{8,})")
 _ADDRESS, _SEEN, _LOCK = ".address", ".uploaded.json", ".lock"
 _WEIGHTS = ".safetensors"

@@ -20,8 +20,21 @@ from ...strategies.engine import copied
 from ..telemetry.state import EpochMeter
 from ..training.build import Built
 from ..training.hooks import TrainingHooks
-from .content import REMEDY, TENSORS, CheckpointContent, Meter, Number, OptimizerContent, RankContent
-from .format import OWN, UNLISTED, Checkpoint, Part, grouped, key_of
+from .format import (
+    OWN,
+    REMEDY,
+    TENSORS,
+    UNLISTED,
+    Checkpoint,
+    CheckpointContent,
+    Meter,
+    Number,
+    OptimizerContent,
+    Part,
+    RankContent,
+    grouped,
+    key_of,
+)
 from .weights import Tensors
 
 

@@ -20,10 +20,9 @@ from ...common.storage.files import appears
 from ...common.threads import wait
 from ...strategies import Engine
 from ..training.agreement import broadcast_text
-from .content import STATE, CheckpointContent
 from .directory import CheckpointDir, Checkpoints
-from .format import Part, finish, note_path, write_part
-from .remote import CHECKPOINTS, shown
+from .format import CheckpointContent, Part, finish, note_path, write_part
+from .remote import CHECKPOINTS, STATE, shown
 
 _ROUND = 0.02  # seconds between polls for files of other ranks
 _REMOTE_ROUND = 0.5  # the same at an address, where each poll is a request

@@ -45,8 +45,7 @@ from ..training.hooks import TrainingHooks, split_microbatches
 from ..training.loop import EvaluationSums
 from ..training.schedule import torch_scheduler
 from ..training.step_loss import StepLoss, forward
-from .callbacks import translated
-from .strategies import check_trainer, share, trainer_arguments
+from .trainer import check_trainer, share, trainer_arguments, translated
 
 PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 

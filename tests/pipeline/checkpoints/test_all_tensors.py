@@ -11,7 +11,7 @@ import torch
 from drivetrain import CheckpointError, PlanError
 from drivetrain.common.model_state import BufferCopies, unlisted_tensors
 from drivetrain.pipeline import Checkpoints
-from drivetrain.pipeline.checkpoints.content import CheckpointContent
+from drivetrain.pipeline.checkpoints.format import CheckpointContent
 from drivetrain.pipeline.checkpoints.weights import load_model, open_tensors, save_weights
 from drivetrain.pipeline.runs.saved import load_run
 from drivetrain.strategies import launch

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import Checkpoints
-from drivetrain.pipeline.checkpoints.content import _digest
-from drivetrain.pipeline.checkpoints.format import Checkpoint
+from drivetrain.pipeline.checkpoints.format import Checkpoint, _digest
 from drivetrain.pipeline.checkpoints.resume import ResumePoint
 from drivetrain.pipeline.checkpoints.state import global_randomness_kept
 from drivetrain.pipeline.describe.resolve import resolve

@@ -150,8 +150,7 @@ def test_cases_depend_on_what_is_restored(toy: Toy, tmp_path: Path) -> None:
 
 def swap_file(host: Path, donor: Path, name: str, target: Path) -> Path:
     """A copy of `host` with one file of `donor`, with digests that are right."""
-    from drivetrain.pipeline.checkpoints.content import _digest
-    from drivetrain.pipeline.checkpoints.format import _measure
+    from drivetrain.pipeline.checkpoints.format import _digest, _measure
 
     target = target / "step-00000006"
     target.mkdir(parents=True)

@@ -15,8 +15,7 @@ import pytest
 import torch
 from drivetrain import CheckpointError
 from drivetrain.pipeline import Checkpoints, export
-from drivetrain.pipeline.checkpoints.content import _digest
-from drivetrain.pipeline.checkpoints.format import Checkpoint, _measure
+from drivetrain.pipeline.checkpoints.format import Checkpoint, _digest, _measure
 from pipeline_data import Toy, batch_norm_model
 from places import ROOT
 from safetensors.torch import save_file

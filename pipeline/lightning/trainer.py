@@ -1,4 +1,4 @@
-"""Translate strategies to Lightning's, and check the Trainer of a handed-over pipeline."""
+"""Translate strategies and callbacks to Lightning's, and check the Trainer of a handed-over pipeline."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from lightning.pytorch.strategies import (
 
 from ... import strategies
 from ...common.errors import PlanError, suggest
+from ..callbacks.callback import Callback, RunOptions
+from ..callbacks.early_stopping import EarlyStopping
 from ..describe.config import DistributedConfig
 from ..describe.resolve import ResolvedPlan
 from ..describe.rules import check_rules
@@ -29,6 +31,12 @@ OWN = {
     "accumulate_grad_batches": "distribute(accumulate=…), because each batch is split into as many microbatches",
 }
 """Arguments of the Trainer that the pipeline determines, and where to set each."""
+
+REMEDIES = {
+    "GradientNorms": "log them in on_before_optimizer_step of a callback of Lightning's",
+    "Profile": "pass Lightning's profiler to the Trainer: to_lightning(profiler='pytorch')",
+}
+"""What to use instead, by class, where Lightning has no such callback."""
 
 
 def trainer_arguments(options: DistributedConfig, given: dict[str, Any]) -> dict[str, Any]:
@@ -135,3 +143,27 @@ def _kind(strategy: Strategy) -> str:
         return "fsdp"
     # torch itself raises if DDP waits for a parameter without a gradient.
     return "ddp_find_unused_parameters" if isinstance(strategy, ParallelStrategy) else "single"
+
+
+def translated(callbacks: Any, run: RunOptions) -> Any:
+    """Return the Trainer's `callbacks` (one, a list or None), with those of Drivetrain that Lightning has, too, as
+    Lightning's."""
+    if not isinstance(callbacks, list | tuple):
+        return translated([callbacks], run)[0]
+    return [_translated(one, run) if isinstance(one, Callback) else one for one in callbacks]
+
+
+def _translated(one: Callback, run: RunOptions) -> pl.Callback:
+    name = type(one).__name__
+    if type(one) is not EarlyStopping:
+        remedy = REMEDIES.get(name, "write it as a callback of Lightning's")
+        raise PlanError(
+            f"to_lightning(callbacks=…): {name} is a callback of Drivetrain, which only runs in fit(). Leave it out, "
+            f"and {remedy}."
+        )
+    one.check(run)
+    # An undefined metric is not logged, and is no improvement, as in fit(); Lightning would stop at once.
+    return pl.callbacks.EarlyStopping(
+        one.monitor, min_delta=one.min_delta, patience=one.patience, mode="min" if one.lower_is_better else "max",
+        strict=False, check_finite=False, check_on_train_epoch_end=one.monitor == "loss",
+    )  # fmt: skip
