@@ -67,8 +67,6 @@ class CheckpointWarning(UserWarning):
 
 
 class _Run(TypedDict):
-    """The content of `run.json`: the name of the run, and the checkpoint that it continues."""
-
     run: str
     continues: NotRequired[str | None]
 
@@ -88,16 +86,14 @@ class CheckpointDir:
         return self.folder / f"step-{step:08d}"
 
     def place(self, step: int) -> str | Path:
-        """Return where the checkpoint after `step` steps is for the user: its path, or its address."""
+        """Return where it is for the user: its path, or its address."""
         path = self.path(step)
         return path if self.remote is None else self.remote.shown(path)
 
     def temporary(self, step: int) -> Path:
-        """Return the path under which it is written before it is complete."""
         return self.folder / f".step-{step:08d}.partial"
 
     def checkpoints(self) -> list[Path]:
-        """Return all paths with the name of a complete checkpoint, the newest first."""
         paths = [path for path in self.folder.glob("step-*") if STEP.fullmatch(path.name)]
         return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
@@ -140,7 +136,6 @@ class CheckpointDir:
         return f"Uploaded {newest.place}, which was only on this machine."
 
     def local(self, place: str | Path) -> Path:
-        """Return the path on this machine of a run or a checkpoint: of this run, or of another one."""
         inside = None
         if self.remote is not None and is_address(place):
             inside = self.remote.local(str(place))
@@ -163,7 +158,6 @@ class CheckpointDir:
 
     @property
     def run(self) -> str | None:
-        """The name of the run in `run.json`; None if there is none yet."""
         about = self._about()
         return None if about is None else about["run"]
 
@@ -216,7 +210,6 @@ class CheckpointDir:
 
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """Return the checkpoint with the best monitored metric, of equal ones the first; None if none has one."""
     rated = [(c.score, -c.content.step, c) for c in checkpoints if c.score is not None]
     return max(rated, key=lambda entry: entry[:2])[2] if rated else None
 

@@ -96,7 +96,6 @@ def rebuild(
 
 
 def _check_fits(model: nn.Module, state: Mapping[str, torch.Tensor], name: str, where: Path) -> None:
-    """Raise unless the model, after surgery, has the names and shapes of the trained weights."""
     own = {key: tuple(value.shape) for key, value in model.state_dict().items() if not is_lazy(value)}
     there = {
         key: tuple(value.shape) for key, value in state.items() if key in own or key not in model.state_dict()

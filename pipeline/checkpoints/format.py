@@ -107,7 +107,6 @@ class CheckpointContent(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ranks: list[RankContent] = []
 
     def to_json(self) -> bytes:
-        """Return the text of `state.json`, including its own digest."""
         state = {**structs.asdict(self), "history": self.history.to_dict()}
         return _canonical({**state, "sha256": _digest(state)})
 
@@ -131,7 +130,7 @@ def _digest(state: Values) -> str:
 
 
 def key_of(owner: str, name: str) -> str:
-    """Return a tensor's key in a file: `owner` is a parameter with optimizer state, or a method with averages."""
+    """Return a tensor's key in a file; `owner` is a parameter with optimizer state, or a method with averages."""
     return f"{quote(owner)}::{name}"
 
 
@@ -142,8 +141,6 @@ def split_key(key: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank writes of a checkpoint."""
-
     tensors: dict[str, dict[str, torch.Tensor]]
     own: RankContent
     writers: int
@@ -247,7 +244,6 @@ class Checkpoint:
                 )
 
     def check_length(self, steps: int) -> None:
-        """Check the position against the number of steps in an epoch."""
         epoch, within, step = self.content.epoch, self.content.step_in_epoch, self.content.step
         if step != epoch * steps + within or within > steps:  # all of them: the evaluation is left
             raise CheckpointError(

@@ -46,7 +46,6 @@ class RemoteRun:
 
     @classmethod
     def at(cls, folder: Path | None) -> RemoteRun | None:
-        """Return the run whose copy `folder` is; None for any other folder."""
         if folder is None or not (folder / _ADDRESS).is_file():
             return None
         return cls(folder, (folder / _ADDRESS).read_text())
@@ -86,7 +85,6 @@ class RemoteRun:
                     self.files.download(f"{CHECKPOINTS}/{path.name}/{name}", file, size)
 
     def newest_step(self) -> int:
-        """Return the step of the newest complete checkpoint at the address; -1 if there is none."""
         return max((int(step[5:]) for step in self._complete(self.files.versions(CHECKPOINTS))), default=-1)
 
     def push(self) -> None:
@@ -123,8 +121,7 @@ class RemoteRun:
             self.files.upload(path, f"{CHECKPOINTS}/{step}/{name}")
 
     def receive(self, step: str, paths: Mapping[str, Path]) -> bool:
-        """Download files of a checkpoint that other ranks upload to `paths`, by name, unless they exist there. Return
-        whether all are at the address."""
+        """Download the files that are not at `paths` yet. Return whether all are at the address."""
         there = self.files.versions(f"{CHECKPOINTS}/{step}")
         places = {f"{CHECKPOINTS}/{step}/{name}": path for name, path in paths.items()}
         for name in there.keys() & places.keys():
@@ -137,7 +134,6 @@ class RemoteRun:
         return self.address if inside == "." else f"{self.address}/{inside}"
 
     def local(self, address: str) -> Path | None:
-        """Return the path in the copy of an address; None if it is elsewhere."""
         plain = address.rstrip("/")
         if plain != self.address and not plain.startswith(f"{self.address}/"):
             return None
@@ -170,7 +166,6 @@ class RemoteRun:
 
 
 def working_folder(address: str) -> Path:
-    """Return the folder of this machine in which a run works whose `out` is an address."""
     return cache_folder() / "runs" / _name(address)
 
 

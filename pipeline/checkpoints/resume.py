@@ -20,8 +20,6 @@ from .remote import opened, shown
 
 @dataclass
 class ResumePoint:
-    """Where a run starts."""
-
     checkpoint: Checkpoint | None
     run: str
     goes_on: bool
@@ -37,7 +35,6 @@ def choose(engine: Engine, resume: str | Path | None, store: CheckpointDir | Non
 
 
 def kept_precision(resume: str | Path | None, folder: Path | None) -> Precision | None:
-    """Return the precision of the run that a run resumes from; None if it starts from scratch."""
     store = None if folder is None else CheckpointDir(folder.resolve() / "checkpoints")
     place = None if resume is None else _look(resume, store)["place"]
     if place is None:
@@ -75,7 +72,6 @@ def _opened(place: str, store: CheckpointDir | None, verified: bool) -> Checkpoi
 
 
 def _on_rank_0(engine: Engine, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run `work` on rank 0, and return its result, or raise its error, on every rank."""
     answer: dict[str, Any] = {}
     if engine.rank == 0:
         try:
@@ -106,7 +102,7 @@ def _look(resume: str | Path | None, store: CheckpointDir | None) -> dict[str, A
 
 
 def _check_newest(store: CheckpointDir, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if resuming from `checkpoint` would delete others in the same folder."""
+    """Raise if resuming from `checkpoint` would delete others in the same folder."""
     ahead = store.beyond(checkpoint)
     if not ahead:
         return

@@ -86,8 +86,7 @@ def capture_state(
 
 
 def shares(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Return the rank that writes each tensor, so that all write about the same number of bytes; the same on every
-    rank."""
+    """Return the rank that writes each tensor, so that all write about as many bytes; the same on every rank."""
     loads, homes = [0] * ranks, {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         home = loads.index(min(loads))
@@ -97,7 +96,7 @@ def shares(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 
 def _writing_plan(engine: Engine) -> tuple[Keep, int]:
-    """Return which tensors of an export this rank keeps, and how many ranks write: all if parameters are sharded."""
+    """Return which tensors this rank keeps, and how many ranks write: all if parameters are sharded."""
     if not engine.sharded:
         return (lambda _: engine.rank == 0), 1
     return Homes(engine.rank, shares(engine.sizes(), engine.world_size)), engine.world_size
@@ -125,8 +124,7 @@ def _python_randomness() -> dict[str, Any]:
 def _methods(
     engine: Engine, hooks: TrainingHooks, keep: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the averages that this rank writes for all ranks, its own, and the JSON values with `TENSORS` for
-    averages."""
+    """Return the averages that this rank writes for all, its own, and the JSON values with `TENSORS` for averages."""
     parameters = {name for name, _ in engine.plain_model.named_parameters()}
     whole: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
@@ -214,7 +212,6 @@ def load_randomness(checkpoint: Checkpoint, engine: Engine, seed: int) -> None:
 
 
 def own_tensors(checkpoint: Checkpoint, engine: Engine) -> Tensors | None:
-    """Return the tensors that this rank saved for itself; None if the checkpoint has another world size."""
     if len(checkpoint.content.ranks) != engine.world_size:
         return None
     return checkpoint.tensors(OWN, engine.rank)
@@ -225,8 +222,7 @@ _BUILT_IN = (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, 
 
 @contextmanager
 def restoring(checkpoint: Checkpoint) -> Iterator[None]:
-    """Convert errors inside the block to a CheckpointError. A missing JSON value or tensor raises one of Python's
-    errors."""
+    """Convert errors inside the block. A missing JSON value or tensor raises one of Python's."""
     try:
         yield
     except CheckpointError:
@@ -242,7 +238,6 @@ def restoring(checkpoint: Checkpoint) -> Iterator[None]:
 
 @contextmanager
 def global_randomness_kept() -> Iterator[None]:
-    """Restore the global random states of NumPy and Python after the block."""
     before = np.random.get_state(), random.getstate()  # noqa: NPY002
     try:
         yield

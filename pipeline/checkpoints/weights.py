@@ -44,7 +44,6 @@ def save_model(
 
 
 def open_model(path: Path) -> ModelState:
-    """Return the tensors that `save_model` wrote, or those of any other safetensors file."""
     weights, other = open_tensors(path), unlisted_path(path)
     expected = weights.metadata.get("unlisted")
     if expected is None:
@@ -70,7 +69,6 @@ def load_model(path: Path, *, epochs: int) -> ModelState:
 
 
 def unlisted_path(path: Path) -> Path:
-    """Return the file next to `path` with the tensors that the state dict leaves out."""
     return path.with_name(f"{path.stem}.unlisted{path.suffix}")
 
 

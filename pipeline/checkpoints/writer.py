@@ -53,8 +53,7 @@ class CheckpointWriter:
         self._written, self._given_up = threading.Event(), threading.Event()
 
     def save(self, part: Part, content: CheckpointContent) -> None:
-        """Save this rank's `part`, and rank 0's `content`. A failure, also of the previous one, is raised on all
-        ranks."""
+        """Save this rank's `part`, and rank 0's `content`. A failure, also of the previous one, is every rank's."""
         self._settle()
         temporary = self._store.temporary(content.step)
         if self._engine.rank == 0:
@@ -83,13 +82,12 @@ class CheckpointWriter:
             self._agree()
 
     def close(self) -> None:
-        """Wait for the checkpoint in progress; raise on all ranks if it failed."""
         self._settle()
         self._agree()
         self._clean()
 
     def wait_a_moment(self) -> None:
-        """Wait briefly for the checkpoint in progress, without the other ranks."""
+        """Wait briefly, without the other ranks."""
         deadline = time.monotonic() + _PATIENCE
         while self._pending is not None and self._pending.exists() and time.monotonic() < deadline:
             time.sleep(_ROUND)
@@ -126,7 +124,6 @@ class CheckpointWriter:
             self._record_failure(self._complete, temporary, content)
 
     def _write(self, temporary: Path, part: Part, content: CheckpointContent) -> None:
-        """Write this rank's files and its note; upload them if the run is at an address."""
         rank, ranks = self._engine.rank, self._engine.world_size
         write_part(temporary, part, rank, ranks)
         if self._remote is not None:
@@ -136,7 +133,6 @@ class CheckpointWriter:
                 self._remote.send(step, paths | ({self._note(rank): note} if ranks > 1 else {}))
 
     def _complete(self, temporary: Path, content: CheckpointContent) -> None:
-        """On rank 0, wait until all ranks have written, then give the checkpoint its final name."""
         if self._engine.rank != 0:
             return
         target, remote = self._store.path(content.step), self._remote

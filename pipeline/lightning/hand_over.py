@@ -165,16 +165,9 @@ class _Ranks:
 
 
 class LitModule(pl.LightningModule):
-    """The model after surgery, with the pipeline's loss, batch transforms, optimizer and schedule.
-
-    It logs `loss`, `val_loss` and the task's metrics of each epoch, over all ranks. Random layers (dropout) depend on
-    the pipeline's seed, as in `fit`.
-
-    Args:
-        parts: the pipeline, and its model after surgery, which maps images `(B, 3, H, W)` to logits `(B, C)`.
-        epochs: epochs of the full run.
-        steps: optimizer steps per epoch.
-    """
+    """The model after surgery, with the pipeline's loss, batch transforms, optimizer and schedule. It logs `loss`,
+    `val_loss` and the task's metrics of each epoch, over all ranks. Random layers (dropout) depend on the pipeline's
+    seed, as in `fit`."""
 
     def __init__(self, parts: Parts, epochs: int, steps: int) -> None:
         super().__init__()
@@ -182,7 +175,6 @@ class LitModule(pl.LightningModule):
         self.model = parts.model
         self._plan, self._epochs, self._steps = plan, epochs, epochs * steps
         self._loss = training_loss(plan, torch.device("cpu"))
-        self._width = parts.width
         self._hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes)
         self._random = ExitStack()
         for parameter in self.model.parameters():
@@ -193,14 +185,10 @@ class LitModule(pl.LightningModule):
         return logits
 
     def setup(self, stage: str) -> None:
-        """Check the Trainer's arguments, and set the memory format that its strategy requires, before it wraps the
-        model.
-
-        Raises:
-            PlanError: if the results would differ from the pipeline's.
-        """
+        """Check the Trainer, and set the memory format that its strategy requires, before it wraps the model."""
         data: Any = getattr(self.trainer, "datamodule", None)
-        if isinstance(data, LitDataModule) and data.source != (self._plan.data, self._plan.seed):
+        ours = self._plan.data, self._plan.seed
+        if isinstance(data, LitDataModule) and (data.plan.data, data.plan.seed) != ours:
             raise PlanError(
                 "The module and the data are from two pipelines. Take both from one to_lightning()."
             )
@@ -210,7 +198,7 @@ class LitModule(pl.LightningModule):
             give_channels_last_inputs(self.model)  # DeepSpeed cannot broadcast channels-last weights
 
     def on_fit_start(self) -> None:
-        """Pass the run's length to the transforms, and seed torch's generators, which `on_fit_end` restores."""
+        """Pass the run's length to the transforms, and seed torch's generators until `on_fit_end`."""
         self._hooks.state.total_steps = self._steps
         for transform in self._plan.transforms:
             transform.begin(self.model, self._steps)
@@ -222,11 +210,9 @@ class LitModule(pl.LightningModule):
         check_trainer(self._plan, self._epochs, self.trainer)
 
     def on_fit_end(self) -> None:
-        """Restore torch's generators."""
         self._random.close()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the loss `()` of one microbatch."""
         accumulate = self._plan.distribution.accumulate
         self._hooks.state.step = self.trainer.global_step
         number = share(self.trainer)[0] * accumulate + batch_idx % accumulate
@@ -239,7 +225,6 @@ class LitModule(pl.LightningModule):
         return loss * accumulate if isinstance(self.trainer.strategy, DeepSpeedStrategy) else loss
 
     def on_validation_epoch_start(self) -> None:
-        """Reset this rank's sums."""
         predict = partial(self._hooks.predict, self.model, task=self._plan.task)
         self._sums = EvaluationSums(self._plan.task, self.device, predict)
 
@@ -247,7 +232,6 @@ class LitModule(pl.LightningModule):
         self._sums.add(*batch)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the mean loss and the metrics over all samples of all ranks."""
         reduce = self.trainer.strategy.reduce
         self.log_dict(self._sums.result(lambda sums: reduce(sums, reduce_op="sum"), self.trainer.world_size))
 
@@ -265,7 +249,6 @@ class LitModule(pl.LightningModule):
             wrapped.clip_grad_norm_(gradient_clip_val)
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer of the wrapped parameters, and the learning rate schedule, per step."""
         optimizer = optimizer_factory(self._plan, self.model)(self.parameters())
         how = self._plan.optimization
         scale = how.scheduled_scale(self._plan.data.batch_size)
@@ -278,25 +261,18 @@ class LitDataModule(pl.LightningDataModule):
 
     def __init__(self, plan: ResolvedPlan) -> None:
         super().__init__()
-        self._plan = plan
+        self.plan = plan
         self._loaders: list[EpochLoader] = []
 
-    @property
-    def source(self) -> tuple[Any, int]:
-        """The options of `Pipeline.load`, and the seed."""
-        return self._plan.data, self._plan.seed
-
     def train_dataloader(self) -> Microbatches:
-        """Return the training data; each batch is split into the microbatches of gradient accumulation."""
-        return self._create_loader(self._plan.data.train, True, self._plan.distribution.accumulate)
+        return self._create_loader(self.plan.data.train, True, self.plan.distribution.accumulate)
 
     def val_dataloader(self) -> Microbatches | list[Any]:
-        """Return the validation data; an empty list without."""
-        source = self._plan.data.val
+        source = self.plan.data.val
         return [] if source is None else self._create_loader(source, False, 1)
 
     def _create_loader(self, source: Source, train: bool, accumulate: int) -> Microbatches:
-        trainer, data = self.trainer, self._plan.data
+        trainer, data = self.trainer, self.plan.data
         assert trainer is not None
         ranks = share(trainer)
         if train and data.batch_size % (ranks[1] * accumulate):
@@ -307,12 +283,11 @@ class LitDataModule(pl.LightningDataModule):
         root = trainer.strategy.root_device
         # Lightning moves batches to devices other than CUDA.
         device = root if root.type == "cuda" else torch.device("cpu")
-        loader = make_loader(self._plan, source, train=train, device=device, ranks=ranks)
+        loader = make_loader(self.plan, source, train=train, device=device, ranks=ranks)
         self._loaders.append(loader)
         return Microbatches(loader, accumulate)
 
     def teardown(self, stage: str) -> None:  # noqa: ARG002
-        """End the loaders' threads and processes."""
         while self._loaders:
             self._loaders.pop().close()
 

@@ -40,7 +40,7 @@ REMEDIES = {
 
 
 def trainer_arguments(options: DistributedConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """Return strategy, devices and accelerator for Lightning's Trainer, and the other arguments `given` for it."""
+    """Return strategy, devices and accelerator for Lightning's Trainer, and the other arguments `given`."""
     for name, place in OWN.items():
         if name in given:
             raise PlanError(f"to_lightning({name}={given[name]!r}): set it in {place}.")
@@ -62,7 +62,7 @@ def trainer_arguments(options: DistributedConfig, given: dict[str, Any]) -> dict
 
 
 def to_strategy(options: DistributedConfig) -> str | Strategy:
-    """Translate the options of `distribute` to a Lightning strategy: a name, or an object if there is no name."""
+    """Return Lightning's strategy: a name, or an object if there is no name."""
     ours: Any = strategies.get(options.strategy, **options.options)
     for option, usual in (("wrap", True), ("config", None)):
         if getattr(ours, option, usual) is not usual:
@@ -87,7 +87,6 @@ def to_strategy(options: DistributedConfig) -> str | Strategy:
 
 
 def _as_object(ours: Any, devices: int) -> Strategy | None:
-    """Return Lightning's strategy, if no name of Lightning's describes it."""
     match ours.name:
         case "fsdp_grad_op":
             return FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")
@@ -135,7 +134,6 @@ def check_trainer(plan: ResolvedPlan, epochs: int, trainer: pl.Trainer) -> None:
 
 
 def _kind(strategy: Strategy) -> str:
-    """Return the name of the Drivetrain strategy by which to check transforms."""
     if isinstance(strategy, DeepSpeedStrategy):
         config: Any = strategy.config
         return f"deepspeed_stage_{max(config.get('zero_optimization', {}).get('stage', 1), 1)}"

@@ -28,7 +28,6 @@ class Exchange:
         self._work = dist.all_reduce(self._numbers, group=group, async_op=True)
 
     def arrives_within(self, seconds: float) -> bool:
-        """Wait at most this long until all ranks have sent theirs, and return whether they have."""
         end = monotonic() + seconds
         while not self._work.is_completed():
             if monotonic() > end:
@@ -37,14 +36,13 @@ class Exchange:
         return True
 
     def values(self) -> list[float]:
-        """Wait for the numbers of all ranks, and return them in order."""
         self._work.wait()
         numbers: list[float] = self._numbers.tolist()
         return numbers
 
 
 def broadcast_text(engine: Engine, text: str, source: int = 0) -> str:
-    """Return the text of rank `source`, ignored on the others; every rank must call it, with the same `source`."""
+    """Return the text of rank `source`; every rank must call it."""
     data = list(text.encode()) if engine.rank == source else []
     length = int(engine.reduce(torch.tensor(len(data)), "sum").item())
     values = torch.tensor(data or [0] * length, dtype=torch.int64)
@@ -64,7 +62,6 @@ class Requests:
         self._due = monotonic() + (self._interval or 0)
 
     def flags(self) -> int:
-        """Return what this rank asks for, as bits."""
         due = self._interval is not None and monotonic() >= self._due
         return STOP * bool(self.signal) | SAVE * due | INTERRUPT * (self.signal == "SIGINT")
 
@@ -75,7 +72,6 @@ class Requests:
             self.interrupted |= bool(flag & INTERRUPT)
 
     def saved(self) -> None:
-        """Start counting the minutes to the next checkpoint."""
         self.save = False
         self._due = monotonic() + (self._interval or 0)
 

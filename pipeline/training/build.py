@@ -192,7 +192,6 @@ class Parts:
         return self.width if self.plan.task.kind in ("class indices", "labels") else None
 
     def loss(self, device: torch.device) -> TaskLoss:
-        """Return the training loss, tested on `device`, where the outputs will be."""
         task, (outputs, targets) = self.plan.task, self.example
         loss = training_loss(self.plan, device)
         outputs, targets = map_tensors(lambda tensor: tensor.to(device), outputs), targets.to(device)
@@ -203,7 +202,6 @@ class Parts:
 
 
 def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) -> Parts:
-    """Build the model, and check it against the data."""
     data, task = plan.data, plan.task
     targets = targets_of(train, str(files_of(data.train)), task)
     judged = None if val is None or data.val is None else targets_of(val, str(data.val), task)
@@ -236,7 +234,6 @@ def expected_device(how: DistributedConfig) -> torch.device:
 
 
 def make_loaders(plan: ResolvedPlan, device: torch.device) -> tuple[EpochLoader, EpochLoader | None]:
-    """Return the loaders of this rank's share of the training data and of the validation data, if any."""
     train, val = plan.data.train, plan.data.val
     first = make_loader(plan, train, train=True, device=device)
     return first, None if val is None else make_loader(plan, val, train=False, device=device)
@@ -250,7 +247,7 @@ def make_loader(
     device: torch.device,
     ranks: tuple[int, int] | None = None,
 ) -> EpochLoader:
-    """Return a loader of this rank's share. `ranks` is `(rank, world_size)`; None: those of the process group."""
+    """Return a loader of this rank's share; `ranks` is `(rank, world_size)`."""
     data = plan.data
     ranks = ranks or ((dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1))
     own: dict[str, Any] = {
@@ -280,7 +277,6 @@ def source_files(data: DataConfig, source: Source, *, progress: bool = True) -> 
 
 
 def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
-    """Return the plan with its data sources replaced by their files; see `source_files`."""
     data = plan.data
     train = source_files(data, data.train, progress=progress)
     val = None if data.val is None else source_files(data, data.val, progress=progress)
@@ -291,8 +287,8 @@ def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
 def build_model(
     spec: PipelineSpec, transforms: Sequence[Transform], look: Callable[[nn.Module], None] | None = None
 ) -> tuple[nn.Module, tuple[Report, ...]]:
-    """Return the model after surgery, on the CPU, and what each surgery changed. Only `transforms` that change the
-    model apply; `look` is called with it before them. The global RNG is restored."""
+    """Return the model after surgery, on the CPU, and what each changed. `look` is called before it. The global RNG is
+    restored."""
     with fork_rng(spec.seed):
         model = _fresh_model(spec)
         if look is not None:
@@ -313,9 +309,8 @@ def build_model(
 def rebuild_model(
     spec: PipelineSpec, transforms: Sequence[Transform], state: ModelState | None = None
 ) -> tuple[nn.Module, tuple[Report, ...]]:
-    """Return what `build_model` does for a model that was trained already, without the warnings of its surgery. `state`
-    are the tensors to load, all of them, so that files of initial weights are not read. RuntimeError if they do not
-    fit."""
+    """Do what `build_model` does, for a trained model, whose surgery warned before. With `state`, files of initial
+    weights are not read."""
     with warnings.catch_warnings(), weights_omitted() if state else nullcontext():
         warnings.simplefilter("ignore", NothingChanged)  # training has issued this warning already
         model, reports = build_model(spec, transforms)
@@ -348,7 +343,6 @@ def _fresh_model(spec: PipelineSpec) -> nn.Module:
 
 
 def _nearest_option(spec: PipelineSpec) -> str:
-    """Return a hint for each model option that the factory does not have: the closest one that it has."""
     try:
         known = inspect.signature(spec.model).parameters
     except (TypeError, ValueError):  # a factory written in C
@@ -368,8 +362,7 @@ def _not_compiled(model: nn.Module) -> nn.Module:
 
 
 def optimizer_factory(plan: ResolvedPlan, model: nn.Module | None = None) -> OptimizerFactory:
-    """Return the factory, wrapped by the optimizer transforms in order. Groups by name need the `model` after
-    surgery."""
+    """Return the factory, wrapped by the optimizer transforms. Groups by name need the model after surgery."""
     factory: OptimizerFactory = plan.optimization.factory
     for transform in plan.transforms:
         factory = transform.optimizer(factory)

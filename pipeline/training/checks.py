@@ -36,7 +36,6 @@ _MASKS = 64  # that are read to find class indices which a model does not have
 
 
 def targets_of(loader: EpochLoader, source: str, task: Task) -> Targets:
-    """Return all targets of a loader's data, and the names of its classes."""
     names = tuple(loader.classes)
     if loader.beton is None or not loader.has_masks:
         return Targets(source, loader.labels, names)

@@ -63,8 +63,7 @@ class NonFiniteGuard(Observer):
 
     @torch.no_grad()
     def should_step(self, state: TrainState) -> bool:
-        """Return whether the loss is finite on every rank; on CUDA, raise for the previous step. Every rank must call
-        it."""
+        """Return whether the loss is finite; on CUDA, raise for the previous step. Every rank must call it."""
         numbers = self._of_all_ranks(state.step_loss)
         if self._at_once:
             self._look_at_norm()
@@ -117,7 +116,6 @@ class NonFiniteGuard(Observer):
             self._check_norm(step, norm.item())
 
     def flush(self) -> None:
-        """Check the values that are still being copied from the device."""
         late, self._late = self._late, None
         if late is not None:
             self._judged(late[0], late[1].values())
@@ -164,7 +162,6 @@ class NonFiniteGuard(Observer):
 
     @torch.no_grad()
     def _spoiled(self) -> bool:
-        """Return whether a parameter of any rank is not finite."""
         parameters = [p.detach() for p in self._engine.plain_model.parameters()]
         mine = any(not bool(shard.isfinite().all()) for shard in locals_of(parameters))
         return bool(self._engine.reduce(torch.tensor(float(mine)), "sum").item())

@@ -56,7 +56,6 @@ class Moments:
             setattr(self, moment, (*seen, *calls) if moment in OBSERVED_FIRST else (*calls, *seen))
 
     def batch(self, calls: Calls, state: TrainState, batch: Microbatch) -> Microbatch:
-        """Return the batch, or what these calls replace it by; PlanError if that is not a pair of tensors."""
         state.batch = batch
         for call in calls:
             call(state)
@@ -69,8 +68,6 @@ class Moments:
         )
 
     def loss(self, state: TrainState, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss whose gradients are taken, or what the calls replace it by; PlanError if that is not a
-        tensor."""
         state.loss = loss
         for call in self.before_backward:
             call(state)
@@ -80,7 +77,7 @@ class Moments:
 
 
 def split_microbatches(images: torch.Tensor, labels: torch.Tensor, number: int) -> list[Microbatch]:
-    """Split a batch into `number` microbatches, whose sizes differ by at most 1; one is the batch itself."""
+    """Split a batch into `number` microbatches, whose sizes differ by at most 1."""
     if number == 1:
         return [(images, labels)]
     return list(zip(images.tensor_split(number), labels.tensor_split(number), strict=True))

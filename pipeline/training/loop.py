@@ -253,7 +253,6 @@ class EvaluationSums:
             meter.update(outputs, targets)
 
     def result(self, add_ranks: Callable[[torch.Tensor], torch.Tensor], ranks: int) -> dict[str, float]:
-        """Return `val_loss` and the metrics over all ranks, whose sums `add_ranks` adds."""
         numerator, denominator = add_ranks(self._sums).tolist()
         if not denominator:
             raise DataError(

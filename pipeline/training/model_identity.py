@@ -147,7 +147,6 @@ def _of_object(value: Any, within: tuple[int, ...]) -> str:
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, also those in slots; of a member of an enumeration its name."""
     if isinstance(value, Enum):
         return {"name": value.name}
     slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
@@ -268,13 +267,11 @@ def _functions(one: Any) -> Iterator[FunctionType]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that code, and the code inside it, may look up among the globals."""
     inside = (const for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*(_names(each) for each in inside))
 
 
 def _used(one: Any) -> list[Any]:
-    """Return the classes and functions that a class or function uses, with its base classes."""
     used: list[Any] = list(one.__bases__) if isinstance(one, type) else []
     for function in _functions(one):
         cells = _closure(function).values()
@@ -313,7 +310,6 @@ def _closure(function: FunctionType) -> dict[str, Any]:
 
 
 def is_filled(cell: CellType) -> bool:
-    """Return whether a variable of a closure has been assigned."""
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
@@ -322,5 +318,4 @@ def is_filled(cell: CellType) -> bool:
 
 
 def digest(value: str | bytes) -> str:
-    """Return 16 hexadecimal digits."""
     return hashlib.sha256(value.encode() if isinstance(value, str) else value).hexdigest()[:16]

@@ -30,7 +30,7 @@ class Schedule:
             self._scheduler = _TorchScheduler(optimization.schedule, options, optimizer)
 
     def set_lr(self, step: int) -> float:
-        """Set the learning rates for step `step`, counted from 0. Return that of the first parameter group."""
+        """Set the learning rates for a step, counted from 0. Return that of the first parameter group."""
         factor = self._optimization.lr_factor(step, self._steps) * self._scale
         rates = self._peaks if self._scheduler is None else self._scheduler.rates(step)
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):

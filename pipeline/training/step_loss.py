@@ -63,7 +63,7 @@ class StepLoss:
         self._scale = shares / torch.where(self.weight > 0, self.weight, 1)
 
     def share(self, number: int, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        """Return the share of microbatch `number` of this rank, counted from 1: a scalar."""
+        """Return the share of microbatch `number` of this rank, counted from 1."""
         if self._scale is None:
             return self.mean.loss(outputs, targets)
         return self.mean.numerator(outputs, targets, self._counts[number - 1]) * self._scale

@@ -19,7 +19,7 @@ from typing import Any
 from ...common.budget import Budget, OutOfTime, alarm, rounded_up
 from ...common.checks import check_whole
 from ...common.errors import DrivetrainError, PlanError
-from ..checkpoints.identity import identity
+from ..checkpoints.fingerprint import identity
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
 from ..measuring.process import Failed
