@@ -32,7 +32,6 @@ from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
 from ..models.factories import LIBRARIES, name_of_factory
 from ..optim.schedules import label
-from ..tasks.task import Task
 from ..training.build import Built
 from ..training.model_identity import attributes, difference, digest, is_filled
 
@@ -60,7 +59,8 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "order": data.order,
         "load settings": dict(data.settings),
         "transforms": [identity(transform) for transform in plan.transforms],
-        "task": _task(plan.task),
+        # In a task's own `repr`, a function has an address, and a module has no weights.
+        "task": _called(type(plan.task).__qualname__, plan.task.options, ()),
         # A class of an optimizer, and a function of a schedule, by its identity.
         "optimizer": "a factory" if optimization.is_factory else optimization.optimizer,
         "parameter groups": [_numbers(group) for group in built.engine.optimizer.param_groups],
@@ -150,13 +150,6 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     chosen = ("params", *IMPLEMENTATION, "initial_lr")
     plain = {key: value for key, value in group.items() if key not in chosen}
     return {key: v.item() if isinstance(v, torch.Tensor) and v.dim() == 0 else v for key, v in plain.items()}
-
-
-def _task(task: Task) -> str:
-    """Return the class of a task and the identity of each of its options. A task's own `repr` does not do: in that of a
-    function is an address, and in that of a module are no weights."""
-    options = (f"{name}={identity(value)}" for name, value in task.options.items())
-    return f"{type(task).__qualname__}({', '.join(options)})"
 
 
 def _identity(loader: EpochLoader) -> int:

@@ -134,11 +134,6 @@ def key_of(owner: str, name: str) -> str:
     return f"{quote(owner)}::{name}"
 
 
-def split_key(key: str) -> tuple[str, str]:
-    owner, _, name = key.partition("::")
-    return unquote(owner), name
-
-
 @dataclass(frozen=True)
 class Part:
     tensors: dict[str, dict[str, torch.Tensor]]
@@ -251,13 +246,11 @@ class Checkpoint:
                 f"{steps} steps in an epoch. {REMEDY}"
             )
 
-    def tensors(self, kind: str, rank: int | None = None) -> Tensors:
-        """Return the tensors of a kind: one of `SHARED`, or `OWN` with a `rank`."""
-        readers: dict[str, Callable[[], torch.Tensor]] = {}
-        names = self._names(kind)
-        for name in names if rank is None else [names[rank]]:
-            readers |= open_tensors(self.path / name).readers
-        return Tensors(readers)
+    def tensors(self, *kinds: str, rank: int | None = None) -> Tensors:
+        """Return the tensors of kinds in `SHARED`, or of `OWN` with a `rank`."""
+        names = [name for kind in kinds for name in self._names(kind)]
+        opened = [open_tensors(self.path / name) for name in (names if rank is None else [names[rank]])]
+        return Tensors({name: reader for tensors in opened for name, reader in tensors.readers.items()})
 
     @property
     def score(self) -> float | None:
@@ -290,8 +283,8 @@ def grouped(*several: Tensors) -> dict[str, Tensors]:
     groups: dict[str, dict[str, Callable[[], torch.Tensor]]] = {}
     for tensors in several:
         for key, reader in tensors.readers.items():
-            owner, name = split_key(key)
-            groups.setdefault(owner, {})[name] = reader
+            owner, _, name = key.partition("::")
+            groups.setdefault(unquote(owner), {})[name] = reader
     return {owner: Tensors(readers) for owner, readers in groups.items()}
 
 

@@ -1,25 +1,33 @@
-"""Capture the state of a run as tensors and JSON values, each rank's share on the CPU, and restore it."""
+"""Capture the state of a run as tensors and JSON values, each rank's share on the CPU, and restore it; or export its
+evaluated weights, under the names before surgery too, and its model."""
 
 from __future__ import annotations
 
 import random
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ...common.errors import CheckpointError, DrivetrainError
-from ...common.model_state import buffers_kept, split_state, unlisted_tensors
+from ...common.model_state import ModelState, buffers_kept, split_state, unlisted_tensors
 from ...strategies import Engine
 from ...strategies.common.optimizer_state import Homes, Keep, OptimizerState, home_of
 from ...strategies.engine import copied
+from ...transforms import Transform
+from ..models.factories import model_factory
+from ..models.weights import weights_omitted
 from ..telemetry.state import EpochMeter
-from ..training.build import Built
+from ..training.build import Built, rebuild_model
 from ..training.hooks import TrainingHooks
+from .directory import CheckpointDir, best_of, find
+from .fingerprint import rebuild_spec
 from .format import (
     OWN,
     REMEDY,
@@ -35,7 +43,7 @@ from .format import (
     grouped,
     key_of,
 )
-from .weights import Tensors
+from .weights import Tensors, plain_state
 
 
 def capture_state(
@@ -51,7 +59,13 @@ def capture_state(
     """
     engine, hooks, position = built.engine, built.hooks, built.hooks.state
     keep, writers = _writing_plan(engine)
-    own = _own_buffers(engine) | _randomness(engine) | {"loss": position.meter.total.detach().cpu().clone()}
+    own = {"random.cpu": torch.get_rng_state(), "loss": position.meter.total.detach().cpu().clone()}
+    if engine.device.type == "cuda":
+        own["random.cuda"] = torch.cuda.get_rng_state(engine.device)
+    if engine.world_size > 1:
+        own |= {key_of("buffer", name): copied(each) for name, each in engine.plain_model.named_buffers()}
+    algorithm, words, *rest = np.random.get_state()  # noqa: NPY002 — the global state, which models may use
+    of_numpy = [algorithm, np.asarray(words).tolist(), *rest]
     with buffers_kept(engine.plain_model):
         engine.sync_buffers()
         model = split_state(engine.plain_model, engine.export_state(keep))
@@ -70,7 +84,7 @@ def capture_state(
         shared[UNLISTED] = model.unlisted
     part = Part(
         {**(shared if engine.rank < writers else {}), OWN: own | own_averages},
-        RankContent(_python_randomness(), numbers, callbacks or {}),
+        RankContent({"python": random.getstate(), "numpy": of_numpy}, numbers, callbacks or {}),
         writers,
     )
     return part, CheckpointContent(
@@ -100,25 +114,6 @@ def _writing_plan(engine: Engine) -> tuple[Keep, int]:
     if not engine.sharded:
         return (lambda _: engine.rank == 0), 1
     return Homes(engine.rank, shares(engine.sizes(), engine.world_size)), engine.world_size
-
-
-def _own_buffers(engine: Engine) -> dict[str, torch.Tensor]:
-    if engine.world_size == 1:
-        return {}
-    buffers = engine.plain_model.named_buffers()
-    return {key_of("buffer", name): copied(b) for name, b in buffers}
-
-
-def _randomness(engine: Engine) -> dict[str, torch.Tensor]:
-    states = {"random.cpu": torch.get_rng_state()}
-    if engine.device.type == "cuda":
-        states["random.cuda"] = torch.cuda.get_rng_state(engine.device)
-    return states
-
-
-def _python_randomness() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002 — the global state, which models may use
-    return {"python": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), *rest]}
 
 
 def _methods(
@@ -154,7 +149,7 @@ def all_finite(part: Part, model: nn.Module) -> bool:
 
 def load_engine(checkpoint: Checkpoint, engine: Engine) -> None:
     with restoring(checkpoint):
-        engine.import_state(checkpoint.tensors("model") | checkpoint.tensors(UNLISTED))
+        engine.import_state(checkpoint.tensors("model", UNLISTED))
         entries: dict[str, Any] = dict(grouped(checkpoint.tensors("optimizer")))
         for rank in checkpoint.content.ranks:
             for name, numbers in rank.numbers.items():
@@ -214,7 +209,7 @@ def load_randomness(checkpoint: Checkpoint, engine: Engine, seed: int) -> None:
 def own_tensors(checkpoint: Checkpoint, engine: Engine) -> Tensors | None:
     if len(checkpoint.content.ranks) != engine.world_size:
         return None
-    return checkpoint.tensors(OWN, engine.rank)
+    return checkpoint.tensors(OWN, rank=engine.rank)
 
 
 _BUILT_IN = (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError, MemoryError)
@@ -255,3 +250,93 @@ def with_averages(checkpoint: Checkpoint, own: Tensors | None = None) -> dict[st
         }
         for method, state in checkpoint.content.methods.items()
     }
+
+
+ModelArg = str | Callable[..., nn.Module] | nn.Module | None
+
+
+def chosen(place: Path, *, best: bool) -> Checkpoint:
+    """Return the verified checkpoint at `place`; for the folder of a run, its newest complete one, or with `best` that
+    of the best monitored metric."""
+    if not best:
+        return find(place)
+    store = CheckpointDir(place / "checkpoints")
+    # Checkpoints of an earlier run may be there until the first of this run is complete.
+    checkpoint = best_of(list(store.of_run(store.run)))
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{store.folder} has no checkpoint of its run with a monitored metric. Remove best=True (--best), or pass "
+            f"the path of a checkpoint."
+        )
+    checkpoint.verify()
+    return checkpoint
+
+
+def evaluated_state(checkpoint: Checkpoint) -> ModelState:
+    """Return the tensors that the training evaluated at this point, under the names of the model after surgery."""
+    with restoring(checkpoint):
+        state = ModelState(dict(checkpoint.tensors("model")), dict(checkpoint.tensors(UNLISTED)))
+        for kept in with_averages(checkpoint).values():
+            for averages in kept.values():
+                if isinstance(averages, Tensors):  # a custom method may also keep JSON values
+                    _replace(state.weights, averages)
+                    _replace(state.unlisted, averages)
+        return state
+
+
+def _replace(state: dict[str, torch.Tensor], averages: Tensors) -> None:
+    """Replace tensors by their averages, in their own dtype: of half precision, averages are float32. One at a time, so
+    that memory holds one copy of the weights."""
+    for name in state.keys() & set(averages):
+        state[name] = averages[name].to(state[name].dtype)
+
+
+def plain_names(checkpoint: Checkpoint, model: ModelArg = None) -> ModelState:
+    """Return the evaluated tensors by the names that they had before surgery of `model`; see `rebuild`."""
+    state = evaluated_state(checkpoint)
+    otherwise = "use names='trained' (--names trained), or FitResult.plain_state()"
+    built, transforms = rebuild(checkpoint, state.weights, model, otherwise)
+    with restoring(checkpoint):
+        return plain_state(state, built, transforms)
+
+
+def rebuild(
+    checkpoint: Checkpoint, state: Mapping[str, torch.Tensor], model: ModelArg, otherwise: str
+) -> tuple[nn.Module, tuple[Transform, ...]]:
+    """Return the model of a checkpoint after surgery, with new weights, and its transforms in the plan's order. `model`
+    is the one before surgery, which must fit the evaluated weights, `state`: a name, a factory, which is called with
+    the options of the training, or a module; None: the one that the checkpoint names, for which nothing is imported.
+    `otherwise`, for the message: what the caller can do if the model is unknown."""
+    saved = checkpoint.content.description
+    if saved is None:
+        raise CheckpointError(
+            f"{checkpoint.place} does not know how to build its model: its options, or a custom surgery, cannot be "
+            f"written as JSON. {otherwise[:1].upper()}{otherwise[1:]}."
+        )
+    if isinstance(model, str):
+        model = model_factory(model)
+    with restoring(checkpoint):
+        spec, transforms = rebuild_spec(saved, model, otherwise)
+    if model is None:
+        with restoring(checkpoint), weights_omitted():
+            return rebuild_model(spec, transforms)[0], transforms
+    with weights_omitted():
+        built, _ = rebuild_model(spec, transforms)
+    _check_fits(built, state, spec.model_name, checkpoint.path)
+    return built, transforms
+
+
+def _check_fits(model: nn.Module, state: Mapping[str, torch.Tensor], name: str, where: Path) -> None:
+    own = {key: tuple(value.shape) for key, value in model.state_dict().items() if not is_lazy(value)}
+    there = {
+        key: tuple(value.shape) for key, value in state.items() if key in own or key not in model.state_dict()
+    }
+    for key in {**there, **own}:
+        if own.get(key) != there.get(key):
+            ours, theirs = (
+                f"has it as {of[key]}" if key in of else "does not have it" for of in (own, there)
+            )
+            raise CheckpointError(
+                f"{name} is not the model that was trained: of the weight {key!r}, {name} {ours}, and "
+                f"{where} {theirs}. Pass the model of the training, before surgery."
+            )

@@ -92,9 +92,6 @@ class Tensors(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self.readers)
 
-    def __or__(self, other: Tensors) -> Tensors:
-        return Tensors({**self.readers, **other.readers})
-
 
 def open_tensors(path: Path) -> Tensors:
     with _safetensors_errors(path):

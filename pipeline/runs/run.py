@@ -20,7 +20,6 @@ from ..callbacks.view import RunView
 from ..checkpoints import resume as resuming
 from ..checkpoints import state as states
 from ..checkpoints.directory import CheckpointDir
-from ..checkpoints.export import evaluated_state
 from ..checkpoints.fingerprint import (
     check_compatible,
     check_model,
@@ -30,6 +29,7 @@ from ..checkpoints.fingerprint import (
 )
 from ..checkpoints.format import Checkpoint
 from ..checkpoints.remote import RemoteRun, shown
+from ..checkpoints.state import evaluated_state
 from ..checkpoints.writer import CheckpointWriter
 from ..describe.inputs import Inputs
 from ..describe.resolve import ResolvedPlan

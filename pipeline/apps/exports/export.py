@@ -15,9 +15,9 @@ from ....common.errors import CheckpointError, DataError, RecipeError, require_s
 from ....common.model_state import load_state
 from ....loaders.image_size import height_width
 from ...checkpoints.directory import CheckpointDir
-from ...checkpoints.export import ModelArg, chosen, evaluated_state, plain_names, rebuild
 from ...checkpoints.format import Checkpoint
 from ...checkpoints.remote import STATE, opened
+from ...checkpoints.state import ModelArg, chosen, evaluated_state, plain_names, rebuild
 from ...checkpoints.weights import save_model
 from ...describe.inputs import Inputs, metadata
 from ...recipes.files import read_recipe

@@ -16,9 +16,9 @@ from command_line import call_several, toy_values
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import Checkpoints, export
 from drivetrain.pipeline.checkpoints.directory import CheckpointDir
-from drivetrain.pipeline.checkpoints.export import evaluated_state
 from drivetrain.pipeline.checkpoints.fingerprint import rebuild_spec
 from drivetrain.pipeline.checkpoints.format import TENSORS, Tensors, key_of
+from drivetrain.pipeline.checkpoints.state import evaluated_state
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.transforms import EMA, SWA, BlurPool, ChannelsLast, Factorize
 from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model

@@ -156,7 +156,7 @@ def test_any_schedule(toy: Toy, schedule: Any) -> None:
 
 
 def test_an_optimizer_of_matrices_is_refused_where_lightning_flattens_them(toy: Toy) -> None:
-    from drivetrain.pipeline.lightning.trainer import check_trainer
+    from drivetrain.pipeline.lightning.hand_over import check_trainer
     from lightning.pytorch.strategies import FSDPStrategy
 
     plan = resolve(toy.pipeline(plain_model).optimize("muon", lr=0.05))
@@ -197,14 +197,14 @@ def test_what_needs_our_own_loop_is_refused(toy: Toy) -> None:
     ],
 )
 def test_our_strategies_by_lightnings_names(name: str, options: dict[str, Any], expected: str) -> None:
-    from drivetrain.pipeline.lightning.trainer import to_strategy
+    from drivetrain.pipeline.lightning.hand_over import to_strategy
 
     how = DistributedConfig(name, devices=1 if name == "single" else 2, options=options)
     assert to_strategy(how) == expected
 
 
 def test_our_strategies_that_have_no_name_there() -> None:
-    from drivetrain.pipeline.lightning.trainer import to_strategy
+    from drivetrain.pipeline.lightning.hand_over import to_strategy
     from torch.distributed.fsdp import ShardingStrategy
 
     gradients: Any = to_strategy(DistributedConfig("fsdp_grad_op", devices=2))
