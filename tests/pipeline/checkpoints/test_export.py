@@ -14,7 +14,7 @@ import torch
 import torchvision
 from command_line import call_several, toy_values
 from drivetrain import CheckpointError, Pipeline
-from drivetrain.pipeline import Checkpoints, export
+from drivetrain.pipeline import Checkpoints, Epoch, export
 from drivetrain.pipeline.checkpoints.directory import CheckpointDir
 from drivetrain.pipeline.checkpoints.fingerprint import rebuild_spec
 from drivetrain.pipeline.checkpoints.format import TENSORS, Tensors, key_of
@@ -51,6 +51,17 @@ def test_a_method_may_keep_any_json_values_beside_averages(tmp_path: Path) -> No
     assert evaluated_state(checkpoint).weights["weight"].tolist() == [1.0, 1.0]
 
 
+def exported(pipeline: Pipeline, epochs: int, folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Train in `folder / "run"`, and return the result, and its weights by their plain names from a file."""
+    result = pipeline.fit(epochs=epochs, out=folder / "run", progress=False)
+    export(folder / "run", folder / "plain.safetensors")
+    export(folder / "run", folder / "trained.safetensors", names="trained")
+    plain, trained = load_file(folder / "plain.safetensors"), load_file(folder / "trained.safetensors")
+    torch.testing.assert_close(plain, result.plain_state(), rtol=0, atol=0)
+    torch.testing.assert_close(trained, dict(result.model.state_dict()), rtol=0, atol=0)
+    return result, plain
+
+
 @pytest.mark.process
 def test_a_model_of_torchvision_loads_without_drivetrain(toy: Toy, tmp_path: Path) -> None:
     """Surgery that wraps layers has renamed weights; the plain names are those of the unmodified model."""
@@ -60,12 +71,7 @@ def test_a_model_of_torchvision_loads_without_drivetrain(toy: Toy, tmp_path: Pat
         .transform(BlurPool(), ChannelsLast(), EMA(half_life=2))
         .optimize("sgd", lr=0.01)
     )
-    result = pipeline.fit(epochs=1, out=tmp_path / "run", progress=False)
-    export(tmp_path / "run", tmp_path / "plain.safetensors")
-    export(tmp_path / "run", tmp_path / "trained.safetensors", names="trained")
-    plain, trained = load_file(tmp_path / "plain.safetensors"), load_file(tmp_path / "trained.safetensors")
-    torch.testing.assert_close(plain, result.plain_state(), rtol=0, atol=0)
-    torch.testing.assert_close(trained, dict(result.model.state_dict()), rtol=0, atol=0)
+    result, _ = exported(pipeline, 1, tmp_path)
     packages = str(Path(torch.__file__).parent.parent)
     done = subprocess.run(
         [sys.executable, "-S", "-I", "-c", FOREIGN, packages, str(tmp_path / "plain.safetensors"),
@@ -79,6 +85,10 @@ def test_a_model_of_torchvision_loads_without_drivetrain(toy: Toy, tmp_path: Pat
     torch.testing.assert_close(found, unmodified(torch.ones(1, 3, 32, 32)), rtol=1e-4, atol=1e-5)
 
 
+def rank(epoch: Epoch) -> tuple[float, int]:
+    return epoch.accuracy, -epoch.epoch
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("method", [None, EMA(half_life=3), SWA(0.2, 0.6), SWA(0.2, 1.0)], ids=str)
 def test_it_is_what_was_evaluated(method: EMA | SWA | None, toy: Toy, tmp_path: Path) -> None:
@@ -89,16 +99,9 @@ def test_it_is_what_was_evaluated(method: EMA | SWA | None, toy: Toy, tmp_path: 
         .transform(Factorize(min_channels=8, latent_channels=0.25), *([] if method is None else [method]))
         .optimize("sgd", lr=0.05)
     )
-    result = pipeline.fit(epochs=3, out=tmp_path / "run", progress=False)
-    export(tmp_path / "run", tmp_path / "trained.safetensors", names="trained")
-    torch.testing.assert_close(
-        load_file(tmp_path / "trained.safetensors"), dict(result.model.state_dict()), rtol=0, atol=0
-    )
-    export(tmp_path / "run", tmp_path / "plain.safetensors")
-    plain = load_file(tmp_path / "plain.safetensors")
-    torch.testing.assert_close(plain, result.plain_state(), rtol=0, atol=0)
+    result, plain = exported(pipeline, 3, tmp_path)
     cifar_resnet(CLASSES, width=8).load_state_dict(plain)
-    best = max(result.history.epochs, key=lambda epoch: (epoch.accuracy, -epoch.epoch))
+    best = max(result.history.epochs, key=rank)
     taken = export(tmp_path / "run", tmp_path / "best.safetensors", best=True)
     assert taken.checkpoint.content.epoch == best.epoch
 
@@ -108,12 +111,8 @@ def test_the_best_is_one_of_the_run_and_undamaged(toy: Toy, tmp_path: Path) -> N
     how = Checkpoints(keep=3, background=False)
     result = toy.pipeline(batch_norm_model).fit(epochs=3, out=run, progress=False, checkpoints=how)
     store = CheckpointDir(run / "checkpoints")
-    best = max(result.history.epochs, key=lambda epoch: (epoch.accuracy, -epoch.epoch))
+    _, second, best = sorted(result.history.epochs, key=rank)
     (store.checkpoints()[3 - best.epoch] / "state.json").write_text("{}")
-    second = max(
-        (epoch for epoch in result.history.epochs if epoch is not best),
-        key=lambda epoch: (epoch.accuracy, -epoch.epoch),
-    )
     assert export(run, out, names="trained", best=True).checkpoint.content.epoch == second.epoch
     store.begin("another", None)  # a run that replaces this one, and has no checkpoint yet
     with pytest.raises(CheckpointError, match="has no checkpoint of its run with a monitored metric"):

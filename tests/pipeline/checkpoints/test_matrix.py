@@ -18,10 +18,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 ON_RANKS = ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "fairscale_oss"]
 AVERAGED = ["averaged deepspeed_stage_2", "averaged fairscale_oss"]
 """With averages of the weights, which the third stage cannot keep; those of ddp and fsdp move elsewhere."""
-RANKS = (1, 2, 4)
 MIDDLE = "checkpoints/step-00000003"
 """Of the first of two epochs of four steps."""
-Move = tuple[str, str, Path]
 
 
 def pipeline(toy: Toy, name: str, ranks: int) -> Pipeline:
@@ -32,15 +30,10 @@ def pipeline(toy: Toy, name: str, ranks: int) -> Pipeline:
     return made.distribute(strategy, devices=ranks, device="cpu", **options_of(strategy))
 
 
-def train(toy: Toy, names: list[str], ranks: int, folder: Path) -> dict[str, Any]:
+def on_ranks(job: Any, toy: Toy, names: list[str], ranks: int, *given: Any, timeout: float) -> dict[Any, Any]:
     """Rank 0's outcomes, for only its model has the trained weights; their numbers are of all ranks."""
     asked = {name: pipeline(toy, name, ranks) for name in names}
-    return launch(train_all, asked, folder, devices=ranks, timeout=280)[0]
-
-
-def resume(toy: Toy, moves: list[Move], ranks: int, timeout: float = 280) -> dict[Any, Any]:
-    asked = {name: pipeline(toy, name, ranks) for name, _, _ in moves}
-    return launch(resume_all, asked, moves, devices=ranks, timeout=timeout)[0]
+    return launch(job, asked, *given, devices=ranks, timeout=timeout)[0]
 
 
 def check(found: dict[Any, Any], whole: dict[str, Any], count: int) -> None:
@@ -72,20 +65,14 @@ def whole(toy: Toy, root: Path) -> dict[str, Any]:
 def test_to_every_strategy_and_back(toy: Toy, root: Path, whole: dict[str, Any]) -> None:
     """One device to each strategy on two ranks, each to the next one, and each to one device."""
     names = [*ON_RANKS, *AVERAGED]
-    moves = [
-        (name, "one device", root / "1" / f"{name.rpartition(' ')[0]} single".strip() / MIDDLE)
-        for name in names
-    ]
+    alone = {name: f"{name.rpartition(' ')[0]} single".strip() for name in names}
+    moves = [(name, "one device", root / "1" / alone[name] / MIDDLE) for name in names]
     for own in (ON_RANKS, AVERAGED):
         moves += [(to, at, root / "2" / at / MIDDLE) for at, to in zip(own, [*own[1:], own[0]], strict=True)]
-    asked = {name: pipeline(toy, name, 2) for name in names}
-    trained, moved = launch(train_and_move, asked, root / "2", moves, devices=2, timeout=290)[0]
+    trained, moved = on_ranks(train_and_move, toy, names, 2, root / "2", moves, timeout=290)
     check(trained, whole, len(names))
     check(moved, whole, len(moves))
-    back = {}
-    for name in names:
-        alone = pipeline(toy, f"{name.rpartition(' ')[0]} single".strip(), 1)
-        back[name] = outcome(alone, resume=root / "2" / name / MIDDLE)
+    back = {name: outcome(pipeline(toy, alone[name], 1), resume=root / "2" / name / MIDDLE) for name in names}
     check(back, whole, len(names))
 
 
@@ -94,16 +81,10 @@ def test_to_every_strategy_and_back(toy: Toy, root: Path, whole: dict[str, Any])
 def test_every_strategy_on_1_2_and_4_ranks_to_every_other(
     toy: Toy, root: Path, whole: dict[str, Any]
 ) -> None:
-    names = {ranks: [*(["single"] if ranks == 1 else []), *ON_RANKS] for ranks in RANKS}
-    sources: dict[str, Path] = {}
-    for ranks in RANKS:
-        check(train(toy, names[ranks], ranks, root / f"from {ranks}"), whole, len(names[ranks]))
-        sources |= {f"{name} {ranks}": root / f"from {ranks}" / name / MIDDLE for name in names[ranks]}
-    for ranks, before in ((1, "4"), (2, "4"), (4, "2")):  # the test above has one and two
-        moves = [
-            (name, label, place)
-            for name in names[ranks]
-            for label, place in sources.items()
-            if label.endswith(before)
-        ]
-        check(resume(toy, moves, ranks, timeout=1200), whole, len(moves))
+    names = {1: ["single", *ON_RANKS], 2: ON_RANKS, 4: ON_RANKS}
+    for ranks, own in names.items():
+        check(on_ranks(train_all, toy, own, ranks, root / f"from {ranks}", timeout=280), whole, len(own))
+    for ranks, before in ((1, 4), (2, 4), (4, 2)):  # the test above has one and two
+        sources = {f"{name} {before}": root / f"from {before}" / name / MIDDLE for name in names[before]}
+        moves = [(name, label, place) for name in names[ranks] for label, place in sources.items()]
+        check(on_ranks(resume_all, toy, names[ranks], ranks, moves, timeout=1200), whole, len(moves))

@@ -43,10 +43,6 @@ pytestmark = pytest.mark.filterwarnings(
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
 
-def dropping_model() -> nn.Module:
-    return nn.Sequential(nn.Dropout(0.2), plain_model())
-
-
 def trained(pipeline: Any, epochs: int, *callbacks: Any) -> tuple[Any, list[dict[str, float]]]:
     """The module after Lightning's training, and what it logged of each epoch."""
     import lightning.pytorch as pl
@@ -67,7 +63,7 @@ def trained(pipeline: Any, epochs: int, *callbacks: Any) -> tuple[Any, list[dict
 
 @pytest.mark.parametrize("case", ["plain", "everything", "dropout", "letterbox"])
 def test_the_losses_of_our_own_loop(toy: Toy, case: str) -> None:
-    model = dropping_model if case == "dropout" else batch_norm_model
+    model = (lambda: nn.Sequential(nn.Dropout(0.2), plain_model())) if case == "dropout" else batch_norm_model
     load = {"image_size": (20, 24), "crop": "fit", "eval_crop": "fit"} if case == "letterbox" else {}
     pipeline = toy.pipeline(model, flip=True, **load).optimize(
         "sgd", lr=0.1, momentum=0.9, weight_decay=1e-3, schedule="cosine", warmup=0.3
@@ -93,27 +89,16 @@ def test_validation_takes_the_runs_pixels(tmp_path: Path, loader: str) -> None:
 
     for name in "ab":
         (tmp_path / "images" / name).mkdir(parents=True)
-    for number, (height, width) in enumerate(
-        [(261, 335), (500, 375), (90, 160), (64, 64), (33, 20), (300, 301)]
-    ):
+    sizes = [(261, 335), (500, 375), (90, 160), (64, 64), (33, 20), (300, 301)]
+    for number, (height, width) in enumerate(sizes):
         way = {"subsampling": number % 3, "progressive": number == 2}
-        (tmp_path / "images" / "ab"[number % 2] / f"{number}.jpg").write_bytes(
-            jpeg_bytes(picture(number, height, width), **way)
-        )
+        image = jpeg_bytes(picture(number, height, width), **way)
+        (tmp_path / "images" / "ab"[number % 2] / f"{number}.jpg").write_bytes(image)
     convert(tmp_path / "images", tmp_path / "own.beton", progress=False)
     own = str(tmp_path / "own.beton")
     options: dict[str, Any] = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.25, 0.3), "eval_ratio": 0.81}
-    workers = 1 if loader == "ffcv" else 0
-    pipeline = Pipeline(plain_model, classes=2).load(
-        own,
-        own,
-        loader=loader,
-        batch_size=4,
-        image_size=16,
-        eval_image_size=(40, 24),
-        workers=workers,
-        **options,
-    )
+    load = options | {"loader": loader, "workers": 1 if loader == "ffcv" else 0, "eval_image_size": (40, 24)}
+    pipeline = Pipeline(plain_model, classes=2).load(own, own, batch_size=4, image_size=16, **load)
     module, data, arguments, _ = pipeline.optimize("sgd", lr=0.01).to_lightning(epochs=2, **QUIET)
     seen: list[torch.Tensor] = []
 
@@ -145,9 +130,8 @@ def test_class_weights(toy: Toy) -> None:
 @pytest.mark.parametrize("schedule", [own_schedules.dip, own_schedules.one_cycle])
 def test_any_schedule(toy: Toy, schedule: Any) -> None:
     groups = {"4.*": {"lr": 0.05}}
-    pipeline = toy.pipeline(plain_model).optimize(
-        "sgd", lr=0.1, momentum=0.9, schedule=schedule, groups=groups
-    )
+    plain = toy.pipeline(plain_model)
+    pipeline = plain.optimize("sgd", lr=0.1, momentum=0.9, schedule=schedule, groups=groups)
     _, found = trained(pipeline, 2)
     own = [epoch.loss for epoch in pipeline.fit(epochs=2, progress=False).history.epochs]
     assert [values["loss"] for values in found] == pytest.approx(own, abs=1e-5)
@@ -160,9 +144,8 @@ def test_an_optimizer_of_matrices_is_refused_where_lightning_flattens_them(toy: 
     from lightning.pytorch.strategies import FSDPStrategy
 
     plan = resolve(toy.pipeline(plain_model).optimize("muon", lr=0.05))
-    trainer: Any = SimpleNamespace(
-        max_epochs=1, accumulate_grad_batches=1, world_size=2, strategy=FSDPStrategy()
-    )
+    own = {"max_epochs": 1, "accumulate_grad_batches": 1, "world_size": 2}
+    trainer: Any = SimpleNamespace(**own, strategy=FSDPStrategy())
     with pytest.raises(PlanError, match="'muon' needs whole matrices, but Lightning's FSDPStrategy flattens"):
         check_trainer(plan, 1, trainer)
 
@@ -215,9 +198,8 @@ def test_our_strategies_that_have_no_name_there() -> None:
     for name in ("zero_redundancy", "fairscale_oss", "auto", "dp"):
         with pytest.raises(PlanError, match=rf"no equivalent of the strategy '{name}'.*to_lightning\(strat"):
             to_strategy(DistributedConfig(name, devices=2))
-    with pytest.raises(
-        PlanError, match=r"distribute\('fsdp', wrap=…\) is an option of Drivetrain's strategy"
-    ):
+    words = r"distribute\('fsdp', wrap=…\) is an option of Drivetrain's strategy"
+    with pytest.raises(PlanError, match=words):
         to_strategy(DistributedConfig("fsdp", devices=2, options={"wrap": False}))
 
 
@@ -266,9 +248,8 @@ def test_a_trainer_that_was_told_otherwise(toy: Toy) -> None:
     with pytest.raises(PlanError, match="The module and the data are from two pipelines"):
         pl.Trainer(**arguments).fit(module, other)
     changing = pl.callbacks.GradientAccumulationScheduler(scheduling={1: 4})
-    with pytest.raises(
-        PlanError, match=r"accumulate_grad_batches=4\), but the pipeline was handed over with 1"
-    ):
+    words = r"accumulate_grad_batches=4\), but the pipeline was handed over with 1"
+    with pytest.raises(PlanError, match=words):
         pl.Trainer(**arguments, callbacks=[changing]).fit(module, data)
     assert module.trainer.global_step == 4  # of the first epoch
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("drivetrain")]

@@ -37,8 +37,6 @@ REFUSALS = {
     **dict.fromkeys(["single_xla", "single_tpu"], "missing 1 required positional argument: 'device'"),
 }
 """What Lightning says where it cannot train on a CPU, by the strategy's name."""
-
-
 CASES = ["plain", "everything"]
 
 
@@ -49,13 +47,11 @@ class Script:
         self.toy, self.folder = toy, folder
 
     def run(self, trainings: list[tuple[str, str]], seconds: float, ranks: int = 2, threads: int = 1) -> None:
-        """Trains, each time with one of Lightning's strategies and a case."""
         job = {"trainings": trainings, "ranks": ranks, "out": str(self.folder)}
         order = self.folder / "job.json"
         order.write_text(json.dumps({**job, "train": self.toy.train, "val": self.toy.val}))
-        with (self.folder / "output.txt").open(
-            "w"
-        ) as output:  # no pipe: a rank that was left would hold it open
+        # No pipe: a rank that was left would hold it open.
+        with (self.folder / "output.txt").open("w") as output:
             process = subprocess.Popen(
                 [sys.executable, str(SUPPORT / "lightning_jobs.py"), str(order)],
                 stdout=output, stderr=output, start_new_session=True, cwd=self.folder,
@@ -70,7 +66,6 @@ class Script:
         assert code == 0, (self.folder / "output.txt").read_text()[-3000:]
 
     def found(self, name: str, case: str) -> dict[str, Any]:
-        """What rank 0 wrote."""
         facts: dict[str, Any] = json.loads((self.folder / f"{name}.{case}.json").read_text())
         return facts
 
@@ -94,7 +89,6 @@ def alone(toy: Toy, one_thread: None) -> Callable[[str], list[tuple[float, float
 
 
 def every(names: list[str]) -> list[tuple[str, str]]:
-    """Each of the names with each of the cases."""
     return [(name, case) for name in names for case in CASES]
 
 

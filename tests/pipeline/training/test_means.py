@@ -1,5 +1,5 @@
-"""A loss is one mean over microbatches, ranks and batches: losses and weights are those of plain PyTorch, which sees
-each batch as a whole."""
+"""A loss is one mean over microbatches, ranks and batches, as in plain PyTorch, which sees each batch as a whole; and a
+custom one, as a transform: targets that it does not support are an error before training."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from drivetrain import Classification, Task, strategies
-from drivetrain.common.errors import DataError, PlanError
+from drivetrain import Classification, DataError, PlanError, Task, strategies
 from drivetrain.pipeline.tasks.means import mean_of
 from drivetrain.pipeline.training.loop import evaluate, train_epoch
 from drivetrain.pipeline.training.step_loss import StepLoss
 from drivetrain.strategies import launch
+from drivetrain.transforms import CutMix, LabelSmoothing, Loss, MixUp, Transform
 from host_syncs import HostSyncs, pretend_cuda
 from means_jobs import CASES, WEIGHTS, Focal, Run, all_trained, by_hand, trained
+from own_loss import Own, by_image, hard
 from pipeline_data import CLASSES, Toy, plain_model
 from torch import nn
 from torch.nn import functional
@@ -237,3 +238,94 @@ def test_a_subclass_of_a_task_trains_with_its_own_loss(toy: Toy) -> None:
     assert doubled.history.epochs[0].loss == pytest.approx(2 * one.history.epochs[0].loss, rel=TOLERANCE)
     assert doubled.metrics["val_loss"] == pytest.approx(2 * one.metrics["val_loss"], rel=TOLERANCE)
     assert plain.metrics["val_loss"] != one.metrics["val_loss"]
+
+
+def no_tensor(logits: torch.Tensor, targets: torch.Tensor) -> Any:  # noqa: ARG001
+    return 1.0
+
+
+def test_it_trains_as_cross_entropy_does(toy: Toy) -> None:
+    pipeline = toy.pipeline(plain_model, loader="torch", workers=0)
+    own, plain = (p.fit(epochs=2, progress=False).history for p in (pipeline.transform(Own(hard)), pipeline))
+    assert [epoch.loss for epoch in own.epochs] == pytest.approx(
+        [epoch.loss for epoch in plain.epochs], abs=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("function", "others", "words"),
+    [
+        (
+            hard,
+            [LabelSmoothing(0.1)],
+            r"does not accept logits \(2, 4\) and class indices .*with LabelSmoothing",
+        ),
+        (
+            hard,
+            [MixUp()],
+            r"does not accept logits \(2, 4\) and probabilities \(2, 4\): .*MixUp or CutMix, probabilities",
+        ),
+        (hard, [CutMix()], r"probabilities \(2, 4\)"),
+        (by_image, [], r"returns \(2,\) for 2 images, but must return their mean"),
+        (no_tensor, [], "returns float for 2 images"),
+    ],
+)
+def test_what_it_cannot_take_is_told_before_training(
+    toy: Toy, function: Loss, others: list[Transform], words: str
+) -> None:
+    pipeline = toy.pipeline(loader="torch", workers=0).transform(Own(function), *others)
+    with pytest.raises(PlanError, match=words):
+        pipeline.fit(epochs=1, progress=False)
+
+
+class Scaled(nn.Module):
+    """Cross entropy of logits that it scales for each class."""
+
+    def __init__(self, *, trained: bool = True) -> None:
+        super().__init__()
+        self.inner = nn.ParameterDict({"scale": nn.Parameter(torch.ones(CLASSES), trained)})
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(logits * self.inner["scale"], targets)
+
+
+class OwnTask(Task):
+    """A task whose loss is that of a module in it."""
+
+    def __init__(self) -> None:
+        self.module = Scaled()
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = self.module(outputs, targets)
+        return value
+
+
+class Distilled(nn.Module):
+    """Cross entropy, with a teacher of the logits which is not trained, and of which nothing was frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(logits).softmax(1)
+        return functional.cross_entropy(logits, targets) + functional.cross_entropy(logits, wanted)
+
+
+def test_trainable_parameters_of_a_loss_are_refused(toy: Toy) -> None:
+    """The optimizer would not have them."""
+    pipeline = toy.pipeline(plain_model, loader="torch", workers=0)
+    held = Scaled()
+    words = r"parameters of its own: {}\. .* \(loss='model'\), or freeze them with requires_grad_\(False\)"
+    for refused, name in (
+        (pipeline.task(Classification(loss=Scaled())), r"inner\.scale"),
+        (pipeline.task(Classification(loss=Scaled())).transform(LabelSmoothing(0.1)), r"inner\.scale"),
+        (pipeline.task(Classification(loss=lambda x, y: held(x, y))), r"a tensor \(4,\)"),
+        (pipeline.task(OwnTask()), r"a tensor \(4,\)"),
+        (pipeline.transform(Own(Scaled())), r"inner\.scale"),
+    ):
+        with pytest.raises(PlanError, match=words.format(name)):
+            refused.fit(epochs=1, progress=False)
+    for loss in (Scaled(trained=False), Distilled()):
+        assert pipeline.task(Classification(loss=loss)).fit(epochs=1, progress=False).history.epochs
