@@ -3,7 +3,9 @@ custom one, as a transform: targets that it does not support are an error before
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -60,9 +62,7 @@ FEW = ("class weights", "ignored", "pixels with weights", "a module of a user's"
 
 def matrix(full: list[str], few: list[str]) -> list[tuple[str, str, int]]:
     """Each of the strategies with 1, 2 and 4 microbatches: all losses, or a few."""
-    pairs = [(strategy, name) for strategy in full for name in CASES] + [
-        (s, name) for s in few for name in FEW
-    ]
+    pairs = [*product(full, CASES), *product(few, FEW)]
     return [(*pair, accumulate) for pair in pairs for accumulate in (1, 2, 4)]
 
 
@@ -105,10 +105,7 @@ def test_a_pipeline_with_class_weights_does_not_depend_on_the_split(weighted: An
 def test_a_batch_of_which_nothing_counts_has_no_loss_and_no_gradient() -> None:
     ours = linear(accumulate=2)
     before = ours.export_state()
-    batches = [
-        (torch.randn(4, 3), torch.full((4,), -100)),
-        (torch.randn(4, 3), torch.tensor([-100, -100, -100, 1])),
-    ]
+    batches = [(torch.randn(4, 3), torch.tensor([-100, -100, -100, last])) for last in (-100, 1)]
     stats = train_epoch(ours, batches[:1], functional.cross_entropy)
     assert stats.loss == 0
     torch.testing.assert_close(ours.export_state(), before, rtol=0, atol=0)
@@ -138,13 +135,13 @@ def test_val_loss_does_not_depend_on_the_batch_size(weighted: Any) -> None:
     assert found == pytest.approx([found[0]] * 3, rel=TOLERANCE)
 
 
+@dataclass
 class Two:
     """The first of two ranks, of which the other has the same."""
 
-    world_size, exchanged = 2, 0
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    device: torch.device
+    world_size = 2
+    exchanged = 0
 
     def reduce(self, value: torch.Tensor, op: str = "mean") -> torch.Tensor:
         self.exchanged += 1
@@ -153,7 +150,6 @@ class Two:
 
 def test_equal_denominators_cost_nothing() -> None:
     """Neither an operation nor an exchange, also on several ranks; without that knowledge, one sum."""
-
     ranks, images, targets = Two(torch.device("cpu")), torch.randn(4, 3), torch.tensor([0, 1, 2, 3])
     mean, parts = mean_of(functional.cross_entropy, checked=True), [(images, targets)] * 2
     outputs = torch.randn(4, 5)
@@ -212,19 +208,14 @@ def mine(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_plan_says_what_it_assumes_of_an_unknown_loss(toy: Toy) -> None:
-    own, assumed = (
-        toy.pipeline(plain_model).task(Classification(loss=mine)),
-        "taken as the mean over the samples",
-    )
-    assert assumed not in repr_of(own)
-    assert assumed in repr_of(own.distribute("single", accumulate=2))
-    assert assumed in repr_of(own.distribute("ddp", devices=2, device="cpu"))
-    known = Classification(loss=nn.CrossEntropyLoss(weight=torch.ones(CLASSES)))
-    assert assumed not in repr_of(own.task(known).distribute("single", accumulate=2))
-
-
-def repr_of(pipeline: Any) -> str:
-    return " ".join(step.why for step in pipeline.plan().steps)
+    own = toy.pipeline(plain_model).task(Classification(loss=mine))
+    known = own.task(Classification(loss=nn.CrossEntropyLoss(weight=torch.ones(CLASSES))))
+    for pipeline, assumed in (
+        (own, False), (own.distribute("single", accumulate=2), True),
+        (own.distribute("ddp", devices=2, device="cpu"), True), (known.distribute("single", accumulate=2), False),
+    ):  # fmt: skip
+        why = " ".join(step.why for step in pipeline.plan().steps)
+        assert ("taken as the mean over the samples" in why) is assumed
 
 
 def test_a_subclass_of_a_task_trains_with_its_own_loss(toy: Toy) -> None:
@@ -232,9 +223,10 @@ def test_a_subclass_of_a_task_trains_with_its_own_loss(toy: Toy) -> None:
         def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
             return 2 * super().loss(outputs, targets)
 
-    plain = toy.pipeline(plain_model).fit(epochs=1, progress=False)
-    doubled = toy.pipeline(plain_model).task(Doubled()).optimize("sgd", lr=0.0).fit(epochs=1, progress=False)
-    one = toy.pipeline(plain_model).optimize("sgd", lr=0.0).fit(epochs=1, progress=False)
+    pipeline = toy.pipeline(plain_model)
+    still = pipeline.optimize("sgd", lr=0.0)
+    three = (pipeline, still.task(Doubled()), still)
+    plain, doubled, one = (each.fit(epochs=1, progress=False) for each in three)
     assert doubled.history.epochs[0].loss == pytest.approx(2 * one.history.epochs[0].loss, rel=TOLERANCE)
     assert doubled.metrics["val_loss"] == pytest.approx(2 * one.metrics["val_loss"], rel=TOLERANCE)
     assert plain.metrics["val_loss"] != one.metrics["val_loss"]
@@ -246,10 +238,9 @@ def no_tensor(logits: torch.Tensor, targets: torch.Tensor) -> Any:  # noqa: ARG0
 
 def test_it_trains_as_cross_entropy_does(toy: Toy) -> None:
     pipeline = toy.pipeline(plain_model, loader="torch", workers=0)
-    own, plain = (p.fit(epochs=2, progress=False).history for p in (pipeline.transform(Own(hard)), pipeline))
-    assert [epoch.loss for epoch in own.epochs] == pytest.approx(
-        [epoch.loss for epoch in plain.epochs], abs=1e-5
-    )
+    both = (one.fit(epochs=2, progress=False).history for one in (pipeline.transform(Own(hard)), pipeline))
+    own, plain = ([epoch.loss for epoch in history.epochs] for history in both)
+    assert own == pytest.approx(plain, abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,8 @@ class Residual(nn.Module):
 
 
 def small(drop: float = 0.1) -> nn.Module:
-    blocks = [Residual(drop), Residual(drop)]
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, 2), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)
-    )
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, 2), Residual(drop), Residual(drop), *head)
 
 
 def test_recomputing_trains_to_the_same_weights_bit_for_bit(toy: Toy) -> None:
@@ -56,12 +54,10 @@ def test_fp16_trains(toy: Toy) -> None:
 def test_the_plan_shows_both_between_surgery_and_wrapping(toy: Toy) -> None:
     how = {"activation_checkpointing": ["Residual"], "compile": "max-autotune"}
     steps = [step.what for step in toy.pipeline(small).distribute("single", **how).plan().steps]
+    first = "recompute the activations of Residual"
     places = [
-        steps.index(what)
-        for what in (
-            "recompute the activations of Residual", "compile in place, mode max-autotune", "wrap with single",
-        )
-    ]  # fmt: skip
+        steps.index(each) for each in (first, "compile in place, mode max-autotune", "wrap with single")
+    ]
     assert places == sorted(places)
 
 
@@ -90,9 +86,8 @@ def test_values_that_mean_nothing_are_refused_at_once(toy: Toy, how: dict[str, s
 
 
 def test_a_recipe_has_both(toy: Toy) -> None:
-    pipeline = Pipeline.from_recipe(
-        "baseline", train=str(toy.train), activation_checkpointing=["BasicBlock"], compile=True
-    )
+    both = {"activation_checkpointing": ["BasicBlock"], "compile": True}
+    pipeline = Pipeline.from_recipe("baseline", train=str(toy.train), **both)
     assert pipeline.distribution.activation_checkpointing == ("BasicBlock",)
     assert pipeline.distribution.compile is True
 

@@ -22,10 +22,8 @@ def stock(toy: Toy, **load: Any) -> Pipeline:
 
 def test_the_plan_states_what_is_not_repeatable(toy: Toy) -> None:
     assert "ffcv_stock loader" in repr(stock(toy).plan())
-    step = stock(toy).plan().steps[0]
-    assert step.why.endswith(
-        "FFCV's random crops and flips have no seed, so no two runs are equal, also not after a resume"
-    )
+    words = "FFCV's random crops and flips have no seed, so no two runs are equal, also not after a resume"
+    assert stock(toy).plan().steps[0].why.endswith(words)
     assert "no seed" not in repr(toy.pipeline().plan())
 
 
@@ -78,14 +76,12 @@ def test_the_stages_of_a_ledger(toy: Toy) -> None:
     whole, alone = with_loader(resolve(toy.pipeline()), "ffcv_stock")
     assert whole.spec is alone.spec
     assert whole.plan.data.loader == "ffcv_stock"
-    assert [str(one.id) for one in (whole, alone)] == [
-        "full pipeline, ffcv_stock loader", "ffcv_stock loader alone"
-    ]  # fmt: skip
+    assert str(whole.id) == "full pipeline, ffcv_stock loader"
+    assert str(alone.id) == "ffcv_stock loader alone"
     assert [one.id.workload for one in (whole, alone)] == ["train", "loader"]
     for name in ("ffcv", "fcv"):
-        with pytest.raises(
-            PlanError, match=f"other_loader='{name}' must be a loader other than .*: 'torch', 'ffcv_stock'"
-        ):
+        words = f"other_loader='{name}' must be a loader other than .*: 'torch', 'ffcv_stock'"
+        with pytest.raises(PlanError, match=words):
             toy.pipeline().ledger(other_loader=name)
     with pytest.raises(DataError, match="cutout=4 is not available in FFCV's own loader"):
         toy.pipeline(cutout=4).ledger(other_loader="ffcv_stock")
@@ -94,9 +90,8 @@ def test_the_stages_of_a_ledger(toy: Toy) -> None:
 @pytest.mark.process
 @pytest.mark.slow  # half a minute
 def test_a_ledger_shows_both(toy: Toy, tmp_path: Path) -> None:
-    ledger = toy.pipeline(plain_model).ledger(
-        seconds=40, within=0.9, other_loader="ffcv_stock", progress=False
-    )
+    how: dict[str, Any] = {"seconds": 40, "within": 0.9, "progress": False}
+    ledger = toy.pipeline(plain_model).ledger(other_loader="ffcv_stock", **how)
     whole, alone = other("ffcv_stock")
     assert ledger.measured(whole)
     assert ledger.measured(alone)
@@ -105,6 +100,6 @@ def test_a_ledger_shows_both(toy: Toy, tmp_path: Path) -> None:
     assert "ffcv_stock loader alone: " in repr(ledger)
     ledger.save(tmp_path / "ledger.json")
     assert Ledger.load(tmp_path / "ledger.json").others == ledger.others
-    own = stock(toy).ledger(seconds=40, within=0.9, progress=False)
+    own = stock(toy).ledger(**how)
     assert own.measured(in_turn("ffcv_stock loader"))
     assert own.measured(LOADER)
