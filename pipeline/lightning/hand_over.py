@@ -55,9 +55,8 @@ from ..training.build import (
     training_loss,
 )
 from ..training.hooks import TrainingHooks, split_microbatches
-from ..training.loop import EvaluationSums
+from ..training.loop import EvaluationSums, StepLoss, forward
 from ..training.schedule import torch_scheduler
-from ..training.step_loss import StepLoss, forward
 
 STARTS = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
 """Lightning's names of DDP by launcher; each can end in `_find_unused_parameters_true` or `_false`."""

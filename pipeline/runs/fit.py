@@ -12,9 +12,8 @@ from ...common.storage.addresses import is_address
 from ...strategies.launching.group import is_main_process, is_rank
 from ...strategies.launching.meeting import failures_posted
 from ...strategies.launching.peers import LostRankError
-from ..checkpoints.directory import CheckpointDir
+from ..checkpoints.directory import CheckpointDir, kept_precision
 from ..checkpoints.remote import RemoteRun, shown
-from ..checkpoints.resume import kept_precision
 from ..checkpoints.writer import UPLOAD_PATIENCE
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import Plan

@@ -42,9 +42,9 @@ from ..tasks.task import TaskLoss
 from ..telemetry.history import Monitor
 from .checks import check_loss, check_metrics, check_output, targets_of
 from .hooks import Microbatch, TrainingHooks
+from .loop import StepLoss
 from .model_identity import model_identity
 from .schedule import Schedule
-from .step_loss import StepLoss
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from ..describe.config import DataConfig
 from ..models.hf_models import loss_mismatch
 from ..tasks.means import Mean
 from ..tasks.task import StandardTask, Targets, Task, loss_and_metric_inputs, loss_of_model
-from .step_loss import forward
+from .loop import forward
 
 if TYPE_CHECKING:
     from torchmetrics import Metric

@@ -1,4 +1,4 @@
-"""Checkpoints saved under any strategy and world size, resumed under any other."""
+"""Checkpoints saved under any strategy and world size, resumed under any other: the remaining training is the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_jobs import Dropping, train_and_resume
+from checkpoint_jobs import Dropping, outcome, resume_all, train_all, train_and_move, train_and_resume
+from deepspeed_methods import options_of
 from drivetrain import Classification, Pipeline
 from drivetrain.strategies import launch
 from drivetrain.transforms import EMA, SAM
@@ -16,7 +17,7 @@ from pipeline_data import Toy, plain_model
 from safetensors import safe_open
 from torch import nn
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 
 STRATEGIES = ("single", "ddp", "fsdp")
 ON_RANKS = [name for name in STRATEGIES if name != "single"]
@@ -73,15 +74,19 @@ def back(toy: Toy, root: Path, two: list[dict[str, Any]]) -> dict[str, Any]:
     return run(toy, 1, root / "back", places(root / "2", toy, 2))[0]
 
 
+def assert_nearly(one: Any, whole: Any, place: object) -> None:
+    assert not isinstance(one, str), (place, one)
+    for left, right in zip(one[0], whole[0], strict=True):
+        assert left == pytest.approx(right, abs=1e-5), place
+    torch.testing.assert_close(one[1], whole[1], rtol=1e-4, atol=1e-5, msg=lambda text: f"{place}: {text}")
+
+
 def assert_all_plain_are(whole: Any, found: dict[str, dict[str, Any]], sources: int) -> None:
     """Every resumed training of the plain model has the numbers and weights of `whole`, nearly."""
     compared = 0
     for name, outcomes in found.items():
-        for label, outcome in outcomes.items() if name.startswith("plain") else ():
-            assert not isinstance(outcome, str), (name, label, outcome)
-            for left, right in zip(outcome[0], whole[0], strict=True):
-                assert left == pytest.approx(right, abs=1e-5), (name, label)
-            torch.testing.assert_close(outcome[1], whole[1], rtol=1e-4, atol=1e-5)
+        for label, one in outcomes.items() if name.startswith("plain") else ():
+            assert_nearly(one, whole, (name, label))
             compared += 1
     names = sum(name.startswith("plain") for name in found)
     assert compared == names * (1 + 2 * (sources + names))
@@ -146,3 +151,69 @@ def test_four_ranks(toy: Toy, root: Path, one: dict[str, Any], two: list[dict[st
     assert_all_plain_are(one["plain single"]["whole"], four, sources=len(sources))
     back = run(toy, 2, root / "4 to 2", places(root / "4", toy, 4))[0]
     assert_all_plain_are(one["plain single"]["whole"], back, sources=len(ON_RANKS))
+
+
+SHARDING = ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "fairscale_oss"]
+AVERAGED = ["averaged deepspeed_stage_2", "averaged fairscale_oss"]
+"""With averages of the weights, which the third stage cannot keep; those of ddp and fsdp move elsewhere."""
+MIDDLE = "checkpoints/step-00000003"
+"""Of the first of two epochs of four steps."""
+
+
+def pipeline(toy: Toy, name: str, ranks: int) -> Pipeline:
+    model, _, strategy = name.rpartition(" ")
+    made = toy.pipeline(plain_model).optimize("adamw", lr=0.01, warmup=0.2)
+    if model == "averaged":
+        made = made.transform(EMA(half_life=3))
+    return made.distribute(strategy, devices=ranks, device="cpu", **options_of(strategy))
+
+
+def on_ranks(job: Any, toy: Toy, names: list[str], ranks: int, *given: Any, timeout: float) -> dict[Any, Any]:
+    """Rank 0's outcomes, for only its model has the trained weights; their numbers are of all ranks."""
+    asked = {name: pipeline(toy, name, ranks) for name in names}
+    return launch(job, asked, *given, devices=ranks, timeout=timeout)[0]
+
+
+def assert_all_are(found: dict[Any, Any], whole: dict[str, Any], count: int) -> None:
+    """`whole` by model."""
+    assert len(found) == count
+    for move, one in found.items():
+        name = move[0] if isinstance(move, tuple) else move
+        assert_nearly(one, whole[name.rpartition(" ")[0]], move)
+
+
+@pytest.fixture(scope="module")
+def whole(toy: Toy, root: Path) -> dict[str, Any]:
+    """One device's outcomes, uninterrupted; its checkpoints are in `root / "1" / name`."""
+    found = train_all({name: pipeline(toy, name, 1) for name in ("single", "averaged single")}, root / "1")
+    return {name.rpartition(" ")[0]: one for name, one in found.items()}
+
+
+def test_to_every_strategy_and_back(toy: Toy, root: Path, whole: dict[str, Any]) -> None:
+    """One device to each strategy on two ranks, each to the next one, and each to one device."""
+    names = [*SHARDING, *AVERAGED]
+    alone = {name: f"{name.rpartition(' ')[0]} single".strip() for name in names}
+    moves = [(name, "one device", root / "1" / alone[name] / MIDDLE) for name in names]
+    for own in (SHARDING, AVERAGED):
+        moves += [(to, at, root / "2" / at / MIDDLE) for at, to in zip(own, [*own[1:], own[0]], strict=True)]
+    trained, moved = on_ranks(train_and_move, toy, names, 2, root / "2", moves, timeout=290)
+    assert_all_are(trained, whole, len(names))
+    assert_all_are(moved, whole, len(moves))
+    back = {name: outcome(pipeline(toy, alone[name], 1), resume=root / "2" / name / MIDDLE) for name in names}
+    assert_all_are(back, whole, len(names))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_every_strategy_on_1_2_and_4_ranks_to_every_other(
+    toy: Toy, root: Path, whole: dict[str, Any]
+) -> None:
+    names = {1: ["single", *SHARDING], 2: SHARDING, 4: SHARDING}
+    for ranks, own in names.items():
+        assert_all_are(
+            on_ranks(train_all, toy, own, ranks, root / f"from {ranks}", timeout=280), whole, len(own)
+        )
+    for ranks, before in ((1, 4), (2, 4), (4, 2)):  # the test above has one and two
+        sources = {f"{name} {before}": root / f"from {before}" / name / MIDDLE for name in names[before]}
+        moves = [(name, label, place) for name in names[ranks] for label, place in sources.items()]
+        assert_all_are(on_ranks(resume_all, toy, names[ranks], ranks, moves, timeout=1200), whole, len(moves))

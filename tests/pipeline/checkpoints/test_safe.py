@@ -19,8 +19,8 @@ import pytest
 import torch
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import Checkpoints, export
+from drivetrain.pipeline.checkpoints.directory import ResumePoint
 from drivetrain.pipeline.checkpoints.format import Checkpoint, _digest, _measure
-from drivetrain.pipeline.checkpoints.resume import ResumePoint
 from drivetrain.pipeline.checkpoints.state import global_randomness_kept
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.runs.artifacts import FitJob, RankResult
