@@ -224,19 +224,17 @@ def find(place: Path) -> Checkpoint:
         checkpoint.verify()
         return checkpoint
     store = CheckpointDir(place / "checkpoints")
-    newest = store.newest()
-    if newest is None:
-        others = store.checkpoints()
+    if (newest := store.newest()) is not None:
+        return newest
+    why = " Its run stopped before its first checkpoint, or saved none."
+    if others := store.checkpoints():
         why = (
             f" {others[0].name} there is of an earlier run, or damaged: the run that was to replace it stopped "
             f"before its first checkpoint. Pass {others[0]} to use it."
-            if others
-            else " Its run stopped before its first checkpoint, or saved none."
         )
-        raise CheckpointError(
-            f"{shown(place)} is not a checkpoint, and has no complete one in {shown(store.folder)}.{why}"
-        )
-    return newest
+    raise CheckpointError(
+        f"{shown(place)} is not a checkpoint, and has no complete one in {shown(store.folder)}.{why}"
+    )
 
 
 def _load_complete(path: Path, run: str | None = None) -> Checkpoint | None:

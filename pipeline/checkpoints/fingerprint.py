@@ -88,11 +88,8 @@ def check_compatible(
             there, value = _in_both(there, value)
         if there == value or (key == "epochs" and not tied):
             continue
-        why = ""
-        if key == "epochs":
-            why = (
-                f" The learning rate, or a method, depends on the length of the training: {'; '.join(tied)}."
-            )
+        length = f" The learning rate, or a method, depends on the length of the training: {'; '.join(tied)}."
+        why = length if key == "epochs" else ""
         raise CheckpointError(
             f"The checkpoint {where} is of a run with {key} = {there!r}, and this one has {value!r}.{why} Resume "
             f"with the same value, or start from scratch with resume=None in another folder."
@@ -139,11 +136,9 @@ def _in_both(saved: Any, own: list[dict[str, Any]]) -> tuple[Any, Any]:
     """Return the hyperparameters that both optimizers have: a strategy's own optimizer may have more of them."""
     if not isinstance(saved, list) or len(saved) != len(own) or not all(isinstance(g, dict) for g in saved):
         return saved, own
-    keys = [sorted(set(left) & set(right)) for left, right in zip(saved, own, strict=True)]
-    return tuple(
-        [{key: group[key] for key in common} for group, common in zip(groups, keys, strict=True)]
-        for groups in (saved, own)
-    )  # type: ignore[return-value]
+    pairs = [(left, right, left.keys() & right.keys()) for left, right in zip(saved, own, strict=True)]
+    there = [{key: left[key] for key in sorted(common)} for left, _, common in pairs]
+    return there, [{key: right[key] for key in sorted(common)} for _, right, common in pairs]
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:

@@ -214,8 +214,7 @@ def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) 
         transform.begin(model, len(train))  # one epoch, until training sets the actual length
     two = targets.two(height_width(data.eval_size))
     with fork_rng(plan.seed):
-        precision = plan.distribution.step_options["precision"]
-        outputs, used = check_output(model, task, width, data, precision, targets)
+        outputs, used = check_output(plan, model, width, targets)
     meters = task.meters(width)
     check_metrics(task, meters, used, two)
     known = {name: scale_of(task, name, meter) for name, meter in meters.items()}

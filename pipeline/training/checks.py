@@ -21,9 +21,8 @@ from ...loaders.beton.targets import NOT_COUNTED
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width, size_text
 from ...loaders.sources import files_of
-from ...strategies import Precision
 from ...strategies.options import half_dtype
-from ..describe.config import DataConfig
+from ..describe.resolve import ResolvedPlan
 from ..models.hf_models import loss_mismatch
 from ..tasks.means import Mean
 from ..tasks.task import StandardTask, Targets, Task, loss_and_metric_inputs, loss_of_model
@@ -55,11 +54,12 @@ def _largest(files: BetonFiles) -> int:
 
 
 def check_output(
-    model: nn.Module, task: Task, width: int | None, data: DataConfig, precision: Precision, targets: Targets
+    plan: ResolvedPlan, model: nn.Module, width: int | None, targets: Targets
 ) -> tuple[Any, Any]:
     """Check by a forward of two images in each mode that the model returns what the task needs, `width` values per
     image (None: any). Return the outputs in evaluation mode, as the loss and as the metrics receive them. The model's
     buffers do not change; it may draw random numbers."""
+    task, data, precision = plan.task, plan.data, plan.distribution.step_options["precision"]
     training, size, inputs = model.training, data.eval_size, dict[str, torch.Tensor]()
     channels, views = len(data.loading.mean), data.loading.views
     shape = (2, channels) if views == 1 else (2, views, channels)

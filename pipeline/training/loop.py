@@ -24,7 +24,7 @@ from ..tasks.metrics import compute
 from ..tasks.nests import map_tensors, to_float
 from ..tasks.task import Task, model_inputs
 from ..telemetry.observer import Observer
-from ..telemetry.state import TrainState
+from ..telemetry.state import EpochMeter, TrainState
 from .hooks import Microbatch, Moments, TrainingHooks
 from .schedule import Schedule
 
@@ -144,13 +144,12 @@ def train_epoch(
     hooks, observer = hooks or TrainingHooks(()), observer or Observer()
     state, meter, moments = hooks.state, hooks.state.begin_epoch(engine.device), hooks.moments(observer)
     train_mode(engine.model)
-    waiting, start, before = Stopwatch(), perf_counter(), (meter.seconds, meter.data_wait_s)
-    evaluated = meter.evaluation_s
+    start = perf_counter() - meter.seconds - meter.evaluation_s
     mean, equal = mean_of(loss), hooks.equal_shares or isinstance(batches, EpochLoader)
     with current_device(engine.device):
         for call in moments.on_epoch_start:
             call(state)
-        for images, labels in waiting.around(batches):
+        for images, labels in _timed(batches, meter):
             microbatches = hooks.microbatches(engine, images, labels, loss, moments)
             step = StepLoss(mean, microbatches, engine, equal=equal)
             state.gradients = partial(add_gradients, engine, microbatches, step, state, moments)
@@ -166,8 +165,7 @@ def train_epoch(
             hooks.after_step(taken=taken and not engine.skipped)
             state.step_images = len(images) * engine.world_size
             meter.images += state.step_images
-            meter.seconds = before[0] + perf_counter() - start - (meter.evaluation_s - evaluated)
-            meter.data_wait_s = before[1] + waiting.seconds
+            meter.seconds = perf_counter() - start - meter.evaluation_s
             for call in moments.on_step_end:
                 call(state)
             if state.stop is not None:
@@ -175,7 +173,7 @@ def train_epoch(
         observer.flush()
     state.gradients = outside_of_a_step  # frees the batch
     epoch_loss = engine.reduce(meter.mean()).item()
-    seconds = before[0] + perf_counter() - start - (meter.evaluation_s - evaluated)
+    seconds = perf_counter() - start - meter.evaluation_s
     if state.stop is None:
         state.end_epoch()
         for session in state.sessions:
@@ -303,7 +301,10 @@ class EvaluationSums:
             images, labels = (each.new_zeros(1, *each.shape[1:]) for each in (images, labels))
         judged, outputs = self._predict(images, labels)
         if not self._meters:
-            meters = self._task.meters(_width(outputs))
+            width = None  # values per image, if the outputs are one tensor
+            if isinstance(outputs, torch.Tensor):
+                width = outputs.shape[1] if outputs.dim() > 1 else 1
+            meters = self._task.meters(width)
             self._meters = {name: meter.to(self._device) for name, meter in meters.items()}
         if empty:
             return
@@ -324,24 +325,12 @@ class EvaluationSums:
         return {"val_loss": numerator / denominator, **compute(self._meters, ranks)}
 
 
-def _width(outputs: Any) -> int | None:
-    if not isinstance(outputs, torch.Tensor):
-        return None
-    return outputs.shape[1] if outputs.dim() > 1 else 1
-
-
-class Stopwatch:
-    """Accumulate the time that a loop waits for its iterable."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def around(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        iterator = iter(batches)
-        while True:
-            start = perf_counter()
-            batch = next(iterator, None)
-            self.seconds += perf_counter() - start
-            if batch is None:
-                return
-            yield batch
+def _timed(batches: Iterable[Batch], meter: EpochMeter) -> Iterator[Batch]:
+    """Yield the batches, and add the time that the loop waits for each to the meter."""
+    iterator = iter(batches)
+    while True:
+        start = perf_counter()
+        if (batch := next(iterator, None)) is None:
+            return
+        meter.data_wait_s += perf_counter() - start
+        yield batch
