@@ -133,9 +133,8 @@ class CheckpointDir:
         except CheckpointError:
             return ""  # another machine has the other files
         self.remote.discard(newest.path.name)
-        self.remote.send(
-            newest.path.name, {name: newest.path / name for name in (*newest.content.files, STATE)}
-        )
+        paths = {name: newest.path / name for name in (*newest.content.files, STATE)}
+        self.remote.send(newest.path.name, paths)
         return f"Uploaded {newest.place}, which was only on this machine."
 
     def local(self, place: str | Path) -> Path:

@@ -327,15 +327,13 @@ def rebuild(
 
 
 def _check_fits(model: nn.Module, state: Mapping[str, torch.Tensor], name: str, where: Path) -> None:
-    own = {key: tuple(value.shape) for key, value in model.state_dict().items() if not is_lazy(value)}
-    there = {
-        key: tuple(value.shape) for key, value in state.items() if key in own or key not in model.state_dict()
-    }
+    fresh = model.state_dict()
+    own = {key: tuple(value.shape) for key, value in fresh.items() if not is_lazy(value)}
+    there = {key: tuple(value.shape) for key, value in state.items() if key in own or key not in fresh}
     for key in {**there, **own}:
         if own.get(key) != there.get(key):
-            ours, theirs = (
-                f"has it as {of[key]}" if key in of else "does not have it" for of in (own, there)
-            )
+            both = (f"has it as {of[key]}" if key in of else "does not have it" for of in (own, there))
+            ours, theirs = both
             raise CheckpointError(
                 f"{name} is not the model that was trained: of the weight {key!r}, {name} {ours}, and "
                 f"{where} {theirs}. Pass the model of the training, before surgery."

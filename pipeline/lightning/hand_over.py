@@ -154,9 +154,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def _check_methods(transforms: tuple[Transform, ...]) -> None:
-    unsupported = [
-        f"{t}" if t.kind == "algorithm" else type(t).__name__ for t in transforms if t.follows_loop
-    ]
+    following = [each for each in transforms if each.follows_loop]
+    unsupported = [str(each) if each.kind == "algorithm" else type(each).__name__ for each in following]
     if unsupported:
         raise PlanError(
             f"{', '.join(unsupported)} works only in Drivetrain's loop. Train with fit(), or remove it and use "
@@ -427,9 +426,8 @@ def check_trainer(plan: ResolvedPlan, epochs: int, trainer: pl.Trainer) -> None:
             f"The optimizer {label(optimizer)!r} needs whole matrices, but Lightning's FSDPStrategy flattens "
             "parameters. Use Lightning's DDP, or fit() with 'fsdp'."
         )
-    check_rules(
-        plan.spec.replace(distribution=DistributedConfig(_kind(trainer.strategy), devices=trainer.world_size))
-    )
+    ours = DistributedConfig(_kind(trainer.strategy), devices=trainer.world_size)
+    check_rules(plan.spec.replace(distribution=ours))
 
 
 def _kind(strategy: Strategy) -> str:

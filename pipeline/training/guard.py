@@ -169,6 +169,5 @@ class NonFiniteGuard(Observer):
 
 def _counted(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return the number of gradients, and 1 if their norm is not finite, else 0."""
-    return torch.tensor(
-        [len(gradients), not math.isfinite(total_norm(gradients).item())], dtype=torch.float32
-    )
+    infinite = not math.isfinite(total_norm(gradients).item())
+    return torch.tensor([len(gradients), infinite], dtype=torch.float32)

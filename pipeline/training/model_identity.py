@@ -181,9 +181,8 @@ def _of_code(owners: Sequence[Any]) -> dict[str, str]:
             text = _source(one)
             if text is not None:
                 module = str(one.__module__).replace("__mp_main__", "__main__")  # the same in every process
-                found.setdefault(f"{CODE}{module}.{one.__qualname__}", set()).add(
-                    digest(text + _setting(dict(_constants(one))))
-                )
+                own = digest(text + _setting(dict(_constants(one))))
+                found.setdefault(f"{CODE}{module}.{one.__qualname__}", set()).add(own)
             waiting += _used(one)
     return {key: " ".join(sorted(found[key])) for key in sorted(found)} | dict(sorted(versions.items()))
 
@@ -212,9 +211,8 @@ def _is_recorded(package: str) -> bool:
     path = Path(file)
     folder = path.parent.parent if path.name == "__init__.py" else path.parent
     listed = re.compile(rf"^{re.escape(package)}[/.]", re.MULTILINE)
-    return any(
-        listed.search(record.read_text(errors="replace")) for record in folder.glob("*.dist-info/RECORD")
-    )
+    records = folder.glob("*.dist-info/RECORD")
+    return any(listed.search(record.read_text(errors="replace")) for record in records)
 
 
 def _source(one: Any) -> str | None:

@@ -90,9 +90,8 @@ def kill(pids: list[int]) -> None:
 
 def newest(out: Path) -> int:
     """The step of the newest checkpoint, complete or not."""
-    found = [
-        re.fullmatch(r"\.?step-(\d+)(\.partial)?", path.name) for path in (out / "checkpoints").glob("*")
-    ]
+    names = [path.name for path in (out / "checkpoints").glob("*")]
+    found = [re.fullmatch(r"\.?step-(\d+)(\.partial)?", name) for name in names]
     return max((int(match[1]) for match in found if match), default=0)
 
 

@@ -210,9 +210,8 @@ def test_every_strategy_on_1_2_and_4_ranks_to_every_other(
 ) -> None:
     names = {1: ["single", *SHARDING], 2: SHARDING, 4: SHARDING}
     for ranks, own in names.items():
-        assert_all_are(
-            on_ranks(train_all, toy, own, ranks, root / f"from {ranks}", timeout=280), whole, len(own)
-        )
+        trained = on_ranks(train_all, toy, own, ranks, root / f"from {ranks}", timeout=280)
+        assert_all_are(trained, whole, len(own))
     for ranks, before in ((1, 4), (2, 4), (4, 2)):  # the test above has one and two
         sources = {f"{name} {before}": root / f"from {before}" / name / MIDDLE for name in names[before]}
         moves = [(name, label, place) for name in names[ranks] for label, place in sources.items()]

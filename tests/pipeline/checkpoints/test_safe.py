@@ -177,9 +177,8 @@ def test_the_error_names_field_value_and_remedy(
 def test_the_state_of_a_method_that_is_not_whole_is_missed(
     readers: list[Reader], method: str, field: str, value: Any
 ) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"is incomplete, or of another run|is of another run: These averages"
-    ):
+    words = r"is incomplete, or of another run|is of another run: These averages"
+    with pytest.raises(CheckpointError, match=words):
         readers[1].read(mutated(readers[1].saved, ("methods", method, field), value))
 
 

@@ -45,11 +45,8 @@ from places import SUPPORT
 from torch import nn
 
 # Lightning's own: too few workers (our loaders have threads of their own), and its use of torch.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:::lightning", "ignore::DeprecationWarning", "ignore::FutureWarning"
-)
-
-
+IGNORED = ("ignore:::lightning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(*IGNORED)
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
 
@@ -64,9 +61,8 @@ def trained(pipeline: Any, epochs: int, *callbacks: Any) -> tuple[Any, list[dict
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
             found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
-    module, data, arguments, _ = pipeline.to_lightning(
-        epochs=epochs, callbacks=[Keeps(), *callbacks], **QUIET
-    )
+    every = [Keeps(), *callbacks]
+    module, data, arguments, _ = pipeline.to_lightning(epochs=epochs, callbacks=every, **QUIET)
     pl.Trainer(**arguments).fit(module, data)
     return module, found
 
@@ -75,9 +71,8 @@ def trained(pipeline: Any, epochs: int, *callbacks: Any) -> tuple[Any, list[dict
 def test_the_losses_of_our_own_loop(toy: Toy, case: str) -> None:
     model = (lambda: nn.Sequential(nn.Dropout(0.2), plain_model())) if case == "dropout" else batch_norm_model
     load = {"image_size": (20, 24), "crop": "fit", "eval_crop": "fit"} if case == "letterbox" else {}
-    pipeline = toy.pipeline(model, flip=True, **load).optimize(
-        "sgd", lr=0.1, momentum=0.9, weight_decay=1e-3, schedule="cosine", warmup=0.3
-    )
+    sgd = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3, "schedule": "cosine", "warmup": 0.3}
+    pipeline = toy.pipeline(model, flip=True, **load).optimize("sgd", **sgd)
     if case == "everything":
         pipeline = pipeline.transform(ChannelsLast(), LabelSmoothing(0.1), MixUp(0.2), NoWeightDecay())
         pipeline = pipeline.distribute("single", accumulate=2, clip_norm=0.5)
