@@ -1,23 +1,25 @@
-"""The folder of a run's checkpoints: when to save, which is the newest complete one, and which to keep."""
+"""The folder of a run's checkpoints: when to save, which is the newest complete one, which to keep or to resume."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, get_args
 
 from ...common.checks import check_flag, check_number, check_whole, make_plain
-from ...common.errors import CheckpointError, PlanError
+from ...common.errors import CheckpointError, DrivetrainError, PlanError
 from ...common.storage.addresses import is_address
 from ...common.storage.files import atomic_file
 from ...common.storage.json_files import read
-from .content import STATE
+from ...strategies import Engine, Precision
+from ..training.agreement import broadcast_text
 from .format import Checkpoint, remove
-from .remote import CHECKPOINTS, RUN, STEP, RemoteRun, opened, shown
+from .remote import CHECKPOINTS, RUN, STATE, STEP, RemoteRun, opened, shown
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,6 @@ class CheckpointWarning(UserWarning):
 
 
 class _Run(TypedDict):
-    """The content of `run.json`: the name of the run, and the checkpoint that it continues."""
-
     run: str
     continues: NotRequired[str | None]
 
@@ -77,43 +77,32 @@ class _Run(TypedDict):
 class CheckpointDir:
     """The checkpoints of one run, `out/checkpoints`.
 
-    Its `run.json` names the run that they belong to. A run that starts from scratch in a folder with checkpoints
-    of an earlier run gets a new name, so that the two are never confused. The earlier checkpoints stay until the
-    first one of the new run is complete.
-
-    Args:
-        folder: their folder.
-
-    Attributes:
-        remote: where the run is, if the folder is in the copy of a run at an address.
+    Its `run.json` names the run that they belong to. A run that starts from scratch in a folder with checkpoints of an
+    earlier run gets a new name, so that the two are never confused. The earlier checkpoints stay until the first one of
+    the new run is complete. `remote` is where the run is, if the folder is in the copy of a run at an address.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.remote = folder, RemoteRun.at(folder.absolute().parent)
 
     def path(self, step: int) -> Path:
-        """Return the path of the checkpoint after `step` steps."""
         return self.folder / f"step-{step:08d}"
 
     def place(self, step: int) -> str | Path:
-        """Return where the checkpoint after `step` steps is for the user: its path, or its address."""
+        """Return where it is for the user: its path, or its address."""
         path = self.path(step)
         return path if self.remote is None else self.remote.shown(path)
 
     def temporary(self, step: int) -> Path:
-        """Return the path under which it is written before it is complete."""
         return self.folder / f".step-{step:08d}.partial"
 
     def checkpoints(self) -> list[Path]:
-        """Return all paths with the name of a complete checkpoint, the newest first."""
         paths = [path for path in self.folder.glob("step-*") if STEP.fullmatch(path.name)]
         return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
     def begin(self, run: str, origin: Path | None) -> None:
-        """Record the run that writes to this folder from now on, and the checkpoint that it continues, if any.
-
-        Remove unfinished checkpoints of earlier processes.
-        """
+        """Record the run that writes to this folder from now on, and the checkpoint that it continues, if any. Remove
+        unfinished checkpoints of earlier processes."""
         for path in self.folder.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
         about: _Run = {"run": run, "continues": None if origin is None else shown(origin.resolve())}
@@ -131,11 +120,8 @@ class CheckpointDir:
             self.remote.begin()
 
     def catch_up(self) -> str:
-        """Upload the newest checkpoint if the address does not have it, because it could not be written before.
-
-        Returns:
-            A note for the user; "" if there is none.
-        """
+        """Upload the newest checkpoint if the address does not have it, because it could not be written before. Return
+        a note for the user, or ""."""
         there = None if self.remote is None else self.remote.files.read(f"{CHECKPOINTS}/{RUN}")
         if self.remote is None or there is None or self.run is None or f'"{self.run}"'.encode() not in there:
             return ""
@@ -147,46 +133,39 @@ class CheckpointDir:
         except CheckpointError:
             return ""  # another machine has the other files
         self.remote.discard(newest.path.name)
-        self.remote.send(
-            newest.path.name, {name: newest.path / name for name in (*newest.content.files, STATE)}
-        )
+        paths = {name: newest.path / name for name in (*newest.content.files, STATE)}
+        self.remote.send(newest.path.name, paths)
         return f"Uploaded {newest.place}, which was only on this machine."
 
     def local(self, place: str | Path) -> Path:
-        """Return the path on this machine of a run or a checkpoint: of this run, or of another one."""
         inside = None
         if self.remote is not None and is_address(place):
             inside = self.remote.local(str(place))
         return opened(place) if inside is None else inside
 
     def holds(self, place: Path) -> bool:
-        """Return whether `place` has the name of a checkpoint in this folder."""
         return place.resolve().parent == self.folder.resolve() and STEP.fullmatch(place.name) is not None
 
     def beyond(self, checkpoint: Checkpoint) -> list[Checkpoint]:
-        """Return the complete checkpoints that resuming from `checkpoint` would delete, the newest first: later
-        ones of the same run, and any of another run."""
+        """Return the complete checkpoints that resuming from `checkpoint` would delete, the newest first: later ones of
+        the same run, and any of another run."""
         here, name = checkpoint.content, checkpoint.path.name
         others = [other for other in self.of_run(None) if other.path.name != name]
         ahead = [o for o in others if o.content.step > here.step or o.content.run != here.run]
         return [other for other in ahead if _load_complete(other.path) is not None]
 
     def clear(self) -> None:
-        """Remove every checkpoint."""
         for path in self.checkpoints():
             self._remove(path)
 
     @property
     def run(self) -> str | None:
-        """The name of the run in `run.json`; None if there is none yet."""
         about = self._about()
         return None if about is None else about["run"]
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint of the run, else the one that the run continues, else None.
-
-        Issue a `CheckpointWarning` for each damaged one that is skipped.
-        """
+        """Return the newest complete checkpoint of the run, else the one that the run continues, else None. Issue a
+        `CheckpointWarning` for each damaged one that is skipped."""
         about = self._about()
         for path in self.checkpoints():
             checkpoint = _load_complete(path, None if about is None else about["run"])
@@ -233,39 +212,32 @@ class CheckpointDir:
 
 
 def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """Return the checkpoint with the best monitored metric, of equal ones the first; None if none has one."""
     rated = [(c.score, -c.content.step, c) for c in checkpoints if c.score is not None]
     return max(rated, key=lambda entry: entry[:2])[2] if rated else None
 
 
 def find(place: Path) -> Checkpoint:
-    """Return the checkpoint at `place`, or the newest complete one if `place` is the folder of a run. Verify its files.
-
-    Raises:
-        CheckpointError: if there is none, or it is damaged.
-    """
+    """Return and verify the checkpoint at `place`, or the newest complete one if `place` is the folder of a run."""
     if (place / STATE).exists() or STEP.fullmatch(place.name):
         checkpoint = Checkpoint(place)
         checkpoint.verify()
         return checkpoint
     store = CheckpointDir(place / "checkpoints")
-    newest = store.newest()
-    if newest is None:
-        others = store.checkpoints()
+    if (newest := store.newest()) is not None:
+        return newest
+    why = " Its run stopped before its first checkpoint, or saved none."
+    if others := store.checkpoints():
         why = (
             f" {others[0].name} there is of an earlier run, or damaged: the run that was to replace it stopped "
             f"before its first checkpoint. Pass {others[0]} to use it."
-            if others
-            else " Its run stopped before its first checkpoint, or saved none."
         )
-        raise CheckpointError(
-            f"{shown(place)} is not a checkpoint, and has no complete one in {shown(store.folder)}.{why}"
-        )
-    return newest
+    raise CheckpointError(
+        f"{shown(place)} is not a checkpoint, and has no complete one in {shown(store.folder)}.{why}"
+    )
 
 
 def _load_complete(path: Path, run: str | None = None) -> Checkpoint | None:
-    """Return the checkpoint if it is complete and of `run` (None: of any run), else None."""
+    """Return the checkpoint if it is complete and of `run` (None: of any run); otherwise warn, and return None."""
     try:
         checkpoint = Checkpoint(path)
         if run is not None and checkpoint.content.run != run:
@@ -275,3 +247,100 @@ def _load_complete(path: Path, run: str | None = None) -> Checkpoint | None:
         warnings.warn(f"{error} Skipping it; looking for an older one.", CheckpointWarning, stacklevel=3)
         return None
     return checkpoint
+
+
+@dataclass
+class ResumePoint:
+    checkpoint: Checkpoint | None
+    run: str
+    goes_on: bool
+
+
+def choose_start(engine: Engine, resume: str | Path | None, store: CheckpointDir | None) -> ResumePoint:
+    """Return where a run starts, the same on all ranks. Rank 0 finds and verifies the checkpoint, and changes no
+    file; its errors are raised on every rank. `resume="auto"` searches `store`, which is None without a folder."""
+    answer = _on_rank_0(engine, lambda: _look(resume, store))
+    place = answer["place"]
+    checkpoint = None if place is None else _opened(place, store, verified=engine.rank == 0)
+    return ResumePoint(checkpoint, answer["run"], answer["goes_on"])
+
+
+def kept_precision(resume: str | Path | None, folder: Path | None) -> Precision | None:
+    store = None if folder is None else CheckpointDir(folder.resolve() / "checkpoints")
+    place = None if resume is None else _look(resume, store)["place"]
+    if place is None:
+        return None
+    kept: Precision | None = Checkpoint(opened(place)).content.facts.get("precision")
+    return kept if kept in get_args(Precision) else None
+
+
+def begin_run(engine: Engine, choice: ResumePoint, store: CheckpointDir | None, saves: bool) -> None:
+    """Claim the folder for the run. Call it last, when only training itself can still fail."""
+    origin = None if choice.goes_on or choice.checkpoint is None else choice.checkpoint.path
+
+    def claim() -> dict[str, Any]:
+        # Without `begin`, the name of an earlier run would be taken for that of this run.
+        if store is not None and (saves or store.run is not None):
+            store.begin(choice.run, origin)
+        if store is not None and not saves and not choice.goes_on:
+            store.clear()  # a run that saves removes them when its first checkpoint is complete
+        return {}
+
+    _on_rank_0(engine, claim)
+
+
+def _opened(place: str, store: CheckpointDir | None, verified: bool) -> Checkpoint:
+    """Return the checkpoint that rank 0 has chosen; from an address, once it is on this machine."""
+    if not is_address(place):
+        return Checkpoint(Path(place))
+    remote = None if store is None else store.remote
+    inside = None if remote is None else remote.local(place)
+    path = opened(place) if remote is None or inside is None else remote.pull_checkpoint(inside.name)
+    checkpoint = Checkpoint(path)
+    if not verified:
+        checkpoint.verify()
+    return checkpoint
+
+
+def _on_rank_0(engine: Engine, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    answer: dict[str, Any] = {}
+    if engine.rank == 0:
+        try:
+            answer = work()
+        except DrivetrainError as error:
+            answer = {"error": str(error)}
+    answer = json.loads(broadcast_text(engine, json.dumps(answer)))
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    return answer
+
+
+def _look(resume: str | Path | None, store: CheckpointDir | None) -> dict[str, Any]:
+    checkpoint, goes_on = None, False
+    if resume == "auto":
+        assert store is not None  # fit has checked
+        checkpoint = store.newest()
+        goes_on = checkpoint is not None and store.run == checkpoint.content.run
+    elif resume is not None:
+        checkpoint = find(opened(resume) if store is None else store.local(resume))
+        if store is not None and store.holds(checkpoint.path):
+            _check_newest(store, checkpoint)
+            goes_on = True
+    if checkpoint is None:
+        return {"place": None, "run": uuid.uuid4().hex, "goes_on": False}
+    run = checkpoint.content.run if goes_on else uuid.uuid4().hex
+    return {"place": checkpoint.place, "run": run, "goes_on": goes_on}
+
+
+def _check_newest(store: CheckpointDir, checkpoint: Checkpoint) -> None:
+    """Raise if resuming from `checkpoint` would delete others in the same folder."""
+    ahead = store.beyond(checkpoint)
+    if not ahead:
+        return
+    newest, names = ahead[0].content, ", ".join(each.path.name for each in ahead)
+    other = "" if newest.run == checkpoint.content.run else ", of another run"
+    raise CheckpointError(
+        f"{checkpoint.place} is not the newest checkpoint in {shown(store.folder)}: {names} would be deleted (the "
+        f"newest is after {newest.epoch} epochs and {newest.step_in_epoch} steps{other}). Resume from the newest with "
+        f"resume='auto' (--resume), pass another folder for this run (out=…, --out), or move {names} away first."
+    )

@@ -1,14 +1,24 @@
-"""A run as JSON values: its fingerprint, to check that a checkpoint fits it, and the description of its model."""
+"""A run as JSON values: its fingerprint, to check that a checkpoint fits it, the description of its model, and the
+identity of any of its values."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import functools
+import inspect
 import json
+import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import fspath
+from pathlib import PurePath
+from types import CodeType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from ... import transforms
@@ -21,21 +31,20 @@ from ..describe.pipeline_spec import PipelineSpec, sort_transforms
 from ..describe.resolve import ResolvedPlan
 from ..models.factories import LIBRARIES, name_of_factory
 from ..optim.schedules import label
-from ..tasks.task import Task
 from ..training.build import Built
-from ..training.model_identity import difference
-from .identity import identity
+from ..training.model_identity import attributes, difference, digest, is_filled
 
 MODEL = "model"
 """The entry of the fingerprint with what the model is, from `model_identity`."""
+_ADDRESS = re.compile(r"\b0x[0-9a-f]{4,}\b", re.IGNORECASE)
+_DEEPEST = 20  # levels of containers and objects; below, only the class is named
+_ATTRIBUTES = object()  # in `inside`: marks the attributes of an object without its own repr
+_SAMPLED = 1 << 24  # bytes; of a larger array, only the beginning and the end are hashed
 
 
 def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]:
-    """Return what must be the same for a run to resume as if it had not been interrupted.
-
-    It omits what does not change the results, and what may change between runs: strategy, devices, microbatches,
-    workers, paths.
-    """
+    """Return what must be the same for a run to resume as if it had not been interrupted. It omits what does not change
+    the results, and what may change between runs: strategy, devices, microbatches, workers, paths."""
     data, train, distribution = plan.data, built.train, plan.distribution
     optimization = plan.optimization
     facts = {
@@ -49,7 +58,8 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "order": data.order,
         "load settings": dict(data.settings),
         "transforms": [identity(transform) for transform in plan.transforms],
-        "task": _task(plan.task),
+        # In a task's own `repr`, a function has an address, and a module has no weights.
+        "task": _called(type(plan.task).__qualname__, plan.task.options, ()),
         # A class of an optimizer, and a function of a schedule, by its identity.
         "optimizer": "a factory" if optimization.is_factory else optimization.optimizer,
         "parameter groups": [_numbers(group) for group in built.engine.optimizer.param_groups],
@@ -67,12 +77,8 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
 def check_compatible(
     saved: dict[str, Any], own: dict[str, Any], where: object, tied: Sequence[str] = ()
 ) -> None:
-    """Compare the fingerprint of a checkpoint, `where`, with that of the run that resumes from it. The number of epochs
-    may differ if nothing is `tied_to_length`.
-
-    Raises:
-        CheckpointError: naming the first difference.
-    """
+    """Compare the fingerprint of a checkpoint, `where`, with that of the run that resumes from it, and raise for the
+    first difference. The number of epochs may differ if nothing is `tied` to it."""
     for key, value in own.items():
         if key == MODEL:
             continue  # see `check_model`
@@ -81,11 +87,8 @@ def check_compatible(
             there, value = _in_both(there, value)
         if there == value or (key == "epochs" and not tied):
             continue
-        why = ""
-        if key == "epochs":
-            why = (
-                f" The learning rate, or a method, depends on the length of the training: {'; '.join(tied)}."
-            )
+        length = f" The learning rate, or a method, depends on the length of the training: {'; '.join(tied)}."
+        why = length if key == "epochs" else ""
         raise CheckpointError(
             f"The checkpoint {where} is of a run with {key} = {there!r}, and this one has {value!r}.{why} Resume "
             f"with the same value, or start from scratch with resume=None in another folder."
@@ -93,12 +96,8 @@ def check_compatible(
 
 
 def check_model(saved: dict[str, Any], own: dict[str, Any], where: object, *, changed: bool) -> str:
-    """Compare the model of a checkpoint with that of the run that resumes from it: structure, settings and code. Return
-    a note for the user, or "".
-
-    Raises:
-        CheckpointError: naming the first differences, unless `changed`.
-    """
+    """Compare the structure, settings and code of a checkpoint's model with those of the run that resumes from it.
+    Return a note for the user, or ""."""
     if not isinstance(saved.get(MODEL), dict):
         return (
             f"{where} was written by an older version, which did not record the model: whether this run has the same "
@@ -136,27 +135,15 @@ def _in_both(saved: Any, own: list[dict[str, Any]]) -> tuple[Any, Any]:
     """Return the hyperparameters that both optimizers have: a strategy's own optimizer may have more of them."""
     if not isinstance(saved, list) or len(saved) != len(own) or not all(isinstance(g, dict) for g in saved):
         return saved, own
-    keys = [sorted(set(left) & set(right)) for left, right in zip(saved, own, strict=True)]
-    return tuple(
-        [{key: group[key] for key in common} for group, common in zip(groups, keys, strict=True)]
-        for groups in (saved, own)
-    )  # type: ignore[return-value]
+    pairs = [(left, right, left.keys() & right.keys()) for left, right in zip(saved, own, strict=True)]
+    there = [{key: left[key] for key in sorted(common)} for left, _, common in pairs]
+    return there, [{key: right[key] for key in sorted(common)} for _, right, common in pairs]
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of a group, without those that only choose an implementation."""
     chosen = ("params", *IMPLEMENTATION, "initial_lr")
     plain = {key: value for key, value in group.items() if key not in chosen}
     return {key: v.item() if isinstance(v, torch.Tensor) and v.dim() == 0 else v for key, v in plain.items()}
-
-
-def _task(task: Task) -> str:
-    """Return the class of a task and the identity of each of its options.
-
-    A task's own `repr` does not do: in that of a function is an address, and in that of a module are no weights.
-    """
-    options = (f"{name}={identity(value)}" for name, value in task.options.items())
-    return f"{type(task).__qualname__}({', '.join(options)})"
 
 
 def _identity(loader: EpochLoader) -> int:
@@ -170,10 +157,8 @@ def _identity(loader: EpochLoader) -> int:
 
 
 def description(plan: ResolvedPlan) -> dict[str, Any] | None:
-    """Return the model and its surgery as JSON values to rebuild it from; None if JSON cannot hold them.
-
-    The entry `model` is None if the model has no name: a module instance, or a function that cannot be imported.
-    """
+    """Return the model and its surgery as JSON values to rebuild it from; None if JSON cannot hold them. The entry
+    `model` is None if the model has no name: a module instance, or a function that cannot be imported."""
     name = None if isinstance(plan.spec.model, nn.Module) else name_of_factory(plan.spec.model)
     algorithms = [t for t in plan.transforms if t.kind == "algorithm"]
     if any(t.renames for t in algorithms):  # to rebuild the model, its code would have to be imported
@@ -200,16 +185,9 @@ def rebuild_spec(
     otherwise: str = "use the weights under their trained names",
 ) -> tuple[PipelineSpec, tuple[Transform, ...]]:
     """Return a `PipelineSpec` with the model and the transforms of a `description`, and these transforms in plan order.
-
-    Args:
-        saved: the description.
-        model: replaces the model that the description names: a name, a factory, which is called with the described
-            options, or a module. Without it nothing is imported, because importing a module runs its code.
-        otherwise: what to do without the model, for the message.
-
-    Raises:
-        CheckpointError: for a model without a name, or one that would have to be imported, unless `model` is given.
-    """
+    `model`, a name, a factory (called with the described options) or a module, replaces the one that the description
+    names. Without it nothing is imported, because importing a module runs its code. `otherwise`, for the message: what
+    to do without the model."""
     named = saved["model"]
     if model is None and (named is None or (":" in named and not named.startswith(LIBRARIES))):
         known = "was passed as a module, or comes from a function that cannot be imported by name"
@@ -230,3 +208,161 @@ def rebuild_spec(
     chosen = named if model is None else model
     options = {} if isinstance(model, nn.Module) else saved["model_options"]
     return PipelineSpec(chosen, seed=saved["seed"], **options).transform(*made), sort_transforms(made)
+
+
+def identity(value: object) -> str:
+    """Return the value as text that is the same in every process. `repr` of a function, or of an object without its own
+    `__repr__`, contains an address, which differs.
+
+    - Numbers, strings, containers and dataclasses: their `repr`, with each element by its own identity. Fields with
+      `repr=False` are omitted.
+    - Classes and functions: module and qualified name, whatever their code, so that a function stays the same after
+      a fix. A lambda or an inner function has no importable name, so a digest of its bytecode, defaults and closure
+      is added, which may differ between versions of Python.
+    - Methods and `functools.partial`: the function and what it is bound to.
+    - Tensors and arrays: type, shape and a digest of their bytes; `nn.Module`s: their `repr`, their state and a digest
+      of their public attributes, such as a loss's `label_smoothing`.
+    - Other objects: their own `__repr__` if it contains no address, else their class and public attributes. Objects
+      of this kind among these attributes: only their class.
+    """
+    return _text(value, ())
+
+
+def _text(value: Any, inside: tuple[object, ...]) -> str:
+    """`inside` lists the objects that contain the value, outermost first."""
+    if any(value is each for each in inside) or len(inside) > _DEEPEST:
+        return f"<{_name(type(value))}>"
+    inside = (*inside, value)
+    for kind, text_of in _KINDS.items():
+        if isinstance(value, kind):
+            return text_of(value, inside)
+    if type(value) in (list, tuple):
+        return _of_sequence(value, inside)
+    if isinstance(value, type) or inspect.isroutine(value):
+        return _name(value)
+    return _of_object(value, inside)
+
+
+def _of_object(value: Any, inside: tuple[object, ...]) -> str:
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value) if f.repr}
+        return _called(type(value).__qualname__, fields, inside)
+    shown = _shown(value)
+    if isinstance(value, nn.Module):
+        return f"{shown or _name(type(value))}{_of_module(value, inside)}"
+    if shown is not None:
+        return shown
+    if isinstance(value, list | tuple):  # such as a named tuple, whose fields are not instance attributes
+        return f"{_name(type(value))}{_of_sequence(value, inside)}"
+    if any(each is _ATTRIBUTES for each in inside):
+        return f"<{_name(type(value))}>"
+    public = {name: v for name, v in sorted(attributes(value).items()) if not name.startswith("_")}
+    return _called(_name(type(value)), public, (*inside, _ATTRIBUTES))
+
+
+def _of_module(value: nn.Module, inside: tuple[object, ...]) -> str:
+    """Return the state of a module, and a digest of what its `repr` may omit: the public attributes of its layers."""
+    state = value.state_dict()
+    settings = {
+        f"{path}.{name}": _text(each, inside)
+        for path, layer in value.named_modules()
+        for name, each in sorted(vars(layer).items())
+        if not name.startswith("_") and name != "training"
+    }
+    texts = [_text(dict(state), inside)] if state else []
+    texts += [digest(repr(settings))] if settings else []
+    return "".join(f" {text}" for text in texts)
+
+
+def _called(name: str, values: Mapping[str, Any], inside: tuple[object, ...]) -> str:
+    return f"{name}({', '.join(f'{key}={_text(value, inside)}' for key, value in values.items())})"
+
+
+def _of_sequence(value: list[Any] | tuple[Any, ...], inside: tuple[object, ...]) -> str:
+    parts = ", ".join(_text(each, inside) for each in value)
+    if isinstance(value, list):
+        return f"[{parts}]"
+    return f"({parts},)" if len(value) == 1 else f"({parts})"
+
+
+def _of_mapping(value: Mapping[Any, Any], inside: tuple[object, ...]) -> str:
+    return "{" + ", ".join(f"{_text(k, inside)}: {_text(v, inside)}" for k, v in value.items()) + "}"
+
+
+def _of_partial(value: functools.partial[Any], inside: tuple[object, ...]) -> str:
+    given = [_text(each, inside) for each in (value.func, *value.args)]
+    given += [f"{name}={_text(each, inside)}" for name, each in sorted(value.keywords.items())]
+    return f"partial({', '.join(given)})"
+
+
+def _of_tensor(value: torch.Tensor) -> str:
+    kind = f"tensor(shape={tuple(value.shape)}, dtype={value.dtype}"
+    try:
+        data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    except (RuntimeError, TypeError, NotImplementedError):  # on the meta device, sparse, or a subclass
+        return f"{kind})"
+    return f"{kind}, {_of_bytes(data)})"
+
+
+def _of_array(value: NDArray[Any], inside: tuple[object, ...]) -> str:
+    if value.dtype.hasobject:  # its bytes are addresses
+        return f"array(dtype={value.dtype}, {_text(value.tolist(), inside)})"
+    return f"array(shape={value.shape}, dtype={value.dtype}, {_of_bytes(value)})"
+
+
+def _of_function(function: FunctionType, inside: tuple[object, ...]) -> str:
+    name = _name(function)
+    if "<" not in function.__qualname__:  # neither <lambda> nor <locals>
+        return name
+    cells = [each.cell_contents if is_filled(each) else "<empty>" for each in function.__closure__ or ()]
+    enclosed = [_text(each, inside) for each in cells]
+    defaults = _text([function.__defaults__, function.__kwdefaults__], inside)
+    return f"{name} {digest(repr((_of_code(function.__code__), defaults, enclosed)))}"
+
+
+def _of_code(code: CodeType) -> tuple[Any, ...]:
+    """Return what the code does, without its file and line numbers."""
+    constants = [_of_code(c) if isinstance(c, CodeType) else _text(c, ()) for c in code.co_consts]
+    return code.co_code, constants, code.co_names, code.co_varnames, code.co_flags
+
+
+def _name(value: Any) -> str:
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", type(value).__qualname__)
+    module = getattr(value, "__module__", None)
+    return f"{module}.{name}" if module else str(name)
+
+
+def _of_bytes(array: NDArray[Any]) -> str:
+    """Return a digest of the bytes; of both ends for a large array, which may be a memory-mapped file."""
+    flat = array.reshape(-1)
+    if array.nbytes > _SAMPLED:
+        rows = max(1, _SAMPLED // array.itemsize // 16)
+        flat = np.concatenate([flat[:rows], flat[-rows:]])
+    return digest(flat.tobytes())
+
+
+def _shown(value: object) -> str | None:
+    """Return the object's own `repr`, or None if it has none, contains an address, or fails."""
+    if type(value).__repr__ is object.__repr__:
+        return None
+    try:
+        text = repr(value)
+    except Exception:
+        return None
+    return None if _ADDRESS.search(text) else text
+
+
+_KINDS: dict[Any, Callable[[Any, tuple[object, ...]], str]] = {
+    enum.Enum: lambda value, _: f"{_name(type(value))}.{value.name}",
+    NoneType | bool | int | float | complex | str | bytes: lambda value, _: repr(value),
+    PurePath: lambda value, _: repr(str(value)),
+    ModuleType: lambda value, _: str(value.__name__),
+    torch.Tensor: lambda value, _: _of_tensor(value),
+    np.ndarray: _of_array,
+    Mapping: _of_mapping,
+    set | frozenset: lambda value, inside: f"{{{', '.join(sorted(_text(each, inside) for each in value))}}}",
+    functools.partial: _of_partial,
+    MethodType: lambda value, inside: f"{_text(value.__self__, inside)}.{value.__func__.__name__}",
+    FunctionType: _of_function,
+}
+"""The text of each kind of values, the first that fits; see `identity`."""

@@ -15,61 +15,134 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 from urllib.parse import quote, unquote
 
 import torch
-from msgspec import structs
+from msgspec import Meta, Struct, structs
 
 from ...common.errors import CheckpointError, DrivetrainError
 from ...common.storage.files import atomic_file, sha256, sync
 from ...common.storage.json_files import ShapeError, convert
-from .content import REMEDY, STATE, CheckpointContent, FileFacts, RankContent
-from .remote import RemoteRun, shown
+from ...common.version import __version__
+from ..telemetry.history import History
+from .remote import STATE, RemoteRun, shown
 from .weights import Tensors, open_tensors, save_weights
 
 UNLISTED, OWN = "unlisted", "rank"
 SHARED = ("model", "optimizer", "methods", UNLISTED)
 """The kinds of tensors that all ranks share. The kind `OWN` holds the state of one rank."""
+TENSORS = {"tensors": True}
+"""Placeholder in the state of a method for averages, which are in `methods.safetensors`."""
+REMEDY = "Use another checkpoint, or start from scratch with resume=None."
+
+Values = dict[str, Any]
+Count = Annotated[int, Meta(ge=0)]
+Number = bool | int | float  # as `float`, msgspec would convert an integer, such as an optimizer's count
+
+
+class Meter(TypedDict):
+    """`EpochMeter.state_dict()`."""
+
+    total: float
+    counted: Count
+    skipped: Count
+    overflowed: Count
+    images: Count
+    seconds: float
+    data_wait_s: float
+    evaluation_s: float
+    weight: NotRequired[float | None]
+    """Older versions, which counted each step once, lack it."""
+
+
+class FileFacts(TypedDict):
+    """Size and digest of a file."""
+
+    bytes: int
+    sha256: str
+
+
+class OptimizerContent(Struct, frozen=True, forbid_unknown_fields=True):
+    """An `OptimizerState` without its entries: each rank saves the tensors and numbers that it holds."""
+
+    groups: list[Values]
+    loss_scale: Mapping[str, Number]
+
+
+class RankContent(Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank's random states of Python and NumPy, its non-tensor optimizer state, and its callbacks' states by
+    class."""
+
+    random: Values
+    numbers: dict[str, dict[str, Number]]
+    callbacks: dict[str, Values] = {}
+
+
+class CheckpointContent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The content of `state.json`. The position is that of `TrainState`; `facts` and `description`: see
+    `fingerprint`."""
+
+    format: Literal[1] = 1
+    drivetrain: str = __version__
+    run: str
+    epoch: Count
+    step_in_epoch: Count
+    step: Count
+    strategy: str
+    facts: Values
+    description: Values | None
+    optimizer: OptimizerContent
+    methods: dict[str, Values]
+    loader: Values
+    meter: Meter
+    history: History
+    files: dict[str, FileFacts] = {}
+    ranks: list[RankContent] = []
+
+    def to_json(self) -> bytes:
+        state = {**structs.asdict(self), "history": self.history.to_dict()}
+        return _canonical({**state, "sha256": _digest(state)})
+
+    @classmethod
+    def from_json(cls, text: bytes) -> CheckpointContent:
+        """Parse a `state.json`; ShapeError names the first field that is missing, unknown, or of another type."""
+        state = json.loads(text)
+        if not isinstance(state, dict) or state.pop("sha256", None) != _digest(state):
+            raise ShapeError(f"{STATE} was modified after it was written")
+        if "history" in state:
+            state["history"] = History.from_dict(state["history"])
+        return convert(state, cls)
+
+
+def _canonical(state: Values) -> bytes:
+    return json.dumps(state, sort_keys=True, separators=(",", ":"), default=structs.asdict).encode()
+
+
+def _digest(state: Values) -> str:
+    return hashlib.sha256(_canonical(state)).hexdigest()
 
 
 def key_of(owner: str, name: str) -> str:
-    """Return a tensor's key in a file: `owner` is a parameter with optimizer state, or a method with averages."""
+    """Return a tensor's key in a file; `owner` is a parameter with optimizer state, or a method with averages."""
     return f"{quote(owner)}::{name}"
-
-
-def split_key(key: str) -> tuple[str, str]:
-    """Return the owner and the name in a key."""
-    owner, _, name = key.partition("::")
-    return unquote(owner), name
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank writes of a checkpoint.
-
-    Attributes:
-        tensors: by kind, then by name; on the CPU, contiguous. A kind that this rank does not write is absent.
-        own: this rank's entry in `state.json`.
-        writers: number of ranks that write the kinds in `SHARED`.
-    """
-
     tensors: dict[str, dict[str, torch.Tensor]]
     own: RankContent
     writers: int
 
 
 def write_part(folder: Path, part: Part, rank: int, ranks: int) -> None:
-    """Write a rank's files into `folder`, and then a note, whose presence means that they are complete.
-
-    Raises:
-        CheckpointError: if a file cannot be written.
-    """
+    """Write a rank's files into `folder`, and then a note, whose presence means that they are complete."""
     files: dict[str, Any] = {}
     sizes: dict[str, Any] = {}
     try:
@@ -87,16 +160,11 @@ def write_part(folder: Path, part: Part, rank: int, ranks: int) -> None:
 
 
 def note_path(folder: Path, rank: int) -> Path:
-    """Return the path of the note that a rank writes when its files are complete."""
     return folder / f"note-{rank:05d}.json"
 
 
 def finish(folder: Path, target: Path, content: CheckpointContent, ranks: int) -> None:
-    """Turn the files of all ranks into a checkpoint, rename it to `target`, and replace an older one there.
-
-    Raises:
-        CheckpointError: if a file cannot be written, or the result could not be read back.
-    """
+    """Turn the files of all ranks into a checkpoint, rename it to `target`, and replace an older one there."""
     try:
         notes = [json.loads(note_path(folder, rank).read_text()) for rank in range(ranks)]
         files = {name: about for note in notes for name, about in note["files"].items()}
@@ -130,16 +198,7 @@ def remove(folder: Path) -> None:
 
 
 class Checkpoint:
-    """A checkpoint opened for reading.
-
-    Attributes:
-        path: its folder.
-        content: the content of its `state.json`.
-
-    Raises:
-        CheckpointError: if `state.json` is missing, damaged or of another format. Only `verify` checks the other
-            files.
-    """
+    """A checkpoint opened for reading. Opening checks `state.json`; only `verify` checks the other files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -160,11 +219,7 @@ class Checkpoint:
 
     def verify(self) -> None:
         """Read every file once and compare it with its digest. In the copy of a run at an address, fetch those that are
-        missing or differ.
-
-        Raises:
-            CheckpointError: for the first file that is missing or differs.
-        """
+        missing or differ."""
         remote = RemoteRun.at(self.path.absolute().parent.parent)
         if remote is not None:
             remote.fetch(self.path, self.content.files)
@@ -184,11 +239,6 @@ class Checkpoint:
                 )
 
     def check_length(self, steps: int) -> None:
-        """Check the position against the number of steps in an epoch.
-
-        Raises:
-            CheckpointError: if such a run has no such position.
-        """
         epoch, within, step = self.content.epoch, self.content.step_in_epoch, self.content.step
         if step != epoch * steps + within or within > steps:  # all of them: the evaluation is left
             raise CheckpointError(
@@ -196,17 +246,11 @@ class Checkpoint:
                 f"{steps} steps in an epoch. {REMEDY}"
             )
 
-    def tensors(self, kind: str, rank: int | None = None) -> Tensors:
-        """Return the tensors of a kind: one of `SHARED`, or `OWN` with a `rank`.
-
-        Raises:
-            CheckpointError: if a file is not a valid safetensors file.
-        """
-        readers: dict[str, Callable[[], torch.Tensor]] = {}
-        names = self._names(kind)
-        for name in names if rank is None else [names[rank]]:
-            readers |= open_tensors(self.path / name).readers
-        return Tensors(readers)
+    def tensors(self, *kinds: str, rank: int | None = None) -> Tensors:
+        """Return the tensors of kinds in `SHARED`, or of `OWN` with a `rank`."""
+        names = [name for kind in kinds for name in self._names(kind)]
+        opened = [open_tensors(self.path / name) for name in (names if rank is None else [names[rank]])]
+        return Tensors({name: reader for tensors in opened for name, reader in tensors.readers.items()})
 
     @property
     def score(self) -> float | None:
@@ -218,7 +262,6 @@ class Checkpoint:
         return history.monitor.score(here[-1]) if here else None
 
     def _names(self, kind: str) -> list[str]:
-        """Return the names of a kind's files: one, or one for each rank."""
         count = len(self.content.ranks)
         if kind == UNLISTED and not any(name.startswith(f"{UNLISTED}") for name in self.content.files):
             return []
@@ -240,8 +283,8 @@ def grouped(*several: Tensors) -> dict[str, Tensors]:
     groups: dict[str, dict[str, Callable[[], torch.Tensor]]] = {}
     for tensors in several:
         for key, reader in tensors.readers.items():
-            owner, name = split_key(key)
-            groups.setdefault(owner, {})[name] = reader
+            owner, _, name = key.partition("::")
+            groups.setdefault(unquote(owner), {})[name] = reader
     return {owner: Tensors(readers) for owner, readers in groups.items()}
 
 

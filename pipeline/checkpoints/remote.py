@@ -19,11 +19,9 @@ from ...common.errors import CheckpointError
 from ...common.storage.addresses import RemoteFolder, is_address
 from ...common.storage.files import atomic_file, cache_folder, locked
 from ...common.storage.json_files import ShapeError, parse
-from .content import STATE
 from .weights import unlisted_path
 
-RUN = "run.json"
-CHECKPOINTS = "checkpoints"
+RUN, CHECKPOINTS, STATE = "run.json", "checkpoints", "state.json"
 STEP = re.compile(r"step-(\d{8,})")
 _ADDRESS, _SEEN, _LOCK = ".address", ".uploaded.json", ".lock"
 _WEIGHTS = ".safetensors"
@@ -38,7 +36,6 @@ class RemoteRun:
 
     @classmethod
     def create(cls, folder: Path, address: str) -> RemoteRun:
-        """Make `folder` the copy of the run at an address."""
         run = cls(folder, address)
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_file(folder / _ADDRESS) as file:
@@ -47,7 +44,6 @@ class RemoteRun:
 
     @classmethod
     def at(cls, folder: Path | None) -> RemoteRun | None:
-        """Return the run whose copy `folder` is; None for any other folder."""
         if folder is None or not (folder / _ADDRESS).is_file():
             return None
         return cls(folder, (folder / _ADDRESS).read_text())
@@ -74,7 +70,6 @@ class RemoteRun:
                 self._pull_state(step)
 
     def pull_checkpoint(self, step: str) -> Path:
-        """Return the path of a checkpoint in the copy, with its `state.json` from the address."""
         with locked(self.folder / _LOCK):
             self._pull_state(step)
         return self.folder / CHECKPOINTS / step
@@ -88,7 +83,6 @@ class RemoteRun:
                     self.files.download(f"{CHECKPOINTS}/{path.name}/{name}", file, size)
 
     def newest_step(self) -> int:
-        """Return the step of the newest complete checkpoint at the address; -1 if there is none."""
         return max((int(step[5:]) for step in self._complete(self.files.versions(CHECKPOINTS))), default=-1)
 
     def push(self) -> None:
@@ -125,8 +119,7 @@ class RemoteRun:
             self.files.upload(path, f"{CHECKPOINTS}/{step}/{name}")
 
     def receive(self, step: str, paths: Mapping[str, Path]) -> bool:
-        """Download files of a checkpoint that other ranks upload to `paths`, by name, unless they exist there. Return
-        whether all are at the address."""
+        """Download the files that are not at `paths` yet. Return whether all are at the address."""
         there = self.files.versions(f"{CHECKPOINTS}/{step}")
         places = {f"{CHECKPOINTS}/{step}/{name}": path for name, path in paths.items()}
         for name in there.keys() & places.keys():
@@ -135,19 +128,16 @@ class RemoteRun:
         return there.keys() >= places.keys()
 
     def shown(self, path: Path) -> str:
-        """Return the address of a file or folder in the copy."""
         inside = path.absolute().relative_to(self.folder.absolute()).as_posix()
         return self.address if inside == "." else f"{self.address}/{inside}"
 
     def local(self, address: str) -> Path | None:
-        """Return the path in the copy of an address; None if it is elsewhere."""
         plain = address.rstrip("/")
         if plain != self.address and not plain.startswith(f"{self.address}/"):
             return None
         return self.folder / plain[len(self.address) + 1 :]
 
     def _complete(self, names: Mapping[str, object]) -> set[str]:
-        """Return the names of the checkpoints that have a `state.json`."""
         parts = [name.split("/") for name in names]
         return {part[1] for part in parts if len(part) == 3 and part[2] == STATE and STEP.fullmatch(part[1])}
 
@@ -174,17 +164,12 @@ class RemoteRun:
 
 
 def working_folder(address: str) -> Path:
-    """Return the folder of this machine in which a run works whose `out` is an address."""
     return cache_folder() / "runs" / _name(address)
 
 
 def opened(place: str | Path, *names: str) -> Path:
     """Return a path to read from: `place` itself, or the copy of the run, checkpoint or file of weights at an address,
-    with the `names` of the run's files that are needed.
-
-    Raises:
-        CheckpointError: if the address cannot be read.
-    """
+    with the `names` of the run's files that are needed."""
     if not is_address(place):
         return Path(place)
     address, checkpoint = str(place).rstrip("/"), ""

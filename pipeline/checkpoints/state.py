@@ -1,28 +1,49 @@
-"""Capture the state of a run as tensors and JSON values, each rank's share on the CPU, and restore it."""
+"""Capture the state of a run as tensors and JSON values, each rank's share on the CPU, and restore it; or export its
+evaluated weights, under the names before surgery too, and its model."""
 
 from __future__ import annotations
 
 import random
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ...common.errors import CheckpointError, DrivetrainError
-from ...common.model_state import buffers_kept, split_state, unlisted_tensors
+from ...common.model_state import ModelState, buffers_kept, split_state, unlisted_tensors
 from ...strategies import Engine
 from ...strategies.common.optimizer_state import Homes, Keep, OptimizerState, home_of
 from ...strategies.engine import copied
+from ...transforms import Transform
+from ..models.factories import model_factory
+from ..models.weights import weights_omitted
 from ..telemetry.state import EpochMeter
-from ..training.build import Built
+from ..training.build import Built, rebuild_model
 from ..training.hooks import TrainingHooks
-from .content import REMEDY, TENSORS, CheckpointContent, Meter, Number, OptimizerContent, RankContent
-from .format import OWN, UNLISTED, Checkpoint, Part, grouped, key_of
-from .weights import Tensors
+from .directory import CheckpointDir, best_of, find
+from .fingerprint import rebuild_spec
+from .format import (
+    OWN,
+    REMEDY,
+    TENSORS,
+    UNLISTED,
+    Checkpoint,
+    CheckpointContent,
+    Meter,
+    Number,
+    OptimizerContent,
+    Part,
+    RankContent,
+    grouped,
+    key_of,
+)
+from .weights import Tensors, plain_state
 
 
 def capture_state(
@@ -38,7 +59,13 @@ def capture_state(
     """
     engine, hooks, position = built.engine, built.hooks, built.hooks.state
     keep, writers = _writing_plan(engine)
-    own = _own_buffers(engine) | _randomness(engine) | {"loss": position.meter.total.detach().cpu().clone()}
+    own = {"random.cpu": torch.get_rng_state(), "loss": position.meter.total.detach().cpu().clone()}
+    if engine.device.type == "cuda":
+        own["random.cuda"] = torch.cuda.get_rng_state(engine.device)
+    if engine.world_size > 1:
+        own |= {key_of("buffer", name): copied(each) for name, each in engine.plain_model.named_buffers()}
+    algorithm, words, *rest = np.random.get_state()  # noqa: NPY002 — the global state, which models may use
+    of_numpy = [algorithm, np.asarray(words).tolist(), *rest]
     with buffers_kept(engine.plain_model):
         engine.sync_buffers()
         model = split_state(engine.plain_model, engine.export_state(keep))
@@ -57,7 +84,7 @@ def capture_state(
         shared[UNLISTED] = model.unlisted
     part = Part(
         {**(shared if engine.rank < writers else {}), OWN: own | own_averages},
-        RankContent(_python_randomness(), numbers, callbacks or {}),
+        RankContent({"python": random.getstate(), "numpy": of_numpy}, numbers, callbacks or {}),
         writers,
     )
     return part, CheckpointContent(
@@ -73,8 +100,7 @@ def capture_state(
 
 
 def shares(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Return the rank that writes each tensor, so that all write about the same number of bytes. The result is the
-    same on every rank."""
+    """Return the rank that writes each tensor, so that all write about as many bytes; the same on every rank."""
     loads, homes = [0] * ranks, {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         home = loads.index(min(loads))
@@ -84,36 +110,16 @@ def shares(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 
 def _writing_plan(engine: Engine) -> tuple[Keep, int]:
-    """Return which tensors of an export this rank keeps, and how many ranks write: all if parameters are sharded."""
+    """Return which tensors this rank keeps, and how many ranks write: all if parameters are sharded."""
     if not engine.sharded:
         return (lambda _: engine.rank == 0), 1
     return Homes(engine.rank, shares(engine.sizes(), engine.world_size)), engine.world_size
 
 
-def _own_buffers(engine: Engine) -> dict[str, torch.Tensor]:
-    if engine.world_size == 1:
-        return {}
-    buffers = engine.plain_model.named_buffers()
-    return {key_of("buffer", name): copied(b) for name, b in buffers}
-
-
-def _randomness(engine: Engine) -> dict[str, torch.Tensor]:
-    states = {"random.cpu": torch.get_rng_state()}
-    if engine.device.type == "cuda":
-        states["random.cuda"] = torch.cuda.get_rng_state(engine.device)
-    return states
-
-
-def _python_randomness() -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002 — the global state, which models may use
-    return {"python": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), *rest]}
-
-
 def _methods(
     engine: Engine, hooks: TrainingHooks, keep: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the averages that this rank writes for all ranks, its own averages, and the JSON values with `TENSORS`
-    for averages."""
+    """Return the averages that this rank writes for all, its own, and the JSON values with `TENSORS` for averages."""
     parameters = {name for name, _ in engine.plain_model.named_parameters()}
     whole: dict[str, torch.Tensor] = {}
     own: dict[str, torch.Tensor] = {}
@@ -137,19 +143,13 @@ def _methods(
 
 
 def all_finite(part: Part, model: nn.Module) -> bool:
-    """Return whether the model's parameters in the part are all finite."""
     saved = part.tensors.get("model", {})
     return all(bool(saved[name].isfinite().all()) for name, _ in model.named_parameters() if name in saved)
 
 
 def load_engine(checkpoint: Checkpoint, engine: Engine) -> None:
-    """Load the weights and the optimizer's state into the engine.
-
-    Raises:
-        CheckpointError: if they belong to another model or optimizer.
-    """
     with restoring(checkpoint):
-        engine.import_state(checkpoint.tensors("model") | checkpoint.tensors(UNLISTED))
+        engine.import_state(checkpoint.tensors("model", UNLISTED))
         entries: dict[str, Any] = dict(grouped(checkpoint.tensors("optimizer")))
         for rank in checkpoint.content.ranks:
             for name, numbers in rank.numbers.items():
@@ -165,11 +165,7 @@ def buffers_left(checkpoint: Checkpoint, engine: Engine) -> list[str]:
 
 
 def load_hooks(checkpoint: Checkpoint, built: Built) -> None:
-    """Restore the position, the states of the methods, and this rank's buffers. Call it after `TrainingHooks.begin`.
-
-    Raises:
-        CheckpointError: if the checkpoint does not contain them.
-    """
+    """Restore the position, the states of the methods, and this rank's buffers. Call it after `TrainingHooks.begin`."""
     engine, content, state = built.engine, checkpoint.content, built.hooks.state
     with restoring(checkpoint):
         own = own_tensors(checkpoint, engine)
@@ -189,10 +185,8 @@ def load_hooks(checkpoint: Checkpoint, built: Built) -> None:
 
 
 def load_randomness(checkpoint: Checkpoint, engine: Engine, seed: int) -> None:
-    """Restore this rank's global random states of torch, NumPy and Python.
-
-    With another world size than the checkpoint's, seed them from (seed, step, rank) instead.
-    """
+    """Restore this rank's global random states of torch, NumPy and Python. With another world size than the
+    checkpoint's, seed them from (seed, step, rank) instead."""
     with restoring(checkpoint):
         own = own_tensors(checkpoint, engine)
         if own is None:
@@ -213,10 +207,9 @@ def load_randomness(checkpoint: Checkpoint, engine: Engine, seed: int) -> None:
 
 
 def own_tensors(checkpoint: Checkpoint, engine: Engine) -> Tensors | None:
-    """Return the tensors that this rank saved for itself; None if the checkpoint has another world size."""
     if len(checkpoint.content.ranks) != engine.world_size:
         return None
-    return checkpoint.tensors(OWN, engine.rank)
+    return checkpoint.tensors(OWN, rank=engine.rank)
 
 
 _BUILT_IN = (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError, MemoryError)
@@ -224,10 +217,7 @@ _BUILT_IN = (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, 
 
 @contextmanager
 def restoring(checkpoint: Checkpoint) -> Iterator[None]:
-    """Convert errors inside the block to a CheckpointError that names the checkpoint.
-
-    A missing JSON value or tensor raises one of Python's built-in errors.
-    """
+    """Convert errors inside the block. A missing JSON value or tensor raises one of Python's."""
     try:
         yield
     except CheckpointError:
@@ -243,7 +233,6 @@ def restoring(checkpoint: Checkpoint) -> Iterator[None]:
 
 @contextmanager
 def global_randomness_kept() -> Iterator[None]:
-    """Restore the global random states of NumPy and Python after the block."""
     before = np.random.get_state(), random.getstate()  # noqa: NPY002
     try:
         yield
@@ -261,3 +250,91 @@ def with_averages(checkpoint: Checkpoint, own: Tensors | None = None) -> dict[st
         }
         for method, state in checkpoint.content.methods.items()
     }
+
+
+ModelArg = str | Callable[..., nn.Module] | nn.Module | None
+
+
+def chosen(place: Path, *, best: bool) -> Checkpoint:
+    """Return the verified checkpoint at `place`; for the folder of a run, its newest complete one, or with `best` that
+    of the best monitored metric."""
+    if not best:
+        return find(place)
+    store = CheckpointDir(place / "checkpoints")
+    # Checkpoints of an earlier run may be there until the first of this run is complete.
+    checkpoint = best_of(list(store.of_run(store.run)))
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{store.folder} has no checkpoint of its run with a monitored metric. Remove best=True (--best), or pass "
+            f"the path of a checkpoint."
+        )
+    checkpoint.verify()
+    return checkpoint
+
+
+def evaluated_state(checkpoint: Checkpoint) -> ModelState:
+    """Return the tensors that the training evaluated at this point, under the names of the model after surgery."""
+    with restoring(checkpoint):
+        state = ModelState(dict(checkpoint.tensors("model")), dict(checkpoint.tensors(UNLISTED)))
+        for kept in with_averages(checkpoint).values():
+            for averages in kept.values():
+                if isinstance(averages, Tensors):  # a custom method may also keep JSON values
+                    _replace(state.weights, averages)
+                    _replace(state.unlisted, averages)
+        return state
+
+
+def _replace(state: dict[str, torch.Tensor], averages: Tensors) -> None:
+    """Replace tensors by their averages, in their own dtype: of half precision, averages are float32. One at a time, so
+    that memory holds one copy of the weights."""
+    for name in state.keys() & set(averages):
+        state[name] = averages[name].to(state[name].dtype)
+
+
+def plain_names(checkpoint: Checkpoint, model: ModelArg = None) -> ModelState:
+    """Return the evaluated tensors by the names that they had before surgery of `model`; see `rebuild`."""
+    state = evaluated_state(checkpoint)
+    otherwise = "use names='trained' (--names trained), or FitResult.plain_state()"
+    built, transforms = rebuild(checkpoint, state.weights, model, otherwise)
+    with restoring(checkpoint):
+        return plain_state(state, built, transforms)
+
+
+def rebuild(
+    checkpoint: Checkpoint, state: Mapping[str, torch.Tensor], model: ModelArg, otherwise: str
+) -> tuple[nn.Module, tuple[Transform, ...]]:
+    """Return the model of a checkpoint after surgery, with new weights, and its transforms in the plan's order. `model`
+    is the one before surgery, which must fit the evaluated weights, `state`: a name, a factory, which is called with
+    the options of the training, or a module; None: the one that the checkpoint names, for which nothing is imported.
+    `otherwise`, for the message: what the caller can do if the model is unknown."""
+    saved = checkpoint.content.description
+    if saved is None:
+        raise CheckpointError(
+            f"{checkpoint.place} does not know how to build its model: its options, or a custom surgery, cannot be "
+            f"written as JSON. {otherwise[:1].upper()}{otherwise[1:]}."
+        )
+    if isinstance(model, str):
+        model = model_factory(model)
+    with restoring(checkpoint):
+        spec, transforms = rebuild_spec(saved, model, otherwise)
+    if model is None:
+        with restoring(checkpoint), weights_omitted():
+            return rebuild_model(spec, transforms)[0], transforms
+    with weights_omitted():
+        built, _ = rebuild_model(spec, transforms)
+    _check_fits(built, state, spec.model_name, checkpoint.path)
+    return built, transforms
+
+
+def _check_fits(model: nn.Module, state: Mapping[str, torch.Tensor], name: str, where: Path) -> None:
+    fresh = model.state_dict()
+    own = {key: tuple(value.shape) for key, value in fresh.items() if not is_lazy(value)}
+    there = {key: tuple(value.shape) for key, value in state.items() if key in own or key not in fresh}
+    for key in {**there, **own}:
+        if own.get(key) != there.get(key):
+            both = (f"has it as {of[key]}" if key in of else "does not have it" for of in (own, there))
+            ours, theirs = both
+            raise CheckpointError(
+                f"{name} is not the model that was trained: of the weight {key!r}, {name} {ours}, and "
+                f"{where} {theirs}. Pass the model of the training, before surgery."
+            )

@@ -30,17 +30,10 @@ def plain_state(state: ModelState, model: nn.Module, transforms: Sequence[Transf
 
 
 def save_model(
-    state: ModelState,
-    path: Path,
-    *,
-    epochs: int | str | None = None,
-    about: Mapping[str, str] | None = None,
+    state: ModelState, path: Path, *, epochs: int | str | None = None, about: Mapping[str, str] | None = None
 ) -> None:
     """Write the tensors of a model: its state dict to `path`, which `load_state_dict` can load, and what that leaves
-    out, if anything, to `unlisted_path(path)`. The metadata of `path` has the digest of the other file.
-
-    Arguments and errors are those of `save_weights`.
-    """
+    out, if anything, to `unlisted_path(path)`. The metadata of `path` has the digest of the other file."""
     other, linked = unlisted_path(path), dict(about or {})
     if state.unlisted:
         save_weights(state.unlisted, other)
@@ -51,12 +44,6 @@ def save_model(
 
 
 def open_model(path: Path) -> ModelState:
-    """Return the tensors that `save_model` wrote, or those of any other safetensors file.
-
-    Raises:
-        CheckpointError: if a file is damaged, or the one with the tensors outside of the state dict is missing, or of
-            another moment.
-    """
     weights, other = open_tensors(path), unlisted_path(path)
     expected = weights.metadata.get("unlisted")
     if expected is None:
@@ -82,17 +69,11 @@ def load_model(path: Path, *, epochs: int) -> ModelState:
 
 
 def unlisted_path(path: Path) -> Path:
-    """Return the file next to `path` with the tensors that the state dict leaves out."""
     return path.with_name(f"{path.stem}.unlisted{path.suffix}")
 
 
 class Tensors(Mapping[str, torch.Tensor]):
-    """Tensors by name, each read from its file on access.
-
-    Attributes:
-        readers: read one tensor each.
-        metadata: of the file.
-    """
+    """Tensors by name, each read from its file on access."""
 
     def __init__(
         self, readers: Mapping[str, Callable[[], torch.Tensor]], metadata: Mapping[str, str] | None = None
@@ -111,17 +92,8 @@ class Tensors(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self.readers)
 
-    def __or__(self, other: Tensors) -> Tensors:
-        """Return the tensors of both."""
-        return Tensors({**self.readers, **other.readers})
-
 
 def open_tensors(path: Path) -> Tensors:
-    """Return the tensors of a safetensors file.
-
-    Raises:
-        CheckpointError: if it is not a valid safetensors file.
-    """
     with _safetensors_errors(path):
         file: Any = safe_open(path, framework="pt")
         metadata = file.metadata() or {}
@@ -138,7 +110,6 @@ def _tensor(path: Path, file: Any, key: str, wide: str | None) -> torch.Tensor:
 
 @contextmanager
 def _safetensors_errors(path: Path) -> Iterator[None]:
-    """Convert errors of safetensors inside the block to a CheckpointError."""
     try:
         yield
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
@@ -164,9 +135,7 @@ def save_weights(
     epochs: int | str | None = None,
     about: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a state dict of CPU tensors as safetensors, atomically.
-
-    `about` is additional metadata, such as the preprocessing.
+    """Write a state dict of CPU tensors as safetensors, atomically, with `about` as additional metadata.
 
     `epochs`, stored in the file's metadata, is the epoch in the history that the weights belong to: a process that
     is killed between writing the two files leaves weights that are one epoch ahead. Weights from within an
@@ -174,9 +143,6 @@ def save_weights(
 
     Tensors are written one by one: safetensors' own `save` needs memory for a copy of all of them, and its
     `save_file` replaces the temporary file that `atomic_file` has open.
-
-    Raises:
-        DrivetrainError: for a dtype that safetensors does not have, or if the file cannot be written.
     """
     metadata = {**(about or {}), **({} if epochs is None else {"epochs": str(epochs)})}
     kinds = {kind: name for name, kind in _COMPLEX.items()}

@@ -20,10 +20,9 @@ from ...common.storage.files import appears
 from ...common.threads import wait
 from ...strategies import Engine
 from ..training.agreement import broadcast_text
-from .content import STATE, CheckpointContent
 from .directory import CheckpointDir, Checkpoints
-from .format import Part, finish, note_path, write_part
-from .remote import CHECKPOINTS, shown
+from .format import CheckpointContent, Part, finish, note_path, write_part
+from .remote import CHECKPOINTS, STATE, shown
 
 _ROUND = 0.02  # seconds between polls for files of other ranks
 _REMOTE_ROUND = 0.5  # the same at an address, where each poll is a request
@@ -41,12 +40,6 @@ class CheckpointWriter:
 
     Machines of a run at an address share nothing else. Each rank writes to the copy on its machine, uploads its files
     and then its note; rank 0 fetches the notes, and uploads `state.json` last.
-
-    Args:
-        engine: this rank, and its communication with the others.
-        store: where to write.
-        options: which checkpoints to keep, and whether a thread writes them.
-        run: the name of the run.
     """
 
     def __init__(self, engine: Engine, store: CheckpointDir, options: Checkpoints, run: str) -> None:
@@ -60,11 +53,7 @@ class CheckpointWriter:
         self._written, self._given_up = threading.Event(), threading.Event()
 
     def save(self, part: Part, content: CheckpointContent) -> None:
-        """Save this rank's `part`, and rank 0's `content`; in a thread if `options.background`.
-
-        Raises:
-            CheckpointError: on all ranks, if this checkpoint or the previous one cannot be written.
-        """
+        """Save this rank's `part`, and rank 0's `content`. A failure, also of the previous one, is every rank's."""
         self._settle()
         temporary = self._store.temporary(content.step)
         if self._engine.rank == 0:
@@ -93,17 +82,12 @@ class CheckpointWriter:
             self._agree()
 
     def close(self) -> None:
-        """Wait for the checkpoint in progress.
-
-        Raises:
-            CheckpointError: on all ranks, if it failed.
-        """
         self._settle()
         self._agree()
         self._clean()
 
     def wait_a_moment(self) -> None:
-        """Wait briefly for the checkpoint in progress, without the other ranks."""
+        """Wait briefly, without the other ranks."""
         deadline = time.monotonic() + _PATIENCE
         while self._pending is not None and self._pending.exists() and time.monotonic() < deadline:
             time.sleep(_ROUND)
@@ -140,7 +124,6 @@ class CheckpointWriter:
             self._record_failure(self._complete, temporary, content)
 
     def _write(self, temporary: Path, part: Part, content: CheckpointContent) -> None:
-        """Write this rank's files and its note; upload them if the run is at an address."""
         rank, ranks = self._engine.rank, self._engine.world_size
         write_part(temporary, part, rank, ranks)
         if self._remote is not None:
@@ -150,7 +133,6 @@ class CheckpointWriter:
                 self._remote.send(step, paths | ({self._note(rank): note} if ranks > 1 else {}))
 
     def _complete(self, temporary: Path, content: CheckpointContent) -> None:
-        """On rank 0, wait until all ranks have written, then give the checkpoint its final name."""
         if self._engine.rank != 0:
             return
         target, remote = self._store.path(content.step), self._remote
@@ -186,7 +168,6 @@ class CheckpointWriter:
         return True
 
     def _are_written(self, temporary: Path) -> bool:
-        """Return whether the notes of all ranks are in the folder."""
         return all(note_path(temporary, rank).exists() for rank in range(self._engine.world_size))
 
     @contextmanager

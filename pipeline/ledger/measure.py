@@ -42,8 +42,7 @@ from ..measuring.runner import (
 )
 from ..measuring.variant import PLAIN, Trial, VariantId, same_samples
 from ..telemetry.provenance import provenance
-from ..training.build import fork_rng, resolve_data
-from ..training.plain_torch import plain_torch
+from ..training.build import fork_rng, plain_torch, resolve_data
 from .accuracy import check_accuracy, train_each
 from .data import Accuracies, LedgerData, Trained
 from .ledger import Ledger, LedgerInterrupted

@@ -9,22 +9,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    Strategy,
+    StrategyRegistry,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ...common.errors import PlanError
+from ... import strategies
+from ...common.errors import PlanError, suggest
 from ...loaders.epochs import EpochLoader
 from ...loaders.sources import Source
 from ...strategies.common.sharding import give_channels_last_inputs, make_contiguous
 from ...transforms import Report, Transform
 from ...transforms.no_weight_decay import note_shape
+from ..callbacks.callback import Callback, RunOptions
+from ..callbacks.early_stopping import EarlyStopping
+from ..describe.config import DistributedConfig
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
+from ..describe.rules import check_rules
+from ..optim.optimizers import label, needs_whole_matrices
 from ..runs.callbacks import run_options
 from ..tasks.means import Mean, mean_of
 from ..tasks.nests import to_float
@@ -36,18 +50,28 @@ from ..training.build import (
     make_loaders,
     make_parts,
     optimizer_factory,
+    plain_torch,
     resolve_data,
     training_loss,
 )
 from ..training.hooks import TrainingHooks, split_microbatches
-from ..training.loop import EvaluationSums
-from ..training.plain_torch import plain_torch
+from ..training.loop import EvaluationSums, StepLoss, forward
 from ..training.schedule import torch_scheduler
-from ..training.step_loss import StepLoss
-from ..training.views import forward
-from .callbacks import translated
-from .strategies import check_trainer, share, trainer_arguments
 
+STARTS = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
+"""Lightning's names of DDP by launcher; each can end in `_find_unused_parameters_true` or `_false`."""
+
+OWN = {
+    "max_epochs": "to_lightning(epochs=…), because the schedule needs it",
+    "accumulate_grad_batches": "distribute(accumulate=…), because each batch is split into as many microbatches",
+}
+"""Arguments of the Trainer that the pipeline determines, and where to set each."""
+
+REMEDIES = {
+    "GradientNorms": "log them in on_before_optimizer_step of a callback of Lightning's",
+    "Profile": "pass Lightning's profiler to the Trainer: to_lightning(profiler='pytorch')",
+}
+"""What to use instead, by class, where Lightning has no such callback."""
 PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
@@ -130,9 +154,8 @@ def _one_thread() -> Iterator[None]:
 
 
 def _check_methods(transforms: tuple[Transform, ...]) -> None:
-    unsupported = [
-        f"{t}" if t.kind == "algorithm" else type(t).__name__ for t in transforms if t.follows_loop
-    ]
+    following = [each for each in transforms if each.follows_loop]
+    unsupported = [str(each) if each.kind == "algorithm" else type(each).__name__ for each in following]
     if unsupported:
         raise PlanError(
             f"{', '.join(unsupported)} works only in Drivetrain's loop. Train with fit(), or remove it and use "
@@ -141,8 +164,8 @@ def _check_methods(transforms: tuple[Transform, ...]) -> None:
 
 
 def _check_denominators(parts: Parts, loss: Mean) -> None:
-    """Raise PlanError if a step is several microbatches whose weights in its mean are not known to be equal: Lightning
-    passes them one at a time."""
+    """Raise if a step is several microbatches whose weights in its mean are not known to be equal: Lightning passes
+    them one at a time."""
     soft = any(transform.soft_targets for transform in parts.plan.transforms)
     accumulate = parts.plan.distribution.accumulate
     if accumulate == 1 or soft or not isinstance(loss.denominator(parts.example[1]), torch.Tensor):
@@ -161,22 +184,14 @@ class _Ranks:
         self.world_size, self.device = trainer.world_size, trainer.strategy.root_device
 
     def reduce(self, value: torch.Tensor, op: Literal["mean", "sum"] = "mean") -> torch.Tensor:
-        """Return `value` reduced over all ranks; a new tensor."""
         total: torch.Tensor = self._strategy.reduce(value.clone(), reduce_op=op)
         return total
 
 
 class LitModule(pl.LightningModule):
-    """The model after surgery, with the pipeline's loss, batch transforms, optimizer and schedule.
-
-    It logs `loss`, `val_loss` and the task's metrics of each epoch, over all ranks. Random layers (dropout) depend on
-    the pipeline's seed, as in `fit`.
-
-    Args:
-        parts: the pipeline, and its model after surgery, which maps images `(B, 3, H, W)` to logits `(B, C)`.
-        epochs: epochs of the full run.
-        steps: optimizer steps per epoch.
-    """
+    """The model after surgery, with the pipeline's loss, batch transforms, optimizer and schedule. It logs `loss`,
+    `val_loss` and the task's metrics of each epoch, over all ranks. Random layers (dropout) depend on the pipeline's
+    seed, as in `fit`."""
 
     def __init__(self, parts: Parts, epochs: int, steps: int) -> None:
         super().__init__()
@@ -184,27 +199,20 @@ class LitModule(pl.LightningModule):
         self.model = parts.model
         self._plan, self._epochs, self._steps = plan, epochs, epochs * steps
         self._loss = training_loss(plan, torch.device("cpu"))
-        self._width = parts.width
         self._hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes)
-        self._sums = EvaluationSums(plan.task, torch.device("cpu"))
         self._random = ExitStack()
         for parameter in self.model.parameters():
             note_shape(parameter)  # FSDP1 flattens them before the optimizer is built
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return the logits `(B, C)` of images `(B, 3, H, W)`."""
         logits: torch.Tensor = self.model(images)
         return logits
 
     def setup(self, stage: str) -> None:
-        """Check the Trainer's arguments, and set the memory format that its strategy requires, before it wraps the
-        model.
-
-        Raises:
-            PlanError: if the results would differ from the pipeline's.
-        """
+        """Check the Trainer, and set the memory format that its strategy requires, before it wraps the model."""
         data: Any = getattr(self.trainer, "datamodule", None)
-        if isinstance(data, LitDataModule) and data.source != (self._plan.data, self._plan.seed):
+        ours = self._plan.data, self._plan.seed
+        if isinstance(data, LitDataModule) and (data.plan.data, data.plan.seed) != ours:
             raise PlanError(
                 "The module and the data are from two pipelines. Take both from one to_lightning()."
             )
@@ -214,7 +222,7 @@ class LitModule(pl.LightningModule):
             give_channels_last_inputs(self.model)  # DeepSpeed cannot broadcast channels-last weights
 
     def on_fit_start(self) -> None:
-        """Pass the run's length to the transforms, and seed torch's generators, which `on_fit_end` restores."""
+        """Pass the run's length to the transforms, and seed torch's generators until `on_fit_end`."""
         self._hooks.state.total_steps = self._steps
         for transform in self._plan.transforms:
             transform.begin(self.model, self._steps)
@@ -226,11 +234,9 @@ class LitModule(pl.LightningModule):
         check_trainer(self._plan, self._epochs, self.trainer)
 
     def on_fit_end(self) -> None:
-        """Restore torch's generators."""
         self._random.close()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the loss `()` of one microbatch."""
         accumulate = self._plan.distribution.accumulate
         self._hooks.state.step = self.trainer.global_step
         number = share(self.trainer)[0] * accumulate + batch_idx % accumulate
@@ -243,21 +249,13 @@ class LitModule(pl.LightningModule):
         return loss * accumulate if isinstance(self.trainer.strategy, DeepSpeedStrategy) else loss
 
     def on_validation_epoch_start(self) -> None:
-        """Reset this rank's sums."""
-        self._sums = EvaluationSums(self._plan.task, self.device)
-        self._sums.make_meters(self._width)
+        predict = partial(self._hooks.predict, self.model, task=self._plan.task)
+        self._sums = EvaluationSums(self._plan.task, self.device, predict)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        """Add one batch to the sums; a rank's share of a small last batch may be empty."""
-        images, labels = batch
-        if len(images):
-            judged, outputs = self._hooks.predict(self.model, images, labels, self._plan.task)
-            self._sums.add(judged, outputs, labels)
-        else:
-            self.model(images.new_zeros(1, *images.shape[1:]))  # gathering sharded parameters needs all ranks
+        self._sums.add(*batch)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the mean loss and the metrics over all samples of all ranks."""
         reduce = self.trainer.strategy.reduce
         self.log_dict(self._sums.result(lambda sums: reduce(sums, reduce_op="sum"), self.trainer.world_size))
 
@@ -275,7 +273,6 @@ class LitModule(pl.LightningModule):
             wrapped.clip_grad_norm_(gradient_clip_val)
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer of the wrapped parameters, and the learning rate schedule, per step."""
         optimizer = optimizer_factory(self._plan, self.model)(self.parameters())
         how = self._plan.optimization
         scale = how.scheduled_scale(self._plan.data.batch_size)
@@ -288,25 +285,18 @@ class LitDataModule(pl.LightningDataModule):
 
     def __init__(self, plan: ResolvedPlan) -> None:
         super().__init__()
-        self._plan = plan
+        self.plan = plan
         self._loaders: list[EpochLoader] = []
 
-    @property
-    def source(self) -> tuple[Any, int]:
-        """The options of `Pipeline.load`, and the seed."""
-        return self._plan.data, self._plan.seed
-
     def train_dataloader(self) -> Microbatches:
-        """Return the training data; each batch is split into the microbatches of gradient accumulation."""
-        return self._create_loader(self._plan.data.train, True, self._plan.distribution.accumulate)
+        return self._create_loader(self.plan.data.train, True, self.plan.distribution.accumulate)
 
     def val_dataloader(self) -> Microbatches | list[Any]:
-        """Return the validation data; an empty list without."""
-        source = self._plan.data.val
+        source = self.plan.data.val
         return [] if source is None else self._create_loader(source, False, 1)
 
     def _create_loader(self, source: Source, train: bool, accumulate: int) -> Microbatches:
-        trainer, data = self.trainer, self._plan.data
+        trainer, data = self.trainer, self.plan.data
         assert trainer is not None
         ranks = share(trainer)
         if train and data.batch_size % (ranks[1] * accumulate):
@@ -317,12 +307,11 @@ class LitDataModule(pl.LightningDataModule):
         root = trainer.strategy.root_device
         # Lightning moves batches to devices other than CUDA.
         device = root if root.type == "cuda" else torch.device("cpu")
-        loader = make_loader(self._plan, source, train=train, device=device, ranks=ranks)
+        loader = make_loader(self.plan, source, train=train, device=device, ranks=ranks)
         self._loaders.append(loader)
         return Microbatches(loader, accumulate)
 
     def teardown(self, stage: str) -> None:  # noqa: ARG002
-        """End the loaders' threads and processes."""
         while self._loaders:
             self._loaders.pop().close()
 
@@ -332,16 +321,12 @@ class LitDataModule(pl.LightningDataModule):
 
 
 class Microbatches:
-    """A loader whose batches are split into `number` equal microbatches.
-
-    Attributes:
-        batch_sampler: has the loader as its `sampler`, through which Lightning calls `set_epoch`, and the microbatch
-            size, which Lightning's DeepSpeedStrategy reads.
-    """
+    """A loader whose batches are split into `number` equal microbatches."""
 
     def __init__(self, loader: EpochLoader, number: int) -> None:
         self._loader, self._number = loader, number
         size = loader.settings.batch_size // (loader.settings.world_size * number)
+        # Lightning calls `set_epoch` of the sampler, and its DeepSpeedStrategy reads the size.
         self.batch_sampler = SimpleNamespace(sampler=loader, batch_size=size)
 
     def __len__(self) -> int:
@@ -350,3 +335,130 @@ class Microbatches:
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for images, labels in self._loader:
             yield from split_microbatches(images, labels, self._number)
+
+
+def trainer_arguments(options: DistributedConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """Return strategy, devices and accelerator for Lightning's Trainer, and the other arguments `given`."""
+    for name, place in OWN.items():
+        if name in given:
+            raise PlanError(f"to_lightning({name}={given[name]!r}): set it in {place}.")
+    arguments: dict[str, Any] = {"devices": options.ranks}
+    if "strategy" not in given:
+        arguments["strategy"] = to_strategy(options)
+    elif isinstance(named := given["strategy"], str):
+        known = ["auto", *StrategyRegistry.available_strategies()]
+        if named.lower() not in known:
+            raise PlanError(
+                f"to_lightning(strategy={named!r}) takes Lightning's names and objects.{suggest(named, known)}"
+            )
+    if options.device is not None:
+        kind, _, index = options.device.partition(":")
+        arguments["accelerator"] = "cpu" if kind == "cpu" else "gpu"
+        if index:
+            arguments["devices"] = [int(index)]
+    return {**arguments, **given}
+
+
+def to_strategy(options: DistributedConfig) -> str | Strategy:
+    """Return Lightning's strategy: a name, or an object if there is no name."""
+    ours: Any = strategies.get(options.strategy, **options.options)
+    for option, usual in (("wrap", True), ("config", None)):
+        if getattr(ours, option, usual) is not usual:
+            raise PlanError(
+                f"distribute({options.name!r}, {option}=…) is an option of Drivetrain's strategy. Remove it, and pass "
+                "Lightning's strategy: to_lightning(strategy=FSDPStrategy(auto_wrap_policy=…)), or "
+                "DeepSpeedStrategy(config=…)."
+            )
+    if (made := _as_object(ours, options.ranks)) is not None:
+        return made
+    if ours.name == "single":
+        return "auto"  # with one device, Lightning's SingleDeviceStrategy
+    if ours.name == "ddp":
+        start = next((start for start in reversed(STARTS) if options.name.startswith(start)), "ddp")
+        return start + ("_find_unused_parameters_true" if ours.find_unused_parameters else "")
+    if ours.name in StrategyRegistry:
+        return str(ours.name)
+    raise PlanError(
+        f"Lightning has no equivalent of the strategy {ours.name!r}. Train with fit(), or pass one of Lightning's: "
+        f"to_lightning(strategy=…).{suggest(ours.name, StrategyRegistry.available_strategies())}"
+    )
+
+
+def _as_object(ours: Any, devices: int) -> Strategy | None:
+    match ours.name:
+        case "fsdp_grad_op":
+            return FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")
+        case "hsdp":
+            size = ours.shard_size or devices
+            return FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(devices // size, size))
+        case "deepspeed_stage_1_offload":
+            return DeepSpeedStrategy(stage=1, offload_optimizer=True)
+        case "deepspeed_stage_3_offload_nvme":  # Lightning's name has a fixed path, /local_nvme
+            return DeepSpeedStrategy(
+                stage=3, offload_optimizer=True, offload_parameters=True, remote_device="nvme",
+                offload_params_device="nvme", offload_optimizer_device="nvme", nvme_path=ours.nvme_path,
+            )  # fmt: skip
+    return None
+
+
+def share(trainer: pl.Trainer) -> tuple[int, int]:
+    """Return this rank's index among the ranks that share a batch, and their number; with tensor parallelism, fewer
+    than the world size."""
+    sampler = trainer.distributed_sampler_kwargs
+    if sampler is None:
+        return trainer.global_rank, trainer.world_size
+    return sampler["rank"], sampler["num_replicas"]
+
+
+def check_trainer(plan: ResolvedPlan, epochs: int, trainer: pl.Trainer) -> None:
+    """Check the Trainer against the pipeline: schedule, microbatches, and what transforms and optimizer support."""
+    actual = {"max_epochs": trainer.max_epochs, "accumulate_grad_batches": trainer.accumulate_grad_batches}
+    expected = {"max_epochs": epochs, "accumulate_grad_batches": plan.distribution.accumulate}
+    for name, place in OWN.items():
+        if actual[name] != expected[name] and not getattr(trainer, "fast_dev_run", False):
+            raise PlanError(
+                f"Trainer({name}={actual[name]}), but the pipeline was handed over with {expected[name]}. Set it in "
+                f"{place}."
+            )
+    optimizer = plan.optimization.optimizer
+    if isinstance(trainer.strategy, FSDPStrategy) and needs_whole_matrices(optimizer):
+        raise PlanError(
+            f"The optimizer {label(optimizer)!r} needs whole matrices, but Lightning's FSDPStrategy flattens "
+            "parameters. Use Lightning's DDP, or fit() with 'fsdp'."
+        )
+    ours = DistributedConfig(_kind(trainer.strategy), devices=trainer.world_size)
+    check_rules(plan.spec.replace(distribution=ours))
+
+
+def _kind(strategy: Strategy) -> str:
+    if isinstance(strategy, DeepSpeedStrategy):
+        config: Any = strategy.config
+        return f"deepspeed_stage_{max(config.get('zero_optimization', {}).get('stage', 1), 1)}"
+    if isinstance(strategy, FSDPStrategy | ModelParallelStrategy):
+        return "fsdp"
+    # torch itself raises if DDP waits for a parameter without a gradient.
+    return "ddp_find_unused_parameters" if isinstance(strategy, ParallelStrategy) else "single"
+
+
+def translated(callbacks: Any, run: RunOptions) -> Any:
+    """Return the Trainer's `callbacks` (one, a list or None), with those of Drivetrain that Lightning has, too, as
+    Lightning's."""
+    if not isinstance(callbacks, list | tuple):
+        return translated([callbacks], run)[0]
+    return [_translated(one, run) if isinstance(one, Callback) else one for one in callbacks]
+
+
+def _translated(one: Callback, run: RunOptions) -> pl.Callback:
+    name = type(one).__name__
+    if type(one) is not EarlyStopping:
+        remedy = REMEDIES.get(name, "write it as a callback of Lightning's")
+        raise PlanError(
+            f"to_lightning(callbacks=…): {name} is a callback of Drivetrain, which only runs in fit(). Leave it out, "
+            f"and {remedy}."
+        )
+    one.check(run)
+    # An undefined metric is not logged, and is no improvement, as in fit(); Lightning would stop at once.
+    return pl.callbacks.EarlyStopping(
+        one.monitor, min_delta=one.min_delta, patience=one.patience, mode="min" if one.lower_is_better else "max",
+        strict=False, check_finite=False, check_on_train_epoch_end=one.monitor == "loss",
+    )  # fmt: skip

@@ -9,9 +9,8 @@ from ...common.errors import PlanError
 from ..describe.config import source_name
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
-from ..training.build import resolve_data
+from ..training.build import plain_torch, resolve_data
 from ..training.loop import evaluate
-from ..training.plain_torch import plain_torch
 from .initial import InitialWeights, WeightsArg, check_source
 from .ranks import built_here, on_ranks
 

@@ -11,18 +11,16 @@ from ...common.errors import DrivetrainError, PlanError, StrategyError
 from ...common.storage.addresses import is_address
 from ...strategies.launching.group import is_main_process, is_rank
 from ...strategies.launching.meeting import LostRankError, failures_posted
-from ..checkpoints.directory import CheckpointDir
+from ..checkpoints.directory import CheckpointDir, kept_precision
 from ..checkpoints.remote import RemoteRun, shown
-from ..checkpoints.resume import kept_precision
 from ..checkpoints.writer import UPLOAD_PATIENCE
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan, resolve
 from ..telemetry.loggers import check as check_loggers
 from ..telemetry.progress import echo, in_cell
-from ..training.build import rebuild_model, resolve_data
-from ..training.plain_torch import plain_torch
-from ..training.requests import Requests
+from ..training.agreement import Requests
+from ..training.build import plain_torch, rebuild_model, resolve_data
 from .artifacts import FitJob, RankResult
 from .callbacks import check_callbacks, run_options
 from .config import FitConfig

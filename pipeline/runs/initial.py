@@ -13,11 +13,10 @@ from torch import nn
 from ...common.errors import CheckpointError, PlanError, first_of
 from ...common.model_state import set_buffer, unlisted_tensors, vacant_buffers
 from ...transforms import Transform
-from ..checkpoints.content import STATE
 from ..checkpoints.directory import find
-from ..checkpoints.export import evaluated_state
 from ..checkpoints.format import Checkpoint
-from ..checkpoints.remote import opened
+from ..checkpoints.remote import STATE, opened
+from ..checkpoints.state import evaluated_state
 from ..checkpoints.weights import open_model
 from ..models.weights import SUFFIXES
 from ..models.weights import read_weights as read_file

@@ -16,7 +16,7 @@ from ...common.errors import DataError
 from ..describe.inputs import Inputs
 from ..tasks.nests import map_tensors, to_float
 from ..tasks.task import Task
-from ..training.plain_torch import plain_torch
+from ..training.build import plain_torch
 
 BATCH = 32  # images at once: enough for speed, little memory
 

@@ -29,7 +29,7 @@ from ...common.version import __version__
 from ...loaders.sources import Source, files_of
 from ...strategies.launching.group import group_store, in_group
 from ...strategies.launching.meeting import arrives
-from ..checkpoints.identity import identity
+from ..checkpoints.fingerprint import identity
 from ..describe.resolve import ResolvedPlan
 from ..recipes.convert import to_recipe
 from ..training.build import build_model, expected_device

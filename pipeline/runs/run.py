@@ -17,10 +17,8 @@ from torch import nn
 from ...common.errors import CheckpointError, NonFiniteError, first_of
 from ...common.model_state import ModelState, buffers_kept, split_state, train_mode
 from ..callbacks.view import RunView
-from ..checkpoints import resume as resuming
 from ..checkpoints import state as states
-from ..checkpoints.directory import CheckpointDir
-from ..checkpoints.export import evaluated_state
+from ..checkpoints.directory import CheckpointDir, ResumePoint, begin_run, choose_start
 from ..checkpoints.fingerprint import (
     check_compatible,
     check_model,
@@ -30,6 +28,7 @@ from ..checkpoints.fingerprint import (
 )
 from ..checkpoints.format import Checkpoint
 from ..checkpoints.remote import RemoteRun, shown
+from ..checkpoints.state import evaluated_state
 from ..checkpoints.writer import CheckpointWriter
 from ..describe.inputs import Inputs
 from ..describe.resolve import ResolvedPlan
@@ -40,10 +39,10 @@ from ..telemetry.observer import Observer, Observers
 from ..telemetry.progress import Progress, progress_file
 from ..telemetry.provenance import provenance
 from ..telemetry.state import TrainState
+from ..training.agreement import Requests
 from ..training.build import Built
 from ..training.guard import NonFiniteGuard
 from ..training.loop import EpochStats, evaluate, train_epoch
-from ..training.requests import Requests
 from ..training.schedule import Schedule
 from .artifacts import FitJob, RankResult, RunArtifacts
 from .callbacks import RunCallbacks
@@ -132,7 +131,7 @@ class Run(Observer):
         initial = "" if self._initial is None else str(self._initial)
         for note in filter(None, [*self._notes.values(), initial, frozen(self._engine.plain_model)]):
             self._artifacts.echo(note)
-        choice = resuming.choose(self._engine, self._job.resume, self._store)
+        choice = choose_start(self._engine, self._job.resume, self._store)
         self._name = choice.run
         if self._store is not None and self._job.checkpoints is not None:
             self._writer = CheckpointWriter(self._engine, self._store, self._job.checkpoints, choice.run)
@@ -153,7 +152,7 @@ class Run(Observer):
         finally:
             self._observer.on_end(failed=failed)
 
-    def _begin(self, choice: resuming.ResumePoint) -> None:
+    def _begin(self, choice: ResumePoint) -> None:
         """Start from scratch, or restore everything."""
         checkpoint = choice.checkpoint
         if checkpoint is None:
@@ -192,9 +191,9 @@ class Run(Observer):
         self._restore_callbacks(checkpoint)
         states.load_randomness(checkpoint, self._engine, self._plan.seed)
 
-    def _take_folder(self, choice: resuming.ResumePoint) -> None:
+    def _take_folder(self, choice: ResumePoint) -> None:
         """Claim the folder for this run. Errors before this leave its contents unchanged."""
-        resuming.begin(self._engine, choice, self._store, saves=self._job.checkpoints is not None)
+        begin_run(self._engine, choice, self._store, saves=self._job.checkpoints is not None)
         if not choice.goes_on:
             self._artifacts.clear()
 

@@ -7,8 +7,9 @@ import difflib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -39,12 +40,44 @@ from ..tasks.scales import Scale, scale_of
 from ..tasks.standard import Classification
 from ..tasks.task import TaskLoss
 from ..telemetry.history import Monitor
-from .checks import check_kind, check_loss, check_metrics, check_output, targets_of
+from .checks import check_loss, check_metrics, check_output, targets_of
 from .hooks import Microbatch, TrainingHooks
+from .loop import StepLoss
 from .model_identity import model_identity
-from .plain_torch import plain_torch
 from .schedule import Schedule
-from .step_loss import StepLoss
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Inside the block, compute gradients, in float32 and on the CPU by default, whatever the caller has set:
+    `no_grad`, `inference_mode`, `autocast`, another default dtype or device. Restore it after the block.
+
+    A run has its own precision and device; with the caller's, it would fail within torch or train other numbers.
+    """
+    with ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(mode=False))
+        if not torch.is_grad_enabled():
+            stack.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        if (dtype := torch.get_default_dtype()) != torch.float32:
+            torch.set_default_dtype(torch.float32)
+            stack.callback(torch.set_default_dtype, dtype)
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        yield
+
+
+@contextmanager
+def fork_rng(seed: int) -> Iterator[None]:
+    """Seed torch's generators inside the block, and restore their states after it. CUDA's are omitted if CUDA is not
+    initialized: forking them would initialize it."""
+    here = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices=here):
+        torch.manual_seed(seed)
+        yield
 
 
 @dataclass
@@ -85,11 +118,8 @@ class Built:
     identity: dict[str, str] = field(default_factory=dict)
 
     def begin(self, epochs: int) -> Schedule:
-        """Start a training of so many epochs in a loop of your own, from the current weights.
-
-        Returns:
-            The schedule, whose `set_lr(built.hooks.state.step)` sets the learning rates of a step.
-        """
+        """Start a training of so many epochs in a loop of your own, from the current weights. Return the schedule,
+        whose `set_lr(built.hooks.state.step)` sets the learning rates of a step."""
         steps = epochs * len(self.train)
         self.hooks.begin(self.engine, steps, self.train)
         scale = self.plan.optimization.scheduled_scale(self.plan.data.batch_size)
@@ -119,15 +149,9 @@ class Built:
 
 @plain_torch()
 def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None) -> Built:
-    """Build everything for this process, which is a rank if there is a process group.
-
-    Args:
-        plan: the resolved pipeline.
-        initial: called with the model after surgery, before the strategy wraps it, e.g. to load weights.
-
-    Raises:
-        PlanError, DataError, StrategyError: before any training.
-    """
+    """Build everything for this process, which is a rank if there is a process group. `initial` is called with the
+    model after surgery, before the strategy wraps it, e.g. to load weights. All errors are raised before any
+    training."""
     how = plan.distribution
     device = expected_device(how)
     train, val = make_loaders(plan, device)
@@ -139,9 +163,9 @@ def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None
     engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
     note = factory.note if isinstance(factory, GroupedFactory) else ""
     if engine.device != device:
-        for loader in (train, val):
-            if loader is not None:
-                loader.close()
+        train.close()
+        if val is not None:
+            val.close()
         train, val = make_loaders(plan, engine.device)
     hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes, how.precision)
     return Built(
@@ -152,23 +176,13 @@ def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None
 
 @dataclass(frozen=True)
 class Parts:
-    """The model and the loss, for Drivetrain's loop or Lightning's, checked against the data.
-
-    Attributes:
-        plan: the resolved pipeline.
-        model: the model after surgery, on the CPU.
-        reports: what each surgery changed.
-        width: values that the model returns per image, such as the number of classes; None if any number.
-        example: outputs for two images, as the loss receives them, and the targets of two images.
-        monitor: the metric that decides which epoch is best, and its direction.
-        identity: what the model is; see `model_identity`.
-    """
+    """The model and the loss, for Drivetrain's loop or Lightning's, checked against the data."""
 
     plan: ResolvedPlan
     model: nn.Module
     reports: tuple[Report, ...]
-    width: int | None
-    example: tuple[Any, torch.Tensor]
+    width: int | None  # values that the model returns per image, such as the number of classes; None if any
+    example: tuple[Any, torch.Tensor]  # outputs for two images, as the loss receives them, and their targets
     monitor: Monitor
     identity: dict[str, str]
 
@@ -178,11 +192,6 @@ class Parts:
         return self.width if self.plan.task.kind in ("class indices", "labels") else None
 
     def loss(self, device: torch.device) -> TaskLoss:
-        """Return the training loss, tested on `device`, where the outputs will be.
-
-        Raises:
-            PlanError: if it does not accept the targets, or does not return a scalar.
-        """
         task, (outputs, targets) = self.plan.task, self.example
         loss = training_loss(self.plan, device)
         outputs, targets = map_tensors(lambda tensor: tensor.to(device), outputs), targets.to(device)
@@ -193,17 +202,9 @@ class Parts:
 
 
 def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) -> Parts:
-    """Build the model, and check it against the data.
-
-    Raises:
-        PlanError: if they do not match.
-    """
     data, task = plan.data, plan.task
-    targets = targets_of(train, str(files_of(data.train)))
-    judged = None if val is None or data.val is None else targets_of(val, str(data.val))
-    for each in (targets, judged):
-        if each is not None:
-            check_kind(task, each)
+    targets = targets_of(train, str(files_of(data.train)), task)
+    judged = None if val is None or data.val is None else targets_of(val, str(data.val), task)
     width = task.check(targets, judged)
     identity: dict[str, str] = {}
     model, reports = build_model(
@@ -213,9 +214,7 @@ def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) 
         transform.begin(model, len(train))  # one epoch, until training sets the actual length
     two = targets.two(height_width(data.eval_size))
     with fork_rng(plan.seed):
-        outputs, used = check_output(
-            model, task, width, data, plan.distribution.step_options["precision"], targets
-        )
+        outputs, used = check_output(plan, model, width, targets)
     meters = task.meters(width)
     check_metrics(task, meters, used, two)
     known = {name: scale_of(task, name, meter) for name, meter in meters.items()}
@@ -225,10 +224,8 @@ def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) 
 
 
 def expected_device(how: DistributedConfig) -> torch.device:
-    """Return the device on which this rank's strategy is expected to train; the engine may choose another.
-
-    Loaders are created for a device, on which their buffers depend, before the model is prepared.
-    """
+    """Return the device on which this rank's strategy is expected to train; the engine may choose another. Loaders are
+    created for a device, on which their buffers depend, before the model is prepared."""
     try:
         return rank_device(how.device)
     except StrategyError:  # `prepare` raises the strategy's own error
@@ -236,12 +233,9 @@ def expected_device(how: DistributedConfig) -> torch.device:
 
 
 def make_loaders(plan: ResolvedPlan, device: torch.device) -> tuple[EpochLoader, EpochLoader | None]:
-    """Return the loaders of this rank's share of the training data and of the validation data, if any."""
-    data = plan.data
-    train = make_loader(plan, data.train, train=True, device=device)
-    if data.val is None:
-        return train, None
-    return train, make_loader(plan, data.val, train=False, device=device)
+    train, val = plan.data.train, plan.data.val
+    first = make_loader(plan, train, train=True, device=device)
+    return first, None if val is None else make_loader(plan, val, train=False, device=device)
 
 
 def make_loader(
@@ -252,10 +246,9 @@ def make_loader(
     device: torch.device,
     ranks: tuple[int, int] | None = None,
 ) -> EpochLoader:
-    """Return a loader of this rank's share. `ranks` is `(rank, world_size)`; None: those of the process group."""
+    """Return a loader of this rank's share; `ranks` is `(rank, world_size)`."""
     data = plan.data
-    if ranks is None:
-        ranks = (dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1)
+    ranks = ranks or ((dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1))
     own: dict[str, Any] = {
         "image_size": data.image_size if train else data.eval_size,
         "train": train,
@@ -272,26 +265,17 @@ def make_loader(
 
 
 def source_files(data: DataConfig, source: Source, *, progress: bool = True) -> str | Files:
-    """Return the files (for the torch loader, also a folder) of a data source.
-
-    Named data sets are downloaded and converted; of remote files, local copies are made, still empty.
-    """
+    """Return the files (for the torch loader, also a folder) of a data source. Named data sets are downloaded and
+    converted; of remote files, local copies are made, still empty."""
     if data.loader == "torch" and isinstance(source, str) and Path(source).is_dir():
         return source
-
     remote = Remote(data.cache, data.cache_limit, data.patience)
-
-    def local(file: str) -> Path:
-        return loaders.resolve(file, progress=progress, remote=remote)
-
+    local = partial(loaders.resolve, progress=progress, remote=remote)
     files = files_of(source)
-    if len(files.names) == 1 and files.weights is None:
-        return str(local(files.names[0]))
-    return files.map(local)
+    return str(local(files.names[0])) if len(files.names) == 1 and files.weights is None else files.map(local)
 
 
 def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
-    """Return the plan with its data sources replaced by their files; see `source_files`."""
     data = plan.data
     train = source_files(data, data.train, progress=progress)
     val = None if data.val is None else source_files(data, data.val, progress=progress)
@@ -302,46 +286,30 @@ def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
 def build_model(
     spec: PipelineSpec, transforms: Sequence[Transform], look: Callable[[nn.Module], None] | None = None
 ) -> tuple[nn.Module, tuple[Report, ...]]:
-    """Return the model after surgery, on the CPU, and what each surgery changed. The global RNG is restored.
-
-    Args:
-        spec: provides the model and the seed.
-        transforms: in order; only those that change the model are applied.
-        look: called with the model before them.
-    """
+    """Return the model after surgery, on the CPU, and what each changed. `look` is called before it. The global RNG is
+    restored."""
     with fork_rng(spec.seed):
         model = _fresh_model(spec)
         if look is not None:
             look(model)
-        reports = tuple(_reported(t, t.apply(model)) for t in transforms if t.kind in CHANGES_MODEL)
-    return model, reports
-
-
-def _reported(transform: Transform, report: object) -> Report:
-    """Return the report of a surgery; raise PlanError if it is something else."""
-    if not isinstance(report, Report):
-        raise PlanError(
-            f"{type(transform).__name__}.apply returned {report!r:.80}, not a Report. Return "
-            "Report(name, changed, …), or what common.surgery.operate returns."
-        )
-    return report
+        reports = []
+        for transform in (each for each in transforms if each.kind in CHANGES_MODEL):
+            report: object = transform.apply(model)
+            if not isinstance(report, Report):
+                raise PlanError(
+                    f"{type(transform).__name__}.apply returned {report!r:.80}, not a Report. Return "
+                    "Report(name, changed, …), or what common.surgery.operate returns."
+                )
+            reports.append(report)
+    return model, tuple(reports)
 
 
 @plain_torch()
 def rebuild_model(
     spec: PipelineSpec, transforms: Sequence[Transform], state: ModelState | None = None
 ) -> tuple[nn.Module, tuple[Report, ...]]:
-    """Return what `build_model` does for a model that was trained already, without the warnings of its surgery.
-
-    Args:
-        spec: provides the model and the seed.
-        transforms: in order; only those that change the model are applied.
-        state: the tensors to load, all of them, so that files of initial weights are not read; None or empty: those of
-            the initialization.
-
-    Raises:
-        RuntimeError: from `load_state`, if the weights do not fit.
-    """
+    """Do what `build_model` does, for a trained model, whose surgery warned before. With `state`, files of initial
+    weights are not read."""
     with warnings.catch_warnings(), weights_omitted() if state else nullcontext():
         warnings.simplefilter("ignore", NothingChanged)  # training has issued this warning already
         model, reports = build_model(spec, transforms)
@@ -374,7 +342,6 @@ def _fresh_model(spec: PipelineSpec) -> nn.Module:
 
 
 def _nearest_option(spec: PipelineSpec) -> str:
-    """Return a hint for each model option that the factory does not have: the closest one that it has."""
     try:
         known = inspect.signature(spec.model).parameters
     except (TypeError, ValueError):  # a factory written in C
@@ -394,12 +361,7 @@ def _not_compiled(model: nn.Module) -> nn.Module:
 
 
 def optimizer_factory(plan: ResolvedPlan, model: nn.Module | None = None) -> OptimizerFactory:
-    """Return the optimizer factory, wrapped by the optimizer transforms in the plan's order.
-
-    Args:
-        plan: the resolved pipeline.
-        model: the model after surgery, required if the plan has parameter groups by name.
-    """
+    """Return the factory, wrapped by the optimizer transforms. Groups by name need the model after surgery."""
     factory: OptimizerFactory = plan.optimization.factory
     for transform in plan.transforms:
         factory = transform.optimizer(factory)
@@ -416,13 +378,3 @@ def training_loss(plan: ResolvedPlan, device: torch.device) -> TaskLoss:
         if transform.kind == "loss":
             loss = transform.loss(loss)
     return TaskLoss(plan.task, loss, checked=isinstance(plan.task, Classification))
-
-
-@contextmanager
-def fork_rng(seed: int) -> Iterator[None]:
-    """Seed torch's generators inside the block, and restore their states after it."""
-    # CUDA's generators are omitted if CUDA is not initialized: forking them would initialize it.
-    here = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=here):
-        torch.manual_seed(seed)
-        yield

@@ -21,13 +21,12 @@ from ...loaders.beton.targets import NOT_COUNTED
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width, size_text
 from ...loaders.sources import files_of
-from ...strategies import Precision
 from ...strategies.options import half_dtype
-from ..describe.config import DataConfig
+from ..describe.resolve import ResolvedPlan
 from ..models.libraries import loss_mismatch
 from ..tasks.means import Mean
 from ..tasks.task import StandardTask, Targets, Task, loss_and_metric_inputs, loss_of_model
-from .views import forward
+from .loop import forward
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
@@ -35,11 +34,15 @@ if TYPE_CHECKING:
 _MASKS = 64  # that are read to find class indices which a model does not have
 
 
-def targets_of(loader: EpochLoader, source: str) -> Targets:
-    """Return all targets of a loader's data, and the names of its classes."""
+def targets_of(loader: EpochLoader, source: str, task: Task) -> Targets:
     names = tuple(loader.classes)
     if loader.beton is None or not loader.has_masks:
         return Targets(source, loader.labels, names)
+    if task.kind not in ("masks", "views", "any"):
+        raise PlanError(
+            f"{source} has a mask per image, but {type(task).__name__} trains on {task.kind}. Pass "
+            "task(Segmentation(classes))."
+        )
     return Targets(source, np.empty(0), names, _largest(loader.beton))
 
 
@@ -50,54 +53,26 @@ def _largest(files: BetonFiles) -> int:
     return max(int(mask.max(where=mask != NOT_COUNTED, initial=0)) for mask in masks)
 
 
-def check_kind(task: Task, targets: Targets) -> None:
-    """Raise PlanError if the data has masks, but the task needs other targets."""
-    if targets.largest is not None and task.kind not in ("masks", "views", "any"):
-        raise PlanError(
-            f"{targets.source} has a mask per image, but {type(task).__name__} trains on {task.kind}. Pass "
-            "task(Segmentation(classes))."
-        )
-
-
 def check_output(
-    model: nn.Module,
-    task: Task,
-    width: int | None,
-    data: DataConfig,
-    precision: Precision,
-    targets: Targets,
+    plan: ResolvedPlan, model: nn.Module, width: int | None, targets: Targets
 ) -> tuple[Any, Any]:
-    """Check that the model returns what the task needs, by a forward of two images in each mode. Return the outputs in
-    evaluation mode, as the loss and as the metrics receive them.
-
-    The model's buffers do not change. The model may draw random numbers.
-
-    Args:
-        model: maps images `(B, C, H, W)` to outputs.
-        task: checks the outputs.
-        width: values per image; None if any number.
-        data: sizes and channels of the images.
-        precision: of the forward.
-        targets: of the data, two of them for a model that computes the loss.
-
-    Raises:
-        PlanError: if it does not, or if the forward fails.
-    """
+    """Check by a forward of two images in each mode that the model returns what the task needs, `width` values per
+    image (None: any). Return the outputs in evaluation mode, as the loss and as the metrics receive them. The model's
+    buffers do not change; it may draw random numbers."""
+    task, data, precision = plan.task, plan.data, plan.distribution.step_options["precision"]
     training, size, inputs = model.training, data.eval_size, dict[str, torch.Tensor]()
-    channels = len(data.loading.mean)
+    channels, views = len(data.loading.mean), data.loading.views
+    shape = (2, channels) if views == 1 else (2, views, channels)
     context = nullcontext() if precision == "fp32" else torch.autocast("cpu", dtype=half_dtype(precision))
     try:
         with torch.no_grad(), context, buffers_kept(model):
             output = model.eval()(torch.zeros(2, channels, *height_width(size)))  # as in prediction
-            views = data.loading.views
-            shape = (2, channels) if views == 1 else (2, views, channels)
             # Lazy modules have their shapes now, so that their statistics change only in the copies, too.
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
             two = targets.two(height_width(size))
             inputs = task.model_inputs(two)
-            judged = output
-            if inputs or views != 1:
-                judged = forward(model, torch.zeros(*shape, *height_width(size)), **inputs)
+            again = inputs or views != 1
+            judged = forward(model, torch.zeros(*shape, *height_width(size)), **inputs) if again else output
             size = data.image_size
             inputs = task.model_inputs(targets.two(height_width(size)))
             call = partial(torch.func.functional_call, model.train(), buffers)
@@ -107,9 +82,16 @@ def check_output(
                 **inputs,
             )
     except Exception as error:  # a model may raise anything
+        of = "" if channels == 3 else f" with {channels} channel{'s' * (channels > 1)}"
+        further = "".join(f" and {name} {tuple(value.shape)}" for name, value in inputs.items())
+        names = ", ".join(f"{name}=targets" for name in inputs)
+        signature = (
+            f". It is called as model(images, {names}), for a loss that it computes: write forward(self, images, "
+            "labels=None), or leave out loss='model'."
+        )
         raise PlanError(
-            f"The model does not accept images of {size_text(size)} pixels{_channels(channels)}{_further(inputs)}: "
-            f"{type(error).__name__}: {error}{_signature(inputs)}"
+            f"The model does not accept images of {size_text(size)} pixels{of}{further}: "
+            f"{type(error).__name__}: {error}{signature if inputs else ''}"
         ) from error
     finally:
         model.train(training)
@@ -127,11 +109,9 @@ def check_output(
     for mode, each, side in (
         ("", output, data.eval_size), ("", judged, data.eval_size), ("In training mode: ", trained, size)
     ):  # fmt: skip
-        if wrong := task.output_error(
-            loss_and_metric_inputs(task, each)[1], width, str(files_of(data.train))
-        ):
-            raise PlanError(f"{mode}{wrong}")
-        if wrong := _resolution(task, loss_and_metric_inputs(task, each)[1], height_width(side)):
+        shown = loss_and_metric_inputs(task, each)[1]
+        wrong = task.output_error(shown, width, str(files_of(data.train)))
+        if wrong := wrong or _resolution(task, shown, height_width(side)):
             raise PlanError(f"{mode}{wrong}")
     return loss_and_metric_inputs(task, judged)
 
@@ -146,38 +126,10 @@ def _resolution(task: Task, outputs: Any, size: tuple[int, int]) -> str:
     )
 
 
-def _channels(channels: int) -> str:
-    return "" if channels == 3 else f" with {channels} channel{'s' * (channels > 1)}"
-
-
-def _further(inputs: Mapping[str, torch.Tensor]) -> str:
-    return "".join(f" and {name} {tuple(value.shape)}" for name, value in inputs.items())
-
-
-def _signature(inputs: Mapping[str, torch.Tensor]) -> str:
-    if not inputs:
-        return ""
-    names = ", ".join(f"{name}=targets" for name in inputs)
-    return (
-        f". It is called as model(images, {names}), for a loss that it computes: write forward(self, images, "
-        "labels=None), or leave out loss='model'."
-    )
-
-
 def check_loss(loss: Mean, outputs: Any, targets: torch.Tensor, classes: int | None, *, soft: bool) -> None:
-    """Test the training loss on outputs for two images.
-
-    Args:
-        loss: the loss, including loss transforms.
-        outputs: what the model returned for two images, on the device of training.
-        targets: those of the first two images of the data.
-        classes: number of classes, if the targets are class indices.
-        soft: whether batch transforms turn class indices into probabilities.
-
-    Raises:
-        PlanError: if it does not accept outputs and targets, does not return a scalar, or has trainable parameters of
-            its own.
-    """
+    """Test the training loss, including loss transforms, on the model's outputs for two images, on the device of
+    training. `classes`: their number, if the targets are class indices; `soft`: batch transforms turn these into
+    probabilities."""
     if soft and classes is not None and not targets.is_floating_point():
         targets = F.one_hot(targets.long(), classes).float()
     indices = classes is not None and not targets.is_floating_point()
@@ -224,7 +176,6 @@ def _parameters(loss: object, value: torch.Tensor) -> str:
 
 
 def _check_denominator(count: object) -> None:
-    """Raise PlanError unless `count` is a number or a scalar tensor, finite and not negative."""
     is_scalar = isinstance(count, torch.Tensor) and not count.dim()
     number = count.item() if isinstance(count, torch.Tensor) and is_scalar else count
     if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= float(number) < math.inf:
@@ -236,11 +187,6 @@ def _check_denominator(count: object) -> None:
 
 
 def check_metrics(task: Task, meters: Mapping[str, Metric], outputs: Any, targets: torch.Tensor) -> None:
-    """Test the task's metrics on outputs for two images.
-
-    Raises:
-        PlanError: if one does not accept outputs and targets.
-    """
     for name, meter in meters.items():
         try:
             meter.update(outputs, task.metric_targets(targets))

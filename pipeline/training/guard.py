@@ -15,7 +15,7 @@ from ..describe.config import OnNonFinite
 from ..telemetry.host_copy import HostCopy
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
-from .requests import Requests
+from .agreement import Requests
 
 OVERFLOWS = 50
 """Consecutive steps that fp16 may skip. Each halves the loss scale, and fp16's range is 2^-24 to 2^16: after 50
@@ -35,14 +35,9 @@ class NonFiniteGuard(Observer):
     which a bad batch would corrupt) are copied before it. A step to skip whose weights are already non-finite raises:
     every later step would be skipped.
 
-    Steps that fp16's loss scaler skips are expected, unless `OVERFLOWS` are consecutive.
-
-    Args:
-        engine: reduces one number per rank and step, so that all ranks agree.
-        how: `"raise"` or `"skip"`.
-        advice: returns the end of an error message: the last good checkpoint, what to change.
-        scaled: whether fp16's loss scaler skips the steps whose gradients are not finite. Default False.
-        requests: agreed on in the same exchange; on CUDA one step later.
+    Steps that fp16's loss scaler skips (`scaled`) are expected, unless `OVERFLOWS` are consecutive. `advice` returns
+    the end of an error message: the last good checkpoint, what to change. `requests` are agreed on in the same
+    exchange.
     """
 
     def __init__(
@@ -58,30 +53,24 @@ class NonFiniteGuard(Observer):
         self._requests = requests or Requests()
         self._advice, self._scaled = advice, scaled
         self._at_once = self._skip or engine.device.type != "cuda"
-        self._late: tuple[int, HostCopy] | None = None
+        self._late: tuple[int, HostCopy] | None = None  # the step, and its losses
         self._late_norm: tuple[int, HostCopy] | None = None
-        self._buffers: BufferCopies | None = None
         self._overflows = 0
 
     def on_step_start(self, state: TrainState) -> None:  # noqa: ARG002
-        """Copy the buffers if the step may be skipped."""
         if self._skip:
             self._buffers = BufferCopies(self._engine.plain_model)
 
     @torch.no_grad()
     def should_step(self, state: TrainState) -> bool:
-        """Return whether the loss is finite on every rank; every rank must call it.
-
-        Raises:
-            NonFiniteError: naming step and rank; on CUDA, for the previous step.
-        """
+        """Return whether the loss is finite; on CUDA, raise for the previous step. Every rank must call it."""
         numbers = self._of_all_ranks(state.step_loss)
         if self._at_once:
             self._look_at_norm()
             return self._judged(state.step + 1, numbers.tolist())
-        late, self._late = self._late, (state.step + 1, HostCopy(numbers))
-        self._look(late)
-        self._look_at_norm()
+        now = state.step + 1, HostCopy(numbers)
+        self.flush()
+        self._late = now
         return True
 
     @torch.no_grad()
@@ -89,15 +78,11 @@ class NonFiniteGuard(Observer):
         """Return whether the gradients are finite on every rank, with `"skip"`; every rank must call it."""
         if not self._skip or self._scaled or self._finite_gradients():
             return True
-        self._restore_buffers()
+        self._buffers.restore()
         return False
 
     def check_weights(self, state: TrainState) -> None:
-        """Check what is pending, and the weights; every rank must call it.
-
-        Raises:
-            NonFiniteError: naming the step.
-        """
+        """Check what is pending, and the weights; every rank must call it."""
         self.flush()
         if self._spoiled():
             raise NonFiniteError(
@@ -117,11 +102,7 @@ class NonFiniteGuard(Observer):
         return self._engine.reduce(numbers, "sum")
 
     def on_optimizer_step(self, state: TrainState) -> None:
-        """Check the gradient norm, and count consecutive overflows.
-
-        Raises:
-            NonFiniteError: naming the step; on CUDA, for the norm of the previous step.
-        """
+        """Check the gradient norm (on CUDA, of the previous step), and count consecutive overflows."""
         self._overflows = self._overflows + 1 if state.overflowed else 0
         step, norm = state.step + 1, state.norm
         if self._overflows == OVERFLOWS:
@@ -135,25 +116,15 @@ class NonFiniteGuard(Observer):
             self._check_norm(step, norm.item())
 
     def flush(self) -> None:
-        """Check the values that are still being copied from the device.
-
-        Raises:
-            NonFiniteError: naming step and rank.
-        """
         late, self._late = self._late, None
-        self._look(late)
-        self._look_at_norm()
-
-    def _look(self, late: tuple[int, HostCopy] | None) -> None:
         if late is not None:
-            step, numbers = late
-            self._judged(step, numbers.values())
+            self._judged(late[0], late[1].values())
+        self._look_at_norm()
 
     def _look_at_norm(self) -> None:
         late, self._late_norm = self._late_norm, None
         if late is not None:
-            step, norm = late
-            self._check_norm(step, norm.values())
+            self._check_norm(late[0], late[1].values())
 
     def _check_norm(self, step: int, value: float) -> None:
         if math.isfinite(value):
@@ -173,22 +144,16 @@ class NonFiniteGuard(Observer):
             return True
         where = ", ".join(f"{value} on rank {rank}" for rank, value in list(bad.items())[:8])
         if self._skip and not self._spoiled():
-            self._restore_buffers()
+            self._buffers.restore()
             return False
         spoiled = " The weights are no longer finite: skipping would not help." * self._skip
         raise NonFiniteError(f"At step {step} the loss is {where}.{spoiled} {self._remedies()}")
 
     def _remedies(self) -> str:
-        """Return what to do about single steps."""
         skipping = "" if self._skip else " Or skip such steps with fit(on_nonfinite='skip')."
         return f"{self._advice()}{skipping}"
 
-    def _restore_buffers(self) -> None:
-        if self._buffers is not None:
-            self._buffers.restore()
-
     def _finite_gradients(self) -> bool:
-        """Return whether the norm of each rank's gradients is finite."""
         own = [p.grad for p in self._engine.plain_model.parameters() if p.grad is not None]
         count, infinite = self._engine.reduce(_counted(own), "sum").tolist()
         if not count:  # DeepSpeed has moved them
@@ -197,7 +162,6 @@ class NonFiniteGuard(Observer):
 
     @torch.no_grad()
     def _spoiled(self) -> bool:
-        """Return whether a parameter of any rank is not finite."""
         parameters = [p.detach() for p in self._engine.plain_model.parameters()]
         mine = any(not bool(shard.isfinite().all()) for shard in locals_of(parameters))
         return bool(self._engine.reduce(torch.tensor(float(mine)), "sum").item())
@@ -205,6 +169,5 @@ class NonFiniteGuard(Observer):
 
 def _counted(gradients: list[torch.Tensor]) -> torch.Tensor:
     """Return the number of gradients, and 1 if their norm is not finite, else 0."""
-    return torch.tensor(
-        [len(gradients), not math.isfinite(total_norm(gradients).item())], dtype=torch.float32
-    )
+    infinite = not math.isfinite(total_norm(gradients).item())
+    return torch.tensor([len(gradients), infinite], dtype=torch.float32)

@@ -1,11 +1,12 @@
-"""The training hooks of a run: apply transforms to batches, gradients, weights and evaluation, in the plan's order."""
+"""What a run's transforms and observers do in the training loop: the calls at each moment, and the hooks that apply
+transforms to batches, gradients, weights and evaluation, in the plan's order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import torch
@@ -20,12 +21,63 @@ from ..tasks.nests import to_float
 from ..tasks.task import Task, TaskLoss, loss_and_metric_inputs
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
-from .moments import Microbatch as Microbatch
-from .moments import Moments
+
+Microbatch = tuple[torch.Tensor, torch.Tensor]
+"""Images `(b, 3, H, W)` and targets: class indices `(b,)` or probabilities `(b, C)`."""
+Calls = tuple[Callable[[TrainState], Any], ...]
+OBSERVED_FIRST = ("on_epoch_start", "on_step_start", "after_forward", "after_backward")
+
+
+class Moments:
+    """The calls at each moment, in order; see `transforms.common.moments`.
+
+    Sessions are called in the plan's order, and after them the observer; the observer before them where time or a batch
+    begins, and after a forward or a backward. So its phases (see `Phase`) contain what they name, and nothing else.
+    """
+
+    on_epoch_start: Calls
+    on_step_start: Calls
+    before_forward: Calls
+    after_forward: Calls
+    before_loss: Calls
+    before_backward: Calls
+    after_backward: Calls
+    should_step: Calls
+    after_gradients: Calls
+    should_apply: Calls
+    before_step: Calls
+    on_optimizer_step: Calls
+    on_step_end: Calls
+
+    def __init__(self, sessions: Sequence[Session], observer: Observer) -> None:
+        for moment in get_type_hints(type(self)):
+            calls = [call for session in sessions for call in session.calls(moment)]
+            seen = list(observer.calls(moment))
+            setattr(self, moment, (*seen, *calls) if moment in OBSERVED_FIRST else (*calls, *seen))
+
+    def batch(self, calls: Calls, state: TrainState, batch: Microbatch) -> Microbatch:
+        state.batch = batch
+        for call in calls:
+            call(state)
+        now = state.batch
+        pair = tuple(now) if isinstance(now, tuple | list) else ()
+        if len(pair) == 2 and all(isinstance(tensor, torch.Tensor) for tensor in pair):
+            return pair[0], pair[1]
+        raise PlanError(
+            f"A transform set the batch to {now!r:.80}, which is not a pair of images and targets."
+        )
+
+    def loss(self, state: TrainState, loss: torch.Tensor) -> torch.Tensor:
+        state.loss = loss
+        for call in self.before_backward:
+            call(state)
+        if not isinstance(state.loss, torch.Tensor):
+            raise PlanError(f"A transform set the loss to {state.loss!r:.80}, which is not a tensor.")
+        return state.loss if state.loss.dim() == 0 else state.loss.mean()
 
 
 def split_microbatches(images: torch.Tensor, labels: torch.Tensor, number: int) -> list[Microbatch]:
-    """Split a batch into `number` microbatches, whose sizes differ by at most 1; one is the batch itself."""
+    """Split a batch into `number` microbatches, whose sizes differ by at most 1."""
     if number == 1:
         return [(images, labels)]
     return list(zip(images.tensor_split(number), labels.tensor_split(number), strict=True))
@@ -34,16 +86,9 @@ def split_microbatches(images: torch.Tensor, labels: torch.Tensor, number: int) 
 class TrainingHooks:
     """What a run's transforms do in the training loop, on one rank. Without transforms, each hook does nothing.
 
-    Args:
-        transforms: the pipeline's transforms in the plan's order; only `begin` is called of those that change the model
-            or the loss.
-        seed: seed of the batch transforms.
-        classes: number of classes, for soft targets.
-        precision: of the forward.
-
-    Attributes:
-        state: the position of the run; `begin` resets it.
-        equal_shares: whether every rank's share of a batch is known to have equally many samples.
+    Of `transforms` that change the model or the loss, only `begin` is called. `classes` are for soft targets. `state`
+    is the position of the run, which `begin` resets; `equal_shares`: every rank's share of a batch is known to have
+    equally many samples.
     """
 
     def __init__(
@@ -53,10 +98,8 @@ class TrainingHooks:
         classes: int | None = None,
         precision: str = "fp32",
     ) -> None:
-        self.state = TrainState()
-        self.equal_shares = False
-        self._precision = precision
-        self._seed, self._classes, self._all = seed, classes, tuple(transforms)
+        self.state, self.equal_shares = TrainState(), False
+        self._seed, self._classes, self._precision, self._all = seed, classes, precision, tuple(transforms)
         # The loader does the work of those that set the size of its images.
         self._batch = [t for t in transforms if t.kind == "batch" and type(t).size is Transform.size]
         self._evaluation = [t for t in transforms if t.kind == "evaluation"]
@@ -64,7 +107,6 @@ class TrainingHooks:
         self._moments = self.moments(Observer())
 
     def moments(self, observer: Observer) -> Moments:
-        """Return what the loop calls at each moment, with an observer."""
         return Moments(tuple(self._sessions.values()), observer)
 
     def begin(self, engine: Engine, total: int, loader: EpochLoader | None = None) -> None:
@@ -73,9 +115,7 @@ class TrainingHooks:
             transform.begin(engine.plain_model, total)
         # A class is unique in a pipeline: the plan checks it.
         own = [transform for transform in self._all if type(transform).session is not Transform.session]
-        self._sessions = {
-            type(transform).__name__: transform.session(engine.plain_model) for transform in own
-        }
+        self._sessions = {type(each).__name__: each.session(engine.plain_model) for each in own}
         self.state = state = TrainState(total, seed=self._seed, precision=self._precision, loader=loader)
         state.engine, state.sessions = engine, tuple(self._sessions.values())
         state.steps_per_epoch = total if loader is None else max(len(loader), 1)
@@ -88,8 +128,7 @@ class TrainingHooks:
         return next(filter(None, (transform.note(self.state.total_steps) for transform in self._all)), "")
 
     def begin_epoch(self, loader: EpochLoader, image_size: ImageSize) -> None:
-        """Set what changes between epochs, such as the image size and the frozen layers, also if the run resumes within
-        an epoch."""
+        """Set what changes between epochs (image size, frozen layers), also if the run resumes within one."""
         state = self.state
         state.loader, state.image_size, state.steps_per_epoch = loader, image_size, max(len(loader), 1)
         for session in state.sessions:
@@ -123,8 +162,8 @@ class TrainingHooks:
         first, apply = engine.rank * engine.accumulate, self.apply_batch_transforms
         with engine.forward_context():
             return [
-                apply(one, first + n, engine.model, loss) if len(one[0]) else one
-                for n, one in enumerate(split)
+                apply(part, number, engine.model, loss) if len(part[0]) else part
+                for number, part in enumerate(split, first)
             ]
 
     def apply_batch_transforms(
@@ -149,19 +188,14 @@ class TrainingHooks:
 
     def before_step(self, gradients: Callable[[], object]) -> None:
         """Do what transforms do to the gradients (SAM, clipping), in a loop of your own, before `engine.step()`.
-
-        Args:
-            gradients: computes the gradients of the step again, for all its microbatches.
-        """
+        `gradients` computes those of the step again, for all its microbatches."""
         self.state.gradients = gradients
         for call in (*self._moments.after_gradients, *self._moments.before_step):
             call(self.state)
 
     def after_step(self, *, taken: bool = True) -> None:
-        """Count the step. Unless the optimizer skipped it, update the sessions, such as weight averages.
-
-        A skipped step leaves the previous weights, which would otherwise be averaged twice.
-        """
+        """Count the step. Unless the optimizer skipped it (`taken`), update the sessions: weight averages would
+        otherwise count the previous weights twice."""
         self.state.step += 1
         if taken:
             for session in self.state.sessions:
@@ -208,9 +242,7 @@ class TrainingHooks:
         def outputs(seen: torch.Tensor) -> Any:
             return task.outputs(model(seen, **inputs))
 
-        predict = reduce(
-            lambda inner, transform: partial(transform.predict, inner), self._evaluation, outputs
-        )
+        predict = reduce(lambda inner, each: partial(each.predict, inner), self._evaluation, outputs)
         judged = to_float(predict(images))
         return judged, judged
 

@@ -1,12 +1,13 @@
-"""The training loop: one epoch, and one evaluation. Every strategy and every variant of the ledger runs it."""
+"""The training loop: one epoch, the loss of its steps, one mean over the microbatches of all ranks, and one evaluation.
+Every strategy and every variant of the ledger runs it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -17,18 +18,77 @@ from ...strategies import Engine
 from ...strategies.common.sync_batch_norm import absent
 from ...strategies.devices import current_device
 from ...transforms.common.moments import outside_of_a_step
-from ..tasks.means import LossFunction, mean_of
+from ..tasks.means import Count, LossFunction, Mean, mean_of
 from ..tasks.metrics import compute
 from ..tasks.nests import map_tensors, to_float
 from ..tasks.standard import Classification
 from ..tasks.task import Task, model_inputs
 from ..telemetry.observer import Observer
-from ..telemetry.state import TrainState
-from .hooks import Microbatch, TrainingHooks
-from .moments import Moments
+from ..telemetry.state import EpochMeter, TrainState
+from .hooks import Microbatch, Moments, TrainingHooks
 from .schedule import Schedule
-from .step_loss import StepLoss
-from .views import forward
+
+
+def forward(model: Callable[..., Any], images: torch.Tensor, **inputs: torch.Tensor) -> Any:
+    """Return the model's outputs for images `(B, 3, H, W)`; for views `(B, V, 3, H, W)`, outputs `(B, V, …)`.
+
+    All views are one batch, so that BatchNorm has the statistics of all of them.
+    """
+    if images.dim() != 5:  # also of another kind of data, in a loop of one's own
+        return model(images, **inputs)
+    shape = images.shape[:2]
+    outputs = model(images.flatten(0, 1), **inputs)
+    return map_tensors(lambda output: output.view(*shape, *output.shape[1:]), outputs)
+
+
+class Ranks(Protocol):
+    """What a step needs of an `Engine`."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def reduce(self, value: torch.Tensor, op: Literal["mean", "sum"] = "mean") -> torch.Tensor: ...
+
+
+class StepLoss:
+    """The mean loss of a step, in shares whose mean over microbatches and ranks it is: Σ numerators / Σ denominators.
+
+    Engines divide each share by the number of microbatches, and average the gradients of the ranks. If all denominators
+    are known to be equal, a share is the mean of its microbatch, and nothing is computed or exchanged. Otherwise the
+    ranks sum one number, on their devices. A step whose denominators are all 0 has a loss of 0, and zero gradients.
+
+    `equal`: every rank's share of the batch is known to have equally many samples. `weight`: the sum of all
+    denominators, by which an epoch's mean weights the step.
+    """
+
+    def __init__(self, mean: Mean, microbatches: Sequence[Microbatch], ranks: Ranks, *, equal: bool) -> None:
+        self.mean = mean
+        self._counts = [mean.denominator(targets) for _, targets in microbatches]
+        self._scale: Count | None = None
+        shares = len(self._counts) * ranks.world_size
+        numbers = [count for count in self._counts if not isinstance(count, torch.Tensor)]
+        if len(numbers) == len(self._counts) and (equal or ranks.world_size == 1):
+            self.weight: Count = sum(numbers) * ranks.world_size
+            if len(set(numbers)) > 1 or not numbers[0]:
+                self._scale = shares / (self.weight or 1)
+            return
+        total = torch.stack([_on(ranks.device, count) for count in self._counts]).sum()
+        self.weight = total if ranks.world_size == 1 else ranks.reduce(total, "sum")
+        self._scale = shares / torch.where(self.weight > 0, self.weight, 1)
+
+    def share(self, number: int, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Return the share of microbatch `number` of this rank, counted from 1."""
+        if self._scale is None:
+            return self.mean.loss(outputs, targets)
+        return self.mean.numerator(outputs, targets, self._counts[number - 1]) * self._scale
+
+
+def _on(device: torch.device, count: Count) -> torch.Tensor:
+    """Return a denominator as a tensor; a number is filled in, because a copy to the device could wait for it."""
+    return count.detach() if isinstance(count, torch.Tensor) else torch.full((), count, device=device)
 
 
 @dataclass(frozen=True)
@@ -84,13 +144,12 @@ def train_epoch(
     hooks, observer = hooks or TrainingHooks(()), observer or Observer()
     state, meter, moments = hooks.state, hooks.state.begin_epoch(engine.device), hooks.moments(observer)
     train_mode(engine.model)
-    waiting, start, before = Stopwatch(), perf_counter(), (meter.seconds, meter.data_wait_s)
-    evaluated = meter.evaluation_s
+    start = perf_counter() - meter.seconds - meter.evaluation_s
     mean, equal = mean_of(loss), hooks.equal_shares or isinstance(batches, EpochLoader)
     with current_device(engine.device):
         for call in moments.on_epoch_start:
             call(state)
-        for images, labels in waiting.around(batches):
+        for images, labels in _timed(batches, meter):
             microbatches = hooks.microbatches(engine, images, labels, loss, moments)
             step = StepLoss(mean, microbatches, engine, equal=equal)
             state.gradients = partial(add_gradients, engine, microbatches, step, state, moments)
@@ -106,8 +165,7 @@ def train_epoch(
             hooks.after_step(taken=taken and not engine.skipped)
             state.step_images = len(images) * engine.world_size
             meter.images += state.step_images
-            meter.seconds = before[0] + perf_counter() - start - (meter.evaluation_s - evaluated)
-            meter.data_wait_s = before[1] + waiting.seconds
+            meter.seconds = perf_counter() - start - meter.evaluation_s
             for call in moments.on_step_end:
                 call(state)
             if state.stop is not None:
@@ -115,7 +173,7 @@ def train_epoch(
         observer.flush()
     state.gradients = outside_of_a_step  # frees the batch
     epoch_loss = engine.reduce(meter.mean()).item()
-    seconds = before[0] + perf_counter() - start - (meter.evaluation_s - evaluated)
+    seconds = perf_counter() - start - meter.evaluation_s
     if state.stop is None:
         state.end_epoch()
         for session in state.sessions:
@@ -124,7 +182,7 @@ def train_epoch(
 
 
 def _optimizer_step(engine: Engine, state: TrainState, moments: Moments) -> bool:
-    """Step with the gradients, unless an observer vetoes it. Return whether the optimizer stepped."""
+    """Step with the gradients, unless an observer vetoes it: all are asked, since they answer with the other ranks."""
     answers = [call(state) for call in moments.should_step]
     if not all(answers):
         return False
@@ -178,10 +236,8 @@ def _take_part(
     engine: Engine, images: torch.Tensor, inputs: dict[str, torch.Tensor], *, last: bool
 ) -> torch.Tensor:
     """Run forward and backward for a microbatch without images, as the other ranks wait for this one. Return 0."""
-    one, given = (
-        images.new_zeros(1, *images.shape[1:]),
-        {k: v.new_zeros(1, *v.shape[1:]) for k, v in inputs.items()},
-    )
+    one = images.new_zeros(1, *images.shape[1:])
+    given = {name: value.new_zeros(1, *value.shape[1:]) for name, value in inputs.items()}
     with absent(engine.plain_model), engine.forward_context():  # its statistics stay
         outputs = forward(engine.model, one, **given)
     parts: list[torch.Tensor] = []
@@ -217,37 +273,41 @@ def evaluate(
     """
     hooks, task = hooks or TrainingHooks(()), task or Classification()
     engine.model.eval()
-    sums = EvaluationSums(task, engine.device)
 
+    def predict(images: torch.Tensor, labels: torch.Tensor) -> tuple[Any, Any]:
+        with engine.forward_context():
+            return hooks.predict(engine.plain_model, images, labels, task)
+
+    sums = EvaluationSums(task, engine.device, predict)
     with current_device(engine.device):
         for images, labels in batches:
-            empty = len(images) == 0
-            if empty:
-                # This rank has no share of a small last batch, but gathering sharded parameters needs all ranks.
-                images, labels = (each.new_zeros(1, *each.shape[1:]) for each in (images, labels))
-            with engine.forward_context():
-                judged, outputs = hooks.predict(engine.plain_model, images, labels, task)
-            sums.make_meters(_width(outputs))
-            if not empty:
-                sums.add(judged, outputs, labels)
+            sums.add(images, labels)
     return sums.result(lambda values: engine.reduce(values, "sum"), engine.world_size)
 
 
 class EvaluationSums:
-    """A rank's sums of an evaluation: numerator and denominator of the task's mean loss, and its metrics."""
+    """A rank's sums of an evaluation: numerator and denominator of the task's mean loss, and its metrics. `predict` is
+    that of `TrainingHooks`, of images and labels."""
 
-    def __init__(self, task: Task, device: torch.device) -> None:
-        self._task, self._device = task, device
+    def __init__(self, task: Task, device: torch.device, predict: Callable[..., tuple[Any, Any]]) -> None:
+        self._task, self._device, self._predict = task, device, predict
         self._mean, self._meters = task.mean(task.move(device)), dict[str, Any]()
         self._sums = torch.zeros(2, device=device, dtype=torch.float64)
 
-    def make_meters(self, width: int | None) -> None:
-        """Make the metrics of outputs with `width` values, if there are none yet."""
+    def add(self, images: torch.Tensor, labels: torch.Tensor) -> None:
+        """Add a batch. This rank may have no share of a small last one, but gathering sharded parameters needs all
+        ranks."""
+        if empty := len(images) == 0:
+            images, labels = (each.new_zeros(1, *each.shape[1:]) for each in (images, labels))
+        judged, outputs = self._predict(images, labels)
         if not self._meters:
-            self._meters = {name: meter.to(self._device) for name, meter in self._task.meters(width).items()}
-
-    def add(self, judged: Any, outputs: Any, labels: Any) -> None:
-        """Add a batch: what the loss judges, the outputs `(B, …)` and the labels."""
+            width = None  # values per image, if the outputs are one tensor
+            if isinstance(outputs, torch.Tensor):
+                width = outputs.shape[1] if outputs.dim() > 1 else 1
+            meters = self._task.meters(width)
+            self._meters = {name: meter.to(self._device) for name, meter in meters.items()}
+        if empty:
+            return
         count = self._mean.denominator(labels)
         self._sums[0] += self._mean.numerator(judged, labels, count)
         self._sums[1] += count
@@ -256,47 +316,21 @@ class EvaluationSums:
             meter.update(outputs, targets)
 
     def result(self, add_ranks: Callable[[torch.Tensor], torch.Tensor], ranks: int) -> dict[str, float]:
-        """Return `val_loss` and the metrics over all ranks, whose sums `add_ranks` adds."""
-        return {"val_loss": val_loss(add_ranks(self._sums)), **compute(self._meters, ranks)}
+        numerator, denominator = add_ranks(self._sums).tolist()
+        if not denominator:
+            raise DataError(
+                "val_loss: none of the validation data's targets counts, because all are ignored, or of classes of "
+                "weight 0. Evaluate on other data, or change the loss."
+            )
+        return {"val_loss": numerator / denominator, **compute(self._meters, ranks)}
 
 
-def val_loss(sums: torch.Tensor) -> float:
-    """Return the mean of a numerator and a denominator, `(2,)`, over all validation data.
-
-    Raises:
-        DataError: if the denominator is 0.
-    """
-    numerator, denominator = sums.tolist()
-    if denominator:
-        return float(numerator / denominator)
-    raise DataError(
-        "val_loss: none of the validation data's targets counts, because all are ignored, or of classes of weight 0. "
-        "Evaluate on other data, or change the loss."
-    )
-
-
-def _width(outputs: Any) -> int | None:
-    """Return the number of values per image, if the outputs are one tensor."""
-    if not isinstance(outputs, torch.Tensor):
-        return None
-    return outputs.shape[1] if outputs.dim() > 1 else 1
-
-
-class Stopwatch:
-    """Accumulate the time that a loop waits for its iterable."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def around(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches, timing the wait for each."""
-        iterator = iter(batches)
-        while True:
-            start = perf_counter()
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
-            finally:
-                self.seconds += perf_counter() - start
-            yield batch
+def _timed(batches: Iterable[Batch], meter: EpochMeter) -> Iterator[Batch]:
+    """Yield the batches, and add the time that the loop waits for each to the meter."""
+    iterator = iter(batches)
+    while True:
+        start = perf_counter()
+        if (batch := next(iterator, None)) is None:
+            return
+        meter.data_wait_s += perf_counter() - start
+        yield batch

@@ -27,39 +27,32 @@ import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path, PurePath
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-CODE = "code of "
-"""The beginning of the keys whose values are digests of source code."""
-LIBRARY = "version of "
+CODE, LIBRARY = "code of ", "version of "  # beginnings of keys; those of code have digests
 _ADDRESS = re.compile(r"0x[0-9a-f]{4,}", re.IGNORECASE)
 _MANGLED = re.compile(r"___torch_mangle_\d+\.")  # TorchScript numbers classes of equal names
 _DEEPEST = 4  # levels of a setting at which objects are looked into; containers, at four times as many
 _LONGEST = 200  # characters of a setting; a longer one is replaced by its digest
 _INSTALLED = {"site-packages", "dist-packages"}
 _CODE = (type, FunctionType, MethodType, functools.partial)
-_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
+_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_compiled_call_impl", "dynamo_ctx"})
 
 
 def model_identity(model: nn.Module, factory: object = None) -> dict[str, str]:
     """Return what a model is, by the path of each module, the name of each piece of the user's code, and the package of
-    each other.
-
-    Args:
-        model: as its factory returns it.
-        factory: that built it, whose code counts, too; None or the model itself for an instance.
-    """
+    each other. `model` is as `factory` returns it, whose code counts, too, unless it is the model itself or None."""
     modules = dict[str, str]()
     for path, one in model.named_modules():
         name = f"model.{path}" if path else "model"
         modules[name] = _of_module(one)
         if isinstance(one, torch.jit.ScriptModule):
-            modules[f"{CODE}{name}"] = _digest(_MANGLED.sub("", str(getattr(one, "code", ""))))
+            modules[f"{CODE}{name}"] = digest(_MANGLED.sub("", str(getattr(one, "code", ""))))
     owners: list[Any] = []
     for one in model.modules():
         hooks = [*one._forward_pre_hooks.values(), *one._forward_hooks.values()]
@@ -76,53 +69,37 @@ def difference(
     libraries: bool = False,
     names: tuple[str, str] = ("the checkpoint", "this run"),
 ) -> str:
-    """Return a sentence part on the first differences, at most three; "" if there are none.
-
-    Code that could not be read in one of the two (in a notebook, say) is not compared.
-
-    Args:
-        saved: the identity of a model.
-        own: that of the other.
-        libraries: whether to compare the versions of packages, too.
-        names: of the two, for the text.
-    """
-    keys = dict.fromkeys([*own, *saved])
-    if not libraries:
-        keys = {key: None for key in keys if not key.startswith(LIBRARY)}
-    changed = [
-        f"{key} {_differing(saved.get(key), own.get(key), key, names)}"
-        for key in keys
-        if saved.get(key) != own.get(key) and not (key.startswith(CODE) and not (key in saved and key in own))
-    ]
+    """Return a sentence part on the first three differences; "" if there are none. Code that could not be read in one
+    of the two (in a notebook, say) is not compared, nor are the versions of packages unless `libraries`."""
+    changed = []
+    for key in dict.fromkeys([*own, *saved]):
+        one, other = saved.get(key), own.get(key)
+        if one == other or (key.startswith(LIBRARY) and not libraries):
+            continue
+        if not key.startswith(CODE):
+            changed.append(
+                f"{key} is {one or 'not there'} in {names[0]} and {other or 'not there'} in {names[1]}"
+            )
+        elif one is not None and other is not None:
+            changed.append(f"{key} is not the same in {names[0]} and {names[1]}")
     more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
     return "; ".join(changed[:3]) + more
 
 
-def _differing(saved: str | None, own: str | None, key: str, names: tuple[str, str]) -> str:
-    if key.startswith(CODE):
-        return f"is not the same in {names[0]} and {names[1]}"
-    return f"is {saved or 'not there'} in {names[0]} and {own or 'not there'} in {names[1]}"
-
-
 def _of_module(module: nn.Module) -> str:
-    """Return the class of a module, its `extra_repr`, and its other attributes."""
     try:
         shown = _ADDRESS.sub("", module.extra_repr())
     except Exception:
         shown = ""
-    settings = {name: value for name, value in vars(module).items() if not _is_of_torch(name)}
-    texts = [f"{name}={_short(_setting(value))}" for name, value in sorted(settings.items())]
+    ours = {*vars(module)} - _OF_EVERY_MODULE
+    settings = [name for name in sorted(ours) if not name.startswith("_torchdynamo")]  # wrappers are numbered
+    texts = [f"{name}={_short(_setting(vars(module)[name]))}" for name in settings]
     texts = [text for text in texts if text not in shown]
     return f"{type(module).__qualname__}({_short(shown)}){' ' * bool(texts)}{', '.join(texts)}"
 
 
-def _is_of_torch(name: str) -> bool:
-    """Return whether an attribute of a module is of every module, or of `torch.compile`, which numbers its wrappers."""
-    return name in _OF_EVERY_MODULE or name == "dynamo_ctx" or name.startswith("_torchdynamo")
-
-
 def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:40]}… {_digest(text)}"
+    return text if len(text) <= _LONGEST else f"{text[:40]}… {digest(text)}"
 
 
 def _setting(value: Any, within: tuple[int, ...] = ()) -> str:
@@ -165,19 +142,17 @@ def _of_object(value: Any, within: tuple[int, ...]) -> str:
         return str(value)
     # a package's private ones may be caches, and change with its version
     is_own = _library(type(value)) is None
-    shown = {name: each for name, each in _attributes(value).items() if is_own or not name.startswith("_")}
+    shown = {name: each for name, each in attributes(value).items() if is_own or not name.startswith("_")}
     return f"{type(value).__qualname__}({_setting(shown, within) if shown else ''})"
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, also those in slots; of a member of an enumeration its name."""
+def attributes(value: Any) -> dict[str, Any]:
     if isinstance(value, Enum):
         return {"name": value.name}
     slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
     names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
-    return {name: getattr(value, name) for name in names if hasattr(value, name)} | getattr(
-        value, "__dict__", {}
-    )
+    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return found | getattr(value, "__dict__", {})
 
 
 def _of_code(owners: Sequence[Any]) -> dict[str, str]:
@@ -199,13 +174,15 @@ def _of_code(owners: Sequence[Any]) -> dict[str, str]:
         elif isinstance(one, type | FunctionType):
             package = _library(one)
             if package is not None:
-                versions |= {f"{LIBRARY}{package}": _version(package)} if package else {}
+                if package:
+                    version = getattr(sys.modules.get(package), "__version__", "")
+                    versions[f"{LIBRARY}{package}"] = str(version)
                 continue
             text = _source(one)
             if text is not None:
-                constants = dict(_constants(one))
-                key = f"{CODE}{_module(one)}.{one.__qualname__}"
-                found.setdefault(key, set()).add(_digest(text + _setting(constants)))
+                module = str(one.__module__).replace("__mp_main__", "__main__")  # the same in every process
+                own = digest(text + _setting(dict(_constants(one))))
+                found.setdefault(f"{CODE}{module}.{one.__qualname__}", set()).add(own)
             waiting += _used(one)
     return {key: " ".join(sorted(found[key])) for key in sorted(found)} | dict(sorted(versions.items()))
 
@@ -234,23 +211,12 @@ def _is_recorded(package: str) -> bool:
     path = Path(file)
     folder = path.parent.parent if path.name == "__init__.py" else path.parent
     listed = re.compile(rf"^{re.escape(package)}[/.]", re.MULTILINE)
-    return any(
-        listed.search(record.read_text(errors="replace")) for record in folder.glob("*.dist-info/RECORD")
-    )
-
-
-def _version(package: str) -> str:
-    return str(getattr(sys.modules.get(package), "__version__", ""))
-
-
-def _module(one: Any) -> str:
-    """Return the name of the module of a class or function; that of a script is the same in every process."""
-    name = str(one.__module__)
-    return "__main__" if name == "__mp_main__" else name
+    records = folder.glob("*.dist-info/RECORD")
+    return any(listed.search(record.read_text(errors="replace")) for record in records)
 
 
 def _source(one: Any) -> str | None:
-    """Return the source of a class or function without comments and blank lines; None if it cannot be read."""
+    """Return the source without comments and blank lines; None if it cannot be read."""
     if getattr(one, "__name__", "") == "<lambda>":  # its source would be the whole statement around it
         return _source_of_lambda(one)
     try:
@@ -289,7 +255,6 @@ def _place(node: ast.Lambda) -> tuple[int, int]:
 
 
 def _functions(one: Any) -> Iterator[FunctionType]:
-    """Yield a function, or those that a class defines."""
     if isinstance(one, FunctionType):
         yield one
         return
@@ -300,16 +265,14 @@ def _functions(one: Any) -> Iterator[FunctionType]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that code may look up among the globals, with the code inside it."""
     inside = (const for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*(_names(each) for each in inside))
 
 
 def _used(one: Any) -> list[Any]:
-    """Return the classes and functions that a class or function uses, with the classes that it derives from."""
     used: list[Any] = list(one.__bases__) if isinstance(one, type) else []
     for function in _functions(one):
-        cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        cells = _closure(function).values()
         scope, names = function.__globals__, sorted(_names(function.__code__))
         looked_up = [scope[name] for name in names if name in scope]
         for module in [each for each in looked_up if isinstance(each, ModuleType)]:
@@ -323,8 +286,7 @@ def _constants(one: Any) -> Iterator[tuple[str, Any]]:
     for function in _functions(one):
         scope = function.__globals__
         values = {name: scope[name] for name in _names(function.__code__) if name in scope}
-        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-        values |= {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
+        values |= _closure(function)
         for name, value in values.items():
             if (isinstance(value, tuple) or _is_plain(value)) and not name.startswith("__"):
                 yield name, value
@@ -340,7 +302,12 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, bool | int | float | str | Enum)
 
 
-def _is_filled(cell: Any) -> bool:
+def _closure(function: FunctionType) -> dict[str, Any]:
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
+    return {name: cell.cell_contents for name, cell in cells if is_filled(cell)}
+
+
+def is_filled(cell: CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
@@ -348,5 +315,5 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def digest(value: str | bytes) -> str:
+    return hashlib.sha256(value.encode() if isinstance(value, str) else value).hexdigest()[:16]

@@ -11,21 +11,12 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from ...common.checks import is_number
 from ...common.errors import PlanError
 from ..optim.config import OptimizerConfig
-from ..optim.schedules import ScheduleFunction, label, refuse_plateau
+from ..optim.schedules import label, refuse_plateau
 
 
 class Schedule:
-    """Set the learning rate of each step.
-
-    Args:
-        optimization: defines the shape of the schedule.
-        optimizer: the current learning rates of its parameter groups are the peaks.
-        steps: optimizer steps of the full run.
-        scale: factor of the learning rates of a torch scheduler, `OptimizerConfig.scheduled_scale`. Default 1.
-
-    Raises:
-        PlanError: if the factory of a torch scheduler fails, or returns something else.
-    """
+    """Set the learning rate of each of `steps` optimizer steps. The optimizer's current learning rates are the peaks;
+    `scale` is a factor of those of a torch scheduler, `OptimizerConfig.scheduled_scale`."""
 
     def __init__(
         self, optimization: OptimizerConfig, optimizer: torch.optim.Optimizer, steps: int, scale: float = 1.0
@@ -33,13 +24,11 @@ class Schedule:
         self._optimization, self._optimizer, self._steps = optimization, optimizer, steps
         self._scale = scale
         self._peaks = [group["lr"] for group in optimizer.param_groups]
-        self._scheduler: _TorchScheduler | None = None
-        if optimization.uses_torch_scheduler and not isinstance(optimization.schedule, str):
-            options = dict(optimization.schedule_options)
-            self._scheduler = _TorchScheduler(optimization.schedule, options, optimizer)
+        own = optimization.uses_torch_scheduler
+        self._scheduler = _TorchScheduler(optimization, optimizer) if own else None
 
     def set_lr(self, step: int) -> float:
-        """Set the learning rates for step `step`, counted from 0. Return that of the first parameter group."""
+        """Set the learning rates for a step, counted from 0. Return that of the first parameter group."""
         factor = self._optimization.lr_factor(step, self._steps) * self._scale
         rates = self._peaks if self._scheduler is None else self._scheduler.rates(step)
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
@@ -50,13 +39,10 @@ class Schedule:
 def torch_scheduler(
     optimization: OptimizerConfig, optimizer: torch.optim.Optimizer, steps: int, scale: float = 1.0
 ) -> LRScheduler:
-    """Return the schedule as a torch scheduler, to be stepped once per optimizer step, for other training loops.
-
-    Raises:
-        PlanError: for a torch scheduler with warm-up or `scale`, which would scale learning rates that the scheduler
-            computes from the previous ones.
-    """
-    if not optimization.uses_torch_scheduler or isinstance(optimization.schedule, str):
+    """Return the schedule as a torch scheduler, to be stepped once per optimizer step, for Lightning. PlanError for a
+    torch scheduler with warm-up or `scale`, which would scale learning rates that the scheduler computes from the
+    previous ones."""
+    if not optimization.uses_torch_scheduler:
         return LambdaLR(optimizer, lambda step: optimization.lr_factor(min(step, steps), steps))
     if optimization.warmup:
         raise PlanError(
@@ -68,20 +54,14 @@ def torch_scheduler(
             f"to_lightning() cannot combine the torch scheduler {label(optimization.schedule)} with scale_lr=True. "
             f"Multiply its learning rates by {scale:g} in the factory instead."
         )
-    options = dict(optimization.schedule_options)
-    return _made(optimization.schedule, options, optimizer)
+    return _made(optimization, optimizer)
 
 
-def _made(
-    factory: ScheduleFunction, options: dict[str, Any], optimizer: torch.optim.Optimizer
-) -> LRScheduler:
-    """Return the factory's scheduler.
-
-    Raises:
-        PlanError: if it fails, or returns something else.
-    """
+def _made(optimization: OptimizerConfig, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    factory = optimization.schedule
+    assert not isinstance(factory, str)
     try:
-        scheduler: object = factory(optimizer, **options)
+        scheduler: object = factory(optimizer, **optimization.schedule_options)
     except Exception as error:
         raise PlanError(
             f"schedule={label(factory)} cannot create its scheduler for the optimizer {type(optimizer).__name__} with "
@@ -105,10 +85,8 @@ class _TorchScheduler:
     stepped as often as before: the same operations on the same numbers.
     """
 
-    def __init__(
-        self, factory: ScheduleFunction, options: dict[str, Any], optimizer: torch.optim.Optimizer
-    ) -> None:
-        self._factory, self._options, self._optimizer = factory, options, optimizer
+    def __init__(self, optimization: OptimizerConfig, optimizer: torch.optim.Optimizer) -> None:
+        self._optimization, self._optimizer = optimization, optimizer
         self._initial = self._values()
         self._scheduler: LRScheduler | None = None
         self._rates: list[Any] = []
@@ -140,7 +118,7 @@ class _TorchScheduler:
                     group[key] = value
 
     def _create(self) -> None:
-        self._scheduler, self._step = _made(self._factory, self._options, self._optimizer), 0
+        self._scheduler, self._step = _made(self._optimization, self._optimizer), 0
         self._record()
 
     def _next(self) -> None:
@@ -157,9 +135,9 @@ class _TorchScheduler:
             value = rate.item() if isinstance(rate, torch.Tensor) else rate
             if not is_number(value, "[0, inf)"):
                 raise PlanError(
-                    f"schedule={label(self._factory)} sets the learning rate {value!r} at step {self._step}; it must "
-                    "be a finite number, 0 or more. Check its total number of steps: it is stepped once per optimizer "
-                    "step."
+                    f"schedule={label(self._optimization.schedule)} sets the learning rate {value!r} at step "
+                    f"{self._step}; it must be a finite number, 0 or more. Check its total number of steps: it is "
+                    "stepped once per optimizer step."
                 )
 
     def _values(self) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 from ...common.budget import Budget, OutOfTime, alarm, rounded_up
 from ...common.checks import check_whole
 from ...common.errors import DrivetrainError, PlanError
-from ..checkpoints.identity import identity
+from ..checkpoints.fingerprint import identity
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
 from ..measuring.process import Failed
@@ -28,8 +28,7 @@ from ..measuring.sequential import LOOKS, PROCESSES, SEEDS, WORTH, judge, judge_
 from ..runs.fit import make_folder
 from ..tasks.scales import check_comparable
 from ..telemetry.provenance import provenance
-from ..training.build import fork_rng, resolve_data
-from ..training.plain_torch import plain_torch
+from ..training.build import fork_rng, plain_torch, resolve_data
 from .arena import LIMIT_ROUNDS, Arena, Contender, is_out_of_memory
 from .candidates import Bottleneck, Candidate, allowed, candidates, fitting, ordered
 from .result import Outcome, Tried, Tuned, TuneInterrupted, read_trials

@@ -156,7 +156,7 @@ def test_state_of_another_model_is_refused(alone: dict[tuple[str, str], Exported
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_strategy_to_every_other_on_1_2_and_4_ranks(alone: dict[tuple[str, str], Exported]) -> None:
-    """To fewer and to more ranks. The tests above have one and two, and `test_matrix.py` whole runs."""
+    """To fewer and to more ranks. The tests above have one and two, and `test_ranks.py` whole runs."""
     for before, devices in ((4, 1), (4, 2), (2, 4)):
         exports = launch(export_all, NAMES, devices=before, timeout=300)[0]
         given: dict[tuple[object, str], Exported] = {

@@ -223,7 +223,7 @@ def test_flattened_and_emptied_parameters() -> None:
 @pytest.mark.filterwarnings("ignore:FSDP:UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("noted", [False, True])
 def test_parameters_that_fsdp1_has_flattened(one_process_group: None, noted: bool) -> None:  # noqa: ARG001
-    """FSDP1 itself; `test_lightning_strategies.py` trains with it on two ranks, whose parts are flat."""
+    """FSDP1 itself; `test_lightning.py` trains with it on two ranks, whose parts are flat."""
     model = nn.Linear(4, 3)
     if noted:
         for parameter in model.parameters():

@@ -14,11 +14,10 @@ from ....common.checks import check_number
 from ....common.errors import CheckpointError, DataError, RecipeError, require_suffix, suggest
 from ....common.model_state import load_state
 from ....loaders.image_size import height_width
-from ...checkpoints.content import STATE
 from ...checkpoints.directory import CheckpointDir
-from ...checkpoints.export import ModelArg, chosen, evaluated_state, plain_names, rebuild
 from ...checkpoints.format import Checkpoint
-from ...checkpoints.remote import opened
+from ...checkpoints.remote import STATE, opened
+from ...checkpoints.state import ModelArg, chosen, evaluated_state, plain_names, rebuild
 from ...checkpoints.weights import save_model
 from ...describe.inputs import Inputs, metadata
 from ...recipes.files import read_recipe

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from checkpoint_jobs import Dropping
 from drivetrain import CheckpointError, Classification, DrivetrainError, Pipeline, PlanError
 from drivetrain.pipeline import Checkpoints, CheckpointWarning, FitResult, export
-from drivetrain.pipeline.checkpoints.format import Checkpoint
+from drivetrain.pipeline.checkpoints.format import Checkpoint, _digest, _measure
 from drivetrain.pipeline.runs.folder import lock_run_dir
 from drivetrain.transforms import (
     EMA,
@@ -46,6 +47,7 @@ from pipeline_data import (
     numbers,
     plain_model,
     surroundings,
+    write_toy,
 )
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -91,8 +93,8 @@ def assert_same(resumed: FitResult, whole: FitResult) -> None:
 def cases(toy: Toy) -> dict[str, Pipeline]:
     sgd, model = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}, batch_norm_model
     plain = toy.pipeline(model, flip=True).optimize("sgd", **sgd, schedule="cosine", warmup=0.2)
-    weighted = Classification(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5, 8.0])))
-    folder = toy.pipeline(model, loader="torch", workers=0, flip=True)
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5, 8.0]))
+    weighted = toy.pipeline(Dropping).task(Classification(loss=loss))
     return {
         "random numbers": toy.pipeline(Dropping),
         "adamw": plain.optimize("adamw", lr=0.01).transform(NoWeightDecay(), LabelSmoothing(0.1)),
@@ -107,12 +109,9 @@ def cases(toy: Toy) -> dict[str, Pipeline]:
         "selecting": plain.transform(SelectiveBackprop(0.2, 0.9)),
         "mixing": plain.transform(MixUp(), CutMix(), SAM(interval=2)),
         "in parts": plain.distribute("single", accumulate=4, clip_norm=0.1, precision="bf16"),
-        "weighted": toy.pipeline(Dropping)
-        .task(weighted)
-        .transform(MixUp(), EMA(half_life=3))
-        .distribute("single", accumulate=2),
+        "weighted": weighted.transform(MixUp(), EMA(half_life=3)).distribute("single", accumulate=2),
         "fp16": plain.distribute("single", precision="fp16"),  # its loss scale has moved
-        "torch loader": folder,
+        "torch loader": toy.pipeline(model, loader="torch", workers=0, flip=True),
     }
 
 
@@ -150,15 +149,9 @@ def test_cases_depend_on_what_is_restored(toy: Toy, tmp_path: Path) -> None:
 
 def swap_file(host: Path, donor: Path, name: str, target: Path) -> Path:
     """A copy of `host` with one file of `donor`, with digests that are right."""
-    from drivetrain.pipeline.checkpoints.content import _digest
-    from drivetrain.pipeline.checkpoints.format import _measure
-
     target = target / "step-00000006"
-    target.mkdir(parents=True)
-    for path in host.iterdir():
-        (target / path.name).write_bytes(
-            (donor if path.name == name else host).joinpath(path.name).read_bytes()
-        )
+    shutil.copytree(host, target)
+    shutil.copy(donor / name, target)
     state = json.loads((target / "state.json").read_text())
     del state["sha256"]
     state["files"][name] = _measure(target / name)
@@ -231,6 +224,7 @@ def test_another_run_is_refused(toy: Toy, tmp_path: Path) -> None:
     fit(pipeline, out=tmp_path)
     other = Toy(tmp_path)
     assert other.train != toy.train
+    shuffled = str(write_toy(tmp_path / "other.beton", TRAIN, seed=9))
     changed = {
         r"seed = 0, and this one has 1": pipeline.replace(seed=1),
         r"batch_size = 32, and this one has 16": toy.pipeline(batch_norm_model, batch_size=16),
@@ -246,7 +240,7 @@ def test_another_run_is_refused(toy: Toy, tmp_path: Path) -> None:
         r"another model: model.0 is Conv2d.*bias=False.* in the checkpoint": toy.pipeline(plain_model),
         r"another model: model.0 is Conv2d\(3, 8": toy.pipeline(wide),
         r"training samples": pipeline.load(other.val, batch_size=BATCH, image_size=SIDE, flip=False),
-        r"training data": pipeline.load(shuffled(tmp_path), batch_size=BATCH, image_size=SIDE, flip=False),
+        r"training data": pipeline.load(shuffled, batch_size=BATCH, image_size=SIDE, flip=False),
     }
     for message, one in changed.items():
         with pytest.raises(CheckpointError, match=message):
@@ -263,12 +257,6 @@ def wide() -> nn.Module:
     )  # fmt: skip
 
 
-def shuffled(folder: Path) -> str:
-    from pipeline_data import write_toy
-
-    return str(write_toy(folder / "other.beton", TRAIN, seed=9))
-
-
 @pytest.mark.long
 def test_more_epochs_only_where_nothing_depends_on_their_number(toy: Toy, tmp_path: Path) -> None:
     pipeline = toy.pipeline(batch_norm_model)
@@ -277,15 +265,11 @@ def test_more_epochs_only_where_nothing_depends_on_their_number(toy: Toy, tmp_pa
     assert_same(fit(pipeline, 4, out=tmp_path / "constant", resume="auto"), whole)
     with pytest.raises(CheckpointError, match="more than epochs=1"):
         fit(pipeline, 1, out=tmp_path / "constant", resume="auto")
-    for name, one in {
-        "cosine": pipeline.optimize("sgd", lr=0.1),
-        "swa": pipeline.transform(SWA(0.3, 0.8)),
-    }.items():
-        fit(one, 2, out=tmp_path / name)
-        with pytest.raises(
-            CheckpointError, match=r"epochs = 2, and this one has 3. The learning rate, or a method"
-        ):
-            fit(one, 3, out=tmp_path / name, resume="auto")
+    words = r"epochs = 2, and this one has 3. The learning rate, or a method"
+    for number, one in enumerate((pipeline.optimize("sgd", lr=0.1), pipeline.transform(SWA(0.3, 0.8)))):
+        fit(one, 2, out=tmp_path / str(number))
+        with pytest.raises(CheckpointError, match=words):
+            fit(one, 3, out=tmp_path / str(number), resume="auto")
 
 
 @dataclass(frozen=True)
@@ -347,10 +331,9 @@ def test_places_without_a_checkpoint(toy: Toy, tmp_path: Path) -> None:
     for place in (tmp_path / "none", tmp_path, tmp_path / "step-00000001", Path(toy.train)):
         with pytest.raises(CheckpointError, match=r"is not a checkpoint|is not a complete checkpoint"):
             fit(pipeline, resume=place)
-    with pytest.raises(PlanError, match="every_steps=0"):
-        Checkpoints(every_steps=0)
-    with pytest.raises(PlanError, match="keep=0"):
-        Checkpoints(keep=0)
+    for option in ("every_steps", "keep"):
+        with pytest.raises(PlanError, match=f"{option}=0"):
+            Checkpoints(**{option: 0})
     fit(pipeline, 1, out=tmp_path / "off", checkpoints=None)
     assert not (tmp_path / "off" / "checkpoints").exists()
 
@@ -361,12 +344,10 @@ def test_the_loss_scale_of_fp16_goes_on(toy: Toy, tmp_path: Path) -> None:
     fit(pipeline, out=tmp_path / "whole", checkpoints=ALL)
     halfway = checkpoints_in(tmp_path / "whole")[STEPS]
     fit(pipeline, out=tmp_path / "resumed", resume=halfway, checkpoints=ALL)
-    scales = [
-        Checkpoint(checkpoints_in(tmp_path / run)[-1]).content.optimizer.loss_scale
-        for run in ("whole", "resumed")
-    ]
-    assert scales[0] == scales[1]
-    assert scales[0]["_growth_tracker"] == 3 * STEPS
+    last = [Checkpoint(checkpoints_in(tmp_path / run)[-1]) for run in ("whole", "resumed")]
+    scale, other = (checkpoint.content.optimizer.loss_scale for checkpoint in last)
+    assert scale == other
+    assert scale["_growth_tracker"] == 3 * STEPS
 
 
 @pytest.mark.long
@@ -424,3 +405,14 @@ def test_two_runs_in_one_folder_are_refused(toy: Toy, tmp_path: Path) -> None:
             fit(toy.pipeline(plain_model), epochs=1, out=tmp_path)
         assert list(tmp_path.iterdir()) == []
     assert fit(toy.pipeline(plain_model), epochs=1, out=tmp_path).history.epochs
+
+
+VERSION_0_1 = Path(__file__).parent / "version-0.1.0/step-00000006"
+"""A checkpoint of that version, after the sixth step of `fit(epochs=2, checkpoints=Checkpoints(every_steps=2))`."""
+LOSSES = [1.2614469528198242, 0.34928664565086365]
+
+
+def test_a_checkpoint_of_version_0_1_within_an_epoch(toy: Toy) -> None:
+    """Its meter has the sum of the steps' losses, which newer ones weight."""
+    result = toy.pipeline().fit(epochs=2, resume=VERSION_0_1, progress=False)
+    assert [epoch.loss for epoch in result.history.epochs] == pytest.approx(LOSSES, abs=1e-6)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from drivetrain.pipeline.checkpoints.identity import identity
+from drivetrain.pipeline.checkpoints.fingerprint import identity
 from drivetrain.transforms import TRANSFORMS
 from torch import nn
 from torch.nn import functional as F

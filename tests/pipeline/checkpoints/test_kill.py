@@ -39,30 +39,24 @@ class Server:
         self.process = start_server("checkpoint_kill_server.py")
         assert self._answer() == "ready"
 
-    def start(
-        self,
-        out: Path,
-        strategy: str,
-        ranks: int,
-        attempt: int,
-        callbacks: bool = False,
-        task: str = "Classification",
-    ) -> list[int]:
-        train, val = self.files[task]
+    def start(self, out: Path, run: dict[str, Any], attempt: int = 0) -> list[int]:
+        train, val = self.files[run["task"]]
+        rendezvous = str(out.with_name(f"{out.name}-{attempt}.rendezvous"))
         order = {
-            "out": str(out), "strategy": strategy, "ranks": ranks, "train": train, "val": val, "task": task,
-            "every_steps": 1, "callbacks": callbacks,
-            "rendezvous": str(out.with_name(f"{out.name}-{attempt}.rendezvous")),
-        }  # fmt: skip
+            **run,
+            "out": str(out),
+            "train": train,
+            "val": val,
+            "every_steps": 1,
+            "rendezvous": rendezvous,
+        }
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
-        pids: list[int] = self._answer()
-        return pids
+        return list(self._answer())
 
-    def statuses(self) -> list[int]:
-        found: list[int] = self._answer()
-        return found
+    def statuses(self) -> Any:
+        return self._answer()
 
     def _answer(self) -> Any:
         watchdog = threading.Timer(PATIENCE, self.kill)
@@ -94,24 +88,10 @@ def kill(pids: list[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def uninterrupted(
-    server: Server,
-    out: Path,
-    strategy: str,
-    ranks: int,
-    callbacks: bool = False,
-    task: str = "Classification",
-) -> dict[str, torch.Tensor]:
-    server.start(out, strategy, ranks, 0, callbacks, task)
-    assert server.statuses() == [0] * ranks, Path(f"{out}.stderr").read_text()
-    return load_file(out / "model.safetensors")
-
-
 def newest(out: Path) -> int:
     """The step of the newest checkpoint, complete or not."""
-    found = [
-        re.fullmatch(r"\.?step-(\d+)(\.partial)?", path.name) for path in (out / "checkpoints").glob("*")
-    ]
+    names = [path.name for path in (out / "checkpoints").glob("*")]
+    found = [re.fullmatch(r"\.?step-(\d+)(\.partial)?", name) for name in names]
     return max((int(match[1]) for match in found if match), default=0)
 
 
@@ -122,19 +102,12 @@ def wait_for_step(step: int, out: Path, pid: int) -> None:
         time.sleep(0.001)
 
 
-def wait_for_a_moment(dice: random.Random, out: Path, pids: list[int]) -> None:
-    """Some steps on, and then a little; once in a while no step at all. Or until the training has ended."""
-    wait_for_step(newest(out) + dice.choice([0, 1, 2, 3, 5, 8]), out, pids[0])
-    time.sleep(dice.uniform(0, 0.05))
-
-
 def numbers(out: Path) -> list[tuple[float, float, float]]:
     epochs = json.loads((out / "history.json").read_text())["epochs"]
     return [(epoch["loss"], epoch["val_loss"], epoch["metrics"]) for epoch in epochs]
 
 
 def of_callbacks(out: Path) -> tuple[Any, ...]:
-    """Why the run stopped, its evaluations within epochs, and what its callbacks keep, of every rank."""
     history = json.loads((out / "history.json").read_text())
     content = json.loads((out / f"checkpoints/step-{newest(out):08d}/state.json").read_text())
     kept = [rank["callbacks"] for rank in content["ranks"]]
@@ -142,26 +115,23 @@ def of_callbacks(out: Path) -> tuple[Any, ...]:
 
 
 def ends_the_same(
-    server: Server,
-    folder: Path,
-    strategy: str,
-    ranks: int,
-    kills: int,
-    seed: int,
-    callbacks: bool = False,
-    task: str = "Classification",
+    server: Server, folder: Path, strategy: str, ranks: int, kills: int, seed: int, **options: Any
 ) -> None:
     """Kill runs until their number is reached, resuming each from the last; compare every run that ends."""
-    dice = random.Random(seed)
-    weights = uninterrupted(server, folder / "whole", strategy, ranks, callbacks, task)
+    dice, whole = random.Random(seed), folder / "whole"
+    run = {"strategy": strategy, "ranks": ranks, "callbacks": False, "task": "Classification", **options}
+    server.start(whole, run)
+    assert server.statuses() == [0] * ranks, Path(f"{whole}.stderr").read_text()
+    weights = load_file(whole / "model.safetensors")
     done, runs, attempt, while_saving, steps = 0, 0, 0, 0, set[int]()
     out = folder / "run 0"
     while True:
         attempt += 1
-        pids = server.start(out, strategy, ranks, attempt, callbacks, task)
+        pids = server.start(out, run, attempt)
         victims = pids if dice.random() < 0.5 else [dice.choice(pids)]
         if done < kills:
-            wait_for_a_moment(dice, out, pids)
+            wait_for_step(newest(out) + dice.choice([0, 1, 2, 3, 5, 8]), out, pids[0])
+            time.sleep(dice.uniform(0, 0.05))
             while_saving += bool(list((out / "checkpoints").glob(".step-*.partial")))
             steps.add(newest(out))
             kill(victims)
@@ -172,8 +142,8 @@ def ends_the_same(
         if statuses == [0] * ranks:
             found = load_file(out / "model.safetensors")
             torch.testing.assert_close(found, weights, rtol=0, atol=0)
-            assert numbers(out) == numbers(folder / "whole")
-            assert of_callbacks(out) == of_callbacks(folder / "whole")
+            assert numbers(out) == numbers(whole)
+            assert of_callbacks(out) == of_callbacks(whole)
             runs += 1
             if done >= kills:
                 break
@@ -182,12 +152,9 @@ def ends_the_same(
     print(f"{done} kills, {while_saving} while saving, {runs} runs compared, at steps {sorted(steps)}")
 
 
-def test_a_few_on_one_device(server: Server, tmp_path: Path) -> None:
-    ends_the_same(server, tmp_path, "single", ranks=1, kills=4, seed=1)
-
-
-def test_a_few_on_two_ranks(server: Server, tmp_path: Path) -> None:
-    ends_the_same(server, tmp_path, "ddp", ranks=2, kills=3, seed=2)
+@pytest.mark.parametrize(("strategy", "ranks", "kills", "seed"), [("single", 1, 4, 1), ("ddp", 2, 3, 2)])
+def test_a_few(strategy: str, ranks: int, kills: int, seed: int, server: Server, tmp_path: Path) -> None:
+    ends_the_same(server, tmp_path, strategy, ranks, kills, seed)
 
 
 @pytest.mark.parametrize(
@@ -203,8 +170,7 @@ def test_a_few_of_other_tasks(task: str, strategy: str, ranks: int, server: Serv
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "kills"),
-    [("single", 1, 3), pytest.param("ddp", 2, 2, marks=pytest.mark.slow)],
+    ("strategy", "ranks", "kills"), [("single", 1, 3), pytest.param("ddp", 2, 2, marks=pytest.mark.slow)]
 )
 def test_a_few_with_callbacks_and_early_stopping(
     strategy: str, ranks: int, kills: int, server: Server, tmp_path: Path

@@ -1,4 +1,4 @@
-"""Checkpoints saved under any strategy and world size, resumed under any other."""
+"""Checkpoints saved under any strategy and world size, resumed under any other: the remaining training is the same."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_jobs import Dropping, train_and_resume
+from checkpoint_jobs import Dropping, outcome, resume_all, train_all, train_and_move, train_and_resume
+from deepspeed_methods import options_of
 from drivetrain import Classification, Pipeline
 from drivetrain.strategies import launch
 from drivetrain.transforms import EMA, SAM
@@ -16,10 +17,9 @@ from pipeline_data import Toy, plain_model
 from safetensors import safe_open
 from torch import nn
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 
 STRATEGIES = ("single", "ddp", "fsdp")
-"""Those that a checkpoint moves between."""
 ON_RANKS = [name for name in STRATEGIES if name != "single"]
 
 
@@ -34,11 +34,8 @@ def pipelines(toy: Toy, ranks: int) -> dict[str, Pipeline]:
     # A rank's share of a microbatch has 8 labels: how many of them count differs.
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5, 8.0]), ignore_index=1)
     weighted = toy.pipeline(Dropping).task(Classification(loss=loss)).transform(SAM(), EMA(half_life=3))
-    return {
-        **made,
-        **{f"drawing {name}": drawing.distribute(name, devices=ranks) for name in strategies},
-        "weighted ddp": weighted.distribute("ddp", devices=ranks, accumulate=2),
-    }
+    made |= {f"drawing {name}": drawing.distribute(name, devices=ranks) for name in strategies}
+    return made | {"weighted ddp": weighted.distribute("ddp", devices=ranks, accumulate=2)}
 
 
 def run(toy: Toy, ranks: int, folder: Path, sources: dict[str, Path]) -> list[dict[str, Any]]:
@@ -77,15 +74,19 @@ def back(toy: Toy, root: Path, two: list[dict[str, Any]]) -> dict[str, Any]:
     return run(toy, 1, root / "back", places(root / "2", toy, 2))[0]
 
 
+def assert_nearly(one: Any, whole: Any, place: object) -> None:
+    assert not isinstance(one, str), (place, one)
+    for left, right in zip(one[0], whole[0], strict=True):
+        assert left == pytest.approx(right, abs=1e-5), place
+    torch.testing.assert_close(one[1], whole[1], rtol=1e-4, atol=1e-5, msg=lambda text: f"{place}: {text}")
+
+
 def assert_all_plain_are(whole: Any, found: dict[str, dict[str, Any]], sources: int) -> None:
     """Every resumed training of the plain model has the numbers and weights of `whole`, nearly."""
     compared = 0
     for name, outcomes in found.items():
-        for label, outcome in outcomes.items() if name.startswith("plain") else ():
-            assert not isinstance(outcome, str), (name, label, outcome)
-            for left, right in zip(outcome[0], whole[0], strict=True):
-                assert left == pytest.approx(right, abs=1e-5), (name, label)
-            torch.testing.assert_close(outcome[1], whole[1], rtol=1e-4, atol=1e-5)
+        for label, one in outcomes.items() if name.startswith("plain") else ():
+            assert_nearly(one, whole, (name, label))
             compared += 1
     names = sum(name.startswith("plain") for name in found)
     assert compared == names * (1 + 2 * (sources + names))
@@ -99,10 +100,10 @@ def test_from_two_ranks_to_one(one: dict[str, Any], back: dict[str, Any]) -> Non
     assert_all_plain_are(one["plain single"]["whole"], back, sources=len(ON_RANKS))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*(f"{model} {strategy}" for model in ("plain", "drawing") for strategy in ON_RANKS), "weighted ddp"],
-)
+SAME_RANKS = ["plain ddp", "plain fsdp", "drawing ddp", "drawing fsdp", "weighted ddp"]
+
+
+@pytest.mark.parametrize("name", SAME_RANKS)
 def test_the_same_ranks_go_on_bit_for_bit(name: str, two: list[dict[str, Any]]) -> None:
     whole = two[0][name]["whole"]
     assert not isinstance(whole, str), whole
@@ -125,19 +126,16 @@ def test_shards_are_in_the_layout_of_hugging_face(root: Path, two: list[dict[str
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(whole)
     assert index["metadata"]["total_size"] == sum(v.numel() * v.element_size() for v in whole.values())
-    assert set(index["weight_map"].values()) == {
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-    }
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert set(index["weight_map"].values()) == set(shards)
     sizes = []
-    for shard in set(index["weight_map"].values()):
+    for shard in shards:
         with safe_open(folder / shard, framework="pt") as file:
             assert file.metadata() == {"format": "pt"}
             names = set(file.keys())
             assert names == {name for name, home in index["weight_map"].items() if home == shard}
-            assert {name: file.get_slice(name).get_shape() for name in names} == {
-                name: list(whole[name].shape) for name in names
-            }
+            for name in names:
+                assert file.get_slice(name).get_shape() == list(whole[name].shape)
             sizes.append(sum(file.get_tensor(name).numel() for name in names))
     assert min(sizes) > 0.4 * sum(sizes) or max(sizes) == max(v.numel() for v in whole.values())
     replicated = root / "2" / "plain ddp" / "checkpoints" / "step-00000003"
@@ -153,3 +151,68 @@ def test_four_ranks(toy: Toy, root: Path, one: dict[str, Any], two: list[dict[st
     assert_all_plain_are(one["plain single"]["whole"], four, sources=len(sources))
     back = run(toy, 2, root / "4 to 2", places(root / "4", toy, 4))[0]
     assert_all_plain_are(one["plain single"]["whole"], back, sources=len(ON_RANKS))
+
+
+SHARDING = ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3", "fairscale_oss"]
+AVERAGED = ["averaged deepspeed_stage_2", "averaged fairscale_oss"]
+"""With averages of the weights, which the third stage cannot keep; those of ddp and fsdp move elsewhere."""
+MIDDLE = "checkpoints/step-00000003"
+"""Of the first of two epochs of four steps."""
+
+
+def pipeline(toy: Toy, name: str, ranks: int) -> Pipeline:
+    model, _, strategy = name.rpartition(" ")
+    made = toy.pipeline(plain_model).optimize("adamw", lr=0.01, warmup=0.2)
+    if model == "averaged":
+        made = made.transform(EMA(half_life=3))
+    return made.distribute(strategy, devices=ranks, device="cpu", **options_of(strategy))
+
+
+def on_ranks(job: Any, toy: Toy, names: list[str], ranks: int, *given: Any, timeout: float) -> dict[Any, Any]:
+    """Rank 0's outcomes, for only its model has the trained weights; their numbers are of all ranks."""
+    asked = {name: pipeline(toy, name, ranks) for name in names}
+    return launch(job, asked, *given, devices=ranks, timeout=timeout)[0]
+
+
+def assert_all_are(found: dict[Any, Any], whole: dict[str, Any], count: int) -> None:
+    """`whole` by model."""
+    assert len(found) == count
+    for move, one in found.items():
+        name = move[0] if isinstance(move, tuple) else move
+        assert_nearly(one, whole[name.rpartition(" ")[0]], move)
+
+
+@pytest.fixture(scope="module")
+def whole(toy: Toy, root: Path) -> dict[str, Any]:
+    """One device's outcomes, uninterrupted; its checkpoints are in `root / "1" / name`."""
+    found = train_all({name: pipeline(toy, name, 1) for name in ("single", "averaged single")}, root / "1")
+    return {name.rpartition(" ")[0]: one for name, one in found.items()}
+
+
+def test_to_every_strategy_and_back(toy: Toy, root: Path, whole: dict[str, Any]) -> None:
+    """One device to each strategy on two ranks, each to the next one, and each to one device."""
+    names = [*SHARDING, *AVERAGED]
+    alone = {name: f"{name.rpartition(' ')[0]} single".strip() for name in names}
+    moves = [(name, "one device", root / "1" / alone[name] / MIDDLE) for name in names]
+    for own in (SHARDING, AVERAGED):
+        moves += [(to, at, root / "2" / at / MIDDLE) for at, to in zip(own, [*own[1:], own[0]], strict=True)]
+    trained, moved = on_ranks(train_and_move, toy, names, 2, root / "2", moves, timeout=290)
+    assert_all_are(trained, whole, len(names))
+    assert_all_are(moved, whole, len(moves))
+    back = {name: outcome(pipeline(toy, alone[name], 1), resume=root / "2" / name / MIDDLE) for name in names}
+    assert_all_are(back, whole, len(names))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_every_strategy_on_1_2_and_4_ranks_to_every_other(
+    toy: Toy, root: Path, whole: dict[str, Any]
+) -> None:
+    names = {1: ["single", *SHARDING], 2: SHARDING, 4: SHARDING}
+    for ranks, own in names.items():
+        trained = on_ranks(train_all, toy, own, ranks, root / f"from {ranks}", timeout=280)
+        assert_all_are(trained, whole, len(own))
+    for ranks, before in ((1, 4), (2, 4), (4, 2)):  # the test above has one and two
+        sources = {f"{name} {before}": root / f"from {before}" / name / MIDDLE for name in names[before]}
+        moves = [(name, label, place) for name in names[ranks] for label, place in sources.items()]
+        assert_all_are(on_ranks(resume_all, toy, names[ranks], ranks, moves, timeout=1200), whole, len(moves))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.pipeline import Checkpoints, CheckpointWarning, TrainingInterrupted
+from drivetrain.pipeline.checkpoints import writer as saving
 from drivetrain.pipeline.checkpoints.directory import CheckpointDir
 from drivetrain.pipeline.checkpoints.state import shares
 from drivetrain.strategies import launch
@@ -38,10 +39,8 @@ def test_the_last_and_the_best_stay(toy: Toy, tmp_path: Path) -> None:
     assert steps_in(tmp_path / "both") == sorted({best, 6 * STEPS - 3, 6 * STEPS})
     fit(pipeline, 6, out=tmp_path / "last", checkpoints=Checkpoints(keep=1, keep_best=False))
     assert steps_in(tmp_path / "last") == [6 * STEPS]
-    assert sorted(path.name for path in (tmp_path / "last" / "checkpoints").iterdir()) == [
-        "run.json",
-        "step-00000024",
-    ]
+    names = sorted(path.name for path in (tmp_path / "last" / "checkpoints").iterdir())
+    assert names == ["run.json", "step-00000024"]
 
 
 def test_ctrl_c_as_the_writing_begins_is_an_interrupt_like_any_other(
@@ -93,10 +92,9 @@ def test_an_older_one_of_the_same_folder_loses_no_newer_one(toy: Toy, tmp_path: 
     run, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
     whole = fit(pipeline, out=run, checkpoints=how)
     before = everything_in(run)
+    words = r"not the newest.*step-00000016.*epochs.*resume='auto'.*--out"
     for out, place in ((run, folder / "step-00000008"), (run / ".." / "run", folder / "step-00000004")):
-        with pytest.raises(
-            CheckpointError, match=r"not the newest.*step-00000016.*epochs.*resume='auto'.*--out"
-        ):
+        with pytest.raises(CheckpointError, match=words):
             fit(pipeline, out=out, resume=place, checkpoints=how)
         assert everything_in(run) == before
     # In a folder of its own, it is the same run from there.
@@ -107,11 +105,9 @@ def test_an_older_one_of_the_same_folder_loses_no_newer_one(toy: Toy, tmp_path: 
     # Moved away, the newer ones are no longer in danger.
     for step in (12, 16):
         (folder / f"step-{step:08d}").rename(tmp_path / f"step-{step:08d}")
+    failing = toy.pipeline(lambda: FailsAt(2, ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
-        fit(
-            toy.pipeline(lambda: FailsAt(2, ZeroDivisionError)), out=run, resume=folder / "step-00000008",
-            checkpoints=how, changed_model=True,
-        )  # fmt: skip
+        fit(failing, out=run, resume=folder / "step-00000008", checkpoints=how, changed_model=True)
     assert steps_in(run) == [4, 8]  # a crash before the first save, after which `auto` knows its run
     again = fit(pipeline, out=run, resume="auto", checkpoints=how)
     assert again.history.facts["resumed"][-1]["step"] == 8
@@ -124,12 +120,11 @@ def test_an_older_one_of_the_same_folder_loses_no_newer_one(toy: Toy, tmp_path: 
 
 def test_a_newer_one_that_is_damaged_is_no_reason_to_refuse(toy: Toy, tmp_path: Path) -> None:
     pipeline, folder = toy.pipeline(plain_model), tmp_path / "checkpoints"
-    whole = fit(pipeline, 3, out=tmp_path, checkpoints=Checkpoints(keep=3))
+    how: dict[str, Any] = {"out": tmp_path, "checkpoints": Checkpoints(keep=3)}
+    whole = fit(pipeline, 3, **how)
     (folder / "step-00000012" / "model.safetensors").write_bytes(b"")
     with pytest.warns(CheckpointWarning, match="step-00000012"):
-        resumed = fit(
-            pipeline, 3, out=tmp_path, resume=folder / "step-00000008", checkpoints=Checkpoints(keep=3)
-        )
+        resumed = fit(pipeline, 3, resume=folder / "step-00000008", **how)
     assert numbers(resumed) == numbers(whole)
     assert steps_in(tmp_path) == [4, 8, 12]
 
@@ -139,13 +134,12 @@ def test_a_crash_before_the_first_checkpoint_of_a_branch(toy: Toy, tmp_path: Pat
     pipeline, trunk, out = toy.pipeline(lambda: Sleepy(0)), tmp_path / "trunk", tmp_path / "branch"
     whole = fit(pipeline, out=trunk, checkpoints=Checkpoints(keep=9))
     before = everything_in(trunk)
+    failing, place = (
+        toy.pipeline(lambda: FailsAt(1, ZeroDivisionError)),
+        trunk / "checkpoints" / "step-00000008",
+    )
     with pytest.raises(ZeroDivisionError):
-        fit(
-            toy.pipeline(lambda: FailsAt(1, ZeroDivisionError)),
-            out=out,
-            resume=trunk / "checkpoints" / "step-00000008",
-            changed_model=True,
-        )
+        fit(failing, out=out, resume=place, changed_model=True)
     assert steps_in(out) == []
     resumed = fit(pipeline, out=out, resume="auto")
     assert resumed.history.facts["resumed"][0]["step"] == 8
@@ -171,10 +165,9 @@ def test_a_run_that_is_refused_leaves_the_folder_to_the_one_before(toy: Toy, tmp
 ])  # fmt: skip
 def test_a_damaged_name_of_the_run_is_named(about: Any, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(about))
+    words = r"run\.json is damaged: .*(`run`|run:|continues:|`object`).*Remove"
     for use in (lambda store: store.run, lambda store: store.newest()):
-        with pytest.raises(
-            CheckpointError, match=r"run\.json is damaged: .*(`run`|run:|continues:|`object`).*Remove"
-        ):
+        with pytest.raises(CheckpointError, match=words):
             use(CheckpointDir(tmp_path))
 
 
@@ -196,8 +189,6 @@ def test_a_failure_in_the_background_is_raised(toy: Toy, tmp_path: Path, monkeyp
 
 def test_training_goes_on_while_it_is_written(toy: Toy, tmp_path: Path, monkeypatch: Any) -> None:
     """The values are those of the moment; the thread writes them when steps have moved on."""
-    from drivetrain.pipeline.checkpoints import writer as saving
-
     moved, original = threading.Event(), saving.write_part
     count = 0
 
@@ -214,9 +205,8 @@ def test_training_goes_on_while_it_is_written(toy: Toy, tmp_path: Path, monkeypa
             return super().forward(images)
 
     monkeypatch.setattr(saving, "write_part", late)
-    whole = fit(
-        toy.pipeline(lambda: Counting(0)), 1, out=tmp_path, checkpoints=Checkpoints(every_steps=3, keep=5)
-    )
+    how = Checkpoints(every_steps=3, keep=5)
+    whole = fit(toy.pipeline(lambda: Counting(0)), 1, out=tmp_path, checkpoints=how)
     monkeypatch.undo()
     place = tmp_path / "checkpoints" / "step-00000003"
     resumed = fit(toy.pipeline(lambda: Sleepy(0)), 1, resume=place, changed_model=True)
@@ -224,24 +214,17 @@ def test_training_goes_on_while_it_is_written(toy: Toy, tmp_path: Path, monkeypa
 
 
 def on_two_ranks(pipeline: Pipeline, out: Path) -> str:
-    rank = torch.distributed.get_rank()
-    from drivetrain.pipeline.checkpoints import writer as saving
-
-    original = saving.write_part
-
     def failing(folder: Path, *arguments: Any) -> None:
-        if rank == 1:
+        if torch.distributed.get_rank() == 1:
             raise OSError(28, "No space left on device")
         original(folder, *arguments)
 
-    saving.write_part = failing
-    try:
-        fit(pipeline, 2, out=out)
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        saving.write_part = original
-    return ""
+    original = saving.write_part
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "write_part", failing)
+        with pytest.raises(CheckpointError) as caught:
+            fit(pipeline, 2, out=out)
+    return str(caught.value)
 
 
 @pytest.mark.process
@@ -270,11 +253,10 @@ def test_after_ctrl_c_the_run_goes_on(toy: Toy, tmp_path: Path) -> None:
         fit(toy.pipeline(lambda: Stops(0)), out=tmp_path, checkpoints=how)
     assert caught.value.result is not None
     assert len(caught.value.result.history.epochs) == 1
-    resumed = fit(
-        toy.pipeline(lambda: Sleepy(0)), out=tmp_path, checkpoints=how, resume="auto", changed_model=True
-    )
+    pipeline = toy.pipeline(lambda: Sleepy(0))
+    resumed = fit(pipeline, out=tmp_path, checkpoints=how, resume="auto", changed_model=True)
     assert resumed.history.facts["resumed"][0]["step"] in (4, 6)
-    assert numbers(resumed) == numbers(fit(toy.pipeline(lambda: Sleepy(0))))
+    assert numbers(resumed) == numbers(fit(pipeline))
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 

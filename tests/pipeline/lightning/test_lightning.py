@@ -1,11 +1,20 @@
-"""`Pipeline.to_lightning`: Lightning's Trainer reaches the losses of our own loop."""
+"""`Pipeline.to_lightning`: Lightning's Trainer reaches the losses of our own loop, also on two ranks with each strategy
+of its registry; or, where Lightning itself refuses the CPU, in so many words, it trains without that refusal."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import math
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,20 +40,14 @@ from drivetrain.transforms import (
 )
 from loader_pictures import jpeg_bytes, picture
 from own_loss import Own, by_image, hard
-from pipeline_data import Toy, batch_norm_model, plain_model, write_toy
+from pipeline_data import Toy, batch_norm_model, numbers, plain_model, write_toy
+from places import SUPPORT
 from torch import nn
 
 # Lightning's own: too few workers (our loaders have threads of their own), and its use of torch.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:::lightning", "ignore::DeprecationWarning", "ignore::FutureWarning"
-)
-
-
+IGNORED = ("ignore:::lightning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(*IGNORED)
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-
-
-def dropping_model() -> nn.Module:
-    return nn.Sequential(nn.Dropout(0.2), plain_model())
 
 
 def trained(pipeline: Any, epochs: int, *callbacks: Any) -> tuple[Any, list[dict[str, float]]]:
@@ -58,20 +61,18 @@ def trained(pipeline: Any, epochs: int, *callbacks: Any) -> tuple[Any, list[dict
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
             found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
-    module, data, arguments, _ = pipeline.to_lightning(
-        epochs=epochs, callbacks=[Keeps(), *callbacks], **QUIET
-    )
+    every = [Keeps(), *callbacks]
+    module, data, arguments, _ = pipeline.to_lightning(epochs=epochs, callbacks=every, **QUIET)
     pl.Trainer(**arguments).fit(module, data)
     return module, found
 
 
 @pytest.mark.parametrize("case", ["plain", "everything", "dropout", "letterbox"])
 def test_the_losses_of_our_own_loop(toy: Toy, case: str) -> None:
-    model = dropping_model if case == "dropout" else batch_norm_model
+    model = (lambda: nn.Sequential(nn.Dropout(0.2), plain_model())) if case == "dropout" else batch_norm_model
     load = {"image_size": (20, 24), "crop": "fit", "eval_crop": "fit"} if case == "letterbox" else {}
-    pipeline = toy.pipeline(model, flip=True, **load).optimize(
-        "sgd", lr=0.1, momentum=0.9, weight_decay=1e-3, schedule="cosine", warmup=0.3
-    )
+    sgd = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3, "schedule": "cosine", "warmup": 0.3}
+    pipeline = toy.pipeline(model, flip=True, **load).optimize("sgd", **sgd)
     if case == "everything":
         pipeline = pipeline.transform(ChannelsLast(), LabelSmoothing(0.1), MixUp(0.2), NoWeightDecay())
         pipeline = pipeline.distribute("single", accumulate=2, clip_norm=0.5)
@@ -93,27 +94,16 @@ def test_validation_takes_the_runs_pixels(tmp_path: Path, loader: str) -> None:
 
     for name in "ab":
         (tmp_path / "images" / name).mkdir(parents=True)
-    for number, (height, width) in enumerate(
-        [(261, 335), (500, 375), (90, 160), (64, 64), (33, 20), (300, 301)]
-    ):
+    sizes = [(261, 335), (500, 375), (90, 160), (64, 64), (33, 20), (300, 301)]
+    for number, (height, width) in enumerate(sizes):
         way = {"subsampling": number % 3, "progressive": number == 2}
-        (tmp_path / "images" / "ab"[number % 2] / f"{number}.jpg").write_bytes(
-            jpeg_bytes(picture(number, height, width), **way)
-        )
+        image = jpeg_bytes(picture(number, height, width), **way)
+        (tmp_path / "images" / "ab"[number % 2] / f"{number}.jpg").write_bytes(image)
     convert(tmp_path / "images", tmp_path / "own.beton", progress=False)
     own = str(tmp_path / "own.beton")
     options: dict[str, Any] = {"mean": (0.5, 0.4, 0.3), "std": (0.2, 0.25, 0.3), "eval_ratio": 0.81}
-    workers = 1 if loader == "ffcv" else 0
-    pipeline = Pipeline(plain_model, classes=2).load(
-        own,
-        own,
-        loader=loader,
-        batch_size=4,
-        image_size=16,
-        eval_image_size=(40, 24),
-        workers=workers,
-        **options,
-    )
+    load = options | {"loader": loader, "workers": 1 if loader == "ffcv" else 0, "eval_image_size": (40, 24)}
+    pipeline = Pipeline(plain_model, classes=2).load(own, own, batch_size=4, image_size=16, **load)
     module, data, arguments, _ = pipeline.optimize("sgd", lr=0.01).to_lightning(epochs=2, **QUIET)
     seen: list[torch.Tensor] = []
 
@@ -145,9 +135,8 @@ def test_class_weights(toy: Toy) -> None:
 @pytest.mark.parametrize("schedule", [own_schedules.dip, own_schedules.one_cycle])
 def test_any_schedule(toy: Toy, schedule: Any) -> None:
     groups = {"4.*": {"lr": 0.05}}
-    pipeline = toy.pipeline(plain_model).optimize(
-        "sgd", lr=0.1, momentum=0.9, schedule=schedule, groups=groups
-    )
+    plain = toy.pipeline(plain_model)
+    pipeline = plain.optimize("sgd", lr=0.1, momentum=0.9, schedule=schedule, groups=groups)
     _, found = trained(pipeline, 2)
     own = [epoch.loss for epoch in pipeline.fit(epochs=2, progress=False).history.epochs]
     assert [values["loss"] for values in found] == pytest.approx(own, abs=1e-5)
@@ -156,13 +145,12 @@ def test_any_schedule(toy: Toy, schedule: Any) -> None:
 
 
 def test_an_optimizer_of_matrices_is_refused_where_lightning_flattens_them(toy: Toy) -> None:
-    from drivetrain.pipeline.lightning.strategies import check_trainer
+    from drivetrain.pipeline.lightning.hand_over import check_trainer
     from lightning.pytorch.strategies import FSDPStrategy
 
     plan = resolve(toy.pipeline(plain_model).optimize("muon", lr=0.05))
-    trainer: Any = SimpleNamespace(
-        max_epochs=1, accumulate_grad_batches=1, world_size=2, strategy=FSDPStrategy()
-    )
+    own = {"max_epochs": 1, "accumulate_grad_batches": 1, "world_size": 2}
+    trainer: Any = SimpleNamespace(**own, strategy=FSDPStrategy())
     with pytest.raises(PlanError, match="'muon' needs whole matrices, but Lightning's FSDPStrategy flattens"):
         check_trainer(plan, 1, trainer)
 
@@ -197,14 +185,14 @@ def test_what_needs_our_own_loop_is_refused(toy: Toy) -> None:
     ],
 )
 def test_our_strategies_by_lightnings_names(name: str, options: dict[str, Any], expected: str) -> None:
-    from drivetrain.pipeline.lightning.strategies import to_strategy
+    from drivetrain.pipeline.lightning.hand_over import to_strategy
 
     how = DistributedConfig(name, devices=1 if name == "single" else 2, options=options)
     assert to_strategy(how) == expected
 
 
 def test_our_strategies_that_have_no_name_there() -> None:
-    from drivetrain.pipeline.lightning.strategies import to_strategy
+    from drivetrain.pipeline.lightning.hand_over import to_strategy
     from torch.distributed.fsdp import ShardingStrategy
 
     gradients: Any = to_strategy(DistributedConfig("fsdp_grad_op", devices=2))
@@ -215,9 +203,8 @@ def test_our_strategies_that_have_no_name_there() -> None:
     for name in ("zero_redundancy", "fairscale_oss", "auto", "dp"):
         with pytest.raises(PlanError, match=rf"no equivalent of the strategy '{name}'.*to_lightning\(strat"):
             to_strategy(DistributedConfig(name, devices=2))
-    with pytest.raises(
-        PlanError, match=r"distribute\('fsdp', wrap=…\) is an option of Drivetrain's strategy"
-    ):
+    words = r"distribute\('fsdp', wrap=…\) is an option of Drivetrain's strategy"
+    with pytest.raises(PlanError, match=words):
         to_strategy(DistributedConfig("fsdp", devices=2, options={"wrap": False}))
 
 
@@ -266,9 +253,8 @@ def test_a_trainer_that_was_told_otherwise(toy: Toy) -> None:
     with pytest.raises(PlanError, match="The module and the data are from two pipelines"):
         pl.Trainer(**arguments).fit(module, other)
     changing = pl.callbacks.GradientAccumulationScheduler(scheduling={1: 4})
-    with pytest.raises(
-        PlanError, match=r"accumulate_grad_batches=4\), but the pipeline was handed over with 1"
-    ):
+    words = r"accumulate_grad_batches=4\), but the pipeline was handed over with 1"
+    with pytest.raises(PlanError, match=words):
         pl.Trainer(**arguments, callbacks=[changing]).fit(module, data)
     assert module.trainer.global_step == 4  # of the first epoch
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("drivetrain")]
@@ -312,3 +298,158 @@ def test_a_surgery_that_counts_the_run_is_handed_over(toy: Toy) -> None:
     module, found = trained(toy.pipeline(dropping).transform(GyroDropout()), 1)
     assert module.trainer.global_step == 4
     assert math.isfinite(found[0]["loss"])
+
+
+FORKS = [
+    f"{start}{end}"
+    for start in ("ddp_fork", "ddp_notebook")
+    for end in ("", "_find_unused_parameters_false", "_find_unused_parameters_true")
+]
+SPAWNS = ["ddp_spawn", "ddp_spawn_find_unused_parameters_false", "ddp_spawn_find_unused_parameters_true"]
+SCRIPTS = ["ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true"]
+DEEPSPEED = [
+    "deepspeed", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_2_offload", "deepspeed_stage_3",
+    "deepspeed_stage_3_offload", "deepspeed_stage_3_offload_nvme",
+]  # fmt: skip
+REFUSALS = {
+    **dict.fromkeys(["fsdp", "fsdp_cpu_offload"], "strategy `fsdp` requires a GPU accelerator"),
+    **dict.fromkeys(DEEPSPEED, "DeepSpeed strategy is only supported on CUDA GPUs"),
+    **dict.fromkeys(["xla", "xla_debug"], "torch_xla"),
+    # By these names it makes no strategy anywhere; on a TPU, "auto" does.
+    **dict.fromkeys(["single_xla", "single_tpu"], "missing 1 required positional argument: 'device'"),
+}
+"""What Lightning says where it cannot train on a CPU, by the strategy's name."""
+CASES = ["plain", "everything"]
+
+
+class Script:
+    """`lightning_jobs.py`, run to its end in a process group of its own, of which nothing may be left."""
+
+    def __init__(self, toy: Toy, folder: Path) -> None:
+        self.toy, self.folder = toy, folder
+
+    def run(self, trainings: list[tuple[str, str]], seconds: float, ranks: int = 2, threads: int = 1) -> None:
+        job = {"trainings": trainings, "ranks": ranks, "out": str(self.folder)}
+        order = self.folder / "job.json"
+        order.write_text(json.dumps({**job, "train": self.toy.train, "val": self.toy.val}))
+        # No pipe: a rank that was left would hold it open.
+        with (self.folder / "output.txt").open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, str(SUPPORT / "lightning_jobs.py"), str(order)],
+                stdout=output, stderr=output, start_new_session=True, cwd=self.folder,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            )  # fmt: skip
+            try:
+                code = process.wait(seconds)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        assert code == 0, (self.folder / "output.txt").read_text()[-3000:]
+
+    def found(self, name: str, case: str) -> dict[str, Any]:
+        facts: dict[str, Any] = json.loads((self.folder / f"{name}.{case}.json").read_text())
+        return facts
+
+
+@pytest.fixture(scope="module")
+def script(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Script:
+    return Script(toy, tmp_path_factory.mktemp("lightning"))
+
+
+@pytest.fixture(scope="module")
+def alone(toy: Toy, one_thread: None) -> Callable[[str], list[tuple[float, float, float]]]:  # noqa: ARG001
+    """The figures of a case in our own loop, in one process."""
+    from lightning_jobs import EPOCHS, pipeline_of
+
+    @cache
+    def figures(case: str) -> list[tuple[float, float, float]]:
+        pipeline = pipeline_of(case, toy.train, toy.val, ranks=1)
+        return numbers(pipeline.fit(epochs=EPOCHS, progress=False))
+
+    return figures
+
+
+def every(names: list[str]) -> list[tuple[str, str]]:
+    return [(name, case) for name in names for case in CASES]
+
+
+def check_figures(
+    script: Script, trainings: list[tuple[str, str]], alone: Any, kind: str, ranks: int = 2
+) -> None:
+    """Each came to the figures of our own loop."""
+    for name, case in trainings:
+        found = script.found(name, case)
+        assert (found["ranks"], found["kind"]) == (ranks, kind), (name, case)
+        for one, other in zip(found["found"], alone(case), strict=True):
+            assert one == pytest.approx(other, abs=1e-5), (name, case)
+
+
+def test_the_names_below_are_all_of_them() -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    trained = {"single_device", *SCRIPTS, *FORKS, *SPAWNS}
+    assert trained.isdisjoint(REFUSALS)
+    assert sorted(trained | set(REFUSALS)) == sorted(StrategyRegistry.available_strategies())
+
+
+@pytest.mark.slow  # nine trainings on two ranks; test_lightning.py trains on one
+@pytest.mark.process
+@pytest.mark.timeout(200)
+def test_ranks_that_run_the_script_again(script: Script, alone: Any) -> None:
+    """Lightning's DDP, and its FSDP made to run on the CPU, in one start."""
+    sharded = every(["FSDP", "FSDP, gradients", "FSDP of units"])
+    script.run([*every(SCRIPTS), *sharded, ("ddp", "indivisible")], seconds=180)
+    check_figures(script, every(SCRIPTS), alone, "DDPStrategy")
+    check_figures(script, sharded, alone, "FSDPOnCPU")
+    refused = script.found("ddp", "indivisible")["refused"]
+    assert "PlanError: batch_size=24 is global and must be divisible by 2 Lightning ranks" in refused
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [FORKS[:1], FORKS[1:]])
+def test_ranks_that_are_forked(script: Script, alone: Any, names: list[str]) -> None:
+    """With two threads: had the hand-over started some, the ranks would hang."""
+    trainings = [(name, "everything") for name in names]
+    script.run(trainings, seconds=180, threads=2)
+    check_figures(script, trainings, alone, "DDPStrategy")
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPAWNS)
+def test_ranks_that_are_spawned(script: Script, alone: Any, name: str) -> None:
+    script.run([(name, "everything")], seconds=180)
+    check_figures(script, [(name, "everything")], alone, "DDPStrategy")
+
+
+# Once, after other tests in the same process, "everything" in our own loop differed by 5e-4; alone it never did.
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(200)
+def test_one_device_and_what_lightning_has_for_other_devices_only(script: Script, alone: Any) -> None:
+    """Its own words, for the names themselves; `single_device` is the one name that means one process."""
+    names = [name for name in REFUSALS if name not in DEEPSPEED]
+    script.run([*every(["single_device"]), *((name, "plain") for name in names)], seconds=180, ranks=1)
+    check_figures(script, every(["single_device"]), alone, "SingleDeviceStrategy", ranks=1)
+    for name in names:
+        assert REFUSALS[name] in script.found(name, "plain")["refused"], name
+
+
+@pytest.mark.slow  # importing DeepSpeed takes long
+@pytest.mark.timeout(400)
+def test_deepspeed_made_to_run_on_the_cpu(script: Script, alone: Any) -> None:
+    pytest.importorskip("deepspeed")
+    trainings = every(["ZeRO 1", "ZeRO 2", "ZeRO 3"])
+    script.run(trainings, seconds=380)
+    check_figures(script, trainings, alone, "DeepSpeedOnCPU")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_what_lightning_has_of_deepspeed_for_gpus_only(script: Script) -> None:
+    pytest.importorskip("deepspeed")
+    script.run([(name, "plain") for name in DEEPSPEED], seconds=180, ranks=1)
+    for name in DEEPSPEED:
+        assert REFUSALS[name] in script.found(name, "plain")["refused"], name

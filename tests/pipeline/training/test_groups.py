@@ -10,6 +10,7 @@ import torch
 from drivetrain import Pipeline, PlanError
 from drivetrain.pipeline import layerwise_decay
 from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.ledger.variants import alone_and_without, in_turn
 from drivetrain.pipeline.optim.config import OptimizerConfig
 from drivetrain.pipeline.optim.groups import GroupedFactory
 from drivetrain.pipeline.training.build import build, build_model
@@ -17,6 +18,7 @@ from drivetrain.strategies import launch
 from drivetrain.transforms import NoWeightDecay, SqueezeExcite
 from pipeline_data import Toy, batch_norm_model, numbers, plain_model
 from torch import nn
+from torchvision.models import resnet18, vit_b_16
 
 Groups = dict[str, dict[str, Any]]
 
@@ -25,15 +27,11 @@ def built(groups: Groups, model: nn.Module | None = None, *, decay: bool = False
     """The optimizer's groups, with names in place of parameters, and the note."""
     model = batch_norm_model() if model is None else model
     config = OptimizerConfig("sgd", {"lr": 0.1, "weight_decay": 0.01}, groups=groups)
-    factory = GroupedFactory(
-        NoWeightDecay().optimizer(config.factory) if decay else config.factory, groups, model
-    )
+    plain = NoWeightDecay().optimizer(config.factory) if decay else config.factory
+    factory = GroupedFactory(plain, groups, model)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    optimizer = factory(p for p in model.parameters() if p.requires_grad)
-    found = [
-        ([names[p] for p in group["params"]], group["lr"], group["weight_decay"]) for group in optimizer.param_groups
-    ]  # fmt: skip
-    return found, factory.note
+    made = factory(p for p in model.parameters() if p.requires_grad).param_groups
+    return [([names[p] for p in g["params"]], g["lr"], g["weight_decay"]) for g in made], factory.note
 
 
 def test_the_first_pattern_that_matches_wins() -> None:
@@ -60,19 +58,12 @@ def test_with_no_weight_decay_both_apply() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        (
-            {"haed.*": {"lr": 1.0}},
-            r"groups\['haed.\*'\] matches none of the 4 trained parameters.*head.weight",
-        ),
-        (
-            {"*.weight": {"lr": 1.0}, "head.weight": {"lr": 2.0}},
-            "left without parameters: .*weight' comes before",
-        ),
+    ("groups", "message"), [
+        ({"haed.*": {"lr": 1.0}}, r"groups\['haed.\*'\] matches none of the 4 trained parameters.*head.weight"),
+        ({"*.weight": {"lr": 1.0}, "head.weight": {"lr": 2.0}}, "left without parameters: .*weight' comes before"),
         ({"stem.*": {"lr": 1.0}}, "matches only parameters that do not require gradients"),
     ],
-)
+)  # fmt: skip
 def test_a_pattern_without_parameters_is_an_error(groups: Groups, message: str) -> None:
     model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("stem", "body", "head")})
     model["stem"].requires_grad_(False)
@@ -118,10 +109,9 @@ def test_a_pipeline_trains_them_from_a_recipe_and_resumes(toy: Toy, tmp_path: An
     one = pipeline.fit(epochs=2, progress=False, resume=sorted((tmp_path / "checkpoints").glob("step*"))[0])
     assert numbers(one) == numbers(whole)
     assert whole.history.epochs[0].lr < 0.01, "that of the other parameters"
-    same = pipeline.optimize("adam", lr=0.01, groups={"*": {"lr": 0.01}})
-    assert numbers(same.fit(epochs=1, progress=False)) == numbers(
-        pipeline.optimize("adam", lr=0.01).fit(epochs=1, progress=False)
-    )
+    same = pipeline.optimize("adam", lr=0.01, groups={"*": {"lr": 0.01}}), pipeline.optimize("adam", lr=0.01)
+    grouped, plain = (one.fit(epochs=1, progress=False) for one in same)
+    assert numbers(grouped) == numbers(plain)
     wrong = toy.pipeline().optimize("sgd", lr=0.1, groups={"5.*": {"lr": 1.0}})
     with pytest.raises(PlanError, match="matches none of the 4"):
         wrong.fit(epochs=1, progress=False)
@@ -131,8 +121,6 @@ def test_a_pipeline_trains_them_from_a_recipe_and_resumes(toy: Toy, tmp_path: An
 
 
 def test_names_are_those_after_surgery(toy: Toy) -> None:
-    from torchvision.models import resnet18
-
     pipeline = toy.pipeline(resnet18).transform(SqueezeExcite())
     plan = resolve(pipeline, files=False)
     model, _ = build_model(plan.spec, plan.transforms)
@@ -143,17 +131,13 @@ def test_names_are_those_after_surgery(toy: Toy) -> None:
 
 
 def test_a_ledgers_variants_may_lack_names_that_surgery_makes(toy: Toy) -> None:
-    from drivetrain.pipeline.ledger.variants import alone_and_without, in_turn
-
     def model() -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(3, 16, 3, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)
-        )
+        layers = nn.Conv2d(3, 16, 3, stride=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)
+        return nn.Sequential(*layers)
 
     renamed = {"0.se.*": {"lr": 0.5}, "3.*": {"lr": 0.2}}
-    pipeline = (
-        toy.pipeline(model).optimize("sgd", lr=0.1, groups=renamed).transform(SqueezeExcite(min_channels=3))
-    )
+    pipeline = toy.pipeline(model).optimize("sgd", lr=0.1, groups=renamed)
+    pipeline = pipeline.transform(SqueezeExcite(min_channels=3))
     plan = resolve(pipeline)
     rows = [*in_turn(plan), *alone_and_without(plan)]
     assert rows[0].spec != pipeline
@@ -168,8 +152,6 @@ def test_a_ledgers_variants_may_lack_names_that_surgery_makes(toy: Toy) -> None:
 
 
 def test_layerwise_decay() -> None:
-    from torchvision.models import resnet18, vit_b_16
-
     with torch.device("meta"):
         vit, resnet = vit_b_16(), resnet18()
     groups = layerwise_decay(vit, 1.0, 0.5)
@@ -181,9 +163,8 @@ def test_layerwise_decay() -> None:
     for name in ("class_token", "conv_proj.bias", "encoder.pos_embedding"):
         assert rates[name] == 0.5**13
     groups = layerwise_decay(resnet, 0.1, 1.0)
-    assert set(groups) == {"conv1.weight", "bn1.weight", "bn1.bias"} | {
-        f"layer{a}.{b}.*" for a in (1, 2, 3, 4) for b in (0, 1)
-    }
+    blocks = {f"layer{a}.{b}.*" for a in (1, 2, 3, 4) for b in (0, 1)}
+    assert set(groups) == {"conv1.weight", "bn1.weight", "bn1.bias"} | blocks
     assert all(options == {"lr": 0.1} for options in groups.values())
     resnet.conv1.requires_grad_(False)
     assert "conv1.weight" not in layerwise_decay(resnet, 0.1)
@@ -193,13 +174,9 @@ def test_layerwise_decay() -> None:
         layerwise_decay(plain_model(), 0.1)
 
 
-PAIRS = [
-    *((name, "adamw") for name in ("fsdp", "zero_redundancy", "deepspeed_stage_2", "deepspeed_stage_3")),
-    *(
-        (name, "nadam")
-        for name in ("ddp", "fsdp", "fairscale_oss", "fairscale_sharded_ddp", "deepspeed_stage_1")
-    ),
-]
+ADAMW = ("fsdp", "zero_redundancy", "deepspeed_stage_2", "deepspeed_stage_3")
+NADAM = ("ddp", "fsdp", "fairscale_oss", "fairscale_sharded_ddp", "deepspeed_stage_1")
+PAIRS = [*((name, "adamw") for name in ADAMW), *((name, "nadam") for name in NADAM)]
 
 
 @pytest.mark.process

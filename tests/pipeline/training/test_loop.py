@@ -1,21 +1,37 @@
-"""The overhead of the loop per step, counted in operations, because times depend on the machine and its load."""
+"""The training loop: its overhead per step, counted in operations, because times depend on the machine; and its loss, a
+mean over microbatches, ranks and batches, as in plain PyTorch, which sees each batch as a whole."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
+import means_jobs
 import pytest
 import torch
-from drivetrain import strategies
-from drivetrain.pipeline.tasks.standard import Classification
+from drivetrain import Classification, DataError, PlanError, Task, strategies
+from drivetrain.pipeline.tasks.means import mean_of
 from drivetrain.pipeline.tasks.task import TaskLoss
 from drivetrain.pipeline.training.guard import NonFiniteGuard
-from drivetrain.pipeline.training.loop import train_epoch
-from pipeline_data import BATCH, CLASSES, SIDE, batch_norm_model
+from drivetrain.pipeline.training.loop import StepLoss, evaluate, train_epoch
+from drivetrain.strategies import launch
+from drivetrain.transforms import CutMix, LabelSmoothing, Loss, MixUp, Transform
+from host_syncs import HostSyncs, pretend_cuda
+from means_jobs import CASES, WEIGHTS, Focal, Run, all_trained, trained
+from own_loss import Own, by_image, hard
+from parity_draws import COMPLEX, LOSSES, Draw, differences, draws, on_ranks, reference
+from parity_jobs import NAMES as PARITY_NAMES
+from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model, plain_model
+from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Counting(TorchDispatchMode):
@@ -98,3 +114,347 @@ def test_the_loss_of_microbatches_is_their_mean(accumulate: int) -> None:
         )
         losses.append(train_epoch(engine, data, functional.cross_entropy).loss)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+TOLERANCE = 1e-6
+expected = cache(means_jobs.by_hand)
+
+
+def same(found: Run, name: str) -> None:
+    wanted = expected(name)
+    assert found.steps == pytest.approx(wanted.steps, rel=TOLERANCE, abs=TOLERANCE)
+    assert found.epoch == pytest.approx(wanted.epoch, rel=TOLERANCE, abs=TOLERANCE)
+    assert found.val == pytest.approx(wanted.val, rel=TOLERANCE, abs=TOLERANCE)
+    torch.testing.assert_close(found.state, wanted.state, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_microbatches_train_like_the_whole_batch(name: str, accumulate: int) -> None:
+    same(trained("single", name, accumulate), name)
+
+
+def check_ranks(wanted: list[tuple[str, str, int]], devices: int) -> None:
+    for rank in launch(all_trained, wanted, devices=devices, device="cpu", timeout=280):
+        for (_, name, _), run in zip(wanted, rank, strict=True):
+            same(run, name)
+
+
+@pytest.mark.process
+@pytest.mark.long
+def test_ranks_train_like_the_whole_batch() -> None:
+    wanted = [("ddp", name, 1 + number % 2) for number, name in enumerate(CASES)]
+    few = ("class weights", "a module of a user's")
+    wanted += [(strategy, name, 2) for strategy in ("fsdp", "zero_redundancy") for name in few]
+    check_ranks(wanted, 2)
+
+
+FEW = ("class weights", "ignored", "pixels with weights", "a module of a user's")
+
+
+def matrix(full: list[str], few: list[str]) -> list[tuple[str, str, int]]:
+    """Each of the strategies with 1, 2 and 4 microbatches: all losses, or a few."""
+    pairs = [*product(full, CASES), *product(few, FEW)]
+    return [(*pair, accumulate) for pair in pairs for accumulate in (1, 2, 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_every_strategy_trains_like_the_whole_batch(devices: int) -> None:
+    few = ["zero_redundancy", "fsdp_grad_op", "fairscale_oss", "fairscale_sharded_ddp"]
+    check_ranks(matrix(["ddp", "fsdp"], few), devices)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("devices", [2, 4])
+def test_deepspeed_trains_like_the_whole_batch(devices: int) -> None:
+    check_ranks(matrix(["deepspeed_stage_2"], ["deepspeed_stage_1", "deepspeed_stage_3"]), devices)
+
+
+@pytest.fixture(scope="module")
+def weighted(toy: Toy) -> Any:
+    """A pipeline whose classes have weights, without a layer that depends on the batch."""
+    weight = torch.arange(1.0, CLASSES + 1) ** 2
+    return toy.pipeline(plain_model).task(Classification(loss=nn.CrossEntropyLoss(weight=weight)))
+
+
+@pytest.mark.process
+@pytest.mark.long
+def test_a_pipeline_with_class_weights_does_not_depend_on_the_split(weighted: Any) -> None:
+    one = weighted.distribute("single", device="cpu").fit(epochs=2, progress=False)
+    others = [weighted.distribute("single", device="cpu", accumulate=number) for number in (2, 4)]
+    others += [weighted.distribute("ddp", devices=2, device="cpu", accumulate=2)]
+    for other in others:
+        found = other.fit(epochs=2, progress=False)
+        for mine, theirs in zip(one.history.epochs, found.history.epochs, strict=True):
+            assert theirs.loss == pytest.approx(mine.loss, rel=TOLERANCE)
+            assert theirs.metrics == pytest.approx(mine.metrics, rel=TOLERANCE)
+        torch.testing.assert_close(found.model.state_dict(), one.model.state_dict(), rtol=0, atol=TOLERANCE)
+
+
+def test_a_batch_of_which_nothing_counts_has_no_loss_and_no_gradient() -> None:
+    ours = linear(accumulate=2)
+    before = ours.export_state()
+    batches = [(torch.randn(4, 3), torch.tensor([-100, -100, -100, last])) for last in (-100, 1)]
+    stats = train_epoch(ours, batches[:1], functional.cross_entropy)
+    assert stats.loss == 0
+    torch.testing.assert_close(ours.export_state(), before, rtol=0, atol=0)
+    with torch.no_grad():
+        value = functional.cross_entropy(ours.model(batches[1][0][3:]), torch.tensor([1])).item()
+    # The epoch's loss is over the one target that counts.
+    assert train_epoch(ours, batches, functional.cross_entropy).loss == pytest.approx(value, rel=TOLERANCE)
+
+
+def linear(accumulate: int = 1) -> Any:
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    return strategies.get("single", device="cpu").prepare(nn.Linear(3, 5), sgd, accumulate=accumulate)
+
+
+def test_validation_data_of_which_nothing_counts_is_an_error() -> None:
+    task = Classification(loss=nn.CrossEntropyLoss(ignore_index=1), metrics=())
+    with pytest.raises(DataError, match="val_loss: none of the validation data's targets counts"):
+        evaluate(linear(), [(torch.randn(4, 3), torch.ones(4, dtype=torch.long))], task=task)
+
+
+def test_val_loss_does_not_depend_on_the_batch_size(weighted: Any) -> None:
+    found = []
+    for size in (3, 7, 50):
+        data = weighted.load(*(weighted.data.train, weighted.data.val), batch_size=size, image_size=16)
+        with data.build() as built:
+            found.append(evaluate(built.engine, built.val, built.hooks, data.goal)["val_loss"])
+    assert found == pytest.approx([found[0]] * 3, rel=TOLERANCE)
+
+
+@dataclass
+class Two:
+    """The first of two ranks, of which the other has the same."""
+
+    device: torch.device
+    world_size = 2
+    exchanged = 0
+
+    def reduce(self, value: torch.Tensor, op: str = "mean") -> torch.Tensor:
+        self.exchanged += 1
+        return 2 * value if op == "sum" else value
+
+
+def test_equal_denominators_cost_nothing() -> None:
+    """Neither an operation nor an exchange, also on several ranks; without that knowledge, one sum."""
+    ranks, images, targets = Two(torch.device("cpu")), torch.randn(4, 3), torch.tensor([0, 1, 2, 3])
+    mean, parts = mean_of(functional.cross_entropy, checked=True), [(images, targets)] * 2
+    outputs = torch.randn(4, 5)
+    for equal, exchanges in ((True, 0), (False, 1)):
+        step = StepLoss(mean, parts, ranks, equal=equal)
+        assert step.share(1, outputs, targets).item() == pytest.approx(mean.loss(outputs, targets).item())
+        assert (ranks.exchanged, float(step.weight)) == (exchanges, 16)
+
+
+def test_a_weighted_loss_never_makes_the_host_wait() -> None:
+    """Nor does it copy anything to the device, also with a denominator that is a number."""
+    targets, outputs = torch.tensor([0, 1, 2, 3]), torch.randn(4, 5)
+    with HostSyncs() as syncs:
+        for loss in (nn.CrossEntropyLoss(weight=WEIGHTS), Focal()):
+            step = StepLoss(mean_of(loss), [(outputs, targets)] * 2, linear(), equal=False)
+            step.share(1, outputs, targets)
+    assert syncs.found == []
+    with pretend_cuda() as copies:
+        ranks, parts = Two(torch.device("cuda")), [(outputs.to("cuda"), targets.to("cuda"))] * 2
+        before = len(copies.found)
+        StepLoss(mean_of(nn.MSELoss()), parts, ranks, equal=False)
+        StepLoss(mean_of(nn.CrossEntropyLoss()), parts, ranks, equal=False)
+        assert copies.found[before:] == []
+
+
+def test_the_denominators_of_known_losses() -> None:
+    targets = torch.tensor([0, 2, 2, 4])
+    for loss, number in (
+        (functional.cross_entropy, 4), (nn.CrossEntropyLoss(weight=WEIGHTS), 37), (nn.NLLLoss(ignore_index=2), 2),
+        (nn.MSELoss(), 4), (nn.BCEWithLogitsLoss(pos_weight=WEIGHTS), 4),
+    ):  # fmt: skip
+        assert float(mean_of(loss).denominator(targets)) == number
+        assert mean_of(loss).known
+    assert float(Classification(loss=nn.CrossEntropyLoss(weight=WEIGHTS)).denominator(targets)) == 37
+    assert Classification().denominator(targets) == 4
+    assert Task().denominator(targets) == 4
+
+
+def test_a_loss_that_returns_a_sum_is_rejected() -> None:
+    with pytest.raises(PlanError, match="returns a sum, which depends on how a batch is split"):
+        Classification(loss=nn.CrossEntropyLoss(reduction="sum"))
+
+
+@pytest.mark.parametrize("count", [None, "3", -1.0, float("nan"), True, torch.ones(2)])
+def test_a_denominator_is_a_number(toy: Toy, count: Any) -> None:
+    class Wrong(Classification):
+        def denominator(self, targets: torch.Tensor) -> Any:  # noqa: ARG002
+            return count
+
+    with pytest.raises(PlanError, match=r"The loss's denominator returns .* but must return a finite scalar"):
+        toy.pipeline(plain_model).task(Wrong()).fit(epochs=1, progress=False)
+
+
+def mine(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs, targets, weight=WEIGHTS)
+
+
+def test_the_plan_says_what_it_assumes_of_an_unknown_loss(toy: Toy) -> None:
+    own = toy.pipeline(plain_model).task(Classification(loss=mine))
+    known = own.task(Classification(loss=nn.CrossEntropyLoss(weight=torch.ones(CLASSES))))
+    for pipeline, assumed in (
+        (own, False), (own.distribute("single", accumulate=2), True),
+        (own.distribute("ddp", devices=2, device="cpu"), True), (known.distribute("single", accumulate=2), False),
+    ):  # fmt: skip
+        why = " ".join(step.why for step in pipeline.plan().steps)
+        assert ("taken as the mean over the samples" in why) is assumed
+
+
+def test_a_subclass_of_a_task_trains_with_its_own_loss(toy: Toy) -> None:
+    class Doubled(Classification):
+        def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+            return 2 * super().loss(outputs, targets)
+
+    pipeline = toy.pipeline(plain_model)
+    still = pipeline.optimize("sgd", lr=0.0)
+    three = (pipeline, still.task(Doubled()), still)
+    plain, doubled, one = (each.fit(epochs=1, progress=False) for each in three)
+    assert doubled.history.epochs[0].loss == pytest.approx(2 * one.history.epochs[0].loss, rel=TOLERANCE)
+    assert doubled.metrics["val_loss"] == pytest.approx(2 * one.metrics["val_loss"], rel=TOLERANCE)
+    assert plain.metrics["val_loss"] != one.metrics["val_loss"]
+
+
+def no_tensor(logits: torch.Tensor, targets: torch.Tensor) -> Any:  # noqa: ARG001
+    return 1.0
+
+
+def test_it_trains_as_cross_entropy_does(toy: Toy) -> None:
+    pipeline = toy.pipeline(plain_model, loader="torch", workers=0)
+    both = (one.fit(epochs=2, progress=False).history for one in (pipeline.transform(Own(hard)), pipeline))
+    own, plain = ([epoch.loss for epoch in history.epochs] for history in both)
+    assert own == pytest.approx(plain, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("function", "others", "words"),
+    [
+        (
+            hard,
+            [LabelSmoothing(0.1)],
+            r"does not accept logits \(2, 4\) and class indices .*with LabelSmoothing",
+        ),
+        (
+            hard,
+            [MixUp()],
+            r"does not accept logits \(2, 4\) and probabilities \(2, 4\): .*MixUp or CutMix, probabilities",
+        ),
+        (hard, [CutMix()], r"probabilities \(2, 4\)"),
+        (by_image, [], r"returns \(2,\) for 2 images, but must return their mean"),
+        (no_tensor, [], "returns float for 2 images"),
+    ],
+)
+def test_what_it_cannot_take_is_told_before_training(
+    toy: Toy, function: Loss, others: list[Transform], words: str
+) -> None:
+    pipeline = toy.pipeline(loader="torch", workers=0).transform(Own(function), *others)
+    with pytest.raises(PlanError, match=words):
+        pipeline.fit(epochs=1, progress=False)
+
+
+class Scaled(nn.Module):
+    """Cross entropy of logits that it scales for each class."""
+
+    def __init__(self, *, trained: bool = True) -> None:
+        super().__init__()
+        self.inner = nn.ParameterDict({"scale": nn.Parameter(torch.ones(CLASSES), trained)})
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(logits * self.inner["scale"], targets)
+
+
+class OwnTask(Task):
+    """A task whose loss is that of a module in it."""
+
+    def __init__(self) -> None:
+        self.module = Scaled()
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = self.module(outputs, targets)
+        return value
+
+
+class Distilled(nn.Module):
+    """Cross entropy, with a teacher of the logits which is not trained, and of which nothing was frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = self.teacher(logits).softmax(1)
+        return functional.cross_entropy(logits, targets) + functional.cross_entropy(logits, wanted)
+
+
+def test_trainable_parameters_of_a_loss_are_refused(toy: Toy) -> None:
+    """The optimizer would not have them."""
+    pipeline = toy.pipeline(plain_model, loader="torch", workers=0)
+    held = Scaled()
+    words = r"parameters of its own: {}\. .* \(loss='model'\), or freeze them with requires_grad_\(False\)"
+    for refused, name in (
+        (pipeline.task(Classification(loss=Scaled())), r"inner\.scale"),
+        (pipeline.task(Classification(loss=Scaled())).transform(LabelSmoothing(0.1)), r"inner\.scale"),
+        (pipeline.task(Classification(loss=lambda x, y: held(x, y))), r"a tensor \(4,\)"),
+        (pipeline.task(OwnTask()), r"a tensor \(4,\)"),
+        (pipeline.transform(Own(Scaled())), r"inner\.scale"),
+    ):
+        with pytest.raises(PlanError, match=words.format(name)):
+            refused.fit(epochs=1, progress=False)
+    for loss in (Scaled(trained=False), Distilled()):
+        assert pipeline.task(Classification(loss=loss)).fit(epochs=1, progress=False).history.epochs
+
+
+SEED = int(os.environ.get("DRIVETRAIN_PARITY_SEED", "0"))
+"""Another one draws other cases."""
+
+
+def check_draws(drawn: list[Draw], ranks: int, toy: Toy, timeout: float) -> None:
+    """Rank 0 has the results; a failure names each draw that differs, and what differs."""
+    found = launch(on_ranks, drawn, toy.train, toy.val, devices=ranks, timeout=timeout)[0]
+    assert len(found) == len(drawn)
+    wrong = [
+        f"{draw}: {'; '.join(said)}"
+        for draw, one in zip(drawn, found, strict=True)
+        if (said := differences(draw, one, reference(draw, ranks, toy.train, toy.val)))
+    ]
+    assert not wrong, f"{len(wrong)} of {len(drawn)} on {ranks} ranks:\n" + "\n".join(wrong)
+
+
+@pytest.mark.process
+@pytest.mark.long
+def test_a_dozen_random_runs_on_two_ranks_equal_plain_pytorch(toy: Toy) -> None:
+    check_draws(draws(12, 2, SEED, PARITY_NAMES), 2, toy, 120)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_two_hundred_random_runs_equal_plain_pytorch(toy: Toy, ranks: int) -> None:
+    check_draws(draws(50, ranks, SEED + 1), ranks, toy, 800)
+
+
+@pytest.mark.process
+def test_the_draws_have_every_part() -> None:
+    """No part of the generator is switched off by its conditions."""
+    drawn = [draw for ranks in (1, 2, 3, 4) for draw in draws(50, ranks, SEED + 1)]
+    assert len(drawn) == 200
+    assert {draw.loss for draw in drawn} == set(LOSSES)
+    assert {draw.accumulate for draw in drawn} == {1, 2, 3, 4}
+    assert {draw.norm for draw in drawn} == {"batch", "group", "none"}
+    assert {draw.precision for draw in drawn} == {"fp32", "bf16"}
+    assert {draw.strategy for draw in drawn} >= {"single", *PARITY_NAMES}
+    assert {draw.strategy for draw in drawn if draw.complex_parameter} == set(COMPLEX)
+    for part in ("complex_parameter", "tied", "double"):
+        assert sum(getattr(draw, part) for draw in drawn) > 10
+    assert draws(5, 2, SEED) == draws(5, 2, SEED)

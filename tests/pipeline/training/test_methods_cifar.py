@@ -10,39 +10,17 @@ import fcntl
 import json
 import os
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from drivetrain import DataError, Pipeline
+from drivetrain import DataError, Pipeline, transforms
 from drivetrain.loaders import convert
 from drivetrain.loaders.datasets.names import cifar10
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.training.loop import evaluate
-from drivetrain.transforms import (
-    CHANGES_MODEL,
-    EMA,
-    SAM,
-    SWA,
-    TRANSFORMS,
-    AugMix,
-    BinaryCrossEntropy,
-    ColOut,
-    CutMix,
-    CutOut,
-    GradientClipping,
-    LabelSmoothing,
-    LayerFreezing,
-    Lookahead,
-    MixUp,
-    NoWeightDecay,
-    ProgressiveResizing,
-    RandAugment,
-    SelectiveBackprop,
-    TestTimeFlip,
-    Transform,
-    TrivialAugment,
-)
+from drivetrain.transforms import CHANGES_MODEL, TRANSFORMS, Transform
 from torch import nn
 
 # One thread: two workers of pytest-xdist, each with two, take a third longer on two cores.
@@ -55,10 +33,12 @@ SEEDS = 3
 """Number of plain runs; methods are compared with their mean accuracy, because runs differ by a point."""
 
 METHODS: list[Transform] = [
-    LabelSmoothing(), BinaryCrossEntropy(), MixUp(), CutMix(), CutOut(), ColOut(0.05, 0.05), ProgressiveResizing(),
-    SelectiveBackprop(), RandAugment(), TrivialAugment(), AugMix(), SAM(), GradientClipping("norm", 1.0),
-    GradientClipping("value", 0.01), GradientClipping("adaptive", 0.1), NoWeightDecay(), LayerFreezing(),
-    SWA(), EMA(half_life=30), Lookahead(), TestTimeFlip(),
+    transforms.LabelSmoothing(), transforms.BinaryCrossEntropy(), transforms.MixUp(), transforms.CutMix(),
+    transforms.CutOut(), transforms.ColOut(0.05, 0.05), transforms.ProgressiveResizing(),
+    transforms.SelectiveBackprop(), transforms.RandAugment(), transforms.TrivialAugment(), transforms.AugMix(),
+    transforms.SAM(), transforms.GradientClipping("norm", 1.0), transforms.GradientClipping("value", 0.01),
+    transforms.GradientClipping("adaptive", 0.1), transforms.NoWeightDecay(), transforms.LayerFreezing(),
+    transforms.SWA(), transforms.EMA(half_life=30), transforms.Lookahead(), transforms.TestTimeFlip(),
 ]  # fmt: skip
 """All methods with their defaults, but:
 
@@ -97,11 +77,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     except DataError as error:
         pytest.skip(str(error).splitlines()[0])
     out = tmp_path_factory.mktemp("cifar")
-    images, labels = cifar10.load_cifar10(folder, "train")
-    convert((images[:IMAGES], labels[:IMAGES]), out / "train.beton", classes=cifar10.CLASSES, progress=False)
-    test_images, test_labels = cifar10.load_cifar10(folder, "test")
-    test_images, test_labels = test_images[:TEST_IMAGES], test_labels[:TEST_IMAGES]
-    convert((test_images, test_labels), out / "test.beton", classes=cifar10.CLASSES, progress=False)
+    for split, number in (("train", IMAGES), ("test", TEST_IMAGES)):
+        images, labels = cifar10.load_cifar10(folder, split)
+        data = images[:number], labels[:number]
+        convert(data, out / f"{split}.beton", classes=cifar10.CLASSES, progress=False)
     return str(out / "train.beton"), str(out / "test.beton")
 
 
@@ -121,19 +100,21 @@ def network() -> nn.Module:
     return model
 
 
-def train(files: tuple[str, str], *transforms: Transform, seed: int = 0) -> Trained:
+def train(files: tuple[str, str], *methods: Transform, seed: int = 0) -> Trained:
     """Train on one rank; the test images are looked at once, at the end, since thousands take a while."""
-    pipeline = (
-        Pipeline(network, seed=seed)
-        .transform(*transforms)
-        .optimize("sgd", lr=0.1, momentum=0.9, weight_decay=5e-4, schedule="cosine", warmup=0.1)
-    )
+    sgd: dict[str, Any] = {
+        "lr": 0.1,
+        "momentum": 0.9,
+        "weight_decay": 5e-4,
+        "schedule": "cosine",
+        "warmup": 0.1,
+    }
+    pipeline = Pipeline(network, seed=seed).transform(*methods).optimize("sgd", **sgd)
     # Whole images, never mirrored.
     images: dict[str, Any] = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "flip": False, "eval_ratio": 1.0}
-    result = pipeline.load(files[0], batch_size=BATCH, image_size=32, **images).fit(
-        epochs=EPOCHS, progress=False
-    )
-    with pipeline.load(*files, batch_size=BATCH, image_size=32, **images).build() as built:
+    load = partial(pipeline.load, batch_size=BATCH, image_size=32, **images)
+    result = load(files[0]).fit(epochs=EPOCHS, progress=False)
+    with load(*files).build() as built:
         built.engine.plain_model.load_state_dict(result.model.state_dict())
         assert built.val is not None
         found = evaluate(built.engine, built.val, built.hooks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -39,6 +38,9 @@ METHODS = [
     GradientClipping("adaptive", 0.1), GradientClipping("norm", 0.5), NoWeightDecay(), TestTimeFlip(),
     LayerFreezing(0.0, 1.0),
 ]  # fmt: skip
+
+
+DDP = {"strategy": "ddp", "devices": 2}
 
 
 def fit(pipeline: Pipeline, epochs: int = 2) -> Any:
@@ -90,9 +92,8 @@ def test_an_average_that_keeps_its_start_is_named(
 def test_the_average_is_evaluated_and_returned(toy: Toy) -> None:
     """The returned weights have the accuracy of the history; training continues from the unaveraged weights."""
     result = fit(toy.pipeline().transform(EMA(half_life=3)), 3)
-    assert evaluated(result.model, toy.val) == pytest.approx(
-        (result.history.epochs[-1].val_loss, result.history.epochs[-1].accuracy), abs=1e-5
-    )
+    last = result.history.epochs[-1]
+    assert evaluated(result.model, toy.val) == pytest.approx((last.val_loss, last.accuracy), abs=1e-5)
     plain = fit(toy.pipeline(), 3)
     assert [e.loss for e in result.history.epochs] == [e.loss for e in plain.history.epochs]
     assert not torch.equal(result.model[0].weight, plain.model[0].weight)
@@ -206,15 +207,12 @@ def test_random_numbers_are_those_of_seed_step_and_part(toy: Toy) -> None:
     images, labels = torch.rand(8, 3, 4, 4), torch.arange(8) % CLASSES
     with toy.pipeline().transform(MixUp()).build() as built:
 
-        def mixed(
-            rank: int, accumulate: int, batch: slice, seed: int = 0, step: int = 3
-        ) -> list[torch.Tensor]:
+        def mixed(rank: int, accumulate: int, batch: slice, seed: int = 0, step: int = 3) -> list[Any]:
             methods = TrainingHooks([MixUp()], seed, CLASSES)
             methods.state.step = step
             built.engine.rank, built.engine.accumulate = rank, accumulate
-            return [
-                one for one, _ in methods.microbatches(built.engine, images[batch], labels[batch], built.loss)
-            ]
+            parts = methods.microbatches(built.engine, images[batch], labels[batch], built.loss)
+            return [one for one, _ in parts]
 
         alone = mixed(0, 2, slice(0, 8))
         ranks = mixed(0, 1, slice(0, 4)) + mixed(1, 1, slice(4, 8))
@@ -224,24 +222,20 @@ def test_random_numbers_are_those_of_seed_step_and_part(toy: Toy) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transforms", "distribute", "words"),
+    ("methods", "distribute", "words"),
     [
         ([GradientClipping("norm", 1.0)], {"clip_norm": 0.5}, r"clip_norm=0.5\) both clip the gradients"),
         ([EMA(), SWA()], {}, "EMA and SWA both set the weights"),
         ([SWA(), Lookahead()], {}, "SWA and Lookahead both set the weights"),
         ([SeqLengthWarmup()], {}, "SeqLengthWarmup truncates sequences .* loads images"),
-        (
-            [LayerFreezing()],
-            {"strategy": "ddp", "devices": 2},
-            "LayerFreezing leaves parameters .* find_unused_parameters=True",
-        ),
+        ([LayerFreezing()], DDP, "LayerFreezing leaves parameters .* find_unused_parameters=True"),
     ],
     ids=lambda value: str(value)[:30],
 )
 def test_what_does_not_go_together(
-    toy: Toy, transforms: list[Transform], distribute: dict[str, Any], words: str
+    toy: Toy, methods: list[Transform], distribute: dict[str, Any], words: str
 ) -> None:
-    pipeline = toy.pipeline().transform(*transforms).distribute(**{"strategy": "single", **distribute})
+    pipeline = toy.pipeline().transform(*methods).distribute(**{"strategy": "single", **distribute})
     with pytest.raises(PlanError, match=words):
         pipeline.plan()
 
@@ -253,25 +247,22 @@ def test_padded_crops_do_not_grow(toy: Toy) -> None:
 
 
 def test_the_plan_tells_each_methods_place(toy: Toy) -> None:
-    pipeline = toy.pipeline().transform(
-        TestTimeFlip(), EMA(), LabelSmoothing(), MixUp(), NoWeightDecay(), LayerFreezing()
-    )
-    heads = [step.what.split("(")[0].split(":")[0] for step in pipeline.plan().steps]
+    methods = (TestTimeFlip(), EMA(), LabelSmoothing(), MixUp(), NoWeightDecay(), LayerFreezing())
+    steps = toy.pipeline().transform(*methods).plan().steps
+    heads = [step.what.split("(")[0].split(":")[0] for step in steps]
     assert heads[heads.index("optimizer") :] == [
         "optimizer", "NoWeightDecay", "LayerFreezing", "MixUp", "loss", "LabelSmoothing", "EMA", "TestTimeFlip"
     ]  # fmt: skip
-    assert all(step.why for step in pipeline.plan().steps)
-    (why,) = [step.why for step in pipeline.plan().steps if step.what.startswith("MixUp")]
+    assert all(step.why for step in steps)
+    (why,) = [step.why for step in steps if step.what.startswith("MixUp")]
     assert "become" not in why, "ProgressiveResizing and CutOut share it, and leave labels as they are"
-    assert {dataclasses.asdict(step)["asked_by"] for step in pipeline.plan().steps} >= {".transform()"}
+    assert {step.asked_by for step in steps} >= {".transform()"}
 
 
 def test_the_result_exports_plain_names(toy: Toy) -> None:
     """The factorised weights are multiplied out: a plain model computes the same with them."""
-    pipeline = toy.pipeline().transform(
-        Factorize(min_channels=1, min_features=1, latent_channels=2, latent_features=2)
-    )
-    result = fit(pipeline, 1)
+    few = {"min_channels": 1, "min_features": 1, "latent_channels": 2, "latent_features": 2}
+    result = fit(toy.pipeline().transform(Factorize(**few)), 1)
     assert set(result.model.state_dict()) != set(plain_model().state_dict())
     plain = plain_model()
     plain.load_state_dict(result.plain_state())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -60,6 +61,10 @@ def net(folder: Path, text: str, name: str = "net_of_test") -> Any:
     return importlib.import_module(name).Net
 
 
+def differing(one: nn.Module, other: nn.Module) -> str:
+    return difference(model_identity(one), model_identity(other))
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(tmp_path)
@@ -79,7 +84,7 @@ def test_what_makes_a_difference(folder: Path) -> None:
         kind = net(folder, text)
         said = difference(first, model_identity(kind(), kind))
         assert said, name
-        assert __import__("re").search(words, said), (name, said)
+        assert re.search(words, said), (name, said)
     # Of a lambda, not the statement around it, which may have other arguments.
     given = [(lambda: kind(0.1), 1), (lambda: kind(0.1), 2)]
     assert not difference(*(model_identity(made(), made) for made, _ in given))
@@ -139,27 +144,21 @@ def test_configuration_makes_a_difference(folder: Path) -> None:
 
 def test_the_same_settings_in_a_member_or_slots_are_the_same(folder: Path) -> None:
     kind = net(folder, CONFIGURED)
-    model, other = kind(), kind()
-    first = model_identity(model)
-    assert not difference(first, model_identity(other))
-    other.mode = type(other.mode).EXACT
-    assert "mode=" in difference(first, model_identity(other))
-    model.options.width = 9
-    assert "options=" in difference(first, model_identity(model))
-    model, other = kind(), kind()
-    model.scale._factor = 3.0
-    assert "scale=" in difference(first, model_identity(model))
-    other.deep[0]["a"][0]["b"][0]["c"][0][0] = 0.6
-    assert "deep=" in difference(first, model_identity(other))
+    first, mode, options, scale, deep = (kind() for _ in range(5))
+    assert not differing(first, mode)
+    mode.mode = type(mode.mode).EXACT
+    options.options.width = 9
+    scale.scale._factor = 3.0
+    deep.deep[0]["a"][0]["b"][0]["c"][0][0] = 0.6
+    for name, other in {"mode": mode, "options": options, "scale": scale, "deep": deep}.items():
+        assert f"{name}=" in differing(first, other)
 
 
 def test_compiled_layers_have_no_numbers_of_their_wrappers() -> None:
     first, other = (nn.Sequential(torch.compile(nn.Linear(4, 4)), nn.Dropout(0.1)) for _ in range(2))
-    assert not difference(model_identity(first), model_identity(other))
-    assert "_orig_mod is Linear(in_features=4" in difference(
-        model_identity(first),
-        model_identity(nn.Sequential(torch.compile(nn.Linear(4, 4, bias=False)), nn.Dropout(0.1))),
-    )
+    assert not differing(first, other)
+    unbiased = nn.Sequential(torch.compile(nn.Linear(4, 4, bias=False)), nn.Dropout(0.1))
+    assert "_orig_mod is Linear(in_features=4" in differing(first, unbiased)
 
 
 def test_each_of_several_lambdas_in_a_line_counts() -> None:
@@ -172,16 +171,14 @@ def test_each_of_several_lambdas_in_a_line_counts() -> None:
 
     plus, minus, times = (lambda x: x + 2), (lambda x: x - 2), (lambda x: 1 + (lambda z: z * 2)(x))
     (other,) = [lambda x: 1 + (lambda z: z - 2)(x)]
-    first = model_identity(Calls(plus, minus))
-    assert not difference(first, model_identity(Calls(plus, minus)))
+    first = Calls(plus, minus)
+    assert not differing(first, Calls(plus, minus))
     for calls in ((plus, times), (times, minus), (plus, plus)):
-        assert difference(first, model_identity(Calls(*calls)))
-    assert difference(model_identity(Calls(times)), model_identity(Calls(other)))
+        assert differing(first, Calls(*calls))
+    assert differing(Calls(times), Calls(other))
 
 
-def test_what_an_installer_put_into_a_folder_is_a_package_and_what_is_edited_there_is_not(
-    folder: Path,
-) -> None:
+def test_what_an_installer_put_into_a_folder_is_a_package_and_edited_code_is_not(folder: Path) -> None:
     """As `pip install --target` does, and as a folder that is lent to an environment has it: with a record of files."""
     model = net(folder, NET)()
     assert "code of net_of_test.Net" in model_identity(model)
@@ -215,8 +212,8 @@ def test_a_scripted_model_is_the_code_of_it() -> None:
 
     with pytest.warns(FutureWarning, match="torch.jit.script"):
         first, again, other = scripted(0.1), scripted(0.1), scripted(0.2)
-    assert not difference(model_identity(first), model_identity(again))
-    assert "code of model" in difference(model_identity(first), model_identity(other))
+    assert not differing(first, again)
+    assert "code of model" in differing(first, other)
 
 
 def test_a_run_resumes_only_with_its_own_model(
@@ -236,6 +233,11 @@ def test_a_run_resumes_only_with_its_own_model(
 
 
 def test_a_frozen_batch_norm_keeps_its_statistics(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    def frozen_norm() -> nn.Module:
+        model = batch_norm_model(CLASSES)
+        model[1].requires_grad_(False)
+        return model
+
     result = toy.pipeline(frozen_norm).fit(epochs=1)
     assert result.model[1].num_batches_tracked == 0
     torch.testing.assert_close(result.model[1].running_mean, torch.zeros(8))
@@ -244,12 +246,6 @@ def test_a_frozen_batch_norm_keeps_its_statistics(toy: Toy, capsys: pytest.Captu
     model[1].weight.requires_grad_(False)  # and its bias is trained
     train_mode(model)
     assert model[1].training
-
-
-def frozen_norm() -> nn.Module:
-    model = batch_norm_model(CLASSES)
-    model[1].requires_grad_(False)
-    return model
 
 
 def test_the_plan_warns_of_validation_data_that_is_trained_on(toy: Toy, tmp_path: Path) -> None:
