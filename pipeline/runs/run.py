@@ -16,18 +16,12 @@ from torch import nn
 
 from ...common.errors import CheckpointError, NonFiniteError, first_of
 from ...common.model_state import ModelState, buffers_kept, split_state, train_mode
-from ..callbacks.view import RunView
+from ..callbacks.callback import RunView
 from ..checkpoints import resume as resuming
 from ..checkpoints import state as states
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.export import evaluated_state
-from ..checkpoints.fingerprint import (
-    check_compatible,
-    check_model,
-    description,
-    fingerprint,
-    tied_to_length,
-)
+from ..checkpoints.fingerprint import check_compatible, check_model, description, fingerprint, tied_to_length
 from ..checkpoints.format import Checkpoint
 from ..checkpoints.remote import RemoteRun, shown
 from ..checkpoints.writer import CheckpointWriter
@@ -35,7 +29,7 @@ from ..describe.inputs import Inputs
 from ..describe.resolve import ResolvedPlan
 from ..tasks.scales import scales
 from ..telemetry.history import Epoch, Evaluation, History
-from ..telemetry.metrics import Metrics
+from ..telemetry.loggers import Metrics
 from ..telemetry.observer import Observer, Observers
 from ..telemetry.progress import Progress, progress_file
 from ..telemetry.provenance import provenance
@@ -47,24 +41,16 @@ from ..training.requests import Requests
 from ..training.schedule import Schedule
 from .artifacts import FitJob, RankResult, RunArtifacts
 from .callbacks import RunCallbacks
+from .folder import PublishResults
 from .initial import Matched
-from .publishing import PublishResults
 from .result import TrainingInterrupted, TrainingPreempted
 
 _NAMED = 20  # replaced samples that a line names
 
 
 class Run(Observer):
-    """One run on this rank, and the last observer of its loop: it saves checkpoints, and leaves on request.
-
-    Args:
-        plan: the resolved pipeline.
-        built: what `build` built from it.
-        job: the options of the run.
-        outcome: the rank's result, updated after each epoch.
-        initial: the weights that were loaded into the model, if any.
-        requests: to stop or save, from outside. Default None: there are none.
-    """
+    """One run on this rank, and the last observer of its loop: it saves checkpoints, and leaves on request. It updates
+    `outcome` after each epoch. `initial` are the weights that were loaded into the model."""
 
     def __init__(
         self,
@@ -85,16 +71,9 @@ class Run(Observer):
         scale = plan.optimization.scheduled_scale(plan.data.batch_size)
         self._schedule = Schedule(plan.optimization, self._engine.optimizer, job.epochs * self._length, scale)
         self._store = None if job.folder is None else CheckpointDir(job.folder.resolve() / "checkpoints")
-        self._guard = NonFiniteGuard(
-            self._engine,
-            job.on_nonfinite,
-            self._advice,
-            requests,
-            scaled=plan.distribution.precision == "fp16",
-        )
-        self._units = {
-            name: scale.unit for name, scale in scales(plan.task).items() if scale.unit is not None
-        }
+        scaled = plan.distribution.precision == "fp16"
+        self._guard = NonFiniteGuard(self._engine, job.on_nonfinite, self._advice, requests, scaled=scaled)
+        self._units = {name: each.unit for name, each in scales(plan.task).items() if each.unit is not None}
         inputs = Inputs.of(built.train, built.val, plan.data.eval_size)
         facts: dict[str, Any] = {
             "recipe": plan.recipe, "seed": plan.seed, "provenance": provenance(), "monitor": asdict(built.monitor),
@@ -124,11 +103,9 @@ class Run(Observer):
 
     @property
     def state(self) -> TrainState:
-        """The position of the run."""
         return self._hooks.state
 
     def train(self) -> None:
-        """Train the remaining epochs of the run."""
         initial = "" if self._initial is None else str(self._initial)
         for note in filter(None, [*self._notes.values(), initial, frozen(self._engine.plain_model)]):
             self._artifacts.echo(note)
@@ -208,7 +185,6 @@ class Run(Observer):
         return replace(content.history, facts={**facts, "resumed": since})
 
     def _restore_results(self, checkpoint: Checkpoint, history: History) -> None:
-        """Restore the history and the weights of the finished epochs."""
         content, place, artifacts = checkpoint.content, checkpoint.place, self._artifacts
         self.state.stop, within = history.stopped, content.step_in_epoch
         if history.stopped is not None:
@@ -257,18 +233,13 @@ class Run(Observer):
                 evaluation = self._evaluate(number) if self._evaluates(number) else None
                 self._check(number, stats, evaluation)
                 epoch = Epoch(
-                    epoch=number,
-                    loss=stats.loss,
-                    val_loss=None if evaluation is None else evaluation.val_loss,
-                    metrics={} if evaluation is None else evaluation.metrics,
+                    number, stats.loss, None if evaluation is None else evaluation.val_loss,
+                    {} if evaluation is None else evaluation.metrics,
                     images_per_s=stats.images / stats.seconds,
                     data_wait_fraction=stats.data_wait_s / stats.seconds,
-                    seconds=earlier + perf_counter() - start,
-                    lr=state.lr,
-                    skipped=stats.skipped + stats.overflowed,
-                    replaced=replaced,
-                    units=self._units,
-                )
+                    seconds=earlier + perf_counter() - start, lr=state.lr,
+                    skipped=stats.skipped + stats.overflowed, replaced=replaced, units=self._units,
+                )  # fmt: skip
                 keeps = self._keeps(number)
                 if evaluation is not None:
                     self._callbacks.on_evaluation_end(state, evaluation)
@@ -295,14 +266,12 @@ class Run(Observer):
         return len(samples)
 
     def _evaluates(self, number: int) -> bool:
-        """Return whether the end of an epoch is evaluated."""
         job = self._job
         due = job.eval_every_steps is not None and self.state.step % job.eval_every_steps == 0
-        last = number == job.epochs
-        return self._built.val is not None and (last or due or number % job.eval_every == 0)
+        due = due or number == job.epochs or number % job.eval_every == 0
+        return self._built.val is not None and due
 
     def _evaluate(self, number: int) -> Evaluation:
-        """Evaluate the current weights of the model, in epoch `number`."""
         assert self._built.val is not None
         metrics = evaluate(self._engine, self._built.val, self._hooks, self._plan.task)
         return Evaluation(number, self.state.step, metrics.pop("val_loss"), metrics, self._units)
@@ -313,9 +282,8 @@ class Run(Observer):
         with buffers_kept(engine.plain_model), self._evaluating():
             evaluation = self._evaluate(state.epoch + (state.meter.steps > 0))
             if not math.isfinite(evaluation.val_loss):
-                raise NonFiniteError(
-                    f"After step {state.step} the loss in validation is {evaluation.val_loss}. {self._advice()}"
-                )
+                what = f"After step {state.step} the loss in validation is {evaluation.val_loss}."
+                raise NonFiniteError(f"{what} {self._advice()}")
             self._artifacts.add_evaluation(evaluation)
             Observers(self._bar, self._observer).on_evaluation_end(state, evaluation)
         engine.reshard()
@@ -325,9 +293,9 @@ class Run(Observer):
     def _stop(self, reason: str) -> None:
         """Keep results, weights and the reason of a run that is stopped after this step or epoch."""
         state, within, artifacts = self.state, self.state.meter.steps, self._artifacts
-        history = artifacts.history
-        rated = bool(history.epochs) and history.epochs[-1].val_loss is not None and not within
-        rated = rated or (bool(history.evaluations) and history.evaluations[-1].step == state.step)
+        epochs, evaluations = artifacts.history.epochs, artifacts.history.evaluations
+        rated = bool(epochs) and epochs[-1].val_loss is not None and not within
+        rated = rated or (bool(evaluations) and evaluations[-1].step == state.step)
         if self._built.val is not None and not rated:
             self._evaluate_within()
         stopped = {"reason": reason, "epoch": state.epoch, "step": state.step}
@@ -373,14 +341,10 @@ class Run(Observer):
         """Save the state of the run, if each rank finds what it writes of the weights finite."""
         assert self._writer is not None
         part, content = states.capture_state(
-            self._built,
-            run=self._name,
-            strategy=self._plan.distribution.name,
-            facts=self._facts,
-            description=description(self._plan),
-            history=self._artifacts.history,
+            self._built, run=self._name, strategy=self._plan.distribution.name, facts=self._facts,
+            description=description(self._plan), history=self._artifacts.history,
             callbacks=self._callbacks.states(),
-        )
+        )  # fmt: skip
         bad = torch.tensor(float(not states.all_finite(part, self._engine.plain_model)))
         if self._engine.reduce(bad, "sum").item():
             raise NonFiniteError(
@@ -390,11 +354,7 @@ class Run(Observer):
         self._requests.saved()
 
     def _leave(self) -> None:
-        """Leave on request, once the checkpoint of this step is complete.
-
-        Raises:
-            TrainingPreempted, TrainingInterrupted: always one of them.
-        """
+        """Raise TrainingPreempted or TrainingInterrupted, once the checkpoint of this step is complete."""
         state, saved = self.state, None
         if self._writer is not None and self._store is not None:
             self._writer.close()
@@ -411,11 +371,8 @@ class Run(Observer):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Give the model the weights used in evaluation and in the result, equal on all ranks, inside the block.
-
-        Raises:
-            NonFiniteError: if the weights of the last step are not finite.
-        """
+        """Give the model the weights used in evaluation and in the result, equal on all ranks, inside the block. Before
+        it, raise NonFiniteError if the weights of the last step are not finite."""
         self._guard.check_weights(self.state)
         self._engine.sync_buffers()
         with self._hooks.evaluating():
@@ -423,11 +380,8 @@ class Run(Observer):
             yield
 
     def _weights(self, *, keeps: bool) -> ModelState:
-        """Return all tensors used in evaluation, inside `_evaluating`; empty unless this rank keeps them.
-
-        Raises:
-            NonFiniteError: on every rank, if a value is not finite that was finite before the run.
-        """
+        """Return all tensors used in evaluation, inside `_evaluating`; empty unless this rank keeps them. Raise on
+        every rank if a value is not finite that was finite before the run."""
         state = split_state(self._engine.plain_model, self._engine.export_state(lambda _: keeps))
         bad = [name for name, value in state.weights.items() if not value.isfinite().all()]
         # A forward may set what the state dict leaves out, such as a mask with infinities.
@@ -459,11 +413,13 @@ class Run(Observer):
         if self._writer is not None:
             self._writer.wait_a_moment()
         last = None if self._store is None else self._store.last(self._name)
-        good = "There is no earlier checkpoint."
-        if last is not None:
-            good = f"The last good checkpoint is {shown(last)}."
-        optimization = self._plan.optimization
-        return f"{good} Lower the learning rate ({optimization.describe()}), add warm-up, or set clip_norm."
+        good = (
+            "There is no earlier checkpoint."
+            if last is None
+            else f"The last good checkpoint is {shown(last)}."
+        )
+        rate = self._plan.optimization.describe()
+        return f"{good} Lower the learning rate ({rate}), add warm-up, or set clip_norm."
 
 
 def frozen(model: nn.Module) -> str:

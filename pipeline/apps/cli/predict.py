@@ -26,7 +26,7 @@ def predict(run: Path | str, image: tuple[str, ...], as_json: bool) -> None:
     from json import dumps
 
     from ...recipes.importing import modules_of
-    from ...runs.saved import load_run
+    from ...runs.result import load_run
 
     if not image:
         raise DataError("predict needs at least one image: drivetrain predict RUN image.jpg …")

@@ -13,7 +13,7 @@ from drivetrain.common.model_state import BufferCopies, unlisted_tensors
 from drivetrain.pipeline import Checkpoints
 from drivetrain.pipeline.checkpoints.content import CheckpointContent
 from drivetrain.pipeline.checkpoints.weights import load_model, open_tensors, save_weights
-from drivetrain.pipeline.runs.saved import load_run
+from drivetrain.pipeline.runs.result import load_run
 from drivetrain.strategies import launch
 from drivetrain.transforms import EMA, SAM, SWA, Lookahead
 from drivetrain.transforms.common.averaging import Averages
