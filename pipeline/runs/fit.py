@@ -114,7 +114,8 @@ def _how_to_go_on(folder: Path | None) -> str:
     last = None if store is None or store.run is None else store.last(store.run)
     if last is None:
         return "There is no complete checkpoint; start the training again."
-    return f"The last complete checkpoint is {shown(last)}. Run the same command with --resume (resume='auto') to continue."
+    how = "Run the same command with --resume (resume='auto') to continue."
+    return f"The last complete checkpoint is {shown(last)}. {how}"
 
 
 def _echo(note: str, progress: bool) -> None:
