@@ -14,7 +14,7 @@ from drivetrain.pipeline.tasks.means import mean_of
 from drivetrain.pipeline.training.loop import evaluate, train_epoch
 from drivetrain.pipeline.training.step_loss import StepLoss
 from drivetrain.strategies import launch
-from host_syncs import HostSyncs, pretend_cuda
+from host_syncs import HostSyncs, SimulatedCuda
 from means_jobs import CASES, WEIGHTS, Focal, Run, all_trained, by_hand, trained
 from pipeline_data import CLASSES, Toy, plain_model
 from torch import nn
@@ -170,7 +170,7 @@ def test_a_weighted_loss_never_makes_the_host_wait() -> None:
             step = StepLoss(mean_of(loss), [(outputs, targets)] * 2, linear(), equal=False)
             step.share(1, outputs, targets)
     assert syncs.found == []
-    with pretend_cuda() as copies:
+    with SimulatedCuda() as copies:
         ranks, parts = Two(torch.device("cuda")), [(outputs.to("cuda"), targets.to("cuda"))] * 2
         before = len(copies.found)
         StepLoss(mean_of(nn.MSELoss()), parts, ranks, equal=False)
