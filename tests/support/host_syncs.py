@@ -75,7 +75,8 @@ class _Lists(TorchFunctionMode):
 
 def _is_by_mask(name: str, args: Any) -> bool:
     return name in ("index", "index_put_", "index_put") and any(
-        isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8) for one in tree_leaves(args[1])
+        isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8)
+        for one in tree_leaves(args[1])
     )
 
 
@@ -139,7 +140,9 @@ class SimulatedCuda(TorchDispatchMode):
         if not torch.cuda.is_available():
             torch._C._ensureCUDADeviceGuardSet()  # indexing looks for a guard of the device
             self._patches.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` makes its values on the CPU, and copies them
+        torch._C._set_only_lift_cpu_tensors(
+            True
+        )  # `torch.tensor` makes its values on the CPU, and copies them
         self._patches.setattr(torch.backends.cudnn, "enabled", False)  # its kernels have no CPU branch
         super().__enter__()
         return self

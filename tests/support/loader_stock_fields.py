@@ -45,7 +45,6 @@ def values(index: int) -> dict[str, Any]:
 
 
 def sample(index: int) -> tuple[Any, ...]:
-    """A picture with these fields, in their order."""
     further = values(index)
     further["text"] = np.frombuffer(further["text"], np.uint8)
     return picture(index, 20, 24), *further.values()

@@ -21,13 +21,7 @@ _END = 3000  # characters of a failure that are kept
 
 
 class Outcomes:
-    """Selects the tests of a phase, and notes each one's outcome.
-
-    Args:
-        config: of pytest.
-        order: the value of `VARIABLE`, parsed.
-        ranks: returns how many ranks this process has forked so far.
-    """
+    """Selects the tests of a phase, as `VARIABLE` says, and notes each one's outcome."""
 
     def __init__(self, config: pytest.Config, order: dict[str, str], ranks: Callable[[], int]) -> None:
         self._order, self._ranks, self._before = order, ranks, 0

@@ -362,10 +362,7 @@ class Locked(Callback):
     [
         ({"callbacks": EarlyStopping()}, "must be a list of callbacks"),
         ({"callbacks": [EarlyStopping]}, r"is not a callback.*Did you mean EarlyStopping\(\)\?"),
-        (
-            {"callbacks": [EarlyStopping(), EarlyStopping("top1")]},
-            "two callbacks of the class EarlyStopping",
-        ),
+        ({"callbacks": [EarlyStopping(), EarlyStopping("top1")]}, "two callbacks of the class EarlyStopping"),
         ({"callbacks": [EarlyStopping("val_los")]}, "no metric is named 'val_los'. Did you mean 'val_loss'"),
         ({"callbacks": [GradientNorms()]}, "logs to the run's loggers, and there are none"),
         ({"callbacks": [KeepsTuple()]}, r"state_dict\(\) returned .*not a dict of JSON values"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from places import ROOT
-from programs import run_json
+from process_state import run_json
 
 NEW = '    {name}: Positive = 3\n    """Number of {name}s. Further details."""\n'
 ADDED = {

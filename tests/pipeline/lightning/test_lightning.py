@@ -30,7 +30,7 @@ from drivetrain.transforms import (
     NoWeightDecay,
 )
 from loader_pictures import jpeg_bytes, picture
-from own_loss import Own, by_image, hard
+from own_transforms import Own, by_image, hard
 from pipeline_data import Toy, batch_norm_model, plain_model, write_toy
 from torch import nn
 

@@ -173,10 +173,7 @@ def test_two_ranks_that_shard_train_as_one_device(
 
 @pytest.mark.parametrize(("strategy", "name"), DIVIDED)
 def test_two_ranks_that_divide_the_optimizer_train_as_one_device(
-    strategy: str,
-    name: str,
-    on_one_device: Callable[[str], FitResult],
-    on_two_ranks: list[dict[str, Any]],
+    strategy: str, name: str, on_one_device: Callable[[str], FitResult], on_two_ranks: list[dict[str, Any]]
 ) -> None:
     same_training(on_two_ranks[0][f"{strategy} {name}"], on_one_device(name))
 

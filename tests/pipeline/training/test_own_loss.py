@@ -8,7 +8,7 @@ import pytest
 import torch
 from drivetrain import Classification, PlanError, Task
 from drivetrain.transforms import CutMix, LabelSmoothing, Loss, MixUp, Transform
-from own_loss import Own, by_image, hard
+from own_transforms import Own, by_image, hard
 from pipeline_data import CLASSES, Toy, plain_model
 from torch import nn
 from torch.nn import functional
