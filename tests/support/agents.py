@@ -137,6 +137,11 @@ class Job:
         ]
 
 
+def losses_in(out: Path) -> list[float]:
+    epochs = json.loads((out / "history.json").read_text())["epochs"]
+    return [value for epoch in epochs for value in (epoch["loss"], epoch["val_loss"])]
+
+
 def recipe(toy: Toy, path: Path, *, epochs: int, **more: object) -> str:
     lines = {
         "model": "pipeline_data:Recording", "model_options": {"seconds": 0.05}, "train": toy.train,

@@ -13,7 +13,7 @@ import composer_reference
 import numpy as np
 import torch
 from drivetrain import Pipeline
-from pipeline_data import BATCH, CLASSES, fitted
+from pipeline_data import BATCH, CLASSES
 from torch import nn
 
 composer = composer_reference.load("composer")
@@ -186,8 +186,3 @@ def by_composer(
         trainer.fit()
         trainer.close()
     return dict(model.state_dict())
-
-
-def fit_all(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
-    """On each rank: numbers and weights of several trainings, or the error."""
-    return {name: fitted(pipeline) for name, pipeline in pipelines.items()}

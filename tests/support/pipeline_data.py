@@ -166,6 +166,11 @@ def fitted(pipeline: Pipeline, **fit: Any) -> Any:
     return attempt(train)
 
 
+def fit_all(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
+    """On each rank: several trainings, so that one launch serves them all."""
+    return {name: fitted(pipeline) for name, pipeline in pipelines.items()}
+
+
 RUN_FILES = ["checkpoints", "curves.png", "history.json", "model.safetensors", "plan.txt"]
 """What every run leaves in its folder."""
 
