@@ -58,17 +58,11 @@ class RunView:
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        position: Callable[[], TrainState],
-        epochs: int,
-        out: Path | None,
-        log: Callable[[Mapping[str, float | torch.Tensor], int], None],
-        echo: Callable[[str], None],
-    ) -> None:
+        self, engine: Engine, position: Callable[[], TrainState], epochs: int, out: Path | None,
+        log: Callable[[Mapping[str, float | torch.Tensor], int], None], echo: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self.epochs, self.out = epochs, out
-        self._engine, self._position = engine, position
-        self._log, self._echo = log, echo
+        self._engine, self._position, self._log, self._echo = engine, position, log, echo
         self._loss: torch.Tensor | None = None
         self._metrics: dict[str, float] = {}
         self._history: tuple[Epoch, ...] = ()
@@ -213,8 +207,8 @@ class RunView:
     def _gathered(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in tensors.items():
             with torch.no_grad():
-                found = self._engine.gather(value)
-            yield name, found.detach()
+                gathered = self._engine.gather(value)
+            yield name, gathered.detach()
 
 
 class Callback:

@@ -100,14 +100,15 @@ class InitialWeights:
         self.matched = matched
 
 
-def check_source(weights: WeightsArg) -> None:
-    """Raise PlanError unless `weights` exist and can be what `read_weights` reads; no tensor is read."""
+def check_source(weights: WeightsArg) -> Path:
+    """Raise PlanError unless `weights` exist and can be what `read_weights` reads; no tensor is read. Return where they
+    are on this machine, for a state dict an empty path."""
     if isinstance(weights, Mapping):
         odd = [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]
         if odd or not weights:
             what = f"{odd[0]!r} in the state dict is not a tensor" if odd else "The state dict is empty"
             raise PlanError(f"{what}. Pass model.state_dict().")
-        return
+        return Path()
     if not isinstance(weights, str | Path) or weights == "":
         raise PlanError(
             f"{weights!r:.80} is not a source of weights. Pass the folder of a run or of a checkpoint, a .safetensors "
@@ -120,14 +121,14 @@ def check_source(weights: WeightsArg) -> None:
         )
     if place.is_file() and place.suffix not in SUFFIXES:
         raise PlanError(f"{place} is not a file of weights: its name ends in none of {', '.join(SUFFIXES)}.")
+    return place
 
 
 def read_weights(weights: WeightsArg) -> State:
     """Return the weights by name."""
-    check_source(weights)
+    place = check_source(weights)
     if isinstance(weights, Mapping):
         return weights
-    place = opened(weights, MODEL, UNLISTED)
     if place.is_file() and place.suffix != ".safetensors":
         return read_file(place, "this pipeline")  # only tensors and plain values are unpickled
     if place.is_file():

@@ -188,12 +188,8 @@ def _other_model(store: Any, rank: int, info: Mapping[str, Any], first: Mapping[
     there, own = (json.loads(zlib.decompress(store.get(f"{one}/model"))) for one in (0, rank))
     names = (f"rank 0 ({first['host']})", f"rank {rank} ({info['host']})")
     differs = difference(there, own, libraries=True, names=names)
-    if not differs:
-        return ""
-    return (
-        f"The ranks do not train the same model: {differs}. Start all of them with the same code and packages, in the "
-        "same files."
-    )
+    remedy = "Start all of them with the same code and packages, in the same files."
+    return f"The ranks do not train the same model: {differs}. {remedy}" if differs else ""
 
 
 def _awaited(store: Any, key: str, wait: Wait, whom: int) -> str:

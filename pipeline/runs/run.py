@@ -53,14 +53,9 @@ class Run(Observer):
     `outcome` after each epoch. `initial` are the weights that were loaded into the model."""
 
     def __init__(
-        self,
-        plan: ResolvedPlan,
-        built: Built,
-        job: FitJob,
-        outcome: RankResult,
-        initial: Matched | None = None,
+        self, plan: ResolvedPlan, built: Built, job: FitJob, outcome: RankResult, initial: Matched | None = None,
         requests: Requests | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._plan, self._built, self._job, self._outcome = plan, built, job, outcome
         self._requests = requests = requests or Requests()
         self._initial = initial
@@ -86,16 +81,17 @@ class Run(Observer):
         if initial is not None:
             facts["init_from"] = initial.to_dict()
         self._artifacts = RunArtifacts(job, outcome, self._lead, facts)
+        self._echo = self._artifacts.echo
         self._metrics = Metrics(job.logger if self._lead else (), job.folder, job.log_every)
         view = RunView(
-            self._engine, lambda: self.state, job.epochs, job.folder, self._metrics.log, self._artifacts.echo
+            self._engine, lambda: self.state, job.epochs, job.folder, self._metrics.log, self._echo
         )
         every = None if built.val is None else job.eval_every_steps
         self._callbacks = RunCallbacks(
             job.callbacks, self._engine, view, self._length, every, self._evaluate_within, self._stop
         )
-        model = self._engine.plain_model
-        self._infinite = {name for name, value in model.named_buffers() if not value.isfinite().all()}
+        buffers = self._engine.plain_model.named_buffers()
+        self._infinite = {name for name, value in buffers if not value.isfinite().all()}
         self._name = ""
         self._writer: CheckpointWriter | None = None
         self._observer: Observer = self._guard
@@ -106,9 +102,8 @@ class Run(Observer):
         return self._hooks.state
 
     def train(self) -> None:
-        initial = "" if self._initial is None else str(self._initial)
-        for note in filter(None, [*self._notes.values(), initial, frozen(self._engine.plain_model)]):
-            self._artifacts.echo(note)
+        for note in (*self._notes.values(), self._initial or "", frozen(self._engine.plain_model)):
+            self._echo(str(note))
         choice = resuming.choose(self._engine, self._job.resume, self._store)
         self._name = choice.run
         if self._store is not None and self._job.checkpoints is not None:
@@ -136,15 +131,13 @@ class Run(Observer):
         if checkpoint is None:
             self._hooks.begin(self._engine, self._job.epochs * self._length, self._built.train)
             self._take_folder(choice)
-            if note := self._hooks.note():
-                self._artifacts.echo(note)
+            self._echo(self._hooks.note())
             if self._job.resume is not None:
-                self._artifacts.echo("There is no checkpoint yet: training starts from scratch.")
+                self._echo("There is no checkpoint yet: training starts from scratch.")
             return
         content = checkpoint.content
         check_compatible(content.facts, self._facts, checkpoint.path, tied_to_length(self._plan))
-        if note := check_model(content.facts, self._facts, checkpoint.place, changed=self._job.changed_model):
-            self._artifacts.echo(note)
+        self._echo(check_model(content.facts, self._facts, checkpoint.place, changed=self._job.changed_model))
         if content.epoch + (content.step_in_epoch > 0) > self._job.epochs:
             raise CheckpointError(
                 f"The checkpoint {checkpoint.place} was saved after {content.epoch} epochs and "
@@ -153,7 +146,7 @@ class Run(Observer):
         checkpoint.check_length(self._length)
         states.load_engine(checkpoint, self._engine)
         if left := states.buffers_left(checkpoint, self._engine):
-            self._artifacts.echo(
+            self._echo(
                 f"{checkpoint.place} was written by Drivetrain {content.drivetrain}, which did not save the "
                 f"non-persistent buffers: {', '.join(left[:8])} begin as the model's constructor sets them."
             )
@@ -176,7 +169,6 @@ class Run(Observer):
             self._artifacts.clear()
 
     def _history(self, checkpoint: Checkpoint) -> History:
-        """Return the checkpoint's history, with a note on where the run resumed."""
         content, facts = checkpoint.content, dict(checkpoint.content.history.facts)
         here = {"step": content.step, "strategy": content.strategy, "ranks": len(content.ranks)}
         if self._job.continue_stopped and "stopped" in facts:
@@ -185,22 +177,22 @@ class Run(Observer):
         return replace(content.history, facts={**facts, "resumed": since})
 
     def _restore_results(self, checkpoint: Checkpoint, history: History) -> None:
-        content, place, artifacts = checkpoint.content, checkpoint.place, self._artifacts
-        self.state.stop, within = history.stopped, content.step_in_epoch
+        content, place, within = checkpoint.content, checkpoint.place, checkpoint.content.step_in_epoch
+        self.state.stop = history.stopped
         if history.stopped is not None:
-            artifacts.echo(
+            self._echo(
                 f"{place} is of a run that was stopped: {history.stopped}. This is its result; "
                 "fit(continue_stopped=True) would continue it."
             )
         elif content.epoch < self._job.epochs:
-            artifacts.echo(f"Resumed from {place}: step {within} of epoch {content.epoch + 1}.")
+            self._echo(f"Resumed from {place}: step {within} of epoch {content.epoch + 1}.")
         else:
-            artifacts.echo(f"Resumed from {place}: the training was finished.")
+            self._echo(f"Resumed from {place}: the training was finished.")
         if within and history.stopped is None:
-            artifacts.resume(history)
+            self._artifacts.resume(history)
             return
         keeps = self._keeps(self._job.epochs if history.stopped is not None else content.epoch)
-        artifacts.keep(history, lambda: evaluated_state(checkpoint) if keeps else ModelState(), within)
+        self._artifacts.keep(history, lambda: evaluated_state(checkpoint) if keeps else ModelState(), within)
 
     def _restore_callbacks(self, checkpoint: Checkpoint) -> None:
         """Restore the states of this rank's callbacks; with another number of ranks, those of rank 0."""
@@ -208,7 +200,7 @@ class Run(Observer):
         own = self._engine.rank if len(ranks) == self._engine.world_size else 0
         unknown = self._callbacks.restore(ranks[own].callbacks)
         if unknown and self.state.stop is None:
-            self._artifacts.echo(
+            self._echo(
                 f"{checkpoint.place} has the state of {', '.join(unknown)}, which is not among callbacks=[…]; it is "
                 "ignored."
             )
@@ -258,7 +250,7 @@ class Run(Observer):
             dist.all_gather_object(ranks, own)
         samples = sorted(sample for each in ranks for sample in each)
         if samples:
-            self._artifacts.echo(
+            self._echo(
                 f"{len(samples)} of the epoch's samples cannot be decoded, and others took their places: "
                 f"{', '.join(map(str, samples[:_NAMED]))}{', …' if len(samples) > _NAMED else ''}. Run drivetrain "
                 "verify for all."
@@ -303,7 +295,7 @@ class Run(Observer):
         keeps = self._keeps(self._job.epochs)
         with buffers_kept(self._engine.plain_model), self._evaluating():
             artifacts.keep(history, lambda: self._weights(keeps=keeps), within)
-        artifacts.echo(f"Stopped after step {state.step:,} (epoch {state.epoch + (within > 0)}): {reason}.")
+        self._echo(f"Stopped after step {state.step:,} (epoch {state.epoch + (within > 0)}): {reason}.")
 
     def on_step_end(self, state: TrainState) -> None:
         """Save within the epoch when due, or if the run is stopped there; `on_epoch_end` saves at its end, after the
@@ -366,7 +358,7 @@ class Run(Observer):
         if saved is not None:
             where = f"saved {saved}. Run the same command with --resume (resume='auto') to continue"
         message = f"Stopped{by} after step {state.step:,}; {where}."
-        self._artifacts.echo(message)
+        self._echo(message)
         raise TrainingPreempted(self._requests.signal, saved, message)
 
     @contextmanager
