@@ -117,6 +117,6 @@ class RunArtifacts(Observer):
             self._next_picture = perf_counter() + PICTURE
 
     def echo(self, text: str) -> None:
-        """Print a line on rank 0, if the run shows progress and the text is not empty."""
-        if text and self._lead and self._job.progress:
+        """Print a line on rank 0, if the run shows progress."""
+        if self._lead and self._job.progress:
             echo(text)

@@ -102,8 +102,9 @@ class Run(Observer):
         return self._hooks.state
 
     def train(self) -> None:
-        for note in (*self._notes.values(), self._initial or "", frozen(self._engine.plain_model)):
-            self._echo(str(note))
+        initial = "" if self._initial is None else str(self._initial)
+        for note in filter(None, [*self._notes.values(), initial, frozen(self._engine.plain_model)]):
+            self._echo(note)
         choice = resuming.choose(self._engine, self._job.resume, self._store)
         self._name = choice.run
         if self._store is not None and self._job.checkpoints is not None:
@@ -131,13 +132,15 @@ class Run(Observer):
         if checkpoint is None:
             self._hooks.begin(self._engine, self._job.epochs * self._length, self._built.train)
             self._take_folder(choice)
-            self._echo(self._hooks.note())
+            if note := self._hooks.note():
+                self._echo(note)
             if self._job.resume is not None:
                 self._echo("There is no checkpoint yet: training starts from scratch.")
             return
         content = checkpoint.content
         check_compatible(content.facts, self._facts, checkpoint.path, tied_to_length(self._plan))
-        self._echo(check_model(content.facts, self._facts, checkpoint.place, changed=self._job.changed_model))
+        if note := check_model(content.facts, self._facts, checkpoint.place, changed=self._job.changed_model):
+            self._echo(note)
         if content.epoch + (content.step_in_epoch > 0) > self._job.epochs:
             raise CheckpointError(
                 f"The checkpoint {checkpoint.place} was saved after {content.epoch} epochs and "
