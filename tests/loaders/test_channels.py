@@ -16,8 +16,8 @@ from drivetrain.loaders.decode.preprocess import Evaluation
 from drivetrain.loaders.options import LoaderOptions
 from late_streams import LateStreams
 from loader_pictures import make, run_script
-from loader_stock_ffcv import COUNT as COUNT_OF_FFCV
-from loader_stock_ffcv import KINDS, pixels
+from loader_stock_arrays import COUNT as COUNT_OF_FFCV
+from loader_stock_arrays import KINDS, pixels
 from numpy.typing import NDArray
 from PIL import Image
 from torch.nn import functional
@@ -374,7 +374,7 @@ def test_checksums(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.process
 def test_files_of_ffcvs_writer_load(tmp_path: Path) -> None:
-    run_script("loader_stock_ffcv.py", "arrays", tmp_path)
+    run_script("loader_stock_arrays.py", tmp_path)
     for name, (dtype, shape) in KINDS.items():
         depth = 8 * np.dtype(dtype).itemsize
         found = evaluate(tmp_path / f"theirs-{name}.beton", shape[:2], eval_crop="whole")

@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     convert(raw_pictures(10, 16), root / "raw.beton")
     report = convert(mixed_images(root), root / "mixed.beton", on_error="skip")
     assert (report.samples, len(report.skipped)) == (25, 1)
-    run_script("loader_stock_ffcv.py", "images", root)
+    run_script("loader_stock_ffcv.py", root)
     return root
 
 

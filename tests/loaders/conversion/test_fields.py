@@ -16,7 +16,7 @@ from drivetrain.loaders import Beton, convert, inspect, open_beton, verify
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.conversion.writer import PAGE_SIZE
 from loader_pictures import jpeg_bytes, picture, raw_pictures, run_script
-from loader_stock_ffcv import COUNT, values
+from loader_stock_fields import COUNT, values
 
 pytestmark = pytest.mark.process
 
@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     convert(Dicts(), root / "dicts.beton", fields=NAMES)
     convert(Large(), root / "large.beton", fields=NAMES, workers=2)
     convert(Dicts((3, "text", b"")), root / "empty.beton", fields=NAMES)
-    run_script("loader_stock_ffcv.py", "fields", root)
+    run_script("loader_stock_fields.py", root)
     return root
 
 

@@ -16,7 +16,7 @@ from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.beton.tables import image_field, label_field
 from drivetrain.pipeline.apps.cli import main
 from loader_pictures import image_folder, jpeg_bytes, picture, run_script
-from loader_stock_ffcv import COUNT, KINDS, pixels
+from loader_stock_arrays import COUNT, KINDS, pixels
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -253,7 +253,7 @@ def test_ffcv_reads_ours_and_we_read_its_files(tmp_path: Path) -> None:
     for mode, kind in MODES.items():
         convert((levels(*kind), np.arange(5)), tmp_path / f"ours-{mode}.beton", image_mode=mode)
         manifest_path(tmp_path / f"ours-{mode}.beton").unlink()
-    run_script("loader_stock_ffcv.py", "arrays", tmp_path)
+    run_script("loader_stock_arrays.py", tmp_path)
     for mode, kind in MODES.items():
         theirs = np.load(tmp_path / f"ours-{mode}.npz")
         np.testing.assert_array_equal(theirs["images"], levels(*kind))

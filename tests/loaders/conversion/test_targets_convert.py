@@ -19,7 +19,7 @@ from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.beton.targets import encode_mask, palette
 from loader_pictures import jpeg_bytes, picture, run_script
-from loader_stock_ffcv import MASKS, mask, size
+from loader_stock_masks import COUNT, mask, size
 from PIL import Image, ImageOps
 from torchvision import tv_tensors
 from torchvision.transforms import v2
@@ -38,7 +38,7 @@ class Samples:
         self.label, self.change = label, change
 
     def __len__(self) -> int:
-        return MASKS
+        return COUNT
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample = {
@@ -74,12 +74,12 @@ def test_targets_are_stored_and_read(tmp_path: Path) -> None:
         assert beton.fields == {"image": "rgb_image", "label": "bytes", "boxes": "json", "points": "json"}
         assert beton.targets == {"label": "mask", "boxes": "boxes", "points": "keypoints"}
         assert (beton.classes, beton.label_name) == (CLASSES, "label")
-        assert beton.read("boxes", np.arange(MASKS)) == BOXES
-        assert beton.read("points", np.arange(MASKS)) == POINTS
+        assert beton.read("boxes", np.arange(COUNT)) == BOXES
+        assert beton.read("points", np.arange(COUNT)) == POINTS
         with pytest.raises(BetonError, match=r"its labels are masks.*read\('label', indices\)"):
             _ = beton.labels
     assert single.num_classes == 3
-    for index in range(MASKS):
+    for index in range(COUNT):
         assert np.array_equal(single.mask("label", index), mask(index))
     with pytest.raises(BetonError, match="has no mask 'boxes'"):
         single.mask("boxes", 0)
@@ -143,7 +143,7 @@ def test_targets_are_scaled_as_torchvision_does(tmp_path: Path, options: dict[st
     path = tmp_path / "a.beton"
     convert(Samples(), path, fields=FIELDS, **options)
     beton = open_beton(path)
-    for index in range(MASKS):
+    for index in range(COUNT):
         height, width = size(index)
         new = [int(beton.heights[index]), int(beton.widths[index])]
         assert new < [height, width]
@@ -222,7 +222,7 @@ def test_bad_targets_are_rejected_or_skipped(tmp_path: Path, change: dict[str, A
     refused(changed(**change), tmp_path, words, fields=FIELDS, classes=CLASSES)
     report = convert(changed(**change), tmp_path / "a.beton", on_error="skip", **options)
     assert [name for name, _ in report.skipped] == ["sample 3"]
-    assert len(open_beton(tmp_path / "a.beton")) == MASKS - 1
+    assert len(open_beton(tmp_path / "a.beton")) == COUNT - 1
 
 
 def test_a_mask_where_the_first_label_is_a_number(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_classes_name_the_indices(tmp_path: Path) -> None:
 def folders(tmp_path: Path) -> tuple[Path, Path]:
     """Images in `photos/a` and `photos/b.c`, and their masks."""
     photos, masks = tmp_path / "photos", tmp_path / "masks"
-    for index in range(MASKS):
+    for index in range(COUNT):
         name = ("a", "b.c")[index % 2]
         for root in (photos, masks):
             (root / name).mkdir(parents=True, exist_ok=True)
@@ -295,7 +295,7 @@ def test_a_folder_of_masks(folders: tuple[Path, Path], tmp_path: Path) -> None:
     assert "class 1 has no name" in end.line
     masks.rename(photos / "masks")  # below the images
     convert(photos, tmp_path / "c.beton", labels=photos / "masks")
-    assert len(open_beton(tmp_path / "c.beton")) == MASKS
+    assert len(open_beton(tmp_path / "c.beton")) == COUNT
 
 
 def test_folders_that_do_not_match(folders: tuple[Path, Path], tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_masks_in_shards(tmp_path: Path) -> None:
         tar.addfile(member, io.BytesIO(data))
 
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for index in range(MASKS):
+        for index in range(COUNT):
             add(tar, f"{index}.jpg", jpeg_bytes(picture(index, *size(index))))
             add(tar, f"{index}.mask.png", encode_mask(mask(index)))
             add(tar, f"{index}.json", str(index).encode())
@@ -328,8 +328,8 @@ def test_masks_in_shards(tmp_path: Path) -> None:
     assert end.code == 0
     one, other = open_beton(tmp_path / "a.beton"), open_beton(tmp_path / "b.beton")
     assert (one.targets, other.targets) == ({"label": "mask"}, {"mask.png": "mask"})
-    assert other.labels.tolist() == list(range(MASKS))
-    for index in range(MASKS):
+    assert other.labels.tolist() == list(range(COUNT))
+    for index in range(COUNT):
         assert np.array_equal(one.mask("label", index), mask(index))
         assert np.array_equal(other.mask("mask.png", index), mask(index))
 
@@ -338,15 +338,15 @@ def test_masks_in_shards(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_stock_reads_our_masks_and_we_read_theirs(tmp_path: Path) -> None:
     convert(Samples(), tmp_path / "ours.beton", fields={"boxes": "boxes"})
-    run_script("loader_stock_ffcv.py", "masks", tmp_path)
+    run_script("loader_stock_masks.py", tmp_path)
     ours, theirs = np.load(tmp_path / "ours.npz"), np.load(tmp_path / "theirs.npz")
-    for index in range(MASKS):
+    for index in range(COUNT):
         assert np.array_equal(ours[f"label{index}"], mask(index))
         assert ours[f"boxes{index}"].tolist() == BOXES[index]
         assert np.array_equal(theirs[f"mask{index}"], mask(index))
     beton = open_beton(tmp_path / "theirs.beton")
     assert (beton.label_name, beton.targets, beton.num_classes) == ("mask", {"mask": "mask"}, 0)
-    for index in range(MASKS):
+    for index in range(COUNT):
         assert np.array_equal(beton.mask("mask", index), mask(index))
     assert verify(tmp_path / "theirs.beton").sound
     assert inspect(tmp_path / "theirs.beton").fields == {"image": "rgb_image", "mask": "mask"}
@@ -357,7 +357,7 @@ def test_inspection_counts_pixels(tmp_path: Path) -> None:
     path = tmp_path / "a.beton"
     convert(Samples(), path, fields=FIELDS, classes=CLASSES)
     found = inspect(path)
-    pixels = np.concatenate([mask(index).ravel() for index in range(MASKS)])
+    pixels = np.concatenate([mask(index).ravel() for index in range(COUNT)])
     names = {0: "ground", 1: "car", 2: "tree", 255: "255 (does not count)"}
     assert found.masks["label"].classes == {
         name: int((pixels == index).sum()) for index, name in names.items()
@@ -422,7 +422,7 @@ def test_verify_checks_targets_by_the_manifest(tmp_path: Path) -> None:
     assert fault[1].startswith("its boxes 'boxes': box 0 is [9, 2, 1, 1], which ends before it begins")
     manifest.write_text(manifest.read_text().replace(',\n  "tree"', ""))
     faults = verify(path).bad
-    assert len(faults) == MASKS
+    assert len(faults) == COUNT
     assert faults[0][1].startswith("its mask 'label': it has the class index 2 at row 15, column 20, but")
 
 
@@ -454,6 +454,6 @@ def test_files_of_a_data_set_must_have_the_same_targets(tmp_path: Path) -> None:
     convert(Samples(), tmp_path / "b{0..2}.beton", fields=FIELDS)
     several = open_files(str(tmp_path / "b{0..2}.beton"))
     assert several.targets == {"label": "mask", "boxes": "boxes", "points": "keypoints"}
-    for index in range(MASKS):
+    for index in range(COUNT):
         beton, own = several.locate(index)
         assert np.array_equal(beton.mask("label", own), mask(index))
