@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from .apps.exports.export import export as export
     from .callbacks.callback import Callback as Callback
     from .callbacks.callback import RunOptions as RunOptions
+    from .callbacks.callback import RunView as RunView
     from .callbacks.early_stopping import EarlyStopping as EarlyStopping
     from .callbacks.gradient_norms import GradientNorms as GradientNorms
     from .callbacks.profile import Profile as Profile
-    from .callbacks.view import RunView as RunView
     from .checkpoints.directory import Checkpoints as Checkpoints
     from .checkpoints.directory import CheckpointWarning as CheckpointWarning
     from .describe.plan import Plan as Plan
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .runs.result import FitResult as FitResult
     from .runs.result import TrainingInterrupted as TrainingInterrupted
     from .runs.result import TrainingPreempted as TrainingPreempted
-    from .runs.saved import load_run as load_run
+    from .runs.result import load_run as load_run
     from .tasks.contrastive import Contrastive as Contrastive
     from .tasks.standard import Classification as Classification
     from .tasks.standard import MultiLabel as MultiLabel

@@ -177,7 +177,7 @@ class Pipeline(PipelineSpec):
             >>> sorted(pipeline.evaluate("runs/photos"))
             ['top1', 'val_loss']
         """
-        from .runs.evaluation import evaluate_weights
+        from .runs.result import evaluate_weights
 
         return evaluate_weights(self, weights)
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import composer_reference
 import gpu_device
-import interpreters
 import machines
 import outcomes
 import psutil
@@ -25,7 +24,6 @@ from drivetrain.pipeline.telemetry import curves
 from drivetrain.pipeline.telemetry.history import History
 from drivetrain.strategies import registry
 from drivetrain.strategies.launching import launcher
-from durations import Durations
 from forked_ranks import STARTED, RankServer
 from pipeline_data import Toy
 from places import ROOT, TESTS
@@ -41,10 +39,7 @@ class PlainRoot:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """See `PlainRoot`, `durations`, `interpreters` and `outcomes`."""
     config.pluginmanager.register(PlainRoot())
-    config.pluginmanager.register(Durations(config))
-    interpreters.register(config)
     outcomes.register(config, lambda: RankServer.forked)
 
 

@@ -7,8 +7,7 @@ from typing import Any, Literal, get_args
 
 from ...common.checks import check_number, check_whole
 from ...common.errors import PlanError, suggest
-from .callback import Callback, RunOptions
-from .view import RunView
+from .callback import Callback, RunOptions, RunView
 
 Mode = Literal["auto", "min", "max"]
 
@@ -51,47 +50,42 @@ class EarlyStopping(Callback):
         check_number("EarlyStopping: min_delta", min_delta, PlanError, "[0, inf)")
         if mode not in get_args(Mode):
             raise PlanError(f"EarlyStopping: mode={mode!r} is not known.{suggest(str(mode), get_args(Mode))}")
-        self.monitor, self.patience, self.min_delta = monitor, patience, min_delta
-        self.mode = mode
+        self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
         self.lower_is_better = mode != "max"
         self.best: float | None = None
         self.waited = 0
 
     def check(self, run: RunOptions) -> None:
         """Raise `PlanError` unless the run measures the metric, and it is known which values are better."""
-        if self.monitor in ("loss", *run.metrics):
+        known = ("loss", *run.metrics)
+        if self.monitor in known:
             if self.mode == "auto":
                 self.lower_is_better = not self._declared(run)
-            return
-        if not run.metrics:
+        elif not run.metrics:
             raise PlanError(
                 f"EarlyStopping monitors {self.monitor!r}, but the run has no validation data. Pass a second file to "
                 "load() (--val), or use EarlyStopping('loss')."
             )
-        raise PlanError(
-            f"EarlyStopping: no metric is named {self.monitor!r}.{suggest(self.monitor, ('loss', *run.metrics))}"
-        )
+        else:
+            raise PlanError(
+                f"EarlyStopping: no metric is named {self.monitor!r}.{suggest(self.monitor, known)}"
+            )
 
     def on_fit_start(self, view: RunView) -> None:  # noqa: ARG002
-        """Forget an earlier run."""
         self.best, self.waited = None, 0
 
     def on_evaluation_end(self, view: RunView) -> None:
-        """Look at a metric of the evaluation."""
         if self.monitor != "loss":
             self._look(view, view.metrics.get(self.monitor))
 
     def on_epoch_end(self, view: RunView) -> None:
-        """Look at the training loss."""
         if self.monitor == "loss":
             self._look(view, view.history[-1].loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value and the evaluations since."""
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore both."""
         self.best, self.waited = state["best"], state["waited"]
 
     def _look(self, view: RunView, value: float | None) -> None:
@@ -110,7 +104,6 @@ class EarlyStopping(Callback):
             )
 
     def _declared(self, run: RunOptions) -> bool:
-        """Return whether higher values of the metric are better."""
         if self.monitor == "loss":  # of the training: there may be no validation data
             return False
         higher = run.higher_is_better.get(self.monitor)

@@ -8,8 +8,7 @@ import torch
 
 from ...common.checks import check_whole
 from ...common.errors import PlanError, suggest
-from .callback import Callback, RunOptions
-from .view import RunView
+from .callback import Callback, RunOptions, RunView
 
 By = Literal["module", "group"]
 
@@ -41,7 +40,6 @@ class GradientNorms(Callback):
         self.every, self.by = every, by
 
     def check(self, run: RunOptions) -> None:
-        """Raise `PlanError` without a logger."""
         if not run.logs:
             raise PlanError(
                 "GradientNorms logs to the run's loggers, and there are none. Pass fit(logger='csv', out=…), or "
@@ -49,11 +47,9 @@ class GradientNorms(Callback):
             )
 
     def needs_gradients(self, step: int) -> bool:
-        """Return whether an entry is due."""
         return step % self.every == 0
 
     def on_step_end(self, view: RunView) -> None:
-        """Log if due."""
         if not self.needs_gradients(view.step):
             return
         groups = {name: n for n, names in enumerate(view.group_names()) for name in names}

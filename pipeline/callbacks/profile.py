@@ -12,8 +12,7 @@ import torch
 from ...common.checks import check_flag, check_whole
 from ...common.errors import PlanError, require_suffix
 from ...common.storage.files import atomic_file
-from .callback import Callback
-from .view import RunView
+from .callback import Callback, RunView
 
 
 class Profile(Callback):
@@ -55,7 +54,6 @@ class Profile(Callback):
             self._begin(view)
 
     def on_step_end(self, view: RunView) -> None:
-        """End the range of this step, and begin that of the next one."""
         self._range.close()
         if view.step == self._first:
             self._begin(view)

@@ -26,8 +26,8 @@ from ...loaders.image_size import ImageSize
 from ...strategies import Engine
 from ...strategies.common.memory import HeldBytes, held_bytes
 from ...transforms import Loop
-from ..describe.config import LOG_EVERY
-from ..telemetry.metrics import Metrics
+from ..describe.fit import LOG_EVERY
+from ..telemetry.loggers import Metrics
 from ..telemetry.observer import Observer, Observers
 from ..telemetry.progress import Progress
 from ..telemetry.state import TrainState

@@ -26,21 +26,15 @@ Weights = Callable[[], ModelState]
 
 @dataclass(frozen=True, kw_only=True)
 class FitJob(FitConfig):
-    """The validated options of `fit`, with `epochs` and loggers resolved, and what ranks need in addition.
-
-    Attributes:
-        texts: text files for the folder, by name.
-        in_cell: whether `fit` was called in a notebook.
-        plan: text that rank 0 prints once everything is built and checked.
-        each_rank: whether the ranks existed before the call, so that every rank returns the result to its caller.
-    """
+    """The validated options of `fit`, with `epochs` and loggers resolved, and what ranks need in addition."""
 
     epochs: int
     resume: str | Path | None = None
     logger: tuple[object, ...] = ()
-    texts: dict[str, str] = field(default_factory=dict)
-    in_cell: bool = False
-    plan: str = ""
+    texts: dict[str, str] = field(default_factory=dict)  # files for the folder, by name
+    in_cell: bool = False  # whether `fit` was called in a notebook
+    plan: str = ""  # printed by rank 0 once everything is built and checked
+    # Whether the ranks existed before the call, so that every rank returns the result to its caller.
     each_rank: bool = False
 
     @property
@@ -63,13 +57,7 @@ class RankResult:
 class RunArtifacts(Observer):
     """Keep history and weights, in memory and in the run's folder; write texts and curves; print messages.
 
-    Every rank has one; only rank 0 writes and prints.
-
-    Args:
-        job: the options of the run.
-        outcome: the rank's result, updated after each epoch.
-        lead: whether this is rank 0.
-        facts: facts of the history.
+    Every rank has one, which updates its `outcome` after each epoch; only rank 0, the `lead`, writes and prints.
     """
 
     def __init__(self, job: FitJob, outcome: RankResult, lead: bool, facts: dict[str, Any]) -> None:
@@ -80,16 +68,13 @@ class RunArtifacts(Observer):
 
     @property
     def history(self) -> History:
-        """The history of the finished epochs."""
         return self._outcome.history
 
     def clear(self) -> None:
-        """Remove the results of an earlier run from the folder."""
         if self._folder is not None:
             clear_results(self._folder)
 
     def on_start(self, state: TrainState) -> None:  # noqa: ARG002
-        """Write the texts that describe the run into its folder."""
         if self._folder is not None:
             write(self._folder, with_trained(self._job.texts, self.history.facts))
 
@@ -111,16 +96,13 @@ class RunArtifacts(Observer):
         self.keep(replace(self.history, epochs=[*self.history.epochs, epoch]), weights)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
-        evaluations = [*self.history.evaluations, evaluation]
-        self._outcome.history = replace(self.history, evaluations=evaluations)
+        self._outcome.history = replace(self.history, evaluations=[*self.history.evaluations, evaluation])
         if self._folder is not None:
             self.history.save(self._folder / HISTORY)
 
     def resume(self, history: History) -> None:
-        """Restore the finished epochs when resuming in the middle of the next one.
-
-        Their weights are not in the checkpoint, but in the run's folder if its history has the same epochs.
-        """
+        """Restore the finished epochs when resuming in the middle of the next one. Their weights are not in the
+        checkpoint, but in the run's folder if its history has the same epochs."""
         self._outcome.history = history
         if self._folder is None or not history.epochs:
             return

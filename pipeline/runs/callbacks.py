@@ -13,8 +13,7 @@ import torch.distributed as dist
 from ...common.checks import check_picklable
 from ...common.errors import CheckpointError, DrivetrainError, PlanError
 from ...strategies import Engine
-from ..callbacks.callback import Callback, RunOptions
-from ..callbacks.view import RunView
+from ..callbacks.callback import Callback, RunOptions, RunView
 from ..describe.resolve import ResolvedPlan
 from ..tasks.scales import scales
 from ..telemetry.history import Epoch, Evaluation
@@ -35,16 +34,8 @@ def run_options(plan: ResolvedPlan, logs: bool) -> RunOptions:
 
 
 def check_callbacks(callbacks: Sequence[Callback], options: RunOptions, *, pickled: bool) -> None:
-    """Check callbacks before any work.
-
-    Args:
-        callbacks: from `FitConfig`.
-        options: what the run will measure.
-        pickled: whether they are sent to other processes.
-
-    Raises:
-        PlanError: for one that cannot work in this run, cannot be pickled, or whose state is not JSON values.
-    """
+    """Raise PlanError for a callback that cannot work in this run, cannot be pickled if it is sent to other processes,
+    or whose state is not JSON values."""
     for one in callbacks:
         one.check(options)
         if pickled:
@@ -57,11 +48,7 @@ def check_callbacks(callbacks: Sequence[Callback], options: RunOptions, *, pickl
 
 
 def state_of(callback: Callback) -> dict[str, Any]:
-    """Return a copy of a callback's state, which a thread may write while the callback continues.
-
-    Raises:
-        CheckpointError: if it is not a dict of JSON values.
-    """
+    """Return a copy of a callback's state, which a thread may write while the callback continues."""
     state: Any = callback.state_dict()
     try:
         copied = json.loads(json.dumps(state))
@@ -86,26 +73,14 @@ class RunCallbacks(Observer):
     callback, which the failed rank never joins. A rank whose callback failed waits `PATIENCE` seconds for the others;
     then it raises its error alone, and the launcher ends the other ranks.
 
-    Args:
-        callbacks: of this rank.
-        engine: reduces the numbers.
-        view: what the callbacks see.
-        steps: steps in an epoch.
-        eval_every: steps between two evaluations within an epoch; None: none.
-        evaluate: evaluates within an epoch, and notifies the observers.
-        stop: stores weights and results of a run that is stopped, with the reason.
+    An epoch has `steps`, and is evaluated by `evaluate`, which notifies the observers, every `eval_every` of them.
+    `stop` stores weights and results of a run that is stopped, with the reason.
     """
 
     def __init__(
-        self,
-        callbacks: Sequence[Callback],
-        engine: Engine,
-        view: RunView,
-        steps: int,
-        eval_every: int | None,
-        evaluate: Callable[[], object],
-        stop: Callable[[str], None],
-    ) -> None:
+        self, callbacks: Sequence[Callback], engine: Engine, view: RunView, steps: int, eval_every: int | None,
+        evaluate: Callable[[], object], stop: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self._all, self._engine, self._view = tuple(callbacks), engine, view
         self._steps, self._every = steps, eval_every
         self._evaluate, self._stop = evaluate, stop
@@ -129,11 +104,9 @@ class RunCallbacks(Observer):
         return {name: state for name, state in states.items() if state}
 
     def history(self, epochs: Sequence[Epoch]) -> None:
-        """Show the finished epochs."""
         self._view._history = tuple(epochs)
 
     def on_start(self, state: TrainState) -> None:  # noqa: ARG002
-        """Call `on_fit_start` and load the states."""
         self._started = True
         self._call("on_fit_start")
         for one in self._all:
@@ -142,10 +115,8 @@ class RunCallbacks(Observer):
         self._agree()
 
     def before_step(self, state: TrainState) -> None:
-        """Keep the gradients, if a callback needs them."""
         if self._at_steps and self._failure is None:
-            number = state.step + 1
-            answers = [self._guarded(one, "needs_gradients", number) for one in self._all]
+            answers = [self._guarded(one, "needs_gradients", state.step + 1) for one in self._all]
             if any(answers):
                 self._view._gradients = self._engine.gradients()
 
@@ -176,7 +147,6 @@ class RunCallbacks(Observer):
         self._send()
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
-        """Call `on_epoch_end`, and agree."""
         if not self._all:
             return
         self._view._history = (*self._view._history, epoch)
@@ -209,7 +179,6 @@ class RunCallbacks(Observer):
                 )
 
     def _end(self, state: TrainState) -> None:
-        """End the run after this step or epoch."""
         state.stop = self._agreed
         self._stop(self._agreed)
         self._agree()  # on errors in the evaluation of a run that is stopped

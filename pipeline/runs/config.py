@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from ...common.checks import check_fields
 from ...common.errors import PlanError, suggest
 from ...common.names import imported
 from ...common.options.config import Check, Kind
@@ -18,18 +18,12 @@ if TYPE_CHECKING:
     from ..callbacks.callback import Callback
     from ..checkpoints.directory import Checkpoints
 
-__all__ = ["STOPPING", "FitConfig", "check_out"]
-
 STOPPING = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 """Signals that can ask a run to stop. Ctrl-C, SIGINT, has a meaning of its own."""
 
 
 def _make_callbacks(given: Sequence[Any]) -> tuple[Callback, ...]:
-    """Return callbacks, of which some are given as `{name, …options}`.
-
-    Raises:
-        PlanError: for what is not one, an unknown name or option, and two of the same class.
-    """
+    """Return callbacks, of which some are given as `{name, …options}`."""
     from ..callbacks.callback import Callback
 
     made: dict[str, Callback] = {}
@@ -63,10 +57,7 @@ def _by_name(entry: Mapping[str, Any]) -> object:
         raise PlanError(
             f"No callback is named {name!r}. A custom one is named package.module:Class.{suggest(str(name), known)}"
         )
-    parameters = inspect.signature(kind).parameters
-    for option in options:
-        if option not in parameters:
-            raise PlanError(f"callbacks: {name} has no option {option!r}.{suggest(option, parameters)}")
+    check_fields(f"callbacks: {name}", kind, options, PlanError)
     try:
         return kind(**options)
     except TypeError as error:
@@ -79,16 +70,10 @@ def _check_signals(name: str, value: Sequence[Any]) -> None:
             raise PlanError(f"{name}: {one!r:.80} is not known.{suggest(str(one), STOPPING)}")
 
 
-def _is_checkpoints(value: object) -> bool:
+def _checkpoints() -> type[Checkpoints]:
     from ..checkpoints.directory import Checkpoints
 
-    return value is None or isinstance(value, Checkpoints)
-
-
-def _default_checkpoints() -> Checkpoints:
-    from ..checkpoints.directory import Checkpoints
-
-    return Checkpoints()
+    return Checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +103,12 @@ class FitConfig(FitOptions):
     begins, their checkpoints once its first one is complete."""
     checkpoints: Annotated[
         Checkpoints | None,
-        Kind(_is_checkpoints, "a drivetrain.pipeline.Checkpoints(keep=2, …), or None", json=False),
-    ] = field(default_factory=_default_checkpoints)
+        Kind(
+            lambda value: value is None or isinstance(value, _checkpoints()),
+            "a drivetrain.pipeline.Checkpoints(keep=2, …), or None",
+            json=False,
+        ),
+    ] = field(default_factory=lambda: _checkpoints()())
     """When to save checkpoints, and which to keep; None: no checkpoints. Requires `out`."""
     continue_stopped: bool = False
     """Whether resuming a run that a callback stopped continues it; False: it returns the run's result, like resuming a
@@ -160,14 +149,12 @@ class FitConfig(FitOptions):
             raise PlanError(
                 "resume='auto' searches out for checkpoints. Pass fit(out=…) (--out), or the checkpoint's path."
             )
-        if self.continue_stopped and self.resume is None:
-            raise PlanError(
-                "continue_stopped=True continues a stopped run that is resumed. Pass resume='auto' or its path, too."
-            )
-        if self.changed_model and self.resume is None:
-            raise PlanError(
-                "changed_model=True lets a run resume with a changed model. Pass resume='auto' or its path, too."
-            )
+        for name, what in (
+            ("continue_stopped", "continues a stopped run that is resumed"),
+            ("changed_model", "lets a run resume with a changed model"),
+        ):
+            if getattr(self, name) and self.resume is None:
+                raise PlanError(f"{name}=True {what}. Pass resume='auto' or its path, too.")
 
     @property
     def folder(self) -> Path | None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-import tempfile
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
-from ...common.errors import DrivetrainError, PlanError, StrategyError
+from ...common.errors import PlanError, StrategyError
 from ...common.storage.addresses import is_address
 from ...strategies.launching.group import is_main_process, is_rank
 from ...strategies.launching.meeting import LostRankError, failures_posted
@@ -24,24 +23,18 @@ from ..training.build import plain_torch, rebuild_model, resolve_data
 from .artifacts import FitJob, RankResult
 from .callbacks import check_callbacks, run_options
 from .config import FitConfig
-from .folder import descriptions, draw_curves, lock_run_dir, replaced
+from .folder import descriptions, draw_curves, lock_run_dir, make_folder, published, replaced, taken_up
 from .initial import InitialWeights, check_source
 from .preflight import preflight
-from .publishing import published, taken_up
 from .ranks import built_here, on_ranks, trains_here
 from .result import FitResult, TrainingInterrupted
 from .run import Run
 
 
 @plain_torch()
+@failures_posted()
 def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False) -> FitResult:
     """Train; see `Pipeline.fit`. With `show_plan`, print the plan once everything is checked and built."""
-    with failures_posted():
-        return _checked_fit(spec, config, show_plan)
-
-
-def _checked_fit(spec: PipelineSpec, config: FitConfig, show_plan: bool) -> FitResult:
-    """Check everything, and train."""
     epochs = spec.epochs if config.epochs is None else config.epochs
     if epochs is None:
         raise PlanError("Number of epochs not set. Pass fit(epochs=…).")
@@ -49,9 +42,10 @@ def _checked_fit(spec: PipelineSpec, config: FitConfig, show_plan: bool) -> FitR
     folder, progress = config.folder, config.progress
     if folder is not None:
         folder = folder.absolute()  # a callback may change the working directory
-    loggers = check_loggers(config.logger, config.log_every, folder, pickled=not trains_here(plan))
+    pickled = not trains_here(plan)
+    loggers = check_loggers(config.logger, folder, pickled=pickled)
     if config.callbacks:
-        check_callbacks(config.callbacks, run_options(plan, bool(loggers)), pickled=not trains_here(plan))
+        check_callbacks(config.callbacks, run_options(plan, bool(loggers)), pickled=pickled)
     _check_evaluation(plan, config)
     if config.init_from is not None:
         check_source(config.init_from)
@@ -78,7 +72,6 @@ def _checked_fit(spec: PipelineSpec, config: FitConfig, show_plan: bool) -> FitR
 
 
 def _check_evaluation(plan: ResolvedPlan, config: FitConfig) -> None:
-    """Raise PlanError if evaluations are set without validation data."""
     for name in ("eval_every", "eval_every_steps"):
         if name in config.changed() and plan.data.val is None:
             raise PlanError(
@@ -88,7 +81,6 @@ def _check_evaluation(plan: ResolvedPlan, config: FitConfig) -> None:
 
 
 def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
-    """Train, and draw the curves."""
     folder, progress = job.folder, job.progress
     interrupted: TrainingInterrupted | None = None
     try:
@@ -115,7 +107,6 @@ def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
 
 
 def _how_to_go_on(folder: Path | None) -> str:
-    """Return what is left of a run that has lost a rank, and how to continue it."""
     store = None if folder is None else CheckpointDir(folder / "checkpoints")
     last = None if store is None or store.run is None else store.last(store.run)
     if last is None:
@@ -127,23 +118,6 @@ def _how_to_go_on(folder: Path | None) -> str:
 def _echo(note: str, progress: bool) -> None:
     if note and progress and is_main_process():
         echo(note)
-
-
-def make_folder(folder: Path) -> Path:
-    """Create the folder and its parents if missing, check that it is writable, and return it.
-
-    Raises:
-        DrivetrainError: if it cannot be created or written, before time is spent on its contents.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except (FileExistsError, NotADirectoryError):
-        raise DrivetrainError(f"{folder} cannot be a folder: it or one of its parents is a file.") from None
-    except OSError as error:
-        raise DrivetrainError(f"The folder {folder} is not writable: {error.strerror}.") from None
-    return folder
 
 
 def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
@@ -158,11 +132,9 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
             if job.plan and is_main_process():
                 print(job.plan, flush=True)
             run = Run(plan, built, job, outcome, None if initial is None else initial.matched, requests)
-            saves: AbstractContextManager[None] = nullcontext()
-            if job.saves:
-                saves = requests.interruptible(reports=job.progress and is_main_process())
+            shows = job.progress and is_main_process()
             try:
-                with saves:
+                with requests.interruptible(reports=shows) if job.saves else nullcontext():
                     run.train()
             finally:
                 vars(run).clear()  # its observers refer to it: model and optimizer would stay for a while

@@ -1,10 +1,14 @@
 """A run's folder: its lock, the remains of earlier runs, and its files other than weights and checkpoints: recipe,
-plan and curves."""
+plan and curves. If it is at an address, these are taken up when a run begins, and uploaded while it trains and when it
+ends."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,30 +16,43 @@ from typing import Any
 
 import yaml
 
-from ...common.errors import DrivetrainError, RecipeError
-from ...common.storage.files import acquire, atomic_file, release
+from ...common.errors import CheckpointError, DrivetrainError, RecipeError
+from ...common.signals import interrupts_held
+from ...common.storage.files import atomic_file
+from ...common.storage.locks import acquire, release
 from ...strategies.launching.group import is_main_process
 from ..checkpoints.directory import CheckpointDir
-from ..checkpoints.remote import RemoteRun, shown
+from ..checkpoints.remote import CHECKPOINTS, RemoteRun, shown
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan
-from ..recipes.convert import to_recipe
-from ..telemetry.history import History
+from ..recipes.export import to_recipe
+from ..telemetry.history import Epoch, Evaluation, History
 from ..telemetry.loggers import METRICS
+from ..telemetry.observer import Observer
+from ..telemetry.state import TrainState
 
 PLAN, RECIPE, HISTORY, CURVES = "plan.txt", "recipe.yaml", "history.json", "curves.png"
 MODEL, UNLISTED = "model.safetensors", "model.unlisted.safetensors"
+_PATIENCE = 3.0  # seconds that a failing run waits for an upload
+
+
+def make_folder(folder: Path) -> Path:
+    """Create the folder if missing, check that it is writable before time is spent on its contents, and return it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except (FileExistsError, NotADirectoryError):
+        raise DrivetrainError(f"{folder} cannot be a folder: it or one of its parents is a file.") from None
+    except OSError as error:
+        raise DrivetrainError(f"The folder {folder} is not writable: {error.strerror}.") from None
+    return folder
 
 
 @contextmanager
 def lock_run_dir(folder: Path) -> Iterator[None]:
-    """Lock the folder against other runs inside the block. The system releases the lock when the process ends.
-
-    The lock is on the folder itself, so it leaves no file. On file systems without such locks, this does nothing.
-
-    Raises:
-        DrivetrainError: if another run has locked the folder.
-    """
+    """Lock the folder against other runs inside the block. The system releases the lock when the process ends. It is on
+    the folder itself, so it leaves no file. On file systems without such locks, this does nothing."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # NFS can only lock what is open for writing
@@ -112,17 +129,12 @@ def write(folder: Path, texts: dict[str, str]) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file of an earlier run, if it exists.
-
-    Raises:
-        DrivetrainError: if it cannot be removed, e.g. because it is a folder.
-    """
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise DrivetrainError(
             f"{path} is in the way of this run's results and cannot be removed: {error.strerror or error}. Move it, or "
-            f"pass another folder: out=… (--out)."
+            "pass another folder: out=… (--out)."
         ) from None
     if (remote := RemoteRun.at(path.parent)) is not None:
         remote.files.remove([path.name])
@@ -137,13 +149,8 @@ def read_history(folder: Path) -> History | None:
 
 
 def draw_curves(folder: Path) -> str:
-    """Draw `curves.png` from the history in the folder, on rank 0.
-
-    It never raises: the result or the error of the run is worth more than the plot.
-
-    Returns:
-        A note on why there is no plot; "" if there is one, or nothing to draw.
-    """
+    """Draw `curves.png` from the history in the folder, on rank 0. Return a note on why there is no plot; "" if there
+    is one, or nothing to draw. It never raises: the result or the error of the run is worth more than the plot."""
     if not is_main_process() or not os.path.lexists(folder / HISTORY):
         return ""
     try:
@@ -161,3 +168,83 @@ def draw_curves(folder: Path) -> str:
         what = "" if isinstance(error, DrivetrainError) else f"{type(error).__name__}: "
         return f"There is no {CURVES}: {what}{error}"
     return ""
+
+
+def taken_up(folder: Path | None, resume: str | Path | None) -> str:
+    """On rank 0, make the local copy of a run what is at its address, before the run begins; leave any other folder as
+    it is. Return a note for the user, or ""."""
+    remote = RemoteRun.at(folder) if is_main_process() else None
+    if folder is None or remote is None:
+        return ""
+    note = "" if resume is None else CheckpointDir(folder / CHECKPOINTS).catch_up()
+    remote.pull([HISTORY] if resume is None else [HISTORY, MODEL, UNLISTED, METRICS])
+    return note
+
+
+@contextmanager
+def published(folder: Path | None) -> Iterator[None]:
+    """On rank 0, upload what the block leaves in the local copy of a run, and then remove the copy. After an error, try
+    to, and keep the copy."""
+    remote = RemoteRun.at(folder) if is_main_process() else None
+    if folder is None or remote is None:
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt | SystemExit):
+            remote.files.close()  # an error should not wait for a store that does not answer
+        try:
+            remote.push()
+        except CheckpointError as reason:
+            error.add_note(f"Not all results could be uploaded; they are in {folder}. {reason}")
+        raise
+    try:
+        remote.push()
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} The results are kept in {folder}.") from error
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def uploading_from(address: str) -> Iterator[Path]:
+    """Yield a temporary folder, whose files are uploaded to `address` after the block, also after an error. An address
+    that cannot be written raises before the block."""
+    with tempfile.TemporaryDirectory(prefix="drivetrain-") as name:
+        remote = RemoteRun(Path(name), address)
+        remote.files.probe()
+        try:
+            yield remote.folder
+        finally:
+            remote.push()
+
+
+class PublishResults(Observer):
+    """Upload the files of a run in a thread, after each evaluation and epoch; a failure is left to the next time."""
+
+    def __init__(self, remote: RemoteRun) -> None:
+        self._remote = remote
+        self._thread: threading.Thread | None = None
+
+    def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:  # noqa: ARG002
+        self._begin()
+
+    def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:  # noqa: ARG002
+        self._begin()
+
+    def on_end(self, *, failed: bool) -> None:
+        """Wait for the upload in progress; after a failure, only briefly. `published` uploads the rest."""
+        if self._thread is not None:
+            if failed:
+                self._remote.files.close()
+            self._thread.join(_PATIENCE if failed else None)
+
+    def _begin(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            with interrupts_held():
+                self._thread = threading.Thread(target=self._push, name="drivetrain-upload", daemon=True)
+                self._thread.start()
+
+    def _push(self) -> None:
+        with suppress(CheckpointError, OSError):  # e.g. a file that was replaced; the next time
+            self._remote.push()

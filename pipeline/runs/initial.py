@@ -25,57 +25,38 @@ from .folder import MODEL, UNLISTED
 State = Mapping[str, torch.Tensor]
 WeightsArg = str | Path | State
 """The folder of a run or of a checkpoint, a `.safetensors` file, the address of one of them, or a state dict."""
-SHOWN = 3  # names in a message
 
 
 @dataclass(frozen=True)
 class Matched:
-    """How weights match a model, after surgery.
+    """How the names of weights match those of a model, after surgery."""
 
-    Attributes:
-        source: where they are from.
-        loaded: names that were loaded.
-        missing: names of the model that the source does not have; they keep their values.
-        unexpected: names that the model does not have.
-        reshaped: names with another shape in the source, such as a last layer for other classes; they keep their
-            values.
-    """
-
-    source: str
+    source: str  # where they are from
     loaded: tuple[str, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    reshaped: tuple[str, ...]
+    missing: tuple[str, ...]  # not in the source; they keep the model's values
+    unexpected: tuple[str, ...]  # not in the model
+    reshaped: tuple[str, ...]  # of another shape in the source, such as a last layer for other classes
 
     def __str__(self) -> str:
         parts = [f"loaded {len(self.loaded)} of {len(self.loaded) + len(self.missing) + len(self.reshaped)}"]
-        for names, what in (
-            (self.reshaped, "with another shape there"),
-            (self.missing, "not there"),
-            (self.unexpected, "there, but not in the model"),
-        ):
-            if names:
-                parts.append(f"{first_of(names, SHOWN)} {what}")
+        kinds = {
+            "with another shape there": self.reshaped, "not there": self.missing,
+            "there, but not in the model": self.unexpected,
+        }  # fmt: skip
+        parts += [f"{first_of(names, 3)} {what}" for what, names in kinds.items() if names]
         return f"Weights from {self.source}: {'; '.join(parts)}."
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON values, with the number of loaded names only."""
         names = {name: list(getattr(self, name)) for name in ("missing", "unexpected", "reshaped")}
         return {"source": self.source, "loaded": len(self.loaded), **names}
 
 
 class InitialWeights:
-    """Loads weights into a model after surgery and before it is wrapped; pass it to `build`.
+    """Loads weights into a model after surgery and before it is wrapped; pass it to `build`. The call sets `matched`.
 
-    Names and shapes may be those of the model after surgery, or those before, which `Transform.from_plain` translates.
-
-    Args:
-        weights: where they are from. Of a run or a checkpoint, those that it evaluated: averages with EMA or SWA.
-        transforms: the pipeline's, in the plan's order.
-        strict: whether all names and shapes must match.
-
-    Attributes:
-        matched: set by the call.
+    Names and shapes may be those of the model after surgery, or those before, which `Transform.from_plain` translates;
+    with `strict`, all must match. Of a run or a checkpoint, the weights are those that it evaluated: averages with EMA
+    or SWA.
     """
 
     def __init__(self, weights: WeightsArg, transforms: Sequence[Transform], *, strict: bool = False) -> None:
@@ -84,12 +65,6 @@ class InitialWeights:
 
     @torch.no_grad()
     def __call__(self, model: nn.Module) -> None:
-        """Load the weights.
-
-        Raises:
-            PlanError: if no weight matches, with `strict` if one does not, or if the model is on the meta device.
-            CheckpointError: if the source is missing or damaged.
-        """
         source = str(self._weights) if isinstance(self._weights, str | Path) else "the state dict"
         state = dict(read_weights(self._weights))
         for transform in self._transforms:
@@ -124,14 +99,15 @@ class InitialWeights:
         self.matched = matched
 
 
-def check_source(weights: WeightsArg) -> None:
-    """Raise PlanError unless `weights` exist and can be what `read_weights` reads; no tensor is read."""
+def check_source(weights: WeightsArg) -> Path:
+    """Raise PlanError unless `weights` exist and can be what `read_weights` reads; no tensor is read. Return where they
+    are on this machine, for a state dict an empty path."""
     if isinstance(weights, Mapping):
         odd = [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]
         if odd or not weights:
             what = f"{odd[0]!r} in the state dict is not a tensor" if odd else "The state dict is empty"
             raise PlanError(f"{what}. Pass model.state_dict().")
-        return
+        return Path()
     if not isinstance(weights, str | Path) or weights == "":
         raise PlanError(
             f"{weights!r:.80} is not a source of weights. Pass the folder of a run or of a checkpoint, a .safetensors "
@@ -144,19 +120,14 @@ def check_source(weights: WeightsArg) -> None:
         )
     if place.is_file() and place.suffix not in SUFFIXES:
         raise PlanError(f"{place} is not a file of weights: its name ends in none of {', '.join(SUFFIXES)}.")
+    return place
 
 
 def read_weights(weights: WeightsArg) -> State:
-    """Return the weights by name.
-
-    Raises:
-        PlanError: see `check_source`.
-        CheckpointError: if a file or checkpoint is damaged, or a folder has neither.
-    """
-    check_source(weights)
+    """Return the weights by name."""
+    place = check_source(weights)
     if isinstance(weights, Mapping):
         return weights
-    place = opened(weights, MODEL, UNLISTED)
     if place.is_file() and place.suffix != ".safetensors":
         return read_file(place, "this pipeline")  # only tensors and plain values are unpickled
     if place.is_file():

@@ -52,12 +52,9 @@ _SHARED = (
 
 
 def preflight(plan: ResolvedPlan, job: FitJob) -> None:
-    """Compare this rank with the others; without a process group, do nothing.
-
-    Raises:
-        StrategyError: on every rank, naming a rank and its host, what differs, and both values; or the rank that has
-            not answered within the time limit of collectives.
-    """
+    """Compare this rank with the others; without a process group, do nothing. Raise StrategyError on every rank, naming
+    a rank and its host, what differs, and both values; or the rank that has not answered within the time limit of
+    collectives."""
     if not in_group() or dist.get_world_size() == 1:
         if is_address(job.out):
             RemoteFolder(str(job.out), CheckpointError).probe()
@@ -112,10 +109,8 @@ def digest(source: Source) -> str:
 
 
 def _digest(path: Path) -> str:
-    """Return the size and a CRC-32 of a file's first and last MiB, or of a folder's names.
-
-    A `.beton` file ends with a digest of all its samples, and begins with the labels and positions.
-    """
+    """Return the size and a CRC-32 of a file's first and last MiB, or of a folder's names. A `.beton` file ends with a
+    digest of all its samples, and begins with the labels and positions."""
     if (mirror := Mirror.at(path)) is not None:
         return f"{mirror.size:,} bytes, {mirror.version}"
     if path.is_dir():
@@ -172,11 +167,7 @@ def _verdict(store: Any, ranks: int, job: FitJob, timeout: float) -> str:
         except StrategyError as error:
             return str(error)
         first = first or info
-        if said := _difference(rank, info, first, job):
-            return said
-        if info["facts"][_MODEL] != first["facts"][_MODEL] and (
-            said := _other_model(store, rank, info, first)
-        ):
+        if said := _difference(rank, info, first, job) or _other_model(store, rank, info, first):
             return said
     return ""
 
@@ -184,32 +175,24 @@ def _verdict(store: Any, ranks: int, job: FitJob, timeout: float) -> str:
 def _model(plan: ResolvedPlan) -> dict[str, str]:
     """Return what the model is, built once more: the strategy is prepared by all ranks together."""
     found: dict[str, str] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # issued when it is built for training
+    with warnings.catch_warnings(action="ignore"):  # issued when it is built for training
         build_model(plan.spec, (), lambda fresh: found.update(model_identity(fresh, plan.spec.model)))
     return found
 
 
 def _other_model(store: Any, rank: int, info: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     """Return a sentence on how the model of a rank differs from that of rank 0; "" if only in what need not agree."""
-    there, own = (json.loads(zlib.decompress(store.get(f"{one}/model"))) for one in (0, rank))
-    differs = difference(
-        there, own, libraries=True, names=(f"rank 0 ({first['host']})", f"rank {rank} ({info['host']})")
-    )
-    if not differs:
+    if info["facts"][_MODEL] == first["facts"][_MODEL]:
         return ""
-    return (
-        f"The ranks do not train the same model: {differs}. Start all of them with the same code and packages, in the "
-        "same files."
-    )
+    there, own = (json.loads(zlib.decompress(store.get(f"{one}/model"))) for one in (0, rank))
+    names = (f"rank 0 ({first['host']})", f"rank {rank} ({info['host']})")
+    differs = difference(there, own, libraries=True, names=names)
+    remedy = "Start all of them with the same code and packages, in the same files."
+    return f"The ranks do not train the same model: {differs}. {remedy}" if differs else ""
 
 
 def _awaited(store: Any, key: str, wait: Wait, whom: int) -> str:
-    """Return what rank `whom` leaves under a key.
-
-    Raises:
-        StrategyError: if it does not in time.
-    """
+    """Return what rank `whom` leaves under a key; raise StrategyError if it does not in time."""
     own, ranks = dist.get_rank(), dist.get_world_size()
     while not arrives(store, key):
         if wait.left <= 0:

@@ -36,18 +36,12 @@ def on_ranks(
     if is_alone(plan):
         return function(plan, *args)
     try:
-        how = plan.distribution
+        how, waits = plan.distribution, {} if patience is None else {"patience": patience}
+        signals = [signal.Signals[name] for name in forward]
         return strategies.launch(
-            function,
-            plan,
-            *args,
-            devices=how.ranks,
-            device=how.device,
-            collective_timeout=how.timeout,
-            forward=[signal.Signals[name] for name in forward],
-            saves=saves,
-            **({} if patience is None else {"patience": patience}),
-        )[0]
+            function, plan, *args, devices=how.ranks, device=how.device, collective_timeout=how.timeout,
+            forward=signals, saves=saves, **waits,
+        )[0]  # fmt: skip
     except StrategyError as error:
         if isinstance(error.__cause__, DrivetrainError | SystemExit):
             raise error.__cause__ from None

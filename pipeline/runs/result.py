@@ -1,29 +1,45 @@
-"""The result of training."""
+"""The result of training: load it from a folder, evaluate it, and predict with it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 
-from ...common.errors import DataError, PlanError
+from ...common.errors import CheckpointError, DataError, PlanError
 from ...common.model_state import ModelState, unlisted_tensors
 from ...transforms import Report, Transform
-from ..checkpoints.weights import plain_state
+from ..checkpoints.remote import opened
+from ..checkpoints.weights import load_model, plain_state
+from ..describe.config import source_name
 from ..describe.inputs import Inputs
+from ..describe.kinds import sort_transforms
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import Plan
-from ..tasks.standard import Classification
+from ..describe.resolve import ResolvedPlan, resolve
+from ..recipes.build import build_pipeline
+from ..tasks.classification import Classification
+from ..tasks.nests import map_tensors, to_float
 from ..tasks.task import Task
 from ..telemetry.history import History
-from .evaluation import evaluate_weights
-from .prediction import BATCH, predict
+from ..training.build import rebuild_model, resolve_data
+from ..training.loop import evaluate
+from ..training.plain_torch import plain_torch
+from .folder import HISTORY, MODEL, RECIPE, UNLISTED, read_history
+from .initial import InitialWeights, WeightsArg, check_source
+from .ranks import built_here, on_ranks
 
 if TYPE_CHECKING:
     from ...loaders.decode.preprocess import Evaluation
+
+BATCH = 32  # images that `predict` takes at once: enough for speed, little memory
 
 
 @dataclass
@@ -117,7 +133,7 @@ class FitResult:
             >>> sorted(row)
             ['class', 'image', 'probabilities', 'probability']
         """
-        return predict(self.model, self.task, self.inputs, images, batch_size=batch_size)
+        return _predict(self.model, self.task, self.inputs, images, batch_size)
 
     def plain_state(self) -> dict[str, torch.Tensor]:
         """Return the weights by the names of the model before surgery, for use without Drivetrain.
@@ -133,7 +149,6 @@ class FitResult:
 
     @property
     def _state(self) -> ModelState:
-        """All tensors of the model."""
         return ModelState(dict(self.model.state_dict()), unlisted_tensors(self.model))
 
     @property
@@ -158,12 +173,116 @@ class FitResult:
 
     def _repr_html_(self) -> str:
         """Return the history, with the plan and the transforms' changes folded."""
-        parts = [("what was changed", "<br>".join(report._repr_html_() for report in self.reports))]
-        parts += [("the plan", self.plan._repr_html_())]
+        changes = "<br>".join(report._repr_html_() for report in self.reports)
         folded = "".join(
-            f"<details><summary>{name}</summary>{body}</details>" for name, body in parts if body
+            f"<details><summary>{name}</summary>{body}</details>"
+            for name, body in (("what was changed", changes), ("the plan", self.plan._repr_html_()))
+            if body
         )
         return self.history._repr_html_() + folded
+
+
+def load_run(folder: str | Path) -> FitResult:
+    """Return the result of a run, from `recipe.yaml`, `model.safetensors` and `history.json` in its folder.
+
+    The recipe may name a model in a module, which is imported: load only runs that you trust.
+
+    Args:
+        folder: the run's folder, or its address.
+
+    Raises:
+        CheckpointError: if one of these files is missing or damaged, or they are not of one run.
+        RecipeError: if the recipe cannot be built.
+
+    Example::
+
+        >>> result = load_run("runs/photos")
+        >>> sorted(result.metrics)
+        ['top1', 'val_loss']
+    """
+    place, folder = folder, opened(folder, RECIPE, HISTORY, MODEL, UNLISTED)
+    history = read_history(folder)
+    if history is None or not history.epochs:
+        raise CheckpointError(
+            f"{place} has no finished epoch of a run: its {HISTORY} is missing or damaged. Pass the folder of a "
+            "run (fit(out=…), --out)."
+        )
+    if not (folder / RECIPE).exists():
+        raise CheckpointError(
+            f"{place} has no {RECIPE}, because its pipeline could not be written as one. Build the pipeline again, "
+            "and load model.safetensors into its model."
+        )
+    spec = build_pipeline(folder / RECIPE, {}, PipelineSpec)
+    transforms = sort_transforms(spec.transforms)
+    state = load_model(folder / MODEL, epochs=len(history.epochs))
+    if not state:
+        raise CheckpointError(
+            f"{folder / MODEL} does not have the weights after epoch {len(history.epochs)}, the last in {HISTORY}. "
+            "Resume the run (--resume), which writes them again."
+        )
+    try:
+        model, reports = rebuild_model(spec, transforms, state)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{folder / MODEL} does not fit the model of {folder / RECIPE}: {error}"
+        ) from error
+    return FitResult(model.eval(), history, reports, Plan(()), transforms, spec)
+
+
+@plain_torch()
+def evaluate_weights(
+    spec: PipelineSpec, weights: WeightsArg, data: str | Path | None = None
+) -> dict[str, float]:
+    """Return the metrics of weights; see `Pipeline.evaluate`."""
+    if spec.data is not None and data is not None:
+        spec = spec.replace(data=replace(spec.data, val=source_name(data, "data")))
+    plan = resolve(spec)
+    if plan.data.val is None:
+        raise PlanError("There is no validation data to evaluate. Pass a second file to load() (--val).")
+    check_source(weights)
+    return on_ranks(resolve_data(plan, progress=False), _evaluate_rank, weights)
+
+
+def _evaluate_rank(plan: ResolvedPlan, weights: WeightsArg) -> dict[str, float]:
+    initial = InitialWeights(weights, plan.transforms, strict=True)
+    with built_here(plan, initial) as built:
+        assert built.val is not None
+        return evaluate(built.engine, built.val, built.hooks, plan.task)
+
+
+@plain_torch()
+def _predict(
+    model: nn.Module, task: Task, inputs: Inputs, images: Any, batch_size: int
+) -> list[dict[str, Any]]:
+    given = _listed(images, inputs.channels)
+    if not given:
+        return []
+    transform, rows = inputs.transform(), []
+    training, device = model.training, next((p.device for p in model.parameters()), torch.device("cpu"))
+    model.eval()
+    try:
+        for start in range(0, len(given), batch_size):
+            part = given[start : start + batch_size]
+            batch = torch.stack([transform(image) for image in part]).to(device)
+            with torch.no_grad():
+                predictions = task.predict(to_float(task.outputs(model(batch))))
+            predictions = map_tensors(torch.Tensor.cpu, predictions)
+            for n, image in enumerate(part):
+                name = str(image) if isinstance(image, str | Path) else start + n
+                row = task.row(map_tensors(itemgetter(n), predictions), inputs.classes)
+                rows.append({"image": name, **row})
+    finally:
+        model.train(training)
+    return rows
+
+
+def _listed(images: Any, channels: int) -> list[Any]:
+    one = isinstance(images, str | Path | bytes | Image.Image)
+    if isinstance(images, np.ndarray):  # of one channel, (N, H, W) are several
+        one = images.ndim == 2 or (images.ndim == 3 and (channels > 1 or images.shape[2] == 1))
+    if not one and not isinstance(images, Iterable):
+        raise DataError(f"predict() takes paths or images, not a {type(images).__name__}.")
+    return [images] if one else list(images)
 
 
 class TrainingPreempted(SystemExit):
@@ -198,11 +317,7 @@ class TrainingInterrupted(KeyboardInterrupt):
     """
 
     def __init__(
-        self,
-        outcome: Any = None,
-        result: FitResult | None = None,
-        epochs: int = 0,
-        checkpoint: str | Path | None = None,
+        self, outcome: Any = None, result: FitResult | None = None, epochs: int = 0, checkpoint: Any = None
     ) -> None:
         finished = "before its first epoch finished"
         if result is not None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...common.errors import CheckpointError, NonFiniteError, first_of
 from ...common.model_state import ModelState, buffers_kept, split_state, train_mode
-from ..callbacks.view import RunView
+from ..callbacks.callback import RunView
 from ..checkpoints import state as states
 from ..checkpoints.directory import CheckpointDir, ResumePoint, begin_run, choose_start
 from ..checkpoints.fingerprint import (
@@ -34,7 +34,7 @@ from ..describe.inputs import Inputs
 from ..describe.resolve import ResolvedPlan
 from ..tasks.scales import scales
 from ..telemetry.history import Epoch, Evaluation, History
-from ..telemetry.metrics import Metrics
+from ..telemetry.loggers import Metrics
 from ..telemetry.observer import Observer, Observers
 from ..telemetry.progress import Progress, progress_file
 from ..telemetry.provenance import provenance
@@ -46,34 +46,21 @@ from ..training.loop import EpochStats, evaluate, train_epoch
 from ..training.schedule import Schedule
 from .artifacts import FitJob, RankResult, RunArtifacts
 from .callbacks import RunCallbacks
+from .folder import PublishResults
 from .initial import Matched
-from .publishing import PublishResults
 from .result import TrainingInterrupted, TrainingPreempted
 
 _NAMED = 20  # replaced samples that a line names
 
 
 class Run(Observer):
-    """One run on this rank, and the last observer of its loop: it saves checkpoints, and leaves on request.
-
-    Args:
-        plan: the resolved pipeline.
-        built: what `build` built from it.
-        job: the options of the run.
-        outcome: the rank's result, updated after each epoch.
-        initial: the weights that were loaded into the model, if any.
-        requests: to stop or save, from outside. Default None: there are none.
-    """
+    """One run on this rank, and the last observer of its loop: it saves checkpoints, and leaves on request. It updates
+    `outcome` after each epoch. `initial` are the weights that were loaded into the model."""
 
     def __init__(
-        self,
-        plan: ResolvedPlan,
-        built: Built,
-        job: FitJob,
-        outcome: RankResult,
-        initial: Matched | None = None,
+        self, plan: ResolvedPlan, built: Built, job: FitJob, outcome: RankResult, initial: Matched | None = None,
         requests: Requests | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._plan, self._built, self._job, self._outcome = plan, built, job, outcome
         self._requests = requests = requests or Requests()
         self._initial = initial
@@ -84,16 +71,9 @@ class Run(Observer):
         scale = plan.optimization.scheduled_scale(plan.data.batch_size)
         self._schedule = Schedule(plan.optimization, self._engine.optimizer, job.epochs * self._length, scale)
         self._store = None if job.folder is None else CheckpointDir(job.folder.resolve() / "checkpoints")
-        self._guard = NonFiniteGuard(
-            self._engine,
-            job.on_nonfinite,
-            self._advice,
-            requests,
-            scaled=plan.distribution.precision == "fp16",
-        )
-        self._units = {
-            name: scale.unit for name, scale in scales(plan.task).items() if scale.unit is not None
-        }
+        scaled = plan.distribution.precision == "fp16"
+        self._guard = NonFiniteGuard(self._engine, job.on_nonfinite, self._advice, requests, scaled=scaled)
+        self._units = {name: each.unit for name, each in scales(plan.task).items() if each.unit is not None}
         inputs = Inputs.of(built.train, built.val, plan.data.eval_size)
         facts: dict[str, Any] = {
             "recipe": plan.recipe, "seed": plan.seed, "provenance": provenance(), "monitor": asdict(built.monitor),
@@ -106,16 +86,17 @@ class Run(Observer):
         if initial is not None:
             facts["init_from"] = initial.to_dict()
         self._artifacts = RunArtifacts(job, outcome, self._lead, facts)
+        self._echo = self._artifacts.echo
         self._metrics = Metrics(job.logger if self._lead else (), job.folder, job.log_every)
         view = RunView(
-            self._engine, lambda: self.state, job.epochs, job.folder, self._metrics.log, self._artifacts.echo
+            self._engine, lambda: self.state, job.epochs, job.folder, self._metrics.log, self._echo
         )
         every = None if built.val is None else job.eval_every_steps
         self._callbacks = RunCallbacks(
             job.callbacks, self._engine, view, self._length, every, self._evaluate_within, self._stop
         )
-        model = self._engine.plain_model
-        self._infinite = {name for name, value in model.named_buffers() if not value.isfinite().all()}
+        buffers = self._engine.plain_model.named_buffers()
+        self._infinite = {name for name, value in buffers if not value.isfinite().all()}
         self._name = ""
         self._writer: CheckpointWriter | None = None
         self._observer: Observer = self._guard
@@ -123,14 +104,12 @@ class Run(Observer):
 
     @property
     def state(self) -> TrainState:
-        """The position of the run."""
         return self._hooks.state
 
     def train(self) -> None:
-        """Train the remaining epochs of the run."""
         initial = "" if self._initial is None else str(self._initial)
         for note in filter(None, [*self._notes.values(), initial, frozen(self._engine.plain_model)]):
-            self._artifacts.echo(note)
+            self._echo(note)
         choice = choose_start(self._engine, self._job.resume, self._store)
         self._name = choice.run
         if self._store is not None and self._job.checkpoints is not None:
@@ -159,14 +138,14 @@ class Run(Observer):
             self._hooks.begin(self._engine, self._job.epochs * self._length, self._built.train)
             self._take_folder(choice)
             if note := self._hooks.note():
-                self._artifacts.echo(note)
+                self._echo(note)
             if self._job.resume is not None:
-                self._artifacts.echo("There is no checkpoint yet: training starts from scratch.")
+                self._echo("There is no checkpoint yet: training starts from scratch.")
             return
         content = checkpoint.content
         check_compatible(content.facts, self._facts, checkpoint.path, tied_to_length(self._plan))
         if note := check_model(content.facts, self._facts, checkpoint.place, changed=self._job.changed_model):
-            self._artifacts.echo(note)
+            self._echo(note)
         if content.epoch + (content.step_in_epoch > 0) > self._job.epochs:
             raise CheckpointError(
                 f"The checkpoint {checkpoint.place} was saved after {content.epoch} epochs and "
@@ -175,7 +154,7 @@ class Run(Observer):
         checkpoint.check_length(self._length)
         states.load_engine(checkpoint, self._engine)
         if left := states.buffers_left(checkpoint, self._engine):
-            self._artifacts.echo(
+            self._echo(
                 f"{checkpoint.place} was written by Drivetrain {content.drivetrain}, which did not save the "
                 f"non-persistent buffers: {', '.join(left[:8])} begin as the model's constructor sets them."
             )
@@ -198,7 +177,6 @@ class Run(Observer):
             self._artifacts.clear()
 
     def _history(self, checkpoint: Checkpoint) -> History:
-        """Return the checkpoint's history, with a note on where the run resumed."""
         content, facts = checkpoint.content, dict(checkpoint.content.history.facts)
         here = {"step": content.step, "strategy": content.strategy, "ranks": len(content.ranks)}
         if self._job.continue_stopped and "stopped" in facts:
@@ -207,23 +185,22 @@ class Run(Observer):
         return replace(content.history, facts={**facts, "resumed": since})
 
     def _restore_results(self, checkpoint: Checkpoint, history: History) -> None:
-        """Restore the history and the weights of the finished epochs."""
-        content, place, artifacts = checkpoint.content, checkpoint.place, self._artifacts
-        self.state.stop, within = history.stopped, content.step_in_epoch
+        content, place, within = checkpoint.content, checkpoint.place, checkpoint.content.step_in_epoch
+        self.state.stop = history.stopped
         if history.stopped is not None:
-            artifacts.echo(
+            self._echo(
                 f"{place} is of a run that was stopped: {history.stopped}. This is its result; "
                 "fit(continue_stopped=True) would continue it."
             )
         elif content.epoch < self._job.epochs:
-            artifacts.echo(f"Resumed from {place}: step {within} of epoch {content.epoch + 1}.")
+            self._echo(f"Resumed from {place}: step {within} of epoch {content.epoch + 1}.")
         else:
-            artifacts.echo(f"Resumed from {place}: the training was finished.")
+            self._echo(f"Resumed from {place}: the training was finished.")
         if within and history.stopped is None:
-            artifacts.resume(history)
+            self._artifacts.resume(history)
             return
         keeps = self._keeps(self._job.epochs if history.stopped is not None else content.epoch)
-        artifacts.keep(history, lambda: evaluated_state(checkpoint) if keeps else ModelState(), within)
+        self._artifacts.keep(history, lambda: evaluated_state(checkpoint) if keeps else ModelState(), within)
 
     def _restore_callbacks(self, checkpoint: Checkpoint) -> None:
         """Restore the states of this rank's callbacks; with another number of ranks, those of rank 0."""
@@ -231,7 +208,7 @@ class Run(Observer):
         own = self._engine.rank if len(ranks) == self._engine.world_size else 0
         unknown = self._callbacks.restore(ranks[own].callbacks)
         if unknown and self.state.stop is None:
-            self._artifacts.echo(
+            self._echo(
                 f"{checkpoint.place} has the state of {', '.join(unknown)}, which is not among callbacks=[…]; it is "
                 "ignored."
             )
@@ -256,18 +233,13 @@ class Run(Observer):
                 evaluation = self._evaluate(number) if self._evaluates(number) else None
                 self._check(number, stats, evaluation)
                 epoch = Epoch(
-                    epoch=number,
-                    loss=stats.loss,
-                    val_loss=None if evaluation is None else evaluation.val_loss,
-                    metrics={} if evaluation is None else evaluation.metrics,
+                    number, stats.loss, None if evaluation is None else evaluation.val_loss,
+                    {} if evaluation is None else evaluation.metrics,
                     images_per_s=stats.images / stats.seconds,
                     data_wait_fraction=stats.data_wait_s / stats.seconds,
-                    seconds=earlier + perf_counter() - start,
-                    lr=state.lr,
-                    skipped=stats.skipped + stats.overflowed,
-                    replaced=replaced,
-                    units=self._units,
-                )
+                    seconds=earlier + perf_counter() - start, lr=state.lr,
+                    skipped=stats.skipped + stats.overflowed, replaced=replaced, units=self._units,
+                )  # fmt: skip
                 keeps = self._keeps(number)
                 if evaluation is not None:
                     self._callbacks.on_evaluation_end(state, evaluation)
@@ -286,7 +258,7 @@ class Run(Observer):
             dist.all_gather_object(ranks, own)
         samples = sorted(sample for each in ranks for sample in each)
         if samples:
-            self._artifacts.echo(
+            self._echo(
                 f"{len(samples)} of the epoch's samples cannot be decoded, and others took their places: "
                 f"{', '.join(map(str, samples[:_NAMED]))}{', …' if len(samples) > _NAMED else ''}. Run drivetrain "
                 "verify for all."
@@ -294,14 +266,12 @@ class Run(Observer):
         return len(samples)
 
     def _evaluates(self, number: int) -> bool:
-        """Return whether the end of an epoch is evaluated."""
         job = self._job
         due = job.eval_every_steps is not None and self.state.step % job.eval_every_steps == 0
-        last = number == job.epochs
-        return self._built.val is not None and (last or due or number % job.eval_every == 0)
+        due = due or number == job.epochs or number % job.eval_every == 0
+        return self._built.val is not None and due
 
     def _evaluate(self, number: int) -> Evaluation:
-        """Evaluate the current weights of the model, in epoch `number`."""
         assert self._built.val is not None
         metrics = evaluate(self._engine, self._built.val, self._hooks, self._plan.task)
         return Evaluation(number, self.state.step, metrics.pop("val_loss"), metrics, self._units)
@@ -312,9 +282,8 @@ class Run(Observer):
         with buffers_kept(engine.plain_model), self._evaluating():
             evaluation = self._evaluate(state.epoch + (state.meter.steps > 0))
             if not math.isfinite(evaluation.val_loss):
-                raise NonFiniteError(
-                    f"After step {state.step} the loss in validation is {evaluation.val_loss}. {self._advice()}"
-                )
+                what = f"After step {state.step} the loss in validation is {evaluation.val_loss}."
+                raise NonFiniteError(f"{what} {self._advice()}")
             self._artifacts.add_evaluation(evaluation)
             Observers(self._bar, self._observer).on_evaluation_end(state, evaluation)
         engine.reshard()
@@ -324,9 +293,9 @@ class Run(Observer):
     def _stop(self, reason: str) -> None:
         """Keep results, weights and the reason of a run that is stopped after this step or epoch."""
         state, within, artifacts = self.state, self.state.meter.steps, self._artifacts
-        history = artifacts.history
-        rated = bool(history.epochs) and history.epochs[-1].val_loss is not None and not within
-        rated = rated or (bool(history.evaluations) and history.evaluations[-1].step == state.step)
+        epochs, evaluations = artifacts.history.epochs, artifacts.history.evaluations
+        rated = bool(epochs) and epochs[-1].val_loss is not None and not within
+        rated = rated or (bool(evaluations) and evaluations[-1].step == state.step)
         if self._built.val is not None and not rated:
             self._evaluate_within()
         stopped = {"reason": reason, "epoch": state.epoch, "step": state.step}
@@ -334,7 +303,7 @@ class Run(Observer):
         keeps = self._keeps(self._job.epochs)
         with buffers_kept(self._engine.plain_model), self._evaluating():
             artifacts.keep(history, lambda: self._weights(keeps=keeps), within)
-        artifacts.echo(f"Stopped after step {state.step:,} (epoch {state.epoch + (within > 0)}): {reason}.")
+        self._echo(f"Stopped after step {state.step:,} (epoch {state.epoch + (within > 0)}): {reason}.")
 
     def on_step_end(self, state: TrainState) -> None:
         """Save within the epoch when due, or if the run is stopped there; `on_epoch_end` saves at its end, after the
@@ -372,14 +341,10 @@ class Run(Observer):
         """Save the state of the run, if each rank finds what it writes of the weights finite."""
         assert self._writer is not None
         part, content = states.capture_state(
-            self._built,
-            run=self._name,
-            strategy=self._plan.distribution.name,
-            facts=self._facts,
-            description=description(self._plan),
-            history=self._artifacts.history,
+            self._built, run=self._name, strategy=self._plan.distribution.name, facts=self._facts,
+            description=description(self._plan), history=self._artifacts.history,
             callbacks=self._callbacks.states(),
-        )
+        )  # fmt: skip
         bad = torch.tensor(float(not states.all_finite(part, self._engine.plain_model)))
         if self._engine.reduce(bad, "sum").item():
             raise NonFiniteError(
@@ -389,11 +354,7 @@ class Run(Observer):
         self._requests.saved()
 
     def _leave(self) -> None:
-        """Leave on request, once the checkpoint of this step is complete.
-
-        Raises:
-            TrainingPreempted, TrainingInterrupted: always one of them.
-        """
+        """Raise TrainingPreempted or TrainingInterrupted, once the checkpoint of this step is complete."""
         state, saved = self.state, None
         if self._writer is not None and self._store is not None:
             self._writer.close()
@@ -405,16 +366,13 @@ class Run(Observer):
         if saved is not None:
             where = f"saved {saved}. Run the same command with --resume (resume='auto') to continue"
         message = f"Stopped{by} after step {state.step:,}; {where}."
-        self._artifacts.echo(message)
+        self._echo(message)
         raise TrainingPreempted(self._requests.signal, saved, message)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Give the model the weights used in evaluation and in the result, equal on all ranks, inside the block.
-
-        Raises:
-            NonFiniteError: if the weights of the last step are not finite.
-        """
+        """Give the model the weights used in evaluation and in the result, equal on all ranks, inside the block. Before
+        it, raise NonFiniteError if the weights of the last step are not finite."""
         self._guard.check_weights(self.state)
         self._engine.sync_buffers()
         with self._hooks.evaluating():
@@ -422,11 +380,8 @@ class Run(Observer):
             yield
 
     def _weights(self, *, keeps: bool) -> ModelState:
-        """Return all tensors used in evaluation, inside `_evaluating`; empty unless this rank keeps them.
-
-        Raises:
-            NonFiniteError: on every rank, if a value is not finite that was finite before the run.
-        """
+        """Return all tensors used in evaluation, inside `_evaluating`; empty unless this rank keeps them. Raise on
+        every rank if a value is not finite that was finite before the run."""
         state = split_state(self._engine.plain_model, self._engine.export_state(lambda _: keeps))
         bad = [name for name, value in state.weights.items() if not value.isfinite().all()]
         # A forward may set what the state dict leaves out, such as a mask with infinities.
@@ -458,11 +413,13 @@ class Run(Observer):
         if self._writer is not None:
             self._writer.wait_a_moment()
         last = None if self._store is None else self._store.last(self._name)
-        good = "There is no earlier checkpoint."
-        if last is not None:
-            good = f"The last good checkpoint is {shown(last)}."
-        optimization = self._plan.optimization
-        return f"{good} Lower the learning rate ({optimization.describe()}), add warm-up, or set clip_norm."
+        good = (
+            "There is no earlier checkpoint."
+            if last is None
+            else f"The last good checkpoint is {shown(last)}."
+        )
+        rate = self._plan.optimization.describe()
+        return f"{good} Lower the learning rate ({rate}), add warm-up, or set clip_norm."
 
 
 def frozen(model: nn.Module) -> str:

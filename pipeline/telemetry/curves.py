@@ -12,19 +12,12 @@ INK, TRAIN, VAL = "#222222", "#2f6f9f", "#b5452c"
 
 
 def draw(history: History) -> bytes:
-    """Return the plot as PNG. Without validation data, its curves are missing.
-
-    Raises:
-        MissingExtra: without matplotlib.
-    """
-    figure_class = require("matplotlib.figure", "plot", "draw the curves of a training").Figure
+    """Return the plot as PNG."""
+    figure = require("matplotlib.figure", "plot", "draw the curves of a training").Figure(figsize=(9, 5.6))
     ticker = require("matplotlib.ticker", "plot", "draw the curves of a training")
-    figure = figure_class(figsize=(9, 5.6))
     # The layout and the titles' heights are set by hand: finding them takes matplotlib longer than the drawing.
     figure.subplots_adjust(left=0.08, right=0.985, bottom=0.085, top=0.89, hspace=0.18, wspace=0.2)
-    epochs = history.epochs
-    monitor = history.monitor
-    in_percent = monitor.unit is not None
+    epochs, monitor = history.epochs, history.monitor
     (losses, metric), (rate, speed) = figure.subplots(2, 2, sharex=True)
     _curve(losses, epochs, [epoch.loss for epoch in epochs], TRAIN, "training (its own loss function)")
     _curve(losses, epochs, [epoch.val_loss for epoch in epochs], VAL, "validation (the task's own)")
@@ -38,8 +31,8 @@ def draw(history: History) -> bytes:
     _curve(speed, epochs, [epoch.images_per_s for epoch in epochs], TRAIN, "images/s")
     speed.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     titles = (
-        "loss, mean of the epoch", f"{monitor} in validation{', %' * in_percent}", "learning rate at the epoch's end",
-        "training throughput, images/s",
+        "loss, mean of the epoch", f"{monitor} in validation{', %' * (monitor.unit is not None)}",
+        "learning rate at the epoch's end", "training throughput, images/s",
     )  # fmt: skip
     for axes, title in zip((losses, metric, rate, speed), titles, strict=True):
         axes.set_title(title, loc="left", y=1.0, fontsize=10, color=INK)

@@ -118,12 +118,10 @@ class Evaluation:
 
 
 def _saved(one: Epoch | Evaluation) -> dict[str, Any]:
-    """Return the numbers of an epoch or an evaluation; the history has the units."""
     return {name: value for name, value in asdict(one).items() if name != "units"}
 
 
 def shown(metrics: Mapping[str, float], units: Units) -> list[str]:
-    """Return each metric as text, shares in percent."""
     return [f"{name} {format_metric(value, units.get(name))}" for name, value in metrics.items()]
 
 
@@ -150,25 +148,19 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Monitor:
-    """The value that decides which epoch is best.
-
-    Attributes:
-        name: `val_loss`, or a metric of the task.
-        higher_is_better: the direction.
-        unit: of its values, if they are shares.
-    """
+    """The value that decides which epoch is best: `val_loss`, or a metric of the task."""
 
     name: str = "top1"
     higher_is_better: bool = True
     unit: Unit | None = None
 
     def of(self, results: Epoch | Evaluation) -> float | None:
-        """Return the value of an evaluation; None if it is unknown or NaN."""
+        """Return the value; None if it is unknown or NaN."""
         value = results.val_loss if self.name == "val_loss" else results.metrics.get(self.name)
         return None if value is None or value != value else value
 
     def score(self, results: Epoch | Evaluation) -> float | None:
-        """Return the value of an evaluation, negated if lower is better."""
+        """Return the value, negated if lower is better."""
         value = self.of(results)
         return None if value is None else value if self.higher_is_better else -value
 
@@ -177,7 +169,6 @@ class Monitor:
         return value / 100 if self.unit == "percent" else value
 
     def reaches(self, value: float, target: float) -> bool:
-        """Return whether a value is as good as another one."""
         return value >= target if self.higher_is_better else value <= target
 
     def __str__(self) -> str:
@@ -191,7 +182,7 @@ class _Stop(TypedDict):
 
 
 class _Saved(TypedDict):
-    """A saved history. It has more facts than these, which a reader uses."""
+    """The facts of a saved history that a reader uses."""
 
     epochs: list[Epoch]
     evaluations: NotRequired[list[Evaluation]]
@@ -224,11 +215,8 @@ class History:
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> History:
-        """Return the history that `to_dict` gave as plain JSON types.
-
-        Raises:
-            ShapeError: naming the first field that is missing or of another type.
-        """
+        """Return the history that `to_dict` gave as plain JSON types. ShapeError names the first field that is missing
+        or of another type."""
         typed = convert(saved, _Saved)
         facts = {key: value for key, value in saved.items() if key not in ("epochs", "evaluations")}
         units = facts.get("units", {})

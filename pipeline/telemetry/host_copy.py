@@ -12,9 +12,6 @@ class HostCopy:
 
     On CUDA the copy to pinned memory is asynchronous: `values` waits for it, `arrived` does not. On the CPU it is
     immediate. Later writes to the tensor do not change the values.
-
-    Args:
-        tensor: a tensor of any shape, on any device.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -36,7 +33,7 @@ class HostCopy:
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def values(self) -> Any:
-        """Wait for the copy, and return the values: a number for a tensor of shape `()`, else (nested) lists."""
+        """Wait for the copy, and return the values as `Tensor.tolist` does."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()

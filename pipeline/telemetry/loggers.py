@@ -1,4 +1,5 @@
-"""Log the metrics of a run to CSV, TensorBoard, or any object with a log method.
+"""Collect the metrics of a run without waiting for the device, and log them to CSV, TensorBoard, or any object with a
+log method.
 
 Weights & Biases and MLflow need no adapter: `logger=wandb.init(project=…)`, `logger=mlflow`.
 """
@@ -9,20 +10,26 @@ import csv
 import io
 import math
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Protocol
 
-from ...common.checks import check_picklable, check_whole
+import torch
+
+from ...common.checks import check_picklable
 from ...common.errors import PlanError, require, suggest
 from ...common.storage.files import atomic_file
-from .history import COLUMNS
+from .history import COLUMNS, Epoch, Evaluation
+from .host_copy import HostCopy
+from .observer import Observer
+from .state import TrainState
 
 Values = dict[str, float]
 """Metrics by name. Of a step: `step/loss` and so on; of an epoch: the fields of its `Epoch` that are not None."""
 
 NAMES, METRICS = ("csv", "tensorboard"), "metrics.csv"
-EPOCH = tuple(COLUMNS)
 STEP = ("step/loss", "step/lr", "step/images_per_s", "step/data_wait_fraction")
 
 
@@ -51,15 +58,9 @@ class LoggerWarning(UserWarning):
     """A logger failed, and is disabled for the rest of the run."""
 
 
-def check(choice: LoggerArg, log_every: object, folder: Path | None, *, pickled: bool) -> tuple[object, ...]:
+def check(choice: LoggerArg, folder: Path | None, *, pickled: bool) -> tuple[object, ...]:
     """Validate the `logger` of `fit` before any work, and return its loggers, which may be `pickled` for another
-    process.
-
-    Raises:
-        PlanError: naming the invalid one.
-        MissingExtra: for `"tensorboard"` if the package is not installed.
-    """
-    check_whole("log_every", log_every, PlanError, 1, also=" of steps")
+    process."""
     chosen = () if choice is None else tuple(choice) if isinstance(choice, list | tuple) else (choice,)
     names = [one for one in chosen if isinstance(one, str)]
     if len(set(names)) < len(names):
@@ -98,13 +99,10 @@ def _method(one: object) -> Any:
 
 
 class Loggers:
-    """The loggers of one run, on rank 0. A logger that fails is disabled, with one warning.
+    """The loggers of one run, on rank 0, as `check` returned them. A logger that fails is disabled, with one warning.
 
-    Args:
-        chosen: names and objects, from `check`.
-        folder: folder of the run, for `metrics.csv` and `tensorboard/`.
-        step: the step from which the run resumes. Entries of later steps in the folder are not from this run: an
-            existing `metrics.csv` keeps its lines up to it, and TensorBoard ignores the others.
+    A run resumes from `step`: entries of later steps in its folder are not from this run. An existing `metrics.csv`
+    keeps its lines up to it, and TensorBoard ignores the others.
     """
 
     def __init__(self, chosen: tuple[object, ...], folder: Path | None, step: int) -> None:
@@ -119,7 +117,6 @@ class Loggers:
         return bool(self._all)
 
     def log(self, values: Values, step: int) -> None:
-        """Pass `values` to each logger."""
         for pair in list(self._all):
             one, method = pair
             try:
@@ -144,7 +141,7 @@ class CSVLogger:
     """Write `metrics.csv`: one line per entry, without buffering; missing values are empty. A name that is new adds a
     column, for which the file is written again."""
 
-    COLUMNS = ("step", *EPOCH, *STEP)
+    COLUMNS = ("step", *COLUMNS, *STEP)
 
     def __init__(self, folder: Path, step: int) -> None:
         self._path = folder / METRICS
@@ -172,7 +169,6 @@ class CSVLogger:
         return whole and row["step"].isdecimal() and len(row["step"]) < 19
 
     def log(self, values: Values, step: int) -> None:
-        """Append a line; values of new names, such as a callback's, get a column each."""
         if new := tuple(name for name in values if name not in self._columns):
             self._rewrite(new=new)
         with self._path.open("a", newline="") as file:
@@ -187,12 +183,95 @@ class TensorBoardLogger:
         self._writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
     def log(self, values: Values, step: int) -> None:
-        """Add a point to each curve."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         if "epoch" in values:
             self._writer.flush()
 
     def close(self) -> None:
-        """Flush, and end the writer's thread."""
         self._writer.close()
+
+
+class Metrics(Observer):
+    """Log every `every` steps and after each epoch. Without loggers, as on all ranks but 0, do nothing.
+
+    A loss on a CUDA device is copied asynchronously and logged once it has arrived: at a later step, at the latest with
+    the next entry.
+    """
+
+    def __init__(self, chosen: tuple[object, ...], folder: Path | None, every: int) -> None:
+        self._chosen, self._folder, self._every = chosen, folder, every
+        self._loggers = Loggers((), None, 0)
+        self._late: tuple[int, dict[str, float], HostCopy] | None = None
+        self._extra: list[tuple[int, list[str], HostCopy]] = []
+        self._since = 0.0, 0, 0.0
+
+    def on_start(self, state: TrainState) -> None:
+        self._loggers = Loggers(self._chosen, self._folder, state.step)
+
+    def on_epoch_start(self, state: TrainState) -> None:
+        self._since = self._now(state)  # without the time of the preceding evaluation
+
+    @staticmethod
+    def _now(state: TrainState) -> tuple[float, int, float]:
+        return perf_counter(), state.meter.images, state.meter.data_wait_s
+
+    def log(self, values: Mapping[str, float | torch.Tensor], step: int) -> None:
+        """Log additional values, numbers or tensors `()`, once they have arrived from the device."""
+        if self._loggers and values:
+            tensors = [torch.as_tensor(value).detach() for value in values.values()]
+            device = next((one.device for one in tensors if one.device.type != "cpu"), torch.device("cpu"))
+            stacked = torch.stack([one.to(device, torch.float64).reshape(()) for one in tensors])
+            self._extra.append((step, list(values), HostCopy(stacked)))
+            self._arrive_extra()
+
+    def _arrive_extra(self, *, wait: bool = False) -> None:
+        while self._extra and (wait or self._extra[0][2].arrived):
+            step, names, copy = self._extra.pop(0)
+            self._loggers.log(dict(zip(names, copy.values(), strict=True)), step)
+
+    def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:
+        """Log an evaluation within an epoch; `on_epoch_end` logs that at its end."""
+        if self._loggers and state.meter.steps:
+            self._arrive()
+            self._loggers.log(evaluation.results, state.step)
+            self._since = self._now(state)
+
+    def on_step_end(self, state: TrainState) -> None:
+        """If an entry is due, log this rank's loss, the learning rate, and the throughput since the last entry."""
+        if not self._loggers:
+            return
+        self._arrive_extra()
+        if self._late is not None and self._late[2].arrived:
+            self._arrive()
+        if state.step % self._every:
+            return
+        before, self._since = self._since, self._now(state)
+        seconds, done, waited = (now - then for now, then in zip(self._since, before, strict=True))
+        values = {
+            "step/lr": state.lr,
+            "step/images_per_s": done / seconds,
+            "step/data_wait_fraction": waited / seconds,
+        }
+        self._arrive()
+        self._late = state.step, values, HostCopy(state.step_loss)
+        if self._late[2].arrived:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        late, self._late = self._late, None
+        if late is not None:
+            step, values, loss = late
+            self._loggers.log({"step/loss": loss.values(), **values}, step)
+
+    def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
+        if self._loggers:
+            self._arrive()
+            self._arrive_extra(wait=True)
+            self._loggers.log(epoch.values(), state.step)
+
+    def on_end(self, *, failed: bool) -> None:
+        if not failed:
+            self._arrive()
+            self._arrive_extra(wait=True)
+        self._loggers.close()

@@ -21,15 +21,8 @@ _REFRESH = 0.5  # seconds between two losses, each an asynchronous copy from the
 
 class Progress(Observer):
     """A progress bar over the images of one epoch: loss, monitored metric, fraction of time waiting for data, images/s,
-    time left.
-
-    Args:
-        epoch, epochs: number of the epoch, counted from 1, and of all epochs.
-        images: images of the epoch, over all ranks.
-        best_by: the monitored metric after the previous epoch, as text; "" if there is none.
-        show: whether to show the bar, in a terminal or a notebook, and to print lines; False has no cost.
-        file: file for a text bar; None: the terminal or the notebook cell.
-    """
+    time left. `best_by` is the monitored metric after the previous epoch, as text; without a `file` for a text bar, it
+    is drawn in the terminal or the notebook cell. `show=False` has no cost."""
 
     def __init__(
         self,
@@ -57,7 +50,6 @@ class Progress(Observer):
             self._bar.unpause()
 
     def on_step_end(self, state: TrainState) -> None:
-        """Advance by the step's images, and show the latest loss that has arrived."""
         if not self._show:
             return
         if self._loss is None and perf_counter() >= self._next:
@@ -71,7 +63,6 @@ class Progress(Observer):
         self._bar.update(state.step_images)
 
     def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:
-        """Print an evaluation within the epoch, and show its first metric."""
         if self._prints and state.meter.steps:
             echo(f"{evaluation}")
             self._metric = "".join(f", {text}" for text in shown(evaluation.metrics, evaluation.units)[:1])
@@ -96,11 +87,8 @@ def in_cell() -> bool:
 
 
 def progress_file(from_cell: bool) -> TextIO | None:
-    """Return the `file` of a Progress; `from_cell` is whether a notebook cell started the run.
-
-    A rank started from a cell writes to standard output: notebooks show standard error in red, and out of order with
-    the printed lines.
-    """
+    """Return the `file` of a Progress: standard output for a rank that was started from a notebook's cell, which would
+    show standard error in red, and out of order with the printed lines."""
     return sys.stdout if from_cell and not in_cell() else None
 
 

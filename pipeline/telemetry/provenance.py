@@ -31,7 +31,8 @@ def provenance() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": _command(),
+        # The command line of a notebook's kernel is meaningless.
+        "command": "a notebook" if in_cell() else shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "git_revision": _git_revision(),
         "hardware": {
             "processor": _processor(),
@@ -47,7 +48,6 @@ def provenance() -> dict[str, Any]:
 
 
 def _gpu_settings() -> dict[str, Any]:
-    """Return torch's current settings that affect a GPU's speed or results, and the versions of its libraries."""
     return {
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "matmul_precision": matmul_precision(),
@@ -56,15 +56,7 @@ def _gpu_settings() -> dict[str, Any]:
     }
 
 
-def _command() -> str:
-    """Return the command line; "a notebook" for a kernel, whose command line is meaningless."""
-    if in_cell():
-        return "a notebook"
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-
-
 def version(package: str) -> str | None:
-    """Return the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -14,37 +14,24 @@ from ..tasks.nests import to_float
 
 @dataclass
 class EpochMeter:
-    """Sums over the steps of one epoch.
+    """Sums over the steps of one epoch."""
 
-    Attributes:
-        total: sum of this rank's losses times their weights, on the device.
-        weight: sum of the weights: the denominators of the steps' means, over all ranks.
-        counted: steps in `total`.
-        overflowed: steps in `total` that the optimizer skipped because gradients overflowed in fp16.
-        skipped: additional steps, skipped because their loss was not finite.
-        images: images over all ranks.
-        seconds: training time.
-        data_wait_s: part of `seconds` in which the loop waited for data.
-        evaluation_s: time of evaluations within the epoch, which is not part of `seconds`.
-    """
-
+    # This rank's losses times their weights, on the device.
     total: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
-    counted: int = 0
-    skipped: int = 0
-    overflowed: int = 0
-    images: int = 0
-    seconds: float = 0.0
-    data_wait_s: float = 0.0
-    evaluation_s: float = 0.0
-    weight: torch.Tensor | float = 0.0
+    counted: int = 0  # steps in `total`
+    skipped: int = 0  # further steps, whose loss was not finite
+    overflowed: int = 0  # steps in `total` that the optimizer skipped because gradients overflowed in fp16
+    images: int = 0  # over all ranks
+    seconds: float = 0.0  # without evaluations
+    data_wait_s: float = 0.0  # the part of `seconds` in which the loop waited for data
+    evaluation_s: float = 0.0  # of evaluations within the epoch
+    weight: torch.Tensor | float = 0.0  # the denominators of the steps' means, over all ranks
 
     @property
     def steps(self) -> int:
-        """Number of completed steps of the epoch."""
         return self.counted + self.skipped
 
     def add(self, loss: torch.Tensor, weight: torch.Tensor | float, *, overflowed: bool) -> None:
-        """Add a step; `loss` is this rank's."""
         if isinstance(weight, torch.Tensor):
             self.total += loss * weight
         else:
@@ -66,17 +53,11 @@ class EpochMeter:
 
 @dataclass
 class TrainState(Loop):
-    """The position of a run, the same on every rank, and what its current step has computed.
+    """The position of a run, the same on every rank, and what its current step has computed."""
 
-    Attributes:
-        lr: learning rate of the first parameter group in the last step.
-        meter: sums of the current epoch; its `steps` are the position within it.
-        stop: why training ends after the current step or epoch, agreed among all ranks; None to continue.
-    """
-
-    lr: float = 0.0
-    meter: EpochMeter = field(default_factory=EpochMeter)
-    stop: str | None = None
+    lr: float = 0.0  # of the first parameter group in the last step
+    meter: EpochMeter = field(default_factory=EpochMeter)  # of the current epoch
+    stop: str | None = None  # why training ends after the current step or epoch, agreed among all ranks
 
     @property
     def step_in_epoch(self) -> int:
@@ -93,5 +74,4 @@ class TrainState(Loop):
         return self.meter
 
     def end_epoch(self) -> None:
-        """Count the epoch, and reset the meter."""
         self.epoch, self.meter = self.epoch + 1, EpochMeter()

@@ -25,7 +25,7 @@ from ..describe.resolve import ResolvedPlan, resolve
 from ..measuring.process import Failed
 from ..measuring.runner import check_measurable
 from ..measuring.sequential import LOOKS, PROCESSES, SEEDS, WORTH, judge, judge_accuracy
-from ..runs.fit import make_folder
+from ..runs.folder import make_folder
 from ..tasks.scales import check_comparable
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, plain_torch, resolve_data

@@ -22,7 +22,7 @@ from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import evaluate, train_epoch
 from drivetrain.strategies.deepspeed.engine import DeepSpeedEngine
 from drivetrain.transforms import EMA, SWA, Lookahead, Transform
-from host_syncs import HostSyncs, pretend_cuda
+from host_syncs import HostSyncs, SimulatedCuda
 from pipeline_data import batch_norm_model
 from torch import nn
 
@@ -43,7 +43,7 @@ def test_an_event_is_recorded_on_the_stream_of_the_tensors_device(monkeypatch: p
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
-    with pretend_cuda() as copies:
+    with SimulatedCuda() as copies:
         value = torch.zeros((), device=SECOND)
         copy = HostCopy(value)
         assert copies.found == []

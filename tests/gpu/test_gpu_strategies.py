@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import gpu_device
-import gpu_jobs
 import pytest
 import torch
 from drivetrain.strategies import launch
@@ -18,7 +17,9 @@ PRECISIONS = ("fp32", "bf16")
 CLOSE = {"fp32": {"rtol": 1e-3, "atol": 1e-4}, "bf16": {"rtol": 6e-2, "atol": 6e-3}}
 
 
-def check(results: list[dict[str, gpu_jobs.Found]], alone: dict[str, gpu_jobs.Found], device: Device) -> None:
+def check(
+    results: list[dict[str, gpu_device.Found]], alone: dict[str, gpu_device.Found], device: Device
+) -> None:
     """Every rank of every strategy against one device, which trained in this process."""
     assert [set(one) for one in results] == [{f"{name} {p}" for name in NAMES for p in PRECISIONS}] * len(
         results
@@ -41,18 +42,18 @@ def check(results: list[dict[str, gpu_jobs.Found]], alone: dict[str, gpu_jobs.Fo
             )  # fmt: skip
 
 
-def alone(device: Device) -> dict[str, gpu_jobs.Found]:
-    return gpu_jobs.train_all(["single"], device.name)
+def alone(device: Device) -> dict[str, gpu_device.Found]:
+    return gpu_device.train_all(["single"], device.name)
 
 
 def test_one_rank_in_a_process_group(device: Device) -> None:
-    results: list[dict[str, Any]] = launch(gpu_jobs.train_all, NAMES, device.name, devices=1, timeout=240)
+    results: list[dict[str, Any]] = launch(gpu_device.train_all, NAMES, device.name, devices=1, timeout=240)
     check(results, alone(device), device)
 
 
 @gpu_device.TWO
 def test_two_ranks_on_two_devices(device: Device) -> None:
-    results: list[dict[str, Any]] = launch(gpu_jobs.train_all, NAMES, device.name, devices=2, timeout=240)
+    results: list[dict[str, Any]] = launch(gpu_device.train_all, NAMES, device.name, devices=2, timeout=240)
     check(results, alone(device), device)
 
 

@@ -38,7 +38,7 @@ PAGES = {
 ELSEWHERE = {
     "README.md": "tests/house/test_readme.py",
     "docs/guide/after-the-run.md": "tests/pipeline/apps/exports/test_after_the_run_guide.py",
-    "docs/guide/callbacks.md": "tests/pipeline/callbacks/test_callbacks_guide.py",
+    "docs/guide/callbacks.md": "tests/pipeline/callbacks/test_callbacks.py",
     "docs/guide/composer.md": "tests/transforms/test_from_composer.py",
     "docs/guide/how-to.md": "tests/house/test_how_to.py",
     "docs/guide/tasks.md": "tests/pipeline/tasks/test_training.py",

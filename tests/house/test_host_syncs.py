@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from host_syncs import HostSyncs, pretend_cuda
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from host_syncs import HostSyncs, SimulatedCuda
 
 
 def test_reads_are_seen_and_the_optimizers_counters_are_not() -> None:
@@ -29,22 +27,21 @@ def test_reads_are_seen_and_the_optimizers_counters_are_not() -> None:
     assert all("test_host_syncs.py" in line for line in syncs.found)
 
 
-def test_a_pretended_gpu() -> None:
-    with pretend_cuda() as copies:
+def test_a_simulated_gpu() -> None:
+    with SimulatedCuda() as device:
         images = torch.zeros(4, 3, device="cuda")
         draw = int(torch.randint(2, 3, ()))  # of the host, with a value
-        order = torch.randperm(4)
+        order = torch.randperm(4).pin_memory()
         assert draw == 2
         mixed = images * 0.5 + images.roll(draw, 0) * torch.rand(()).item()
-        assert copies.found == []
+        assert device.found == []
         assert mixed.device.type == "cuda"
         assert mixed[order.to("cuda", non_blocking=True)].shape == (4, 3)
-        assert copies.found == []
+        assert device.found == []
         order.to("cuda")
         torch.tensor([0.5, 0.5], device="cuda")
         images.cpu()
-        assert len(copies.found) == 3, copies.found
-        with pytest.raises(DataDependentOutputException):
-            images.sum().item()
-        with pytest.raises(DataDependentOutputException):
-            images.tolist()
+        assert len(device.found) == 3, device.found
+        images.sum().item()
+        images.tolist()
+        assert len(device.found) == 5, device.found

@@ -13,12 +13,12 @@ from typing import Any
 
 import process_state
 import pytest
-from ci_scripts import GPU, load
 from drivetrain.loaders.native import library
+from places import GPU, load_script
 
 pytestmark = pytest.mark.process
 
-install, kit = load("install", GPU), load("kit", GPU)
+install, kit = load_script("install", GPU), load_script("kit", GPU)
 LIMIT = 64 << 10
 
 
@@ -226,7 +226,7 @@ def test_cifar10_is_packed_without_loss(cached_cifar10: Path, tmp_path: Path) ->
     from drivetrain.common.errors import DataError
     from drivetrain.loaders.datasets.names import cifar10
 
-    pack = load("cifar10_pack", GPU)
+    pack = load_script("cifar10_pack", GPU)
     source, packed, out = cached_cifar10 / "cifar10", tmp_path / "packed", tmp_path / "out"
     pack.pack(source, packed, LIMIT)
     pack.unpack(packed, out)

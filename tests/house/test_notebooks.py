@@ -15,11 +15,10 @@ from typing import Any
 import nbformat
 import psutil
 import pytest
-from imports import import_ours
 from jupyter_client.manager import start_new_kernel
 from nbclient import NotebookClient
 from pipeline_data import Toy
-from places import ROOT
+from places import ROOT, import_ours
 from process_state import wait_until_ended
 
 pytestmark = [pytest.mark.process, pytest.mark.alone]

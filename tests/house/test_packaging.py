@@ -13,14 +13,13 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-import ci_scripts
 import pytest
-from places import ROOT, SUPPORT
+from places import GPU, ROOT, SUPPORT, load_script
 from process_state import output_of, run
 
 pytestmark = pytest.mark.process
 
-release = ci_scripts.load("release")
+release = load_script("release")
 
 STAGES = ("common", "loaders", "pipeline", "strategies", "transforms")
 
@@ -163,7 +162,7 @@ def test_the_quickstart_needs_no_reference(fresh: tuple[Path, Path], tmp_path: P
 
 
 def test_the_gpu_kits_wheel_needs_no_library_that_a_machine_may_lack(wheel: Path, tmp_path: Path) -> None:
-    ci_scripts.load("kit", ci_scripts.GPU).check_complete(wheel, tmp_path)
+    load_script("kit", GPU).check_complete(wheel, tmp_path)
 
 
 REFUSED = {

@@ -14,8 +14,7 @@ import pytest
 from drivetrain import DataError, transforms
 from drivetrain.loaders import convert
 from drivetrain.loaders.datasets.names import cifar10
-from imports import import_ours
-from places import ROOT
+from places import ROOT, import_ours
 from process_state import output_of
 
 README = (ROOT / "README.md").read_text()

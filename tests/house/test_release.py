@@ -5,13 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import ci_scripts
 import pytest
-from places import ROOT
+from places import ROOT, load_script
 
-build_wheel = ci_scripts.load("build_wheel")
-checks = ci_scripts.load("release_checks")
-release = ci_scripts.load("release")
+build_wheel = load_script("build_wheel")
+checks = load_script("release_checks")
+release = load_script("release")
 
 NEW = "## [0.2.0] - 2027-01-31\n\n### Added\n- A.\n\n### Fixed\n- B.\n\n"
 OLD = "## [0.1.0] - 2026-11-23\n\n### Added\n#### Data\n- C.\n"

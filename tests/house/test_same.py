@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ci_scripts import load
 from drivetrain.loaders.order import ORDERS
 from drivetrain.pipeline.optim.optimizers import OPTIMIZERS
 from drivetrain.pipeline.tasks import TASKS
 from drivetrain.strategies.registry import STRATEGIES
 from drivetrain.transforms import TRANSFORMS
+from places import load_script
 from same_cases import CASES
 
 ELSEWHERE = {"auto", "dp", "deepspeed.strategy"}
@@ -30,7 +30,7 @@ def test_every_part_has_a_training() -> None:
 
 
 def test_a_difference_is_named() -> None:
-    different = load("same").different
+    different = load_script("same").different
     epochs = [{"loss": (1.0).hex(), "val_loss": None, "metrics": {"top1": (0.5).hex()}}]
     other = [{**epochs[0], "metrics": {"top1": (0.25).hex()}}]
     before = {name: {"epochs": epochs, "weights": "a"} for name in ("equal", "metric", "weights", "gone")}

@@ -13,13 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
-from ci_scripts import GPU, load
-from places import ROOT
+from places import GPU, ROOT, load_script
 from process_state import wait_until_ended
 
 pytestmark = pytest.mark.process
 
-run, stages = load("run", GPU), load("stages", GPU)
+run, stages = load_script("run", GPU), load_script("stages", GPU)
 
 WORK = """
 import json, pathlib, sys, time

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import ci_scripts
 import pytest
+from places import load_script
 
-wheels = ci_scripts.load("wheels")
+wheels = load_script("wheels")
 
 
 def test_missing_programs_are_named_by_their_packages(

@@ -24,15 +24,7 @@ RDZV = "last_call_timeout=1,join_timeout=60,keep_alive_interval=1,keep_alive_max
 
 
 class Agent:
-    """One machine.
-
-    Args:
-        job: the job that it belongs to.
-        number: names its log.
-        arguments: of `drivetrain`.
-        machine: where it runs; None for loopback.
-        code: a folder of modules that only this machine has.
-    """
+    """One machine of a job: on loopback, or on `machine`. Only it has the modules in the folder `code`."""
 
     def __init__(
         self, job: Job, number: int, arguments: Sequence[str], machine: Machine | None, code: Path | None
@@ -61,11 +53,9 @@ class Agent:
 
     @property
     def output(self) -> str:
-        """What agent and worker have printed."""
         return self.log.read_text()
 
     def worker(self) -> psutil.Process:
-        """The process that trains now."""
         agent = psutil.Process(self.process.pid)
         if self.machine is not None:
             (agent,) = agent.children()  # of nsenter
@@ -79,19 +69,8 @@ class Agent:
 
 
 class Job:
-    """A job of several machines.
-
-    Args:
-        folder: for logs and results.
-        started: of the fixture, which kills what is left.
-        nodes: as torchrun's.
-        restarts: as torchrun's.
-        grows: whether torchrun lets machines join later.
-
-    Attributes:
-        out: the folder of the run.
-        seen, slow: see `Recording`.
-    """
+    """A job of several machines, to which more can be added later if it `grows`. `started` is the fixture, which kills
+    what is left; for `seen` and `slow` see `Recording`."""
 
     def __init__(
         self,
@@ -144,7 +123,6 @@ class Job:
         return found
 
     def steps(self) -> int:
-        """The last step that a rank has begun."""
         return max((step for _, steps in self.starts() for step in steps), default=0)
 
     def epochs(self, steps: int) -> list[list[int]]:
@@ -159,10 +137,14 @@ class Job:
         ]
 
 
+def losses_in(out: Path) -> list[float]:
+    epochs = json.loads((out / "history.json").read_text())["epochs"]
+    return [value for epoch in epochs for value in (epoch["loss"], epoch["val_loss"])]
+
+
 def recipe(toy: Toy, path: Path, *, epochs: int, **more: object) -> str:
-    """A recipe whose model keeps the samples that it sees."""
     lines = {
-        "model": "recording:Recording", "model_options": {"seconds": 0.05}, "train": toy.train,
+        "model": "pipeline_data:Recording", "model_options": {"seconds": 0.05}, "train": toy.train,
         "val": toy.val, "loading": {"flip": False, "scale": [1, 1], "ratio": [1, 1]}, "batch_size": 32,
         "image_size": 16, "workers": 1, "optimizer": {"name": "sgd", "lr": 0.1}, "epochs": epochs, "strategy": "ddp",
         "strategy_options": {"device": "cpu"}, "devices": "auto", "timeout": 30, "precision": "fp32",

@@ -61,7 +61,6 @@ class Collective(Callback):
 
 
 def fail_during_a_collective(pipeline: Pipeline, **fit: Any) -> None:
-    """On each rank: a run in which rank 1 raises while rank 0 waits for it in a collective of its callback."""
     callbacks.PATIENCE = 1.0
     pipeline.fit(epochs=1, progress=False, callbacks=[Collective(fail=3)], **fit)
 
@@ -125,5 +124,4 @@ def stop_and_fail_late(pipeline: Pipeline) -> tuple[list[int], str]:
 
 
 def both(pipelines: dict[str, Pipeline], stops: dict[str, Pipeline], out: Path) -> tuple[Any, Any]:
-    """Both, as ranks take longer to start than to train."""
     return sums_of(pipelines), {name: stop_and_fail(p, out / name) for name, p in stops.items()}

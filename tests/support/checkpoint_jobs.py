@@ -34,7 +34,6 @@ class Dropping(nn.Sequential):
 
 
 def outcome(pipeline: Pipeline, **arguments: Any) -> Any:
-    """Numbers and weights of a training, or its error as text."""
     try:
         result = pipeline.fit(epochs=EPOCHS, progress=False, **arguments)
     except DrivetrainError as error:
@@ -45,14 +44,12 @@ def outcome(pipeline: Pipeline, **arguments: Any) -> Any:
 
 
 def train_all(pipelines: dict[str, Pipeline], folder: Path) -> dict[str, Any]:
-    """On each rank: the outcome of each pipeline, which saves into `folder / name`."""
     return _without_garbage(
         lambda: {name: outcome(p, out=folder / name, checkpoints=FEW) for name, p in pipelines.items()}
     )
 
 
 def resume_all(pipelines: dict[str, Pipeline], moves: list[tuple[str, str, Path]]) -> dict[Any, Any]:
-    """On each rank, for each (pipeline, label, checkpoint): the outcome, by (pipeline, label)."""
     return _without_garbage(
         lambda: {(name, label): outcome(pipelines[name], resume=place) for name, label, place in moves}
     )

@@ -43,7 +43,6 @@ def closed_port() -> int:
 
 
 def package_files() -> dict[str, bytes]:
-    """The small data set as the files of the npm package."""
     files = {}
     for name, pixels in PIXELS.items():
         png = io.BytesIO()

@@ -5,22 +5,25 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import shutil
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from drivetrain import Callback, DrivetrainError, Pipeline, RunView
+from drivetrain import Callback, Checkpoints, DrivetrainError, Pipeline, RunView
 from drivetrain.pipeline.apps.cli import doctor_ranks
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.runs.artifacts import FitJob
 from drivetrain.pipeline.runs.preflight import preflight
 from drivetrain.strategies.launching.meeting import meet
+from pipeline_data import numbers
 
 
 def free_port() -> int:
@@ -52,7 +55,6 @@ Case = tuple[Pipeline, Pipeline, dict[str, Any], dict[str, Any]]
 
 
 def compare_before_training(cases: dict[str, Case]) -> dict[str, str]:
-    """On each rank: what `preflight` says of each case."""
     rank, said = dist.get_rank(), {}
     for name, case in cases.items():
         job = FitJob(**{"epochs": 1} | case[2 + rank])
@@ -122,3 +124,21 @@ def doctor_of_ranks(port: int) -> dict[str, tuple[Any, str]]:
                         dist.destroy_process_group()
             ends[name] = ends[name][0], printed.getvalue()
     return ends
+
+
+def train_apart(pipeline: Pipeline, folder: Path, out: str) -> tuple[list[Any], list[Any], list[str]]:
+    """On each rank, as on a machine of its own that shares nothing: train three epochs, and the same in two runs, of
+    which the first ended within the upload of its last checkpoint, and the second begins on empty machines. Return the
+    numbers of both, and the files that are left on this machine."""
+    cache = folder / f"machine {dist.get_rank()}"
+    with mock.patch.dict(os.environ, {"DRIVETRAIN_DATA": str(cache)}):
+        expected = numbers(pipeline.fit(epochs=3, progress=False))
+        pipeline.fit(epochs=2, out=out, progress=False, checkpoints=Checkpoints(every_steps=3))
+        shutil.rmtree(cache)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (Path(out.removeprefix("file://")) / "checkpoints/step-00000008/state.json").unlink()
+        dist.barrier()
+        resumed = pipeline.fit(epochs=3, out=out, progress=False, resume="auto")
+        assert resumed.history.facts["resumed"][0]["step"] == 6
+    return expected, numbers(resumed), sorted(path.name for path in cache.rglob("*") if path.is_file())

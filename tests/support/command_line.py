@@ -40,15 +40,12 @@ print(json.dumps(ends))
 
 @dataclass(frozen=True)
 class End:
-    """How a command ended."""
-
     code: int
     out: str
     err: str
 
     @property
     def line(self) -> str:
-        """The one line on stderr of a command that fails."""
         assert (self.code, self.err.count("\n"), self.out) == (1, 1, ""), self
         return self.err
 

@@ -13,7 +13,7 @@ import composer_reference
 import numpy as np
 import torch
 from drivetrain import Pipeline
-from pipeline_data import BATCH, CLASSES, fitted
+from pipeline_data import BATCH, CLASSES
 from torch import nn
 
 composer = composer_reference.load("composer")
@@ -167,14 +167,8 @@ class Recorded:
 def by_composer(
     pipeline: Pipeline, given: Sequence[Any], epochs: int = 2, split: int | None = None
 ) -> dict[str, torch.Tensor]:
-    """Train the pipeline's model on the same batches with Composer's Trainer, and return its weights.
-
-    Args:
-        pipeline: without transforms, on one device, with the optimizer of `Toy.pipeline`.
-        given: algorithms.
-        epochs: to train for.
-        split: images of a microbatch.
-    """
+    """Train the pipeline's model on the same batches with Composer's Trainer, and return its weights. The pipeline is
+    without transforms, on one device, with the optimizer of `Toy.pipeline`; a microbatch has `split` images."""
     with pipeline.build() as built:
         model, recorded = copy.deepcopy(built.engine.plain_model), []
         for epoch in range(epochs):
@@ -192,8 +186,3 @@ def by_composer(
         trainer.fit()
         trainer.close()
     return dict(model.state_dict())
-
-
-def fit_all(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
-    """On each rank: numbers and weights of several trainings, or the error."""
-    return {name: fitted(pipeline) for name, pipeline in pipelines.items()}

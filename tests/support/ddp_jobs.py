@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from drivetrain import strategies
-from parity_jobs import Case, train
+from parity_jobs import Case, microbatch_gradients, train
 from strategy_jobs import build, make_optimizer, refusal
 from torch import nn
 
@@ -35,7 +35,7 @@ def ddp_everything() -> dict[str, object]:
     # Each rank starts from weights of its own: DDP must begin from rank 0's.
     results: dict[str, object] = {case.name: train("ddp", case, seed=rank) for case in CASES}
     results[BATCH_NORM.name] = train("ddp", BATCH_NORM)
-    results["gradients"] = microbatch_gradients()
+    results["gradients"] = microbatch_gradients("ddp")
     results["buffers"] = synced_buffers()
     results["reduced"] = reduced()
     results["barrier"] = barrier_waits()
@@ -45,19 +45,6 @@ def ddp_everything() -> dict[str, object]:
     results["single"] = refusal("single", build(False))
     results["nested launch"] = strategies.launch(dist.get_rank, devices=2)
     return results
-
-
-def microbatch_gradients() -> list[torch.Tensor]:
-    """The first weight's gradient after each of two microbatches that differ between the ranks."""
-    model = nn.Linear(2, 1, bias=False)
-    engine = strategies.get("ddp", device="cpu").prepare(model, make_optimizer("sgd"), accumulate=2)
-    gradients = []
-    for i in range(2):
-        with engine.forward_context():
-            loss = engine.model(torch.full((1, 2), float(engine.rank + 1))).sum()
-        engine.backward(loss, last_microbatch=i == 1)
-        gradients.append(model.weight.grad.clone())
-    return gradients
 
 
 def synced_buffers() -> list[dict[str, torch.Tensor]]:

@@ -37,10 +37,7 @@ MOVES = [
     ("fsdp", "deepspeed_stage_3_offload"), ("deepspeed_stage_3_offload", "ddp"),
     ("ddp", "deepspeed_stage_2"), ("deepspeed_stage_2", "ddp"),
 ]  # fmt: skip
-MOVED = [
-    Case("transformer adamw", models.Transformer, "adamw", 0.5, 2),
-    Case("resnet sgd", models.resnet),
-]
+MOVED = [Case("transformer adamw", models.Transformer, "adamw", 0.5, 2), Case("resnet sgd", models.resnet)]
 """Between two strategies: each of DeepSpeed's gives to another once, and takes once."""
 
 
@@ -86,7 +83,6 @@ def parity(names: list[str], cases: list[Case]) -> dict[str, Run]:
 
 
 def every_case() -> dict[str, Any]:
-    """Each strategy with each case, which takes minutes."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     gc.freeze()
@@ -165,7 +161,6 @@ def discarded(name: str) -> list[dict[str, torch.Tensor]]:
 
 
 def fused(name: str) -> list[Any]:
-    """The optimizers that a strategy steps, and whether with torch's fused kernel."""
     made = [prepare(name, nn.Linear(2, 1), optimizer).optimizer for optimizer in ("adamw", "sgd")]
     return [(type(each).__name__, each.param_groups[0]["fused"]) for each in made]
 

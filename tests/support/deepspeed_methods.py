@@ -31,7 +31,6 @@ def prepare(name: str, model: nn.Module, optimizer: str = "sgd", **options: Any)
 
 
 def methods() -> dict[str, Any]:
-    """What the methods that need more than an engine do under DeepSpeed."""
     found: dict[str, Any] = {}
     for name in STAGES:
         found[f"EMA {name}"] = attempt(lambda name=name: averaged(name))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from drivetrain import strategies
 from drivetrain.transforms import TRANSFORMS, BlurPool, Transform
-from parity_jobs import CASES, SHARDED, Case, batch, evaluate, quiet, train
+from parity_jobs import CASES, SHARDED, Case, batch, evaluate, microbatch_gradients, quiet, train
 from strategy_jobs import make_optimizer, refusal
 from surgery_cases import CASES as SURGERY_CASES
 from torch import nn
@@ -51,7 +51,7 @@ def everything() -> dict[str, object]:
     quiet()
     results: dict[str, object] = {}
     results |= {f"{s} {c.name}": train(s, c) for s in ("fsdp", "ddp") for c in surgeries()}
-    results["gradients"] = microbatch_gradients()
+    results["gradients"] = microbatch_gradients("fsdp")
     results["stale"] = evaluated_before_step()
     results["layouts"] = activation_layouts()
     results["gathered"] = {name: gathered_after_forward(name) for name in FAMILY}
@@ -83,20 +83,6 @@ WRAPS: dict[str, tuple[Callable[[], nn.Module], Any, list[str]]] = {
 def names_of_units(model: nn.Module, wrap: Any) -> list[str]:
     strategies.get("fsdp", device="cpu", wrap=wrap).prepare(model, make_optimizer("sgd"))
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-
-
-def microbatch_gradients() -> list[torch.Tensor | None]:
-    """The gradient of one weight after each of two microbatches that differ between the ranks."""
-    model = nn.Linear(2, 1, bias=False)
-    engine = strategies.get("fsdp", device="cpu").prepare(model, make_optimizer("sgd"), accumulate=2)
-    gradients = []
-    for i in range(2):
-        with engine.forward_context():
-            loss = engine.model(torch.full((1, 2), float(engine.rank + 1))).sum()
-        engine.backward(loss, last_microbatch=i == 1)
-        gradient = engine.optimizer.param_groups[0]["params"][0].grad
-        gradients.append(None if gradient is None else gradient.full_tensor())
-    return gradients
 
 
 def evaluated_before_step() -> list[torch.Tensor]:

@@ -14,7 +14,6 @@ import psutil
 
 
 def held() -> dict[str, int]:
-    """Count Python threads, threads of the process, and descriptors."""
     gc.collect()
     process = psutil.Process()
     return {

@@ -72,13 +72,8 @@ class _Queued(TorchDispatchMode):
 
 
 class LateStreams:
-    """In the place of `loaders.device.CudaStreams`; see there.
-
-    Attributes:
-        copies, computing: the two streams.
-        finished: how often the host has waited.
-        current: how many blocks that make the device the current one are open.
-    """
+    """In the place of `loaders.device.CudaStreams`; see there. `finished` counts how often the host has waited,
+    `current` the open blocks that make the device the current one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.copies, self.computing = device, Stream(), Stream()

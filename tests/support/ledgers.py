@@ -39,7 +39,6 @@ def in_process(toy: Toy, model: Any = plain_model, **load: Any) -> Pipeline:
 
 @contextmanager
 def built(pipeline: Pipeline) -> Iterator[BuiltVariant]:
-    """A pipeline that is built and warmed up."""
     with ExitStack() as stack:
         yield build_variant(resolve(pipeline), Loaders(stack), stack)[0]
 
@@ -64,7 +63,7 @@ class Acting(nn.Module):
         self.alive.add(self)
 
     def act(self, images: torch.Tensor) -> None:
-        """Do nothing; a subclass does."""
+        """For subclasses."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if self.training and len(images) == BATCH:

@@ -48,17 +48,6 @@ def why_not() -> str:
 
 
 class Machine:
-    """One machine.
-
-    Args:
-        cluster: that it belongs to.
-        number: counted from 0.
-
-    Attributes:
-        name: its host name.
-        address: its IP address.
-    """
-
     def __init__(self, cluster: Cluster, number: int) -> None:
         self.name, self.address = f"node{number}", f"10.83.0.{number + 1}"
         self._cluster, self._port = cluster, f"port{number}"
@@ -73,7 +62,6 @@ class Machine:
             self.run("ip", *words)
 
     def command(self, *words: str) -> list[str]:
-        """Return the command that runs `words` on it, in the current folder, as a child."""
         return [
             *self._cluster.enter, f"--target={self._pid}", "--net", "--uts", "--mount", "--pid", "--root", "--",
             "sh", "-c", 'cd "$0" && exec "$@"', f"{Path.cwd()}", *words,
@@ -105,16 +93,7 @@ class Machine:
 
 
 class Cluster:
-    """Machines that reach each other by their names, `node0`, `node1`, and share all files and the folder `/shared`.
-
-    Args:
-        folder: for the file `hosts` and the folder `shared`.
-        machines: their number.
-
-    Attributes:
-        machines: in the order of their numbers.
-        enter: the beginning of the commands that run inside.
-    """
+    """Machines that reach each other by their names, `node0`, `node1`, and share all files and the folder `/shared`."""
 
     def __init__(self, folder: Path, machines: int) -> None:
         names = [f"10.83.0.{number + 1} node{number}\n" for number in range(machines)]
@@ -138,12 +117,8 @@ class Cluster:
         return output_of(*self.enter, self._switch, *command, timeout=_PATIENCE, env=_SYSTEM)
 
     def hold(self, how: Sequence[str], script: str) -> subprocess.Popen[str]:
-        """Make namespaces by `unshare`, and return its process, or the parent of theirs.
-
-        Args:
-            how: the options of `unshare`.
-            script: run by the shell inside; it ends with `_HOLD`.
-        """
+        """Make namespaces by `unshare` with the options `how`, and run the script in them, which ends with `_HOLD`.
+        Return the process, or the parent of theirs."""
         enter = [*self.enter, "--"] if self.enter else []
         holder = subprocess.Popen(
             [*enter, "unshare", *how, "sh", "-ec", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -58,7 +58,6 @@ def growth(into: list[int]) -> Iterator[None]:
 
 
 def _status(name: str) -> int:
-    """In bytes."""
     line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(name))
     return int(line.split()[1]) * 1024
 

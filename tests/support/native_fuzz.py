@@ -97,11 +97,8 @@ def _corpus_program(folder: Path) -> Path:
 
 
 def run(kind: str, executions: int, seed: int, threads: int, folder: Path, rounds: int = 1) -> Result:
-    """Build and run the harness in `folder`.
-
-    Raises:
-        subprocess.CalledProcessError: if a sanitizer complains, or a part of a picture differs from the whole.
-    """
+    """Build and run the harness in `folder`; raise if a sanitizer complains, or a part of a picture differs from the
+    whole."""
     corpus, program = folder / "corpus", folder / f"fuzz-{kind}"
     corpus.mkdir(exist_ok=True)
     write_corpus(corpus)
@@ -122,11 +119,6 @@ def run(kind: str, executions: int, seed: int, threads: int, folder: Path, round
 
 
 def run_libfuzzer(folder: Path, seconds: int, keep: Path) -> int:
-    """Build and run clang's fuzzer; return its status.
-
-    Raises:
-        SystemExit: if clang or its fuzzer is missing.
-    """
     corpus, program = folder / "corpus", folder / "libfuzzer"
     for made in (corpus, keep):
         made.mkdir(parents=True, exist_ok=True)

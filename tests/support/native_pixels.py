@@ -26,17 +26,9 @@ def load_pictures(
     policy: tuple[Any, Any, Any] | None = None,
     method: int = library.BILINEAR,
 ) -> NDArray[np.uint8]:
-    """Return each picture `(height, width, 3)` loaded, `(n, *size, 3)`; by default whole, in its own size.
-
-    Args:
-        pictures: raw pixels; of `jpegs`, only their sizes count.
-        size: of the results.
-        jpegs: the pictures as JPEG files.
-        boxes, flips, colors, corners: as in `augmentation.Choices`.
-        cut: side of the black square at `corners`.
-        policy: operations, magnitudes and weights as in `draws.Drawn`.
-        method: of resizing.
-    """
+    """Return each picture `(height, width, 3)` loaded, `(n, *size, 3)`; by default whole, in its own size. With
+    `jpegs`, the pixels count for their sizes only. `cut` is the side of the black square at `corners`, `policy` the
+    operations, magnitudes and weights of `draws.Drawn`."""
     n, (height, width) = len(pictures), size or pictures[0].shape[:2]
     stored = list(jpegs) if jpegs is not None else [picture.tobytes() for picture in pictures]
     sizes = np.array([len(one) for one in stored], np.uint64)

@@ -21,20 +21,14 @@ SECRET = "a-very-secret-key"
 
 
 class Store:
-    """A store with the bucket `bucket`.
-
-    Attributes:
-        requests: first line of each request.
-        delay: seconds before each part of a request is passed on.
-        hold: requests whose first line this matches are not passed on; `held` is set when there is one.
-        gone: whether connections are closed at once.
-    """
+    """A store with the bucket `bucket`."""
 
     def __init__(self) -> None:
-        self.requests: list[str] = []
-        self.delay, self.gone = 0.0, False
-        self.hold: str | None = None
-        self.held = threading.Event()
+        self.requests: list[str] = []  # the first line of each
+        self.delay = 0.0  # seconds before each part of a request is passed on
+        self.gone = False  # whether connections are closed at once
+        self.hold: str | None = None  # requests whose first line matches are not passed on
+        self.held = threading.Event()  # set when there is one
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         self._server.start()
         # Servers of one process share what they keep: without this, a run is resumed from another test's checkpoint.

@@ -1,14 +1,22 @@
-"""Note what becomes of each test, for `.ci/test_all.py`, which continues where it was stopped.
+"""Plugins of pytest, which note what becomes of each test.
 
-A line of JSON is appended to a file when a test begins and when it has ended, so nothing is lost if the process is
-killed. Without the environment variable `DRIVETRAIN_OUTCOMES` nothing is noted.
-"""
+`Outcomes`, for `.ci/test_all.py`, which continues where it was stopped: a line of JSON is appended to a file when a
+test begins and when it has ended, so nothing is lost if the process is killed. Without the environment variable
+`DRIVETRAIN_OUTCOMES` nothing is noted.
+
+`Durations`: how long each test took the last time, kept in pytest's cache; `make quick` leaves out the longer ones. In
+a new clone `make quick` runs all that its markers leave, and remembers.
+
+`Interpreters`: which tests start Python interpreters, each of which imports torch; `make quick` leaves those out. With
+`DRIVETRAIN_INTERPRETERS=refuse` a test that starts one fails; with the path of a file, its name is written there."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing.util
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic, time
 from typing import Any
@@ -18,16 +26,16 @@ import pytest
 VARIABLE = "DRIVETRAIN_OUTCOMES"
 """JSON: `{"file": journal, "phase": name, "tests": file with the list of tests to run; "" only lists them}`."""
 _END = 3000  # characters of a failure that are kept
+QUICK = bool(os.environ.get("DRIVETRAIN_QUICK"))
+LIMIT = 0.05
+"""Seconds. Three quarters of the tests that start no process take less, and together half a minute."""
+_SECONDS = "drivetrain/seconds"
+MODE = os.environ.get("DRIVETRAIN_INTERPRETERS", "")
+ADVICE = "starts a Python interpreter: mark it with @pytest.mark.process, or start none"
 
 
 class Outcomes:
-    """Selects the tests of a phase, and notes each one's outcome.
-
-    Args:
-        config: of pytest.
-        order: the value of `VARIABLE`, parsed.
-        ranks: returns how many ranks this process has forked so far.
-    """
+    """Selects the tests of a phase, as `VARIABLE` says, and notes each one's outcome."""
 
     def __init__(self, config: pytest.Config, order: dict[str, str], ranks: Callable[[], int]) -> None:
         self._order, self._ranks, self._before = order, ranks, 0
@@ -91,7 +99,72 @@ def _reason(report: pytest.TestReport) -> str:
     return str(told[2] if isinstance(told, tuple) else told).removeprefix("Skipped: ")
 
 
+class Durations:
+    """Notes the duration of each test; with `QUICK`, deselects those above `LIMIT`."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config, self._seen = config, dict[str, float]()
+        self._cache = getattr(config, "cache", None)  # missing with -p no:cacheprovider
+        self._known: dict[str, float] = {} if self._cache is None else self._cache.get(_SECONDS, {})
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if not QUICK:
+            return
+        long = [item for item in items if self._known.get(item.nodeid, 0) > LIMIT]
+        items[:] = [item for item in items if self._known.get(item.nodeid, 0) <= LIMIT]
+        self._config.hook.pytest_deselected(items=long)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a duration. What fixtures take may be of another test."""
+        if report.when == "call" and report.passed:
+            self._seen[report.nodeid] = round(report.duration, 2)
+
+    def pytest_sessionfinish(self) -> None:
+        if self._cache is not None and not hasattr(self._config, "workerinput"):
+            self._cache.set(_SECONDS, {**self._known, **self._seen})
+
+
+def _is_python(program: object) -> bool:
+    return Path(os.fsdecode(program)).name.startswith(("python", "drivetrain", "torchrun"))  # type: ignore[arg-type]
+
+
+class Interpreters:
+    """Sees interpreters that this process starts, by subprocess or by multiprocessing."""
+
+    def __init__(self) -> None:
+        self.test = ""
+        popen, spawn = subprocess.Popen.__init__, multiprocessing.util.spawnv_passfds
+
+        def started(program: object) -> None:
+            if not self.test or not _is_python(program):  # outside of tests it is a worker of pytest-xdist
+                return
+            if MODE == "refuse":
+                raise AssertionError(f"{self.test} {ADVICE}")
+            with Path(MODE).open("a") as file:
+                file.write(f"{self.test}\n")
+
+        def init(self: Any, args: Any, *more: Any, **named: Any) -> None:
+            started(args if isinstance(args, str | os.PathLike) else args[0])
+            popen(self, args, *more, **named)
+
+        def spawnv(path: Any, *more: Any) -> int:
+            started(path)
+            return int(spawn(path, *more))
+
+        subprocess.Popen.__init__ = init  # type: ignore[method-assign]
+        multiprocessing.util.spawnv_passfds = spawnv
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Fixtures count as the test that first needs them."""
+        self.test = item.nodeid
+        return (yield)
+
+
 def register(config: pytest.Config, ranks: Callable[[], int]) -> None:
+    config.pluginmanager.register(Durations(config))
+    if MODE:
+        config.pluginmanager.register(Interpreters())
     if VARIABLE not in os.environ:
         return
     config.pluginmanager.register(Outcomes(config, json.loads(os.environ[VARIABLE]), ranks))

@@ -1,13 +1,13 @@
-"""Custom transforms, in a module that a recipe can name."""
+"""Custom transforms and losses, in a module that a recipe can name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from drivetrain.transforms import Loop, Report, Session, Transform
+from drivetrain.transforms import Loop, Loss, Report, Session, Transform
 from torch import nn
 
 
@@ -99,3 +99,23 @@ class _SignMomentum(Session):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, value in state["means"].items():
             self._means[name].copy_(value)
+
+
+def hard(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross entropy that accepts only class indices."""
+    return -logits.log_softmax(1).gather(1, targets[:, None]).mean()
+
+
+def by_image(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return -logits.log_softmax(1).gather(1, targets[:, None]).squeeze(1)
+
+
+@dataclass(frozen=True)
+class Own(Transform):
+    function: Loss
+
+    kind: ClassVar[Any] = "loss"
+    source: ClassVar[str] = "here"
+
+    def loss(self, loss: Loss) -> Loss:  # noqa: ARG002
+        return self.function

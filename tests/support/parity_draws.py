@@ -167,7 +167,6 @@ class Numbers:
 
 
 def pipeline_of(draw: Draw, ranks: int, train: str, val: str) -> Pipeline:
-    """The draw as a pipeline on so many ranks."""
     load = {"batch_size": draw.batch(ranks), "image_size": SIDE, "workers": 1}
     made = Pipeline(Drawn, seed=draw.seed, **draw.model).load(train, val, **load)
     made = made.task(Classification(loss=LOSSES[draw.loss])).optimize(
@@ -182,7 +181,6 @@ def pipeline_of(draw: Draw, ranks: int, train: str, val: str) -> Pipeline:
 
 
 def on_ranks(drawn: list[Draw], train: str, val: str) -> list[Numbers | str]:
-    """Every draw on this rank, in one process group: its numbers, or its error."""
     quiet()
     return [_fitted(draw, train, val) for draw in drawn]
 
@@ -242,7 +240,6 @@ def counted(draw: Draw, labels: torch.Tensor) -> float:
 
 
 def differences(draw: Draw, found: Numbers | str, expected: Numbers) -> list[str]:
-    """What is not equal, in words; nothing if all is."""
     if isinstance(found, str):
         return [found]
     near = 3e-2 if draw.precision == "bf16" else 5e-6

@@ -18,6 +18,7 @@ from drivetrain.strategies import auto, registry
 from drivetrain.strategies.common.memory import held_bytes
 from strategy_jobs import make_optimizer, norm_of, refusal
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 STEPS, LONG, BATCH = 4, 8, 8
@@ -82,8 +83,6 @@ LATE = Case("late", models.Late, "adamw", 0.5)
 
 @dataclass
 class Run:
-    """What came out of a training run on one rank."""
-
     losses: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -98,31 +97,16 @@ def options_of(strategy: str) -> dict[str, object]:
 
 
 def train(
-    strategy: str,
-    case: Case,
-    *,
-    seed: int = 0,
-    parts: int = 1,
-    given: dict[str, Any] | None = None,
-    **options: object,
+    strategy: str, case: Case, *, seed: int = 0, parts: int = 1, given: Any = None, **options: object
 ) -> Run:
-    """Train on the same global batches on any number of ranks.
-
-    Args:
-        seed: of the first weights; rank 0's must win.
-        given: further options of `prepare`.
-        parts: multiplies `case.accumulate`: one device gets as many microbatches as `parts` ranks do.
-    """
+    """Train on the same global batches on any number of ranks, with weights of `seed`, of which rank 0's must win, and
+    `given` further options of `prepare`. One device gets as many microbatches as `parts` ranks do."""
     torch.manual_seed(seed)
     engine = strategies.get(strategy, device="cpu", **options).prepare(
-        case.model(),
-        make_optimizer(case.optimizer),
-        precision=case.precision,
-        clip_norm=case.clip_norm,
-        accumulate=case.accumulate * parts,
-        sync_batchnorm=case.sync,
+        case.model(), make_optimizer(case.optimizer), precision=case.precision, clip_norm=case.clip_norm,
+        accumulate=case.accumulate * parts, sync_batchnorm=case.sync,
         **{"activation_checkpointing": case.recompute, **(given or {})},
-    )
+    )  # fmt: skip
     run = Run()
     for step in range(case.steps):
         engine.model.train()
@@ -195,6 +179,21 @@ def parity(names: list[str], more: list[str], long: bool = False) -> dict[str, o
     results["handlers"] = len(logging.root.handlers)
     results["registered"] = "of_the_launcher" in registry.REGISTERED
     return results
+
+
+def microbatch_gradients(strategy: str) -> list[torch.Tensor | None]:
+    """The gradient of one weight after each of two microbatches that differ between the ranks."""
+    model = nn.Linear(2, 1, bias=False)
+    engine = strategies.get(strategy, device="cpu").prepare(model, make_optimizer("sgd"), accumulate=2)
+    gradients: list[torch.Tensor | None] = []
+    for i in range(2):
+        with engine.forward_context():
+            loss = engine.model(torch.full((1, 2), float(engine.rank + 1))).sum()
+        engine.backward(loss, last_microbatch=i == 1)
+        gradient = engine.optimizer.param_groups[0]["params"][0].grad
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        gradients.append(None if whole is None else whole.clone())
+    return gradients
 
 
 def after_an_error() -> list[list[float]]:

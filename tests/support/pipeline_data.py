@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import signal
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from drivetrain import DrivetrainError, Pipeline
 from drivetrain.loaders import FFCVLoader, convert
 from torch import nn
@@ -93,6 +97,44 @@ class FailsAt(Sleepy):
         return super().forward(images)
 
 
+class Recording(Sleepy):
+    """Under torchrun, appends a line per training step to a file in the folder `$SEEN_SAMPLES`: the step, counted from
+    1, which checkpoints keep, and the CRC of each sample.
+
+    While the file `$SLOW` exists, a step of a single rank takes a second: time for another machine to start."""
+
+    steps: torch.Tensor
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(seconds)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self._file: Path | None = None
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        result = super().forward(images)
+        if self.training and "RANK" in os.environ and len(images) > 2:  # two images try it before training
+            self.steps += 1
+            if os.environ["WORLD_SIZE"] == "1" and Path(os.environ["SLOW"]).exists():
+                time.sleep(1)
+            self._keep(images)
+        return result
+
+    def _keep(self, images: torch.Tensor) -> None:
+        if self._file is None:
+            self._file = Path(os.environ["SEEN_SAMPLES"], _start())
+        with self._file.open("a") as file:
+            crcs = [zlib.crc32(image.contiguous().numpy().tobytes()) for image in images]
+            file.write(json.dumps([int(self.steps), crcs]) + "\n")
+
+
+def _start() -> str:
+    """When rank 0 began, this rank, and the number of ranks. Every start of the ranks has keys of its own."""
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.set("began", f"{time.time_ns()}")
+    return f"{store.get('began').decode()}-{dist.get_rank()}-{dist.get_world_size()}"
+
+
 def evaluated(model: nn.Module, path: str) -> tuple[float, float]:
     """Mean cross entropy and accuracy on a file, all of it in one batch."""
     with FFCVLoader(path, batch_size=VAL, image_size=SIDE, train=False, workers=1) as loader, torch.no_grad():
@@ -122,6 +164,11 @@ def fitted(pipeline: Pipeline, **fit: Any) -> Any:
         return numbers(result), result.model.state_dict()
 
     return attempt(train)
+
+
+def fit_all(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
+    """On each rank: several trainings, so that one launch serves them all."""
+    return {name: fitted(pipeline) for name, pipeline in pipelines.items()}
 
 
 RUN_FILES = ["checkpoints", "curves.png", "history.json", "model.safetensors", "plan.txt"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -24,6 +25,14 @@ def output_of(*command: str | Path, **options: Any) -> str:
     done = run(*command, **options)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def run_json(program: str, folder: Path | None = None) -> Any:
+    """Return what a program prints as JSON on its last line; the package may be in `folder`."""
+    paths = [str(folder)] if folder else [path for path in sys.path if path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    printed = output_of(sys.executable, "-c", program, timeout=120, cwd=folder, env=environment)
+    return json.loads(printed.splitlines()[-1])
 
 
 def start_server(script: str) -> subprocess.Popen[str]:

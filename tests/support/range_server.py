@@ -12,22 +12,15 @@ from pathlib import Path
 
 
 class RangeServer:
-    """Serves the files of a folder on this machine.
-
-    Attributes:
-        requests: path, first byte and length of each range that was asked for; the length is -1 for a whole file.
-        fail: number of requests to answer with status 503 before the next good one.
-        cut: number of range requests to answer with half of their bytes.
-        delay: seconds before each answer.
-        ranges: whether ranges are known.
-    """
+    """Serves the files of a folder on this machine."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.requests: list[tuple[str, int, int]] = []
-        self.fail = self.cut = 0
-        self.delay = 0.0
-        self.ranges, self._gone = True, False
+        self.requests: list[tuple[str, int, int]] = []  # path, first byte and length; of a whole file, -1
+        self.fail = 0  # requests to answer with status 503 before the next good one
+        self.cut = 0  # range requests to answer with half of their bytes
+        self.delay = 0.0  # seconds before each answer
+        self.ranges, self._gone = True, False  # whether it knows ranges
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()

@@ -95,14 +95,8 @@ class Data:
 
 @dataclass(frozen=True)
 class Case:
-    """One training: what differs from SGD with momentum on one device in fp32.
-
-    Attributes:
-        transforms: of the pipeline.
-        files: returns both sources.
-        load, optimize, distribute, fit: the options of these methods.
-        resumed: whether the run is continued from a checkpoint within its second epoch.
-    """
+    """One training: what differs from SGD with momentum on one device in fp32. If `resumed`, it is continued from a
+    checkpoint within its second epoch."""
 
     transforms: tuple[Transform, ...] = ()
     model: Callable[..., nn.Module] = Net

@@ -35,7 +35,6 @@ def samples(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's values by name, gathered from all ranks."""
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
         for name, value in model.state_dict().items()
@@ -138,7 +137,6 @@ def dropping() -> nn.Module:
 
 
 def drops(rank: int) -> dict[str, object]:
-    """The step under DDP, and under FSDP2 around each block and around each layer."""
     results: dict[str, object] = {}
     model = dropping()
     ddp = nn.parallel.DistributedDataParallel(model)

@@ -79,10 +79,8 @@ def exported(strategy: str, optimizer: str, steps: int = BEFORE) -> Exported:
 
 
 def imported(strategy: str, optimizer: str, given: Exported, steps: int = BEFORE) -> Exported:
-    """A new engine with other weights and another learning rate takes the state over, and trains on.
-
-    Gives the state as it exports it again, before any step.
-    """
+    """A new engine with other weights and another learning rate takes the state over, exports it again, and trains
+    on."""
     engine = prepare(strategy, optimizer, seed=100 + steps, lr=7.0)
     losses(engine, 90, 1)  # it has trained before, and has state of its own that must go
     engine.import_state(given.state)
@@ -99,7 +97,6 @@ def export_all(names: list[str]) -> dict[tuple[str, str], Exported]:
 def import_all(
     names: list[str], given: dict[tuple[object, str], Exported]
 ) -> dict[tuple[str, object, str], Exported]:
-    """By strategy, the key of where the state comes from, and optimizer."""
     quiet()
     return {
         (name, source, kind): imported(name, kind, state)

@@ -25,7 +25,6 @@ REFUSED = {(name, "fp16") for name in NAMES if name.startswith("deepspeed")}
 
 
 def run_all() -> dict[str, Any]:
-    """Each case under each strategy that can take it, on this rank."""
     quiet()
     results: dict[str, Any] = {
         f"{strategy}: {name}": train(strategy, case, given=options, **options_of(strategy))
@@ -47,14 +46,8 @@ def run_all() -> dict[str, Any]:
 
 @dataclass
 class Overflow:
-    """The result of a step that overflowed on the last rank only, and of the next one, which did not.
-
-    Attributes:
-        same: for both steps, whether the weights are unchanged.
-        skipped: for both steps, the engine's `skipped`.
-        norms: for both steps.
-        scale: after both steps.
-    """
+    """The result of a step that overflowed on the last rank only, and of the next one, which did not: for each whether
+    the weights are unchanged, `skipped` and the norm; and the scale after both."""
 
     same: list[bool] = field(default_factory=list)
     skipped: list[bool] = field(default_factory=list)
@@ -63,7 +56,6 @@ class Overflow:
 
 
 def overflow_on_one_rank(strategy: str, clip_norm: float | None) -> Overflow:
-    """Two steps from weights that are the same on all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(48, 8), nn.Linear(8, 5))
     engine = strategies.get(strategy, device="cpu", **options_of(strategy)).prepare(

@@ -23,7 +23,6 @@ def build(batch_norm: bool) -> nn.Module:
 
 
 def norm_of(norm: torch.Tensor | None) -> float | None:
-    """What `Engine.step` gave, as a number."""
     assert norm is None or norm.shape == ()
     return None if norm is None else norm.item()
 

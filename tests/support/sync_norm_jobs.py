@@ -101,7 +101,6 @@ def passed(layer: Layer, own: slice = slice(None)) -> dict[str, torch.Tensor]:
 
 
 def over_ranks() -> dict[str, Any]:
-    """Each layer with each division of the samples; and what is refused."""
     quiet()
     rank, results = dist.get_rank(), {}
     for shares in SHARES[dist.get_world_size()]:
@@ -139,7 +138,6 @@ def trained(strategy: str, sizes: Sequence[int], **options: Any) -> tuple[float,
 
 
 def refused() -> dict[str, str]:
-    """The messages for a layer of ghost batches, one that cannot be synchronised, and a single value."""
     ghost = nn.Sequential(nn.BatchNorm2d(CHANNELS))
     GhostBatchNorm(4).apply(ghost)
     own = Own(CHANNELS)

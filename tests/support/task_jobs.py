@@ -38,7 +38,6 @@ def numbers_of(pictures: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def write(folder: Path, targets: Any) -> tuple[str, str]:
-    """Two files with these targets of their images; VAL leaves a small last batch."""
     paths = []
     for name, number, seed in (("train", TRAIN, 1), ("val", VAL, 2)):
         pictures = images(number, seed)

@@ -30,29 +30,20 @@ class Entry:
 
 
 class Simulated:
-    """An arena in which a step waits for the slower of loader and model, and then communicates.
-
-    Args:
-        cost: of a pipeline.
-        noise: standard deviation of the logarithm of a trial's speed.
-        drift: of the machine's speed, from round to round, shared by a round's trials.
-        rounds: before the time is over.
-        fits: whether a pipeline fits into memory.
-        kept: speed with environment variables, over that without.
-        accuracies: of a pipeline; each seed adds noise that all pipelines share, and each training 0.02 points besides.
-    """
+    """An arena in which a step waits for the slower of loader and model, and then communicates."""
 
     def __init__(
         self,
         cost: Cost,
         *,
         seed: int = 0,
-        noise: float = 0.02,
-        drift: float = 0.1,
-        rounds: float = float("inf"),
-        fits: Callable[[PipelineSpec], bool] = lambda _: True,
+        noise: float = 0.02,  # standard deviation of the logarithm of a trial's speed
+        drift: float = 0.1,  # of the machine's speed, from round to round, shared by a round's trials
+        rounds: float = float("inf"),  # before the time is over
+        fits: Callable[[PipelineSpec], bool] = lambda _: True,  # into memory
+        # Each seed adds noise that all pipelines share, and each training 0.02 points besides.
         accuracies: Callable[[PipelineSpec], float] = lambda _: 0.7,
-        kept: float = 1.0,
+        kept: float = 1.0,  # speed with environment variables, over that without
     ) -> None:
         self.accuracies, self.kept = accuracies, kept
         self.trained: list[tuple[PipelineSpec, int]] = []

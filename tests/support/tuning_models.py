@@ -15,14 +15,8 @@ TOO_MUCH = 1 << 55
 
 
 class Hungry(nn.Module):
-    """Asks the allocator for too much memory in forwards of more than `most` images, on one rank or on all.
-
-    Args:
-        classes: of the model.
-        most: images that fit.
-        rank: the only rank with so little memory; -1 for all.
-        killed: the system kills the process instead, as Linux does when memory is short.
-    """
+    """Asks the allocator for too much memory in forwards of more than `most` images, on one rank, or on all (-1). If
+    `killed`, the system kills the process instead, as Linux does when memory is short."""
 
     def __init__(
         self, classes: int = CLASSES, most: int = 4, rank: int = -1, *, killed: bool = False

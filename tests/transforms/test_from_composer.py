@@ -32,7 +32,7 @@ from drivetrain.strategies import launch
 from drivetrain.transforms import Transform, from_composer
 from drivetrain.transforms.composer.known import KNOWN
 from drivetrain.transforms.composer.session import PLACES
-from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, numbers, plain_model, surroundings
+from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, fit_all, numbers, plain_model, surroundings
 from places import ROOT
 from torch import nn
 
@@ -272,7 +272,7 @@ def test_ranks_train_as_one_device(jobs: Any, cases: Any, toy: Toy) -> None:
     declared = from_composer(jobs.Doubles(), safe_with=("fsdp",))
     pipelines["sharded declared"] = toy.pipeline().transform(declared).distribute("fsdp", devices=2)
     alone["declared"] = fit(toy.pipeline().transform(declared))
-    ranks = launch(jobs.fit_all, pipelines, devices=2, timeout=200)
+    ranks = launch(fit_all, pipelines, devices=2, timeout=200)
     for found in ranks:
         for name in pipelines:
             if name == "sharded late":

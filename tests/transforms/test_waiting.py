@@ -38,7 +38,7 @@ from drivetrain.transforms import (
     Transform,
     TrivialAugment,
 )
-from simulated_cuda import OnCuda, SimulatedCuda, put_on_cuda
+from host_syncs import OnCuda, SimulatedCuda, put_on_cuda
 from surgery_cases import CASES
 from surgery_models import bottlenecks, resnet
 from torch import nn

@@ -25,8 +25,8 @@ def predict(run: Path | str, image: tuple[str, ...], as_json: bool) -> None:
     """
     from json import dumps
 
-    from ...recipes.files import modules_of
-    from ...runs.saved import load_run
+    from ...recipes.importing import modules_of
+    from ...runs.result import load_run
 
     if not image:
         raise DataError("predict needs at least one image: drivetrain predict RUN image.jpg …")

@@ -178,7 +178,7 @@ def _tuned(
     epochs: int = 1,
 ) -> Pipeline:
     """Tune, write and print the result, and return the tuned pipeline; after Ctrl-C, print the results so far."""
-    from ...runs.fit import make_folder
+    from ...runs.folder import make_folder
     from ...tuning.result import TuneInterrupted
 
     if out is not None:
@@ -397,11 +397,10 @@ def measure(
     pipeline: Pipeline, seconds: float, out: Path | str | None, quiet: bool = False, **options: Any
 ) -> None:
     """Measure a ledger, print it, and write it to `out`; after Ctrl-C or an error, with the results so far."""
+    from ...describe.fit import check_out
     from ...ledger.ledger import LedgerInterrupted
     from ...measuring.runner import check_measurable
-    from ...runs.config import check_out
-    from ...runs.fit import make_folder
-    from ...runs.publishing import uploading_from
+    from ...runs.folder import make_folder, uploading_from
 
     check_measurable(seconds)  # invalid options must not create a folder
     check_out("--out", out)

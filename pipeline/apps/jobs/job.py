@@ -13,11 +13,11 @@ from ....common.storage.addresses import is_address
 from ....loaders.datasets.names import NAMES
 from ....loaders.sources import files_of
 from ...describe.config import DataConfig, DistributedConfig
+from ...describe.fit import check_out
 from ...describe.resolve import check_divides
 from ...pipeline import Pipeline
 from ...recipes.files import is_file_name, modules_of
 from ...recipes.presets import parse_overrides
-from ...runs.config import check_out
 
 CHECKPOINT_MINUTES = 10
 """Minutes between two checkpoints of a job: what a kill without a warning costs at most."""

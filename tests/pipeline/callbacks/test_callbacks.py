@@ -1,9 +1,11 @@
-"""`fit(callbacks=[…])` in one process: what callbacks see, how they stop a run, and what a resumed run keeps."""
+"""`fit(callbacks=[…])` in one process: what callbacks see, how they stop a run, and what a resumed run keeps; and the
+lines of `docs/guide/callbacks.md` as printed."""
 
 from __future__ import annotations
 
 import csv
 import json
+import re
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +29,7 @@ from drivetrain.pipeline import FitResult, RunOptions
 from drivetrain.transforms import EMA
 from host_syncs import HostSyncs
 from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, evaluated, numbers, plain_model
+from places import ROOT
 from safetensors.torch import load_file
 from torchmetrics import MaxMetric, MeanMetric
 
@@ -362,10 +365,7 @@ class Locked(Callback):
     [
         ({"callbacks": EarlyStopping()}, "must be a list of callbacks"),
         ({"callbacks": [EarlyStopping]}, r"is not a callback.*Did you mean EarlyStopping\(\)\?"),
-        (
-            {"callbacks": [EarlyStopping(), EarlyStopping("top1")]},
-            "two callbacks of the class EarlyStopping",
-        ),
+        ({"callbacks": [EarlyStopping(), EarlyStopping("top1")]}, "two callbacks of the class EarlyStopping"),
         ({"callbacks": [EarlyStopping("val_los")]}, "no metric is named 'val_los'. Did you mean 'val_loss'"),
         ({"callbacks": [GradientNorms()]}, "logs to the run's loggers, and there are none"),
         ({"callbacks": [KeepsTuple()]}, r"state_dict\(\) returned .*not a dict of JSON values"),
@@ -441,3 +441,29 @@ def test_a_state_that_becomes_unusable_is_named(toy: Toy, tmp_path: Path) -> Non
 
     with pytest.raises(CheckpointError, match=r"Spoils.state_dict\(\) returned"):
         toy.pipeline().fit(epochs=1, out=tmp_path, progress=False, callbacks=[Spoils()])
+
+
+GUIDE = (ROOT / "docs/guide/callbacks.md").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::UserWarning:torch.profiler")
+def test_the_guide_runs(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"pipeline": toy.pipeline(), "__name__": "guide"}
+    stopped = []
+    for block in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL):
+        exec(compile(block, "guide", "exec"), names)
+        stopped.append(names["result"].stopped)
+    assert stopped[0].startswith("val_loss is 0.0")
+    assert stopped[1] != stopped[0]
+    assert {event.get("name") for event in json.loads(Path("runs/look/trace.json").read_text())["traceEvents"]} >= {
+        "step 6", "step 7", "step 8"
+    }  # fmt: skip
+    assert [each.step for each in names["result"].history.evaluations] == [6]
+    assert [epoch.accuracy is None for epoch in names["result"].history.epochs] == [True, False, False, False]
+
+
+def test_its_table_names_the_methods() -> None:
+    named = set(re.findall(r"^\| `(on_\w+)`", GUIDE, re.MULTILINE))
+    assert named == {name for name in vars(Callback) if name.startswith("on_")}

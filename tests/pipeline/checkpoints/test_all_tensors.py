@@ -24,7 +24,7 @@ from drivetrain.pipeline.checkpoints.format import TENSORS, CheckpointContent, T
 from drivetrain.pipeline.checkpoints.state import evaluated_state
 from drivetrain.pipeline.checkpoints.weights import load_model, open_tensors, save_weights
 from drivetrain.pipeline.models import cifar_resnet
-from drivetrain.pipeline.runs.saved import load_run
+from drivetrain.pipeline.runs.result import load_run
 from drivetrain.strategies import launch
 from drivetrain.transforms import EMA, SAM, SWA, BlurPool, ChannelsLast, Factorize, Lookahead
 from drivetrain.transforms.common.averaging import Averages

@@ -22,7 +22,7 @@ from drivetrain.pipeline.optim.config import OptimizerConfig
 from drivetrain.pipeline.recipes.schema import DEFAULTS, KEYS, keys_of
 from drivetrain.pipeline.runs.config import FitConfig
 from places import ROOT
-from programs import run_json
+from process_state import run_json
 
 METHODS: dict[str, tuple[type[Config], ...]] = {
     "load": (DataConfig, ImageOptions), "optimize": (OptimizerConfig,), "distribute": (DistributedConfig,),

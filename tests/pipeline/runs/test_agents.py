@@ -1,4 +1,5 @@
-"""Two machines, each an agent of torchrun on loopback: differences, signals and losses."""
+"""Two machines, each an agent of torchrun on loopback: differences, signals and losses; one that comes and goes has
+no influence on what is learned."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from agents import SAMPLES, Job, recipe
+from agents import SAMPLES, Job, losses_in, recipe
+from drivetrain import Pipeline
 from pipeline_data import Toy
+from process_state import wait_until_ended
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(200)]
 Started = list[subprocess.Popen[str]]
@@ -147,3 +150,37 @@ def test_without_restarts_the_loss_of_a_rank_ends_the_job(toy: Toy, tmp_path: Pa
     if lines:  # else its agent has ended it before
         assert f"({HOST}, process {worker.pid}) does not answer" in lines[0]
         assert "The last complete checkpoint is" in first.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(290)
+def test_down_to_one_and_up_again(toy: Toy, tmp_path: Path, started: Started) -> None:
+    """A machine is killed, comes back, and is sent away by a signal, as spot instances are."""
+    job = Job(tmp_path, started, nodes="1:2", restarts=9, grows=True)
+    command = ["train", recipe(toy, tmp_path / "toy.json", epochs=8), "--out", str(job.out), "--every-steps", "1",
+               "--resume"]  # fmt: skip
+    job.slow.touch()
+    first, second = job.start(*command), job.start(*command)
+    job.wait(lambda: job.steps() >= 6, "training on two")
+    worker = second.worker()
+    second.process.kill()
+    assert not wait_until_ended([worker], 10), "its worker outlives it"
+    job.wait(lambda: [ranks for ranks, _ in job.starts()] == [2, 1], "training on one")
+    third = job.start(*command)
+    job.wait(lambda: [ranks for ranks, _ in job.starts()] == [2, 1, 2], "training on two again")
+    job.slow.unlink()
+    job.wait(lambda: len(job.starts()[-1][1]) > 2, "some steps")
+    third.process.terminate()
+    assert (third.end(), first.end()) == (1, 0), first.output
+    assert [ranks for ranks, _ in job.starts()] == [2, 1, 2, 1]
+    last = [max(steps) for _, steps in job.starts()]
+    begun = [min(steps) for _, steps in job.starts()]
+    # A step computes while the checkpoint of the one before is written; a kill may lose both.
+    assert last[0] - 1 <= begun[1] <= last[0] + 1, "a kill loses at most two steps"
+    assert begun[2:] == [last[1] + 1, last[2] + 1], "a machine that joins or is warned loses none"
+    epochs = job.epochs(STEPS)
+    assert len(epochs) == 8
+    assert all(len(set(epoch)) == SAMPLES and epoch == epochs[0] for epoch in epochs)
+    undisturbed = Pipeline.from_recipe(str(tmp_path / "toy.json"), devices=1, strategy="single")
+    undisturbed.fit(out=tmp_path / "undisturbed", progress=False)
+    assert losses_in(job.out) == pytest.approx(losses_in(tmp_path / "undisturbed"), rel=0, abs=1e-6)

@@ -13,27 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from drivetrain import DrivetrainError, Pipeline, PlanError
+from drivetrain import Pipeline, PlanError
+from drivetrain import transforms as t
 from drivetrain.pipeline import FitResult
 from drivetrain.strategies import Single, launch
-from drivetrain.transforms import (
-    EMA,
-    SAM,
-    SWA,
-    ChannelsLast,
-    ColOut,
-    CutMix,
-    CutOut,
-    GradientClipping,
-    LayerFreezing,
-    Lookahead,
-    MixUp,
-    NoWeightDecay,
-    ProgressiveResizing,
-    TestTimeFlip,
-    Transform,
-    WeightStandardization,
-)
 from pipeline_data import (
     BATCH,
     CLASSES,
@@ -41,6 +24,7 @@ from pipeline_data import (
     Toy,
     batch_norm_model,
     evaluated,
+    fit_all,
     numbers,
     plain_model,
     write_toy,
@@ -48,11 +32,18 @@ from pipeline_data import (
 
 pytestmark = pytest.mark.process
 
-SHARDED = [
-    "plain", "clipped", "accumulated", "a rank without a share", "methods", "clipped by value", "freezing",
-    "layout",
+WHOLE = [
+    ("ddp", case) for case in (
+        "plain", "clipped", "accumulated", "a module", "a rank without a share", "torch loader", "methods",
+        "clipped by value", "freezing", "layout", "averaged", "swa", "lookahead",
+    )
 ]  # fmt: skip
-"""Cases that FSDP2 must train to the same numbers, too."""
+SHARDED = [
+    ("fsdp", case) for case in (
+        "plain", "clipped", "accumulated", "a rank without a share", "methods", "clipped by value", "freezing",
+        "layout",
+    )
+]  # fmt: skip
 DIVIDED = [
     (strategy, case)
     for strategy in ("zero_redundancy", "fairscale_oss")
@@ -68,24 +59,13 @@ def fit(pipeline: Pipeline) -> FitResult:
     return pipeline.fit(epochs=2, progress=False)
 
 
-def fit_all(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
-    """On each rank: the numbers, weights and errors of several trainings, so that one launch serves them all."""
-    found: dict[str, Any] = {}
-    for name, pipeline in pipelines.items():
-        try:
-            result = fit(pipeline)
-            found[name] = numbers(result), result.model.state_dict()
-        except DrivetrainError as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
-
-
 @pytest.fixture(scope="module")
 def cases(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pipeline, dict[str, Any]]]:
     """Name: a pipeline, and how one device must distribute to compute the same."""
     lone = write_toy(tmp_path_factory.mktemp("lone") / "val.beton", BATCH + 1, seed=3)
     lonely = {"train": toy.train, "val": lone, "batch_size": BATCH, "image_size": SIDE, "workers": 1}
-    torch_loader = lonely | {"loader": "torch", "workers": 0}
+    uncropped = {"flip": False, "scale": (1.0, 1.0), "ratio": (1.0, 1.0)}
+    torch_loader = lonely | uncropped | {"loader": "torch", "workers": 0}
     return {
         "plain": (toy.pipeline(plain_model), {}),
         "clipped": (toy.pipeline(plain_model), {"clip_norm": 0.05}),
@@ -93,22 +73,19 @@ def cases(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple
         "batch norm": (toy.pipeline(batch_norm_model), {}),
         "a module": (toy.pipeline(plain_model()), {}),
         "a rank without a share": (toy.pipeline().load(**lonely), {}),
-        "torch loader": (
-            toy.pipeline().load(**torch_loader, flip=False, scale=(1.0, 1.0), ratio=(1.0, 1.0)),
-            {},
-        ),
-        "mixed": (toy.pipeline().transform(MixUp(), CutMix(), ColOut(), CutOut()), {}),
+        "torch loader": (toy.pipeline().load(**torch_loader), {}),
+        "mixed": (toy.pipeline().transform(t.MixUp(), t.CutMix(), t.ColOut(), t.CutOut()), {}),
         "methods": (
-            toy.pipeline().transform(SAM(), EMA(half_life=3), ProgressiveResizing(finetune=0.25)),
+            toy.pipeline().transform(t.SAM(), t.EMA(half_life=3), t.ProgressiveResizing(finetune=0.25)),
             {},
         ),
-        "layout": (toy.pipeline().transform(ChannelsLast(), WeightStandardization()), {}),
-        "freezing": (toy.pipeline().transform(LayerFreezing(0.0, 1.0)), {}),
-        "averaged": (toy.pipeline(plain_model).transform(EMA(half_life=3), NoWeightDecay()), {}),
-        "swa": (toy.pipeline().transform(SWA(start=0.3, end=0.7)), {}),
-        "lookahead": (toy.pipeline(plain_model).transform(Lookahead(2)), {}),
+        "layout": (toy.pipeline().transform(t.ChannelsLast(), t.WeightStandardization()), {}),
+        "freezing": (toy.pipeline().transform(t.LayerFreezing(0.0, 1.0)), {}),
+        "averaged": (toy.pipeline(plain_model).transform(t.EMA(half_life=3), t.NoWeightDecay()), {}),
+        "swa": (toy.pipeline().transform(t.SWA(start=0.3, end=0.7)), {}),
+        "lookahead": (toy.pipeline(plain_model).transform(t.Lookahead(2)), {}),
         "clipped by value": (
-            toy.pipeline().transform(GradientClipping("value", 0.01), NoWeightDecay(), TestTimeFlip()),
+            toy.pipeline().transform(t.GradientClipping("value", 0.01), t.NoWeightDecay(), t.TestTimeFlip()),
             {},
         ),
     }
@@ -128,17 +105,13 @@ def on_one_device(cases: Any) -> Callable[[str], FitResult]:
 
 @pytest.fixture(scope="module")
 def on_two_ranks(cases: Any) -> list[dict[str, Any]]:
-    pipelines = {
-        name: pipeline.distribute("ddp", devices=2, **how) for name, (pipeline, how) in cases.items()
-    }
-    for name in SHARDED:
-        pipelines[f"sharded {name}"] = cases[name][0].distribute("fsdp", devices=2, **cases[name][1])
-    pipelines["freezing"] = pipelines["freezing"].distribute("ddp", devices=2, find_unused_parameters=True)
-    for strategy, name in DIVIDED:
+    pipelines = {}
+    for strategy, name in (*WHOLE, ("ddp", "batch norm"), ("ddp", "mixed"), *SHARDED, *DIVIDED):
         pipeline, how = cases[name]
-        search = {"find_unused_parameters": True} if name == "freezing" and "sharded" not in strategy else {}
+        searches = name == "freezing" and strategy not in ("fsdp", "fairscale_sharded_ddp")
+        search = {"find_unused_parameters": True} if searches else {}
         pipelines[f"{strategy} {name}"] = pipeline.distribute(strategy, devices=2, **how, **search)
-    pipelines["diverging"] = pipelines["plain"].optimize("sgd", lr=1e9)
+    pipelines["diverging"] = pipelines["ddp plain"].optimize("sgd", lr=1e9)
     return launch(fit_all, pipelines, devices=2, timeout=120)
 
 
@@ -151,39 +124,16 @@ def same_training(found: Any, alone: FitResult) -> None:
     torch.testing.assert_close(weights, alone.model.state_dict(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "plain", "clipped", "accumulated", "a module", "a rank without a share", "torch loader", "methods",
-        "clipped by value", "freezing",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("strategy", "name"), [*WHOLE, *SHARDED, *DIVIDED])
 def test_two_ranks_train_as_one_device(
-    name: str, on_one_device: Callable[[str], FitResult], on_two_ranks: list[dict[str, Any]]
-) -> None:
-    same_training(on_two_ranks[0][name], on_one_device(name))
-
-
-@pytest.mark.parametrize("name", SHARDED)
-def test_two_ranks_that_shard_train_as_one_device(
-    name: str, on_one_device: Callable[[str], FitResult], on_two_ranks: list[dict[str, Any]]
-) -> None:
-    same_training(on_two_ranks[0][f"sharded {name}"], on_one_device(name))
-
-
-@pytest.mark.parametrize(("strategy", "name"), DIVIDED)
-def test_two_ranks_that_divide_the_optimizer_train_as_one_device(
-    strategy: str,
-    name: str,
-    on_one_device: Callable[[str], FitResult],
-    on_two_ranks: list[dict[str, Any]],
+    strategy: str, name: str, on_one_device: Callable[[str], FitResult], on_two_ranks: list[dict[str, Any]]
 ) -> None:
     same_training(on_two_ranks[0][f"{strategy} {name}"], on_one_device(name))
 
 
-@pytest.mark.parametrize("transform", [SAM(), GradientClipping("norm")], ids=str)
+@pytest.mark.parametrize("transform", [t.SAM(), t.GradientClipping("norm")], ids=str)
 def test_what_needs_whole_gradients_is_refused_where_each_is_on_one_rank(
-    toy: Toy, transform: Transform
+    toy: Toy, transform: t.Transform
 ) -> None:
     pipeline = toy.pipeline().transform(transform)
     with pytest.raises(
@@ -195,17 +145,14 @@ def test_what_needs_whole_gradients_is_refused_where_each_is_on_one_rank(
 
 def test_two_ranks_mix_as_two_microbatches(cases: Any, on_two_ranks: list[dict[str, Any]]) -> None:
     alone = fit(cases["mixed"][0].distribute("single", accumulate=2))
-    found, weights = on_two_ranks[0]["mixed"]
-    for one, two in zip(numbers(alone), found, strict=True):
-        assert two == pytest.approx(one, abs=1e-5)
-    torch.testing.assert_close(weights, alone.model.state_dict(), rtol=1e-5, atol=1e-5)
+    same_training(on_two_ranks[0]["ddp mixed"], alone)
 
 
 def test_batch_norm_on_two_ranks_is_that_of_two_microbatches(
     toy: Toy, cases: Any, on_two_ranks: list[dict[str, Any]]
 ) -> None:
     alone = fit(cases["batch norm"][0].distribute("single", accumulate=2))
-    found, weights = on_two_ranks[0]["batch norm"]
+    found, weights = on_two_ranks[0]["ddp batch norm"]
     assert [loss for loss, *_ in found] == pytest.approx([loss for loss, *_ in numbers(alone)], abs=1e-5)
     parameters = dict(alone.model.named_parameters())
     torch.testing.assert_close({n: weights[n] for n in parameters}, parameters, rtol=1e-5, atol=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from agents import SAMPLES, Job, recipe
+from agents import SAMPLES, Job, losses_in, recipe
 from drivetrain import Pipeline
 from drivetrain.pipeline.runs.result import FitResult
 from machines import Cluster
@@ -26,11 +25,6 @@ Started = list[subprocess.Popen[str]]
 STEPS = 4  # in an epoch
 TIMEOUT = 10  # seconds of a collective
 SLACK = 20.0  # seconds in which a rank finds out who is lost, and ends
-
-
-def losses(out: Path) -> list[float]:
-    epochs = json.loads((out / "history.json").read_text())["epochs"]
-    return [value for epoch in epochs for value in (epoch["loss"], epoch["val_loss"])]
 
 
 def undisturbed(recipe: str, out: Path, **overrides: Any) -> FitResult:
@@ -50,7 +44,7 @@ def test_two_machines_train_as_one(
     assert [agent.end() for agent in job.agents] == [0, 0], job.agents[0].output
     assert [ranks for ranks, _ in job.starts()] == [2]
     expected = undisturbed(path, tmp_path / "one machine").model.state_dict()
-    assert losses(job.out) == losses(tmp_path / "one machine")
+    assert losses_in(job.out) == losses_in(tmp_path / "one machine")
     state = load_file(job.out / "model.safetensors")
     assert all(torch.equal(state[name], value) for name, value in expected.items())
 
@@ -125,7 +119,7 @@ def test_a_link_goes_down(cluster: Cluster, toy: Toy, tmp_path: Path, started: S
     assert [ranks for ranks, _ in job.starts()] == [2, 2]
     assert min(job.starts()[1][1]) == int(saved.name.removeprefix("step-")) + 1
     undisturbed(path, tmp_path / "undisturbed")
-    assert losses(job.out) == losses(tmp_path / "undisturbed")
+    assert losses_in(job.out) == losses_in(tmp_path / "undisturbed")
 
 
 def test_the_machine_with_the_rendezvous_goes_on_alone(
@@ -153,7 +147,7 @@ def test_the_machine_with_the_rendezvous_goes_on_alone(
     assert len(epochs) == 12
     assert all(len(set(epoch)) == SAMPLES and epoch == epochs[0] for epoch in epochs)
     undisturbed(path, tmp_path / "undisturbed", devices=1, strategy="single")
-    assert losses(job.out) == pytest.approx(losses(tmp_path / "undisturbed"), rel=0, abs=1e-6)
+    assert losses_in(job.out) == pytest.approx(losses_in(tmp_path / "undisturbed"), rel=0, abs=1e-6)
 
 
 KILLED = """

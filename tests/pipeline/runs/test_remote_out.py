@@ -20,7 +20,7 @@ import psutil
 import pytest
 import s3fs
 import torch
-from cluster_jobs import Signals
+from cluster_jobs import Signals, train_apart
 from command_line import call
 from drivetrain import Callback, CheckpointError, Checkpoints, Pipeline, PlanError, RunView, strategies
 from drivetrain.common.storage import addresses as sources
@@ -30,7 +30,6 @@ from PIL import Image
 from pipeline_data import Toy, left_in, numbers
 from places import SUPPORT
 from process_state import wait_until_ended
-from remote_jobs import train_apart
 from safetensors.torch import load_file
 
 OUT = "s3://bucket/team/run"
@@ -310,10 +309,7 @@ print(result.history.facts.get("resumed", [{}])[0].get("step"), numbers(result))
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(
-    ("strategy", "held"),
-    [("fsdp", "model-00002-of-00002"), ("ddp", "state.json")],
-)
+@pytest.mark.parametrize(("strategy", "held"), [("fsdp", "model-00002-of-00002"), ("ddp", "state.json")])
 def test_killed_within_an_upload(strategy: str, held: str, toy: Toy, store: Store, tmp_path: Path) -> None:
     """Two ranks are killed while a file of the checkpoint of step 6 does not arrive; another machine continues."""
 

@@ -21,9 +21,9 @@ from drivetrain.pipeline.training.guard import NonFiniteGuard
 from drivetrain.pipeline.training.loop import StepLoss, evaluate, train_epoch
 from drivetrain.strategies import launch
 from drivetrain.transforms import CutMix, LabelSmoothing, Loss, MixUp, Transform
-from host_syncs import HostSyncs, pretend_cuda
+from host_syncs import HostSyncs, SimulatedCuda
 from means_jobs import CASES, WEIGHTS, Focal, Run, all_trained, trained
-from own_loss import Own, by_image, hard
+from own_transforms import Own, by_image, hard
 from parity_draws import COMPLEX, LOSSES, Draw, differences, draws, on_ranks, reference
 from parity_jobs import NAMES as PARITY_NAMES
 from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model, plain_model
@@ -259,7 +259,7 @@ def test_a_weighted_loss_never_makes_the_host_wait() -> None:
             step = StepLoss(mean_of(loss), [(outputs, targets)] * 2, linear(), equal=False)
             step.share(1, outputs, targets)
     assert syncs.found == []
-    with pretend_cuda() as copies:
+    with SimulatedCuda() as copies:
         ranks, parts = Two(torch.device("cuda")), [(outputs.to("cuda"), targets.to("cuda"))] * 2
         before = len(copies.found)
         StepLoss(mean_of(nn.MSELoss()), parts, ranks, equal=False)
