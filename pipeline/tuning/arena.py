@@ -16,8 +16,15 @@ from ...strategies.launching.speed import all_reduce_speed
 from ..describe.cuda_settings import uses_gpu
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
-from ..measuring.process import Failed, ProcessRunner
-from ..measuring.runner import Loaders, Variant, VariantRunner, describe_error, on_ranks
+from ..measuring.runner import (
+    Failed,
+    Loaders,
+    ProcessRunner,
+    Variant,
+    VariantRunner,
+    describe_error,
+    on_ranks,
+)
 from ..measuring.variant import LOADER, MODEL, Trial, VariantId, in_turn, same_samples
 from ..runs.config import FitConfig
 from ..runs.fit import fit

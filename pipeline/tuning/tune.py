@@ -22,9 +22,8 @@ from ...common.errors import DrivetrainError, PlanError
 from ..checkpoints.identity import identity
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
-from ..measuring.process import Failed
-from ..measuring.runner import check_measurable
-from ..measuring.sequential import LOOKS, PROCESSES, SEEDS, WORTH, judge, judge_accuracy
+from ..measuring.runner import Failed, check_measurable
+from ..measuring.statistics import LOOKS, PROCESSES, SEEDS, WORTH, judge, judge_accuracy
 from ..runs.fit import make_folder
 from ..tasks.scales import check_comparable
 from ..telemetry.provenance import provenance

@@ -23,8 +23,7 @@ from drivetrain.pipeline.ledger.measure import TIGHT_ROUNDS, _Measurement
 from drivetrain.pipeline.ledger.record import Record
 from drivetrain.pipeline.ledger.variants import alone_and_without, stages, variants
 from drivetrain.pipeline.measuring.runner import Loaders, Variant, VariantRunner, groups
-from drivetrain.pipeline.measuring.schedule import phases
-from drivetrain.pipeline.measuring.trials import run_trial
+from drivetrain.pipeline.measuring.trials import phases, run_trial
 from drivetrain.pipeline.measuring.variant import (
     EXTRAS,
     LOADER,

@@ -19,7 +19,7 @@ from drivetrain.common.budget import OutOfTime
 from drivetrain.common.errors import DrivetrainError, LedgerError
 from drivetrain.pipeline import TuneInterrupted
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.measuring.process import Failed
+from drivetrain.pipeline.measuring.runner import Failed
 from drivetrain.pipeline.tuning.arena import Arena, collective_seconds
 from drivetrain.pipeline.tuning.candidates import fitting
 from drivetrain.pipeline.tuning.result import Tuned
