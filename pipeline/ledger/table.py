@@ -12,18 +12,15 @@ from ..measuring.variant import EXTRAS, PLAIN, Costs, VariantId
 from .data import Accuracies, LedgerData, Trained
 from .findings import bound, caveats, compound
 
-WIDTH = 110
-"""Width of a table in a terminal."""
+WIDTH = 110  # of a table in a terminal
 PRECISE = 0.03  # the widest interval for an overhead of a few percent
 
 
 def text(ledger: LedgerData) -> str:
-    """Return the ledger as text for a terminal."""
     return "\n".join([*(table.text(WIDTH) for table in tables(ledger)), *sentences(ledger)])
 
 
 def html_text(ledger: LedgerData) -> str:
-    """Return the ledger as HTML for a notebook."""
     paragraphs = (f"<p>{html.escape(sentence)}</p>" for sentence in sentences(ledger))
     return "".join([*(table.html() for table in tables(ledger)), *paragraphs])
 
@@ -145,7 +142,6 @@ def sentences(ledger: LedgerData) -> list[str]:
 
 
 def _costs(costs: Mapping[VariantId, Costs]) -> list[str]:
-    """Return the sentences on peak memory and compile time, if measured."""
     peaks = {one: cost.peak_bytes for one, cost in costs.items()}
     compiling = {one: cost.compile_seconds for one, cost in costs.items()}
     peak = ", ".join(f"{one} {size / 2**20:,.0f} MiB" for one, size in peaks.items() if size is not None)
@@ -156,9 +152,7 @@ def _costs(costs: Mapping[VariantId, Costs]) -> list[str]:
 
 def _memory(cost: Costs) -> str:
     held = cost.held_bytes
-    if held is None:
-        return ""
-    return f"{(held['parameters'] + held['gradients'] + held['optimizer']) / 2**20:,.1f}"
+    return f"{(held['parameters'] + held['gradients'] + held['optimizer']) / 2**20:,.1f}" if held else ""
 
 
 def _figure(one: Figure) -> str:

@@ -24,12 +24,10 @@ from drivetrain.common.budget import Budget
 from drivetrain.pipeline.describe.config import DistributedConfig
 from drivetrain.pipeline.describe.cuda_settings import uses_gpu
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.ledger.accuracy import seconds_to, train_each
 from drivetrain.pipeline.ledger.comparison import differences
 from drivetrain.pipeline.ledger.data import Trained  # fmt: skip
 from drivetrain.pipeline.ledger.ledger import Ledger
-from drivetrain.pipeline.ledger.measure import _Measurement
-from drivetrain.pipeline.ledger.record import Record
+from drivetrain.pipeline.ledger.measure import Record, _Measurement, seconds_to, train_each
 from drivetrain.pipeline.ledger.variants import possible, variants
 from drivetrain.pipeline.measuring import runner as ledger_runner
 from drivetrain.pipeline.measuring import trials as ledger_trials
@@ -293,7 +291,7 @@ def test_time_to_an_accuracy() -> None:
 def test_each_variant_trains_as_long_and_its_last_accuracy_counts(
     toy: Toy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drivetrain.pipeline.ledger.accuracy.is_interactive", lambda: True)
+    monkeypatch.setattr("drivetrain.pipeline.ledger.measure.is_interactive", lambda: True)
     pipeline = in_process(toy).optimize("sgd", lr=0.005, momentum=0.9, schedule="constant")
     smooth = pipeline.transform(LabelSmoothing(0.9))
     one, two = only("one"), only("two")

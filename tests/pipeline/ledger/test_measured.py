@@ -19,8 +19,7 @@ from drivetrain.common.budget import Budget
 from drivetrain.loaders import TorchLoader
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.ledger.ledger import Ledger
-from drivetrain.pipeline.ledger.measure import TIGHT_ROUNDS, _Measurement
-from drivetrain.pipeline.ledger.record import Record
+from drivetrain.pipeline.ledger.measure import TIGHT_ROUNDS, Record, _Measurement
 from drivetrain.pipeline.ledger.variants import alone_and_without, stages, variants
 from drivetrain.pipeline.measuring.runner import Loaders, Variant, VariantRunner, groups
 from drivetrain.pipeline.measuring.trials import phases, run_trial
