@@ -111,7 +111,7 @@ def doctor(ranks: bool, timeout: float | None) -> int:
             f"--timeout {timeout:g} limits how long --ranks waits, in seconds: pass a positive number, and --ranks."
         )
     if ranks:
-        from .doctor_ranks import examine_ranks
+        from .doctor import examine_ranks
 
         return 0 if examine_ranks(60.0 if timeout is None else timeout) else 1
     from .doctor import examine

@@ -13,6 +13,7 @@ from ....common.storage.files import atomic_file
 from ....common.table import Table
 from ....loaders.image_size import height_width
 from ....loaders.options import fill_color
+from ....transforms import TRANSFORMS
 from ...checkpoints.format import Checkpoint
 from ...describe.inputs import Inputs
 from ...telemetry.history import Epoch, History, shown
@@ -71,18 +72,8 @@ def write_card(
     recipe: Mapping[str, Any],
     difference: Difference | None,
 ) -> None:
-    """Write the model card.
-
-    Args:
-        path: the card.
-        exported: the file that it describes.
-        kind: the file's format.
-        names: of its weights: `"plain"` or `"trained"`.
-        checkpoint: where the weights are from.
-        folder: the run's folder, with its ledger; None: unknown.
-        recipe: the run's; empty: unknown.
-        difference: see `programs.write_program`.
-    """
+    """Write the model card of `exported`, whose weights have `names`: `"plain"` or `"trained"`. Without the run's
+    folder, its ledger is unknown; an empty recipe is, too."""
     facts = checkpoint.content.history.facts
     recipe = {key: value for key, value in recipe.items() if key != "trained"}  # the card has it elsewhere
     parts = [
@@ -140,11 +131,11 @@ def _input_text(inputs: Inputs, kind: str, task_name: object) -> str:
     if not inputs.classes:
         return text
     count = len(inputs.classes)
-    names = (
+    listed = (
         ", ".join(inputs.classes) if count <= _MANY else "their names are in the file's metadata, `inputs`"
     )
     before = next((text for task, text in _BEFORE.items() if str(task_name).startswith(f"{task}(")), "")
-    return f"{text}\n\n{result}: {before}a value for each of {count} classes: {names}."
+    return f"{text}\n\n{result}: {before}a value for each of {count} classes: {listed}."
 
 
 def _crop_text(inputs: Inputs) -> str:
@@ -170,7 +161,6 @@ def _list(values: tuple[float, ...]) -> str:
 
 
 def _section(title: str, rows: Sequence[tuple[str, object]]) -> str:
-    """Return a section with a table of the known values; "" without any."""
     known = [(name, _text(value)) for name, value in rows if value is not None]
     return f"## {title}\n\n{Table(('', ''), known).markdown()}" if known else ""
 
@@ -233,13 +223,16 @@ def _not_of_the_weights(checkpoint: Checkpoint, history: History) -> str:
     content, last = checkpoint.content, history.last
     if content.step_in_epoch or last is None or last.epoch != content.epoch:
         return "The exported weights are of a later moment than these epochs."
-    if any(str(one).startswith("TestTimeFlip") for one in content.facts.get("transforms") or ()):
-        return "They are means over each image and its mirror image (`TestTimeFlip`); the exported file computes one."
-    return ""
+    names = (str(one).partition("(")[0] for one in content.facts.get("transforms") or ())
+    known = [name for name in names if name in TRANSFORMS and TRANSFORMS[name].kind == "evaluation"]
+    return (
+        f"They were evaluated with `{'`, `'.join(known)}`, without which the exported file computes."
+        if known
+        else ""
+    )
 
 
 def _ledger(folder: Path | None) -> str:
-    """Return the ledger's main table and its conclusion; "" if the run has no ledger."""
     path = None if folder is None else folder / LEDGER
     if path is None or not path.exists():
         return ""

@@ -142,7 +142,6 @@ def export(
 
 
 def _format(format: str | None, out: Path) -> Format:
-    """Return the format, which must fit the suffix of `out`."""
     by_suffix = {suffix: kind for kind, suffix in SUFFIXES.items()}
     if format is None:
         if out.suffix not in by_suffix:
@@ -204,7 +203,6 @@ def _images(inputs: Inputs, recipe: Mapping[str, Any], data: Path | None) -> tup
 
 
 def _recipe(folder: Path | None) -> dict[str, Any]:
-    """Return the recipe in a run's folder; empty if there is none."""
     try:
         return {} if folder is None else read_recipe(folder / RECIPE)[0]
     except RecipeError:

@@ -6,8 +6,7 @@ import json
 from math import ceil
 
 from ...recipes.presets import parse_overrides
-from .job import CHECKPOINT_MINUTES, Job
-from .text import fill
+from .job import CHECKPOINT_MINUTES, Job, fill
 
 _SCRIPT = '''\
 """Trains with Drivetrain; written by `drivetrain job ray`.
