@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ..measuring.statistics import LEVEL, Figure, Levels, Ratio
-from ..measuring.variant import (  # fmt: skip
+from ..measuring.variant import (
     COPY,
     EXTRAS,
     LOADER,
@@ -260,7 +260,6 @@ class LedgerData:
         return {one: ratio for one, ratio in ratios.items() if ratio is not None}
 
     def ratios(self) -> dict[str, Ratio]:
-        """Return all ratios in the tables by name."""
         named: dict[str, Ratio | None] = {row.name: row.ratio for row in self.rows}
         for stage in self.stages:
             named[f"{stage.stage} alone"] = stage.alone
@@ -274,8 +273,3 @@ class LedgerData:
     def spread(self) -> float:
         """The widest interval of `ratios`: 0.02 for ± 2 %."""
         return max(one.spread for one in self.ratios().values())
-
-    def product_alone(self) -> dict[VariantId, int] | None:
-        """Return the product of the stages' gains alone as powers for `Levels.product`; None if one is not measured."""
-        alone = [self.id_of_only(row.stage) for row in self.in_turn[1:]]
-        return {**dict.fromkeys(alone, 1), PLAIN: -len(alone)} if all(map(self.measured, alone)) else None

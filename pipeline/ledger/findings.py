@@ -122,10 +122,10 @@ def _for_the_model(ledger: LedgerData) -> str:
 def compound(ledger: LedgerData) -> str:
     """Return whether the gains alone multiply to the full pipeline's; empty with fewer than two, or if one was not
     measured."""
-    powers = ledger.product_alone()
-    if powers is None or len(ledger.stages) < 2 or not ledger.measured(ledger.whole):
+    alone = [ledger.id_of_only(row.stage) for row in ledger.in_turn[1:]]
+    if len(alone) < 2 or not all(map(ledger.measured, [*alone, ledger.whole])):
         return ""
-    levels = ledger.levels
+    levels, powers = ledger.levels, {**dict.fromkeys(alone, 1), PLAIN: -len(alone)}
     product = levels.product(powers, ledger.level)
     total = levels.ratio(ledger.whole, PLAIN, ledger.level)
     share = {one: -power for one, power in powers.items()}
@@ -160,7 +160,6 @@ def _in_the_way(ledger: LedgerData) -> str:
 
 
 def caveats(ledger: LedgerData) -> list[str]:
-    """See `Ledger.caveats`."""
     sentences = []
     rounds = f"{len(ledger.rounds)} round{'s' * (len(ledger.rounds) != 1)}"
     if ledger.stopped:
@@ -193,7 +192,6 @@ def _too_few(ledger: LedgerData) -> str:
 
 
 def _by_reason(head: str, reasons: Mapping[Any, str]) -> list[str]:
-    """Return one sentence for each reason, with everything it applies to."""
     names: dict[str, list[str]] = {}
     for one, reason in reasons.items():
         names.setdefault(reason.rstrip("."), []).append(str(one))

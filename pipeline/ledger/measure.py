@@ -73,16 +73,9 @@ PLAIN_FAILED = "Plain PyTorch failed, so there is nothing to compare with"
 
 @plain_torch()
 def measure(
-    spec: PipelineSpec,
-    *,
-    seconds: float,
-    within: float,
-    accuracy: bool,
-    epochs: int | None,
-    target: float | None,
-    other_loader: str | None,
-    progress: bool,
-) -> Ledger:
+    spec: PipelineSpec, *, seconds: float, within: float, accuracy: bool, epochs: int | None,
+    target: float | None, other_loader: str | None, progress: bool,
+) -> Ledger:  # fmt: skip
     """Measure the ledger of a pipeline; see `Pipeline.ledger`."""
     check_measurable(seconds)
     if not is_number(within, "(0, 1)"):
@@ -151,13 +144,9 @@ def _measured(plan: ResolvedPlan, others: list[Variant], budget: Budget, within:
 
 
 def _train_each(
-    ledger: Ledger,
-    plan: ResolvedPlan,
-    others: list[Variant],
-    epochs: int,
-    target: float | None,
+    ledger: Ledger, plan: ResolvedPlan, others: list[Variant], epochs: int, target: float | None,
     progress: bool,
-) -> Ledger:
+) -> Ledger:  # fmt: skip
     """Return the ledger with the accuracies; on Ctrl-C, LedgerInterrupted has those of the completed training runs."""
     rows: dict[VariantId, Trained] = {}
     interrupted = False
@@ -217,16 +206,12 @@ class Record:
         known = {*rounds[0], *self.failed, *self.left_out}
         missing = [one for one in self.variants if one not in known]
         return Ledger(
-            rounds,
-            facts,
-            self.variants,
-            stopped="Interrupted (Ctrl-C)" if interrupted else self.stopped,
+            rounds, facts, self.variants, stopped="Interrupted (Ctrl-C)" if interrupted else self.stopped,
             failed=dict(self.failed),
             left_out=self.left_out | dict.fromkeys(missing, NOT_REACHED if interrupted else NO_TIME),
             costs={one: self.costs[one] for one in self.variants if one in self.costs},
-            missing_costs=dict(self.missing_costs),
-            notes=() if self.rounds else (NOT_INTERLEAVED,),
-        )
+            missing_costs=dict(self.missing_costs), notes=() if self.rounds else (NOT_INTERLEAVED,),
+        )  # fmt: skip
 
 
 class _NoLedger(Exception):
@@ -237,13 +222,9 @@ class _Measurement:
     """One measurement of a ledger, from warm-up to the last round. `record` receives the results as they arrive."""
 
     def __init__(
-        self,
-        plan: ResolvedPlan,
-        record: Record,
-        budget: Budget,
-        within: float,
+        self, plan: ResolvedPlan, record: Record, budget: Budget, within: float,
         others: Sequence[Variant] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._plan, self._record, self._budget, self._within = plan, record, budget, within
         self._others = list(others)
         self._always = variants(plan, copies=uses_gpu(plan.distribution))
@@ -260,7 +241,7 @@ class _Measurement:
     def run(self) -> None:
         """Measure; raise _NoLedger if plain PyTorch fails, or the time is too short."""
         with ExitStack() as stack:
-            stack.callback(self._close)
+            stack.callback(lambda: [runner.close() for runner in self._runners])
             self._loaders = Loaders(stack)
             try:
                 with alarm(self._deadline):
@@ -274,15 +255,10 @@ class _Measurement:
         if self._weighs:
             self._weigh()
 
-    def _close(self) -> None:
-        for runner in self._runners:
-            runner.close()
-
     def _spent(self) -> str:
         return f"Stopped at the {self._budget.seconds:g} s budget"
 
     def _too_short(self) -> str:
-        """Return how far the measurement came, and how many seconds are enough."""
         used, plain = self._budget.used, self._plain_seconds
         if plain is None:
             what, needed = "plain PyTorch was still in its first trial", 4 * used
@@ -295,7 +271,6 @@ class _Measurement:
         )
 
     def _weigh(self) -> None:
-        """Measure the peak memory of plain PyTorch and of the full pipeline, as far as there is time."""
         record, rows = self._record, in_turn(self._plan)
         for variant in (rows[0], rows[-1]):
             if variant.id not in record.costs:
@@ -421,7 +396,6 @@ class _Measurement:
                 self._first(runner)
 
     def _rounds(self) -> None:
-        """Run rounds until the intervals are narrow or the time is spent."""
         record, trials = self._record, self._record.first
         starting = 0.0  # seconds per round for starting ranks
         for runner in self._runners:
@@ -467,7 +441,6 @@ def _free_memory() -> None:
 
 
 def check_accuracy(plan: ResolvedPlan, target: float | None) -> int:
-    """Return the number of epochs to train each variant, or raise PlanError."""
     epochs = plan.spec.epochs
     if epochs is None:
         raise PlanError("Number of epochs not set. Pass ledger(accuracy=True, epochs=…) (--epochs).")
@@ -480,12 +453,9 @@ def check_accuracy(plan: ResolvedPlan, target: float | None) -> int:
 
 
 def train_each(
-    variants: Sequence[Variant],
-    rows: dict[VariantId, Trained],
-    epochs: int,
-    target: float | None,
+    variants: Sequence[Variant], rows: dict[VariantId, Trained], epochs: int, target: float | None,
     progress: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Train each variant, plain PyTorch first, and add its row to `rows` as soon as it ends; without a target, it is
     the final accuracy of the first."""
     with tqdm(

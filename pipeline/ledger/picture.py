@@ -45,19 +45,13 @@ def picture(ledger: LedgerData) -> Any:
 
 
 def _throughput(axes: Any, ledger: LedgerData) -> None:
-    """Draw a bar per row, and the ceilings as lines."""
     rows = ledger.rows
     drawn = [(place, row, row.images_per_s) for place, row in enumerate(rows) if row.images_per_s]
     speeds = [speed for _, _, speed in drawn]
     axes.barh(
-        [place for place, _, _ in drawn],
-        [speed.value for speed in speeds],
-        xerr=_errors(speeds),
-        color=[PALE if row.id == PLAIN else BAR for _, row, _ in drawn],
-        ecolor=INK,
-        capsize=3,
-        height=0.62,
-    )
+        [place for place, _, _ in drawn], [speed.value for speed in speeds], xerr=_errors(speeds),
+        color=[PALE if row.id == PLAIN else BAR for _, row, _ in drawn], ecolor=INK, capsize=3, height=0.62,
+    )  # fmt: skip
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     longest = max(speed.high for speed in speeds)
     tops = {one: figure.value for one, figure in ledger.ceilings.items()}

@@ -57,15 +57,12 @@ def _rows(ledger: LedgerData) -> Table:
         rows.append(("ceiling: model alone, without batch transforms, loss and hooks", about, "", "", ""))
     rows += [(str(one), _figure(ledger.speed(one)), "", "", "") for one in ledger.others]
     return Table(
-        ("", "images/s", "over plain", "this stage", "MiB held"),
-        rows,
+        ("", "images/s", "over plain", "this stage", "MiB held"), rows,
         f"Ledger: {ledger.facts.get('recipe') or 'your pipeline'}",
         f"images/s: trimmed mean and quartiles of {len(ledger.rounds)} interleaved round"
         f"{'s' * (len(ledger.rounds) != 1)}; ratios: of these means, with {ledger.level:.0%} intervals from within the "
-        "rounds; MiB held: weights, gradients and optimizer state of a rank",
-        figures=True,
-        line_after=whole,
-    )
+        "rounds; MiB held: weights, gradients and optimizer state of a rank", figures=True, line_after=whole,
+    )  # fmt: skip
 
 
 def _overhead(ledger: LedgerData, extras: Ratio) -> str:
@@ -95,12 +92,9 @@ def _stages(ledger: LedgerData) -> Table:
         for (before, own), gain in zip(pairwise(ledger.in_turn), ledger.stages, strict=True)
     ]
     return Table(
-        ("stage", "alone, over plain", "added in turn", "added last"),
-        rows,
-        "What each stage brings",
-        "added last: the full pipeline, over the full pipeline without it",
-        figures=True,
-    )
+        ("stage", "alone, over plain", "added in turn", "added last"), rows, "What each stage brings",
+        "added last: the full pipeline, over the full pipeline without it", figures=True,
+    )  # fmt: skip
 
 
 def _accuracies(measured: Accuracies) -> Table:
@@ -114,12 +108,10 @@ def _accuracies(measured: Accuracies) -> Table:
 
     target = "target" if measured.target is None else f"{measured.target:.2%}"
     return Table(
-        ("", "top-1", "time", f"time to {target}"),
-        [line(one, row) for one, row in measured.rows.items()],
+        ("", "top-1", "time", f"time to {target}"), [line(one, row) for one, row in measured.rows.items()],
         f"Trained for {measured.epochs} epoch(s), once each, from the same seed",
-        "times of full epochs, including evaluation",
-        figures=True,
-    )
+        "times of full epochs, including evaluation", figures=True,
+    )  # fmt: skip
 
 
 def sentences(ledger: LedgerData) -> list[str]:

@@ -116,7 +116,6 @@ def alone_and_without(plan: ResolvedPlan) -> list[Variant]:
 
 
 def with_loader(plan: ResolvedPlan, loader: str) -> list[Variant]:
-    """Return the full pipeline with another loader, and this loader alone."""
     spec = plan.spec.replace(data=dataclasses.replace(plan.data, loader=loader))
     return [Variant(one, spec) for one in other(loader)]
 

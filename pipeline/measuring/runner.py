@@ -45,7 +45,6 @@ Results = tuple[dict[VariantId, Trial], dict[VariantId, str]]  # trials, and the
 
 
 def check_measurable(seconds: float) -> None:
-    """Raise PlanError for an invalid time budget, and in a process that is a rank."""
     if not is_number(seconds, "(0, inf)"):
         given = f"{seconds:g}" if is_number(seconds) else repr(seconds)
         raise PlanError(f"seconds={given} (--seconds, --ledger-seconds) must be positive and finite.")
@@ -102,12 +101,9 @@ class VariantRunner:
     """
 
     def __init__(
-        self,
-        group: Sequence[Variant],
-        loaders: Loaders,
-        batches: int = MIN_BATCHES,
+        self, group: Sequence[Variant], loaders: Loaders, batches: int = MIN_BATCHES,
         deadline: float = math.inf,
-    ) -> None:
+    ) -> None:  # fmt: skip
         start = perf_counter()
         self._plan, self._warm_up = group[0].plan, batches
         self.variants = [variant.id for variant in group]
@@ -214,12 +210,9 @@ def _merged(ranks: Sequence[tuple[Trial, Labels]]) -> Trial:
 
 
 def build_variant(
-    plan: ResolvedPlan,
-    loaders: Loaders,
-    stack: ExitStack,
-    batches: int = MIN_BATCHES,
+    plan: ResolvedPlan, loaders: Loaders, stack: ExitStack, batches: int = MIN_BATCHES,
     deadline: float = math.inf,
-) -> tuple[BuiltVariant, Costs]:
+) -> tuple[BuiltVariant, Costs]:  # fmt: skip
     """Build a pipeline on this rank, warm it up by training, and return it with its costs. Raise OutOfTime at the
     deadline."""
     before = _allocated()

@@ -58,7 +58,6 @@ class Ratio:
         return f"{self.value:.2f}  ({self.low:.2f} to {self.high:.2f})" if self.resolved else UNRESOLVED
 
     def holds(self, value: float) -> bool:
-        """Return whether the interval contains `value`."""
         return self.low <= value <= self.high
 
 

@@ -84,13 +84,9 @@ class BuiltVariant:
 
 
 def run_trial(
-    variant: BuiltVariant,
-    kind: Workload,
-    epoch: int,
-    batches: int,
-    deadline: float = math.inf,
+    variant: BuiltVariant, kind: Workload, epoch: int, batches: int, deadline: float = math.inf,
     observer: Observer | None = None,
-) -> tuple[Trial, Labels]:
+) -> tuple[Trial, Labels]:  # fmt: skip
     """Run a trial over `batches` global batches; return it with this rank's labels. Raise OutOfTime before the first
     batch that would start after the deadline (in `perf_counter` time).
 
@@ -133,14 +129,9 @@ def _frozen(variant: BuiltVariant, phase: SchedulePhase) -> Iterator[None]:
 
 
 def _run_phase(
-    variant: BuiltVariant,
-    loader: EpochLoader,
-    kind: Workload,
-    epoch: int,
-    batches: int,
-    deadline: float,
+    variant: BuiltVariant, loader: EpochLoader, kind: Workload, epoch: int, batches: int, deadline: float,
     observer: Observer | None,
-) -> tuple[Trial, Labels]:
+) -> tuple[Trial, Labels]:  # fmt: skip
     engine, hooks = variant.built.engine, variant.built.hooks
     batch_size = loader.settings.batch_size
     batches = min(batches, loader.samples // batch_size)
@@ -241,9 +232,9 @@ class RecordingGuard(NonFiniteGuard):
 
 
 def _recorded(loader: EpochLoader, seen: list[Any]) -> Iterator[Batch]:
-    for images, labels, *further in loader:
-        seen.append(labels)
-        yield (images, labels, *further)
+    for batch in loader:
+        seen.append(batch[1])
+        yield batch
 
 
 def digest(ranks: Sequence[Labels]) -> str:
@@ -264,13 +255,14 @@ def _buffers(loader: EpochLoader, batch: Batch) -> list[tuple[torch.Tensor, torc
     """Return host and device memory for a batch's images and labels, as the loader copies between them: TorchLoader
     copies the final batch, the others copy bytes to a GPU and normalize there."""
     images, labels = batch[:2]
-    on_gpu = images.device.type != "cpu"
-    dtype = torch.uint8 if on_gpu and isinstance(loader, FFCVLoader | StockFFCVLoader) else images.dtype
-    sources = (
-        torch.empty(images.shape, dtype=dtype, pin_memory=images.device.type == "cuda"),
-        torch.empty(labels.shape, dtype=labels.dtype, pin_memory=images.device.type == "cuda"),
-    )
-    return [(source, torch.empty_like(source, device=images.device)) for source in sources]
+    device, dtype = images.device, images.dtype
+    if device.type != "cpu" and isinstance(loader, FFCVLoader | StockFFCVLoader):
+        dtype = torch.uint8
+    sources = [
+        torch.empty(one.shape, dtype=kind, pin_memory=device.type == "cuda")
+        for one, kind in ((images, dtype), (labels, labels.dtype))
+    ]
+    return [(source, torch.empty_like(source, device=device)) for source in sources]
 
 
 PHASES = {

@@ -101,7 +101,6 @@ class Trial:
 
     @property
     def speed(self) -> float:
-        """Images/s."""
         return self.images / self.seconds
 
 

@@ -65,7 +65,6 @@ def candidates(plan: ResolvedPlan) -> list[Candidate]:
 
 
 def _allocator(plan: ResolvedPlan) -> list[Candidate]:
-    """Return the environment variables of the allocator to try, unless they are set."""
     device = "cuda" if uses_gpu(plan.distribution) else "cpu"
     variables = VARIABLES[device]
     unknown = device == "cpu" and platform.libc_ver()[0] != "glibc"
@@ -123,7 +122,6 @@ def _image_size(size: ImageSize) -> Candidate:
 
 
 def _transforms(plan: ResolvedPlan, kind: str) -> list[Candidate]:
-    """Return the transforms that are such a change, which the pipeline does not have."""
     used = {type(transform) for transform in plan.transforms}
     return [_transform(cls()) for cls in TRANSFORMS.values() if cls.tried_by_tune == kind and cls not in used]
 

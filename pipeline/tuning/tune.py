@@ -43,14 +43,9 @@ COMMUNICATION = 0.5  # the bottleneck, if exchanging the gradients alone takes t
 
 @plain_torch()
 def tune(
-    spec: PipelineSpec,
-    *,
-    seconds: float,
-    allow: Sequence[str],
-    epochs: int,
-    out: str | Path | None,
+    spec: PipelineSpec, *, seconds: float, allow: Sequence[str], epochs: int, out: str | Path | None,
     progress: bool,
-) -> Tuned:
+) -> Tuned:  # fmt: skip
     """Tune a pipeline; see `Pipeline.tune`."""
     check_measurable(seconds)
     begin = perf_counter()
@@ -133,15 +128,9 @@ class Tuner:
     again; `fitting` are tried first, one after the other, if the pipeline does not fit into memory."""
 
     def __init__(
-        self,
-        spec: PipelineSpec,
-        arena: Arena,
-        changes: list[Candidate],
-        fitting: list[Candidate],
-        facts: dict[str, Any],
-        known: Sequence[Tried] = (),
-        show: Callable[[str], None] = lambda _: None,
-    ) -> None:
+        self, spec: PipelineSpec, arena: Arena, changes: list[Candidate], fitting: list[Candidate],
+        facts: dict[str, Any], known: Sequence[Tried] = (), show: Callable[[str], None] = lambda _: None,
+    ) -> None:  # fmt: skip
         self._given, self._spec, self._arena = spec, spec, arena
         self._changes, self._fitting = changes, fitting
         self._facts, self._known, self._show = facts, known, show
@@ -190,7 +179,6 @@ class Tuner:
         return "communication" if share >= COMMUNICATION else "step"
 
     def _recall(self) -> None:
-        """Take over the trials of an earlier call."""
         changes = {one.name: one for one in (*self._changes, *self._fitting)}
         for tried in self._known:
             candidate = changes.get(tried.name)
@@ -247,7 +235,6 @@ class Tuner:
         self._variables |= candidate.variables
 
     def _try(self, candidate: Candidate) -> bool:
-        """Test a change against the best pipeline, and return whether it is accepted."""
         assert self._best is not None
         self._add(candidate, "not tried", "the tuning ended before there was a verdict")
         self._show(candidate.name)
@@ -271,7 +258,6 @@ class Tuner:
         return False
 
     def _note(self, **changes: Any) -> None:
-        """Change the row of the change that is being tried."""
         self._trials[-1] = replace(self._trials[-1], **changes)
 
     def _opened(

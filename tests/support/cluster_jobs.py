@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from drivetrain import Callback, DrivetrainError, Pipeline, RunView
+from drivetrain.pipeline.apps.cli import doctor
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.runs.artifacts import FitJob
 from drivetrain.pipeline.runs.preflight import preflight

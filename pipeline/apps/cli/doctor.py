@@ -125,7 +125,6 @@ def _native_core() -> Finding:
 
 
 def _native() -> list[Finding]:
-    """Return the tools and libraries required to build FFCV."""
     tool, compiler = shutil.which("pkg-config"), shutil.which("g++")
     required = {"pkg-config": (tool, "pkg-config"), "C++ compiler": (compiler, "g++")}
     for library, package in NATIVE.items():
@@ -156,7 +155,6 @@ def _devices() -> list[Finding]:
 
 
 def reachable_host() -> Finding:
-    """Return whether this machine's name leads to an address that others can reach."""
     address, remedy = host_address(), ""
     interface = "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface, e.g. eth0"
     if address is None:
@@ -224,10 +222,10 @@ def examine_ranks(timeout: float) -> bool:
 
 
 def about_this_rank() -> dict[str, Any]:
-    """Return what the others are told about this rank."""
+    device = _device()
     return {
         "pid": os.getpid(),
-        "device": _device_name(_device()),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "torch": torch.__version__.partition("+")[0],
         "drivetrain": __version__,
         "address": own_address(),
@@ -255,12 +253,7 @@ def _device() -> torch.device:
         return torch.device("cpu")
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
 def _speeds(meeting: Meeting, timeout: float) -> list[Finding]:
-    """Join the process group, and return what an all-reduce takes."""
     ranks = len(meeting.ranks)
     gpus = all(info["device"] != "CPU" for info in meeting.ranks)  # on each rank the same
     join_group(device=None if gpus else "cpu", timeout=timeout, meeting=meeting)

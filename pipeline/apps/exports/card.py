@@ -63,15 +63,9 @@ def check_card(path: Path) -> None:
 
 
 def write_card(
-    path: Path,
-    exported: Path,
-    kind: str,
-    names: str,
-    checkpoint: Checkpoint,
-    folder: Path | None,
-    recipe: Mapping[str, Any],
-    difference: Difference | None,
-) -> None:
+    path: Path, exported: Path, kind: str, names: str, checkpoint: Checkpoint, folder: Path | None,
+    recipe: Mapping[str, Any], difference: Difference | None,
+) -> None:  # fmt: skip
     """Write the model card of `exported`, whose weights have `names`: `"plain"` or `"trained"`. Without the run's
     folder, its ledger is unknown; an empty recipe is, too."""
     facts = checkpoint.content.history.facts
@@ -168,7 +162,8 @@ def _section(title: str, rows: Sequence[tuple[str, object]]) -> str:
 def _training(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> str:
     content, facts = checkpoint.content, checkpoint.content.facts
     run = content.history.facts
-    groups = facts.get("parameter groups")
+    first, *_ = facts.get("parameter groups") or ({},)
+    pairs = [f"{name}={value}" for name, value in first.items() if value is not None]
     return _section("Training", [
         ("training data", recipe.get("train")),
         ("training samples", facts.get("training samples")),
@@ -176,7 +171,7 @@ def _training(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> str:
         ("task", run.get("task")),
         ("transforms", ", ".join(map(str, facts.get("transforms") or ())) or "none"),
         ("optimizer", facts.get("optimizer")),
-        ("its first parameter group", _pairs(groups[0]) if groups else None),
+        ("its first parameter group", ", ".join(pairs) if pairs else None),
         ("schedule", facts.get("schedule")),
         ("warmup", facts.get("warmup")),
         ("batch size, over all devices", facts.get("batch_size")),
@@ -187,10 +182,6 @@ def _training(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> str:
         ("began with", (run.get("init_from") or {}).get("source")),
         ("stopped", (run.get("stopped") or {}).get("reason")),
     ])  # fmt: skip
-
-
-def _pairs(group: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in group.items() if value is not None)
 
 
 def _text(value: object) -> str:
@@ -224,9 +215,9 @@ def _not_of_the_weights(checkpoint: Checkpoint, history: History) -> str:
     if content.step_in_epoch or last is None or last.epoch != content.epoch:
         return "The exported weights are of a later moment than these epochs."
     names = (str(one).partition("(")[0] for one in content.facts.get("transforms") or ())
-    known = [name for name in names if name in TRANSFORMS and TRANSFORMS[name].kind == "evaluation"]
+    known = [f"`{name}`" for name in names if name in TRANSFORMS and TRANSFORMS[name].kind == "evaluation"]
     return (
-        f"They were evaluated with `{'`, `'.join(known)}`, without which the exported file computes."
+        f"They were evaluated with {', '.join(known)}, which the exported file does not have."
         if known
         else ""
     )

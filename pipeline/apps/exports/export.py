@@ -63,16 +63,9 @@ class Exported:
 
 
 def export(
-    place: str | Path,
-    out: str | Path,
-    *,
-    format: Format | None = None,
-    names: Names = "plain",
-    best: bool = False,
-    model: ModelArg = None,
-    data: str | Path | None = None,
-    tolerance: float = TOLERANCE,
-) -> Exported:
+    place: str | Path, out: str | Path, *, format: Format | None = None, names: Names = "plain",
+    best: bool = False, model: ModelArg = None, data: str | Path | None = None, tolerance: float = TOLERANCE,
+) -> Exported:  # fmt: skip
     """Write a trained model as one file, with the evaluated weights: averages (EMA, SWA) if there are any. Next to it,
     write its model card, `MODEL_CARD.md`.
 
@@ -158,14 +151,9 @@ def _format(format: str | None, out: Path) -> Format:
 
 
 def _program(
-    checkpoint: Checkpoint,
-    out: Path,
-    kind: str,
-    model: ModelArg,
-    data: Path | None,
-    recipe: Mapping[str, Any],
-    tolerance: float,
-) -> Difference:
+    checkpoint: Checkpoint, out: Path, kind: str, model: ModelArg, data: Path | None,
+    recipe: Mapping[str, Any], tolerance: float,
+) -> Difference:  # fmt: skip
     facts = checkpoint.content.history.facts
     if "inputs" not in facts:
         raise CheckpointError(

@@ -38,14 +38,9 @@ class Difference:
 
 
 def write_program(
-    kind: str,
-    model: nn.Module,
-    images: torch.Tensor,
-    about: str,
-    out: Path,
-    metadata: Mapping[str, str],
+    kind: str, model: nn.Module, images: torch.Tensor, about: str, out: Path, metadata: Mapping[str, str],
     tolerance: float,
-) -> Difference:
+) -> Difference:  # fmt: skip
     """Write a model as a program whose batch size is dynamic, and which computes the model's outputs: `kind` is
     `"torch-export"` or `"onnx"`.
 

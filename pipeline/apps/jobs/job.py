@@ -73,7 +73,6 @@ class Job:
 
     @property
     def nnodes(self) -> str:
-        """The machines as torchrun's `--nnodes`."""
         return f"{self.most}" if self.fewest == self.most else f"{self.fewest}:{self.most}"
 
     @property
@@ -106,18 +105,9 @@ class Job:
 
 
 def make_job(
-    recipe: str,
-    overrides: Sequence[str],
-    out: str | None,
-    *,
-    nodes: str,
-    gpus: int,
-    cpus: int,
-    name: str | None = None,
-    gpu_type: str | None = None,
-    time: str | None = None,
-    image: str | None = None,
-) -> Job:
+    recipe: str, overrides: Sequence[str], out: str | None, *, nodes: str, gpus: int, cpus: int,
+    name: str | None = None, gpu_type: str | None = None, time: str | None = None, image: str | None = None,
+) -> Job:  # fmt: skip
     """Return a job whose recipe trains on `nodes` machines: `"4"`, or the smallest and the largest, `"1:4"`. See `Job`
     for the others. Errors name the invalid value and the remedy."""
     if out is None:
@@ -186,7 +176,6 @@ def _read(recipe: str, overrides: Sequence[str]) -> tuple[DistributedConfig, Dat
 
 
 def _fitting(batch_size: int, how: DistributedConfig, numbers: range, processes: int) -> tuple[int, ...]:
-    """Return the numbers of machines among which a batch can be divided; the smallest and the largest must be."""
     fitting = []
     for number in numbers:
         try:

@@ -32,7 +32,6 @@ class Scheduler:
     )
 
     def unmounted(self, job: Job) -> list[str]:
-        """Return the data of a job at paths that its machines do not have."""
         return job.unmounted(copied=self.copies) if self.mounts else []
 
 
