@@ -241,7 +241,7 @@ class _Measurement:
     def run(self) -> None:
         """Measure; raise _NoLedger if plain PyTorch fails, or the time is too short."""
         with ExitStack() as stack:
-            stack.callback(lambda: [runner.close() for runner in self._runners])
+            stack.callback(self._close)
             self._loaders = Loaders(stack)
             try:
                 with alarm(self._deadline):
@@ -254,6 +254,10 @@ class _Measurement:
                     raise _NoLedger(self._too_short()) from None
         if self._weighs:
             self._weigh()
+
+    def _close(self) -> None:
+        for runner in self._runners:
+            runner.close()
 
     def _spent(self) -> str:
         return f"Stopped at the {self._budget.seconds:g} s budget"
