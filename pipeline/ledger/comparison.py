@@ -17,22 +17,15 @@ from .table import WIDTH
 
 @dataclass(frozen=True)
 class Compared:
-    """A variant that both ledgers have.
-
-    Attributes:
-        id: the variant.
-        first, second: its ratio over plain PyTorch in each ledger; None if it is not a row.
-        speed: its images/s in the second ledger over those in the first.
-    """
+    """A variant that both ledgers have."""
 
     id: VariantId
-    first: Ratio | None
+    first: Ratio | None  # over plain PyTorch in each ledger; None if it is not a row
     second: Ratio | None
-    speed: Ratio
+    speed: Ratio  # images/s in the second ledger over those in the first
 
     @property
     def name(self) -> str:
-        """The variant's name."""
         return str(self.id)
 
     @property
@@ -45,21 +38,13 @@ class Compared:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """The comparison of two ledgers.
+    """The comparison of two ledgers."""
 
-    Attributes:
-        names: their files.
-        rows: variants that both have.
-        missing: variants that only one has, with the name of that ledger.
-        differences: differences in recipe, hardware, versions and revision, one sentence each.
-        failed: variants that failed or were left out, and unresolved ratios, one sentence each.
-    """
-
-    names: tuple[str, str]
+    names: tuple[str, str]  # of the files
     rows: list[Compared]
-    missing: dict[VariantId, str]
-    differences: list[str]
-    failed: list[str] = field(default_factory=list)
+    missing: dict[VariantId, str]  # variants that only one has, with the name of that ledger
+    differences: list[str]  # in recipe, hardware, versions and revision, one sentence each
+    failed: list[str] = field(default_factory=list)  # variants and unresolved ratios, one sentence each
 
     def __repr__(self) -> str:
         return "\n".join([self._table().text(WIDTH), *self._sentences()])

@@ -27,46 +27,30 @@ from ..measuring.variant import (
 )
 
 CEILINGS = (LOADER, MODEL, COPY)
-ADDED = ("transforms", "loss", "hooks")
-"""Those that are not the model's or the optimizer's."""
+ADDED = ("transforms", "loss", "hooks")  # the parts that are not the model's or the optimizer's
 
 
 @dataclass(frozen=True)
 class Trained:
-    """The training run of a variant.
+    """The training run of a variant."""
 
-    Attributes:
-        accuracy: top-1 accuracy after the last epoch, 0 to 1; None if it failed.
-        seconds: duration of all epochs, including evaluation, starting of workers and compiling.
-        seconds_to_target: time to the target accuracy; None if it was not reached.
-        failed: why it failed; else empty.
-    """
-
-    accuracy: float | None = None
-    seconds: float | None = None
-    seconds_to_target: float | None = None
-    failed: str = ""
+    accuracy: float | None = None  # top-1 after the last epoch, 0 to 1; None if it failed
+    seconds: float | None = None  # of all epochs, including evaluation, starting of workers and compiling
+    seconds_to_target: float | None = None  # None if the target was not reached
+    failed: str = ""  # the reason
 
 
 @dataclass(frozen=True)
 class Accuracies:
-    """The training runs of all variants.
+    """The training runs of all variants."""
 
-    Attributes:
-        epochs: epochs of each.
-        target: the top-1 accuracy, 0 to 1, of the time to accuracy; None if there is none.
-        rows: the completed runs, plain PyTorch first.
-    """
-
-    epochs: int
-    target: float | None
-    rows: Mapping[VariantId, Trained]
+    epochs: int  # of each
+    target: float | None  # the top-1 accuracy, 0 to 1, of the time to accuracy
+    rows: Mapping[VariantId, Trained]  # the completed runs, plain PyTorch first
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Why a variant was not measured."""
-
     state: Literal["failed", "left out"]
     reason: str
 
@@ -76,25 +60,16 @@ class Missing:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the main table.
-
-    Attributes:
-        id: the variant.
-        images_per_s: its throughput; None if it was not measured.
-        ratio: its throughput over plain PyTorch's; None if it was not measured.
-        gain: its throughput over that of the previous row; None if either was not measured.
-        missing: why it was not measured, if known.
-    """
+    """A row of the main table; figures are None if a variant was not measured."""
 
     id: VariantId
     images_per_s: Figure | None
-    ratio: Ratio | None
-    gain: Ratio | None
+    ratio: Ratio | None  # over plain PyTorch
+    gain: Ratio | None  # over the previous row
     missing: Missing | None = None
 
     @property
     def name(self) -> str:
-        """The variant's name."""
         return str(self.id)
 
     @property
@@ -105,19 +80,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Gains:
-    """What a stage brings, as ratios of throughputs; None if a variant was not measured.
-
-    Attributes:
-        stage: its name.
-        alone: plain PyTorch with only this stage, over plain PyTorch.
-        in_turn: with the stages up to this one, over those before it.
-        last: the full pipeline, over the full pipeline without this stage.
-    """
+    """What a stage brings, as ratios of throughputs; None if a variant was not measured."""
 
     stage: str
-    alone: Ratio | None
-    in_turn: Ratio | None
-    last: Ratio | None
+    alone: Ratio | None  # plain PyTorch with only this stage, over plain PyTorch
+    in_turn: Ratio | None  # with the stages up to this one, over those before it
+    last: Ratio | None  # the full pipeline, over the full pipeline without this stage
 
 
 @dataclass(frozen=True, repr=False)
@@ -160,7 +128,6 @@ class LedgerData:
 
     @cached_property
     def levels(self) -> Levels[VariantId]:
-        """The speeds of all variants, on one scale."""
         return Levels([{one: trial.speed for one, trial in trials.items()} for trials in self.rounds])
 
     @property
@@ -169,7 +136,6 @@ class LedgerData:
         return [one for one in self.variants if one.is_row]
 
     def measured(self, one: VariantId) -> bool:
-        """Return whether a variant has trials."""
         return one in self.rounds[0]
 
     def why_not(self, one: VariantId) -> Missing | None:
@@ -181,17 +147,11 @@ class LedgerData:
     @property
     def rows(self) -> list[Row]:
         """The rows of the main table, plain PyTorch first, the full pipeline last."""
-        rows = self.in_turn
         return [
-            Row(
-                one,
-                self.speed(one) if self.measured(one) else None,
-                self._ratio(one, PLAIN),
-                self._ratio(one, before),
-                self.why_not(one),
-            )
-            for before, one in zip([PLAIN, *rows], rows, strict=False)
-        ]
+            Row(one, self.speed(one) if self.measured(one) else None, self._ratio(one, PLAIN),
+                self._ratio(one, before), self.why_not(one))
+            for before, one in pairwise([PLAIN, *self.in_turn])
+        ]  # fmt: skip
 
     def speed(self, one: VariantId) -> Figure:
         """Return a variant's images/s."""
@@ -213,14 +173,10 @@ class LedgerData:
     def stages(self) -> list[Gains]:
         """What each stage brings: alone, added in turn, and added last."""
         return [
-            Gains(
-                one.stage,
-                self._ratio(self.id_of_only(one.stage), PLAIN),
-                self._ratio(one, before),
-                self._ratio(self.whole, self.id_of_without(one.stage)),
-            )
+            Gains(one.stage, self._ratio(self.id_of_only(one.stage), PLAIN), self._ratio(one, before),
+                  self._ratio(self.whole, self.id_of_without(one.stage)))
             for before, one in pairwise(self.in_turn)
-        ]
+        ]  # fmt: skip
 
     def id_of_only(self, stage: str) -> VariantId:
         """Return the variant with only this stage, which may be the first in turn."""
@@ -304,8 +260,6 @@ class LedgerData:
         return {one: ratio for one, ratio in ratios.items() if ratio is not None}
 
     def ratios(self) -> dict[str, Ratio]:
-        """Return all ratios in the tables by name: of the rows, the gains of the stages, the extras' overhead, and of
-        another loader."""
         named: dict[str, Ratio | None] = {row.name: row.ratio for row in self.rows}
         for stage in self.stages:
             named[f"{stage.stage} alone"] = stage.alone
@@ -319,8 +273,3 @@ class LedgerData:
     def spread(self) -> float:
         """The widest interval of `ratios`: 0.02 for ± 2 %."""
         return max(one.spread for one in self.ratios().values())
-
-    def product_alone(self) -> dict[VariantId, int] | None:
-        """Return the product of the stages' gains alone as powers for `Levels.product`; None if one is not measured."""
-        alone = [self.id_of_only(row.stage) for row in self.in_turn[1:]]
-        return {**dict.fromkeys(alone, 1), PLAIN: -len(alone)} if all(map(self.measured, alone)) else None

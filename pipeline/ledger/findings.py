@@ -12,10 +12,12 @@ from .data import ADDED, LedgerData
 ALIKE = 0.9  # ceilings with a ratio above this are both the bottleneck
 UNSURE = 0.1  # with a larger spread, whether the speedups compound is uncertain
 COSTS = 0.98  # a stage whose gain's interval is below this costs speed
-NOISE = 1.1
-"""A pipeline that is this many times as fast as a ceiling shows that the ceilings were measured on a busy machine."""
-NOISY = 0.3
-"""Above this spread, conclusions are uncertain: a stage that seems to bring 1.3 × may bring nothing."""
+NOISE = (
+    1.1  # a pipeline so many times as fast as a ceiling shows that ceilings were measured on a busy machine
+)
+NOISY = (
+    0.3  # above this spread, conclusions are uncertain: a stage that seems to bring 1.3 × may bring nothing
+)
 
 
 def bound(ledger: LedgerData) -> str:
@@ -90,7 +92,6 @@ def _share(reached: Ratio) -> str:
 
 
 def _costly(ledger: LedgerData) -> str:
-    """Return which stage costs most speed; "" if none does."""
     costly = {one.stage: one.last.value for one in ledger.stages if one.last and one.last.high < COSTS}
     if not costly:
         return ""
@@ -105,7 +106,6 @@ def _for_the_loader(ledger: LedgerData) -> str:
 
 
 def _for_the_model(ledger: LedgerData) -> str:
-    """Return the change that is likely to help most."""
     asked, split = ledger.facts.get("asked", {}), ledger.time_breakdown
     advice = "make the training step faster"
     if split and split["step"] > split["forward"] + split["backward"]:
@@ -122,10 +122,10 @@ def _for_the_model(ledger: LedgerData) -> str:
 def compound(ledger: LedgerData) -> str:
     """Return whether the gains alone multiply to the full pipeline's; empty with fewer than two, or if one was not
     measured."""
-    powers = ledger.product_alone()
-    if powers is None or len(ledger.stages) < 2 or not ledger.measured(ledger.whole):
+    alone = [ledger.id_of_only(row.stage) for row in ledger.in_turn[1:]]
+    if len(alone) < 2 or not all(map(ledger.measured, [*alone, ledger.whole])):
         return ""
-    levels = ledger.levels
+    levels, powers = ledger.levels, {**dict.fromkeys(alone, 1), PLAIN: -len(alone)}
     product = levels.product(powers, ledger.level)
     total = levels.ratio(ledger.whole, PLAIN, ledger.level)
     share = {one: -power for one, power in powers.items()}
@@ -160,7 +160,6 @@ def _in_the_way(ledger: LedgerData) -> str:
 
 
 def caveats(ledger: LedgerData) -> list[str]:
-    """See `Ledger.caveats`."""
     sentences = []
     rounds = f"{len(ledger.rounds)} round{'s' * (len(ledger.rounds) != 1)}"
     if ledger.stopped:
@@ -186,7 +185,6 @@ def caveats(ledger: LedgerData) -> list[str]:
 
 
 def _too_few(ledger: LedgerData) -> str:
-    """Return why a ratio is not resolved, and the remedy."""
     rounds = len(ledger.rounds)
     if rounds == 1:
         return "one round has no interval; increase seconds"
@@ -194,7 +192,6 @@ def _too_few(ledger: LedgerData) -> str:
 
 
 def _by_reason(head: str, reasons: Mapping[Any, str]) -> list[str]:
-    """Return one sentence for each reason, with everything it applies to."""
     names: dict[str, list[str]] = {}
     for one, reason in reasons.items():
         names.setdefault(reason.rstrip("."), []).append(str(one))

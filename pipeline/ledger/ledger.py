@@ -1,20 +1,112 @@
-"""The ledger: measurements with their conclusions, as table, JSON, data frame and picture."""
+"""The ledger: measurements with their conclusions, as table, JSON file, data frame and picture."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self, TypeVar
+
+from msgspec import Meta, Struct
 
 from ...common.errors import DrivetrainError, MissingExtra, require
 from ...common.storage.files import atomic_file
-from ..measuring.picture import render
+from ...common.storage.json_files import ShapeError, convert, parse
+from ..measuring.statistics import LEVEL
+from ..measuring.variant import PLAIN, Costs, Kind, Trial, VariantId
 from . import findings
-from .data import LedgerData
-from .file import read, to_dict
+from .data import Accuracies, LedgerData, Row, Trained
 from .picture import picture
 from .table import html_text, text
+
+V = TypeVar("V")
+
+DERIVED = (
+    "rows", "stages", "ceilings", "waiting", "time_breakdown", "extras", "extras_share", "others", "compound", "bound",
+    "caveats",
+)  # fmt: skip
+"""What a file has, but follows from the rounds."""
+WRITTEN = ("stopped", "failed", "left_out", "costs", "missing_costs", "notes", "accuracy")
+
+
+class _Hardware(Struct):
+    gpus: list[str]
+    processor: str
+    cores: int
+
+
+class _Versions(Struct):
+    torch: str | None
+    drivetrain: str | None
+
+
+class _Machine(Struct):
+    hardware: _Hardware
+    versions: _Versions
+    date: str
+    command: str
+    environment: dict[str, Any] = {}
+
+
+class _Step(Struct):
+    what: str
+    why: str
+
+
+class _Facts(Struct):
+    """The facts that are displayed or compared; a ledger may have any others."""
+
+    recipe: str | None = None
+    plan: list[_Step] = []
+    asked: dict[str, Any] = {}
+    provenance: _Machine | None = None
+
+
+class _Identity(Struct):
+    name: str
+    kind: Kind
+    stage: str
+
+
+class _Accuracies(Struct):
+    epochs: int
+    target: float | None
+    rows: dict[str, Trained]
+
+
+class _Measured(Struct):
+    """A ledger's file without facts, and without what follows from the rounds."""
+
+    rounds: Annotated[list[dict[str, Trial]], Meta(min_length=1)]
+    variants: list[_Identity]
+    level: Annotated[float, Meta(gt=0, lt=1)] = LEVEL
+    stopped: str = ""
+    failed: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    costs: dict[str, Costs] = {}
+    missing_costs: dict[str, str] = {}
+    notes: list[str] = []
+    accuracy: _Accuracies | None = None
+
+
+def _plain(value: Any) -> Any:
+    """Return plain JSON types: variants by display name; infinite numbers, which JSON does not have, as None."""
+    if isinstance(value, Row):
+        names = ("images_per_s", "ratio", "gain", "note")
+        return {
+            "name": value.name,
+            **asdict(value.id),
+            **{name: _plain(getattr(value, name)) for name in names},
+        }
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Ledger(LedgerData):
@@ -44,8 +136,18 @@ class Ledger(LedgerData):
         return findings.caveats(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the full ledger as plain JSON types, including the raw rounds. An infinite upper end becomes None."""
-        return to_dict(self)
+        """Return the full ledger as plain JSON types, including the raw rounds. An infinite upper end becomes None.
+
+        Variants are keyed by display name; `variants` has their identities.
+        """
+        return {
+            **{name: _plain(getattr(self, name)) for name in DERIVED},
+            "level": self.level,
+            **self.facts,
+            **{name: _plain(getattr(self, name)) for name in WRITTEN},
+            "variants": [{"name": str(one), **asdict(one)} for one in self.variants],
+            "rounds": _plain(self.rounds),
+        }
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -54,7 +156,44 @@ class Ledger(LedgerData):
         Raises:
             DrivetrainError: if the file does not exist, or is not a ledger.
         """
-        return read(path, cls)
+        try:
+            return cls._parsed(parse(Path(path).read_bytes(), dict[str, Any]))
+        except OSError as error:
+            raise DrivetrainError(f"{path} could not be read: {error.strerror}.") from None
+        except ShapeError as error:
+            raise DrivetrainError(
+                f"{path} is not a ledger: {error}. Pass a file written by ledger.save('….json')."
+            ) from None
+
+    @classmethod
+    def _parsed(cls, content: dict[str, Any]) -> Self:
+        if "rounds" in content and "variants" not in content:
+            raise ShapeError("it has no 'variants': an earlier version of Drivetrain wrote it; measure again")
+        found = convert(content, _Measured)
+        convert(content, _Facts)
+        known = {one.name: VariantId(one.kind, one.stage) for one in found.variants}
+
+        def identified(table: Mapping[str, V]) -> dict[VariantId, V]:
+            if odd := table.keys() - known.keys():
+                raise ShapeError(f"{min(odd)!r} is not among its variants")
+            return {one: table[name] for name, one in known.items() if name in table}
+
+        for name, one in known.items():
+            if name != str(one):
+                raise ShapeError(f"its variant {str(one)!r} is named {name!r}")
+        rounds = [identified(trials) for trials in found.rounds]
+        for trials in rounds:
+            if PLAIN not in trials or trials.keys() != rounds[0].keys():
+                raise ShapeError(f"its rounds do not all have the same variants, {str(PLAIN)!r} among them")
+        accuracy = None
+        if (trained := found.accuracy) is not None:
+            accuracy = Accuracies(trained.epochs, trained.target, identified(trained.rows))
+        written = {*DERIVED, *_Measured.__struct_fields__}
+        return cls(
+            rounds, {name: value for name, value in content.items() if name not in written}, tuple(known.values()),
+            found.stopped, identified(found.failed), identified(found.left_out), identified(found.costs),
+            found.missing_costs, found.notes, accuracy, found.level,
+        )  # fmt: skip
 
     def to_pandas(self) -> Any:
         """Return a data frame with a row per variant and round: round, variant, images, seconds, waited, images_per_s.
@@ -82,14 +221,14 @@ class Ledger(LedgerData):
             MissingExtra: for a picture without the extra `plot`.
         """
         path = Path(path)
-        if path.suffix == ".json":
-            content = json.dumps(self.to_dict(), indent=1).encode()
-        elif path.suffix in (".png", ".svg", ".pdf"):
-            content = render(picture(self), path.suffix[1:])
-        else:
+        if path.suffix not in (".json", ".png", ".svg", ".pdf"):
             raise DrivetrainError(f"{path} must end in .json, .png, .svg or .pdf.")
+        drawn = None if path.suffix == ".json" else picture(self)
         with atomic_file(path) as file:
-            file.write(content)
+            if drawn is None:
+                file.write(json.dumps(self.to_dict(), indent=1).encode())
+            else:
+                drawn.savefig(file, format=path.suffix[1:], dpi=150, bbox_inches="tight")
 
     def __repr__(self) -> str:
         return text(self)

@@ -14,17 +14,20 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from statistics import mean
 from time import perf_counter
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from ...common.budget import Budget, OutOfTime, alarm, rounded_up
 from ...common.checks import is_number
 from ...common.errors import DrivetrainError, LedgerError, PlanError
+from ...common.terminal import is_interactive
 from ..describe.config import LOADERS
 from ..describe.cuda_settings import uses_gpu
 from ..describe.pipeline_spec import PipelineSpec
@@ -40,36 +43,38 @@ from ..measuring.runner import (
     groups,
     peak_bytes,
 )
-from ..measuring.variant import PLAIN, Trial, VariantId, same_samples
+from ..measuring.variant import PLAIN, Costs, Trial, VariantId, same_samples
+from ..runs.config import FitConfig
+from ..runs.fit import fit
+from ..tasks.scales import check_comparable
+from ..telemetry.history import Epoch, Monitor
 from ..telemetry.provenance import provenance
-from ..training.build import fork_rng, plain_torch, resolve_data
-from .accuracy import check_accuracy, train_each
+from ..training.build import fork_rng, resolve_data
+from ..training.plain_torch import plain_torch
 from .data import Accuracies, LedgerData, Trained
 from .ledger import Ledger, LedgerInterrupted
-from .record import NO_TIME, Record
 from .variants import alone_and_without, in_turn, possible, variants, with_loader
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 30  # adding a stage in turn must leave time for MIN_ROUNDS
 # Intervals of fewer rounds may be narrow by chance; adding any other variant must leave time for as many.
 TIGHT_ROUNDS = 5
 AIM_ROUNDS = 8  # the length of a trial is chosen for this many rounds
+# Peak memory is measured in ledgers of at least PEAK_SECONDS, which reserve PEAK_RESERVE for its two processes.
 PEAK_SECONDS, PEAK_RESERVE = 100, 20
-"""Peak memory is measured in ledgers of at least PEAK_SECONDS, which reserve PEAK_RESERVE for its two processes."""
+NO_TIME = "not enough time; increase seconds"
+NOT_REACHED = "the ledger was interrupted before its trial"
+NOT_INTERLEAVED = (
+    "No interleaved round is complete: these are the variants' first trials, one after the other. If the machine's "
+    "speed changed in between, they are biased."
+)
 PLAIN_FAILED = "Plain PyTorch failed, so there is nothing to compare with"
 
 
 @plain_torch()
 def measure(
-    spec: PipelineSpec,
-    *,
-    seconds: float,
-    within: float,
-    accuracy: bool,
-    epochs: int | None,
-    target: float | None,
-    other_loader: str | None,
-    progress: bool,
-) -> Ledger:
+    spec: PipelineSpec, *, seconds: float, within: float, accuracy: bool, epochs: int | None,
+    target: float | None, other_loader: str | None, progress: bool,
+) -> Ledger:  # fmt: skip
     """Measure the ledger of a pipeline; see `Pipeline.ledger`."""
     check_measurable(seconds)
     if not is_number(within, "(0, 1)"):
@@ -99,12 +104,7 @@ def measure(
 
 
 def _measured(plan: ResolvedPlan, others: list[Variant], budget: Budget, within: float) -> Ledger:
-    """Measure the ledger.
-
-    Raises:
-        LedgerInterrupted: on Ctrl-C.
-        LedgerError: if there is no ledger.
-    """
+    """Measure the ledger; raise LedgerInterrupted on Ctrl-C, and LedgerError if there is no ledger."""
     facts: dict[str, Any] = {
         "recipe": plan.recipe,
         "plan": Plan(plan.steps).to_dict()["steps"],
@@ -144,18 +144,10 @@ def _measured(plan: ResolvedPlan, others: list[Variant], budget: Budget, within:
 
 
 def _train_each(
-    ledger: Ledger,
-    plan: ResolvedPlan,
-    others: list[Variant],
-    epochs: int,
-    target: float | None,
+    ledger: Ledger, plan: ResolvedPlan, others: list[Variant], epochs: int, target: float | None,
     progress: bool,
-) -> Ledger:
-    """Return the ledger with the accuracies.
-
-    Raises:
-        LedgerInterrupted: on Ctrl-C, with those of the completed training runs.
-    """
+) -> Ledger:  # fmt: skip
+    """Return the ledger with the accuracies; on Ctrl-C, LedgerInterrupted has those of the completed training runs."""
     rows: dict[VariantId, Trained] = {}
     interrupted = False
     try:
@@ -171,29 +163,68 @@ def _train_each(
     return ledger
 
 
+@dataclass
+class Record:
+    """The results of a measurement so far, without models, so that an exception can carry them. `first` has the first
+    trial of each variant, not interleaved, from which the duration of a round is estimated."""
+
+    variants: list[VariantId]  # in the order of a round: plain PyTorch first
+    first: dict[VariantId, Trial] = field(default_factory=dict)
+    rounds: list[dict[VariantId, Trial]] = field(
+        default_factory=list
+    )  # the complete ones, of the same variants
+    failed: dict[VariantId, str] = field(default_factory=dict)
+    left_out: dict[VariantId, str] = field(default_factory=dict)
+    costs: dict[VariantId, Costs] = field(default_factory=dict)
+    missing_costs: dict[str, str] = field(default_factory=dict)
+    stopped: str = ""
+
+    @property
+    def in_turn(self) -> list[VariantId]:
+        return [one for one in self.variants if one.is_row]
+
+    def fail(self, one: VariantId, reason: str) -> None:
+        """Remove a variant from all rounds, including earlier ones, so that all have the same variants."""
+        count = len(self.rounds)
+        after = f" (after {count} round{'s' * (count > 1)})" if count and one in self.rounds[0] else ""
+        self.failed[one] = f"{reason}{after}"
+        self.costs.pop(one, None)
+        for trials in (self.first, *self.rounds):
+            trials.pop(one, None)
+
+    def enough(self) -> bool:
+        """Return whether there are results for a ledger: plain PyTorch had a trial, and the full pipeline had one or
+        failed."""
+        whole = self.in_turn[-1]
+        return bool(self.rounds) or (PLAIN in self.first and (whole in self.first or whole in self.failed))
+
+    def ledger(self, facts: Mapping[str, Any], interrupted: bool = False) -> Ledger | None:
+        """Return the ledger of the results so far; None if they are not `enough`."""
+        if not self.enough():
+            return None
+        rounds = self.rounds or [{one: self.first[one] for one in self.variants if one in self.first}]
+        known = {*rounds[0], *self.failed, *self.left_out}
+        missing = [one for one in self.variants if one not in known]
+        return Ledger(
+            rounds, facts, self.variants, stopped="Interrupted (Ctrl-C)" if interrupted else self.stopped,
+            failed=dict(self.failed),
+            left_out=self.left_out | dict.fromkeys(missing, NOT_REACHED if interrupted else NO_TIME),
+            costs={one: self.costs[one] for one in self.variants if one in self.costs},
+            missing_costs=dict(self.missing_costs), notes=() if self.rounds else (NOT_INTERLEAVED,),
+        )  # fmt: skip
+
+
 class _NoLedger(Exception):
     """Plain PyTorch failed, or the time is too short."""
 
 
 class _Measurement:
-    """One measurement of a ledger, from warm-up to the last round.
-
-    Args:
-        plan: the resolved pipeline.
-        record: receives the results as they arrive; it holds no model.
-        budget: the time budget.
-        within: as in `Pipeline.ledger`.
-        others: the variants with another loader, if one was requested.
-    """
+    """One measurement of a ledger, from warm-up to the last round. `record` receives the results as they arrive."""
 
     def __init__(
-        self,
-        plan: ResolvedPlan,
-        record: Record,
-        budget: Budget,
-        within: float,
+        self, plan: ResolvedPlan, record: Record, budget: Budget, within: float,
         others: Sequence[Variant] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._plan, self._record, self._budget, self._within = plan, record, budget, within
         self._others = list(others)
         self._always = variants(plan, copies=uses_gpu(plan.distribution))
@@ -208,11 +239,7 @@ class _Measurement:
         self._deadline = budget.end - (PEAK_RESERVE if self._weighs else 0)
 
     def run(self) -> None:
-        """Measure.
-
-        Raises:
-            _NoLedger: if plain PyTorch fails, or the time is too short.
-        """
+        """Measure; raise _NoLedger if plain PyTorch fails, or the time is too short."""
         with ExitStack() as stack:
             stack.callback(self._close)
             self._loaders = Loaders(stack)
@@ -236,7 +263,6 @@ class _Measurement:
         return f"Stopped at the {self._budget.seconds:g} s budget"
 
     def _too_short(self) -> str:
-        """Return how far the measurement came, and how many seconds are enough."""
         used, plain = self._budget.used, self._plain_seconds
         if plain is None:
             what, needed = "plain PyTorch was still in its first trial", 4 * used
@@ -249,7 +275,6 @@ class _Measurement:
         )
 
     def _weigh(self) -> None:
-        """Measure the peak memory of plain PyTorch and of the full pipeline, as far as there is time."""
         record, rows = self._record, in_turn(self._plan)
         for variant in (rows[0], rows[-1]):
             if variant.id not in record.costs:
@@ -310,12 +335,8 @@ class _Measurement:
     def _run_trials(
         self, runner: VariantRunner, chosen: list[VariantId], number: int, batches: int
     ) -> dict[VariantId, Trial]:
-        """Run trials of these variants, and return those that did not fail.
-
-        Raises:
-            OutOfTime: at the deadline.
-            _NoLedger: if plain PyTorch fails.
-        """
+        """Run trials of these variants, and return those that did not fail. Raise OutOfTime at the deadline, and
+        _NoLedger if plain PyTorch fails."""
         self._budget.show(f"round {number}, {chosen[0]}" if number else f"first trial of {chosen[0]}")
         trials, failed = runner.run(number, batches, chosen, self._deadline)
         for one, reason in failed.items():
@@ -379,7 +400,6 @@ class _Measurement:
                 self._first(runner)
 
     def _rounds(self) -> None:
-        """Run rounds until the intervals are narrow or the time is spent."""
         record, trials = self._record, self._record.first
         starting = 0.0  # seconds per round for starting ranks
         for runner in self._runners:
@@ -422,3 +442,58 @@ def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
+
+
+def check_accuracy(plan: ResolvedPlan, target: float | None) -> int:
+    epochs = plan.spec.epochs
+    if epochs is None:
+        raise PlanError("Number of epochs not set. Pass ledger(accuracy=True, epochs=…) (--epochs).")
+    if plan.data.val is None:
+        raise PlanError("accuracy=True needs validation data. Pass a second file to load() (--val).")
+    check_comparable(plan.task, "accuracy=True")
+    if target is not None and not is_number(target, "(0, 1]"):
+        raise PlanError(f"target={target!r} is an accuracy and must be a number in (0, 1].")
+    return epochs
+
+
+def train_each(
+    variants: Sequence[Variant], rows: dict[VariantId, Trained], epochs: int, target: float | None,
+    progress: bool,
+) -> None:  # fmt: skip
+    """Train each variant, plain PyTorch first, and add its row to `rows` as soon as it ends; without a target, it is
+    the final accuracy of the first."""
+    with tqdm(
+        total=len(variants), unit="training", disable=not (progress and is_interactive()), leave=False
+    ) as bar:
+        for number, variant in enumerate(variants, 1):
+            bar.set_description(f"ledger: accuracy, training {number}/{len(variants)}: {variant.id}")
+            rows[variant.id] = row = _trained(variant, epochs, target, sets_target=number == 1)
+            if number == 1 and target is None:
+                target = row.accuracy
+            bar.update()
+
+
+def _trained(variant: Variant, epochs: int, target: float | None, sets_target: bool) -> Trained:
+    try:
+        run = fit(variant.spec, FitConfig(epochs=epochs, progress=False, checkpoints=None)).history
+    except Exception as error:  # e.g. out of memory: continue with the others
+        return Trained(failed=describe_error(error))
+    accuracy = None if run.monitored is None else run.monitor.fraction(run.monitored)
+    if target is None and sets_target:
+        target = accuracy
+    return Trained(
+        accuracy,
+        sum(epoch.seconds for epoch in run.epochs),
+        None if target is None else seconds_to(target, run.epochs, run.monitor),
+    )
+
+
+def seconds_to(target: float, history: Sequence[Epoch], monitor: Monitor) -> float | None:
+    """Return the seconds until the end of the first epoch whose metric reaches `target`; None if none does."""
+    spent = 0.0
+    for epoch in history:
+        spent += epoch.seconds
+        value = monitor.of(epoch)
+        if value is not None and monitor.reaches(monitor.fraction(value), target):
+            return spent
+    return None

@@ -20,18 +20,15 @@ PARTS = {
     "waiting": "#3f8f4f", "transforms": "#5b7fb0", "forward": "#c9643f", "loss": "#8a6fae", "backward": "#9c3a22",
     "step": "#d98a2b", "hooks": "#b9698f", "other": PALE,
 }  # fmt: skip
-
-
-BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-"""Background of a text that the line of a ceiling may cross."""
+BEHIND = {
+    "facecolor": "white",
+    "edgecolor": "none",
+    "pad": 0.5,
+}  # a text that the line of a ceiling may cross
 
 
 def picture(ledger: LedgerData) -> Any:
-    """Return the plot as a matplotlib figure.
-
-    Raises:
-        MissingExtra: without matplotlib.
-    """
+    """Return the plot as a matplotlib figure. Raise MissingExtra without matplotlib."""
     figure_class = require("matplotlib.figure", "plot", "draw the ledger").Figure
     heights = [1.5 + 0.42 * len(ledger.rows)]
     heights += [1.2 + 0.5 * len(ledger.stages)] if ledger.stages else []
@@ -48,19 +45,13 @@ def picture(ledger: LedgerData) -> Any:
 
 
 def _throughput(axes: Any, ledger: LedgerData) -> None:
-    """Draw a bar per row, and the ceilings as lines."""
     rows = ledger.rows
     drawn = [(place, row, row.images_per_s) for place, row in enumerate(rows) if row.images_per_s]
     speeds = [speed for _, _, speed in drawn]
     axes.barh(
-        [place for place, _, _ in drawn],
-        [speed.value for speed in speeds],
-        xerr=_errors(speeds),
-        color=[PALE if row.id == PLAIN else BAR for _, row, _ in drawn],
-        ecolor=INK,
-        capsize=3,
-        height=0.62,
-    )
+        [place for place, _, _ in drawn], [speed.value for speed in speeds], xerr=_errors(speeds),
+        color=[PALE if row.id == PLAIN else BAR for _, row, _ in drawn], ecolor=INK, capsize=3, height=0.62,
+    )  # fmt: skip
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     longest = max(speed.high for speed in speeds)
     tops = {one: figure.value for one, figure in ledger.ceilings.items()}
@@ -80,7 +71,6 @@ def _throughput(axes: Any, ledger: LedgerData) -> None:
 
 
 def _errors(values: Sequence[Figure | Ratio]) -> list[list[float]]:
-    """Return the lengths of error bars, below and above."""
     return [[one.value - one.low for one in values], [one.high - one.value for one in values]]
 
 
@@ -109,10 +99,8 @@ def _ceiling(axes: Any, ceiling: VariantId, value: float, reach: float, *, heigh
 
 
 def _gains(axes: Any, ledger: LedgerData) -> None:
-    """Draw each stage's gain alone, in turn and last, with intervals; right of 1 is faster.
-
-    An unresolved gain has no point: its interval would be wider than the plot.
-    """
+    """Draw each stage's gain alone, in turn and last; an unresolved one has no point: its interval would be wider than
+    the plot."""
     stages = ledger.stages
     for number, (place, color) in enumerate(PLACES.items()):
         each = [(stage.alone, stage.in_turn, stage.last)[number] for stage in stages]
@@ -132,7 +120,6 @@ def _gains(axes: Any, ledger: LedgerData) -> None:
 
 
 def _split(axes: Any, ledger: LedgerData) -> None:
-    """Draw one bar with the fractions of the full pipeline's time."""
     left = 0.0
     for name, fraction in ledger.time_breakdown.items():
         axes.barh(0, fraction, left=left, color=PARTS[name], height=0.6, label=f"{name} {fraction:.0%}")

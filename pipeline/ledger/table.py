@@ -12,18 +12,15 @@ from ..measuring.variant import EXTRAS, PLAIN, Costs, VariantId
 from .data import Accuracies, LedgerData, Trained
 from .findings import bound, caveats, compound
 
-WIDTH = 110
-"""Width of a table in a terminal."""
+WIDTH = 110  # of a table in a terminal
 PRECISE = 0.03  # the widest interval for an overhead of a few percent
 
 
 def text(ledger: LedgerData) -> str:
-    """Return the ledger as text for a terminal."""
     return "\n".join([*(table.text(WIDTH) for table in tables(ledger)), *sentences(ledger)])
 
 
 def html_text(ledger: LedgerData) -> str:
-    """Return the ledger as HTML for a notebook."""
     paragraphs = (f"<p>{html.escape(sentence)}</p>" for sentence in sentences(ledger))
     return "".join([*(table.html() for table in tables(ledger)), *paragraphs])
 
@@ -60,15 +57,12 @@ def _rows(ledger: LedgerData) -> Table:
         rows.append(("ceiling: model alone, without batch transforms, loss and hooks", about, "", "", ""))
     rows += [(str(one), _figure(ledger.speed(one)), "", "", "") for one in ledger.others]
     return Table(
-        ("", "images/s", "over plain", "this stage", "MiB held"),
-        rows,
+        ("", "images/s", "over plain", "this stage", "MiB held"), rows,
         f"Ledger: {ledger.facts.get('recipe') or 'your pipeline'}",
         f"images/s: trimmed mean and quartiles of {len(ledger.rounds)} interleaved round"
         f"{'s' * (len(ledger.rounds) != 1)}; ratios: of these means, with {ledger.level:.0%} intervals from within the "
-        "rounds; MiB held: weights, gradients and optimizer state of a rank",
-        figures=True,
-        line_after=whole,
-    )
+        "rounds; MiB held: weights, gradients and optimizer state of a rank", figures=True, line_after=whole,
+    )  # fmt: skip
 
 
 def _overhead(ledger: LedgerData, extras: Ratio) -> str:
@@ -98,12 +92,9 @@ def _stages(ledger: LedgerData) -> Table:
         for (before, own), gain in zip(pairwise(ledger.in_turn), ledger.stages, strict=True)
     ]
     return Table(
-        ("stage", "alone, over plain", "added in turn", "added last"),
-        rows,
-        "What each stage brings",
-        "added last: the full pipeline, over the full pipeline without it",
-        figures=True,
-    )
+        ("stage", "alone, over plain", "added in turn", "added last"), rows, "What each stage brings",
+        "added last: the full pipeline, over the full pipeline without it", figures=True,
+    )  # fmt: skip
 
 
 def _accuracies(measured: Accuracies) -> Table:
@@ -117,12 +108,10 @@ def _accuracies(measured: Accuracies) -> Table:
 
     target = "target" if measured.target is None else f"{measured.target:.2%}"
     return Table(
-        ("", "top-1", "time", f"time to {target}"),
-        [line(one, row) for one, row in measured.rows.items()],
+        ("", "top-1", "time", f"time to {target}"), [line(one, row) for one, row in measured.rows.items()],
         f"Trained for {measured.epochs} epoch(s), once each, from the same seed",
-        "times of full epochs, including evaluation",
-        figures=True,
-    )
+        "times of full epochs, including evaluation", figures=True,
+    )  # fmt: skip
 
 
 def sentences(ledger: LedgerData) -> list[str]:
@@ -145,7 +134,6 @@ def sentences(ledger: LedgerData) -> list[str]:
 
 
 def _costs(costs: Mapping[VariantId, Costs]) -> list[str]:
-    """Return the sentences on peak memory and compile time, if measured."""
     peaks = {one: cost.peak_bytes for one, cost in costs.items()}
     compiling = {one: cost.compile_seconds for one, cost in costs.items()}
     peak = ", ".join(f"{one} {size / 2**20:,.0f} MiB" for one, size in peaks.items() if size is not None)
@@ -156,9 +144,7 @@ def _costs(costs: Mapping[VariantId, Costs]) -> list[str]:
 
 def _memory(cost: Costs) -> str:
     held = cost.held_bytes
-    if held is None:
-        return ""
-    return f"{(held['parameters'] + held['gradients'] + held['optimizer']) / 2**20:,.1f}"
+    return f"{(held['parameters'] + held['gradients'] + held['optimizer']) / 2**20:,.1f}" if held else ""
 
 
 def _figure(one: Figure) -> str:

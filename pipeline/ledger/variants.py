@@ -22,7 +22,7 @@ from ..optim.config import OptionalGroups
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage that the pipeline adds to plain PyTorch: its name, and a function that adds it."""
+    """A stage that the pipeline adds to plain PyTorch."""
 
     name: str
     add: Callable[[PipelineSpec], PipelineSpec]
@@ -30,9 +30,7 @@ class Stage:
 
 def plain(plan: ResolvedPlan) -> PipelineSpec:
     """Return plain PyTorch with the same model, data and optimizer: DataLoader, NCHW, fp32, one device, no extras.
-
-    Transforms of evaluation (TestTimeFlip) stay: they are not stages of training, and accuracies remain comparable.
-    """
+    Transforms of evaluation stay: they are not stages of training, and accuracies remain comparable."""
     device = plan.distribution.device
     one = DistributedConfig(options={} if device is None else {"device": device})
     kept = tuple(t for t in plan.transforms if t.kind == "evaluation")
@@ -72,7 +70,6 @@ def _distributed(spec: PipelineSpec, **changes: Any) -> PipelineSpec:
 
 
 def _strategy(spec: PipelineSpec, how: DistributedConfig) -> PipelineSpec:
-    """Set the strategy and its options, but keep the pipeline's precision and compile mode."""
     own = spec.distributed
     return spec.replace(distribution=dataclasses.replace(how, precision=own.precision, compile=own.compile))
 
@@ -96,13 +93,8 @@ def in_turn(plan: ResolvedPlan) -> list[Variant]:
 
 
 def variants(plan: ResolvedPlan, *, copies: bool = False) -> list[Variant]:
-    """Return the variants of every ledger: the stages in turn, and the other variants of the full pipeline: ceilings,
-    time breakdown, and the overhead of `fit`'s extras.
-
-    Args:
-        plan: the full pipeline.
-        copies: whether its batches are copied to a device.
-    """
+    """Return the variants of every ledger: the stages in turn, and the other variants of the full pipeline: ceilings
+    (with copies to a device, if there are any), time breakdown, and the overhead of `fit`'s extras."""
     rows = in_turn(plan)
     others = (LOADER, MODEL, *([COPY] if copies else []), SPLIT, EXTRAS)
     return rows + [Variant(one, rows[-1].spec) for one in others]
@@ -124,7 +116,6 @@ def alone_and_without(plan: ResolvedPlan) -> list[Variant]:
 
 
 def with_loader(plan: ResolvedPlan, loader: str) -> list[Variant]:
-    """Return the full pipeline with another loader, and this loader alone."""
     spec = plan.spec.replace(data=dataclasses.replace(plan.data, loader=loader))
     return [Variant(one, spec) for one in other(loader)]
 

@@ -1,19 +1,25 @@
-"""Run the trials of variants: kept in this process, or on ranks started for each round."""
+"""Run the trials of variants: kept in this process, on ranks started for each round, or in a process of their own."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import signal
+import subprocess
+import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import groupby
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
+import cloudpickle
 import torch
 
 from ...common.budget import OutOfTime
@@ -21,14 +27,13 @@ from ...common.checks import is_number
 from ...common.errors import DrivetrainError, PlanError, StrategyError
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
-from ...strategies import launch
+from ...strategies import launch, registry
 from ...strategies.launching.group import is_rank
 from ..describe.cuda_settings import cuda_settings
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
 from ..training.build import build, fork_rng, make_loader
-from .schedule import phases
-from .trials import BuiltVariant, Labels, MemoryScale, digest, run_trial
+from .trials import BuiltVariant, Labels, MemoryScale, digest, phases, run_trial
 from .variant import Costs, Trial, VariantId
 
 T = TypeVar("T")
@@ -36,12 +41,10 @@ T = TypeVar("T")
 MIN_BATCHES = 4  # per trial; with fewer, filling the loader's queue would dominate
 REASON_LENGTH = 300  # characters; CUDA's out-of-memory message has twice as many
 
-Results = tuple[dict[VariantId, Trial], dict[VariantId, str]]
-"""The trials of variants, and the reasons of those that failed."""
+Results = tuple[dict[VariantId, Trial], dict[VariantId, str]]  # trials, and the reasons of those that failed
 
 
 def check_measurable(seconds: float) -> None:
-    """Raise PlanError for an invalid time budget, and in a process that is a rank."""
     if not is_number(seconds, "(0, inf)"):
         given = f"{seconds:g}" if is_number(seconds) else repr(seconds)
         raise PlanError(f"seconds={given} (--seconds, --ledger-seconds) must be positive and finite.")
@@ -61,7 +64,6 @@ class Variant:
 
     @cached_property
     def plan(self) -> ResolvedPlan:
-        """The resolved plan, computed on first use; see `resolve` for its errors."""
         return resolve(self.spec)
 
 
@@ -78,7 +80,6 @@ class Loaders:
         self._known: list[tuple[Any, EpochLoader]] = []
 
     def get(self, plan: ResolvedPlan, image_size: ImageSize, device: torch.device) -> EpochLoader:
-        """Return the plan's training loader for images of this side."""
         data = dataclasses.replace(plan.data, image_size=image_size)
         key = (data, plan.train_settings, plan.seed, device)
         for known, loader in self._known:
@@ -92,32 +93,17 @@ class Loaders:
 
 
 class VariantRunner:
-    """Runs the variants of one pipeline one after the other.
+    """Runs the variants of one pipeline, training first, one after the other; ranks are started for each round.
 
-    Args:
-        group: the variants; training is the first.
-        loaders: the loaders of this process.
-        batches: number of warm-up batches.
-        deadline: in `perf_counter` time.
-
-    Attributes:
-        variants: the variants that have not failed.
-        on_ranks: whether it starts processes for each round.
-        opening: seconds that building and warm-up took; 0 with ranks, which do both in each trial.
-        seconds: seconds that the last trials took, including starting ranks.
-        costs: costs of training other than time; maxima over all ranks.
-
-    Raises:
-        OutOfTime: at the deadline. What was built is closed, as after any error.
+    `seconds` is what the last trials took, including starting ranks; `opening`, what building and warm-up took: 0 with
+    ranks, which do both in each trial. `variants` are those that have not failed, `costs` those of training. OutOfTime
+    is raised at the deadline (in `perf_counter` time). What was built is closed, as after any error.
     """
 
     def __init__(
-        self,
-        group: Sequence[Variant],
-        loaders: Loaders,
-        batches: int = MIN_BATCHES,
+        self, group: Sequence[Variant], loaders: Loaders, batches: int = MIN_BATCHES,
         deadline: float = math.inf,
-    ) -> None:
+    ) -> None:  # fmt: skip
         start = perf_counter()
         self._plan, self._warm_up = group[0].plan, batches
         self.variants = [variant.id for variant in group]
@@ -133,7 +119,6 @@ class VariantRunner:
             self.opening = perf_counter() - start
 
     def close(self) -> None:
-        """Release the model, its optimizer and its loaders."""
         self._built, self.variants = None, []
         self._stack.close()
 
@@ -142,12 +127,8 @@ class VariantRunner:
     ) -> Results:
         """Run a trial of each of these variants, in this order; `epoch` determines the samples.
 
-        Returns:
-            The trials, and the reasons of failures. If training failed, its model may be in any state, so the full
-            group fails.
-
-        Raises:
-            OutOfTime: at the deadline; running ranks are terminated.
+        If training failed, its model may be in any state, so the full group fails. At the deadline, OutOfTime is
+        raised, and running ranks are terminated.
         """
         start = perf_counter()
         if self._built is None:
@@ -194,11 +175,8 @@ def _run_here(
 
 
 def on_ranks(plan: ResolvedPlan, timeout: float | None, job: Callable[..., T], *arguments: Any) -> list[T]:
-    """Return what `job` returns on each rank of a plan, without waiting for ranks once one has failed.
-
-    Raises:
-        StrategyError: if it takes longer than `timeout` seconds, or a rank fails.
-    """
+    """Return what `job` returns on each rank of a plan, without waiting for ranks once one has failed: that, or more
+    than `timeout` seconds, raise StrategyError."""
     how = plan.distribution
     return launch(
         job, *arguments, devices=how.ranks, device=how.device, collective_timeout=how.timeout, timeout=timeout,
@@ -232,17 +210,11 @@ def _merged(ranks: Sequence[tuple[Trial, Labels]]) -> Trial:
 
 
 def build_variant(
-    plan: ResolvedPlan,
-    loaders: Loaders,
-    stack: ExitStack,
-    batches: int = MIN_BATCHES,
+    plan: ResolvedPlan, loaders: Loaders, stack: ExitStack, batches: int = MIN_BATCHES,
     deadline: float = math.inf,
-) -> tuple[BuiltVariant, Costs]:
-    """Build a pipeline on this rank, warm it up by training, and return it with its costs.
-
-    Raises:
-        OutOfTime: at the deadline, in `perf_counter` time.
-    """
+) -> tuple[BuiltVariant, Costs]:  # fmt: skip
+    """Build a pipeline on this rank, warm it up by training, and return it with its costs. Raise OutOfTime at the
+    deadline."""
     before = _allocated()
     with fork_rng(plan.seed):
         built = stack.enter_context(build(plan))
@@ -286,7 +258,6 @@ def _peak(device: torch.device, before: list[int]) -> int | None:
 
 
 def largest(ranks: Sequence[Costs]) -> Costs:
-    """Return the maximum of each cost over all ranks."""
     held = [one.held_bytes for one in ranks if one.held_bytes is not None]
     peaks = [one.peak_bytes for one in ranks if one.peak_bytes is not None]
     compiling = [one.compile_seconds for one in ranks if one.compile_seconds is not None]
@@ -295,18 +266,10 @@ def largest(ranks: Sequence[Costs]) -> Costs:
 
 
 def peak_bytes(plan: ResolvedPlan, batches: int, seconds: float) -> int | None:
-    """Return the peak memory of a rank that trains on some batches, in bytes; the maximum over all ranks.
+    """Return the peak memory of a rank that trains twice on each of some batches; the maximum over all ranks.
 
     It is that of the full process, including interpreter, torch and mapped pages of the data file, without the loader's
-    processes. None if the system does not report it (Linux does).
-
-    Args:
-        plan: what to train.
-        batches: number of batches, each trained on twice.
-        seconds: time limit.
-
-    Raises:
-        StrategyError: if it takes longer, or a process dies.
+    processes. None if the system does not report it (Linux does). StrategyError after these seconds, or if a rank dies.
     """
     peaks = on_ranks(plan, seconds, _peak_of_rank, plan, batches)
     return max((peak for peak in peaks if peak is not None), default=None)
@@ -319,12 +282,117 @@ def _peak_of_rank(plan: ResolvedPlan, batches: int) -> int | None:
 
 
 def resident_peak() -> int | None:
-    """Return this process's peak resident memory in bytes; None if /proc does not report it.
-
-    Not from getrusage: on Linux, a new process inherits its parent's peak there.
-    """
+    """Return this process's peak resident memory in bytes; None if /proc does not report it. Not from getrusage: on
+    Linux, a new process inherits its parent's peak there."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
+
+
+BOOT = """
+import sys
+sys.path[:] = {path!r}
+from drivetrain.pipeline.measuring.runner import serve
+serve({line})
+"""
+PATIENCE = 5.0  # seconds in which a process may end by itself
+# The most that Linux adds to a process's score, by which it chooses whom to kill for lack of memory.
+FIRST_TO_KILL = "1000"
+
+
+class Failed(Exception):
+    """A pipeline could not be built, or its training failed; the message has the reason."""
+
+
+class ProcessRunner:
+    """Runs a variant in a process of its own, with additional environment variables; closing it ends the process.
+
+    Environment variables are read when Python starts, and a process that the system kills for lack of memory must not
+    be the user's. Costs are not measured. Raises Failed if the pipeline cannot be built or the process dies, OutOfTime
+    at the deadline, and Drivetrain's errors as `Pipeline.fit`.
+    """
+
+    def __init__(self, variant: Variant, variables: Mapping[str, str], batches: int, deadline: float) -> None:
+        self._deadline, self.costs = deadline, Costs()
+        self._line, theirs = Pipe()
+        with theirs:
+            boot = BOOT.format(path=sys.path, line=theirs.fileno())
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", boot], stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
+                env={**os.environ, **variables}, start_new_session=True,
+            )  # fmt: skip
+        try:
+            job: Any = partial(_answer, variant, batches)
+            if registry.REGISTERED:
+                job = partial(registry.call_with, registry.REGISTERED, job)
+            with suppress(BrokenPipeError):  # it died at once: the answer says so
+                self._line.send_bytes(cloudpickle.dumps(job))
+            self._received()
+        except BaseException:
+            self.close()
+            raise
+
+    def trial(self, epoch: int, batches: int) -> Trial:
+        """Train on these batches; `epoch` determines the samples. Raise Failed or OutOfTime."""
+        with suppress(BrokenPipeError):
+            self._line.send((epoch, batches))
+        trial = self._received()
+        assert isinstance(trial, Trial)
+        return trial
+
+    def close(self) -> None:
+        """End the process, and the processes that it started."""
+        self._line.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(PATIENCE if perf_counter() < self._deadline else 0)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _received(self) -> Any:
+        if not self._line.poll(max(self._deadline - perf_counter(), 0)):
+            raise OutOfTime
+        try:
+            answer = self._line.recv()
+        except (EOFError, ConnectionResetError):
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(PATIENCE)
+            if self._process.returncode == -signal.SIGKILL:
+                why = "out of memory: the system killed its process (SIGKILL)"
+            else:
+                why = f"its process ended with status {self._process.returncode}"
+            raise Failed(f"{why} before it answered") from None
+        if isinstance(answer, DrivetrainError):
+            raise answer
+        if isinstance(answer, str):
+            raise Failed(answer)
+        return answer
+
+
+def serve(line: int) -> None:
+    """Answer on this descriptor until the other side closes it."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_KILL)
+    with Connection(line) as connection, suppress(EOFError, BrokenPipeError):
+        job = cloudpickle.loads(connection.recv_bytes())
+        job(connection)
+
+
+def _answer(variant: Variant, batches: int, line: Connection) -> None:
+    """Build the pipeline, and train as requested: pairs of an epoch and a number of batches. Only the other side looks
+    at the time."""
+    with ExitStack() as stack:
+        stack.enter_context(fork_rng(variant.spec.seed))
+        try:
+            runner = VariantRunner([variant], Loaders(stack), batches)
+        except Exception as error:
+            line.send(error if isinstance(error, DrivetrainError) else describe_error(error))
+            return
+        stack.callback(runner.close)
+        line.send(None)
+        while True:
+            epoch, count = line.recv()
+            trials, failed = runner.run(epoch, count, [variant.id])
+            line.send(failed[variant.id] if failed else trials[variant.id])

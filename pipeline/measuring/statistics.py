@@ -1,4 +1,5 @@
-"""Consistent speeds with quartiles and ratios with confidence intervals."""
+"""Consistent speeds with quartiles, ratios with confidence intervals, and tests that may end after any of several
+looks."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, NamedTuple, TypeVar
+from statistics import mean, stdev
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,19 +16,17 @@ from numpy.typing import NDArray
 K = TypeVar("K", bound=Hashable)
 
 LEVEL = 0.95
-"""Level of the confidence intervals."""
-TRIM = 0.2
-"""Fraction of the rounds trimmed at each end: one of five rounds. The usual choice."""
+TRIM = 0.2  # of the rounds, at each end: one of five; the usual choice
 MOST = 700.0  # approximately the logarithm of the largest float
 RESOLVED = 1.0
 """A ratio whose interval extends beyond ± 100 % (a factor of two to each side) is not displayed as a number."""
 UNRESOLVED = "not resolved"
-"""Replaces such a ratio; a caveat of the ledger gives the reason."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured quantity: its typical `value` over `n` rounds, and the quartiles of the rounds, `low` and `high`."""
+    """A measured quantity: its typical `value` over `n` rounds, and their quartiles `low` and `high`, which include
+    it."""
 
     value: float
     low: float
@@ -55,11 +55,9 @@ class Ratio:
 
     @property
     def text(self) -> str:
-        """The value and its interval; "not resolved" if that is too wide."""
         return f"{self.value:.2f}  ({self.low:.2f} to {self.high:.2f})" if self.resolved else UNRESOLVED
 
     def holds(self, value: float) -> bool:
-        """Return whether the interval contains `value`."""
         return self.low <= value <= self.high
 
 
@@ -71,9 +69,6 @@ class Levels(Generic[K]):
     removing the rounds' effects; a ratio is the ratio of two levels. So the faster of two variants always has a ratio
     above 1, and gains multiply; separately estimated medians of speeds and ratios of rounds could contradict each
     other. With up to four rounds nothing is trimmed, and all values are geometric means.
-
-    Args:
-        rounds: positive speeds by variant; every round has all variants.
     """
 
     def __init__(self, rounds: Sequence[Mapping[K, float]]) -> None:
@@ -92,20 +87,16 @@ class Levels(Generic[K]):
         }
 
     def speed(self, name: K) -> Figure:
-        """Return a variant's level, with the quartiles of its measured trials, extended to include it."""
         value, speeds = math.exp(self._levels[name]), self._speeds[name]
         low, high = np.percentile(speeds, [25, 75]).tolist()
         return Figure(value, min(low, value), max(high, value), len(speeds))
 
     def ratio(self, over: K, under: K, level: float = LEVEL) -> Ratio:
-        """Return the speed of one variant over that of another; see `product`."""
         return self.product({over: 1, under: -1} if over != under else {}, level)
 
     def product(self, powers: Mapping[K, int], level: float = LEVEL) -> Ratio:
-        """Return the product of the variants' levels, each to its power; the powers sum to 0.
-
-        The interval is that of `ratio`, for the same product within each round, in which the drift cancels.
-        """
+        """Return the product of the levels, each to its power; the powers sum to 0, so that within rounds the drift
+        cancels."""
         rounds = len(next(iter(self._logs.values())))
         if not any(powers.values()):
             return Ratio(1.0, 1.0, 1.0, rounds)
@@ -115,33 +106,25 @@ class Levels(Generic[K]):
 
 
 def ratio(ratios: Sequence[float], level: float = LEVEL) -> Ratio:
-    """Return a ratio with its confidence interval: Student's t of the trimmed mean of the logarithms (Tukey and
-    McLaughlin 1963; Yuen 1974).
+    """Return a ratio from one value per round, with its confidence interval: Student's t of the trimmed mean of the
+    logarithms (Tukey and McLaughlin 1963; Yuen 1974).
 
     Logarithms treat a ratio and its inverse alike. Trimming removes rounds in which the machine was briefly busy, one
     of which would shift a mean and widen its interval. The interval of a single round is from 0 to infinity.
-
-    Args:
-        ratios: positive ratios, one per round, in which both sides were measured.
-        level: fraction of such intervals that contain the true ratio, if rounds are independent and their logarithms
-            normally distributed.
     """
     one = _trimmed(np.log(np.asarray(ratios, np.float64)))
     return _interval(one.mean, _half(one, level), len(ratios))
 
 
 def ratio_of_means(over: Sequence[float], under: Sequence[float], level: float = LEVEL) -> Ratio:
-    """Return the ratio of two quantities measured in separate rounds.
-
-    As `ratio`, with Welch's degrees of freedom, rounded down.
-    """
+    """Return the ratio of two quantities measured in separate rounds: as `ratio`, with Welch's degrees of freedom,
+    rounded down."""
     one, two = (_trimmed(np.log(np.asarray(values, np.float64))) for values in (over, under))
     total, least = one.square + two.square, min(one.freedom, two.freedom)
     weights = sum(side.square**2 / side.freedom for side in (one, two)) if least else 0.0
     freedom = max(int(total**2 / weights) if weights else 0, least)
-    return _interval(
-        one.mean - two.mean, _half(_Trimmed(0.0, total, freedom), level), min(len(over), len(under))
-    )
+    half = _half(_Trimmed(0.0, total, freedom), level)
+    return _interval(one.mean - two.mean, half, min(len(over), len(under)))
 
 
 class _Trimmed(NamedTuple):
@@ -153,8 +136,7 @@ class _Trimmed(NamedTuple):
 
 
 def _trimmed(values: NDArray[np.float64]) -> _Trimmed:
-    """Return the trimmed mean; up to four values are not trimmed."""
-    cut = int(TRIM * len(values))
+    cut = int(TRIM * len(values))  # 0 of up to four
     kept = np.sort(values)[cut : len(values) - cut]
     freedom = len(kept) - 1
     square = math.inf
@@ -165,7 +147,6 @@ def _trimmed(values: NDArray[np.float64]) -> _Trimmed:
 
 
 def _half(one: _Trimmed, level: float) -> float:
-    """Return half the width of an interval of logarithms."""
     return t_quantile(level, one.freedom) * math.sqrt(one.square) if one.freedom else math.inf
 
 
@@ -192,3 +173,64 @@ def t_quantile(level: float, freedom: int) -> float:
 def speed_text(value: float) -> str:
     """Format images/s with at least three digits, so that different speeds look different."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+Verdict = Literal["accepted", "dropped", "undecided"]
+Kept = Literal["kept", "lost", "undecided"]
+
+LOOKS = (4, 5, 6, 8, 10, 12, 16, 20, 24)  # numbers of rounds after which the test may end
+ERROR = 0.005
+"""Probability that a change without an effect is accepted, or found to be slower, over all looks together: each look
+has an equal part of it (Bonferroni's bound). Ten changes then make one false gain in forty runs."""
+WORTH = 1.01  # a change is dropped once a gain of 1 % is excluded
+PROCESSES = 1.05
+"""What a change must exceed that is measured in two processes: two of the same pipeline differ by up to 4 % as long as
+they run (benchmarks/results/tuning.json, ffcv-resnet18-16), and rounds do not average that."""
+ENOUGH = 0.95
+"""Level of the interval that excludes a gain: dropping a change by mistake costs speed, but is not a wrong result."""
+
+
+def judge(ratios: Sequence[float], least: float = 1.0) -> tuple[Verdict, Ratio]:
+    """Return the verdict on a change, given its speed over that without it in each round, and the interval that it is
+    from, which must exceed `least` to accept it."""
+    n = len(ratios)
+    strict = ratio(ratios, 1 - ERROR / len(LOOKS))
+    if n not in LOOKS:
+        return "undecided", strict
+    if strict.low > least:
+        return "accepted", strict
+    loose = ratio(ratios, ENOUGH)
+    if loose.high < max(WORTH, least):
+        return "dropped", loose
+    return "undecided", strict
+
+
+SEEDS = (3, 5, 8)  # numbers of pairs of short trainings after which the test of the accuracy may end
+MARGIN = 0.005  # a change keeps the accuracy if a loss of half a percentage point is excluded
+ACCURACY_ERROR = 0.05
+"""Twice the probability that a change with just this loss is accepted: the interval has two ends."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean difference of `n` pairs of accuracies, and its confidence interval, `low` to `high`."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+
+def judge_accuracy(differences: Sequence[float]) -> tuple[Kept, Difference]:
+    """Return whether a change keeps the accuracy, up to `MARGIN`, and by how much it changes it, given one difference
+    per seed. Student's t of the paired differences; each look has an equal part of the error (Bonferroni's bound)."""
+    n, value = len(differences), mean(differences)
+    half = 1.0  # more than any difference of accuracies
+    if n > 1:
+        half = t_quantile(1 - ACCURACY_ERROR / len(SEEDS), n - 1) * stdev(differences) / n**0.5
+    difference = Difference(value, value - half, value + half, n)
+    if n not in SEEDS:
+        return "undecided", difference
+    if difference.low > -MARGIN:
+        return "kept", difference
+    return "lost" if difference.high < -MARGIN else "undecided", difference

@@ -6,10 +6,12 @@ import hashlib
 import math
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -25,7 +27,7 @@ from ...loaders.epochs import Batch, EpochLoader
 from ...loaders.image_size import ImageSize
 from ...strategies import Engine
 from ...strategies.common.memory import HeldBytes, held_bytes
-from ...transforms import Loop
+from ...transforms import Loop, Transform
 from ..describe.fit import LOG_EVERY
 from ..telemetry.loggers import Metrics
 from ..telemetry.observer import Observer, Observers
@@ -34,39 +36,62 @@ from ..telemetry.state import TrainState
 from ..training.build import Built
 from ..training.guard import NonFiniteGuard
 from ..training.loop import train_epoch
-from .schedule import Phase as SchedulePhase
 from .variant import PARTS, Trial, Workload
 
-Labels = list[NDArray[Any]]
-"""The labels of each of this rank's batches, in order."""
+Labels = list[NDArray[Any]]  # of each of this rank's batches, in order
+
+
+@dataclass(frozen=True)
+class SchedulePhase:
+    """A phase of a run: the image size, the progress, which sets the frozen layers, and its share of the run, 0 to
+    1."""
+
+    image_size: ImageSize
+    progress: float
+    share: float
+
+
+def phases(transforms: Sequence[Transform], image_size: ImageSize) -> list[SchedulePhase]:
+    """Return the phases that a trial runs, so that its time per step is the run's average.
+
+    Between the points where a schedule starts and stops changing, Simpson's rule weights start, middle and end. It is
+    exact if the time of a step is a polynomial of up to third degree in the side (it grows with the square) and linear
+    in the frozen fraction. Without such a schedule there is one phase. Equal phases are merged.
+    """
+    points = {0.0, 1.0}.union(*(transform.turning_points for transform in transforms))
+    shares: dict[tuple[ImageSize, float], float] = defaultdict(float)
+    for begin, end in pairwise(sorted(points)):
+        if end - begin < 1e-9:  # equal up to rounding
+            continue
+        for progress, weight in ((begin, 1 / 6), ((begin + end) / 2, 4 / 6), (end, 1 / 6)):
+            # At the end itself, the size may jump to that of the next interval.
+            inside, size = min(progress, end - 1e-6), image_size
+            for transform in transforms:
+                size = transform.size(size, inside)
+            frozen = progress if any(transform.level(progress) > 0 for transform in transforms) else 0.0
+            shares[size, frozen] += weight * (end - begin)
+    return [SchedulePhase(size, progress, share) for (size, progress), share in sorted(shares.items())]
 
 
 @dataclass
 class BuiltVariant:
-    """What a variant's trials need on this rank: the built pipeline, its phases, and a loader for each image size."""
+    """What a variant's trials need on this rank."""
 
     built: Built
     phases: Sequence[SchedulePhase]
     loader: Callable[[ImageSize], EpochLoader]
-    settings: Callable[[], AbstractContextManager[None]] = nullcontext
-    """torch's settings while it runs; see `cuda_settings`."""
+    settings: Callable[[], AbstractContextManager[None]] = nullcontext  # torch's; see `cuda_settings`
 
 
 def run_trial(
-    variant: BuiltVariant,
-    kind: Workload,
-    epoch: int,
-    batches: int,
-    deadline: float = math.inf,
+    variant: BuiltVariant, kind: Workload, epoch: int, batches: int, deadline: float = math.inf,
     observer: Observer | None = None,
-) -> tuple[Trial, Labels]:
-    """Run a trial over `batches` global batches; return it with this rank's labels.
+) -> tuple[Trial, Labels]:  # fmt: skip
+    """Run a trial over `batches` global batches; return it with this rank's labels. Raise OutOfTime before the first
+    batch that would start after the deadline (in `perf_counter` time).
 
     If a schedule changes the image size or the frozen layers, the trial runs in each of its phases, on the same
     samples, weighted by the phase's share of a full run. `observer` follows the steps of kind "train".
-
-    Raises:
-        OutOfTime: before the first batch that would start after the deadline (in `perf_counter` time).
     """
     results = []
     for phase in variant.phases:
@@ -104,14 +129,9 @@ def _frozen(variant: BuiltVariant, phase: SchedulePhase) -> Iterator[None]:
 
 
 def _run_phase(
-    variant: BuiltVariant,
-    loader: EpochLoader,
-    kind: Workload,
-    epoch: int,
-    batches: int,
-    deadline: float,
+    variant: BuiltVariant, loader: EpochLoader, kind: Workload, epoch: int, batches: int, deadline: float,
     observer: Observer | None,
-) -> tuple[Trial, Labels]:
+) -> tuple[Trial, Labels]:  # fmt: skip
     engine, hooks = variant.built.engine, variant.built.hooks
     batch_size = loader.settings.batch_size
     batches = min(batches, loader.samples // batch_size)
@@ -155,11 +175,8 @@ def _run_phase(
 
 @contextmanager
 def _extras(engine: Engine, steps: int, batch_size: int) -> Iterator[TimedObservers]:
-    """Yield the observers that `fit` adds: progress bar, CSV log and guard.
-
-    The bar is written to /dev/null, the log to a temporary folder. Checkpoints are excluded: they are saved per epoch,
-    and a trial is not an epoch.
-    """
+    """Yield the observers that `fit` adds: progress bar (to /dev/null), CSV log (to a temporary folder) and guard.
+    Checkpoints are excluded: they are saved per epoch, and a trial is not an epoch."""
     lead = engine.rank == 0
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -215,10 +232,9 @@ class RecordingGuard(NonFiniteGuard):
 
 
 def _recorded(loader: EpochLoader, seen: list[Any]) -> Iterator[Batch]:
-    """Yield the loader's batches, and keep their labels without waiting for a GPU."""
-    for images, labels, *further in loader:
-        seen.append(labels)
-        yield (images, labels, *further)
+    for batch in loader:
+        seen.append(batch[1])
+        yield batch
 
 
 def digest(ranks: Sequence[Labels]) -> str:
@@ -231,24 +247,22 @@ def digest(ranks: Sequence[Labels]) -> str:
 
 
 def _wait_for(engine: Engine) -> None:
-    """Wait until the device has completed its queued work."""
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
 
 
 def _buffers(loader: EpochLoader, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return host memory for a batch's images and labels, and device memory, as the loader copies between them.
-
-    TorchLoader copies the final batch; the others copy bytes to a GPU and normalize there.
-    """
+    """Return host and device memory for a batch's images and labels, as the loader copies between them: TorchLoader
+    copies the final batch, the others copy bytes to a GPU and normalize there."""
     images, labels = batch[:2]
-    on_gpu = images.device.type != "cpu"
-    dtype = torch.uint8 if on_gpu and isinstance(loader, FFCVLoader | StockFFCVLoader) else images.dtype
-    sources = (
-        torch.empty(images.shape, dtype=dtype, pin_memory=images.device.type == "cuda"),
-        torch.empty(labels.shape, dtype=labels.dtype, pin_memory=images.device.type == "cuda"),
-    )
-    return [(source, torch.empty_like(source, device=images.device)) for source in sources]
+    device, dtype = images.device, images.dtype
+    if device.type != "cpu" and isinstance(loader, FFCVLoader | StockFFCVLoader):
+        dtype = torch.uint8
+    sources = [
+        torch.empty(one.shape, dtype=kind, pin_memory=device.type == "cuda")
+        for one, kind in ((images, dtype), (labels, labels.dtype))
+    ]
+    return [(source, torch.empty_like(source, device=device)) for source in sources]
 
 
 PHASES = {
@@ -260,7 +274,7 @@ transforms do around the optimizer's step, such as SAM's perturbation, clipping,
 
 
 class PhaseClock(Observer):
-    """Time the phases of each step. A GPU is synchronized at each change of phase."""
+    """Time the phases of each step, synchronizing a GPU at each change of phase."""
 
     def __init__(self, engine: Engine) -> None:
         self.seconds = dict.fromkeys(PARTS, 0.0)
@@ -271,23 +285,21 @@ class PhaseClock(Observer):
             yield partial(self._enter, PHASES[moment])
 
     def _enter(self, phase: str, _: object) -> None:
-        """Add the time of the ending phase."""
         if phase == self._phase:
             return
         _wait_for(self._engine)
-        if self._phase in self.seconds:
+        if self._phase in self.seconds:  # of the ending phase
             self.seconds[self._phase] += perf_counter() - self._since
         self._phase, self._since = phase, perf_counter()
 
 
 class MemoryScale(Observer):
-    """Record before each optimizer step what the engine holds in memory; `held` is the last record."""
+    """Record what the engine holds in memory before each optimizer step; `held` is the last record."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.steps = engine, 0
         self.held: HeldBytes | None = None
 
     def before_step(self, loop: Loop) -> None:  # noqa: ARG002
-        """Measure the engine's memory."""
         self.held = held_bytes(self._engine)
         self.steps += 1

@@ -40,11 +40,10 @@ WORKLOADS: dict[Kind, Workload] = {
 class VariantId:
     """The identity of a variant.
 
-    Attributes:
-        kind: `plain` is plain PyTorch; `in_turn` has the stages up to this one; `only` is plain PyTorch with only this
-            stage; `without` is the full pipeline without it; `other` is the full pipeline with another loader, and
-            `other_alone` that loader. The others run the full pipeline or a part of it; see `Workload`.
-        stage: the stage of `in_turn`, `only` and `without`, the loader of `other` and `other_alone`; else empty.
+    `kind`: `plain` is plain PyTorch; `in_turn` has the stages up to this one; `only` is plain PyTorch with only this
+    stage; `without` is the full pipeline without it; `other` is the full pipeline with another loader, and
+    `other_alone` that loader. The others run the full pipeline or a part of it; see `Workload`. `stage` is the stage or
+    the loader that the kind needs.
     """
 
     kind: Kind
@@ -60,7 +59,6 @@ class VariantId:
 
     @property
     def workload(self) -> Workload:
-        """What its trials run."""
         return WORKLOADS.get(self.kind, "train")
 
 
@@ -88,55 +86,36 @@ def other(loader: str) -> tuple[VariantId, VariantId]:
     return VariantId("other", loader), VariantId("other_alone", loader)
 
 
-PARTS = ("transforms", "forward", "loss", "backward", "step", "hooks")
-"""The parts of a step that are timed."""
+PARTS = ("transforms", "forward", "loss", "backward", "step", "hooks")  # the parts of a step that are timed
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One measurement.
+    """One measurement."""
 
-    Attributes:
-        images: images over all ranks.
-        seconds: duration.
-        waited: part of `seconds` spent waiting for data.
-        samples: digest of the labels, in order.
-        parts: seconds of forward, backward and step, or of the extras; None if not timed.
-    """
-
-    images: Annotated[int, Meta(gt=0)]
+    images: Annotated[int, Meta(gt=0)]  # over all ranks
     seconds: Annotated[float, Meta(gt=0, lt=1e9)]
-    waited: Annotated[float, Meta(ge=0)]
-    samples: str = ""
-    parts: dict[str, float] | None = None
+    waited: Annotated[float, Meta(ge=0)]  # of `seconds`, for data
+    samples: str = ""  # digest of the labels, in order
+    parts: dict[str, float] | None = None  # seconds of `PARTS`, or of the extras; None if not timed
 
     @property
     def speed(self) -> float:
-        """Images/s."""
         return self.images / self.seconds
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of a variant other than time: maxima over its ranks, None if not measured.
+    """The costs of a variant other than time: maxima over its ranks, None if not measured."""
 
-    Attributes:
-        held_bytes: memory of `parameters`, `gradients` and `optimizer`, by these names.
-        peak_bytes: peak memory allocated; on a CPU, of the process.
-        compile_seconds: compile time, before the measurement.
-    """
-
-    held_bytes: Mapping[str, int] | None = None
-    peak_bytes: int | None = None
-    compile_seconds: float | None = None
+    held_bytes: Mapping[str, int] | None = None  # memory of `parameters`, `gradients` and `optimizer`
+    peak_bytes: int | None = None  # allocated; on a CPU, of the process
+    compile_seconds: float | None = None  # before the measurement
 
 
 def same_samples(trials: dict[VariantId, Trial]) -> None:
-    """Check that all trials of a round had the same samples in the same batches.
-
-    Raises:
-        DrivetrainError: naming two variants with different samples, whose speeds cannot be compared.
-    """
+    """Raise DrivetrainError, naming two variants, if the trials of a round had different samples or batches: their
+    speeds cannot be compared."""
     first, *others = [one for one in trials if one not in (MODEL, COPY)]  # these repeat one batch
     for other in others:
         if (trials[other].samples, trials[other].images) != (trials[first].samples, trials[first].images):

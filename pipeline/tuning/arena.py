@@ -16,16 +16,22 @@ from ...strategies.launching.group import all_reduce_speed
 from ..describe.cuda_settings import uses_gpu
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
-from ..measuring.process import Failed, ProcessRunner
-from ..measuring.runner import Loaders, Variant, VariantRunner, describe_error, on_ranks
+from ..measuring.runner import (
+    Failed,
+    Loaders,
+    ProcessRunner,
+    Variant,
+    VariantRunner,
+    describe_error,
+    on_ranks,
+)
 from ..measuring.variant import LOADER, MODEL, Trial, VariantId, in_turn, same_samples
 from ..runs.config import FitConfig
 from ..runs.fit import fit
 from ..training.build import build_model
 
 LIMIT_ROUNDS = 3
-FEWEST = 2
-"""Batches of a trial, where a step takes seconds."""
+FEWEST = 2  # batches of a trial, where a step takes seconds
 
 
 @dataclass
@@ -40,7 +46,6 @@ class Contender:
 
     @property
     def batch_size(self) -> int:
-        """Images of a batch, over all ranks."""
         return self.plan.data.batch_size
 
     @property
@@ -61,20 +66,15 @@ class Contender:
         return trials
 
     def close(self) -> None:
-        """Release its model and its loaders."""
         self.runner.close()
         self.loaders.close()
 
 
 class Arena:
-    """Builds pipelines, and measures them in turns.
+    """Builds pipelines, and measures them in turns, with trials of `seconds`.
 
-    Args:
-        deadline: in `perf_counter` time.
-        seconds: that a trial may take.
-        probe: try the first pipeline in a process of its own, if the system could kill this one for lack of memory:
-            on a CPU, in this process. On a GPU, lack of memory is an error; ranks are other processes.
-        epochs: of a short training.
+    With `probe`, the first pipeline is tried in a process of its own if the system could kill this one for lack of
+    memory: on a CPU, in this process. On a GPU, lack of memory is an error; ranks are other processes.
     """
 
     def __init__(self, deadline: float, seconds: float, *, probe: bool = False, epochs: int = 1) -> None:
@@ -83,12 +83,8 @@ class Arena:
         self._batch_size = 0  # for which they are counted
 
     def open(self, name: str, spec: PipelineSpec, variables: Mapping[str, str] | None = None) -> Contender:
-        """Build and warm up a pipeline; given environment variables, in a process of its own that has them.
-
-        Raises:
-            Failed: with the reason.
-            OutOfTime: at the deadline.
-        """
+        """Build and warm up a pipeline; given environment variables, in a process of its own that has them. Raise
+        Failed with the reason, or OutOfTime."""
         one = Variant(in_turn(name), spec)
         plan, batches, loaders = one.plan, self._batches or FEWEST, ExitStack()
         if variables is not None:
@@ -100,15 +96,13 @@ class Arena:
             failing.enter_context(loaders)
             try:
                 group = [one, Variant(LOADER, spec), Variant(MODEL, spec)]
-                made = Contender(
-                    one.id, plan, VariantRunner(group, Loaders(loaders), batches, self._deadline), loaders,
-                    self._deadline,
-                )  # fmt: skip
+                built = VariantRunner(group, Loaders(loaders), batches, self._deadline)
             except (OutOfTime, DrivetrainError):
                 raise
             except Exception as error:  # of the model, a transform, memory
                 raise Failed(describe_error(error)) from error
-            failing.callback(made.runner.close)
+            failing.callback(built.close)
+            made = Contender(one.id, plan, built, loaders, self._deadline)
             if not self._batches:
                 start = perf_counter()
                 made.trials(0, FEWEST)
@@ -119,11 +113,7 @@ class Arena:
         return made
 
     def round(self, number: int, contenders: Sequence[Contender]) -> list[float]:
-        """Return the images/s of one trial of each, in the given order; every second round runs in reverse order.
-
-        Raises:
-            Failed, OutOfTime: as `open`.
-        """
+        """Return the images/s of one trial of each, in the given order; every second round runs in reverse order."""
         trials: dict[VariantId, Trial] = {}
         for one in contenders[:: -1 if number % 2 else 1]:
             trials |= one.trials(number, max(self._batches * self._batch_size // one.batch_size, 1))
@@ -132,8 +122,7 @@ class Arena:
         return [trials[one.id].speed for one in contenders]
 
     def limits(self, contender: Contender) -> dict[str, float]:
-        """Return images/s of `"training"`, of `"loader"` and `"model"` alone, and on several ranks of
-        `"communication"` alone."""
+        """Return images/s of training, of loader and model alone, and on several ranks of communication alone."""
         names = {contender.id: "training", LOADER: "loader", MODEL: "model"}
         rounds = [contender.trials(number, self._batches, LOADER, MODEL) for number in range(LIMIT_ROUNDS)]
         found = {name: median(trials[one].speed for trials in rounds) for one, name in names.items()}
@@ -142,11 +131,7 @@ class Arena:
         return found
 
     def accuracy(self, spec: PipelineSpec, seed: int) -> float:
-        """Train briefly from this seed, and return the monitored share, 0 to 1, negated if lower is better.
-
-        Raises:
-            Failed, OutOfTime: as `open`.
-        """
+        """Train briefly from this seed, and return the monitored share, 0 to 1, negated if lower is better."""
         config = FitConfig(epochs=self._epochs, progress=False, checkpoints=None)
         try:
             history = fit(spec.replace(seed=seed), config).history
@@ -164,13 +149,8 @@ def is_out_of_memory(reason: str) -> bool:
 
 
 def collective_seconds(plan: ResolvedPlan, deadline: float) -> float:
-    """Return the median seconds of an all-reduce of all gradients on the ranks of this pipeline: the least that a
-    step without overlap communicates.
-
-    Raises:
-        OutOfTime: at the deadline, in `perf_counter` time.
-        StrategyError: if a rank fails.
-    """
+    """Return the median seconds of an all-reduce of all gradients on the ranks of this pipeline: the least that a step
+    without overlap communicates. Raise OutOfTime, or StrategyError if a rank fails."""
     model, _ = build_model(plan.spec, plan.transforms)
     size = 4 * sum(one.numel() for one in model.parameters() if one.requires_grad)
     del model

@@ -22,35 +22,24 @@ from ..optim.config import OptimizerConfig
 
 Bottleneck = Literal["data", "step", "communication"]
 
-EQUAL = ("ddp", "zero_redundancy", "fsdp")
-"""Strategies with the same numbers, but for the order of sums."""
+EQUAL = ("ddp", "zero_redundancy", "fsdp")  # strategies with the same numbers, but for the order of sums
 AHEAD = (1, 6)
+# Environment variables of the allocator of a device: glibc's, and torch's.
 VARIABLES = {"cpu": machine.KEEPS_MEMORY, "cuda": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
-"""Environment variables of the allocator of a device: glibc's, and torch's."""
-SIDES = (3 / 4, 7 / 8)
-"""Parts of the image size."""
-LARGER = (2, 4)
-"""Times the batch size."""
+SIDES = (3 / 4, 7 / 8)  # of the image size
+LARGER = (2, 4)  # times the batch size
 MICROBATCHES = (2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A change.
+    """A change."""
 
-    Attributes:
-        name: that no other has, such as `"workers=4"`.
-        bottleneck: the one that it relieves.
-        change: returns a pipeline with it.
-        variables: the environment variables that it is, instead; they are read when Python starts.
-        numbers: whether it changes what the training computes, so that its accuracy must be measured.
-    """
-
-    name: str
-    bottleneck: Bottleneck
+    name: str  # that no other has, such as "workers=4"
+    bottleneck: Bottleneck  # that it relieves
     change: Callable[[PipelineSpec], PipelineSpec]
-    variables: Mapping[str, str] = field(default_factory=dict)
-    numbers: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)  # that it is instead; read when Python starts
+    numbers: bool = False  # changes what the training computes, so that its accuracy must be measured
 
 
 def candidates(plan: ResolvedPlan) -> list[Candidate]:
@@ -76,7 +65,6 @@ def candidates(plan: ResolvedPlan) -> list[Candidate]:
 
 
 def _allocator(plan: ResolvedPlan) -> list[Candidate]:
-    """Return the environment variables to try: those of the allocator, unless they are set."""
     device = "cuda" if uses_gpu(plan.distribution) else "cpu"
     variables = VARIABLES[device]
     unknown = device == "cpu" and platform.libc_ver()[0] != "glibc"
@@ -86,11 +74,8 @@ def _allocator(plan: ResolvedPlan) -> list[Candidate]:
 
 
 def allowed(plan: ResolvedPlan, allow: Sequence[str]) -> list[Candidate]:
-    """Return the changes of these kinds, which change what the training computes.
-
-    Raises:
-        PlanError: for an unknown kind, or one that has no change for this pipeline.
-    """
+    """Return the changes of these kinds, which change what the training computes; raise PlanError for an unknown kind,
+    or one that has no change for this pipeline."""
     changes: list[Candidate] = []
     for name in dict.fromkeys(allow):
         if name not in ALLOW:
@@ -105,13 +90,11 @@ def allowed(plan: ResolvedPlan, allow: Sequence[str]) -> list[Candidate]:
 
 
 def _precision(plan: ResolvedPlan) -> list[Candidate]:
-    own = plan.distribution
+    own, changes = plan.distribution, []
     gpu = uses_gpu(own)
-    changes = []
     if own.precision == "fp32":
-        changes += [
-            _distributed("precision", name, "step") for name in (("bf16", "fp16") if gpu else ("bf16",))
-        ]
+        names = ("bf16", "fp16") if gpu else ("bf16",)
+        changes += [_distributed("precision", name, "step") for name in names]
     if gpu and own.matmul_precision != "high":
         changes.append(_distributed("matmul_precision", "high", "step"))
     return changes
@@ -138,12 +121,7 @@ def _image_size(size: ImageSize) -> Candidate:
     return Candidate(f"image_size={size}", "step", change)
 
 
-def _surgery(plan: ResolvedPlan) -> list[Candidate]:
-    return _transforms(plan, "surgery")
-
-
 def _transforms(plan: ResolvedPlan, kind: str) -> list[Candidate]:
-    """Return the transforms that are such a change, which the pipeline does not have."""
     used = {type(transform) for transform in plan.transforms}
     return [_transform(cls()) for cls in TRANSFORMS.values() if cls.tried_by_tune == kind and cls not in used]
 
@@ -161,19 +139,17 @@ def _batch_size(plan: ResolvedPlan) -> list[Candidate]:
             spec = spec.replace(optimization=dataclasses.replace(rate, base_batch_size=base, scale_lr=True))
         return spec.replace(data=dataclasses.replace(data, batch_size=batch_size))
 
-    return [
-        Candidate(f"batch_size={times * own}", "step", partial(change, batch_size=times * own))
-        for times in LARGER
-    ]
+    sizes = (times * own for times in LARGER)
+    return [Candidate(f"batch_size={size}", "step", partial(change, batch_size=size)) for size in sizes]
 
 
+# Kinds of changes that change numbers.
 ALLOW: dict[str, Callable[[ResolvedPlan], list[Candidate]]] = {
     "precision": _precision,
     "resolution": _resolution,
-    "surgery": _surgery,
+    "surgery": lambda plan: _transforms(plan, "surgery"),
     "batch_size": _batch_size,
 }
-"""Kinds of changes that change numbers."""
 
 
 def fitting(plan: ResolvedPlan) -> list[Candidate]:

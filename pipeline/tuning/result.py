@@ -18,54 +18,36 @@ from ...common.storage.files import atomic_file
 from ...common.storage.json_files import ShapeError, parse
 from ...common.table import Table
 from ..describe.pipeline_spec import PipelineSpec
-from ..measuring.picture import render
 from ..measuring.statistics import speed_text
 from ..recipes.convert import to_recipe
 
 Outcome = Literal["accepted", "dropped", "trade", "undecided", "failed", "not tried"]
 FORMAT = 2
-NOISE = 1.1
-"""Training that exceeds a ceiling by more than this shows that the machine was busy."""
-CEILINGS = {"loader": "#3f8f4f", "model": "#b5452c", "communication": "#8a6fb0"}
-"""Their colours."""
+NOISE = 1.1  # training that exceeds a ceiling by more than this shows that the machine was busy
+CEILINGS = {"loader": "#3f8f4f", "model": "#b5452c", "communication": "#8a6fb0"}  # their colors
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A change that was tried.
+    """A change that was tried."""
 
-    Attributes:
-        name: the change, such as `"workers=4"`.
-        bottleneck: the one that it relieves: data, step or communication.
-        outcome: `"accepted"`; `"dropped"`, if it is no faster; `"trade"`, if it is faster, but not shown to keep the
-            accuracy; `"undecided"`, if the tuning ended during its rounds; `"failed"`; `"not tried"`.
-        ratio: speed with it over that without, or None; `low` and `high` end its confidence interval, None after a
-            single round.
-        low, high: see `ratio`.
-        rounds: in which both were measured.
-        images_per_s: with it; None if it was not measured.
-        reason: why it failed, or was not tried; else empty.
-        accuracy: after short trainings, less that of the pipeline as given, or None if it was not measured;
-            `accuracy_low` and `accuracy_high` end its confidence interval. Fractions, not percentage points.
-        accuracy_low, accuracy_high: see `accuracy`.
-        seeds: from which both were trained.
-        memory: measured bytes on a rank: the peak on a GPU, else of parameters, gradients and optimizer.
-    """
-
-    name: str
-    bottleneck: str
+    name: str  # such as "workers=4"
+    bottleneck: str  # that it relieves: data, step or communication
+    # "trade" is faster, but not shown to keep the accuracy; "undecided": the tuning ended during its rounds.
     outcome: Outcome
-    ratio: float | None = None
-    low: float | None = None
+    ratio: float | None = None  # speed with it over that without
+    low: float | None = None  # of the ratio's confidence interval; None after a single round
     high: float | None = None
-    rounds: int = 0
-    images_per_s: float | None = None
-    reason: str = ""
-    accuracy: float | None = None
+    rounds: int = 0  # in which both were measured
+    images_per_s: float | None = None  # with it
+    reason: str = ""  # why it failed, or was not tried
+    accuracy: float | None = None  # after short trainings, less that of the pipeline as given: a fraction
     accuracy_low: float | None = None
     accuracy_high: float | None = None
-    seeds: int = 0
-    memory: int | None = None
+    seeds: int = 0  # from which both were trained
+    memory: int | None = (
+        None  # bytes on a rank: the peak on a GPU, else of parameters, gradients and optimizer
+    )
 
     @property
     def figure(self) -> str:
@@ -140,9 +122,8 @@ class Tuned:
         if self.variables:
             text += " This is without the environment variables."
         if "communication" in self.limits:
-            text += (
-                f" Exchanging gradients takes {model / self.limits['communication']:.0%} of a step's time."
-            )
+            share = model / self.limits["communication"]
+            text += f" Exchanging gradients takes {share:.0%} of a step's time."
         return text
 
     def to_dict(self) -> dict[str, Any]:
@@ -165,25 +146,25 @@ class Tuned:
             MissingExtra: for a picture without the extra `plot`.
         """
         path = Path(path)
+        if path.suffix not in (".yaml", ".json", ".png", ".svg", ".pdf"):
+            raise PlanError(f"{path} must end in .yaml, .json, .png, .svg or .pdf.")
         if path.suffix == ".json":
-            content = json.dumps(self.to_dict(), indent=1).encode()
+            text = json.dumps(self.to_dict(), indent=1)
         elif path.suffix == ".yaml":
             lines = self._exports().splitlines() if self.variables else []
             comment = "".join(f"# {line}\n" for line in lines)
-            content = (comment + yaml.safe_dump(to_recipe(self.pipeline), sort_keys=False)).encode()
-        elif path.suffix in (".png", ".svg", ".pdf"):
-            content = render(self.picture(), path.suffix[1:])
+            text = comment + yaml.safe_dump(to_recipe(self.pipeline), sort_keys=False)
         else:
-            raise PlanError(f"{path} must end in .yaml, .json, .png, .svg or .pdf.")
+            figure = self.picture()
+            with atomic_file(path) as file:
+                figure.savefig(file, format=path.suffix[1:], dpi=150, bbox_inches="tight")
+            return
         with atomic_file(path) as file:
-            file.write(content)
+            file.write(text.encode())
 
     def picture(self) -> Any:
-        """Return the path as a matplotlib figure: throughput after each accepted change, with the ceilings.
-
-        Raises:
-            MissingExtra: without matplotlib.
-        """
+        """Return the path as a matplotlib figure: throughput after each accepted change, with the ceilings. Raise
+        MissingExtra without matplotlib."""
         figure = require("matplotlib.figure", "plot", "draw the path").Figure(
             figsize=(8, 3.6), layout="constrained"
         )
@@ -203,10 +184,9 @@ class Tuned:
                 axes.axhline(speed, color=CEILINGS[name], linestyle="--", linewidth=1)
             without = ",\nwithout variables" if self.variables else ""
             text = f"{name} alone{without}\n{speed_text(speed)}{'' if speed < top else ' ↑'}"
-            place = axes.get_yaxis_transform()  # beside the axes, at the height of the line
-            axes.text(
-                1.01, min(speed, top), text, transform=place, color=CEILINGS[name], fontsize=8, va="center"
-            )
+            place = axes.get_yaxis_transform()  # next to the axes, at the height of the line
+            color = CEILINGS[name]
+            axes.text(1.01, min(speed, top), text, transform=place, color=color, fontsize=8, va="center")
         axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
         axes.set_ylim(0, top)
         axes.set_ylabel("images/s")
@@ -219,9 +199,8 @@ class Tuned:
         if self.trades:
             names = " and ".join(one.name for one in self.trades)
             notes.append(f"Faster, but not shown to keep the accuracy, and so not accepted: {names}.")
-        table = Table(
-            ("change", "bottleneck", "outcome", "speed with it"), rows, self._title, " ".join(notes)
-        )
+        columns = ("change", "bottleneck", "outcome", "speed with it")
+        table = Table(columns, rows, self._title, " ".join(notes))
         return f"{table}\n{self._exports()}" if self.variables else str(table)
 
     @property
@@ -253,11 +232,8 @@ class _File(Struct):
 
 
 def read_trials(path: Path, facts: Mapping[str, Any]) -> list[Tried]:
-    """Return the trials of a file that `save` wrote, those that need not be repeated; none if there is no file.
-
-    Raises:
-        LedgerError: if it is not such a file, or of another pipeline or machine.
-    """
+    """Return the trials of a file that `save` wrote, those that need not be repeated; none if there is no file. Raise
+    LedgerError if it is not such a file, or of another pipeline or machine."""
     if not path.exists():
         return []
     try:
@@ -274,7 +250,9 @@ def read_trials(path: Path, facts: Mapping[str, Any]) -> list[Tried]:
             f"{path} is of another {' and '.join(different[:3] + more) or 'version'}: its trials do not hold here. "
             "Pass another name, or delete it."
         )
-    done = ("accepted", "dropped", "trade")
+    # A trade with a reason has no verdict on its accuracy.
     return [
-        one for one in content.trials if one.outcome in done and (one.outcome != "trade" or not one.reason)
+        one
+        for one in content.trials
+        if one.outcome in ("accepted", "dropped") or (one.outcome == "trade" and not one.reason)
     ]

@@ -22,10 +22,9 @@ from ...common.errors import DrivetrainError, PlanError
 from ..checkpoints.fingerprint import identity
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
-from ..measuring.process import Failed
-from ..measuring.runner import check_measurable
-from ..measuring.sequential import LOOKS, PROCESSES, SEEDS, WORTH, judge, judge_accuracy
-from ..runs.folder import make_folder
+from ..measuring.runner import Failed, check_measurable
+from ..measuring.statistics import LOOKS, PROCESSES, SEEDS, WORTH, judge, judge_accuracy
+from ..runs.fit import make_folder
 from ..tasks.scales import check_comparable
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, plain_torch, resolve_data
@@ -33,24 +32,19 @@ from .arena import LIMIT_ROUNDS, Arena, Contender, is_out_of_memory
 from .candidates import Bottleneck, Candidate, allowed, candidates, fitting, ordered
 from .result import Outcome, Tried, Tuned, TuneInterrupted, read_trials
 
+# Of the budget, at most for a trial: with two pipelines, a change can have all its rounds in half of it.
 SHARE = 1 / 100
-"""Part of the budget that a trial takes at most: with two pipelines, a change can have all its rounds in half of it."""
-PROBE_SECONDS = 60.0
-"""In budgets of at least this many seconds, the first pipeline is tried in a process of its own; see `Arena`."""
-COMMUNICATION = 0.5
-"""Communication is the bottleneck if exchanging the gradients alone takes this share of a step or more."""
+PROBE_SECONDS = (
+    60.0  # in budgets from here on, the first pipeline is tried in a process of its own; see `Arena`
+)
+COMMUNICATION = 0.5  # the bottleneck, if exchanging the gradients alone takes this share of a step or more
 
 
 @plain_torch()
 def tune(
-    spec: PipelineSpec,
-    *,
-    seconds: float,
-    allow: Sequence[str],
-    epochs: int,
-    out: str | Path | None,
+    spec: PipelineSpec, *, seconds: float, allow: Sequence[str], epochs: int, out: str | Path | None,
     progress: bool,
-) -> Tuned:
+) -> Tuned:  # fmt: skip
     """Tune a pipeline; see `Pipeline.tune`."""
     check_measurable(seconds)
     begin = perf_counter()
@@ -129,34 +123,16 @@ def facts_of(plan: ResolvedPlan) -> dict[str, Any]:
 
 
 class Tuner:
-    """The search, apart from how pipelines are measured.
-
-    Args:
-        spec: the pipeline as given.
-        arena: measures.
-        changes: to try, those that keep numbers first.
-        fitting: to try first, one after the other, if the pipeline does not fit into memory.
-        facts: kept in the result.
-        known: trials of an earlier call: their changes are not tried again.
-        show: receives what is being done.
-
-    Attributes:
-        stopped: why it ended.
-    """
+    """The search, apart from how pipelines are measured. Changes of `known`, trials of an earlier call, are not tried
+    again; `fitting` are tried first, one after the other, if the pipeline does not fit into memory."""
 
     def __init__(
-        self,
-        spec: PipelineSpec,
-        arena: Arena,
-        changes: list[Candidate],
-        fitting: list[Candidate],
-        facts: dict[str, Any],
-        known: list[Tried] | None = None,
-        show: Callable[[str], None] = lambda _: None,
-    ) -> None:
+        self, spec: PipelineSpec, arena: Arena, changes: list[Candidate], fitting: list[Candidate],
+        facts: dict[str, Any], known: Sequence[Tried] = (), show: Callable[[str], None] = lambda _: None,
+    ) -> None:  # fmt: skip
         self._given, self._spec, self._arena = spec, spec, arena
         self._changes, self._fitting = changes, fitting
-        self._facts, self._known, self._show = facts, known or [], show
+        self._facts, self._known, self._show = facts, known, show
         self._trials: list[Tried] = []
         self._best: Contender | None = None
         self._before: float | None = None
@@ -165,16 +141,12 @@ class Tuner:
         self._accuracies: dict[int, float] = {}  # of the pipeline as given, by seed
         self._gain = 1.0  # of the changes of an earlier call
         self._trial: float | None = None  # seconds
-        self._number = 0
-        self.stopped = ""
+        self._number = 0  # of the last round
+        self.stopped = ""  # why it ended
 
     def run(self) -> None:
-        """Try all changes.
-
-        Raises:
-            OutOfTime: at the deadline.
-            DrivetrainError: if the pipeline as given cannot be trained.
-        """
+        """Try all changes. Raise OutOfTime at the deadline, and DrivetrainError if the pipeline as given cannot be
+        trained."""
         self._recall()
         self._best = self._first()
         self._measure_limits()
@@ -183,8 +155,7 @@ class Tuner:
         while left:
             candidate = ordered(left, self._bottleneck())[0]
             left.remove(candidate)
-            reason = self._pointless(candidate)
-            if reason:
+            if reason := self._pointless(candidate):
                 self._add(candidate, "not tried", reason)
             elif self._try(candidate) and not candidate.variables:
                 self._measure_limits()  # the bottleneck may be another one now
@@ -200,7 +171,6 @@ class Tuner:
         )
 
     def _bottleneck(self) -> Bottleneck:
-        """Return the bottleneck: the loader, the computation of the step, or its communication."""
         loader, model = self._limits["loader"], self._limits["model"]
         if loader < model:
             return "data"
@@ -208,7 +178,6 @@ class Tuner:
         return "communication" if share >= COMMUNICATION else "step"
 
     def _recall(self) -> None:
-        """Take over the trials of an earlier call."""
         changes = {one.name: one for one in (*self._changes, *self._fitting)}
         for tried in self._known:
             candidate = changes.get(tried.name)
@@ -227,7 +196,7 @@ class Tuner:
 
     def _first(self) -> Contender:
         """Build the pipeline as given, or with what makes it fit into memory."""
-        reason, spec = "", self._spec
+        reason = ""
         for candidate in (None, *self._fitting):
             name = "as given" if candidate is None else candidate.name
             self._show(name)
@@ -265,7 +234,6 @@ class Tuner:
         self._variables |= candidate.variables
 
     def _try(self, candidate: Candidate) -> bool:
-        """Test a change against the best pipeline, and return whether it is accepted."""
         assert self._best is not None
         self._add(candidate, "not tried", "the tuning ended before there was a verdict")
         self._show(candidate.name)
@@ -289,7 +257,6 @@ class Tuner:
         return False
 
     def _note(self, **changes: Any) -> None:
-        """Change the row of the change that is being tried."""
         self._trials[-1] = replace(self._trials[-1], **changes)
 
     def _opened(
@@ -331,8 +298,8 @@ class Tuner:
         return verdict == "accepted"
 
     def _keeps_accuracy(self, spec: PipelineSpec) -> bool:
-        """Train a faster pipeline and the one as given from the same seeds; note the difference, and return whether the
-        accuracy is kept. A change is a trade until it is shown to do so."""
+        """Train a faster pipeline and the one as given from the same seeds, and return whether the accuracy is kept. A
+        change is a trade until it is shown to do so."""
         self._note(outcome="trade", reason="the tuning ended before its accuracy was known")
         differences: list[float] = []
         while True:
@@ -342,12 +309,8 @@ class Tuner:
                 self._accuracies[seed] = self._arena.accuracy(self._given, seed)
             differences.append(self._arena.accuracy(spec, seed) - self._accuracies[seed])
             verdict, interval = judge_accuracy(differences)
-            self._note(
-                accuracy=interval.value,
-                accuracy_low=interval.low,
-                accuracy_high=interval.high,
-                seeds=interval.n,
-            )
+            low, high = interval.low, interval.high
+            self._note(accuracy=interval.value, accuracy_low=low, accuracy_high=high, seeds=interval.n)
             if verdict != "undecided" or interval.n == SEEDS[-1]:
                 self._note(reason="")
                 return verdict == "kept"
@@ -360,12 +323,10 @@ class Tuner:
         return f" No change has a verdict: pass about {rounded_up(max(needed, 4 * seconds)):g} s (--seconds)."
 
     def close(self) -> None:
-        """Release the best pipeline's model and loaders."""
         if self._best is not None:
             self._best.close()
 
     def result(self) -> Tuned:
-        """Return the results so far."""
         names = {one.name for one in self._trials}
         left = [
             Tried(one.name, one.bottleneck, "not tried", reason="no time was left")

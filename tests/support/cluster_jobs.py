@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from drivetrain import Callback, Checkpoints, DrivetrainError, Pipeline, RunView
-from drivetrain.pipeline.apps.cli import doctor_ranks
+from drivetrain.pipeline.apps.cli import doctor
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.runs.artifacts import FitJob
 from drivetrain.pipeline.runs.preflight import preflight
@@ -99,7 +99,7 @@ def meet_repeatedly(port: int) -> list[str]:
 def doctor_of_ranks(port: int) -> dict[str, tuple[Any, str]]:
     """On each rank: what `doctor --ranks` returns or raises, and prints, by case."""
     ends: dict[str, tuple[Any, str]] = {}
-    with as_torchrun(port) as rank, mock.patch.object(doctor_ranks, "SIZES", (1 << 20,)):
+    with as_torchrun(port) as rank, mock.patch.object(doctor, "SIZES", (1 << 20,)):
         other = rank == 1
         cases: dict[str, Any] = {
             "alike": mock.patch.dict(os.environ),
@@ -114,7 +114,7 @@ def doctor_of_ranks(port: int) -> dict[str, tuple[Any, str]]:
             with case, redirect_stdout(io.StringIO()) as printed:
                 try:
                     ends[name] = (
-                        doctor_ranks.examine_ranks(1 if name in ("missing", "no interface") else 20),
+                        doctor.examine_ranks(1 if name in ("missing", "no interface") else 20),
                         "",
                     )
                 except DrivetrainError as error:

@@ -6,12 +6,15 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
 from drivetrain import Pipeline
+from drivetrain.common.budget import Budget
 from drivetrain.pipeline import Ledger
 from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.ledger.measure import Record, _Measurement
 from drivetrain.pipeline.measuring.runner import Loaders, build_variant
 from drivetrain.pipeline.measuring.trials import BuiltVariant
 from drivetrain.pipeline.measuring.variant import LOADER, MODEL, Trial, VariantId
@@ -41,6 +44,12 @@ def in_process(toy: Toy, model: Any = plain_model, **load: Any) -> Pipeline:
 def built(pipeline: Pipeline) -> Iterator[BuiltVariant]:
     with ExitStack() as stack:
         yield build_variant(resolve(pipeline), Loaders(stack), stack)[0]
+
+
+def measurement_of(pipeline: Pipeline, *variants: VariantId) -> _Measurement:
+    """A measurement of these variants that has begun with nothing."""
+    budget = Budget(99, perf_counter(), progress=False, label="ledger")
+    return _Measurement(resolve(pipeline), Record([*variants]), budget, 0.1)
 
 
 def small_recipe(path: Path, more: str = "") -> Path:

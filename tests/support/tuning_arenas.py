@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from drivetrain.common.budget import OutOfTime
 from drivetrain.pipeline.describe.pipeline_spec import PipelineSpec
-from drivetrain.pipeline.measuring.process import Failed
+from drivetrain.pipeline.measuring.runner import Failed
 from drivetrain.transforms import ChannelsLast
 
 Cost = Callable[[PipelineSpec], Mapping[str, float]]

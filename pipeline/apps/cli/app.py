@@ -13,11 +13,12 @@ from click.shell_completion import BashComplete, add_completion_class, get_compl
 
 from ....common.errors import DrivetrainError, PlanError, suggest
 from ....common.version import __version__
-from . import data, job, predict, training
+from . import data, job, training
 from .options import RECIPE, Command, Text, argument, option, say
 
-_COMPLETE = "_DRIVETRAIN_COMPLETE"
-"""The environment variable by which a shell asks for completions."""
+_COMPLETE = "_DRIVETRAIN_COMPLETE"  # the environment variable by which a shell requests completions
+# A key that ends in "=" is continued by its value, without a space.
+_NO_SPACE = "COMPREPLY+=($value)", 'COMPREPLY+=("$value"); [[ $value == *= ]] && compopt -o nospace'
 SHELLS = ("bash", "zsh", "fish")
 
 
@@ -25,9 +26,7 @@ SHELLS = ("bash", "zsh", "fish")
 class Bash(BashComplete):
     """Completion in bash, which divides `key=value` into three words, and puts no space after `key=`."""
 
-    source_template = BashComplete.source_template.replace(
-        "COMPREPLY+=($value)", 'COMPREPLY+=("$value"); [[ $value == *= ]] && compopt -o nospace'
-    )
+    source_template = BashComplete.source_template.replace(*_NO_SPACE)
 
     def get_completion_args(self) -> tuple[list[str], str]:
         words, incomplete = super().get_completion_args()
@@ -45,7 +44,7 @@ class Program(click.Group):
 
 @click.group(
     cls=Program,
-    commands=[data.convert, data.inspect, data.verify, data.advise, training.train, predict.predict, training.export,
+    commands=[data.convert, data.inspect, data.verify, data.advise, training.train, training.predict, training.export,
               training.ledger, training.tune, job.job],
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True, "max_content_width": 110},
 )  # fmt: skip
@@ -57,11 +56,9 @@ def program() -> None:
 
 @program.command()
 @argument(
-    "name",
-    "Show this recipe, by name or file: each value, its meaning and its source.",
-    RECIPE,
+    "name", "Show this recipe, by name or file: each value, its meaning and its source.", RECIPE,
     required=False,
-)
+)  # fmt: skip
 @option("--keys", "List the keys of a recipe.")
 def recipes(name: str | None, keys: bool) -> None:
     """List the recipes, or show one."""
@@ -85,12 +82,7 @@ def completion(shell: str) -> None:
     written_by = get_completion_class(shell) if shell in SHELLS else None
     if written_by is None:
         raise PlanError(f"There is no completion for the shell {shell!r}.{suggest(shell, SHELLS)}")
-    script = written_by(program, {}, "drivetrain", _COMPLETE).source()
-    # A key that ends in "=" is continued by its value, without a space.
-    script = script.replace(
-        "COMPREPLY+=($value)", 'COMPREPLY+=("$value"); [[ $value == *= ]] && compopt -o nospace'
-    )
-    print(script, end="")
+    print(written_by(program, {}, "drivetrain", _COMPLETE).source(), end="")
 
 
 @program.command()
@@ -111,7 +103,7 @@ def doctor(ranks: bool, timeout: float | None) -> int:
             f"--timeout {timeout:g} limits how long --ranks waits, in seconds: pass a positive number, and --ranks."
         )
     if ranks:
-        from .doctor_ranks import examine_ranks
+        from .doctor import examine_ranks
 
         return 0 if examine_ranks(60.0 if timeout is None else timeout) else 1
     from .doctor import examine

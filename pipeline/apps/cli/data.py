@@ -37,11 +37,9 @@ verbose = option("--verbose", "Print long lists in full.")
 @option("--min-resolution PIXELS", "Scale down to this shortest side instead.", int)
 @option("--quality N", "JPEG quality, 1-100, for images that must be encoded.", int, default=90)
 @option(
-    "--write-mode MODE",
-    "auto: JPEGs as JPEG, small images raw. As in FFCV: jpg, raw, smart, proportion.",
-    Text("auto", "jpg", "raw", "smart", "proportion"),
-    default="auto",
-)
+    "--write-mode MODE", "auto: JPEGs as JPEG, small images raw. As in FFCV: jpg, raw, smart, proportion.",
+    Text("auto", "jpg", "raw", "smart", "proportion"), default="auto",
+)  # fmt: skip
 @option("--smart-threshold BYTES", "Mode smart: encode images above this many raw bytes as JPEG.", int)
 @option(
     "--compress-probability P", "Mode proportion: fraction of images to encode as JPEG.", float, default=0.5
@@ -72,15 +70,9 @@ verbose = option("--verbose", "Print long lists in full.")
 @quiet
 @verbose
 def convert(
-    source: str,
-    out: Path,
-    field: tuple[str, ...],
-    skip_bad: bool,
-    classes: str | None,
-    quiet: bool,
-    verbose: bool,
-    **options: Any,
-) -> None:
+    source: str, out: Path, field: tuple[str, ...], skip_bad: bool, classes: str | None, quiet: bool,
+    verbose: bool, **options: Any,
+) -> None:  # fmt: skip
     """Convert a folder of images, or tar shards, to FFCV's .beton format.
 
     JPEG files that are upright and small enough keep their pixels; progressive ones become baseline, without loss.
@@ -93,14 +85,9 @@ def convert(
     if len(kinds) < len(field):
         raise DataError(f"--field names one field twice: {' '.join(field)}.")
     report = run(
-        source,
-        out,
-        fields=kinds,
-        on_error="skip" if skip_bad else "raise",
-        classes=_class_names(classes),
-        progress=not quiet,
-        **options,
-    )
+        source, out, fields=kinds, on_error="skip" if skip_bad else "raise", classes=_class_names(classes),
+        progress=not quiet, **options,
+    )  # fmt: skip
     text = report.text(verbose=verbose)
     print(text.partition("\n")[0] if quiet else text)
 

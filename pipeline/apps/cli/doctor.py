@@ -1,26 +1,35 @@
-"""`drivetrain doctor`: what is installed, in which version, what is missing and how to install it."""
+"""`drivetrain doctor`: what is installed and what is missing; with `--ranks`, what the ranks of a job are."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import psutil
 import torch
+import torch.distributed as dist
 
 from ....common import machine
-from ....common.errors import DrivetrainError, MissingExtra
+from ....common.errors import DrivetrainError, MissingExtra, StrategyError
 from ....common.table import Table
+from ....common.version import __version__
+from ....strategies.devices import rank_device
+from ....strategies.launching.agent import blocked_growth, killed_with_agent
+from ....strategies.launching.group import join_group
+from ....strategies.launching.meeting import Meeting, meet, under_torchrun
+from ....strategies.launching.peers import lost_ranks_named
+from ....strategies.launching.speed import AllReduce, all_reduce_speed
 from ...telemetry.provenance import version
 
-CORE = (
-    "torch", "torchvision", "torchmetrics", "numpy", "safetensors", "pillow", "tqdm", "click", "cloudpickle",
-    "msgspec", "psutil", "pyyaml",
-)  # fmt: skip
 EXTRAS = {
     "ffcv": (("ffcv", "numba"), "run FFCV's own operations and loader on .beton files"),
     "deepspeed": (("deepspeed",), "train with the strategies deepspeed_stage_1 to 3"),
@@ -66,15 +75,20 @@ def examine() -> tuple[bool, str]:
 
 def _core() -> list[Finding]:
     python, good = platform.python_version(), sys.version_info >= (3, 11)
-    return [
-        Finding("python ≥ 3.11", python, good, "install Python 3.11 or newer"),
-        *(
-            Finding(name, found or "-", bool(found), f"pip install {name}")
-            for name in CORE
-            for found in [version(name)]
-        ),
-        _native_core(),
-    ]
+    findings = [Finding("python ≥ 3.11", python, good, "install Python 3.11 or newer")]
+    for name in required_packages():
+        found = version(name)
+        findings.append(Finding(name, found or "-", bool(found), f"pip install {name}"))
+    return [*findings, _native_core()]
+
+
+def required_packages() -> list[str]:
+    """Return the packages that Drivetrain's installed metadata requires; only itself if it is not installed."""
+    try:
+        required = importlib.metadata.requires("drivetrain") or ()
+    except importlib.metadata.PackageNotFoundError:
+        return ["drivetrain"]
+    return [re.split(r"[^\w.-]", one, maxsplit=1)[0] for one in required if "extra ==" not in one]
 
 
 def _extras() -> list[Finding]:
@@ -102,7 +116,6 @@ def _ffcv_loads() -> tuple[bool, str]:
 
 
 def _native_core() -> Finding:
-    """Return whether Drivetrain's native library loads."""
     from ....loaders.native.library import jpeg_version
 
     try:
@@ -112,7 +125,6 @@ def _native_core() -> Finding:
 
 
 def _native() -> list[Finding]:
-    """Return the tools and libraries required to build FFCV."""
     tool, compiler = shutil.which("pkg-config"), shutil.which("g++")
     required = {"pkg-config": (tool, "pkg-config"), "C++ compiler": (compiler, "g++")}
     for library, package in NATIVE.items():
@@ -143,7 +155,6 @@ def _devices() -> list[Finding]:
 
 
 def reachable_host() -> Finding:
-    """Return whether this machine's name leads to an address that others can reach."""
     address, remedy = host_address(), ""
     interface = "GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface, e.g. eth0"
     if address is None:
@@ -155,7 +166,6 @@ def reachable_host() -> Finding:
 
 
 def host_address() -> str | None:
-    """Return the address to which this machine's name leads; None if it leads to none."""
     try:
         return socket.gethostbyname(platform.node())
     except OSError:
@@ -180,3 +190,124 @@ def memory_kept() -> Finding:
     values = ", ".join(f"{name}={value}" for name, value in given.items() if value)
     remedy = machine.export_line(machine.KEEPS_MEMORY)
     return Finding("memory kept between steps", values or "-", all(given.values()), remedy)
+
+
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+# Bytes: about a bucket of gradients of a small model, of DDP (25 MiB), and a shard of a large one.
+SIZES = (1 << 20, 16 << 20, 64 << 20)
+# What all ranks must have alike, and how to get it.
+_SAME = {"torch": "pip install torch=={}", "drivetrain": "pip install drivetrain=={}"}
+
+
+def examine_ranks(timeout: float) -> bool:
+    """Meet the other ranks, measure, and print the findings on rank 0. Return whether the ranks can train together, the
+    same on all of them. Raise StrategyError if this process is not a rank, or another is missing or lost after
+    `timeout` seconds."""
+    if not under_torchrun():
+        raise StrategyError(
+            "doctor --ranks examines the ranks of a job, and this process is none: RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT are not set. Start it as the training is started, e.g.: torchrun --nproc-per-node=2 -m "
+            "drivetrain doctor --ranks"
+        )
+    with killed_with_agent():
+        meeting = meet(timeout, about_this_rank())
+        findings = [_rank(number, info, meeting.ranks) for number, info in enumerate(meeting.ranks)]
+        speeds: list[Finding] = []
+        try:
+            speeds = _speeds(meeting, timeout)
+        finally:  # where the ranks cannot exchange tensors, their addresses show why
+            if os.environ["RANK"] == "0":
+                print(_table([*findings, *speeds], meeting), flush=True)
+    return all(finding.good for finding in findings)
+
+
+def about_this_rank() -> dict[str, Any]:
+    device = _device()
+    return {
+        "pid": os.getpid(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "torch": torch.__version__.partition("+")[0],
+        "drivetrain": __version__,
+        "address": own_address(),
+        "growth": blocked_growth(),
+        **{name: os.environ.get(name, "") for name in INTERFACES},
+    }
+
+
+def own_address() -> str:
+    """Return the address at which gloo lets other ranks reach this one: that of the interface in GLOO_SOCKET_IFNAME,
+    else of the host's name; "none" if there is none."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    if name:
+        kinds = (socket.AF_INET, socket.AF_INET6)
+        found = [each.address for each in psutil.net_if_addrs().get(name, ()) if each.family in kinds]
+        return found[0] if found else "none"
+    return host_address() or "none"
+
+
+def _device() -> torch.device:
+    """Return what this rank would train on: its GPU if it has one, else the CPU."""
+    try:
+        return rank_device(None, (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
+    except StrategyError:  # more ranks than GPUs
+        return torch.device("cpu")
+
+
+def _speeds(meeting: Meeting, timeout: float) -> list[Finding]:
+    ranks = len(meeting.ranks)
+    gpus = all(info["device"] != "CPU" for info in meeting.ranks)  # on each rank the same
+    join_group(device=None if gpus else "cpu", timeout=timeout, meeting=meeting)
+    with lost_ranks_named(dist.get_rank(), ranks, timeout, meeting.name):
+        device = _device() if gpus else torch.device("cpu")
+        backend = "NCCL on the GPUs" if gpus else "gloo on the CPUs"
+        measured = [all_reduce_speed(size, device) for size in (4, *SIZES) if ranks > 1]
+    dist.destroy_process_group()
+    if not measured:
+        return [Finding("all-reduce", "not measured: there is only one rank", True)]
+    latency, *others = measured
+    found = {"4 bytes": f"latency {latency.median * 1e6:,.0f} µs ({_spread(latency, 1e6, ',.0f')})"}
+    for each in others:
+        speed = f"{each.bandwidth / 1e9:.2f} GB/s ({_spread(each, 1e3, '.1f')} ms)"
+        found[f"{each.size >> 20} MiB"] = speed
+    return [Finding(f"all-reduce of {size}, {backend}", text, True) for size, text in found.items()]
+
+
+def _spread(measured: AllReduce, scale: float, form: str) -> str:
+    lowest, highest = (format(each(measured.seconds) * scale, form) for each in (min, max))
+    return f"{lowest} to {highest}"
+
+
+def _rank(number: int, info: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Finding:
+    """Return what a rank is, and whether it can train with the others."""
+    versions = ", ".join(f"{name} {info[name]}" for name in _SAME)
+    variables = ", ".join(f"{name}={info[name]}" for name in INTERFACES if info[name])
+    found = f"{info['host']} ({info['address']}), process {info['pid']}: {info['device']}, {versions}"
+    remedies = [
+        f"rank 0 has {name} {ranks[0][name]}: {remedy.format(ranks[0][name])}"
+        for name, remedy in _SAME.items()
+        if info[name] != ranks[0][name]
+    ]
+    if (info["device"] == "CPU") != (ranks[0]["device"] == "CPU"):
+        remedies.append(f"rank 0 has {ranks[0]['device']}: start as many ranks on a machine as it has GPUs")
+    if info["address"] == "none" and (name := info["GLOO_SOCKET_IFNAME"]):
+        remedies.append(f"GLOO_SOCKET_IFNAME={name} is not an interface of {info['host']}: see `ip address`")
+    if info["growth"]:
+        remedies.append(info["growth"])
+    elsewhere = len({each["host"] for each in ranks}) > 1
+    if elsewhere and (info["address"] == "none" or info["address"].startswith("127.")):
+        remedies.append(
+            f"other machines cannot reach {info['address']}: set {' and '.join(INTERFACES)} on {info['host']} to the "
+            "network interface, e.g. eth0"
+        )
+    found += f", {variables}" if variables else ""
+    return Finding(f"rank {number}", found, not remedies, "; ".join(remedies))
+
+
+def _table(findings: Sequence[Finding], meeting: Meeting) -> Table:
+    hosts = len({info["host"] for info in meeting.ranks})
+    title = f"drivetrain doctor --ranks: {len(meeting.ranks)} rank(s) on {hosts} host(s)"
+    caption = (
+        "Times: median, fastest to slowest, each of the slowest rank. GB/s: what each rank sends in a ring."
+    )
+    rows = [("ok" if one.good else "differs", one.what, one.found, one.remedy) for one in findings]
+    return Table(("", "what", "found", "remedy"), rows, title=title, caption=caption)

@@ -23,26 +23,18 @@ SCHEDULERS = ("slurm", "kubernetes", "ray", "skypilot")
 )
 @option("--nodes N", "Number of machines, or the smallest and the largest, MIN:MAX.", default="1")
 @option(
-    "--gpus-per-node N",
-    "GPUs of each machine; processes, if the recipe trains on the CPU.",
-    int,
-    name="gpus",
-    default=8,
-)
+    "--gpus-per-node N", "GPUs of each machine; processes, if the recipe trains on the CPU.", int,
+    name="gpus", default=8,
+)  # fmt: skip
 @option("--cpus-per-gpu N", "CPU cores for each GPU, for the loaders.", int, name="cpus", default=8)
 @option("--gpu-type NAME", "Name of the GPUs in the scheduler's words, e.g. H100; skypilot requires it.")
 @option("--time TIME", "Time limit, for slurm: minutes, HH:MM:SS or DAYS-HH:MM:SS.")
 @option("--image IMAGE", "Container image, for kubernetes, which requires it, and skypilot.")
 @option("--name NAME", "Name of the job. Default: the recipe's.")
 def job(
-    scheduler: str,
-    recipe: str,
-    overrides: tuple[str, ...],
-    train: str | None,
-    val: str | None,
-    out: Path | str | None,
-    **options: str | int | None,
-) -> None:
+    scheduler: str, recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None,
+    out: Path | str | None, **options: str | int | None,
+) -> None:  # fmt: skip
     """Print a job file for a cluster. Nothing is submitted.
 
     The file runs drivetrain train RECIPE on all machines, saves before the scheduler ends it, and resumes when it is

@@ -1,7 +1,5 @@
-"""What the commands share: the class of a command, the types of arguments, and common options.
-
-The types also complete arguments in a shell.
-"""
+"""What the commands share: the class of a command, the types of arguments, which also complete them in a shell, and
+common options."""
 
 from __future__ import annotations
 
@@ -57,7 +55,6 @@ class Text(click.ParamType[str]):
         self._words, self._files = words, files
 
     def words(self) -> Iterable[str]:
-        """Return what the text can be."""
         return self._words
 
     def shell_complete(
@@ -143,22 +140,14 @@ class Place(File):
 def option(
     spec: str, help: str, type: Any = None, *, name: str | None = None, **more: Any
 ) -> Callable[[F], F]:
-    """Return the decorator of an option: `--name METAVAR` with a value, or `--name` of a flag.
-
-    Args:
-        spec: the option, and what help calls its value.
-        help: its meaning.
-        type: of the value; None: text.
-        name: the function's parameter; None: by the option.
-        more: passed to `click.option`.
-    """
+    """Return the decorator of an option: `--name METAVAR` with a value of `type`, or `--name` of a flag. `name` is the
+    function's parameter, if it is not the option's."""
     flag, _, metavar = spec.partition(" ")
     more |= {"metavar": metavar, "type": type} if metavar else {"is_flag": True}
     return click.option(flag, *filter(None, [name]), help=help, **more)
 
 
 def argument(name: str, help: str, type: Any = None, **more: Any) -> Callable[[F], F]:
-    """Return the decorator of an argument."""
     return click.argument(name, help=help, type=type, **more)
 
 
@@ -194,13 +183,12 @@ quiet = option("--quiet", "Print only errors, the result and what was requested:
 
 
 def say(head: str, text: str) -> None:
-    """Print a line on stderr: an error or a warning."""
     colored = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     print(f"\033[1;31m{head}:\033[0m {text}" if colored else f"{head}: {text}", file=sys.stderr)
 
 
 def _posting_failures() -> AbstractContextManager[None]:
-    """Return what lets the other ranks of a job know of an error, e.g. a recipe that this machine does not have."""
+    """Let the other ranks of a job know of an error, e.g. a recipe that this machine does not have."""
     if "WORLD_SIZE" not in os.environ:  # saves the time of importing torch
         return nullcontext()
     from ....strategies.launching.meeting import failures_posted

@@ -1,4 +1,4 @@
-"""The training commands: `drivetrain train | export | ledger | tune`."""
+"""The training commands: `drivetrain train | tune | predict | export | ledger`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 from click.core import ParameterSource
 
-from ....common.errors import CheckpointError, LedgerError, MissingExtra, PlanError
+from ....common.errors import CheckpointError, DataError, LedgerError, MissingExtra, PlanError
 from ....common.options.config import options_of
 from ....common.storage.addresses import is_address
+from ....common.table import Table
 from ...runs.config import FitConfig
 from .options import (
+    FILES,
     Command,
     F,
     File,
@@ -36,19 +38,10 @@ if TYPE_CHECKING:
     from ...runs.result import TrainingInterrupted
 
 SECONDS_HELP = "Time budget of the ledger, in seconds: building, warm-up and all rounds."
-
+# Options of `fit` that the command line has in a form of its own, or sets itself.
 _OTHERWISE = (
-    "epochs",
-    "out",
-    "init_from",
-    "resume",
-    "logger",
-    "callbacks",
-    "progress",
-    "checkpoints",
-    "stop_on",
-)
-"""Options of `fit` that the command line has in a form of its own, or sets itself."""
+    "epochs", "out", "init_from", "resume", "logger", "callbacks", "progress", "checkpoints", "stop_on",
+)  # fmt: skip
 
 
 def fit_options(function: F) -> F:
@@ -78,11 +71,9 @@ def fit_options(function: F) -> F:
 @option("--every-steps N", "Save a checkpoint after every N steps, too, not only after each epoch.", int)
 @option("--every-minutes N", "Save a checkpoint N minutes after the last one, too.", float)
 @option(
-    "--logger NAME",
-    "Log the metrics of steps and epochs to --out: csv or tensorboard. May be repeated.",
-    Text("csv", "tensorboard"),
-    multiple=True,
-)
+    "--logger NAME", "Log the metrics of steps and epochs to --out: csv or tensorboard. May be repeated.",
+    Text("csv", "tensorboard"), multiple=True,
+)  # fmt: skip
 @option(
     "--tune N",
     "Tune for N seconds first, and train the tuned pipeline; with --out, write tuned.json and tuned.yaml there.",
@@ -92,11 +83,8 @@ def fit_options(function: F) -> F:
 @option(
     "--callback NAME",
     'Run this callback, by name, or as JSON with its options: \'{"name": "EarlyStopping", "monitor": "top1"}\'. May '
-    "be repeated.",
-    Json("EarlyStopping", "GradientNorms", "Profile"),
-    name="callbacks",
-    multiple=True,
-)
+    "be repeated.", Json("EarlyStopping", "GradientNorms", "Profile"), name="callbacks", multiple=True,
+)  # fmt: skip
 @fit_options
 @option("--ledger", "Measure the ledger after training.")
 @option("--ledger-seconds SECONDS", SECONDS_HELP, float, default=90)
@@ -159,10 +147,8 @@ def train(
         for report in () if quiet else result.reports:
             print(report.text(verbose=verbose))
         if result.metrics:
-            epochs = len(result.history.epochs)
-            print(
-                f"{', '.join(shown(result.metrics, result.history.units))} after {epochs} epoch{'s' * (epochs != 1)}"
-            )
+            epochs, metrics = len(result.history.epochs), shown(result.metrics, result.history.units)
+            print(f"{', '.join(metrics)} after {epochs} epoch{'s' * (epochs != 1)}")
         if ledger:
             measure(pipeline, ledger_seconds, out, quiet)
         if out is not None and not quiet:
@@ -170,13 +156,9 @@ def train(
 
 
 def _tuned(
-    pipeline: Pipeline,
-    seconds: float,
-    out: Path | None,
-    quiet: bool,
-    allow: Sequence[str] = (),
+    pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool, allow: Sequence[str] = (),
     epochs: int = 1,
-) -> Pipeline:
+) -> Pipeline:  # fmt: skip
     """Tune, write and print the result, and return the tuned pipeline; after Ctrl-C, print the results so far."""
     from ...runs.folder import make_folder
     from ...tuning.result import TuneInterrupted
@@ -241,7 +223,6 @@ def tune(
 
 
 def _files_in(out: Path | str) -> list[str]:
-    """Return the names of the files in a run's folder."""
     if is_address(out):
         from ....common.storage.addresses import RemoteFolder
 
@@ -267,13 +248,55 @@ def _end_reported(out: Path | str | None, quiet: bool) -> Iterator[None]:
 
 
 def what_is_left(interrupt: TrainingInterrupted, out: Path | str | None) -> str:
-    """Return how far an interrupted run got, and how to continue it."""
     if interrupt.checkpoint is not None:
         return f"Saved {interrupt.checkpoint}. Run the same command with --resume to continue from there."
     if not interrupt.epochs:
         return "No epoch finished."
     remedy = "" if out is None else " Run the same command with --resume to continue from there."
     return f"Epoch {interrupt.epochs} was the last to finish.{remedy}"
+
+
+@click.command(cls=Command)
+@argument("run", "Folder or address of a finished run (train --out).", Place())
+@argument("image", "Image files.", FILES, nargs=-1)
+@option("--json", "Print one JSON object per image, with all probabilities.", name="as_json")
+def predict(run: Path | str, image: tuple[str, ...], as_json: bool) -> None:
+    """Predict images with a trained model.
+
+    Each image is cropped, resized and normalized as in the run's evaluation.
+    """
+    from json import dumps
+
+    from ...recipes.importing import modules_of
+    from ...runs.saved import load_run
+
+    if not image:
+        raise DataError("predict needs at least one image: drivetrain predict RUN image.jpg …")
+    missing = [path for path in image if not Path(path).is_file()]
+    if missing:
+        folder = f", e.g. {missing[0].rstrip('/')}/*.jpg" if Path(missing[0]).is_dir() else ""
+        raise DataError(f"{missing[0]} is not a file. Pass the paths of images{folder}.")
+    with modules_of():
+        result = load_run(run)
+    rows = result.predict(list(image))
+    if as_json:
+        for row in rows:
+            print(dumps(row, ensure_ascii=False))
+        return
+    print(Table(("image", "prediction"), [(str(row["image"]), _prediction_text(row)) for row in rows]))
+
+
+def _prediction_text(row: dict[str, Any]) -> str:
+    if "class" in row:  # the three most probable ones
+        best = [*row["probabilities"].items()][:3]
+        return ", ".join(f"{name} {probability:.1%}" for name, probability in best)
+    if "labels" in row:
+        chosen = [f"{name} {row['probabilities'][name]:.1%}" for name in row["labels"]]
+        return ", ".join(chosen) or "none"
+    if "values" in row:
+        return ", ".join(f"{name} {each:.4g}" for name, each in row["values"].items())
+    value = row.get("value", row.get("prediction"))
+    return ", ".join(f"{each:.4g}" for each in value) if isinstance(value, list) else f"{value:.4g}"
 
 
 @click.command(cls=Command)
@@ -286,11 +309,9 @@ def what_is_left(interrupt: TrainingInterrupted, out: Path | str | None) -> str:
     Text("safetensors", "torch-export", "onnx"),
 )
 @option(
-    "--names NAMES",
-    "Names of the weights in safetensors: plain (before surgery) or trained (after it).",
-    Text("plain", "trained"),
-    default="plain",
-)
+    "--names NAMES", "Names of the weights in safetensors: plain (before surgery) or trained (after it).",
+    Text("plain", "trained"), default="plain",
+)  # fmt: skip
 @option("--best", "Export the checkpoint of the best monitored metric instead of the newest.")
 @option(
     "--model MODULE:FACTORY",
@@ -433,7 +454,6 @@ def _what_is_measured(measured: Ledger | None, folder: Path | None) -> str:
 
 
 def _show(measured: Ledger | None, folder: Path | None) -> None:
-    """Write and print a ledger; the file with all figures first."""
     from ....common.signals import interrupts_held
 
     if measured is None:
@@ -447,11 +467,8 @@ def _show(measured: Ledger | None, folder: Path | None) -> None:
 
 
 def check_sources(overrides: Mapping[str, Any], train: str | None, val: str | None) -> dict[str, str]:
-    """Return the data of `--train` and `--val` as further overrides of a recipe.
-
-    Raises:
-        PlanError: if one of them is overridden, too.
-    """
+    """Return the data of `--train` and `--val` as further overrides of a recipe; raise PlanError if one is overridden,
+    too."""
     given = {key: value for key, value in (("train", train), ("val", val)) if value is not None}
     for key in given:
         if key in overrides:

@@ -13,6 +13,7 @@ from ....common.storage.files import atomic_file
 from ....common.table import Table
 from ....loaders.image_size import height_width
 from ....loaders.options import fill_color
+from ....transforms import TRANSFORMS
 from ...checkpoints.format import Checkpoint
 from ...describe.inputs import Inputs
 from ...telemetry.history import Epoch, History, shown
@@ -62,27 +63,11 @@ def check_card(path: Path) -> None:
 
 
 def write_card(
-    path: Path,
-    exported: Path,
-    kind: str,
-    names: str,
-    checkpoint: Checkpoint,
-    folder: Path | None,
-    recipe: Mapping[str, Any],
-    difference: Difference | None,
-) -> None:
-    """Write the model card.
-
-    Args:
-        path: the card.
-        exported: the file that it describes.
-        kind: the file's format.
-        names: of its weights: `"plain"` or `"trained"`.
-        checkpoint: where the weights are from.
-        folder: the run's folder, with its ledger; None: unknown.
-        recipe: the run's; empty: unknown.
-        difference: see `programs.write_program`.
-    """
+    path: Path, exported: Path, kind: str, names: str, checkpoint: Checkpoint, folder: Path | None,
+    recipe: Mapping[str, Any], difference: Difference | None,
+) -> None:  # fmt: skip
+    """Write the model card of `exported`, whose weights have `names`: `"plain"` or `"trained"`. Without the run's
+    folder, its ledger is unknown; an empty recipe is, too."""
     facts = checkpoint.content.history.facts
     recipe = {key: value for key, value in recipe.items() if key != "trained"}  # the card has it elsewhere
     parts = [
@@ -140,11 +125,11 @@ def _input_text(inputs: Inputs, kind: str, task_name: object) -> str:
     if not inputs.classes:
         return text
     count = len(inputs.classes)
-    names = (
+    listed = (
         ", ".join(inputs.classes) if count <= _MANY else "their names are in the file's metadata, `inputs`"
     )
     before = next((text for task, text in _BEFORE.items() if str(task_name).startswith(f"{task}(")), "")
-    return f"{text}\n\n{result}: {before}a value for each of {count} classes: {names}."
+    return f"{text}\n\n{result}: {before}a value for each of {count} classes: {listed}."
 
 
 def _crop_text(inputs: Inputs) -> str:
@@ -170,7 +155,6 @@ def _list(values: tuple[float, ...]) -> str:
 
 
 def _section(title: str, rows: Sequence[tuple[str, object]]) -> str:
-    """Return a section with a table of the known values; "" without any."""
     known = [(name, _text(value)) for name, value in rows if value is not None]
     return f"## {title}\n\n{Table(('', ''), known).markdown()}" if known else ""
 
@@ -178,7 +162,8 @@ def _section(title: str, rows: Sequence[tuple[str, object]]) -> str:
 def _training(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> str:
     content, facts = checkpoint.content, checkpoint.content.facts
     run = content.history.facts
-    groups = facts.get("parameter groups")
+    first, *_ = facts.get("parameter groups") or ({},)
+    pairs = [f"{name}={value}" for name, value in first.items() if value is not None]
     return _section("Training", [
         ("training data", recipe.get("train")),
         ("training samples", facts.get("training samples")),
@@ -186,7 +171,7 @@ def _training(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> str:
         ("task", run.get("task")),
         ("transforms", ", ".join(map(str, facts.get("transforms") or ())) or "none"),
         ("optimizer", facts.get("optimizer")),
-        ("its first parameter group", _pairs(groups[0]) if groups else None),
+        ("its first parameter group", ", ".join(pairs) if pairs else None),
         ("schedule", facts.get("schedule")),
         ("warmup", facts.get("warmup")),
         ("batch size, over all devices", facts.get("batch_size")),
@@ -197,10 +182,6 @@ def _training(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> str:
         ("began with", (run.get("init_from") or {}).get("source")),
         ("stopped", (run.get("stopped") or {}).get("reason")),
     ])  # fmt: skip
-
-
-def _pairs(group: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value}" for name, value in group.items() if value is not None)
 
 
 def _text(value: object) -> str:
@@ -233,13 +214,16 @@ def _not_of_the_weights(checkpoint: Checkpoint, history: History) -> str:
     content, last = checkpoint.content, history.last
     if content.step_in_epoch or last is None or last.epoch != content.epoch:
         return "The exported weights are of a later moment than these epochs."
-    if any(str(one).startswith("TestTimeFlip") for one in content.facts.get("transforms") or ()):
-        return "They are means over each image and its mirror image (`TestTimeFlip`); the exported file computes one."
-    return ""
+    names = (str(one).partition("(")[0] for one in content.facts.get("transforms") or ())
+    known = [f"`{name}`" for name in names if name in TRANSFORMS and TRANSFORMS[name].kind == "evaluation"]
+    return (
+        f"They were evaluated with {', '.join(known)}, which the exported file does not have."
+        if known
+        else ""
+    )
 
 
 def _ledger(folder: Path | None) -> str:
-    """Return the ledger's main table and its conclusion; "" if the run has no ledger."""
     path = None if folder is None else folder / LEDGER
     if path is None or not path.exists():
         return ""

@@ -62,16 +62,9 @@ class Exported:
 
 
 def export(
-    place: str | Path,
-    out: str | Path,
-    *,
-    format: Format | None = None,
-    names: Names = "plain",
-    best: bool = False,
-    model: ModelArg = None,
-    data: str | Path | None = None,
-    tolerance: float = TOLERANCE,
-) -> Exported:
+    place: str | Path, out: str | Path, *, format: Format | None = None, names: Names = "plain",
+    best: bool = False, model: ModelArg = None, data: str | Path | None = None, tolerance: float = TOLERANCE,
+) -> Exported:  # fmt: skip
     """Write a trained model as one file, with the evaluated weights: averages (EMA, SWA) if there are any. Next to it,
     write its model card, `MODEL_CARD.md`.
 
@@ -141,7 +134,6 @@ def export(
 
 
 def _format(format: str | None, out: Path) -> Format:
-    """Return the format, which must fit the suffix of `out`."""
     by_suffix = {suffix: kind for kind, suffix in SUFFIXES.items()}
     if format is None:
         if out.suffix not in by_suffix:
@@ -158,14 +150,9 @@ def _format(format: str | None, out: Path) -> Format:
 
 
 def _program(
-    checkpoint: Checkpoint,
-    out: Path,
-    kind: str,
-    model: ModelArg,
-    data: Path | None,
-    recipe: Mapping[str, Any],
-    tolerance: float,
-) -> Difference:
+    checkpoint: Checkpoint, out: Path, kind: str, model: ModelArg, data: Path | None,
+    recipe: Mapping[str, Any], tolerance: float,
+) -> Difference:  # fmt: skip
     facts = checkpoint.content.history.facts
     if "inputs" not in facts:
         raise CheckpointError(
@@ -203,7 +190,6 @@ def _images(inputs: Inputs, recipe: Mapping[str, Any], data: Path | None) -> tup
 
 
 def _recipe(folder: Path | None) -> dict[str, Any]:
-    """Return the recipe in a run's folder; empty if there is none."""
     try:
         return {} if folder is None else read_recipe(folder / RECIPE)[0]
     except RecipeError:

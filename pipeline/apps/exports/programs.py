@@ -16,59 +16,37 @@ from torch.utils._pytree import tree_leaves
 from ....common.errors import ExportError, require
 from ....common.storage.files import atomic_file
 
-INPUT = "images"
-"""Name of the input in ONNX, `(N, C, H, W)`."""
-OUTPUT = "outputs"
-"""Name of the output in ONNX, of a model that returns one tensor."""
+INPUT = "images"  # name in ONNX, `(N, C, H, W)`
+OUTPUT = "outputs"  # name in ONNX, of a model that returns one tensor
 PURPOSE = "export to ONNX"
 
 _SHAPES = ({0: torch.export.Dim("batch")},)
 
-Run = Callable[[torch.Tensor], list[torch.Tensor]]
-"""Returns the tensors of a program's output, in order."""
+Run = Callable[[torch.Tensor], list[torch.Tensor]]  # returns the tensors of a program's output, in order
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a program's outputs are from the model's, on the same images.
+    """How far a program's outputs are from the model's, on the same images."""
 
-    Attributes:
-        largest: largest absolute difference.
-        scale: largest absolute value of the model's outputs.
-        images: what they were compared on, e.g. `"8 images of val.beton"`.
-    """
-
-    largest: float
-    scale: float
-    images: str
+    largest: float  # absolute difference
+    scale: float  # largest absolute value of the model's outputs
+    images: str  # what they were compared on, e.g. "8 images of val.beton"
 
     def __str__(self) -> str:
         return f"largest difference {self.largest:.2g} on {self.images} (outputs up to {self.scale:.3g})"
 
 
 def write_program(
-    kind: str,
-    model: nn.Module,
-    images: torch.Tensor,
-    about: str,
-    out: Path,
-    metadata: Mapping[str, str],
+    kind: str, model: nn.Module, images: torch.Tensor, about: str, out: Path, metadata: Mapping[str, str],
     tolerance: float,
-) -> Difference:
-    """Write a model as a program whose batch size is dynamic, and which computes the model's outputs.
+) -> Difference:  # fmt: skip
+    """Write a model as a program whose batch size is dynamic, and which computes the model's outputs: `kind` is
+    `"torch-export"` or `"onnx"`.
 
-    Args:
-        kind: `"torch-export"` or `"onnx"`.
-        model: in evaluation mode, on the CPU.
-        images: to compare on, `(N, C, H, W)` with N ≥ 2.
-        about: what they are, for messages.
-        out: the file, which is complete and checked, or absent.
-        metadata: written into the file.
-        tolerance: largest difference, relative to the largest output, or to 1 if all are smaller.
-
-    Raises:
-        ExportError: if the model cannot be exported, or the program computes something else.
-        MissingExtra: for ONNX without the extra `onnx`.
+    The model is in evaluation mode, on the CPU; `images`, to compare on, are `(N, C, H, W)` with N ≥ 2, and `about`
+    names them in messages. Outputs may differ by `tolerance`, relative to the largest, or to 1 if all are smaller. If
+    they differ by more, or the model cannot be exported, ExportError is raised, and there is no file.
     """
     write, load = (_write_onnx, _load_onnx) if kind == "onnx" else (_write_torch_export, _load_torch_export)
     if kind == "onnx":
@@ -87,10 +65,8 @@ def write_program(
             f"The exported {kind} program does not run", "Its operations may be newer than the runtime."
         ):
             run = load(Path(file.name))
-            pairs = [
-                (_tensors(model(some)), run(some))
-                for some in (images, images[:1])  # the batch size is dynamic
-            ]
+            # The batch size is dynamic.
+            pairs = [(_tensors(model(some)), run(some)) for some in (images, images[:1])]
         difference = _compare(pairs, about)
         if not difference.largest <= tolerance * max(1.0, difference.scale):  # NaN is refused, too
             raise ExportError(
@@ -146,7 +122,6 @@ def _tensors(outputs: Any) -> list[torch.Tensor]:
 
 
 def _compare(pairs: Sequence[tuple[list[torch.Tensor], list[torch.Tensor]]], about: str) -> Difference:
-    """Return the largest difference between the model's tensors and the program's."""
     largest = scale = 0.0
     for expected, found in pairs:
         if [tuple(one.shape) for one in expected] != [tuple(one.shape) for one in found]:

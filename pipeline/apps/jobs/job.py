@@ -1,11 +1,15 @@
-"""`Job`: what a job file describes, checked before any text is written."""
+"""`Job`: what a job file describes, checked before any text is written; and the pieces of text that schedulers
+share."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+import yaml
 
 from ....common.checks import check_whole
 from ....common.errors import PlanError
@@ -19,14 +23,15 @@ from ...pipeline import Pipeline
 from ...recipes.files import is_file_name, modules_of
 from ...recipes.presets import parse_overrides
 
-CHECKPOINT_MINUTES = 10
-"""Minutes between two checkpoints of a job: what a kill without a warning costs at most."""
-
-SHUTDOWN_SECONDS = 150
-"""Seconds that torchrun gives its workers to save after a signal."""
-
-WARNING_SECONDS = SHUTDOWN_SECONDS + 30
-"""Seconds between a scheduler's signal and the end of a job: torchrun needs some after its workers."""
+CHECKPOINT_MINUTES = 10  # between two checkpoints of a job: what a kill without a warning costs at most
+SHUTDOWN_SECONDS = 150  # that torchrun gives its workers to save after a signal
+WARNING_SECONDS = (
+    SHUTDOWN_SECONDS + 30
+)  # from a scheduler's signal to the end of a job: torchrun needs some, too
+# Port of the rendezvous where each job has machines, or pods, of its own; torchrun's default.
+TORCHRUN_PORT = 29400
+# Options of torchrun, so that it forwards signals and waits while the ranks save.
+SIGNALS = f"--signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout {SHUTDOWN_SECONDS}"
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
 _TIME = re.compile(r"\d+|\d+(:[0-5]\d){1,2}|\d+-\d{1,2}(:[0-5]\d){0,2}", re.ASCII)
@@ -36,47 +41,28 @@ _IMAGE = re.compile(r"[A-Za-z0-9][-._:/@A-Za-z0-9]*")
 
 @dataclass(frozen=True)
 class Job:
-    """A training on a cluster.
+    """A training on a cluster."""
 
-    Attributes:
-        recipe: the recipe's name or file, as the user wrote it.
-        overrides: values of the recipe to replace, `KEY=VALUE`.
-        out: the run's folder, which all machines share, or its address.
-        name: of letters, digits and dashes, so that every scheduler and the domain name system accept it.
-        nodes: numbers of machines that the job can run on, ascending; those between that do not divide the batch are
-            left out.
-        processes: processes per machine, each with one GPU.
-        cpus: CPU cores per process.
-        on_gpus: whether it trains on GPUs; a recipe whose strategy's device is the CPU does not.
-        timeout: seconds that the ranks wait for each other in a collective.
-        data: the files of the training and validation data: paths, addresses, or names of data sets.
-        gpu_type: the GPU's name in the words of the scheduler; None: any.
-        time: time limit in the words of the scheduler; None: its default.
-        image: container image; None: none.
-    """
-
-    recipe: str
-    overrides: tuple[str, ...]
-    out: str
-    name: str
-    nodes: tuple[int, ...]
-    processes: int
-    cpus: int
+    recipe: str  # its name or file, as the user wrote it
+    overrides: tuple[str, ...]  # KEY=VALUE
+    out: str  # the run's folder, which all machines share, or its address
+    name: str  # of letters, digits and dashes, so that every scheduler and the domain name system accept it
+    nodes: tuple[int, ...]  # numbers of machines that it can run on, ascending: those that divide the batch
+    processes: int  # per machine, each with one GPU
+    cpus: int  # cores per process
     on_gpus: bool
-    timeout: float
-    data: tuple[str, ...] = ()
-    gpu_type: str | None = None
-    time: str | None = None
-    image: str | None = None
+    timeout: float  # seconds that the ranks wait for each other in a collective
+    data: tuple[str, ...] = ()  # training and validation data: paths, addresses, or names of data sets
+    gpu_type: str | None = None  # in the words of the scheduler
+    time: str | None = None  # limit, in the words of the scheduler
+    image: str | None = None  # of the container
 
     @property
     def fewest(self) -> int:
-        """The smallest number of machines."""
         return self.nodes[0]
 
     @property
     def most(self) -> int:
-        """The largest number of machines."""
         return self.nodes[-1]
 
     @property
@@ -86,7 +72,6 @@ class Job:
 
     @property
     def nnodes(self) -> str:
-        """The machines as torchrun's `--nnodes`."""
         return f"{self.most}" if self.fewest == self.most else f"{self.fewest}:{self.most}"
 
     @property
@@ -100,11 +85,8 @@ class Job:
         return None if is_address(self.out) else f"/{PurePosixPath(self.out).parts[1]}"
 
     def unmounted(self, *, copied: bool) -> list[str]:
-        """Return the data at paths that machines do not have which mount only `top_folder`, or with an address nothing.
-
-        Args:
-            copied: whether the working directory is copied to them, too. Otherwise they work in `top_folder`.
-        """
+        """Return the data at paths that machines lack which mount only `top_folder`, or with an address nothing; the
+        working directory may be copied to them, too."""
         top, found = self.top_folder, []
         for file in self.data:
             path = PurePosixPath(file)
@@ -117,34 +99,16 @@ class Job:
 
     def arguments(self, recipe: str | None = None) -> list[str]:
         """Return the arguments of `drivetrain train`, not quoted; `recipe` replaces the recipe's path."""
-        return [
-            *(recipe or self.recipe, *self.overrides, "devices=auto"),
-            *("--out", self.out, "--resume", "--every-minutes", str(CHECKPOINT_MINUTES)),
-        ]
+        saving = ("--out", self.out, "--resume", "--every-minutes", str(CHECKPOINT_MINUTES))
+        return [recipe or self.recipe, *self.overrides, "devices=auto", *saving]
 
 
 def make_job(
-    recipe: str,
-    overrides: Sequence[str],
-    out: str | None,
-    *,
-    nodes: str,
-    gpus: int,
-    cpus: int,
-    name: str | None = None,
-    gpu_type: str | None = None,
-    time: str | None = None,
-    image: str | None = None,
-) -> Job:
-    """Return a job whose recipe trains on the given machines.
-
-    Args:
-        nodes: number of machines, `"4"`, or the smallest and the largest, `"1:4"`.
-        out, name, and others: see `Job`. Without a name, it follows from the recipe's.
-
-    Raises:
-        PlanError, RecipeError: naming the invalid value and the remedy.
-    """
+    recipe: str, overrides: Sequence[str], out: str | None, *, nodes: str, gpus: int, cpus: int,
+    name: str | None = None, gpu_type: str | None = None, time: str | None = None, image: str | None = None,
+) -> Job:  # fmt: skip
+    """Return a job whose recipe trains on `nodes` machines: `"4"`, or the smallest and the largest, `"1:4"`. See `Job`
+    for the others. Errors name the invalid value and the remedy."""
     if out is None:
         raise PlanError(
             "A job resumes from its folder when it is restarted. Pass --out, a folder that all machines see, or an "
@@ -181,7 +145,6 @@ def make_job(
 
 
 def _range(nodes: str) -> range:
-    """Return the numbers of machines that `N` or `MIN:MAX` describes."""
     match = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", nodes, re.ASCII)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
@@ -195,14 +158,13 @@ def _check_text(option: str, value: str | None, pattern: re.Pattern[str], allowe
 
 
 def _name_of(recipe: str) -> str:
-    """Return a job's name that resembles the recipe's."""
     plain = re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower())[:50].strip("-")
     return plain if _NAME.fullmatch(plain) else f"train-{plain}"[:50].strip("-")
 
 
 def _read(recipe: str, overrides: Sequence[str]) -> tuple[DistributedConfig, DataConfig]:
-    """Return how a recipe distributes, and its data. It is read and checked as by `drivetrain train`; what only
-    the machines of the cluster can answer, such as whether there are GPUs, is not checked."""
+    """Return how a recipe distributes, and its data, checked as by `drivetrain train`. What only the machines of the
+    cluster can answer, such as whether there are GPUs, is not checked."""
     values = parse_overrides(overrides)
     if values.pop("devices", "auto") != "auto":
         raise PlanError("devices= of a job is the number of its GPUs. Leave it out.")
@@ -213,7 +175,6 @@ def _read(recipe: str, overrides: Sequence[str]) -> tuple[DistributedConfig, Dat
 
 
 def _fitting(batch_size: int, how: DistributedConfig, numbers: range, processes: int) -> tuple[int, ...]:
-    """Return the numbers of machines among which a batch can be divided; the smallest and the largest must be."""
     fitting = []
     for number in numbers:
         try:
@@ -224,3 +185,47 @@ def _fitting(batch_size: int, how: DistributedConfig, numbers: range, processes:
         else:
             fitting.append(number)
     return tuple(fitting)
+
+
+def fill(template: str, **values: object) -> str:
+    """Return a template in which each `@name@` is replaced by a value, in one pass. A value that has a line to itself
+    may have several lines, which get its indentation; without text, the line goes."""
+
+    def replace(match: re.Match[str]) -> str:
+        indent, block, within = match.groups()
+        text = f"{values[within or block]}"
+        if block and text:
+            text = textwrap.indent(text.rstrip("\n") + "\n", indent)
+        return text
+
+    return re.sub(r"^( *)@(\w+)@\n|@(\w+)@", replace, template, flags=re.MULTILINE)
+
+
+def scalar(value: str) -> str:
+    """Return text as a quoted YAML value on one line, whatever it contains."""
+    return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=float("inf")).strip()
+
+
+def literal(key: str, text: str) -> str:
+    """Return `key: text` in YAML, line by line if YAML can express the text so, else quoted."""
+    return yaml.safe_dump({key: text}, default_style="|", allow_unicode=True, width=float("inf")).rstrip("\n")
+
+
+_STOPPABLE = """\
+stopped=""
+trap 'stopped=yes; kill -@signal@ "$@process@" 2>/dev/null' @signal@@note@
+@command@ &
+@process@=$!
+wait "$@process@"; status=$?
+while kill -0 "$@process@" 2>/dev/null; do wait "$@process@"; status=$?; done  # a signal ends "wait" early
+# Drivetrain has saved and left with 75; torchrun makes a 1 of it.
+if [ -n "$stopped" ] && [ "$status" -ne 0 ]; then status=75; fi"""
+
+
+def stoppable(command: str, process: str, signal: str, note: str = "") -> str:
+    """Return shell commands that run `command`, which is torchrun or starts it, forward `signal` to it, and wait.
+
+    Afterwards `$status` is its status; 75 if the signal has stopped it, because torchrun ends with 1 then. `process` is
+    the shell variable for its process id, `note` a comment on the line that forwards the signal.
+    """
+    return fill(_STOPPABLE, command=command, process=process, signal=signal, note=note and f"  # {note}")

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from ....common.errors import PlanError
-from .job import WARNING_SECONDS, Job
-from .text import SIGNALS, TORCHRUN_PORT, fill, literal, scalar, stoppable
+from .job import SIGNALS, TORCHRUN_PORT, WARNING_SECONDS, Job, fill, literal, scalar, stoppable
 
 _RESTARTS = 10
 _MAX_CONFIG = 1_000_000  # bytes; a ConfigMap may have 1 MiB
-_SYSTEM = (
-    "bin", "boot", "dev", "etc", "lib", "lib64", "opt", "proc", "root", "run", "sbin", "sys", "usr", "var",
-)  # fmt: skip
-"""Folders that an image needs itself."""
+# Folders that an image needs itself.
+_SYSTEM = [
+    "bin",
+    "boot",
+    "dev",
+    "etc",
+    "lib",
+    "lib64",
+    "opt",
+    "proc",
+    "root",
+    "run",
+    "sbin",
+    "sys",
+    "usr",
+    "var",
+]
 _MANIFESTS = """\
 # Trains with Drivetrain; written by `drivetrain job kubernetes`. Submit it with: kubectl apply -f FILE
 # To submit it again, first run: kubectl delete job @name@
@@ -139,11 +151,8 @@ successPolicy:
 
 
 def kubernetes(job: Job) -> str:
-    """Return manifests for `kubectl apply`.
-
-    Raises:
-        PlanError: without an image, or if the run's folder cannot be in a volume.
-    """
+    """Return manifests for `kubectl apply`. Raise PlanError without an image, or if the run's folder cannot be in a
+    volume."""
     folder, file, name = job.top_folder, job.recipe_file, job.name
     if job.image is None:
         raise PlanError(
@@ -179,9 +188,8 @@ def _script(job: Job) -> str:
         signals=SIGNALS,
     )  # fmt: skip
     later = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # so that pods can join later"
-    return fill(
-        _SCRIPT, elastic=later if job.fewest < job.most else "", run=stoppable(command, "agent", "TERM")
-    )
+    elastic = later if job.fewest < job.most else ""
+    return fill(_SCRIPT, elastic=elastic, run=stoppable(command, "agent", "TERM"))
 
 
 def _success(job: Job) -> str:
@@ -195,7 +203,6 @@ def _recipe_text(job: Job) -> str:
     assert job.recipe_file is not None
     text = job.recipe_file.read_text(encoding="utf-8-sig")
     if len(text.encode()) > _MAX_CONFIG:
-        raise PlanError(
-            f"{job.recipe} has {len(text.encode()):,} bytes, too many for a ConfigMap. Shorten it."
-        )
+        size = len(text.encode())
+        raise PlanError(f"{job.recipe} has {size:,} bytes, too many for a ConfigMap. Shorten it.")
     return text

@@ -6,8 +6,7 @@ import json
 from math import ceil
 
 from ...recipes.presets import parse_overrides
-from .job import CHECKPOINT_MINUTES, Job
-from .text import fill
+from .job import CHECKPOINT_MINUTES, Job, fill
 
 _SCRIPT = '''\
 """Trains with Drivetrain; written by `drivetrain job ray`.
@@ -60,7 +59,6 @@ _NOTE = """\
 
 
 def ray(job: Job) -> str:
-    """Return a script that trains in the process group of Ray's TorchTrainer."""
     *others, last = (f"{nodes * job.processes}" for nodes in job.nodes)
     return fill(
         _SCRIPT, recipe=repr(job.recipe), overrides=repr(parse_overrides(job.overrides)), out=repr(job.out),

@@ -1,4 +1,4 @@
-"""The schedulers by name."""
+"""The schedulers by name, and the job file of each."""
 
 from __future__ import annotations
 
@@ -18,26 +18,20 @@ from .slurm import slurm
 
 @dataclass(frozen=True)
 class Scheduler:
-    """What `drivetrain job` writes for a scheduler.
-
-    Attributes:
-        text: returns the file.
-        options: the options that it uses, of those that not every scheduler has.
-        same_folder: whether a job starts in the folder from which it is submitted, so that `out` can be relative.
-        mounts: whether its machines have only what the file mounts: the first folder of `out`.
-        copies: whether they also have the working directory.
-        elastic: whether a job may get any number of machines in its range, also one that does not divide the batch.
-    """
+    """What `drivetrain job` writes for a scheduler."""
 
     text: Callable[[Job], str]
-    options: Sequence[str] = ()
-    same_folder: bool = False
-    mounts: bool = False
-    copies: bool = False
-    elastic: bool = False
+    options: Sequence[str] = ()  # that it uses, of those that not every scheduler has
+    same_folder: bool = (
+        False  # a job starts in the folder from which it is submitted, so that `out` can be relative
+    )
+    mounts: bool = False  # its machines have only what the file mounts: the first folder of `out`
+    copies: bool = False  # they also have the working directory
+    elastic: bool = (
+        False  # a job may get any number of machines in its range, also one that does not divide the batch
+    )
 
     def unmounted(self, job: Job) -> list[str]:
-        """Return the data of a job at paths that its machines do not have."""
         return job.unmounted(copied=self.copies) if self.mounts else []
 
 
@@ -52,15 +46,7 @@ SCHEDULERS = {
 def job_file(
     scheduler: str, recipe: str, overrides: Sequence[str], out: str | None, **options: Any
 ) -> tuple[str, Job]:
-    """Return the text of a job file, and what it describes.
-
-    Args:
-        scheduler: a name in `SCHEDULERS`.
-        recipe, overrides, out, options: see `make_job`.
-
-    Raises:
-        PlanError, RecipeError: naming the invalid value and the remedy.
-    """
+    """Return the text of a job file, and what it describes; see `make_job` for the arguments."""
     if scheduler not in SCHEDULERS:
         raise PlanError(f"There are no job files for {scheduler!r:.80}.{suggest(scheduler, SCHEDULERS)}")
     chosen = SCHEDULERS[scheduler]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import shlex
 
 from ....common.errors import PlanError
-from .job import Job
-from .text import SIGNALS, TORCHRUN_PORT, fill, literal, scalar, stoppable
+from .job import SIGNALS, TORCHRUN_PORT, Job, fill, literal, scalar, stoppable
 
 _TASK = """\
 # Trains with Drivetrain; written by `drivetrain job skypilot`. Submit it with: sky jobs launch FILE
@@ -59,12 +58,8 @@ torchrun --nnodes="$SKYPILOT_NUM_NODES" --nproc-per-node=@processes@ \\
 
 
 def skypilot(job: Job) -> str:
-    """Return a task for `sky jobs launch`.
-
-    Raises:
-        PlanError: without the type of the GPUs, by which SkyPilot chooses a machine, or if the recipe is outside the
-            working directory, which SkyPilot copies to the machines.
-    """
+    """Return a task for `sky jobs launch`. Raise PlanError without the type of the GPUs, by which SkyPilot chooses a
+    machine, or if the recipe is outside the working directory, which SkyPilot copies to the machines."""
     if job.on_gpus and job.gpu_type is None:
         raise PlanError(
             "SkyPilot chooses machines by their GPUs. Pass --gpu-type, e.g. H100 (see: sky show-gpus)."

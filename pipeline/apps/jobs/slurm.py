@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from .job import WARNING_SECONDS, Job
-from .text import SIGNALS, fill, stoppable
+from .job import SIGNALS, WARNING_SECONDS, Job, fill, stoppable
 
 _SCRIPT = """\
 #!/bin/bash

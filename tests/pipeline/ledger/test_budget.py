@@ -394,7 +394,7 @@ SCRIPT = """
 import sys, time
 from drivetrain import Pipeline
 from drivetrain.pipeline import LedgerInterrupted
-from drivetrain.pipeline.ledger import record as ledger_record
+from drivetrain.pipeline.ledger import measure as ledger_record
 from drivetrain.transforms import LabelSmoothing
 from pipeline_data import Sleepy
 

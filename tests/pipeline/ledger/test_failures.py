@@ -58,8 +58,8 @@ class Mends(Breaks):
     at: int = 0
 
 
-def pipeline_of(toy: Toy, *transforms: Transform) -> Pipeline:
-    return in_process(toy, Fragile).transform(*transforms)
+def measured(pipeline: Pipeline) -> Ledger:
+    return pipeline.ledger(seconds=95, within=0.95, progress=False)
 
 
 def assert_shown_everywhere(ledger: Ledger, name: str, reason: str, folder: Path) -> None:
@@ -90,14 +90,11 @@ def assert_shown_everywhere(ledger: Ledger, name: str, reason: str, folder: Path
 @pytest.mark.long
 def test_a_variant_that_cannot_warm_up(toy: Toy, tmp_path: Path) -> None:
     """In turn and alone it fails; the full pipeline, in which it is undone, is measured."""
-    ledger = pipeline_of(toy, Breaks(), Mends(), LabelSmoothing(0.1)).ledger(
-        seconds=95, within=0.95, progress=False
-    )
+    ledger = measured(in_process(toy, Fragile).transform(Breaks(), Mends(), LabelSmoothing(0.1)))
     assert {in_turn("Breaks")} <= set(ledger.failed) <= {in_turn("Breaks"), without("Mends")}
     assert [row.name for row in ledger.rows] == [str(PLAIN), "+ Breaks", "+ Mends", "+ LabelSmoothing"]
-    assert_shown_everywhere(
-        ledger, "+ Breaks", "out of memory (OutOfMemoryError): CUDA out of memory.", tmp_path
-    )
+    reason = "out of memory (OutOfMemoryError): CUDA out of memory."
+    assert_shown_everywhere(ledger, "+ Breaks", reason, tmp_path)
     mends = ledger.rows[2]
     assert mends.ratio is not None
     assert mends.gain is None  # there is nothing before it to compare with
@@ -105,17 +102,14 @@ def test_a_variant_that_cannot_warm_up(toy: Toy, tmp_path: Path) -> None:
     assert "needs + Breaks" in table
     assert ledger.compound == ""
     assert "bottleneck: " in ledger.bound
-    assert "out of memory" in describe_error(
-        RuntimeError("[enforce fail] DefaultCPUAllocator: not enough: out of memory")
-    )
+    error = RuntimeError("[enforce fail] DefaultCPUAllocator: not enough: out of memory")
+    assert "out of memory" in describe_error(error)
 
 
 @pytest.mark.long
 def test_a_variant_that_fails_in_a_later_round_leaves_all_of_them(toy: Toy, tmp_path: Path) -> None:
     """After warm-up and its first trial, at most four batches each, and after a round or more."""
-    ledger = pipeline_of(toy, Breaks(13), Mends(), LabelSmoothing(0.1)).ledger(
-        seconds=95, within=0.95, progress=False
-    )
+    ledger = measured(in_process(toy, Fragile).transform(Breaks(13), Mends(), LabelSmoothing(0.1)))
     assert re.search(r"\(after [1-9] rounds?\)$", ledger.failed[in_turn("Breaks")])
     assert len(ledger.rounds) > 4
     assert len({tuple(trials) for trials in ledger.rounds}) == 1
@@ -126,12 +120,11 @@ def test_a_variant_that_fails_in_a_later_round_leaves_all_of_them(toy: Toy, tmp_
 @pytest.mark.process
 def test_the_full_pipeline_fails_and_nothing_of_the_failed_is_kept_alive(toy: Toy, tmp_path: Path) -> None:
     pipeline = toy.pipeline(Fragile).transform(Breaks(3))  # the FFCV loader comes first
-    ledger = pipeline.ledger(seconds=95, within=0.95, progress=False)
+    ledger = measured(pipeline)
     assert set(ledger.failed) >= {in_turn("Breaks"), LOADER, MODEL}
     assert ledger.rows[1].ratio is not None
-    assert ledger.bound == (
-        "The bottleneck is not known: + Breaks failed, loader alone failed, model alone failed."
-    )
+    failed = "+ Breaks failed, loader alone failed, model alone failed"
+    assert ledger.bound == f"The bottleneck is not known: {failed}."
     assert ledger.waiting is None
     assert_shown_everywhere(ledger, "+ Breaks", "CUDA out of memory", tmp_path)
     gc.collect()

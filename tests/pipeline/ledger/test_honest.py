@@ -20,16 +20,13 @@ import pytest
 import torch
 from command_line import call
 from drivetrain import Classification, Pipeline, PlanError
-from drivetrain.common.budget import Budget
 from drivetrain.pipeline.describe.config import DistributedConfig
 from drivetrain.pipeline.describe.cuda_settings import uses_gpu
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.ledger.accuracy import seconds_to, train_each
 from drivetrain.pipeline.ledger.comparison import differences
 from drivetrain.pipeline.ledger.data import Trained  # fmt: skip
 from drivetrain.pipeline.ledger.ledger import Ledger
-from drivetrain.pipeline.ledger.measure import _Measurement
-from drivetrain.pipeline.ledger.record import Record
+from drivetrain.pipeline.ledger.measure import seconds_to, train_each
 from drivetrain.pipeline.ledger.variants import possible, variants
 from drivetrain.pipeline.measuring import runner as ledger_runner
 from drivetrain.pipeline.measuring import trials as ledger_trials
@@ -59,7 +56,7 @@ from drivetrain.pipeline.telemetry.history import Epoch, Monitor
 from drivetrain.pipeline.telemetry.provenance import provenance
 from drivetrain.strategies import Single
 from drivetrain.transforms import LabelSmoothing, Transform
-from ledgers import Acting, built, in_process, of_speeds, small_recipe, trials_of
+from ledgers import Acting, built, in_process, measurement_of, of_speeds, small_recipe, trials_of
 from pipeline_data import BATCH, TRAIN, Toy, plain_model
 from torch import nn
 
@@ -118,9 +115,7 @@ def test_every_second_round_goes_backwards(toy: Toy, monkeypatch: pytest.MonkeyP
         loaders = Loaders(stack)
         whole = [Variant(in_turn("whole"), pipeline), Variant(LOADER, pipeline)]
         runners = [VariantRunner(group, loaders) for group in ([Variant(PLAIN, pipeline)], whole)]
-        record = Record([PLAIN, in_turn("whole"), LOADER])
-        budget = Budget(99, time.perf_counter(), progress=False, label="ledger")
-        measurement = _Measurement(resolve(pipeline), record, budget, 0.1)
+        measurement = measurement_of(pipeline, PLAIN, in_turn("whole"), LOADER)
         monkeypatch.setattr(ledger_runner, "run_trial", noted)
         rounds = [list(measurement.round(runners, number, batches=1)) for number in (1, 2)]
     assert rounds == [[PLAIN, in_turn("whole"), LOADER]] * 2
@@ -293,7 +288,7 @@ def test_time_to_an_accuracy() -> None:
 def test_each_variant_trains_as_long_and_its_last_accuracy_counts(
     toy: Toy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drivetrain.pipeline.ledger.accuracy.is_interactive", lambda: True)
+    monkeypatch.setattr("drivetrain.pipeline.ledger.measure.is_interactive", lambda: True)
     pipeline = in_process(toy).optimize("sgd", lr=0.005, momentum=0.9, schedule="constant")
     smooth = pipeline.transform(LabelSmoothing(0.9))
     one, two = only("one"), only("two")

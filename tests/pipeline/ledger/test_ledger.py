@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from drivetrain import DrivetrainError
 from drivetrain.pipeline import Ledger, compare
 from drivetrain.pipeline.ledger.comparison import differences
 from drivetrain.pipeline.ledger.data import Accuracies, Trained
+from drivetrain.pipeline.ledger.picture import picture
 from drivetrain.pipeline.measuring.statistics import ratio, ratio_of_means, t_quantile
 from drivetrain.pipeline.measuring.variant import (
     COPY,
@@ -33,7 +35,7 @@ from drivetrain.pipeline.measuring.variant import (
     same_samples,
     without,
 )
-from ledgers import of_speeds
+from ledgers import of_speeds, trials_of
 
 WHOLE = in_turn("FFCV loader")
 
@@ -433,3 +435,164 @@ def test_accuracies_are_told_beside_the_speeds() -> None:
     assert "70.00%" in str(made)
     assert "not reached" in str(made)
     assert "time to 80.00%" in made._repr_html_()
+
+
+SPEEDS = {
+    PLAIN: 100.0, in_turn("a"): 200.0, in_turn("b"): 220.0, in_turn("c"): 330.0, LOADER: 5000.0, MODEL: 350.0,
+    only("b"): 150.0, without("a"): 250.0, without("b"): 320.0,
+}  # fmt: skip
+
+
+def three_stages() -> Ledger:
+    """Three stages, of which c was not measured alone."""
+    trials = trials_of(SPEEDS)
+    trials[SPLIT] = Trial(1000, 10.0, 1.0, parts={"forward": 3.0, "backward": 4.0, "step": 1.5})
+    machine = {
+        "hardware": {"gpus": [], "processor": "a processor", "cores": 2}, "date": "2026-01-01T00:00",
+        "versions": {"torch": "2", "drivetrain": "1"},
+    }  # fmt: skip
+    return Ledger([trials, trials], {"recipe": "mine", "provenance": machine | {"command": "the command"}})
+
+
+def texts(axes: Any) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def test_bars_of_throughput_with_the_ceilings_drawn_in() -> None:
+    throughput, *_ = picture(three_stages()).axes
+    bars = [bar.get_width() for bar in throughput.patches]
+    assert bars == pytest.approx([100, 200, 220, 330])
+    assert [label.get_text() for label in throughput.get_yticklabels()] == [str(PLAIN), "+ a", "+ b", "+ c"]
+    # The model's ceiling is a line at its place; the loader's is far beyond, and said at the edge.
+    (line,) = [line for line in throughput.lines if line.get_linestyle() == "--"]
+    assert line.get_xdata() == pytest.approx([350, 350])
+    assert {"model alone: 350 ", "loader alone: 5,000 →"} <= set(texts(throughput))
+    assert any("330 images/s    3.30 ×" in text for text in texts(throughput))
+
+
+def test_marginal_gains_and_where_the_time_goes() -> None:
+    _, gains, split = picture(three_stages()).axes
+    drawn = {place.get_label(): place.lines[0].get_xdata().tolist() for place in gains.containers}
+    assert drawn["alone"] == pytest.approx([2.0, 1.5])
+    assert drawn["added in turn"] == pytest.approx([2.0, 1.1, 1.5])
+    assert drawn["added last"] == pytest.approx([330 / 250, 330 / 320, 1.5])
+    shares = {bars.get_label(): bars.patches[0].get_width() for bars in split.containers}
+    expected = {"waiting": 0.1, "forward": 0.3, "backward": 0.4, "step": 0.15, "other": 0.05}
+    assert shares == pytest.approx({f"{name} {share:.0%}": share for name, share in expected.items()})
+
+
+def test_the_caption_holds_findings_and_provenance(tmp_path: Path) -> None:
+    figure = picture(three_stages())
+    caption = " ".join(figure.texts[0].get_text().split())
+    assert three_stages().bound in caption
+    machine = "2 interleaved rounds on a processor, 2 cores; torch 2, Drivetrain 1, 2026-01-01: the command"
+    assert machine in caption
+    nowhere = Ledger(three_stages().rounds, {"recipe": None})
+    nowhere.save(tmp_path / "ledger.svg")
+    assert picture(nowhere).texts[0].get_text().endswith("2 interleaved rounds")
+
+
+MACHINE = {"hardware": [1], "versions": {}, "date": "", "command": ""}
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> dict[str, Any]:
+    """The content of a ledger's file."""
+    trials = trials_of({PLAIN: 100.0, WHOLE: 200.0, LOADER: 900.0, MODEL: 300.0}, waited=0.01)
+    Ledger([trials, trials], {"recipe": None}).save(tmp_path / "good.json")
+    found: dict[str, Any] = json.loads((tmp_path / "good.json").read_text())
+    return found
+
+
+def trial(**wrong: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda content: content["rounds"][1][str(WHOLE)].update(wrong)
+
+
+def odd_one(content: dict[str, Any]) -> None:
+    content["rounds"][0]["odd"] = content["rounds"][0][str(PLAIN)]
+
+
+def top(**wrong: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda content: content.update(wrong)
+
+
+def second(**wrong: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda content: content["variants"][1].update(wrong)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (trial(seconds=0), "its rounds[1][...].seconds: expected `float` > 0.0"),
+        (trial(seconds=-5.0), "its rounds[1][...].seconds: expected `float` > 0.0"),
+        (trial(seconds=float("nan")), "its rounds[1][...].seconds: expected `float` > 0.0"),
+        (trial(seconds=float("inf")), "its rounds[1][...].seconds: expected `float` < 1000000000.0"),
+        (trial(images=0), "its rounds[1][...].images: expected `int` >= 1"),
+        (trial(waited=-1.0), "its rounds[1][...].waited: expected `float` >= 0.0"),
+        (trial(waited=True), "its rounds[1][...].waited: expected `float`, got `bool`"),
+        (top(level=2), "its level: expected `float` < 1.0"),
+        (odd_one, "'odd' is not among"),
+        (
+            lambda content: content["rounds"][0].pop(str(MODEL)),
+            "its rounds do not all have the same variants",
+        ),
+        (top(left_out=["b"]), "its left_out: expected `object`, got `array`"),
+        (top(costs={str(PLAIN): 5}), "its costs[...]: expected `object`, got `int`"),
+        (top(accuracy={}), "its accuracy: object missing required field `epochs`"),
+        (top(provenance=MACHINE), "its provenance.hardware: expected `object`, got `array`"),
+        (top(provenance={"hardware": {}}), "its provenance.hardware: object missing required field `gpus`"),
+        (top(failed={str(WHOLE): 5}), "its failed[...]: expected `str`, got `int`"),
+        (top(failed={"+ b": "no"}), "'+ b' is not among its variants"),
+        (top(variants="x"), "its variants: expected `array`, got `str`"),
+        (lambda content: content["variants"].pop(0), "'plain PyTorch' is not among its variants"),
+        (second(stage="b"), "'+ b' is named '+ FFCV loader'"),
+        (second(kind="pair"), "its variants[1].kind: invalid enum value 'pair'"),
+        (lambda content: content.pop("variants"), "an earlier version of Drivetrain wrote it"),
+        (top(plan=["train"]), "its plan[0]: expected `object`, got `str`"),
+    ],
+)
+def test_what_nobody_measured_is_no_ledger(
+    break_it: Callable[[Any], object], said: str, good: dict[str, Any], tmp_path: Path
+) -> None:
+    break_it(good)
+    (tmp_path / "bad.json").write_text(json.dumps(good))
+    with pytest.raises(DrivetrainError, match=r"bad\.json is not a ledger") as caught:
+        compare(tmp_path / "good.json", tmp_path / "bad.json")
+    assert said in str(caught.value)
+
+
+def test_a_file_whose_names_were_sorted_is_the_same_ledger(good: dict[str, Any], tmp_path: Path) -> None:
+    """`variants` has their order, which determines the full pipeline and the first stage."""
+    (tmp_path / "sorted.json").write_text(json.dumps(good, sort_keys=True))
+    assert str(Ledger.load(tmp_path / "sorted.json")) == str(Ledger.load(tmp_path / "good.json"))
+
+
+def test_the_command_says_in_one_line_which_file_is_no_ledger(good: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    for name in ("deep.json", "no.json", "."):
+        names = [str(tmp_path / "good.json"), str(tmp_path / name)]
+        assert names[1] in call("ledger", "--compare", *names).line
+    assert good["rounds"]
+
+
+def test_what_differs_between_two_machines_is_told() -> None:
+    def facts(recipe: str, revision: str, cores: int) -> dict[str, Any]:
+        return {
+            "recipe": recipe, "plan": [],
+            "provenance": {"git_revision": revision, "hardware": {"cores": cores}, "versions": {"torch": "2"}},
+        }  # fmt: skip
+
+    assert differences(facts("a", "x", 2), facts("b", "y", 4)) == [
+        "Different recipe: a and b.",
+        "Different revision: x and y.",
+        "Different hardware, cores: 2 and 4.",
+    ]
+
+
+def test_every_figure_in_the_file_has_its_n_and_spread(good: dict[str, Any]) -> None:
+    for row in good["rows"]:
+        assert row["images_per_s"].keys() == {"value", "low", "high", "n"}
+        assert row["ratio"].keys() == {"value", "low", "high", "n"}
+        assert (row["images_per_s"]["n"], row["ratio"]["n"]) == (2, 2)
+    assert {stage["in_turn"]["n"] for stage in good["stages"]} == {2}
+    assert {one["n"] for one in good["ceilings"].values()} == {2}

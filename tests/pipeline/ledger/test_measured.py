@@ -15,16 +15,13 @@ import numpy as np
 import pytest
 import torch
 from drivetrain import DrivetrainError, NonFiniteError, Pipeline, PlanError
-from drivetrain.common.budget import Budget
 from drivetrain.loaders import TorchLoader
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.ledger.ledger import Ledger
-from drivetrain.pipeline.ledger.measure import TIGHT_ROUNDS, _Measurement
-from drivetrain.pipeline.ledger.record import Record
+from drivetrain.pipeline.ledger.measure import TIGHT_ROUNDS
 from drivetrain.pipeline.ledger.variants import alone_and_without, stages, variants
 from drivetrain.pipeline.measuring.runner import Loaders, Variant, VariantRunner, groups
-from drivetrain.pipeline.measuring.schedule import phases
-from drivetrain.pipeline.measuring.trials import run_trial
+from drivetrain.pipeline.measuring.trials import phases, run_trial
 from drivetrain.pipeline.measuring.variant import (
     EXTRAS,
     LOADER,
@@ -50,7 +47,7 @@ from drivetrain.transforms import (
     TestTimeFlip,
     Transform,
 )
-from ledgers import Acting, built, in_process
+from ledgers import Acting, built, in_process, measurement_of
 from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Sleepy, Toy, plain_model, surroundings
 from process_state import running_children
 from torch import nn
@@ -267,7 +264,7 @@ class WakesToo(Wakes):
     pass
 
 
-@pytest.mark.slow  # test_levels.py has it on trials that are made up
+@pytest.mark.slow  # test_ledger.py has it on trials that are made up
 def test_of_two_stages_that_do_the_same_the_second_falls(toy: Toy) -> None:
     pipeline = in_process(toy, Sleepy(0.08)).transform(Idle(), Wakes(), WakesToo())
     ledger = pipeline.ledger(seconds=90, within=0.3, progress=False)
@@ -285,9 +282,7 @@ def test_variants_on_other_samples_are_refused(toy: Toy) -> None:
             VariantRunner([Variant(name, pipeline.replace(seed=seed))], loaders)
             for name, seed in ((one, 0), (two, 0), (three, 1))
         ]
-        record = Record([one, two, three])
-        budget = Budget(99, time.perf_counter(), progress=False, label="ledger")
-        measurement = _Measurement(resolve(pipeline), record, budget, 0.1)
+        measurement = measurement_of(pipeline, one, two, three)
         assert list(measurement.round(runners[:2], 1, batches=2)) == [one, two]
         with pytest.raises(DrivetrainError, match=r"'only one' had 64 images .*'only three' 64 "):
             measurement.round(runners, 1, batches=2)
@@ -298,18 +293,13 @@ def test_a_turn_costs_what_a_step_costs_on_average_over_the_schedule() -> None:
         points = (np.arange(20_000) + 0.5) / 20_000
         return float(np.mean([resizing.size(side, point) ** 2 for point in points]))
 
-    for options in (
-        {},
-        {"delay": 0.0, "finetune": 0.0},
-        {"delay": 0.3, "finetune": 0.7},
-        {"initial_scale": 0.3},
-    ):
+    delays = [{"delay": 0.0, "finetune": 0.0}, {"delay": 0.3, "finetune": 0.7}]
+    for options in ({}, *delays, {"initial_scale": 0.3}):
         resizing = ProgressiveResizing(**options, size_increment=1)
         found = phases([resizing], 1000)
         assert sum(phase.share for phase in found) == pytest.approx(1.0)
-        assert sum(phase.share * phase.image_size**2 for phase in found) == pytest.approx(
-            mean(resizing, 1000), rel=2e-3
-        )
+        area = sum(phase.share * phase.image_size**2 for phase in found)
+        assert area == pytest.approx(mean(resizing, 1000), rel=2e-3)
     (one,) = phases([LabelSmoothing(0.1)], 224)
     assert (one.image_size, one.share) == (224, pytest.approx(1.0))
     freezing = LayerFreezing(0.5, 1.0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from drivetrain import Classification, EarlyStopping, Pipeline, PlanError
 from drivetrain.pipeline.checkpoints.directory import CheckpointDir, best_of
-from drivetrain.pipeline.ledger.accuracy import train_each
+from drivetrain.pipeline.ledger.measure import train_each
 from drivetrain.pipeline.measuring.runner import Variant
 from drivetrain.pipeline.runs.folder import read_history
 from drivetrain.pipeline.tasks.scales import Scale, scales

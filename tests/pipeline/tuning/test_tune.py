@@ -19,7 +19,7 @@ from drivetrain.common.budget import OutOfTime
 from drivetrain.common.errors import DrivetrainError, LedgerError
 from drivetrain.pipeline import TuneInterrupted
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.measuring.process import Failed
+from drivetrain.pipeline.measuring.runner import Failed
 from drivetrain.pipeline.tuning.arena import Arena, collective_seconds
 from drivetrain.pipeline.tuning.candidates import fitting
 from drivetrain.pipeline.tuning.result import Tuned
@@ -147,7 +147,7 @@ def test_processes_of_their_own_have_variables_and_leave_nothing(toy: Toy) -> No
     contender = arena.open("with", pipeline, {"DRIVETRAIN_TEST": "1"})
     here = arena.open("here", pipeline_of(toy))
     assert all(speed > 0 for speed in arena.round(1, [contender, here]))  # on the same samples, or it raises
-    (child,) = running_children("measuring.process")
+    (child,) = running_children("measuring.runner")
     contender.close()
     here.close()
     assert not wait_until_ended([child], 5)
@@ -161,7 +161,7 @@ def test_a_process_of_its_own_keeps_to_the_deadline(toy: Toy) -> None:
     with pytest.raises(OutOfTime):
         Arena(start + 6, 0.1).open("slow", slow, {})
     assert perf_counter() - start < 8
-    assert not running_children("measuring.process")
+    assert not running_children("measuring.runner")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from drivetrain.common.budget import OutOfTime
 from drivetrain.common.machine import KEEPS_MEMORY
 from drivetrain.pipeline.describe.pipeline_spec import PipelineSpec
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.measuring.sequential import LOOKS, MARGIN, judge, judge_accuracy
+from drivetrain.pipeline.measuring.statistics import LOOKS, MARGIN, judge, judge_accuracy
 from drivetrain.pipeline.tuning.candidates import ALLOW, allowed, candidates, fitting
 from drivetrain.pipeline.tuning.result import Tuned, read_trials
 from drivetrain.pipeline.tuning.tune import Tuner

@@ -23,6 +23,7 @@ from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.recipes.presets import KEYS
 from drivetrain.pipeline.recipes.table import PROSE
 from drivetrain.pipeline.runs.config import FitConfig
+from loader_pictures import jpeg_folder
 from PIL import Image
 from pipeline_data import CLASSES, RUN_FILES, Toy, left_in, toy_arrays
 from places import ROOT
@@ -57,26 +58,17 @@ def test_help_is_printed_as_written(command: str) -> None:
 
 WRONG = {
     "a command": (["tran"], "No such command 'tran'. Did you mean 'train'?"),
-    "an option": (
-        ["train", "baseline", "--ot", "x"],
-        "No such option '--ot'. (Did you mean one of: '--out',",
-    ),
-    "an option with its value": (
-        ["ledger", "--second=3"],
-        "No such option '--second'. Did you mean '--seconds'?",
-    ),
+    "an option": (["train", "baseline", "--ot", "x"], "No such option '--ot'. (Did you mean one of: '--out',"),
+    "an option with its value": (["ledger", "--second=3"], "No such option '--second'. Did you mean '--seconds'?"),
     "an option of no command": (["--versio"], "Did you mean '--version'?"),
     "too few": (["export", "a"], "Missing argument 'OUT'."),
     "too many": (["recipes", "a", "b"], "unexpected extra argument (b)."),
     "no value": (["train", "baseline", "--out"], "'--out' requires an argument."),
     "a value too many": (["train", "baseline", "--resume=yes"], "'--resume' does not take a value."),
     "one file to compare": (["ledger", "--compare", "a.json"], "'--compare' requires 2 arguments."),
-    "no number": (
-        ["train", "baseline", "--ledger-seconds", "many"],
-        "'--ledger-seconds': 'many' is not a valid float.",
-    ),
+    "no number": (["train", "x", "--ledger-seconds", "many"], "'--ledger-seconds': 'many' is not a valid float."),
     "an empty folder": (["train", "baseline", "--out="], "'--out': it is empty."),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -103,11 +95,8 @@ def test_an_error_is_red_on_a_terminal_only(
     say("DataError", "gone")
     monkeypatch.setenv("NO_COLOR", "1")
     say("DataError", "gone")
-    assert capsys.readouterr().err.splitlines() == [
-        "DataError: gone",
-        "\033[1;31mDataError:\033[0m gone",
-        "DataError: gone",
-    ]
+    plain, red = "DataError: gone", "\033[1;31mDataError:\033[0m gone"
+    assert capsys.readouterr().err.splitlines() == [plain, red, plain]
 
 
 @pytest.mark.process
@@ -167,15 +156,12 @@ def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     files = [*toy_values(toy), "--out", str(tmp_path / "file")]
     recipe, key, pair, data, train, ledger, option, seconds = call_several(
-        ["recipes", "baselin"],
-        ["train", "baseline", "epoch=3"],
-        ["ledger", "baseline", "epochs"],
+        ["recipes", "baselin"], ["train", "baseline", "epoch=3"], ["ledger", "baseline", "epochs"],
         ["train", "baseline", "--train", "no.beton", "--val", "no.beton"],
-        ["train", "cifar10-quickstart", *files],
-        ["ledger", "cifar10-quickstart", *files],
+        ["train", "cifar10-quickstart", *files], ["ledger", "cifar10-quickstart", *files],
         ["train", "baseline", "model_options.num_clases=4", *toy_values(toy)],
         ["train", "cifar10-quickstart", *toy_values(toy), "--ledger", "--ledger-seconds", "0"],
-    )
+    )  # fmt: skip
     assert "No recipe is named 'baselin'. Did you mean 'baseline'?" in recipe.line
     assert "Did you mean 'epochs'?" in key.line
     assert "'epochs' is not KEY=VALUE" in pair.line
@@ -194,13 +180,9 @@ def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
         ["ledger", "baseline", "--seconds", "9", "--compare", "a.json", "b.json"],
     )
     messages = (
-        "epochs= is given twice",
-        "--train and train= are both",
-        "--train is given 2 times",
-        "--out is given 2 times",
-        "--epochs sets",
-        ": recipe, --seconds.",
-    )
+        "epochs= is given twice", "--train and train= are both", "--train is given 2 times", "--out is given 2 times",
+        "--epochs sets", ": recipe, --seconds.",
+    )  # fmt: skip
     for end, message in zip(refused, messages, strict=True):
         assert message in end.line
     logger, empty = call_several(
@@ -379,3 +361,25 @@ def test_the_options_of_fit_are_flags(toy: Toy, tmp_path: Path) -> None:
 def test_every_option_of_fit_can_be_set() -> None:
     flags = {*parsed("train", "baseline")} | {"epochs", "progress", "checkpoints", "stop_on"}
     assert set(options_of(FitConfig)) <= flags
+
+
+ADVISE = ["--image-size", "32", "--seconds", "0.8", "--workers", "1", "--quiet"]
+
+
+def test_advise_prints_a_table_or_json(tmp_path: Path) -> None:
+    folder = str(jpeg_folder(tmp_path / "photos"))
+    shown = call("advise", folder, *ADVISE, "--wanted", "1", "--scratch", str(tmp_path))
+    assert (shown.code, shown.err) == (0, "")
+    assert "18 images, loaded as random crops of 32 × 32 pixels" in " ".join(shown.out.split())
+    assert "'as stored' loses the least quality of the formats that reach 1.0 images/s" in shown.out
+    found = json.loads(call("advise", folder, *ADVISE, "--samples", "5", "--json").out)
+    assert (found["images"], found["sampled"], found["image_size"]) == (18, 5, [32, 32])
+    assert [name for name in found["rows"][0] if name.endswith("workers")] == ["all_workers"]
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
+
+
+def test_advise_reports_errors_as_one_line(tmp_path: Path) -> None:
+    assert "contains no images" in call("advise", str(tmp_path)).line
+    jpeg_folder(tmp_path / "photos")
+    assert "seconds=-1" in call("advise", str(tmp_path), "--seconds", "-1").line
+    assert "--scratch" in call("advise", str(tmp_path), "--scratch", str(tmp_path / "none")).line

@@ -168,11 +168,8 @@ def test_ray(recipe: str) -> None:
         for node in ast.parse(text).body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
-    assert constants == {
-        "RECIPE": "mine.yaml",
-        "OVERRIDES": {"optimizer.lr": 0.5, "seed": 3},
-        "OUT": "/shared/run",
-    }
+    overrides = {"optimizer.lr": 0.5, "seed": 3}
+    assert constants == {"RECIPE": "mine.yaml", "OVERRIDES": overrides, "OUT": "/shared/run"}
     assert "accelerator_type='H100'" in text
     assert 'TorchConfig(backend="cpu:gloo,cuda:nccl", timeout_s=600)' in text
     assert '{"CPU": 4, "GPU": 1}' in text
@@ -249,12 +246,12 @@ def test_what_cannot_run_is_refused(recipe: str, name: str) -> None:
 
 
 def test_recipes_that_cannot_be_read_or_copied(recipe: str, tmp_path: Path) -> None:
-    wrong = {
-        "none.yaml": "does not exist",
-        "cifar10-fats": "Did you mean 'cifar10-fast'",
-        "-a.yaml": "Write ./-a",
-    }
-    for file, message in wrong.items():
+    wrong = [
+        ("none.yaml", "does not exist"),
+        ("cifar10-fats", "Did you mean 'cifar10-fast'"),
+        ("-a.yaml", "Write ./-a"),
+    ]
+    for file, message in wrong:
         with pytest.raises((PlanError, RecipeError), match=message):
             written("slurm", file)
     with pytest.raises(PlanError, match="pass the relative path"):
@@ -280,10 +277,8 @@ def test_the_command_prints_the_file_and_warns_of_numbers_that_fail(recipe: str)
     assert (end.code, end.out, end.err) == (0, written("slurm", recipe, "seed=3", nodes="1:4"), "")
     end = call("job", "ray", recipe, *options)
     assert (end.code, end.out) == (0, written("ray", recipe, nodes="1:4"))
-    assert (
-        end.err
-        == "Note: The batch cannot be divided among the GPUs of 3 nodes: a job that gets so many fails.\n"
-    )
+    note = "The batch cannot be divided among the GPUs of 3 nodes: a job that gets so many fails."
+    assert end.err == f"Note: {note}\n"
     assert "Pass --out" in call("job", "slurm", recipe).line
 
 
