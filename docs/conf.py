@@ -49,5 +49,9 @@ nitpick_ignore_regex = [
     ),
     # The checks that an option's type carries.
     (r"py:class", r"Check|FLAG|IN_WORDS|Kind|Positive|Within|_check_mode|callable"),
+    (
+        r"py:class",
+        r"AboveZero|Bins|By|Depth|Fraction(AboveZero|BelowOne)?|Natural|Operations|ProperFraction|Severity|Size",
+    ),
     (r"py:exc", r"ShapeError"),
 ]

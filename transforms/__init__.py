@@ -83,12 +83,10 @@ TRANSFORMS: dict[str, type[Transform]] = {
 
 
 def get(name: str, **options: Any) -> Transform:
-    """Return the transform of that name.
+    """Return the transform of that name; fields of the class that are not among the options keep their defaults.
 
-    Args:
-        name: class name, e.g. `"BlurPool"`; or `"package.module:Class"` of a custom transform, or of an algorithm of
-            Composer's, for `from_composer`. Importing a module runs its code.
-        options: fields of the class; omitted ones keep their defaults.
+    The name is that of the class, e.g. `"BlurPool"`; or `"package.module:Class"` of a custom transform, or of an
+    algorithm of Composer's, for `from_composer`. Importing a module runs its code.
 
     Raises:
         PlanError: if the name or an option is unknown, or a value is invalid.
@@ -127,10 +125,8 @@ def catalogue() -> Catalogue:
 def to_dict(transform: Transform) -> dict[str, Any]:
     """Return `{"name": class name, ...every option}` in JSON types; `get(**to_dict(t))` equals `t`.
 
-    The name of a custom transform is `"package.module:Class"`.
-
-    Raises:
-        PlanError: if its class cannot be imported by name, so that a recipe could not refer to it.
+    The name of a custom transform is `"package.module:Class"`: a class that cannot be imported by name raises
+    `PlanError`.
 
     Example::
 

@@ -1,6 +1,6 @@
 """ALiBi: a linear distance penalty on attention logits replaces position embeddings.
 
-Shapes: B batch, N tokens (some prefix tokens, then H · W patches, row by row), D features, K heads.
+Shapes: B batch, N tokens (prefix tokens, then H · W patches, row by row), D features, K heads.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ..common.errors import DataError
-from .base import Kind, Report, State, Transform
+from .base import Report, State, Transform
 from .common.surgery import Verdict, full_name, operate, patched
 
 EMBEDDINGS = ("pos_embedding", "pos_embed")
@@ -24,29 +24,18 @@ EMBEDDINGS = ("pos_embedding", "pos_embed")
 TIMM = ("timm.layers.attention.Attention", "timm.models.vision_transformer.Attention")
 
 
-def slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """Return each head's slope, (K,): a geometric series starting at 2^(-8/K), as in the paper.
-
-    If K is not a power of two: the series of the next lower power, then every other slope of the next higher one.
-    """
+def slopes(heads: int, device: torch.device) -> Tensor:
+    """Return each head's slope, (K,): a geometric series starting at 2^(-8/K), as in the paper. If K is not a power of
+    two: the series of the next lower power, then every other slope of the next higher one."""
     below = 2 ** int(math.log2(heads))
     exponents = torch.arange(1, below + 1, device=device) * (8 / below)
     between = torch.arange(1, 2 * below + 1, 2, device=device)[: heads - below] * (4 / below)
     return torch.exp2(-torch.cat([exponents, between]))
 
 
-def distance_bias(heads: int, grid: tuple[int, int], prefix: int, like: torch.Tensor) -> torch.Tensor:
-    """Return -slope · distance between patch centres; 0 from and to prefix tokens.
-
-    Args:
-        heads: K.
-        grid: (H, W) in patches.
-        prefix: number of tokens before the patches, e.g. the class token.
-        like: tensor that determines dtype and device.
-
-    Returns:
-        (1, K, N, N), to be added to the attention logits.
-    """
+def distance_bias(heads: int, grid: tuple[int, int], prefix: int, like: Tensor) -> Tensor:
+    """Return -slope · distance between patch centers, 0 from and to `prefix` tokens: (1, K, N, N), to be added to the
+    attention logits. `grid` is (H, W) in patches; `like` determines dtype and device."""
     height, width = grid
     rows = torch.arange(height, device=like.device).repeat_interleave(width)
     columns = torch.arange(width, device=like.device).repeat(height)
@@ -57,22 +46,14 @@ def distance_bias(heads: int, grid: tuple[int, int], prefix: int, like: torch.Te
 
 @dataclass(frozen=True)
 class Layout:
-    """How tokens map to the image.
-
-    Attributes:
-        grid: (H, W) in patches, for the image size the model was built for.
-        prefix: number of tokens before the patches.
-    """
+    """How tokens map to the image: `grid` is (H, W) in patches, for the image size the model was built for, and
+    `prefix` the number of tokens before the patches, e.g. the class token."""
 
     grid: tuple[int, int]
     prefix: int
 
-    def bias(self, heads: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the bias (1, K, N, N) for tokens (B, N, D). Images of another size must be square.
-
-        Raises:
-            DataError: if N matches neither the model's grid nor a square grid.
-        """
+    def bias(self, heads: int, tokens: Tensor) -> Tensor:
+        """Return the bias (1, K, N, N) for tokens (B, N, D). Images of another size must be square."""
         count, grid = tokens.shape[1] - self.prefix, self.grid
         if count != grid[0] * grid[1]:
             grid = (math.isqrt(max(0, count)),) * 2
@@ -90,16 +71,10 @@ class AlibiMultiheadAttention(nn.MultiheadAttention):
     layout: Layout
 
     def forward(  # type: ignore[override]
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, need_weights: bool = False
-    ) -> tuple[torch.Tensor, None]:
-        """Compute self-attention as `nn.MultiheadAttention` does with need_weights=False.
-
-        Args:
-            query: (B, N, D).
-            key: same as `query`; not read, because FSDP2 passes three copies.
-            value: same as `query`; not read.
-            need_weights: must be False.
-        """
+        self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool = False
+    ) -> tuple[Tensor, None]:
+        """Compute self-attention as `nn.MultiheadAttention` does with need_weights=False. Only the query is read: FSDP2
+        passes three copies of it."""
         assert not need_weights
         assert key.shape == value.shape == query.shape
         batch, count, _ = query.shape
@@ -126,9 +101,7 @@ class AddBias:
             raise DataError(
                 "ALiBi: this attention was called with an attn_mask, which is not supported. Pass no mask."
             )
-        heads = module.num_heads
-        assert isinstance(heads, int)
-        bias = self.layout.bias(heads, tokens)
+        bias = self.layout.bias(module.num_heads, tokens)  # type: ignore[arg-type]
         if torch.is_autocast_enabled(tokens.device.type):  # attention wants the mask in the queries' dtype
             bias = bias.to(torch.get_autocast_dtype(tokens.device.type))
         return (tokens,), {**kwargs, "attn_mask": bias}
@@ -138,18 +111,18 @@ class AddBias:
 class ALiBi(Transform):
     """Attention with linear biases, for vision transformers: logits minus slope · distance in patches.
 
-    Supports torchvision's ViT and timm's (`VisionTransformer` with plain `Attention`). As in Composer, whose
-    surgery supports Hugging Face's BERT, RoBERTa and GPT-2 and needs `transformers`, the position embeddings
-    are set to 0 and frozen, and each head uses the paper's slope. Composer's distance is `|i - j|` along a text;
-    here it is the Euclidean distance between patch centres (as in Fuller et al., "CROMA", 2023,
-    arXiv:2311.00566). The class token and registers are at distance 0 from all tokens.
+    Supports torchvision's ViT and timm's (`VisionTransformer` with plain `Attention`). As in Composer, whose surgery
+    supports Hugging Face's BERT, RoBERTa and GPT-2, the position embeddings are set to 0 and frozen, and each head uses
+    the paper's slope. Composer's distance is `|i - j|` along a text; here it is the Euclidean distance between patch
+    centers (as in Fuller et al., "CROMA", 2023, arXiv:2311.00566). The class token and registers are at distance 0 from
+    all tokens.
 
-    Use it when training from scratch or for long fine-tuning: a pretrained ViT loses its positional
-    information. In return, the model accepts images of another size without interpolating embeddings. Both
-    libraries check the image size; timm's `dynamic_img_size=True` disables the check.
+    Use it when training from scratch or for long fine-tuning: a pretrained ViT loses its positional information. In
+    return, the model accepts images of another size without interpolating embeddings. Both libraries check the image
+    size; timm's `dynamic_img_size=True` disables the check.
 
-    Names and shapes in the state dict do not change. `from_plain` sets the position embeddings to 0. A plain
-    model cannot express the bias: it loads the result of `to_plain` but computes a different function.
+    Names and shapes in the state dict do not change. `from_plain` sets the position embeddings to 0. A plain model
+    loads the result of `to_plain`, but cannot express the bias: it computes a different function.
 
     Source: Press et al., "Train Short, Test Long", 2022, arXiv:2108.12409.
 
@@ -160,11 +133,10 @@ class ALiBi(Transform):
         2
     """
 
-    kind: ClassVar[Kind] = "surgery"
-    source: ClassVar[str] = "Press et al. 2022, arXiv:2108.12409"
+    kind = "surgery"
+    source = "Press et al. 2022, arXiv:2108.12409"
 
     def apply(self, model: nn.Module) -> Report:
-        """Change `model` in place. Attention that was changed before stays, with a note."""
         layouts = _layouts(model)
 
         def change(module: nn.Module) -> None:
@@ -181,14 +153,14 @@ class ALiBi(Transform):
         )  # fmt: skip
         if not report.changed:
             return report
-        zeroed = [(name, one) for name, one in model.named_parameters() if _is_position(name)]
-        for _, parameter in zeroed:
-            parameter.requires_grad_(False).zero_()
-        notes = (f"{name} is set to 0 and frozen." for name, _ in zeroed)
-        return replace(report, notes=(*report.notes, *notes))
+        notes = list(report.notes)
+        for name, parameter in model.named_parameters():
+            if _is_position(name):
+                parameter.requires_grad_(False).zero_()
+                notes.append(f"{name} is set to 0 and frozen.")
+        return replace(report, notes=tuple(notes))
 
     def from_plain(self, state: State, model: nn.Module) -> State:  # noqa: ARG002
-        """Return the plain weights with the position embeddings set to 0."""
         return {
             name: torch.zeros_like(value) if _is_position(name) else value for name, value in state.items()
         }
@@ -219,8 +191,7 @@ def _judge(module: nn.Module, placed: bool) -> Verdict | str:
         isinstance(hook, AddBias) for hook in module._forward_pre_hooks.values()
     ):
         return Verdict.DONE
-    known = type(module) is nn.MultiheadAttention or full_name(module) in TIMM
-    if not known:
+    if type(module) is not nn.MultiheadAttention and full_name(module) not in TIMM:
         return Verdict.IGNORE
     if not placed:
         return "it is not inside a ViT with a known, complete grid of patches"

@@ -13,14 +13,19 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..common.checks import is_number
 from ..common.errors import PlanError, first_of, suggest
+from ..common.options import config
+from ..common.options.config import Natural as Natural
+from ..common.options.config import Positive as Positive
 from ..common.table import Table
-from .common.moments import Loop, Session
+from .common.moments import Loop as Loop
+from .common.moments import Session as Session
 
 Kind = Literal[
     "image", "surgery", "algorithm", "memory_format", "optimizer", "batch", "loss", "schedule", "loop",
@@ -28,16 +33,26 @@ Kind = Literal[
 ]  # fmt: skip
 CHANGES_MODEL: tuple[Kind, ...] = ("surgery", "algorithm", "memory_format")
 """The kinds whose `apply` changes the model, before it is wrapped."""
-SHOWN = 4
-"""Module names of a list in a report's text."""
-LENGTH_HOOKS = ("begin", "batch", "session")
-"""The methods that receive the length of the training, or the fraction completed."""
-State = dict[str, torch.Tensor]
+State = dict[str, Tensor]
 """A state dict: parameters and persistent buffers by name."""
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
 """A loss: maps logits `(B, C)` and targets, `(B,)` class indices or `(B, C)` probabilities, to a scalar."""
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 """Builds an optimizer over parameters (or parameter groups): `lambda params: SGD(params, lr=0.1)`."""
+
+# Types of fields, which carry the check of their values.
+AboveZero = Annotated[float, config.Within("(0, inf)")]
+Fraction = Annotated[float, config.Within("[0, 1]")]
+FractionAboveZero = Annotated[float, config.Within("(0, 1]")]
+FractionBelowOne = Annotated[float, config.Within("[0, 1)")]
+ProperFraction = Annotated[float, config.Within("(0, 1)")]
+Size = Annotated[
+    int | float,
+    config.Kind(
+        lambda value: is_number(value, "(0, inf)") and (value < 1 or value == int(value)),
+        "an integer ≥ 1, or a fraction in (0, 1)",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -86,9 +101,8 @@ class Report:
 
 
 def _names(modules: Sequence[str], verbose: bool) -> str:
-    """Return a list of module names, shortened unless `verbose`."""
     names = [name or "(the model)" for name in modules]
-    return first_of(names, len(names) if verbose or len(names) == SHOWN + 1 else SHOWN)
+    return first_of(names, len(names) if verbose or len(names) == 5 else 4)
 
 
 @dataclass(frozen=True)
@@ -114,7 +128,7 @@ class BatchContext:
     generator: torch.Generator
     progress: float = 0.0
     classes: int | None = None
-    model: Callable[[torch.Tensor], torch.Tensor] | None = None
+    model: Callable[[Tensor], Tensor] | None = None
     loss: Loss | None = None
     step: int | None = None
 
@@ -122,6 +136,9 @@ class BatchContext:
 @dataclass(frozen=True)
 class Transform:
     """Base of all transforms: the facts the plan reads, with safe defaults.
+
+    Drivetrain's transforms raise `PlanError` at construction for a value that its type or the documentation excludes.
+    `apply` can be called again: what it has changed before stays, and is noted in the report.
 
     A subclass sets the class variables and overrides the one hook of its kind: `loader_settings` for image, `apply` for
     surgery and memory format, `loss` for loss, `batch` for batch, `predict` for evaluation, `session` for schedule and
@@ -174,19 +191,26 @@ class Transform:
     tried_by_tune: ClassVar[Literal["", "format", "resolution", "surgery"]] = ""
     """The kind of change as which `Pipeline.tune` tries it, with its defaults; "" if it does not."""
 
+    def __post_init__(self) -> None:
+        # Not the fields of a custom subclass, whose types may be anything.
+        own = next(each for each in type(self).__mro__ if each.__module__.startswith(f"{__package__}."))
+        options: Any = config.options_of
+        for name, option in options(own).items():
+            value = getattr(self, name)
+            if not any(kind.fits(value) for kind in option.kinds):
+                allowed = config.either([each for kind in option.kinds for each in kind.names])
+                raise PlanError(f"{type(self).__name__}({name}={value!r}): pass {allowed}.")
+
     @property
     def depends_on_length(self) -> bool:
         """Whether the steps depend on the total length of training. If so, a checkpoint cannot be resumed with a
         different number of epochs.
 
-        A class that overrides `begin`, `batch` or `session`, which receive the length or the fraction completed,
-        must declare it: as a property, if settings decide, or as a class variable. Without a declaration, the
-        answer is True. A subclass that overrides one of these methods must declare it again: see
-        `declares_length`.
+        A class that overrides `begin`, `batch` or `session`, which receive the length or the fraction completed, must
+        declare it: as a property, if settings decide, or as a class variable. Without a declaration, as in a subclass
+        that overrides one of these methods again, the answer is True: see `declares_length`.
         """
-        return self.kind == "schedule" or any(
-            getattr(type(self), hook) is not getattr(Transform, hook) for hook in LENGTH_HOOKS
-        )
+        return self.kind == "schedule" or _overrides(type(self), "begin", "batch", "session")
 
     @property
     def known_as(self) -> str:
@@ -201,7 +225,7 @@ class Transform:
     @property
     def follows_loop(self) -> bool:
         """Whether it needs Drivetrain's loop, so that Lightning's cannot run it."""
-        return type(self).session is not Transform.session
+        return _overrides(type(self), "session")
 
     @property
     def needs_whole_weights(self) -> str:
@@ -233,26 +257,19 @@ class Transform:
         """Prepare a changed model for a training run of `total_steps` optimizer steps. For surgeries only."""
 
     def from_plain(self, state: State, model: nn.Module) -> State:  # noqa: ARG002
-        """Translate a plain model's state dict for the changed model; returns a new dict.
+        """Translate a plain model's state dict for the changed `model`, of which only the structure is read; returns a
+        new dict.
 
-        With several surgeries, call it in the order they were applied. Loading plain weights before the surgery,
-        or their translation after it, results in the same model. Entries already in the changed form are kept.
-
-        Args:
-            state: names and tensors of the plain model.
-            model: the changed model; only its structure is read, unless the class documents otherwise.
+        With several surgeries, call it in the order they were applied. Loading plain weights before the surgery, or
+        their translation after it, results in the same model. Entries already in the changed form are kept.
         """
         return dict(state)
 
     def to_plain(self, state: State, model: nn.Module) -> State:  # noqa: ARG002
         """Translate the changed model's state dict for the plain model; returns a new dict.
 
-        With several surgeries, call it in reverse order. If the plain model can express the function, it
-        produces the same output with the result; otherwise the class docstring describes the result.
-
-        Args:
-            state: names and tensors of the changed model.
-            model: the changed model; only its structure is read.
+        With several surgeries, call it in reverse order. If the plain model can express the function, it produces the
+        same output with the result; otherwise the class docstring describes the result.
         """
         return dict(state)
 
@@ -260,20 +277,17 @@ class Transform:
         """Return the training loss, made from `loss`. Evaluation keeps the original."""
         return loss
 
-    def batch(
-        self,
-        images: torch.Tensor,
-        targets: torch.Tensor,
-        context: BatchContext,  # noqa: ARG002
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the batch to train on. The inputs are not modified."""
+    def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """Return the batch to train on. The inputs are not modified.
+
+        Drivetrain's own take images (B, 3, H, W), whose dtype and memory format they preserve, and targets (B,), class
+        indices, or (B, C), probabilities. They raise `DataError` for a batch of another shape.
+        """
         return images, targets
 
     def size(self, image_size: int | tuple[int, int], progress: float) -> int | tuple[int, int]:  # noqa: ARG002
         """Return the side, or height and width, of training images at `progress`, 0 to 1; `image_size` is the full one.
-
-        If a class overrides it, the loader of a pipeline resizes, and `batch` is for other loaders.
-        """
+        If a class overrides it, the loader of a pipeline resizes, and `batch` is for other loaders."""
         return image_size
 
     def level(self, progress: float) -> float:  # noqa: ARG002
@@ -291,7 +305,7 @@ class Transform:
         """Return a sentence for the user about a run of so many steps; "" for nothing."""
         return ""
 
-    def predict(self, model: Callable[[torch.Tensor], Any], images: torch.Tensor) -> Any:
+    def predict(self, model: Callable[[Tensor], Any], images: Tensor) -> Any:
         """Return the outputs to evaluate, of images (B, 3, H, W); `model` returns those of a forward."""
         return model(images)
 
@@ -304,28 +318,25 @@ class Transform:
         return Session()
 
 
+def _overrides(cls: type[Transform], *methods: str) -> bool:
+    return any(getattr(cls, name) is not getattr(Transform, name) for name in methods)
+
+
 HOOKS: dict[Kind, tuple[str, ...]] = {
-    "image": ("loader_settings",),
-    "surgery": ("apply",),
-    "algorithm": ("session",),
-    "memory_format": ("apply",),
-    "optimizer": ("optimizer", "session"),
-    "batch": ("batch",),
-    "loss": ("loss",),
-    "schedule": ("session",),
-    "loop": ("session",),
-    "evaluation": ("predict",),
-}
+    "image": ("loader_settings",), "surgery": ("apply",), "algorithm": ("session",),
+    "memory_format": ("apply",), "optimizer": ("optimizer", "session"), "batch": ("batch",),
+    "loss": ("loss",), "schedule": ("session",), "loop": ("session",), "evaluation": ("predict",),
+}  # fmt: skip
 """The hooks of which a class of each kind must define one."""
 
 
 def missing_hook(cls: type[Transform]) -> str:
-    """Return an error message about the hook that `cls` lacks, with the remedy; "" if it lacks none."""
+    """Return an error message about the hook that `cls` lacks, with the remedy; "" for none."""
     kind: object = getattr(cls, "kind", None)
     if kind not in get_args(Kind):
         return f"{cls.__name__} has kind={kind!r}; it must declare one.{suggest(str(kind), get_args(Kind))}"
     hooks = HOOKS[cls.kind]
-    if any(getattr(cls, hook) is not getattr(Transform, hook) for hook in hooks):
+    if _overrides(cls, *hooks):
         return ""
     own = [name for base in cls.__mro__ if base not in Transform.__mro__ for name in vars(base)]
     near = [match for hook in hooks for match in difflib.get_close_matches(hook, own, n=1)]
@@ -374,14 +385,8 @@ class NothingChanged(UserWarning):
 
 
 def warn_nothing_changed(report: Report, looks_for: str, model: nn.Module, *, stacklevel: int = 3) -> None:
-    """Emit `NothingChanged` at the line that called `apply`.
-
-    Args:
-        report: the report about to be returned; its `skipped` reasons become part of the message.
-        looks_for: what the transform can change, completing "it looks for …".
-        model: the model, which has no such module.
-        stacklevel: 3 if `apply` calls this directly, one more for each function in between.
-    """
+    """Emit `NothingChanged` at the line that called `apply`: `stacklevel` is 3 if that calls this directly, one more
+    for each function in between. `looks_for` completes "it looks for …"."""
     counts = Counter(type(module).__name__ for module in model.modules() if not any(module.children()))
     has = ", ".join(f"{count} {name}" for name, count in counts.most_common(8))
     has += ", …" if len(counts) > 8 else ""
@@ -393,20 +398,3 @@ def warn_nothing_changed(report: Report, looks_for: str, model: nn.Module, *, st
         NothingChanged,
         stacklevel=stacklevel,
     )
-
-
-__all__ = [
-    "BatchContext",
-    "Kind",
-    "Loop",
-    "Loss",
-    "NothingChanged",
-    "OptimizerFactory",
-    "Report",
-    "Session",
-    "State",
-    "Transform",
-    "declares_length",
-    "follows_length",
-    "warn_nothing_changed",
-]

@@ -1,41 +1,36 @@
-"""BinaryCrossEntropy: an independent binary loss per class replaces softmax cross entropy.
-
-Shapes: B batch, C classes.
-"""
+"""BinaryCrossEntropy: an independent binary loss per class replaces softmax cross entropy."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..common.errors import PlanError
-from .base import Kind, Loss, Transform
+from .base import Loss, Transform
 from .label_smoothing import IGNORED, misfit
 
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy(Transform):
-    """Train with binary cross entropy, summed over the classes, instead of cross entropy.
+    """Train with binary cross entropy, summed over the classes, instead of `F.cross_entropy`.
 
-    Summing instead of averaging over the classes keeps learning rates at the same scale as cross entropy. The
-    model can be certain of both classes of a mixed image (MixUp, CutMix).
+    Summing instead of averaging over the classes keeps learning rates at the same scale as cross entropy. The model can
+    be certain of both classes of a mixed image (MixUp, CutMix).
 
-    log C is subtracted from the logits first. An untrained model then predicts about 1 / C per class, and its
-    loss is about 1 + log C instead of C · log 2 (8 instead of 693 for ImageNet). Composer's recipes initialise
-    the last layer's bias to the same effect. Softmax, accuracy and evaluation cross entropy are unaffected; the
-    probability of a single class is sigmoid(logit - log C).
+    log C is subtracted from the logits first. An untrained model then predicts about 1 / C per class, and its loss is
+    about 1 + log C instead of C · log 2 (8 instead of 693 for ImageNet). Composer's recipes initialize the last layer's
+    bias to the same effect. Softmax, accuracy and evaluation cross entropy are unaffected; the probability of a single
+    class is sigmoid(logit - log C).
 
     It replaces the loss itself, so it is applied before LabelSmoothing, which changes the loss's targets.
 
-    Raises:
-        PlanError: from `loss`, if the given loss is not `F.cross_entropy`.
-
-    Source: Beyer et al., "Are we done with ImageNet?", 2020, arXiv:2006.07159; with mixed targets
-    Wightman et al., "ResNet strikes back", 2021, arXiv:2110.00476.
+    Source: Beyer et al., "Are we done with ImageNet?", 2020, arXiv:2006.07159; with mixed targets Wightman et al.,
+    "ResNet strikes back", 2021, arXiv:2110.00476.
 
     Example::
 
@@ -44,12 +39,11 @@ class BinaryCrossEntropy(Transform):
         torch.Size([])
     """
 
-    kind: ClassVar[Kind] = "loss"
-    source: ClassVar[str] = "Beyer et al. 2020, arXiv:2006.07159"
-    targets: ClassVar[tuple[str, ...] | None] = ("class indices",)
+    kind = "loss"
+    source = "Beyer et al. 2020, arXiv:2006.07159"
+    targets = ("class indices",)
 
     def loss(self, loss: Loss) -> Loss:
-        """Return `binary_cross_entropy` in place of `F.cross_entropy`."""
         if loss is F.cross_entropy:
             return binary_cross_entropy
         raise PlanError(
@@ -59,21 +53,13 @@ class BinaryCrossEntropy(Transform):
 
 
 def binary_cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, reduction: Literal["mean", "none"] = "mean"
-) -> torch.Tensor:
-    """Return the binary cross entropy of sigmoid(logits - log C), summed over the classes.
+    logits: Tensor, targets: Tensor, reduction: Literal["mean", "none"] = "mean"
+) -> Tensor:
+    """Return the binary cross entropy of sigmoid(logits - log C), summed over the classes: `()` or `(B,)`, in float32
+    or better.
 
-    Args:
-        logits: (B, C).
-        targets: (B,) class indices, where -100 is ignored, or (B, C) probabilities.
-        reduction: `"mean"` over the images that are not ignored, or `"none"` for one value per image, 0 for
-            ignored ones.
-
-    Returns:
-        `()` or `(B,)`, in float32, or in float64 if the logits are.
-
-    Raises:
-        DataError: if the shapes of logits and targets do not match.
+    Targets are (B,) class indices, where -100 is ignored, or (B, C) probabilities. `"mean"` is over the images that are
+    not ignored; `"none"` has one value per image, 0 for ignored ones.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if logits.dim() == 2 and targets.shape == logits.shape:

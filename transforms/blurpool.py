@@ -1,42 +1,33 @@
 """BlurPool: a low-pass filter before each subsampling, so that small image shifts matter less.
 
-Shapes: B batch, C channels, H and W height and width; (C, H, W) without a batch works too.
-The surgery changes only the *class* of a module. Parameters, their names, hooks, dtype, device, training mode
-and sharing are unaffected, so an existing optimizer stays valid, and plain weights load before and after.
+The surgery changes only the *class* of a module. Parameters, their names, hooks, dtype, device, training mode and
+sharing are unaffected, so an existing optimizer stays valid, and plain weights load before and after.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ..common.errors import PlanError
-from .base import Kind, Report, Transform
-from .common.checks import check_bool, check_count
+from .base import Natural, Report, Transform
 from .common.surgery import Classes, Verdict, change_class, judge_class, operate
 
 
-def blur(x: torch.Tensor, stride: tuple[int, int] = (1, 1)) -> torch.Tensor:
-    """Filter each channel with [1 2 1] ⊗ [1 2 1] / 16, zero-padded, and keep every `stride`-th pixel.
-
-    Args:
-        x: (..., C, H, W), floating.
-        stride: pixels along H and W.
-
-    Returns:
-        (..., C, ceil(H / stride), ceil(W / stride)), in the dtype, device and memory format of `x`.
-    """
+def blur(x: Tensor, stride: tuple[int, int] = (1, 1)) -> Tensor:
+    """Filter each channel of (..., C, H, W) with [1 2 1] ⊗ [1 2 1] / 16, zero-padded, and keep every `stride`-th pixel:
+    (..., C, ceil(H / stride), ceil(W / stride)), in the same dtype and memory format."""
     if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
         # oneDNN has no fast backward for a depthwise convolution in half precision: 35 ms for
         # (256, 32, 31, 31) in bf16, 3 ms in fp32, 10 ms with both conversions (2 cores, torch 2.15).
         with torch.autocast("cpu", enabled=False):
             return blur(x.float(), stride).to(x.dtype)
     # Rebuilt from x: a buffer would be garbage after meta.to_empty() and stay fp32 when FSDP casts x to bf16; a
-    # Python list would be copied to the GPU, with a synchronisation, in every forward.
+    # Python list would be copied to the GPU, with a synchronization, in every forward.
     channels = x.shape[-3]
     row = 2 - torch.arange(-1, 2, device=x.device, dtype=x.dtype).abs()
     # Contiguous: oneDNN's backward takes twice as long with an expanded kernel.
@@ -49,12 +40,10 @@ class BlurConv2d(nn.Conv2d):
 
     blur_first: bool = True
 
-    def _conv_forward(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # Not in forward, because WeightStandardization's subclass passes a different weight.
         if self.blur_first:
-            return cast(torch.Tensor, super()._conv_forward(blur(input), weight, bias))
+            return cast(Tensor, super()._conv_forward(blur(input), weight, bias))
         padding: str | tuple[int, ...] = self.padding
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
@@ -68,12 +57,10 @@ class BlurConv2d(nn.Conv2d):
 
 
 class BlurMaxPool2d(nn.MaxPool2d):
-    """A max-pool that takes the maximum at every pixel, blurs, and then subsamples.
+    """A max-pool that takes the maximum at every pixel, blurs, and then subsamples. The output has the same size as
+    `nn.MaxPool2d`'s, with `ceil_mode` too."""
 
-    The output has the same size as `nn.MaxPool2d`'s, with `ceil_mode` too.
-    """
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self.ceil_mode:
             input = F.pad(input, self._ceil_padding(input.shape), value=-torch.inf)
         return blur(F.max_pool2d(input, self.kernel_size, 1, self.padding, self.dilation), _pair(self.stride))
@@ -101,28 +88,23 @@ CLASSES: Classes = {nn.Conv2d: BlurConv2d, nn.MaxPool2d: BlurMaxPool2d}
 class BlurPool(Transform):
     """Anti-aliased strided convolutions and max-pools.
 
-    Computes the same as Composer's `apply_blurpool`, except that a `ceil_mode` pool keeps its output size and
-    a max-pool of stride 1, which does not subsample, is left unchanged.
+    Computes the same as Composer's `apply_blurpool`, except that a `ceil_mode` pool keeps its output size and a
+    max-pool of stride 1, which does not subsample, is left unchanged.
 
-    Only modules whose class is exactly `nn.Conv2d` or `nn.MaxPool2d` change. A subclass may have its own
-    forward, so it is reported in `skipped`. This includes parametrised convolutions (spectral norm) and the
-    results of WeightStandardization and SqueezeExcite: apply BlurPool before them. Calls of `F.conv2d` and
-    `F.max_pool2d` inside a model's forward cannot be detected.
-
-    It is applied after Factorize, which skips blurred convolutions; BlurPool does change the first factor of a
-    strided convolution.
+    Only modules whose class is exactly `nn.Conv2d` or `nn.MaxPool2d` change. A subclass may have its own forward, so it
+    is reported in `skipped`: also parametrized convolutions (spectral norm) and the results of WeightStandardization
+    and SqueezeExcite, which are applied later. BlurPool is applied after Factorize, which skips blurred convolutions,
+    and changes the first factor of a strided convolution. Calls of `F.conv2d` and `F.max_pool2d` inside a model's
+    forward cannot be detected.
 
     Attributes:
         replace_convs: whether to change convolutions with a stride above 1. Default True.
         replace_maxpools: whether to change max-pools with a stride above 1. Default True.
-        blur_first: True blurs a convolution's input (cost: one depthwise 3×3). False, as in the paper,
-            convolves at stride 1 and blurs the output, at stride² times the convolution's cost. Default True,
-            as in Composer's recipes.
-        min_channels: convolutions with fewer input channels are left unchanged. Integer ≥ 0. Default 16, which
-            skips the first one: blurring the image itself loses resolution.
-
-    Raises:
-        PlanError: at construction, if a value has the wrong type or nothing would be replaced.
+        blur_first: True blurs a convolution's input (cost: one depthwise 3×3). False, as in the paper, convolves at
+            stride 1 and blurs the output, at stride² times the convolution's cost. Default True, as in Composer's
+            recipes.
+        min_channels: convolutions with fewer input channels are left unchanged. Integer ≥ 0. Default 16, which skips
+            the first one: blurring the image itself loses resolution.
 
     Source: Zhang, "Making Convolutional Networks Shift-Invariant Again", 2019, arXiv:1904.11486.
 
@@ -136,26 +118,20 @@ class BlurPool(Transform):
     replace_convs: bool = True
     replace_maxpools: bool = True
     blur_first: bool = True
-    min_channels: int = 16
+    min_channels: Natural = 16
 
-    kind: ClassVar[Kind] = "surgery"
-    source: ClassVar[str] = "Zhang 2019, arXiv:1904.11486"
-    after: ClassVar[tuple[str, ...]] = ("Factorize",)
+    kind = "surgery"
+    source = "Zhang 2019, arXiv:1904.11486"
+    after = ("Factorize",)
 
     def __post_init__(self) -> None:
-        for field in ("replace_convs", "replace_maxpools", "blur_first"):
-            check_bool(self, field)
-        check_count(self, "min_channels")
+        super().__post_init__()
         if not (self.replace_convs or self.replace_maxpools):
             raise PlanError(
                 "BlurPool(replace_convs=False, replace_maxpools=False) replaces nothing. Set one of them to True."
             )
 
     def apply(self, model: nn.Module) -> Report:
-        """Change `model` in place. Modules that BlurPool already changed are kept and noted in the report.
-
-        Warns `NothingChanged` if the model has nothing to change.
-        """
         convs = f"Conv2d with a stride above 1 and at least {self.min_channels} input channels"
         parts = [convs] * self.replace_convs + ["MaxPool2d with a stride above 1"] * self.replace_maxpools
         return operate("BlurPool", model, self._judge, self._change, " and ".join(parts), wrapped=True)
@@ -188,5 +164,4 @@ class BlurPool(Transform):
 
 
 def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:
-    """Return the (height, width) of a torch size option, which is one number or a pair."""
     return (value, value) if isinstance(value, int) else (value[0], value[1])

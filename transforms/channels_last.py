@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..common.errors import PlanError
-from .base import Kind, Report, Transform, warn_nothing_changed
+from .base import Report, Transform, warn_nothing_changed
 
 
 @dataclass(frozen=True)
@@ -18,15 +17,12 @@ class ChannelsLast(Transform):
     """Convert every 4-D parameter, and its gradient, to `torch.channels_last`, in place.
 
     Shapes, names and `Parameter` objects do not change. A convolution with such a weight produces channels-last
-    activations whatever its input's layout, so inputs need no conversion (Drivetrain's loaders produce
-    channels-last images anyway).
+    activations whatever its input's layout, so inputs need no conversion (Drivetrain's loaders produce channels-last
+    images anyway).
 
-    It is applied after surgery, because surgery creates contiguous weights: Composer's BlurPool after its
-    ChannelsLast silently reverts three weights of a ResNet-18. FSDP2 accepts only contiguous parameters:
-    Drivetrain's strategies convert them back, and convert the images to channels-last instead.
-
-    Raises:
-        PlanError: from `apply`, if a parameter is already sharded; nothing is changed then.
+    It is applied after surgery, which creates contiguous weights: Composer's BlurPool after its ChannelsLast silently
+    reverts three weights of a ResNet-18. FSDP2 accepts only contiguous parameters: Drivetrain's strategies convert them
+    back, and convert the images to channels-last instead. Sharded parameters are rejected.
 
     Source: PyTorch, "Channels Last Memory Format in PyTorch" (tutorial, V. Fedyunin).
 
@@ -37,16 +33,12 @@ class ChannelsLast(Transform):
         True
     """
 
-    kind: ClassVar[Kind] = "memory_format"
+    kind = "memory_format"
     tried_by_tune = "format"
-    source: ClassVar[str] = "PyTorch tutorial, Channels Last Memory Format"
-    after: ClassVar[tuple[str, ...]] = ("BlurPool",)
+    source = "PyTorch tutorial, Channels Last Memory Format"
+    after = ("BlurPool",)
 
     def apply(self, model: nn.Module) -> Report:
-        """Change `model` in place. Weights that are already channels-last are kept and noted in the report.
-
-        Warns `NothingChanged` if the model has no 4-D parameter.
-        """
         self._refuse_sharded(model)
         changed: list[str] = []
         skipped: list[tuple[str, str]] = []
@@ -80,8 +72,8 @@ class ChannelsLast(Transform):
 def _to_channels_last(parameter: nn.Parameter) -> bool:
     """Convert a 4-D parameter if needed; return whether it was converted.
 
-    Compares strides, because `is_contiguous(memory_format=...)` is true for both layouts of a 1×1 kernel, while
-    a convolution chooses its layout by the strides.
+    Compares strides, because `is_contiguous(memory_format=...)` is true for both layouts of a 1×1 kernel, while a
+    convolution chooses its layout by the strides.
     """
     data = parameter.data.to(memory_format=torch.channels_last)
     if data.stride() == parameter.stride():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from ..common.transfer import to_device
-from .base import BatchContext, Kind, Transform
-from .common.checks import check_fraction
+from .base import BatchContext, FractionBelowOne, Transform
 from .common.images import check_batch, keep_format
 
 
@@ -24,9 +23,6 @@ class ColOut(Transform):
         row: fraction of the rows to drop. Number in [0, 1). Default 0.15, as in Composer.
         column: fraction of the columns to drop. Number in [0, 1). Default 0.15, as in Composer.
 
-    Raises:
-        PlanError: at construction, if a value is out of range.
-
     Source: MosaicML, Composer's method card "ColOut", 2021.
 
     Example::
@@ -36,27 +32,17 @@ class ColOut(Transform):
         torch.Size([8, 3, 24, 24])
     """
 
-    row: float = 0.15
-    column: float = 0.15
+    row: FractionBelowOne = 0.15
+    column: FractionBelowOne = 0.15
 
-    kind: ClassVar[Kind] = "batch"
-    source: ClassVar[str] = "MosaicML 2021, Composer's method card ColOut"
-    targets: ClassVar[tuple[str, ...] | None] = ("class indices", "labels", "values")
-    after: ClassVar[tuple[str, ...]] = ("SelectiveBackprop",)
-    depends_on_length: ClassVar[bool] = False  # each step depends only on its own random numbers
+    kind = "batch"
+    source = "MosaicML 2021, Composer's method card ColOut"
+    targets = ("class indices", "labels", "values")
+    after = ("SelectiveBackprop",)
+    depends_on_length = False  # each step depends only on its own random numbers
 
-    def __post_init__(self) -> None:
-        check_fraction(self, "row")
-        check_fraction(self, "column")
-
-    def batch(
-        self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return smaller images (B, 3, h, w), with the same dtype and memory format, and the unchanged targets.
-
-        Raises:
-            DataError: if the batch has another shape.
-        """
+    def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:
+        """Return smaller images (B, 3, h, w) and the unchanged targets."""
         check_batch(self, images, targets)
         rows, columns = (
             _kept(size, share, context.generator)
@@ -67,7 +53,6 @@ class ColOut(Transform):
         return keep_format(images.index_select(2, rows).index_select(3, columns), images), targets
 
 
-def _kept(size: int, dropped: float, generator: torch.Generator) -> torch.Tensor:
-    """Return the sorted indices of the rows or columns to keep."""
+def _kept(size: int, dropped: float, generator: torch.Generator) -> Tensor:
     count = max(int((1 - dropped) * size), 1)
     return torch.randperm(size, generator=generator)[:count].sort().values

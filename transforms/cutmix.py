@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from .base import BatchContext, Kind, Transform
-from .common.checks import check_range
-from .common.draws import draw_beta
-from .common.images import check_batch, draw_partners, mix_targets, soft_targets
+from .base import AboveZero, BatchContext, Transform
+from .common.images import check_batch, draw_beta, draw_partners, soft_targets
 
 Box = tuple[int, int, int, int]
 """(top, bottom, left, right) in pixels; bottom and right are exclusive."""
@@ -21,18 +19,15 @@ Box = tuple[int, int, int, int]
 class CutMix(Transform):
     """Paste one box, the same for the whole batch, from another image of the batch into each image.
 
-    As in the paper: lambda is drawn from Beta(alpha, alpha); the box covers a fraction 1 - lambda of the area,
-    with the image's proportions; its centre is any pixel, and it is clipped at the edges. The targets are mixed
-    by the area actually replaced. A batch that is already mixed, with targets (B, C), is mixed again: MixUp and
-    CutMix compose in either order (in Composer, CutMix's targets ignore an earlier MixUp). It is applied after
-    SelectiveBackprop, which ranks complete images.
+    As in the paper: lambda is drawn from Beta(alpha, alpha); the box covers a fraction 1 - lambda of the area, with the
+    image's proportions; its center is any pixel, and it is clipped at the edges. The targets are mixed by the area
+    actually replaced. A batch that is already mixed, with targets (B, C), is mixed again: MixUp and CutMix compose in
+    either order (in Composer, CutMix's targets ignore an earlier MixUp). It is applied after SelectiveBackprop, which
+    ranks complete images.
 
     Attributes:
-        alpha: both parameters of the Beta distribution; 1 draws lambda uniformly. Number > 0. Default 1.0,
-            the paper's value.
-
-    Raises:
-        PlanError: at construction, if the value is out of range.
+        alpha: both parameters of the Beta distribution; 1, the paper's value, draws lambda uniformly. Number > 0.
+            Default 1.0.
 
     Source: Yun et al., "CutMix", 2019, arXiv:1905.04899.
 
@@ -43,34 +38,22 @@ class CutMix(Transform):
         torch.Size([8, 2])
     """
 
-    alpha: float = 1.0
+    alpha: AboveZero = 1.0
 
-    kind: ClassVar[Kind] = "batch"
-    source: ClassVar[str] = "Yun et al. 2019, arXiv:1905.04899"
-    targets: ClassVar[tuple[str, ...] | None] = ("class indices", "labels")
-    soft_targets: ClassVar[bool] = True
-    after: ClassVar[tuple[str, ...]] = ("SelectiveBackprop",)
-    depends_on_length: ClassVar[bool] = False  # each step depends only on its own random numbers
+    kind = "batch"
+    source = "Yun et al. 2019, arXiv:1905.04899"
+    targets = ("class indices", "labels")
+    soft_targets = True
+    after = ("SelectiveBackprop",)
+    depends_on_length = False  # each step depends only on its own random numbers
 
-    def __post_init__(self) -> None:
-        check_range(self, "alpha", "(0, inf)")
-
-    def batch(
-        self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mixed batch. A batch of one keeps its image; only its target becomes soft.
-
-        Args:
-            images: (B, 3, H, W); dtype and memory format are preserved.
-            targets: (B,) class indices or (B, C) probabilities.
-            context: supplies the randomness, and the number of classes for class indices.
-
-        Returns:
-            Images (B, 3, H, W) and targets (B, C) in float32.
+    def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:
+        """Return the mixed images and targets (B, C) in float32. A batch of one keeps its image; only its target
+        becomes soft.
 
         Raises:
-            DataError: if the batch has another shape, or a target on the CPU is not a class index (such as -100).
-                On a CUDA device its row, and so the loss, becomes NaN.
+            DataError: if the batch has another shape, or a target on the CPU is not a class index (such as -100). On a
+                CUDA device its row, and so the loss, becomes NaN.
         """
         check_batch(self, images, targets)
         soft = soft_targets(self, targets, context.classes)
@@ -83,27 +66,24 @@ class CutMix(Transform):
         if len(images) == 1:
             return images, soft
         box = box_around(y, x, height, width, kept)
-        return paste(images, partner, box), mix_targets(soft, partner, area(box) / (height * width))
+        return paste(images, partner, box), soft.lerp(soft[partner], area(box) / (height * width))
 
 
 def box_around(y: int, x: int, height: int, width: int, kept: float) -> Box:
-    """Return the box around pixel (y, x) that covers a fraction 1 - `kept` of the image, clipped at its edges.
-
-    Half sides are whole pixels, so the box is up to a pixel smaller than requested; hence `area`.
-    """
+    """Return the box around pixel (y, x) that covers a fraction 1 - `kept` of the image, clipped at its edges. Half
+    sides are whole pixels, so the box is up to a pixel smaller than requested; hence `area`."""
     side = math.sqrt(1 - kept)
     half_h, half_w = int(height * side) // 2, int(width * side) // 2
     return max(y - half_h, 0), min(y + half_h, height), max(x - half_w, 0), min(x + half_w, width)
 
 
 def area(box: Box) -> int:
-    """Return the number of pixels in the box."""
     top, bottom, left, right = box
     return (bottom - top) * (right - left)
 
 
-def paste(images: torch.Tensor, partner: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return images (B, C, H, W) with the box of `images[partner]`; `partner` holds (B,) indices."""
+def paste(images: Tensor, partner: Tensor, box: Box) -> Tensor:
+    """Return images (B, C, H, W) with the box of `images[partner]`."""
     top, bottom, left, right = box
     mixed = images.clone()
     mixed[..., top:bottom, left:right] = images[..., top:bottom, left:right][partner]

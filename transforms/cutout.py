@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from ..common.transfer import to_device
-from .base import BatchContext, Kind, Transform
-from .common.checks import check_count, check_range
+from .base import BatchContext, FractionAboveZero, Positive, Transform
 from .common.images import check_batch
 
 
 @dataclass(frozen=True)
 class CutOut(Transform):
-    """Set squares of each image to 0, which is the mean colour in normalised images.
+    """Set squares of each image to 0, which is the mean color in normalized images.
 
-    As in the paper, every image gets its own squares, centred on any pixel and clipped at the edges (Composer
-    blanks the same square in the whole batch). It is applied after SelectiveBackprop, which ranks complete
-    images.
+    As in the paper, every image gets its own squares, centered on any pixel and clipped at the edges (Composer blanks
+    the same square in the whole batch). It is applied after SelectiveBackprop, which ranks complete images.
 
     Attributes:
         holes: squares per image; they may overlap. Integer ≥ 1. Default 1, as in the paper.
         length: side of a square as a fraction of the image's shorter side. Number in (0, 1]. Default 0.5: the
             paper's 16 of 32 pixels for CIFAR-10, and Composer's default.
-
-    Raises:
-        PlanError: at construction, if a value is out of range.
 
     Source: DeVries and Taylor, "Improved Regularization of CNNs with Cutout", 2017, arXiv:1708.04552.
 
@@ -38,26 +33,16 @@ class CutOut(Transform):
         True
     """
 
-    holes: int = 1
-    length: float = 0.5
+    holes: Positive = 1
+    length: FractionAboveZero = 0.5
 
-    kind: ClassVar[Kind] = "batch"
-    source: ClassVar[str] = "DeVries and Taylor 2017, arXiv:1708.04552"
-    after: ClassVar[tuple[str, ...]] = ("SelectiveBackprop",)
-    depends_on_length: ClassVar[bool] = False  # each step depends only on its own random numbers
+    kind = "batch"
+    source = "DeVries and Taylor 2017, arXiv:1708.04552"
+    after = ("SelectiveBackprop",)
+    depends_on_length = False  # each step depends only on its own random numbers
 
-    def __post_init__(self) -> None:
-        check_count(self, "holes", 1)
-        check_range(self, "length", "(0, 1]")
-
-    def batch(
-        self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the blanked images (B, 3, H, W) and the unchanged targets.
-
-        Raises:
-            DataError: if the batch has another shape.
-        """
+    def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:
+        """Return the blanked images and the unchanged targets, which may be masks (B, H, W)."""
         masks = images.dim() == 4 and targets.shape == (len(images), *images.shape[2:])
         if not masks:  # these stay: what is hidden is still to be segmented
             check_batch(self, images, targets)
@@ -71,16 +56,9 @@ class CutOut(Transform):
         return images.clone().masked_fill_(hole[:, None], 0), targets
 
 
-def inside(y: torch.Tensor, x: torch.Tensor, height: int, width: int, side: int) -> torch.Tensor:
-    """Return which pixels lie in one of the squares: (B, H, W), bool, on the device of the centres.
-
-    Args:
-        y: rows of the centres, (B, holes).
-        x: columns of the centres, (B, holes).
-        height: H of the images.
-        width: W of the images.
-        side: of a square, in pixels; an odd side is rounded down to even, because its half is whole pixels.
-    """
+def inside(y: Tensor, x: Tensor, height: int, width: int, side: int) -> Tensor:
+    """Return which pixels lie in one of the squares around the centers (B, holes): (B, H, W), bool. An odd side is
+    rounded down to even, because its half is whole pixels."""
     half = side // 2
     rows, columns = (torch.arange(n, device=y.device) for n in (height, width))
     in_rows = (rows >= y[..., None] - half) & (rows < y[..., None] + half)

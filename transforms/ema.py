@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
 from ..common.errors import PlanError
-from .base import Kind, Session, Transform
+from .base import AboveZero, Positive, ProperFraction, Session, Transform
 from .common.averaging import AveragedSession
-from .common.checks import check_count, check_range
 
 
 @dataclass(frozen=True)
 class EMA(Transform):
     """Keep average = smoothing · average + (1 - smoothing) · weight, and evaluate with the average.
 
-    Buffers such as BatchNorm's running statistics are averaged like the weights; counters are copied (in
-    Composer, `num_batches_tracked` becomes 0). Half precision is averaged in float32. Memory: one more copy of
-    the model, two inside `evaluating()`. Not supported with DeepSpeed stage 3, which partitions the parameters.
+    Buffers such as BatchNorm's running statistics are averaged like the weights; counters are copied (in Composer,
+    `num_batches_tracked` becomes 0). Half precision is averaged in float32. Memory: one more copy of the model, two
+    inside `evaluating()`. Not supported with DeepSpeed stage 3, which partitions the parameters.
 
     The average starts from the weights at `session`: with a half-life near the length of the full training run,
     evaluation would mostly use those.
 
     Attributes:
-        half_life: optimizer steps after which the influence of a weight is halved. Number > 0, or None if
-            `smoothing` is set. Default 1000, as in Composer.
-        smoothing: fraction of the old average kept at each update; not adjusted for `update_every`. Number in
-            (0, 1), or None to use `half_life`. Default None.
+        half_life: optimizer steps after which the influence of a weight is halved. Number > 0, or None if `smoothing`
+            is set. Default 1000, as in Composer.
+        smoothing: fraction of the old average kept at each update; not adjusted for `update_every`. Number in (0, 1),
+            or None.
         update_every: optimizer steps between updates. Integer ≥ 1. Default 1, as in Composer.
-
-    Raises:
-        PlanError: at construction, if a value is out of range, or if not exactly one of `half_life` and
-            `smoothing` is set; from `session`, if DeepSpeed stage 3 has partitioned the parameters.
 
     Source: Tarvainen and Valpola, "Mean teachers are better role models", 2017, arXiv:1703.01780.
 
@@ -45,31 +39,23 @@ class EMA(Transform):
         ...     logits = model(images)
     """
 
-    half_life: float | None = 1000
-    smoothing: float | None = None
-    update_every: int = 1
+    half_life: AboveZero | None = 1000
+    smoothing: ProperFraction | None = None
+    update_every: Positive = 1
 
-    kind: ClassVar[Kind] = "loop"
-    source: ClassVar[str] = "Tarvainen and Valpola 2017, arXiv:1703.01780"
-    unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed_stage_3",)
-    averages_weights: ClassVar[bool] = True
+    kind = "loop"
+    source = "Tarvainen and Valpola 2017, arXiv:1703.01780"
+    unsafe_with = ("deepspeed_stage_3",)
+    averages_weights = True
+    depends_on_length = False  # only the number of steps matters
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.half_life is None) == (self.smoothing is None):
             raise PlanError(
                 f"EMA(half_life={self.half_life!r}, smoothing={self.smoothing!r}): set exactly one of the two, and "
                 "the other to None."
             )
-        if self.half_life is not None:
-            check_range(self, "half_life", "(0, inf)")
-        if self.smoothing is not None:
-            check_range(self, "smoothing", "(0, 1)")
-        check_count(self, "update_every", 1)
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Return False: only the number of steps matters."""
-        return False
 
     @property
     def share(self) -> float:
@@ -95,8 +81,4 @@ class EMA(Transform):
         )
 
     def session(self, model: nn.Module) -> Session:
-        """Start averaging `model`, after it is moved to its device, sharded and loaded."""
         return AveragedSession(model, self.update_every, lambda averages, _: averages.add(self.share))
-
-
-__all__ = ["EMA"]

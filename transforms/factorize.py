@@ -1,7 +1,7 @@
 """Factorize: replace a wide convolution or linear layer by two narrow ones, using the singular value decomposition.
 
-Shapes: O output and I input channels or features, R the rank. The surgery changes a module in place, so hooks
-and sharing are preserved; its weight (O, I, ...) is replaced by two.
+Shapes: O output and I input channels or features, R the rank. The surgery changes a module in place, so hooks and
+sharing are preserved; its weight (O, I, ...) is replaced by two.
 """
 
 from __future__ import annotations
@@ -9,26 +9,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .base import Kind, Report, State, Transform
-from .common.checks import check_bool, check_count, check_size
+from .base import Natural, Report, Size, State, Transform
 from .common.surgery import Verdict, children_of, obstacle, operate, places, rename
 
 
-def factorize(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the two factors whose product is the best approximation of `weight` with that rank.
-
-    Args:
-        weight: (O, I, ...), floating-point.
-        rank: R, from 1 to min(O, I · ...).
-
-    Returns:
-        (R, I, ...) and (O, R, 1, ...), of equal norm, with the dtype and device of `weight`.
-    """
+def factorize(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the two factors whose product is the best approximation of `weight` (O, I, ...) with that rank R: (R, I,
+    ...) and (O, R, 1, ...), of equal norm, with the same dtype."""
     matrix = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).flatten(1)
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     root = values[:rank].sqrt()
@@ -37,7 +28,7 @@ def factorize(weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tens
     return down.to(weight.dtype).contiguous(), up.to(weight.dtype).contiguous()
 
 
-def multiply(down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def multiply(down: Tensor, up: Tensor) -> Tensor:
     """Return the weight (O, I, ...) equivalent to the factors (R, I, ...) and (O, R, 1, ...)."""
     return (up.flatten(1) @ down.flatten(1)).reshape(up.shape[0], *down.shape[1:])
 
@@ -46,18 +37,16 @@ class _Factorized(nn.Module):
     down: nn.Module
     up: nn.Module
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         return self.up(self.down(input))  # type: ignore[no-any-return]
 
-    # For code that reads a child's weight instead of calling it, as nn.TransformerEncoderLayer does.
+    # For code that reads a child's weight instead of calling it, as nn.TransformerEncoderLayer does; computed anew.
     @property
-    def weight(self) -> torch.Tensor:
-        """(O, I, ...): the product, recomputed on each access."""
+    def weight(self) -> Tensor:
         return multiply(self.down.weight, self.up.weight)  # type: ignore[arg-type]
 
     @property
-    def bias(self) -> torch.Tensor | None:
-        """(O,), or None."""
+    def bias(self) -> Tensor | None:
         return self.up.bias  # type: ignore[return-value]
 
 
@@ -80,30 +69,27 @@ class Factorize(Transform):
     """Replace the weight W of wide convolutions and linear layers by a product of two smaller ones.
 
     The modules and ranks are those of Composer's `Factorize`, but the factors are the best approximation of W
-    (truncated singular value decomposition), so that a pretrained model stays close to its function. Composer
-    initialises the factors at random. Applying it again changes nothing; a layer without a bias gets none;
-    padding mode, dtype, device and requires_grad are preserved.
+    (truncated singular value decomposition), so that a pretrained model stays close to its function; Composer
+    initializes them at random. A layer without a bias gets none; padding mode, dtype, device and requires_grad are
+    preserved.
 
-    A module changes only if it is wide enough and the factors need fewer multiplications. Only plain `nn.Conv2d`
-    and `nn.Linear` change. BlurPool, WeightStandardization and SqueezeExcite accept factorised layers but not
-    the reverse, so they are applied after Factorize. Grouped convolutions, and those that share their weight
-    with another module, are left unchanged.
+    A module changes only if it is wide enough and the factors need fewer multiplications. Only plain `nn.Conv2d` and
+    `nn.Linear` change: BlurPool, WeightStandardization and SqueezeExcite accept factorized layers but not the reverse,
+    so they are applied later. Grouped convolutions, and those that share their weight with another module, are left
+    unchanged.
 
     `name.weight` and `name.bias` become `name.down.weight`, `name.up.weight` and `name.up.bias`. `from_plain`
-    factorises the plain weights; `to_plain` multiplies the factors, with the same output.
+    factorizes the plain weights; `to_plain` multiplies the factors, with the same output.
 
     Attributes:
         factorize_convs: whether to change convolutions. Default True.
         factorize_linears: whether to change linear layers. Default True.
-        min_channels: convolutions with fewer input or output channels are left unchanged. Integer ≥ 0.
-            Default 256, as in Composer.
-        latent_channels: rank of a convolution: an integer ≥ 1, or a fraction in (0, 1) of the smaller of its
-            input and output channels. Default 0.25, as in Composer.
+        min_channels: convolutions with fewer input or output channels are left unchanged. Integer ≥ 0. Default 256, as
+            in Composer.
+        latent_channels: rank of a convolution: an integer ≥ 1, or a fraction in (0, 1) of the smaller of its input and
+            output channels. Default 0.25, as in Composer.
         min_features: same as min_channels, for linear layers. Integer ≥ 0. Default 256, as in Composer.
         latent_features: rank of a linear layer, like latent_channels. Default 128, as in Composer.
-
-    Raises:
-        PlanError: at construction, if a value has the wrong type.
 
     Source: MosaicML Composer, method card "Factorize"; Denton et al. 2014, arXiv:1404.0736.
 
@@ -116,26 +102,17 @@ class Factorize(Transform):
 
     factorize_convs: bool = True
     factorize_linears: bool = True
-    min_channels: int = 256
-    latent_channels: int | float = 0.25
-    min_features: int = 256
-    latent_features: int | float = 128
+    min_channels: Natural = 256
+    latent_channels: Size = 0.25
+    min_features: Natural = 256
+    latent_features: Size = 128
 
-    kind: ClassVar[Kind] = "surgery"
+    kind = "surgery"
     tried_by_tune = "surgery"
-    source: ClassVar[str] = "Composer's method card; Denton et al. 2014, arXiv:1404.0736"
-    renames: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        for field in ("factorize_convs", "factorize_linears"):
-            check_bool(self, field)
-        for field in ("min_channels", "min_features"):
-            check_count(self, field)
-        for field in ("latent_channels", "latent_features"):
-            check_size(self, field)
+    source = "Composer's method card; Denton et al. 2014, arXiv:1404.0736"
+    renames = True
 
     def apply(self, model: nn.Module) -> Report:
-        """Change `model` in place. Modules already factorised are kept and noted in the report."""
         factors = children_of(model, _Factorized)
         owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
 
@@ -153,7 +130,6 @@ class Factorize(Transform):
         return operate("Factorize", model, judge, self._change, looks_for)
 
     def from_plain(self, state: State, model: nn.Module) -> State:
-        """Return the state with each changed module's plain weight as its two factors."""
         changed = dict(state)
         modules = dict(model.named_modules(remove_duplicate=False))
         for place in places(model, _Factorized):
@@ -165,7 +141,6 @@ class Factorize(Transform):
         return changed
 
     def to_plain(self, state: State, model: nn.Module) -> State:
-        """Return the state with each changed module's factors as their product; the output is the same."""
         plain = dict(state)
         for place in places(model, _Factorized):
             if f"{place}down.weight" in plain:
@@ -175,14 +150,12 @@ class Factorize(Transform):
         return plain
 
     def _wants(self, module: nn.Module) -> bool:
-        return (self.factorize_convs and isinstance(module, nn.Conv2d)) or (
-            self.factorize_linears and isinstance(module, nn.Linear)
-        )
+        conv, linear = isinstance(module, nn.Conv2d), isinstance(module, nn.Linear)
+        return (conv and self.factorize_convs) or (linear and self.factorize_linears)
 
     def _obstacle(self, module: nn.Module) -> str | None:
         conv = isinstance(module, nn.Conv2d)
-        reason = obstacle(module, nn.Conv2d if conv else nn.Linear)
-        if reason:
+        if reason := obstacle(module, nn.Conv2d if conv else nn.Linear):
             return reason
         if isinstance(module, nn.Conv2d) and module.groups > 1:
             return f"a convolution with {module.groups} groups"
@@ -221,7 +194,6 @@ class Factorize(Transform):
                 assert isinstance(module, nn.Linear)
                 down = nn.Linear(module.in_features, rank, bias=False)
                 up = nn.Linear(rank, module.out_features, bias=module.bias is not None)
-        cls = FactorizedConv2d if isinstance(module, nn.Conv2d) else FactorizedLinear
         weight, bias = module.weight, module.bias
         for child, value in zip((down, up), factorize(weight, rank), strict=True):
             child.weight = nn.Parameter(value, requires_grad=weight.requires_grad)
@@ -229,6 +201,6 @@ class Factorize(Transform):
         if bias is not None:
             up.bias = bias  # the same Parameter
         del module.weight, module.bias
-        module.__class__ = cls  # type: ignore[assignment]
+        module.__class__ = FactorizedConv2d if isinstance(module, nn.Conv2d) else FactorizedLinear  # type: ignore[assignment]
         module.add_module("down", down)
         module.add_module("up", up)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ..common.errors import DataError
-from .base import Kind, Transform
-from .common.checks import check_count
+from .base import Natural, Transform
 from .common.images import keep_format
 
 
@@ -26,12 +25,8 @@ class TestTimeFlip(Transform):
             and their mirror images count for half of the mean. Integer ≥ 0, less than the images' sides. Default
             0: no shifted images; airbench uses 1.
 
-    Raises:
-        PlanError: at construction, if the value is out of range.
-
-    Source: Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks", 2012,
-    section 4.1 (with crops); Jordan, "94% on CIFAR-10 in 3.29 Seconds", 2024, arXiv:2404.00498 (flip alone, and
-    with shifts).
+    Source: Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks", 2012, section 4.1
+    (with crops); Jordan, "94% on CIFAR-10 in 3.29 Seconds", 2024, arXiv:2404.00498 (flip alone, and with shifts).
 
     Example::
 
@@ -40,25 +35,17 @@ class TestTimeFlip(Transform):
         torch.Size([8, 2])
     """
 
-    shift: int = 0
+    shift: Natural = 0
 
     # Otherwise pytest would collect the class as a test.
-    __test__: ClassVar[bool] = False
-    kind: ClassVar[Kind] = "evaluation"
-    source: ClassVar[str] = "Krizhevsky et al. 2012; Jordan 2024, arXiv:2404.00498"
-    targets: ClassVar[tuple[str, ...] | None] = ("class indices", "labels", "values")
+    __test__ = False
+    kind = "evaluation"
+    source = "Krizhevsky et al. 2012; Jordan 2024, arXiv:2404.00498"
+    targets = ("class indices", "labels", "values")
 
-    def __post_init__(self) -> None:
-        check_count(self, "shift")
-
-    def predict(self, model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> torch.Tensor:
-        """Return logits (B, C), in float32 or better, of images (B, 3, H, W).
-
-        Does not change the caller's gradient and autocast modes.
-
-        Raises:
-            DataError: if the images have another shape.
-        """
+    def predict(self, model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+        """Return logits (B, C), in float32 or better, of images (B, 3, H, W), in the caller's gradient and autocast
+        modes. Raises `DataError` for images of another shape."""
         if images.dim() != 4 or min(images.shape[-2:]) <= self.shift:
             raise DataError(
                 f"{self}: images of shape {tuple(images.shape)}. Pass (B, 3, H, W), with sides larger than shift."
@@ -74,11 +61,7 @@ class TestTimeFlip(Transform):
         return (logits + (moved[0] + moved[1]) / 2) / 2
 
 
-def _both(model: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> torch.Tensor:
-    """Return the mean logits of images and mirror images, in float32 or better."""
+def _both(model: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
     logits = model(images)
     wide = torch.promote_types(logits.dtype, torch.float32)
     return (logits.to(wide) + model(keep_format(images.flip(-1), images)).to(wide)) / 2
-
-
-__all__ = ["TestTimeFlip"]

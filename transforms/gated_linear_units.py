@@ -1,17 +1,13 @@
-"""GatedLinearUnits: a transformer MLP gated by a second linear layer.
-
-Shapes: B batch, N tokens, D features.
-"""
+"""GatedLinearUnits: a transformer MLP gated by a second linear layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .base import Kind, Report, State, Transform
+from .base import Report, State, Transform
 from .common.surgery import Classes, Verdict, change_class, judge_class, operate, places
 from .factorize import FactorizedLinear
 
@@ -27,8 +23,7 @@ class GatedMlp(nn.Module):
     drop2: nn.Module
     value: nn.Linear
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, ..., D) to the same shape."""
+    def forward(self, x: Tensor) -> Tensor:
         hidden = self.drop1(self.act(self.fc1(x)) * self.value(x))
         return self.drop2(self.fc2(self.norm(hidden)))  # type: ignore[no-any-return]
 
@@ -38,8 +33,7 @@ class GatedSequentialMlp(nn.Sequential):
 
     value: nn.Linear
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map (B, ..., D) to the same shape."""
+    def forward(self, input: Tensor) -> Tensor:
         first, activation, drop, second, drop_again = list(self)[:5]  # the sixth is `value`
         hidden = drop(activation(first(input)) * self.value(input))
         return drop_again(second(hidden))  # type: ignore[no-any-return]
@@ -56,17 +50,14 @@ CLASSES: Classes = {
 class GatedLinearUnits(Transform):
     """Turn act(W x) in the MLPs of vision transformers into act(W x) · (V x).
 
-    Supports timm's `Mlp` (ViT, ConvNeXt, Swin, …) and torchvision's `MLP` and `MLPBlock` (ViT, Swin). The MLP
-    gets 50 % more parameters. Composer's surgery of this name supports only Hugging Face's BERT, needs
-    `transformers`, and starts from new random weights. Here the formula is the same, but V x + b starts as 1:
-    the model's function does not change, pretrained weights remain useful, and V is trained from there. W keeps
-    its bias.
+    Supports timm's `Mlp` (ViT, ConvNeXt, Swin, …) and torchvision's `MLP` and `MLPBlock` (ViT, Swin). The MLP gets 50 %
+    more parameters. Composer's surgery of this name supports only Hugging Face's BERT and starts from new random
+    weights. Here the formula is the same, but V x + b starts as 1: the model's function does not change, pretrained
+    weights remain useful, and V is trained from there. W keeps its bias. It is applied after Factorize, which cannot
+    factorize a V of zeros.
 
-    It is applied after Factorize, which cannot factorise a V of zeros.
-
-    `name.value.weight` and `name.value.bias` are new; all other names are unchanged. A plain model cannot
-    express the product: `to_plain` keeps these entries, and a plain model loads the others with
-    `load_state_dict(strict=False)`.
+    `name.value.weight` and `name.value.bias` are new; all other names are unchanged. A plain model cannot express the
+    product: `to_plain` keeps these entries, and a plain model loads the others with `load_state_dict(strict=False)`.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020, arXiv:2002.05202.
 
@@ -77,18 +68,16 @@ class GatedLinearUnits(Transform):
         2
     """
 
-    kind: ClassVar[Kind] = "surgery"
-    source: ClassVar[str] = "Shazeer 2020, arXiv:2002.05202"
-    renames: ClassVar[bool] = True
-    after: ClassVar[tuple[str, ...]] = ("Factorize",)
+    kind = "surgery"
+    source = "Shazeer 2020, arXiv:2002.05202"
+    renames = True
+    after = ("Factorize",)
 
     def apply(self, model: nn.Module) -> Report:
-        """Change `model` in place. MLPs already gated are kept and noted in the report."""
         looks_for = "the MLP of timm's and torchvision's transformer blocks"
         return operate("GatedLinearUnits", model, _judge, _change, looks_for)
 
     def from_plain(self, state: State, model: nn.Module) -> State:
-        """Return the plain weights, plus `value`'s, which they lack: weights 0 and biases 1."""
         changed = dict(state)
         own = model.state_dict()
         for place in places(model, (GatedMlp, GatedSequentialMlp)):

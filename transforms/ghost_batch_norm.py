@@ -1,19 +1,14 @@
-"""GhostBatchNorm: batch statistics over small groups of samples, independent of the batch size.
-
-Shapes: B batch, C channels. The surgery changes the class of a module and nothing else.
-"""
+"""GhostBatchNorm: batch statistics over small groups of samples, independent of the batch size."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from .base import Kind, Report, Transform
-from .common.checks import check_count
+from .base import Positive, Report, Transform
 from .common.surgery import Classes, Verdict, change_class, judge_class, operate
 
 
@@ -22,15 +17,15 @@ class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
     averages_variances = True
     """Its running variance is the mean of the groups' variances, and across ranks the mean of theirs."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not self.training and self.running_mean is not None:
             return super().forward(input)  # evaluation uses running statistics, the same for every group
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         groups = max(1, -(-input.shape[0] // self.ghost_batch_size))
         return torch.cat([self._normalize(group, groups) for group in input.chunk(groups)])
 
-    def _normalize(self, group: torch.Tensor, groups: int) -> torch.Tensor:
-        """Normalise one group by its own statistics, which move the running ones 1/groups as far as a batch."""
+    def _normalize(self, group: Tensor, groups: int) -> Tensor:
+        """Normalize one group by its own statistics, which move the running ones 1/groups as far as a batch."""
         tracks = self.training and self.track_running_stats
         momentum = 0.0 if self.momentum is None else self.momentum / groups
         mean, variance = (self.running_mean, self.running_var) if tracks else (None, None)
@@ -42,7 +37,7 @@ class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
                 momentum = 1.0 / float(self.num_batches_tracked)
         return F.batch_norm(group, mean, variance, self.weight, self.bias, True, momentum, self.eps)
 
-    def _accumulate(self, group: torch.Tensor) -> torch.Tensor:
+    def _accumulate(self, group: Tensor) -> Tensor:
         """As `_normalize`, without reading the count from the device."""
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -59,16 +54,13 @@ class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
         return f"{super().extra_repr()}, ghost_batch_size={self.ghost_batch_size}"  # type: ignore[no-untyped-call]
 
 
-class GhostBatchNorm1d(_GhostBatchNorm, nn.BatchNorm1d):
-    """Of inputs (B, C) or (B, C, L)."""
+class GhostBatchNorm1d(_GhostBatchNorm, nn.BatchNorm1d): ...
 
 
-class GhostBatchNorm2d(_GhostBatchNorm, nn.BatchNorm2d):
-    """Of inputs (B, C, H, W)."""
+class GhostBatchNorm2d(_GhostBatchNorm, nn.BatchNorm2d): ...
 
 
-class GhostBatchNorm3d(_GhostBatchNorm, nn.BatchNorm3d):
-    """Of inputs (B, C, D, H, W)."""
+class GhostBatchNorm3d(_GhostBatchNorm, nn.BatchNorm3d): ...
 
 
 CLASSES: Classes = {
@@ -80,21 +72,18 @@ CLASSES: Classes = {
 
 @dataclass(frozen=True)
 class GhostBatchNorm(Transform):
-    """Batch normalisation over groups of at most `ghost_batch_size` samples of each device's batch.
+    """Batch normalization over groups of at most `ghost_batch_size` samples of each device's batch.
 
-    In training it computes the same as Composer's `apply_ghost_batchnorm`. Two cases in which Composer raises
-    work here: a batch smaller than the ghost size is one group, in evaluation too, and `momentum=None`
-    (cumulative statistics) averages over all groups. The names in the state dict do not change.
+    In training it computes the same as Composer's `apply_ghost_batchnorm`. Two cases in which Composer raises work
+    here: a batch smaller than the ghost size is one group, in evaluation too, and `momentum=None` (cumulative
+    statistics) averages over all groups. The names in the state dict do not change.
 
-    Only plain `nn.BatchNorm1d`, `2d` and `3d` change. `nn.SyncBatchNorm`, which has the opposite purpose, and
-    other subclasses are reported in `skipped`. A later `convert_sync_batchnorm` reverts the change.
+    Only plain `nn.BatchNorm1d`, `2d` and `3d` change. `nn.SyncBatchNorm`, which has the opposite purpose, and other
+    subclasses are reported in `skipped`. A later `convert_sync_batchnorm` reverts the change.
 
     Attributes:
-        ghost_batch_size: maximum number of samples in a group; the batch is split into equal groups. Integer
-            ≥ 1. Default 32, as in Composer.
-
-    Raises:
-        PlanError: at construction, if the value has the wrong type.
+        ghost_batch_size: maximum number of samples in a group; the batch is split into equal groups. Integer ≥ 1.
+            Default 32, as in Composer.
 
     Source: Hoffer et al., "Train longer, generalize better", 2017, arXiv:1705.08741.
 
@@ -105,17 +94,13 @@ class GhostBatchNorm(Transform):
         20
     """
 
-    ghost_batch_size: int = 32
+    ghost_batch_size: Positive = 32
 
-    kind: ClassVar[Kind] = "surgery"
-    groups_statistics: ClassVar[bool] = True
-    source: ClassVar[str] = "Hoffer et al. 2017, arXiv:1705.08741"
-
-    def __post_init__(self) -> None:
-        check_count(self, "ghost_batch_size", least=1)
+    kind = "surgery"
+    groups_statistics = True
+    source = "Hoffer et al. 2017, arXiv:1705.08741"
 
     def apply(self, model: nn.Module) -> Report:
-        """Change `model` in place. Modules already changed keep their ghost size and are noted in the report."""
         return operate("GhostBatchNorm", model, _judge, self._change, "BatchNorm1d, 2d and 3d")
 
     def _change(self, module: nn.Module) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..common.errors import PlanError
-from .base import Kind, Loop, Session, Transform
-from .common.checks import check_choice, check_range
+from .base import AboveZero, Loop, Session, Transform
 from .common.tensors import is_dtensor, with_gradients
 
 By = Literal["norm", "value", "adaptive"]
@@ -24,22 +23,18 @@ paper's epsilon. Composer has none, and its biases that start at 0 stay there.""
 class GradientClipping(Transform):
     """Bound the gradients between the backward pass and the optimizer step.
 
-    DeepSpeed removes the gradients, and FairScale's ShardedDDP keeps each on one rank only, where the norm of the
-    rest would silently differ. Use the strategies' own clipping there.
+    DeepSpeed removes the gradients, and FairScale's ShardedDDP keeps each on one rank only, where the norm of the rest
+    would silently differ. Use the strategies' own clipping there.
 
     Attributes:
-        by: `"norm"` limits the 2-norm of all gradients together to the threshold; `"value"` clamps each element
-            to ± threshold; `"adaptive"` limits the gradient norm of each unit (an output channel, or a full
-            vector) to the threshold times the norm of its weights. Default `"norm"`.
-        threshold: number > 0. Default 1.0, which is usual for the norm (Hugging Face's Trainer, DeepSpeed); the
-            paper uses 0.01 for `"adaptive"`.
+        by: `"norm"` limits the 2-norm of all gradients together to the threshold; `"value"` clamps each element to ±
+            threshold; `"adaptive"` limits the gradient norm of each unit (an output channel, or a full vector) to the
+            threshold times the norm of its weights, which must not be sharded. Default `"norm"`.
+        threshold: number > 0. Default 1.0, which is usual for the norm (Hugging Face's Trainer, DeepSpeed); the paper
+            uses 0.01 for `"adaptive"`.
 
-    Raises:
-        PlanError: at construction, if a value is out of range; from `clip`, if there are no gradients (as with
-            DeepSpeed, which removes them), or if the gradients are sharded and `by` is `"adaptive"`.
-
-    Source: Pascanu et al. 2013, arXiv:1211.5063 (norm); Brock et al., "High-Performance Large-Scale Image
-    Recognition Without Normalization", 2021, arXiv:2102.06171 (adaptive).
+    Source: Pascanu et al. 2013, arXiv:1211.5063 (norm); Brock et al., "High-Performance Large-Scale Image Recognition
+    Without Normalization", 2021, arXiv:2102.06171 (adaptive).
 
     Example::
 
@@ -48,37 +43,30 @@ class GradientClipping(Transform):
     """
 
     by: By = "norm"
-    threshold: float = 1.0
+    threshold: AboveZero = 1.0
 
-    kind: ClassVar[Kind] = "optimizer"
-    source: ClassVar[str] = "Pascanu et al. 2013, arXiv:1211.5063; Brock et al. 2021, arXiv:2102.06171"
-    unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed", "fairscale")
-    depends_on_length: ClassVar[bool] = False
-    clips_gradients: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_choice(self, "by", get_args(By))
-        check_range(self, "threshold", "(0, inf)")
+    kind = "optimizer"
+    source = "Pascanu et al. 2013, arXiv:1211.5063; Brock et al. 2021, arXiv:2102.06171"
+    unsafe_with = ("deepspeed", "fairscale")
+    depends_on_length = False
+    clips_gradients = True
 
     @property
     def needs_whole_weights(self) -> str:
-        """The other values of `by`, of which only `"adaptive"` needs them."""
         return "by='norm' or by='value'" if self.by == "adaptive" else ""
 
     def session(self, model: nn.Module) -> Session:
-        """Clip the gradients of `model` before each step."""
         return _Clipping(self, model)
 
-    def clip(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
-        """Clip the gradients in place; parameters without one are skipped.
+    def clip(self, parameters: Iterable[Tensor]) -> Tensor | None:
+        """Clip the gradients in place; parameters without one are skipped. Raises `PlanError` if none has one.
 
-        Returns:
-            For `"norm"` the norm before clipping, `()`, over all ranks if the gradients are sharded; otherwise
-            None. It stays on the gradients' device: reading it with `float()` synchronises.
+        For `"norm"`, return the norm before clipping, `()`, over all ranks if the gradients are sharded. It stays on
+        the gradients' device: reading it with `float()` synchronizes.
         """
         clipped = with_gradients(self, parameters)
         if self.by == "norm":
-            norm: torch.Tensor = nn.utils.clip_grad_norm_(clipped, self.threshold)
+            norm: Tensor = nn.utils.clip_grad_norm_(clipped, self.threshold)
             return norm.full_tensor() if is_dtensor(norm) else norm
         if self.by == "value":
             nn.utils.clip_grad_value_(clipped, self.threshold)
@@ -102,7 +90,7 @@ class _Clipping(Session):
 
 
 @torch.no_grad()
-def _clip_to_weights(parameter: torch.Tensor, threshold: float) -> None:
+def _clip_to_weights(parameter: Tensor, threshold: float) -> None:
     assert parameter.grad is not None, "clip skips parameters without a gradient"
     largest = _unit_norms(parameter).clamp_min(SMALLEST_WEIGHT) * threshold
     # A gradient of 0 gives infinity, which is clamped to 1.
@@ -110,12 +98,9 @@ def _clip_to_weights(parameter: torch.Tensor, threshold: float) -> None:
     parameter.grad.mul_(share)
 
 
-def _unit_norms(tensor: torch.Tensor) -> torch.Tensor:
+def _unit_norms(tensor: Tensor) -> Tensor:
     """Return 2-norms in float32 over all but the first dimension, kept as 1; over all of a vector or scalar."""
     over = tuple(range(1, tensor.dim())) if tensor.dim() > 1 else None
     wide = torch.promote_types(tensor.dtype, torch.float32)
-    norms: torch.Tensor = torch.linalg.vector_norm(tensor, dim=over, keepdim=over is not None, dtype=wide)
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=over, keepdim=over is not None, dtype=wide)
     return norms
-
-
-__all__ = ["GradientClipping"]

@@ -8,27 +8,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, ClassVar, ParamSpec
+from typing import Any, ParamSpec
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..common.errors import PlanError
 from ..common.transfer import to_device
-from .base import Kind, Report, Session, Transform
-from .common.checks import check_count, check_fraction
+from .base import FractionBelowOne, Positive, Report, Session, Transform
 from .common.surgery import Verdict, obstacle, operate
 
 P = ParamSpec("P")
 
 
-def outside_graphs(forward: Callable[P, torch.Tensor]) -> Callable[P, torch.Tensor]:
+def outside_graphs(forward: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """Keep a forward out of compiled graphs, like `torch.compiler.disable`, whose import takes a second."""
 
     @wraps(forward)
-    def run(*arguments: P.args, **named: P.kwargs) -> torch.Tensor:
+    def run(*arguments: P.args, **named: P.kwargs) -> Tensor:
         if torch.compiler.is_compiling():
-            eager: Callable[P, torch.Tensor] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+            eager: Callable[P, Tensor] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
             return eager(*arguments, **named)
         return forward(*arguments, **named)
 
@@ -36,27 +35,19 @@ def outside_graphs(forward: Callable[P, torch.Tensor]) -> Callable[P, torch.Tens
 
 
 class GyroDropoutLayer(nn.Dropout):
-    """Drop, in each row of a training batch, the features that one of `concurrent` subnetworks lacks.
-
-    Attributes:
-        p: fraction of the features that a subnetwork lacks.
-        subnetworks: total number of subnetworks.
-        concurrent: number of subnetworks that share a batch; neighbouring rows use the same one.
-        hold: number of steps before the selection changes; None until the training length is known.
-        seed: determines the subnetworks and their order.
-        step: number of training batches seen.
-    """
+    """Drop, in each row of a training batch, the features that one of `concurrent` subnetworks lacks; neighboring rows
+    use the same one."""
 
     subnetworks: int
     concurrent: int
-    hold: int | None
+    hold: int | None  # steps before the selection changes; None until the length of the training is known
     seed: int
-    step: int = 0
-    masks: torch.Tensor | None = None
-    kept: tuple[torch.Tensor, tuple[object, ...], torch.Tensor] | None = None
+    step: int = 0  # training batches seen
+    masks: Tensor | None = None
+    kept: tuple[Tensor, tuple[object, ...], Tensor] | None = None
 
     @outside_graphs
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return input
         if self.hold is None:
@@ -64,39 +55,37 @@ class GyroDropoutLayer(nn.Dropout):
                 "GyroDropout needs the length of the training. Pass total_steps=…, or call its begin(model, "
                 "total_steps) before the first step (a Pipeline does so)."
             )
-        channels = input.dim() == 4
-        features = input.shape[1] if channels else input.shape[-1]
+        features = input.shape[1 if input.dim() == 4 else -1]
         period, offset = divmod(self.step, self.hold)
         if offset == 0 or self.masks is None or self.masks.shape[1] != features:
             self.masks = to_device(self._select(period, features), input.device)
         self.step += 1
         return input * self._factors(self.masks, input)
 
-    def _factors(self, masks: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    def _factors(self, masks: Tensor, input: Tensor) -> Tensor:
         """Return the factors, 0 or 1 / (1 - p), in a shape that broadcasts with the input; cached, because the next
         step mostly has the same masks."""
         key = (len(input), input.dim(), input.dtype, input.device)
         if self.kept is None or self.kept[0] is not masks or self.kept[1] != key:
             rows = torch.arange(len(input), device=masks.device) * self.concurrent // max(1, len(input))
             factors = masks[rows].to(input) / (1 - self.p)
-            shape = [1] * (input.dim() - 2)
+            between = [1] * (input.dim() - 2)
             head, features = factors.shape
-            places = (head, features, *shape) if input.dim() == 4 else (head, *shape, features)
-            self.kept = (masks, key, factors.view(places))
+            shape = (head, features, *between) if input.dim() == 4 else (head, *between, features)
+            self.kept = (masks, key, factors.view(shape))
         return self.kept[2]
 
-    def _select(self, period: int, features: int) -> torch.Tensor:
+    def _select(self, period: int, features: int) -> Tensor:
         """Return (concurrent, F), True where a feature is kept: subnetworks drawn with replacement."""
         generator = torch.Generator().manual_seed(self.seed + self.subnetworks + period)
         chosen = torch.randint(self.subnetworks, (self.concurrent,), generator=generator)
         return torch.stack([self._subnetwork(int(index), features) for index in chosen])
 
-    def _subnetwork(self, index: int, features: int) -> torch.Tensor:
+    def _subnetwork(self, index: int, features: int) -> Tensor:
         """Return one subnetwork (F,), rebuilt from its seed: storing all takes subnetworks × F bytes per layer."""
         return torch.rand(features, generator=torch.Generator().manual_seed(self.seed + index)) > self.p
 
     def set_length(self, total_steps: int) -> None:
-        """Start a training of `total_steps` steps, and split it into periods."""
         self.step, self.masks, self.kept = 0, None, None
         self.hold = max(1, total_steps // self.subnetworks * self.concurrent)
 
@@ -108,27 +97,23 @@ class GyroDropoutLayer(nn.Dropout):
 class GyroDropout(Transform):
     """Replace the random masks of dropout layers by a few preselected ones that are kept for many steps.
 
-    The method and the period are Composer's, which supports (B, F) and batches divisible by tau, and fails in
-    runs shorter than sigma steps. Here any batch size and any shape of two or more dimensions work: in tokens
-    (B, N, F) a subnetwork drops the same features of every token, in images (B, F, H, W) the same channels
-    everywhere. A layer with p = 0 does nothing and is left unchanged.
+    The method and the period are Composer's, which supports (B, F) and batches divisible by tau, and fails in runs
+    shorter than sigma steps. Here any batch size and any shape of two or more dimensions work: in tokens (B, N, F) a
+    subnetwork drops the same features of every token, in images (B, F, H, W) the same channels everywhere. A layer with
+    p = 0 does nothing and is left unchanged.
 
-    Steps are counted in Python, so the layer runs outside a compiled graph. The count is not in the state dict:
-    a Pipeline's checkpoints save it separately. In a custom loop save each layer's `step`, or a resumed run
-    restarts with the first period. Every rank has the same subnetworks if the ranks have the same seed when the
-    transform is applied.
+    Steps are counted in Python, so the layer runs outside a compiled graph. The count is not in the state dict: a
+    Pipeline's checkpoints save it separately. In a custom loop save each layer's `step`, or a resumed run restarts with
+    the first period. Every rank has the same subnetworks if the ranks have the same seed when the transform is applied.
 
     Attributes:
-        p: fraction of the features that are dropped, replacing the layer's own value. Number in [0, 1). Default
-            0.5, as in Composer.
+        p: fraction of the features that are dropped, replacing the layer's own value. Number in [0, 1). Default 0.5, as
+            in Composer.
         sigma: number of preselected subnetworks. Integer ≥ 1. Default 256, as in Composer.
         tau: number of subnetworks that share a batch. Integer ≥ 1. Default 16, as in Composer.
-        total_steps: optimizer steps of the full run. Integer ≥ 1. A selection is kept for total_steps // sigma
-            · tau steps, at least one. Default None: a pipeline sets it, as Composer's trainer does; in a custom
-            loop pass it here or to `begin`.
-
-    Raises:
-        PlanError: at construction, if a value is invalid; in training, if the length is not known.
+        total_steps: optimizer steps of the full run. Integer ≥ 1. A selection is kept for total_steps // sigma · tau
+            steps, at least one. Default None: a pipeline sets it, as Composer's trainer does; in a custom loop pass it
+            here or to `begin`.
 
     Source: Lee et al., "GyroDropout: Maximizing Ensemble Effect in Neural Network Training", MLSys 2022.
 
@@ -139,39 +124,31 @@ class GyroDropout(Transform):
         ('1',)
     """
 
-    p: float = 0.5
-    sigma: int = 256
-    tau: int = 16
-    total_steps: int | None = None
+    p: FractionBelowOne = 0.5
+    sigma: Positive = 256
+    tau: Positive = 16
+    total_steps: Positive | None = None
 
-    kind: ClassVar[Kind] = "surgery"
-    source: ClassVar[str] = "Lee et al., MLSys 2022"
-    compile_safe: ClassVar[bool] = False
-    counts_forwards: ClassVar[bool] = True
-    follows_loop: ClassVar[bool] = False  # its session only saves the counts
-
-    def __post_init__(self) -> None:
-        check_fraction(self, "p")
-        for field in ("sigma", "tau") if self.total_steps is None else ("sigma", "tau", "total_steps"):
-            check_count(self, field, least=1)
+    kind = "surgery"
+    source = "Lee et al., MLSys 2022"
+    compile_safe = False
+    counts_forwards = True
+    follows_loop = False  # its session only saves the counts
 
     @property
     def depends_on_length(self) -> bool:
-        """Return whether the length has to come from the pipeline, because `total_steps` is not set."""
+        """Whether the length has to come from the pipeline, because `total_steps` is not set."""
         return self.total_steps is None
 
     def apply(self, model: nn.Module) -> Report:
-        """Change `model` in place. Layers already changed are kept and noted in the report."""
         return operate("GyroDropout", model, _judge, self._change, "Dropout with p above 0")
 
     def begin(self, model: nn.Module, total_steps: int) -> None:
-        """Set the length of the training on the layers, unless `total_steps` is set."""
         for module in model.modules():
             if isinstance(module, GyroDropoutLayer) and self.total_steps is None:
                 module.set_length(total_steps)
 
     def session(self, model: nn.Module) -> Session:
-        """Save and restore the counts of the layers of `model`."""
         return _Counts(model)
 
     def _change(self, module: nn.Module) -> None:
@@ -206,6 +183,3 @@ def _judge(module: nn.Module) -> Verdict | str:
     if module.p == 0:
         return "p=0 has no effect"
     return obstacle(module, nn.Dropout) or Verdict.CHANGE
-
-
-__all__ = ["GyroDropout", "GyroDropoutLayer"]

@@ -1,7 +1,4 @@
-"""LabelSmoothing: slightly less certain targets, so that the logits need not grow without bound.
-
-Shapes: B batch, C classes.
-"""
+"""LabelSmoothing: slightly less certain targets, so that the logits need not grow without bound."""
 
 from __future__ import annotations
 
@@ -9,15 +6,14 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from ..common.errors import DataError, PlanError
-from .base import Kind, Loss, Transform
-from .common.checks import check_fraction
+from .base import FractionBelowOne, Loss, Transform
 from .common.images import spread_indices
 
 IGNORED = -100
@@ -30,18 +26,15 @@ class LabelSmoothing(Transform):
 
     Cross entropy (`F.cross_entropy`, a `functools.partial` of it, or `nn.CrossEntropyLoss`) uses PyTorch's own
     `label_smoothing`, with its class weights and `ignore_index`. Any other loss receives soft targets (B, C), in
-    float32 or better.
+    float32 or better. A loss that already smooths is rejected.
 
     Mixing (MixUp, CutMix) creates soft targets before the loss is called, so smoothing always comes after it. In
-    Composer the other order leaves half of the mixture unsmoothed. BinaryCrossEntropy replaces the loss and is
-    applied before it.
+    Composer the other order leaves half of the mixture unsmoothed. BinaryCrossEntropy replaces the loss and is applied
+    before it.
 
     Attributes:
-        smoothing: fraction of the target spread over all classes. Number in [0, 1). Default 0.1, the paper's
-            value. 0 changes nothing.
-
-    Raises:
-        PlanError: at construction, if the value is out of range; from `loss`, if the loss already smooths.
+        smoothing: fraction of the target spread over all classes. Number in [0, 1). Default 0.1, the paper's value. 0
+            changes nothing.
 
     Source: Szegedy et al., "Rethinking the Inception Architecture", 2016, arXiv:1512.00567, section 7.
 
@@ -52,25 +45,22 @@ class LabelSmoothing(Transform):
         torch.Size([])
     """
 
-    smoothing: float = 0.1
+    smoothing: FractionBelowOne = 0.1
 
-    kind: ClassVar[Kind] = "loss"
-    source: ClassVar[str] = "Szegedy et al. 2016, arXiv:1512.00567"
-    targets: ClassVar[tuple[str, ...] | None] = ("class indices",)
-    after: ClassVar[tuple[str, ...]] = ("BinaryCrossEntropy",)
-
-    def __post_init__(self) -> None:
-        check_fraction(self, "smoothing")
+    kind = "loss"
+    source = "Szegedy et al. 2016, arXiv:1512.00567"
+    targets = ("class indices",)
+    after = ("BinaryCrossEntropy",)
 
     def loss(self, loss: Loss) -> Loss:
-        """Return the smoothed loss, which can be pickled if `loss` can. `loss` itself is not changed."""
+        """Return the smoothed loss, which can be pickled if `loss` can."""
         self._refuse_twice(loss)
         if type(loss) is nn.CrossEntropyLoss:
             smoothed = copy.copy(loss)
             smoothed.label_smoothing = self.smoothing
             return smoothed
         if _is_cross_entropy(loss):
-            return functools.partial(cast(Callable[..., torch.Tensor], loss), label_smoothing=self.smoothing)
+            return functools.partial(cast(Callable[..., Tensor], loss), label_smoothing=self.smoothing)
         return SmoothedLoss(loss, self.smoothing)
 
     def _refuse_twice(self, loss: Loss) -> None:
@@ -94,17 +84,11 @@ class SmoothedLoss:
     base: Loss
     smoothing: float
 
-    def __call__(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the rows that are not ignored.
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of logits (B, C) and targets, (B,) class indices or (B, C) probabilities.
 
-        Args:
-            logits: (B, C).
-            targets: (B,) class indices, where -100 drops the row, or (B, C) probabilities. On a CUDA device,
-                counting the remaining rows would synchronise: there, a row of -100 makes the loss NaN.
-                `F.cross_entropy`, which PyTorch smooths itself, ignores such rows on every device.
-
-        Raises:
-            DataError: if the shapes do not fit.
+        An index -100 drops its row. On a CUDA device, counting the remaining rows would synchronize: there, such a row
+        makes the loss NaN. `F.cross_entropy`, which PyTorch smooths itself, ignores such rows on every device.
         """
         indices = targets.shape == logits.shape[:1] and not targets.is_floating_point()
         if logits.dim() == 2 and indices and logits.device.type == "cpu":
@@ -114,21 +98,9 @@ class SmoothedLoss:
         return self.base(logits, smooth_targets(logits, targets, self.smoothing))
 
 
-def smooth_targets(logits: torch.Tensor, targets: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """Return (1 - smoothing) · target + smoothing / C.
-
-    Args:
-        logits: (B, C); only their shape, dtype and device are read.
-        targets: (B,) class indices from 0 to C - 1, or (B, C) probabilities. Any other index raises torch's error
-            on the CPU, and makes its row NaN on a CUDA device.
-        smoothing: fraction of the target spread over all classes, in [0, 1).
-
-    Returns:
-        (B, C) in float32, or in float64 if the logits are: bfloat16 cannot hold 1 - 0.1 + 0.1 / C.
-
-    Raises:
-        DataError: if the shapes do not fit.
-    """
+def smooth_targets(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+    """Return (1 - smoothing) · target + smoothing / C: (B, C) in float32, or in float64 if the logits are: bfloat16
+    cannot hold 1 - 0.1 + 0.1 / C. For an index outside 0 to C - 1 see `spread_indices`."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if targets.shape == logits.shape:
         return targets.to(dtype) * (1 - smoothing) + smoothing / logits.shape[1]
@@ -138,7 +110,7 @@ def smooth_targets(logits: torch.Tensor, targets: torch.Tensor, smoothing: float
     return spread_indices(targets, logits.shape[1], spread, 1 - smoothing + spread, dtype)
 
 
-def misfit(owner: str, logits: torch.Tensor, targets: torch.Tensor) -> DataError:
+def misfit(owner: str, logits: Tensor, targets: Tensor) -> DataError:
     """Return the error for targets that are neither class indices nor probabilities for these logits."""
     return DataError(
         f"{owner}: logits {tuple(logits.shape)} do not match targets {tuple(targets.shape)} of {targets.dtype}. Pass "
@@ -147,6 +119,5 @@ def misfit(owner: str, logits: torch.Tensor, targets: torch.Tensor) -> DataError
 
 
 def _is_cross_entropy(loss: Loss) -> bool:
-    return loss is F.cross_entropy or (
-        isinstance(loss, functools.partial) and loss.func is F.cross_entropy and not loss.args
-    )
+    partial = isinstance(loss, functools.partial) and loss.func is F.cross_entropy and not loss.args
+    return partial or loss is F.cross_entropy

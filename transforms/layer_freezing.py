@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import nn
 
 from ..common.errors import PlanError
-from .base import Kind, Loop, Report, Session, Transform
-from .common.checks import check_fraction
+from .base import Fraction, FractionBelowOne, Loop, Report, Session, Transform
 
 
 @dataclass(frozen=True)
 class LayerFreezing(Transform):
     """Freeze a fraction of the layers that rises from 0 at `freeze_start` to `freeze_level` at the end.
 
-    A layer is a module with its own parameters, in registration order; the last one is never frozen. For models
-    whose parameters are all in leaf modules, layers and schedule match Composer's `freeze_layers`, which never
-    freezes parameters of modules with children, such as a ViT's class token.
+    A layer is a module with its own parameters, in registration order; the last one is never frozen. For models whose
+    parameters are all in leaf modules, layers and schedule match Composer's `freeze_layers`, which never freezes
+    parameters of modules with children, such as a ViT's class token.
 
-    `freeze` has no state: the frozen layers follow from the progress alone, so a resumed run just calls it
-    again. It sets requires_grad to False and the gradient to None, and every PyTorch optimizer skips a parameter
-    without a gradient, momentum and weight decay included, so the optimizer does not change. The running
-    statistics of a frozen BatchNorm stay, too (Drivetrain's loop keeps it in evaluation mode): in Composer they drift
-    away from the weights.
+    The frozen layers follow from the progress alone, so `freeze` has no state, and a resumed run just calls it again.
+    It sets requires_grad to False and the gradient to None, and every PyTorch optimizer skips a parameter without a
+    gradient, momentum and weight decay included, so the optimizer does not change. The running statistics of a frozen
+    BatchNorm stay, too (Drivetrain's loop keeps it in evaluation mode): in Composer they drift away from the weights.
 
-    Frozen parameters get no gradient; DDP waits for them unless find_unused_parameters is set. FSDP2 reads
-    requires_grad in every forward, and FairScale's ShardedDDP does not wait for gradients. DeepSpeed would keep
-    updating frozen parameters, by momentum and weight decay, in its flat buffers. A compiled model is recompiled
-    after each change.
+    DDP waits for the gradients of frozen parameters unless find_unused_parameters is set. FSDP2 reads requires_grad in
+    every forward, and FairScale's ShardedDDP does not wait for gradients. DeepSpeed would keep updating frozen
+    parameters, by momentum and weight decay, in its flat buffers. A compiled model is recompiled after each change.
 
     Attributes:
         freeze_start: fraction of training before the first layer freezes. Number in [0, 1). Default 0.5, as in
             Composer.
         freeze_level: fraction of the layers frozen at the end. Number in [0, 1]. Default 1.0, as in Composer.
-
-    Raises:
-        PlanError: at construction, if a value is out of range.
 
     Source: Brock et al., "FreezeOut", 2017, arXiv:1706.04983; the schedule is Composer's.
 
@@ -47,39 +40,28 @@ class LayerFreezing(Transform):
         0.5
     """
 
-    freeze_start: float = 0.5
-    freeze_level: float = 1.0
+    freeze_start: FractionBelowOne = 0.5
+    freeze_level: Fraction = 1.0
 
-    kind: ClassVar[Kind] = "schedule"
-    source: ClassVar[str] = "Brock et al. 2017, arXiv:1706.04983"
-    unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed",)
-    unused_parameters: ClassVar[bool] = True
+    kind = "schedule"
+    source = "Brock et al. 2017, arXiv:1706.04983"
+    unsafe_with = ("deepspeed",)
+    unused_parameters = True
     tried_by_tune = "surgery"
-
-    def __post_init__(self) -> None:
-        check_fraction(self, "freeze_start")
-        check_fraction(self, "freeze_level", one=True)
 
     @property
     def depends_on_length(self) -> bool:
-        """Return whether any layer is ever frozen."""
         return self.freeze_level > 0
 
     @property
     def turning_points(self) -> tuple[float, ...]:
-        """Where it begins to freeze."""
         return (self.freeze_start,)
 
     def session(self, model: nn.Module) -> Session:
-        """Freeze layers of `model` before each epoch."""
         return _Freezing(self, model)
 
     def level(self, progress: float) -> float:
-        """Return the fraction of the layers that are frozen, in [0, 1], at `progress`.
-
-        Raises:
-            PlanError: if `progress` is not in [0, 1].
-        """
+        """Return the fraction of the layers that are frozen at `progress`, the fraction of training completed."""
         if not 0 <= progress <= 1:
             raise PlanError(
                 f"LayerFreezing: progress={progress!r}. Pass the fraction of training completed, in [0, 1]."
@@ -87,19 +69,10 @@ class LayerFreezing(Transform):
         return self.freeze_level * max(0.0, progress - self.freeze_start) / (1 - self.freeze_start)
 
     def freeze(self, model: nn.Module, progress: float) -> Report:
-        """Freeze the layers due at `progress`. Nothing is unfrozen.
+        """Freeze the layers due at `progress`, 0 to 1; nothing is unfrozen. Call it between two steps, as Composer does
+        after every epoch. `model` is the one in training; under DDP, `ddp.module`.
 
-        Call it between two steps, as Composer does after every epoch.
-
-        Args:
-            model: the model in training; under DDP, `ddp.module`.
-            progress: fraction of training completed, in [0, 1].
-
-        Returns:
-            The names of the newly frozen layers; a note has the total number of frozen layers.
-
-        Raises:
-            PlanError: if `progress` is not in [0, 1].
+        Return the names of the newly frozen layers; a note has the total number of frozen layers.
         """
         layers = [(n, m) for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))]
         depth = int(self.level(progress) * max(0, len(layers) - 1))
@@ -121,6 +94,3 @@ class _Freezing(Session):
 
     def before_epoch(self, loop: Loop) -> None:
         self._freezing.freeze(self._model, loop.progress_at(loop.epoch_start))
-
-
-__all__ = ["LayerFreezing"]

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 from torch import nn
 
-from .base import Kind, Session, Transform
+from ..common.options.config import Within
+from .base import Positive, ProperFraction, Session, Transform
 from .common.averaging import AveragedSession, Averages
-from .common.checks import check_count, check_range
 
 
 @dataclass(frozen=True)
 class Lookahead(Transform):
     """Every `interval` steps, set slow = stays · slow + (1 - stays) · weight, and the weights to slow.
 
-    Evaluation and the end of training use the slow weights. Buffers such as BatchNorm's running statistics are
-    treated like weights. The optimizer's state (momentum) does not change. Memory: one more copy of the model.
-
-    DeepSpeed trains copies of the weights that only its optimizer updates, which would undo it.
+    Evaluation and the end of training use the slow weights. Buffers such as BatchNorm's running statistics are treated
+    like weights. The optimizer's state (momentum) does not change. Memory: one more copy of the model. DeepSpeed trains
+    copies of the weights that only its optimizer updates, which would undo it.
 
     Attributes:
         interval: optimizer steps between two updates. Integer ≥ 1. Default 5, as in the paper.
         decay: fraction of the old slow weights to keep. Number in (0, 1). Default 0.5, as in the paper.
         power: if above 0, stays = decay · progress^power: close to 0 at first, `decay` at the end, as in airbench
             (0.95^5 and 3). Number ≥ 0. Default 0: always `decay`.
-
-    Raises:
-        PlanError: at construction, if a value is out of range; from `session`, under DeepSpeed stage 3.
 
     Source: Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back", 2019, arXiv:1907.08610; with `power`
     Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", 2024, arXiv:2404.00498.
@@ -40,23 +36,17 @@ class Lookahead(Transform):
         >>> slow.finish()
     """
 
-    interval: int = 5
-    decay: float = 0.5
-    power: float = 0.0
+    interval: Positive = 5
+    decay: ProperFraction = 0.5
+    power: Annotated[float, Within("[0, inf)")] = 0.0
 
-    kind: ClassVar[Kind] = "loop"
-    source: ClassVar[str] = "Zhang et al. 2019, arXiv:1907.08610"
-    unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed",)
-    averages_weights: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_count(self, "interval", 1)
-        check_range(self, "decay", "(0, 1)")
-        check_range(self, "power", "[0, inf)")
+    kind = "loop"
+    source = "Zhang et al. 2019, arXiv:1907.08610"
+    unsafe_with = ("deepspeed",)
+    averages_weights = True
 
     @property
     def depends_on_length(self) -> bool:
-        """Return whether `power` is set, which makes the updates follow the progress."""
         return self.power > 0
 
     def stays(self, progress: float) -> float:
@@ -64,13 +54,9 @@ class Lookahead(Transform):
         return float(self.decay * progress**self.power)
 
     def session(self, model: nn.Module) -> Session:
-        """Start from the weights of `model`, after it is moved to its device, sharded and loaded."""
 
         def move(slow: Averages, progress: float) -> None:
             slow.add(1 - self.stays(progress))
             slow.install()
 
         return AveragedSession(model, self.interval, move)
-
-
-__all__ = ["Lookahead"]

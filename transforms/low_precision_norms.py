@@ -4,44 +4,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from .base import Kind, Report, Transform
+from .base import Report, Transform
 from .common.surgery import Classes, change_class, judge_class, operate
 
 
-def lower(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Return the tensors in autocast's dtype if autocast is on for the first one's device, else unchanged."""
-    first = tensors[0]
-    assert first is not None
-    if not torch.is_autocast_enabled(first.device.type):
+def lower(input: Tensor, norm: nn.GroupNorm | nn.LayerNorm) -> list[Any]:
+    """Return the input, weight and bias in autocast's dtype if it is on for the input's device, else unchanged."""
+    tensors, kind = (input, norm.weight, norm.bias), input.device.type
+    if not torch.is_autocast_enabled(kind):
         return list(tensors)
-    dtype = torch.get_autocast_dtype(first.device.type)
+    dtype = torch.get_autocast_dtype(kind)
     return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 
 class LowGroupNorm(nn.GroupNorm):
-    """Over groups of the channels of (B, C, ...)."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if input.device.type == "cpu":
             return super().forward(input)
-        low, weight, bias = lower(input, self.weight, self.bias)
-        assert low is not None
+        low, weight, bias = lower(input, self)
         with torch.autocast(input.device.type, enabled=False):
             return F.group_norm(low, self.num_groups, weight, bias, self.eps)
 
 
 class LowLayerNorm(nn.LayerNorm):
-    """Over the last dimensions."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        low, weight, bias = lower(input, self.weight, self.bias)
-        assert low is not None
+    def forward(self, input: Tensor) -> Tensor:
+        low, weight, bias = lower(input, self)
         with torch.autocast(input.device.type, enabled=False):
             return F.layer_norm(low, self.normalized_shape, weight, bias, self.eps)
 
@@ -49,7 +42,7 @@ class LowLayerNorm(nn.LayerNorm):
 class LowLayerNorm2d(LowLayerNorm):
     """Over the channels of (B, C, H, W)."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         return super().forward(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
@@ -68,12 +61,11 @@ LAYER_NORMS: Classes = {
 
 @dataclass(frozen=True)
 class LowPrecisionGroupNorm(Transform):
-    """Run group normalisation in bfloat16 or float16 under autocast; without autocast, change nothing.
+    """Run group normalization in bfloat16 or float16 under autocast; without autocast, change nothing.
 
     Same results as Composer's. As there, nothing changes on a CPU, whose bfloat16 kernel is slower than both casts
     (step time of a ResNet-18: 1.01 to 1.00, torch 2.15). In addition, timm's group norms are supported, and dtype,
-    device, requires_grad, hooks and names are preserved. Other subclasses of `nn.GroupNorm` are reported in
-    `skipped`.
+    device, requires_grad, hooks and names are preserved. Other subclasses of `nn.GroupNorm` are reported in `skipped`.
 
     Source: MosaicML Composer, method card "Low Precision GroupNorm".
 
@@ -84,18 +76,17 @@ class LowPrecisionGroupNorm(Transform):
         ('1',)
     """
 
-    kind: ClassVar[Kind] = "surgery"
-    source: ClassVar[str] = "Composer's method card, Low Precision GroupNorm"
+    kind = "surgery"
+    source = "Composer's method card, Low Precision GroupNorm"
 
     def apply(self, model: nn.Module) -> Report:
-        """Change `model` in place. Modules already changed are kept and noted in the report."""
         judge, change = partial(judge_class, classes=GROUP_NORMS), partial(change_class, classes=GROUP_NORMS)
         return operate("LowPrecisionGroupNorm", model, judge, change, "GroupNorm")
 
 
 @dataclass(frozen=True)
 class LowPrecisionLayerNorm(Transform):
-    """Run layer normalisation in bfloat16 or float16 under autocast; without autocast, change nothing.
+    """Run layer normalization in bfloat16 or float16 under autocast; without autocast, change nothing.
 
     Same results as Composer's. In addition, it works under CPU autocast, supports the (B, C, H, W) norms of
     torchvision's and timm's ConvNeXt, and preserves dtype, device, requires_grad, hooks and names. The kernel
@@ -111,10 +102,9 @@ class LowPrecisionLayerNorm(Transform):
         5
     """
 
-    kind: ClassVar[Kind] = "surgery"
-    source: ClassVar[str] = "Composer's method card, Low Precision LayerNorm"
+    kind = "surgery"
+    source = "Composer's method card, Low Precision LayerNorm"
 
     def apply(self, model: nn.Module) -> Report:
-        """Change `model` in place. Modules already changed are kept and noted in the report."""
         judge, change = partial(judge_class, classes=LAYER_NORMS), partial(change_class, classes=LAYER_NORMS)
         return operate("LowPrecisionLayerNorm", model, judge, change, "LayerNorm")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
+from torch import Tensor
 
-from .base import BatchContext, Kind, Transform
-from .common.checks import check_range
-from .common.draws import draw_beta
-from .common.images import check_batch, check_mixable, draw_partners, keep_format, mix_targets, soft_targets
+from ..common.errors import DataError
+from .base import AboveZero, BatchContext, Transform
+from .common.images import check_batch, draw_beta, draw_partners, keep_format, soft_targets
 
 
 @dataclass(frozen=True)
@@ -25,9 +23,6 @@ class MixUp(Transform):
         alpha: both parameters of the Beta distribution; larger values mix more evenly. Number > 0. Default 0.2,
             from the paper's ImageNet runs (0.1 to 0.4) and Composer.
 
-    Raises:
-        PlanError: at construction, if the value is out of range.
-
     Source: Zhang et al., "mixup: Beyond Empirical Risk Minimization", 2018, arXiv:1710.09412.
 
     Example::
@@ -37,46 +32,32 @@ class MixUp(Transform):
         torch.Size([8, 2])
     """
 
-    alpha: float = 0.2
+    alpha: AboveZero = 0.2
 
-    kind: ClassVar[Kind] = "batch"
-    source: ClassVar[str] = "Zhang et al. 2018, arXiv:1710.09412"
-    targets: ClassVar[tuple[str, ...] | None] = ("class indices", "labels")
-    soft_targets: ClassVar[bool] = True
-    after: ClassVar[tuple[str, ...]] = ("SelectiveBackprop",)
-    depends_on_length: ClassVar[bool] = False  # each step depends only on its own random numbers
+    kind = "batch"
+    source = "Zhang et al. 2018, arXiv:1710.09412"
+    targets = ("class indices", "labels")
+    soft_targets = True
+    after = ("SelectiveBackprop",)
+    depends_on_length = False  # each step depends only on its own random numbers
 
-    def __post_init__(self) -> None:
-        check_range(self, "alpha", "(0, inf)")
-
-    def batch(
-        self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mixed batch. A batch of one keeps its image; only its target becomes soft.
-
-        Args:
-            images: (B, 3, H, W), floating-point; dtype and memory format are preserved.
-            targets: (B,) class indices or (B, C) probabilities.
-            context: supplies the randomness, and the number of classes for class indices.
-
-        Returns:
-            Images (B, 3, H, W) and targets (B, C) in float32.
+    def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:
+        """Return the mixed images and targets (B, C) in float32. A batch of one keeps its image; only its target
+        becomes soft.
 
         Raises:
             DataError: if the batch has another shape or dtype, or a target on the CPU is not a class index (such as
                 -100). On a CUDA device its row, and so the loss, becomes NaN.
         """
         check_batch(self, images, targets)
-        check_mixable(self, images)
+        if not images.is_floating_point():
+            raise DataError(
+                f"MixUp: images of {images.dtype} cannot be averaged. Normalize them to floating point first."
+            )
         soft = soft_targets(self, targets, context.classes)
         z = draw_beta(self.alpha, context.generator)
         share = min(z, 1 - z)
         partner = draw_partners(images, context.generator)
         if len(images) == 1:
             return images, soft
-        return mix_images(images, partner, share), mix_targets(soft, partner, share)
-
-
-def mix_images(images: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
-    """Return (1 - share) · images + share · images[partner]; images (B, C, H, W), partner (B,) indices."""
-    return keep_format(images.lerp(images[partner], share), images)
+        return keep_format(images.lerp(images[partner], share), images), soft.lerp(soft[partner], share)

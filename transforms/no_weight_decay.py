@@ -1,22 +1,23 @@
-"""NoWeightDecay: no weight decay for normalisation layers and biases."""
+"""NoWeightDecay: no weight decay for normalization layers and biases."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..common.errors import PlanError
-from .base import Kind, OptimizerFactory, Transform
+from .base import OptimizerFactory, Transform
 
 
 @dataclass(frozen=True)
 class NoWeightDecay(Transform):
     """Put parameters with fewer than two dimensions into a parameter group with `weight_decay` 0.
 
-    These are the scales and shifts of normalisation layers and all biases. They are identified by their number of
+    These are the scales and shifts of normalization layers and all biases. They are identified by their number of
     dimensions, because an optimizer does not see modules.
 
     Source: He et al., "Bag of Tricks for Image Classification", 2019, arXiv:1812.01187, section 3.1; timm and
@@ -29,26 +30,21 @@ class NoWeightDecay(Transform):
         [0.0005, 0.0]
     """
 
-    kind: ClassVar[Kind] = "optimizer"
-    source: ClassVar[str] = "He et al. 2019, arXiv:1812.01187"
+    kind = "optimizer"
+    source = "He et al. 2019, arXiv:1812.01187"
 
     def optimizer(self, factory: OptimizerFactory) -> OptimizerFactory:
         """Return a factory that splits the parameter groups; it can be pickled if `factory` can.
 
-        It accepts what torch's optimizers accept: parameters, `(name, parameter)` pairs, or groups of either,
-        whose other options are kept.
-
-        Raises:
-            PlanError: when called, if FSDP1 has flattened a parameter and so lost its dimensions; `note_shape`
-                before wrapping, with use_orig_params=True, preserves them.
+        It accepts what torch's optimizers accept: parameters, `(name, parameter)` pairs, or groups of either, whose
+        other options are kept. It raises `PlanError` if FSDP1 has flattened a parameter and so lost its dimensions;
+        `note_shape` before wrapping, with use_orig_params=True, preserves them.
         """
         return SplitDecay(factory)
 
 
 @dataclass(frozen=True)
 class SplitDecay:
-    """`factory`, called with separate groups for parameters with and without weight decay."""
-
     factory: OptimizerFactory
 
     def __call__(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
@@ -59,7 +55,7 @@ class SplitDecay:
 
 def _split(group: dict[str, Any]) -> list[dict[str, Any]]:
     members = group["params"]
-    members = [members] if isinstance(members, torch.Tensor) else list(members)
+    members = [members] if isinstance(members, Tensor) else list(members)
     parts: tuple[list[Any], list[Any]] = [], []
     for member in members:
         parts[_dimensions(member) < 2].append(member)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..common.errors import PlanError
-from .base import BatchContext, Kind, Loop, Session, Transform
-from .common.checks import check_count, check_range
+from .base import BatchContext, Fraction, FractionAboveZero, Loop, Positive, Session, Transform
 from .common.images import check_batch, resize
 
 
@@ -18,20 +15,17 @@ from .common.images import check_batch, resize
 class ProgressiveResizing(Transform):
     """Train on images of growing size, in three phases: small, growing linearly, full size.
 
-    A loader that resizes while decoding uses `size`, which saves decoding time too; for other loaders `batch`
-    resizes the tensors, bilinear and antialiased. Use only one of the two: `batch` expects full-size images.
-    (Composer documents bilinear but uses nearest-neighbour.)
+    A loader that resizes while decoding uses `size`, which saves decoding time too; for other loaders `batch` resizes
+    the tensors, bilinear and antialiased. Use only one of the two: `batch` expects full-size images. (Composer
+    documents bilinear but uses nearest-neighbor.)
 
     Attributes:
-        initial_scale: initial side as a fraction of the full side. Number in (0, 1]. Default 0.5, as in Composer
-            and its ResNet recipes.
+        initial_scale: initial side as a fraction of the full side. Number in (0, 1]. Default 0.5, as in Composer and
+            its ResNet recipes.
         delay: fraction of training at the initial size. Number in [0, 1]. Default 0.5, as in Composer.
-        finetune: fraction of training at full size, at the end. Number in [0, 1]. Default 0.2, as in Composer.
-        size_increment: intermediate sizes are multiples of it, in pixels. Integer ≥ 1. Default 4, as in
-            Composer.
-
-    Raises:
-        PlanError: at construction, if a value is out of range, or `delay` and `finetune` exceed 1.
+        finetune: fraction of training at full size, at the end; with `delay`, at most 1. Number in [0, 1]. Default 0.2,
+            as in Composer.
+        size_increment: intermediate sizes are multiples of it, in pixels. Integer ≥ 1. Default 4, as in Composer.
 
     Source: Howard and Gugger, fastai's "Progressive Resizing", fastbook chapter 7, 2020.
 
@@ -42,21 +36,18 @@ class ProgressiveResizing(Transform):
         [112, 148, 224]
     """
 
-    initial_scale: float = 0.5
-    delay: float = 0.5
-    finetune: float = 0.2
-    size_increment: int = 4
+    initial_scale: FractionAboveZero = 0.5
+    delay: Fraction = 0.5
+    finetune: Fraction = 0.2
+    size_increment: Positive = 4
 
-    kind: ClassVar[Kind] = "batch"
-    source: ClassVar[str] = "Howard and Gugger 2020, fastbook chapter 7"
-    changes_image_size: ClassVar[bool] = True
+    kind = "batch"
+    source = "Howard and Gugger 2020, fastbook chapter 7"
+    changes_image_size = True
     tried_by_tune = "resolution"
 
     def __post_init__(self) -> None:
-        check_range(self, "initial_scale", "(0, 1]")
-        check_range(self, "delay", "[0, 1]")
-        check_range(self, "finetune", "[0, 1]")
-        check_count(self, "size_increment", 1)
+        super().__post_init__()
         if self.delay + self.finetune > 1 + 1e-9:  # 0.7 + 0.3 may be slightly above 1
             raise PlanError(
                 f"ProgressiveResizing(delay={self.delay}, finetune={self.finetune}): together they exceed the full "
@@ -65,12 +56,10 @@ class ProgressiveResizing(Transform):
 
     @property
     def depends_on_length(self) -> bool:
-        """Return whether the size ever changes: not if `finetune` covers the full training."""
         return self.finetune < 1
 
     @property
     def turning_points(self) -> tuple[float, ...]:
-        """Where images begin and end to grow."""
         return self.delay, 1 - self.finetune
 
     def check_epochs(self, epochs: int, image_size: int | tuple[int, int]) -> None:
@@ -82,25 +71,22 @@ class ProgressiveResizing(Transform):
             )
 
     def session(self, model: nn.Module) -> Session:  # noqa: ARG002
-        """Set the size of the loader's images before each epoch."""
         return _Resizing(self)
 
     def size(self, image_size: int | tuple[int, int], progress: float) -> int | tuple[int, int]:
-        """Return the side to train at, or height and width, in pixels.
+        """Return the side to train at, or height and width, in pixels, at `progress` (0 to 1).
 
         Grows from `image_size` times `initial_scale`, rounded to a multiple of `size_increment` (at least one), to
         `image_size` itself, even if that is not a multiple. Of two, the width does, and the height keeps the
         proportions.
-
-        Args:
-            image_size: full side, or height and width, in pixels.
-            progress: fraction of training completed, 0 to 1.
         """
         if isinstance(image_size, tuple):
-            height, width = image_size
-            small = self._side(width, progress)
-            return max(height * small // width, 1), small
+            return self._both(*image_size, progress)
         return self._side(image_size, progress)
+
+    def _both(self, height: int, width: int, progress: float) -> tuple[int, int]:
+        small = self._side(width, progress)
+        return max(height * small // width, 1), small
 
     def _side(self, side: int, progress: float) -> int:
         # Slightly less than the fraction, which a progress of k/n may miss by the last bit.
@@ -112,21 +98,12 @@ class ProgressiveResizing(Transform):
         steps = max(round(side * scale / self.size_increment), 1)
         return min(steps * self.size_increment, side)
 
-    def batch(
-        self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return images (B, 3, h, w) of the size for `context.progress`, and the unchanged targets.
-
-        `images` (B, 3, H, W) have full size; w is `size` of W, and h keeps the proportions. Dtype and memory format
-        are preserved. At full size the images are returned as they are.
-
-        Raises:
-            DataError: if the batch has another shape.
-        """
+    def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:
+        """Return images (B, 3, h, w) of the size for `context.progress`, and the unchanged targets. `images` have full
+        size; w is `size` of W, and h keeps the proportions."""
         check_batch(self, images, targets)
         height, width = images.shape[-2:]
-        small = self._side(width, context.progress)
-        return resize(images, max(height * small // width, 1), small), targets
+        return resize(images, *self._both(height, width, context.progress)), targets
 
 
 class _Resizing(Session):
@@ -139,6 +116,3 @@ class _Resizing(Session):
         size = self._resizing.size(loop.image_size, middle)
         if size != loop.loader.settings.image_size:
             loop.loader.set_image_size(size)
-
-
-__all__ = ["ProgressiveResizing"]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..common.model_state import buffers_kept
-from .base import Kind, Loop, Session, Transform
-from .common.checks import check_count, check_range
+from .base import AboveZero, Loop, Positive, Session, Transform
 from .common.tensors import locals_of, total_norm, with_gradients
 
 
@@ -28,7 +26,7 @@ class SAM(Transform):
         optimizer.step()
 
     The second pass updates BatchNorm's statistics again, unless it runs inside `buffers_kept(model)`. Gradients
-    are those of all ranks if the loop synchronises the first pass; Composer does not, so each of its ranks
+    are those of all ranks if the loop synchronizes the first pass; Composer does not, so each of its ranks
     perturbs by its own gradient. It cannot be used with DeepSpeed, which removes the gradients, or FairScale's
     ShardedDDP, which keeps each on one rank only.
 
@@ -39,7 +37,7 @@ class SAM(Transform):
             Default 1, as in Composer.
 
     Raises:
-        PlanError: at construction, if a value is out of range; from `perturb`, if there are no gradients.
+        PlanError: from `perturb`, if there are no gradients.
 
     Source: Foret et al., "Sharpness-Aware Minimization", 2021, arXiv:2010.01412.
 
@@ -48,31 +46,24 @@ class SAM(Transform):
         >>> pipeline = pipeline.transform(SAM(rho=0.05, interval=2))
     """
 
-    rho: float = 0.05
-    interval: int = 1
+    rho: AboveZero = 0.05
+    interval: Positive = 1
 
-    kind: ClassVar[Kind] = "optimizer"
-    source: ClassVar[str] = "Foret et al. 2021, arXiv:2010.01412"
-    unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed", "fairscale")
-    depends_on_length: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_range(self, "rho", "(0, inf)")
-        check_count(self, "interval", 1)
+    kind = "optimizer"
+    source = "Foret et al. 2021, arXiv:2010.01412"
+    unsafe_with = ("deepspeed", "fairscale")
+    depends_on_length = False
 
     def applies(self, step: int) -> bool:
         """Return whether the step after `step` optimizer steps is a perturbed one."""
         return (step + 1) % self.interval == 0
 
     @torch.no_grad()
-    def perturb(self, parameters: Iterable[torch.Tensor]) -> Callable[[], None]:
-        """Move the parameters, in place, to the worst point nearby.
+    def perturb(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
+        """Move the parameters, in place, to the worst point nearby; return a function that restores them exactly, once.
 
-        Parameters without a gradient are not moved; gradients are not changed. Shards (DTensor) are moved by the
-        norm over all ranks. Keeps a copy of the parameters until they are restored.
-
-        Returns:
-            A function that restores the parameters exactly; calling it again does nothing.
+        Parameters without a gradient are not moved; gradients are not changed. Shards (DTensor) are moved by the norm
+        over all ranks. A copy of the parameters is kept until they are restored.
         """
         moved = with_gradients(self, parameters)
         gradients = [p.grad for p in moved if p.grad is not None]
@@ -92,7 +83,6 @@ class SAM(Transform):
         return restore
 
     def session(self, model: nn.Module) -> Session:
-        """Compute the gradients of the steps that apply again, at the perturbed weights of `model`."""
         return _SecondPass(self, model)
 
 
@@ -108,6 +98,3 @@ class _SecondPass(Session):
         with buffers_kept(self._model):  # each image updates BatchNorm's statistics once
             loop.gradients()
         restore()
-
-
-__all__ = ["SAM"]

@@ -9,46 +9,39 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..common.errors import DataError, PlanError
 from ..common.model_state import buffers_kept
 from ..common.transfer import to_device
-from .base import BatchContext, Kind, Loss, Transform
-from .common.checks import check_count, check_range
+from .base import BatchContext, Fraction, FractionAboveZero, Loss, Natural, ProperFraction, Transform
 from .common.images import check_batch, resize
 from .label_smoothing import SmoothedLoss
 
 
 @dataclass(frozen=True)
 class SelectiveBackprop(Transform):
-    """Keep a fraction of each batch, drawn in favour of high losses from a forward without gradients.
+    """Keep a fraction of each batch, drawn in favor of high losses from a forward without gradients.
 
     With the losses sorted, the image at quantile q is drawn with weight q^(1 / keep - 1), without replacement, as in
-    Composer. If `BatchContext.model` is an `nn.Module`, its buffers are restored, so that BatchNorm's statistics
-    do not count an image twice (in Composer they do).
+    Composer. If `BatchContext.model` is an `nn.Module`, its buffers are restored, so that BatchNorm's statistics do not
+    count an image twice (in Composer they do). The loss must be able to return one value per image.
 
     It is applied after ProgressiveResizing, so that images are ranked at their training size, which is also cheaper.
 
     Attributes:
         start: fraction of training after which it begins. Number in [0, 1]. Default 0.5, as in Composer.
-        end: fraction of training before which it ends; above `start`. Number in [0, 1]. Default 0.9, as in
-            Composer.
+        end: fraction of training before which it ends; above `start`. Number in [0, 1]. Default 0.9, as in Composer.
         keep: fraction of a batch to keep, at least one image. Number in (0, 1). Default 0.5, as in Composer.
         scale_factor: side of the images in the selecting forward, relative to the training images. Number in (0, 1].
             Default 1.0, as in Composer.
-        interrupt: every `interrupt`-th step uses its full batch; 0: none does. Integer ≥ 0 except 1, with which all
-            would. Default 2, as in Composer.
+        interrupt: every `interrupt`-th step uses its full batch; 0: none does. Integer ≥ 0 except 1. Default 2, as in
+            Composer.
 
-    Raises:
-        PlanError: at construction, if a value is out of range; from `batch`, if the context lacks the model, the loss
-            or the step, or if the loss cannot return one value per image.
-
-    Source: Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", 2019,
-    arXiv:1910.00762.
+    Source: Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", 2019, arXiv:1910.00762.
 
     Example::
 
@@ -60,24 +53,20 @@ class SelectiveBackprop(Transform):
         4
     """
 
-    start: float = 0.5
-    end: float = 0.9
-    keep: float = 0.5
-    scale_factor: float = 1.0
-    interrupt: int = 2
+    start: Fraction = 0.5
+    end: Fraction = 0.9
+    keep: ProperFraction = 0.5
+    scale_factor: FractionAboveZero = 1.0
+    interrupt: Natural = 2
 
-    kind: ClassVar[Kind] = "batch"
-    source: ClassVar[str] = "Jiang et al. 2019, arXiv:1910.00762"
-    targets: ClassVar[tuple[str, ...] | None] = ("class indices",)
-    after: ClassVar[tuple[str, ...]] = ("ProgressiveResizing",)
+    kind = "batch"
+    source = "Jiang et al. 2019, arXiv:1910.00762"
+    targets = ("class indices",)
+    after = ("ProgressiveResizing",)
     tried_by_tune = "surgery"
 
     def __post_init__(self) -> None:
-        check_range(self, "start", "[0, 1]")
-        check_range(self, "end", "[0, 1]")
-        check_range(self, "keep", "(0, 1)")
-        check_range(self, "scale_factor", "(0, 1]")
-        check_count(self, "interrupt")
+        super().__post_init__()
         if self.end <= self.start:
             raise PlanError(
                 f"SelectiveBackprop(start={self.start}, end={self.end}) covers no part of the training. Set end above "
@@ -91,7 +80,6 @@ class SelectiveBackprop(Transform):
 
     @property
     def depends_on_length(self) -> bool:
-        """Return whether it starts late or ends early; else it selects throughout."""
         return self.start > 0 or self.end < 1
 
     def selects(self, progress: float, step: int) -> bool:
@@ -99,18 +87,10 @@ class SelectiveBackprop(Transform):
         whole = self.interrupt > 0 and (step + 1) % self.interrupt == 0
         return self.start <= progress < self.end and not whole
 
-    def batch(
-        self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the selected part of the batch, or the full batch if `selects` is false.
+    def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:
+        """Return int(keep · B) selected rows of images and targets, or the full batch if `selects` is false.
 
-        Args:
-            images: (B, 3, H, W); dtype and memory format are preserved.
-            targets: (B,) class indices or (B, C) probabilities.
-            context: must have `model`, `loss` and `step`. The forward uses the caller's autocast mode and device.
-
-        Returns:
-            int(keep · B) rows of images and targets.
+        The forward uses the caller's autocast mode and device; `context` must have `model`, `loss` and `step`.
         """
         if context.model is None or context.loss is None or context.step is None:
             raise PlanError(
@@ -127,17 +107,12 @@ class SelectiveBackprop(Transform):
 
     @torch.no_grad()
     def _losses(
-        self,
-        images: torch.Tensor,
-        targets: torch.Tensor,
-        model: Callable[[torch.Tensor], Any],
-        loss: Callable[..., torch.Tensor],
-    ) -> torch.Tensor:
-        """Return one loss per image, (B,)."""
+        self, images: Tensor, targets: Tensor, model: Callable[[Tensor], Any], loss: Callable[..., Tensor]
+    ) -> Tensor:
         height, width = (max(round(side * self.scale_factor), 1) for side in images.shape[-2:])
         with buffers_kept(model) if isinstance(model, nn.Module) else nullcontext():
             logits = model(resize(images, height, width))
-        if not isinstance(logits, torch.Tensor):
+        if not isinstance(logits, Tensor):
             raise DataError(
                 f"SelectiveBackprop needs a model that returns one tensor of logits, not a {type(logits).__name__}."
             )
@@ -150,29 +125,26 @@ class SelectiveBackprop(Transform):
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
 
-def choose(losses: torch.Tensor, keep: float, generator: torch.Generator) -> torch.Tensor:
-    """Return the indices of int(keep · B) images, at least one, on the device of `losses` (B,)."""
+def choose(losses: Tensor, keep: float, generator: torch.Generator) -> Tensor:
+    """Return the indices of int(keep · B) images, at least one, for losses (B,)."""
     count = len(losses)
     quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     ranks = (quantiles ** (1 / keep - 1)).multinomial(max(int(keep * count), 1), generator=generator)
     return losses.argsort()[to_device(ranks, losses.device)]
 
 
-def unreduced(loss: Loss) -> Callable[..., torch.Tensor]:
+def unreduced(loss: Loss) -> Callable[..., Tensor]:
     """Return the same loss with one value per image instead of their mean.
 
-    Supports modules with an attribute `reduction`, functions and `functools.partial` with an argument `reduction`
-    (all of torch's losses), and LabelSmoothing of any of these.
-
-    Raises:
-        PlanError: for any other loss.
+    Supports modules with an attribute `reduction`, functions and `functools.partial` with an argument `reduction` (all
+    of torch's losses), and LabelSmoothing of any of these; raises `PlanError` for any other loss.
     """
     if isinstance(loss, SmoothedLoss):
         return dataclasses.replace(loss, base=unreduced(loss.base))
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
         each: Any = copy.copy(loss)
         each.reduction = "none"
-        return cast(Callable[..., torch.Tensor], each)
+        return cast(Callable[..., Tensor], each)
     if not isinstance(loss, nn.Module) and _takes_reduction(loss):
         return functools.partial(cast(Callable[..., Any], loss), reduction="none")
     raise PlanError(
@@ -186,6 +158,3 @@ def _takes_reduction(loss: Callable[..., Any]) -> bool:
         return "reduction" in inspect.signature(loss).parameters
     except (TypeError, ValueError):  # a callable implemented in C without a signature
         return False
-
-
-__all__ = ["SelectiveBackprop", "choose", "unreduced"]

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
+from torch import Tensor
 
 from ..common.errors import DataError, PlanError
-from .base import BatchContext, Kind, Transform
-from .common.checks import check_bool, check_count, check_range
+from .base import BatchContext, Fraction, Positive, Transform
 
 
 @dataclass(frozen=True)
 class SeqLengthWarmup(Transform):
     """Truncate sequences (B, L) to a length that grows in steps.
 
+    Defaults are Composer's.
+
     Attributes:
-        duration: fraction of training until the maximum length is reached. Number in [0, 1]. Default 0.3, as in
-            Composer.
-        min_seq_length: initial length, in tokens. Integer ≥ 1. Default 8, as in Composer.
-        max_seq_length: final length, in tokens; longer sequences are always truncated to it. Integer, at least
-            `min_seq_length`. Default 1024, as in Composer.
-        step_size: tokens by which the length grows. Integer ≥ 1. Default 8, as in Composer.
-        truncate: True drops the tokens beyond the length; False turns them into further sequences. Default True,
-            as in Composer.
+        duration: fraction of training until the maximum length is reached. Number in [0, 1]. Default 0.3.
+        min_seq_length: initial length, in tokens. Integer ≥ 1. Default 8.
+        max_seq_length: final length, in tokens, at least `min_seq_length`; longer sequences are always truncated to it.
+            Default 1024.
+        step_size: tokens by which the length grows. Integer ≥ 1. Default 8.
+        truncate: True drops the tokens beyond the length; False turns them into further sequences. Default True.
 
-    Raises:
-        PlanError: at construction, if a value is out of range.
-
-    Source: Li et al., "Curriculum Learning: A Regularization Method for Efficient and Stable Billion-Scale
-    GPT Model Pre-Training", 2021, arXiv:2108.06084.
+    Source: Li et al., "Curriculum Learning: A Regularization Method for Efficient and Stable Billion-Scale GPT Model
+    Pre-Training", 2021, arXiv:2108.06084.
 
     Example::
 
@@ -39,21 +34,18 @@ class SeqLengthWarmup(Transform):
         64
     """
 
-    duration: float = 0.3
-    min_seq_length: int = 8
-    max_seq_length: int = 1024
-    step_size: int = 8
+    duration: Fraction = 0.3
+    min_seq_length: Positive = 8
+    max_seq_length: Positive = 1024
+    step_size: Positive = 8
     truncate: bool = True
 
-    kind: ClassVar[Kind] = "batch"
-    source: ClassVar[str] = "Li et al. 2021, arXiv:2108.06084"
-    takes_tokens: ClassVar[bool] = True
+    kind = "batch"
+    source = "Li et al. 2021, arXiv:2108.06084"
+    takes_tokens = True
 
     def __post_init__(self) -> None:
-        check_range(self, "duration", "[0, 1]")
-        for field in ("min_seq_length", "max_seq_length", "step_size"):
-            check_count(self, field, 1)
-        check_bool(self, "truncate")
+        super().__post_init__()
         if self.max_seq_length < self.min_seq_length:
             raise PlanError(
                 f"SeqLengthWarmup(min_seq_length={self.min_seq_length}, max_seq_length={self.max_seq_length}): the "
@@ -62,7 +54,6 @@ class SeqLengthWarmup(Transform):
 
     @property
     def depends_on_length(self) -> bool:
-        """Return whether the length ever changes."""
         return self.duration > 0 and self.min_seq_length < self.max_seq_length
 
     def length(self, progress: float) -> int:
@@ -74,9 +65,7 @@ class SeqLengthWarmup(Transform):
         done = math.floor(progress / self.duration * steps + 1e-9)
         return min(self.min_seq_length + done * self.step_size, self.max_seq_length)
 
-    def batch(
-        self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:
         """Return tokens and targets at the length for `context.progress`; shorter batches are unchanged.
 
         Args:
@@ -86,9 +75,6 @@ class SeqLengthWarmup(Transform):
 
         Returns:
             Tokens (B, l) with `truncate`, else (B·L // l, l) without the remainder; targets likewise.
-
-        Raises:
-            DataError: for any other shape, or if sequences with one target each would be split.
         """
         if images.dim() != 2 or targets.shape not in (images.shape, images.shape[:1]):
             raise DataError(
@@ -109,10 +95,7 @@ class SeqLengthWarmup(Transform):
         return _divided(images, length), _divided(targets, length)
 
 
-def _divided(tokens: torch.Tensor, length: int) -> torch.Tensor:
+def _divided(tokens: Tensor, length: int) -> Tensor:
     """Reshape (B, L) to (B·L // length, length), without the remainder."""
     whole = tokens.numel() // length * length
     return tokens.reshape(-1)[:whole].view(-1, length)
-
-
-__all__ = ["SeqLengthWarmup"]

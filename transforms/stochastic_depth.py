@@ -1,19 +1,17 @@
 """StochasticDepth: randomly drop the branches of residual blocks in training, deeper ones more often.
 
-A branch ends in a module that drops it. Blocks with a slot for one (torchvision's ConvNeXt, Swin, EfficientNet;
-timm's blocks) get it there; torchvision's ResNet and ViT blocks change their class. The module has no parameters,
-so no name in the state dict changes.
+A branch ends in a module that drops it. Blocks with a slot for one (torchvision's ConvNeXt, Swin, EfficientNet; timm's
+blocks) get it there; torchvision's ResNet and ViT blocks change their class. No name in the state dict changes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from torch import nn
 
-from .base import Kind, Report, Transform
-from .common.checks import check_choice, check_fraction
+from .base import FractionBelowOne, Report, Transform
 from .common.surgery import Verdict, full_name, operate, patched
 
 PLACES = ("stochastic_depth", "drop_path", "drop_path1", "drop_path2", "drop_path3")
@@ -34,36 +32,33 @@ class StochasticDepth(Transform):
     The rates are those of Composer's `apply_stochastic_depth`, which supports only torchvision's Bottleneck and
     otherwise silently does nothing. Two differences are intentional:
 
-    - Composer multiplies by (1 - rate) in evaluation; here training divides by it, as in torchvision and timm. Both
-      are equivalent once the branch's last scale is multiplied by (1 - rate). Evaluation here is that of the plain
-      model, so pretrained weights keep their function and trained ones export unchanged.
-    - Composer's "block" breaks the compiled graph at every block, leaves parameters without gradients (DDP must
-      search for them), and FSDP's ranks deadlock if one skips a layer that another gathers.
+    - Composer multiplies by (1 - rate) in evaluation; here training divides by it, as in torchvision and timm. Both are
+      equivalent once the branch's last scale is multiplied by (1 - rate). Evaluation here is that of the plain model,
+      so pretrained weights keep their function and trained ones export unchanged.
+    - Composer's "block" breaks the compiled graph at every block, leaves parameters without gradients (DDP must search
+      for them), and FSDP's ranks deadlock if one skips a layer that another gathers.
 
     "block" skips the branch of a ResNet block, as in the paper and Composer: it is not computed, its BatchNorm
     statistics do not change, and its parameters get gradients of 0, so that weight decay and momentum act on them in
     every step, as in the authors' code. In a compiled graph, with a hook on a layer of the branch (FSDP around single
     layers) or on its parameters (DeepSpeed), and with SyncBatchNorm, the branch is computed, multiplied by 0 and its
-    statistics are restored: the same numbers, without the time saved. A step of ResNet-50 (eager, 16 images of 64
-    pixels, one thread of a busy AMD EPYC, torch 2.15, n = 7) took 0.97 of the unmodified model's time (0.94 to 1.01)
-    and ran at 0.99 of Composer's speed (0.88 to 1.12); the rest is mostly the gradients of 0, which Composer saves.
+    statistics are restored: the same numbers, without the time saved. Eager, a step of ResNet-50 took 0.97 of the
+    unmodified model's time, at 0.99 of Composer's speed (one CPU thread, 16 images of 64 pixels, torch 2.15, n = 7);
+    the rest is mostly the gradients of 0.
 
     In all other blocks, and with "sample", a branch is computed and multiplied by 0, and its statistics are updated.
-    The draw for a skipped branch uses the CPU generator, whatever the model's device; ranks may draw differently.
-    This aborts FairScale's ShardedDDP, which sends gradients as they arrive: a skipped branch changes their order.
+    The draw for a skipped branch uses the CPU generator, whatever the model's device; ranks may draw differently. This
+    aborts FairScale's ShardedDDP, which sends gradients as they arrive: a skipped branch changes their order.
 
     A ViT block has two branches; each is dropped independently, with the block's rate. Rates that the model was built
     with (torchvision's ConvNeXt has some) are replaced, with a note.
 
     Attributes:
-        method: "block" drops a branch for the full batch of a device, as in the paper; "sample" for each sample
-            independently. Default "block", as in Composer.
+        method: "block", as in the paper and Composer, drops a branch for the full batch of a device; "sample" for each
+            sample independently. Default "block".
         drop_rate: probability for the last block. Number in [0, 1). Default 0.2, as in Composer.
-        distribution: "linear" rises evenly from drop_rate / blocks in the first block; "uniform" uses drop_rate
-            everywhere. Default "linear", as in the paper.
-
-    Raises:
-        PlanError: at construction, if a value is invalid.
+        distribution: "linear", as in the paper, rises evenly from drop_rate / blocks in the first block; "uniform" uses
+            drop_rate everywhere. Default "linear".
 
     Source: Huang et al., "Deep Networks with Stochastic Depth", 2016, arXiv:1603.09382.
 
@@ -75,21 +70,15 @@ class StochasticDepth(Transform):
     """
 
     method: Literal["block", "sample"] = "block"
-    drop_rate: float = 0.2
+    drop_rate: FractionBelowOne = 0.2
     distribution: Literal["linear", "uniform"] = "linear"
 
-    kind: ClassVar[Kind] = "surgery"
+    kind = "surgery"
     tried_by_tune = "surgery"
-    source: ClassVar[str] = "Huang et al. 2016, arXiv:1603.09382"
-    unsafe_with: ClassVar[tuple[str, ...]] = ("fairscale",)
-
-    def __post_init__(self) -> None:
-        check_choice(self, "method", ("block", "sample"))
-        check_fraction(self, "drop_rate")
-        check_choice(self, "distribution", ("linear", "uniform"))
+    source = "Huang et al. 2016, arXiv:1603.09382"
+    unsafe_with = ("fairscale",)
 
     def apply(self, model: nn.Module) -> Report:
-        """Change `model` in place. Blocks already changed keep their rate and are noted in the report."""
         blocks = [module for module in model.modules() if _judge(module) is Verdict.CHANGE]
         rates = {id(block): self._rate(index, len(blocks)) for index, block in enumerate(blocks)}
         replaced = sum(any(_own_rate(block, place) for place in PLACES) for block in blocks)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
 from ..common.errors import PlanError
-from .base import Kind, Session, Transform
+from .base import FractionAboveZero, FractionBelowOne, Positive, Session, Transform
 from .common.averaging import Averages, averaged_names, refuse_partitioned
-from .common.checks import check_count, check_range
 
 
 @dataclass(frozen=True)
@@ -21,8 +20,8 @@ class SWA(Transform):
 
     BatchNorm's running statistics are averaged with the weights, so they always belong to the averaged part of the
     training (Composer uses those from the start of the averaging). This is an approximation of the statistics of the
-    mean weights. Training after `end` adapts them; if there is none,
-    `torch.optim.swa_utils.update_bn(loader, model)` after `finish()` computes them.
+    mean weights. Training after `end` adapts them; if there is none, `torch.optim.swa_utils.update_bn(loader, model)`
+    after `finish()` computes them.
 
     Between the two points, evaluation uses the mean so far. Half precision is averaged in float32. Memory: one more
     copy of the model from `start` to `end`. Not supported with DeepSpeed, which steps a copy of the weights that the
@@ -35,10 +34,6 @@ class SWA(Transform):
         update_every: optimizer steps between two averaged weights. Integer ≥ 1. Default 1: the paper and Composer
             average once per epoch, which a step does not know; more points on the same path give a finer mean.
 
-    Raises:
-        PlanError: at construction, if a value is out of range; from `session`, if DeepSpeed stage 3 has partitioned
-            the parameters.
-
     Source: Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018,
     arXiv:1803.05407.
 
@@ -47,49 +42,40 @@ class SWA(Transform):
         >>> pipeline = pipeline.transform(SWA(start=0.7, end=0.97))
     """
 
-    start: float = 0.7
-    end: float = 0.97
-    update_every: int = 1
+    start: FractionBelowOne = 0.7
+    end: FractionAboveZero = 0.97
+    update_every: Positive = 1
 
-    kind: ClassVar[Kind] = "loop"
-    source: ClassVar[str] = "Izmailov et al. 2018, arXiv:1803.05407"
-    unsafe_with: ClassVar[tuple[str, ...]] = ("deepspeed",)
-    averages_weights: ClassVar[bool] = True
+    kind = "loop"
+    source = "Izmailov et al. 2018, arXiv:1803.05407"
+    unsafe_with = ("deepspeed",)
+    averages_weights = True
+    depends_on_length = True  # it begins and ends at fractions of training
 
     def __post_init__(self) -> None:
-        check_range(self, "start", "[0, 1)")
-        check_range(self, "end", "(0, 1]")
-        check_count(self, "update_every", 1)
+        super().__post_init__()
         if self.end <= self.start:
             raise PlanError(
                 f"SWA(start={self.start}, end={self.end}) covers no part of the training. Set end above start."
             )
 
-    @property
-    def depends_on_length(self) -> bool:
-        """Return True: it begins and ends at fractions of training."""
-        return True
-
     def session(self, model: nn.Module) -> Session:
-        """Start tracking `model`, after it is moved to its device, sharded and loaded."""
         return SWASession(self, model)
 
 
 class SWASession(Session):
-    """The running mean of one training."""
+    """The running mean of one run."""
 
     def __init__(self, options: SWA, model: nn.Module) -> None:
         refuse_partitioned(model)
-        self._options = options
-        self._model = model
-        self._averaged = averaged_names(model)  # computed here, so that no step has to synchronise
+        self._options, self._model = options, model
+        self._averaged = averaged_names(model)  # computed here, so that no step has to synchronize
         self._mean: Averages | None = None  # set from the first averaged weights until they are installed
         self._counted = 0
         self._steps = 0  # since `start`
         self._ended = False
 
     def after_step(self, progress: float) -> None:
-        """Average the weights when due; at `end`, write the mean into the model."""
         if self._ended or progress < self._options.start:
             return
         if self._steps % self._options.update_every == 0:
@@ -100,14 +86,11 @@ class SWASession(Session):
             self._end()
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context in which the model holds the mean so far, if one is pending."""
         return nullcontext() if self._mean is None else self._mean.installed()
 
     def finish(self) -> None:
-        """Write the mean into the model, if that did not happen at `end`.
-
-        Warns if no step fell between `start` and `end`: the model then keeps its trained weights.
-        """
+        """Write the mean into the model, if that did not happen at `end`; warn if no step fell between `start` and
+        `end`."""
         if not self._counted:
             warnings.warn(
                 f"{self._options} averaged nothing: no step came after start. "
@@ -118,12 +101,10 @@ class SWASession(Session):
         self._end()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `{"steps", "counted": int, "ended": bool, "mean": {name: tensor}}`; the mean is empty if unset."""
         mean = {} if self._mean is None else self._mean.state_dict()
         return {"steps": self._steps, "counted": self._counted, "ended": self._ended, "mean": mean}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state returned by `state_dict` of the same model."""
         self._mean = None
         if state["mean"]:
             self._mean = Averages(self._model, self._averaged)
@@ -141,6 +122,3 @@ class SWASession(Session):
         if self._mean is not None:
             self._mean.install()
         self._mean, self._ended = None, True
-
-
-__all__ = ["SWA", "SWASession"]

@@ -1,58 +1,41 @@
-"""WeightStandardization: standardise each output channel's weights to mean 0 and variance 1 in every forward.
-
-The surgery changes only the class of a convolution: the parameter stays the plain weight, which the forward
-standardises.
-"""
+"""WeightStandardization: standardize each output channel's weights to mean 0 and variance 1 in every forward."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .base import Kind, Report, State, Transform
+from .base import Natural, Report, State, Transform
 from .blurpool import BlurConv2d
-from .common.checks import check_count
 from .common.surgery import Classes, Verdict, change_class, judge_class, operate, places
 
 
-def standardize(weight: torch.Tensor) -> torch.Tensor:
-    """Return (weight - mean) / sqrt(variance + 1e-10), with the mean and variance of each output channel.
-
-    Args:
-        weight: (O, I, ...), floating-point; half precision is computed in float32, where 1e-10 is not 0.
-
-    Returns:
-        A tensor of the same shape, dtype and memory format.
-    """
+def standardize(weight: Tensor) -> Tensor:
+    """Return (weight - mean) / sqrt(variance + 1e-10), with the mean and variance of each output channel; half
+    precision is computed in float32, where 1e-10 is not 0."""
     wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
     variance, mean = torch.var_mean(wide, dim=tuple(range(1, wide.dim())), correction=0, keepdim=True)
     return ((wide - mean) / torch.sqrt(variance + 1e-10)).to(weight.dtype)
 
 
 class _Standardized(nn.modules.conv._ConvNd):
-    def _conv_forward(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super()._conv_forward(input, standardize(weight), bias)
 
 
-class StandardizedConv1d(_Standardized, nn.Conv1d):
-    """A convolution with standardised weights."""
+class StandardizedConv1d(_Standardized, nn.Conv1d): ...
 
 
-class StandardizedConv2d(_Standardized, nn.Conv2d):
-    """A convolution with standardised weights."""
+class StandardizedConv2d(_Standardized, nn.Conv2d): ...
 
 
-class StandardizedConv3d(_Standardized, nn.Conv3d):
-    """A convolution with standardised weights."""
+class StandardizedConv3d(_Standardized, nn.Conv3d): ...
 
 
-class StandardizedBlurConv2d(_Standardized, BlurConv2d):
-    """BlurPool's convolution with standardised weights."""
+class StandardizedBlurConv2d(_Standardized, BlurConv2d): ...
 
 
 CLASSES: Classes = {
@@ -65,27 +48,23 @@ CLASSES: Classes = {
 
 @dataclass(frozen=True)
 class WeightStandardization(Transform):
-    """Standardise the weights of convolutions per output channel.
+    """Standardize the weights of convolutions per output channel.
 
-    Same numbers as Composer's `apply_weight_standardization`, whose models cannot be saved with `torch.save` and
-    have different parameter names; here both are preserved. A convolution with one weight per output channel (a 1×1
+    Same numbers as Composer's `apply_weight_standardization`, whose models cannot be saved with `torch.save` and have
+    different parameter names; here both are preserved. A convolution with one weight per output channel (a 1×1
     depthwise one) would output only 0, and is left unchanged.
 
-    It is applied after BlurPool and Factorize, which skip standardised convolutions, while this transform accepts
-    theirs; both factors of a factorised convolution are standardised, as in Composer.
-
-    Plain weights load before and after, because they are what the forward standardises. `to_plain` returns the
-    standardised weights, with which a plain model has the same output.
+    It is applied after BlurPool and Factorize, which skip standardized convolutions, while this transform accepts
+    theirs; both factors of a factorized convolution are standardized, as in Composer. Plain weights load before and
+    after, because they are what the forward standardizes. `to_plain` returns the standardized weights, with which a
+    plain model has the same output.
 
     Attributes:
-        n_last_layers_ignore: number of convolutions at the end, in registration order, that are left unchanged.
-            Integer ≥ 0. Default 0, as in Composer, which uses the order of execution if it can trace the model.
+        n_last_layers_ignore: number of convolutions at the end, in registration order, that are left unchanged. Integer
+            ≥ 0. Default 0, as in Composer, which uses the order of execution if it can trace the model.
 
-    Raises:
-        PlanError: at construction, if the value has the wrong type.
-
-    Source: Qiao et al., "Micro-Batch Training with Batch-Channel Normalization and Weight
-    Standardization", 2019, arXiv:1903.10520.
+    Source: Qiao et al., "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization", 2019,
+    arXiv:1903.10520.
 
     Example::
 
@@ -94,17 +73,13 @@ class WeightStandardization(Transform):
         20
     """
 
-    n_last_layers_ignore: int = 0
+    n_last_layers_ignore: Natural = 0
 
-    kind: ClassVar[Kind] = "surgery"
-    source: ClassVar[str] = "Qiao et al. 2019, arXiv:1903.10520"
-    after: ClassVar[tuple[str, ...]] = ("BlurPool", "Factorize")
-
-    def __post_init__(self) -> None:
-        check_count(self, "n_last_layers_ignore")
+    kind = "surgery"
+    source = "Qiao et al. 2019, arXiv:1903.10520"
+    after = ("BlurPool", "Factorize")
 
     def apply(self, model: nn.Module) -> Report:
-        """Change `model` in place. Convolutions already standardised are kept and noted in the report."""
         convs = [
             module for module in model.modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
         ]
@@ -120,13 +95,10 @@ class WeightStandardization(Transform):
                 return "it has one weight per output channel, which would become 0"
             return verdict
 
-        def change(module: nn.Module) -> None:
-            change_class(module, CLASSES)
-
+        change = partial(change_class, classes=CLASSES)
         return operate("WeightStandardization", model, judge, change, "Conv1d, Conv2d and Conv3d")
 
     def to_plain(self, state: State, model: nn.Module) -> State:
-        """Return the standardised weights under the same names; a plain model has the same output with them."""
         plain = dict(state)
         for place in places(model, _Standardized):
             if f"{place}weight" in plain:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.errors import BetonError
-from ...common.storage.mirror import Mirror
+from ...common.storage.cache import Mirror
 from .image_modes import CHANNELS
 from .open_file import OpenFile
 

@@ -50,7 +50,7 @@ from ..tasks.scales import check_comparable
 from ..telemetry.history import Epoch, Monitor
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, resolve_data
-from ..training.plain_torch import plain_torch
+from ..training.build import plain_torch
 from .data import Accuracies, LedgerData, Trained
 from .ledger import Ledger, LedgerInterrupted
 from .variants import alone_and_without, in_turn, possible, variants, with_loader

@@ -28,7 +28,7 @@ from ...loaders.image_size import ImageSize
 from ...strategies import Engine
 from ...strategies.common.memory import HeldBytes, held_bytes
 from ...transforms import Loop, Transform
-from ..describe.fit import LOG_EVERY
+from ..describe.config import LOG_EVERY
 from ..telemetry.loggers import Metrics
 from ..telemetry.observer import Observer, Observers
 from ..telemetry.progress import Progress

@@ -19,13 +19,13 @@ import yaml
 from ...common.errors import CheckpointError, DrivetrainError, RecipeError
 from ...common.signals import interrupts_held
 from ...common.storage.files import atomic_file
-from ...common.storage.locks import acquire, release
+from ...common.storage.files import acquire, release
 from ...strategies.launching.group import is_main_process
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.remote import CHECKPOINTS, RemoteRun, shown
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan
-from ..recipes.export import to_recipe
+from ..recipes.convert import to_recipe
 from ..telemetry.history import Epoch, Evaluation, History
 from ..telemetry.loggers import METRICS
 from ..telemetry.observer import Observer

@@ -24,14 +24,14 @@ from ..describe.kinds import sort_transforms
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan, resolve
-from ..recipes.build import build_pipeline
-from ..tasks.classification import Classification
+from ..recipes.convert import build_pipeline
+from ..tasks.standard import Classification
 from ..tasks.nests import map_tensors, to_float
 from ..tasks.task import Task
 from ..telemetry.history import History
 from ..training.build import rebuild_model, resolve_data
 from ..training.loop import evaluate
-from ..training.plain_torch import plain_torch
+from ..training.build import plain_torch
 from .folder import HISTORY, MODEL, RECIPE, UNLISTED, read_history
 from .initial import InitialWeights, WeightsArg, check_source
 from .ranks import built_here, on_ranks

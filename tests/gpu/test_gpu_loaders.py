@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
@@ -21,6 +23,15 @@ WORKERS = {FFCVLoader: 1, TorchLoader: 0}
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
+@contextmanager
+def loaders(kind: type, toy: Toy, *devices: str, **options: Any) -> Iterator[list[Any]]:
+    """A loader that delivers to the CPU, and one for each device."""
+    options = {**OPTIONS, "workers": WORKERS[kind], **options}
+    with ExitStack() as stack:
+        made = [kind(toy.train, **options), *(kind(toy.train, **options, device=name) for name in devices)]
+        yield [stack.enter_context(loader) for loader in made]
+
+
 def same(found: Batches, expected: Batches) -> None:
     assert len(found) == len(expected) == TRAIN // BATCH
     for (images, labels), (cpu_images, cpu_labels) in zip(found, expected, strict=True):
@@ -31,10 +42,7 @@ def same(found: Batches, expected: Batches) -> None:
 @LOADERS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_batches_are_those_of_the_cpu(device: Device, toy: Toy, kind: type, dtype: torch.dtype) -> None:
-    with (
-        kind(toy.train, **OPTIONS, workers=WORKERS[kind], dtype=dtype) as cpu,
-        kind(toy.train, **OPTIONS, workers=WORKERS[kind], dtype=dtype, device=device.name) as gpu,
-    ):
+    with loaders(kind, toy, device.name, dtype=dtype) as (cpu, gpu):
         for _ in range(2):  # epochs: memory is used again
             expected, found = list(cpu), list(gpu)
             for (images, labels), (cpu_images, _) in zip(found, expected, strict=True):
@@ -45,10 +53,7 @@ def test_batches_are_those_of_the_cpu(device: Device, toy: Toy, kind: type, dtyp
 
 
 def test_batches_of_a_worker_process(device: Device, toy: Toy) -> None:
-    with (
-        TorchLoader(toy.train, **OPTIONS, workers=1) as cpu,
-        TorchLoader(toy.train, **OPTIONS, workers=1, device=device.name) as gpu,
-    ):
+    with loaders(TorchLoader, toy, device.name, workers=1) as (cpu, gpu):
         found = list(gpu)
         device.holds(*(images for images, _ in found))
         same(found, list(cpu))
@@ -58,10 +63,7 @@ def test_batches_of_a_worker_process(device: Device, toy: Toy) -> None:
 @pytest.mark.parametrize("index", [0, pytest.param(1, marks=gpu_device.TWO)])
 def test_a_device_by_its_number(device: Device, toy: Toy, kind: type, index: int) -> None:
     name = f"cuda:{index}" if device.real else "cpu"
-    with (
-        kind(toy.train, **OPTIONS, workers=WORKERS[kind]) as cpu,
-        kind(toy.train, **OPTIONS, workers=WORKERS[kind], device=name) as gpu,
-    ):
+    with loaders(kind, toy, name) as (cpu, gpu):
         found = list(gpu)
         assert {tensor.device for batch in found for tensor in batch} == {torch.device(name)}
         same(found, list(cpu))
@@ -72,10 +74,7 @@ def test_a_device_by_its_number(device: Device, toy: Toy, kind: type, index: int
 @LOADERS
 def test_batches_are_whole_while_the_device_is_busy(device: Device, toy: Toy, kind: type) -> None:
     """A copy that does not wait for the batch, or memory that is given out too early, would show here."""
-    with (
-        kind(toy.train, **OPTIONS, workers=WORKERS[kind]) as cpu,
-        kind(toy.train, **OPTIONS, workers=WORKERS[kind], device=device.name) as gpu,
-    ):
+    with loaders(kind, toy, device.name) as (cpu, gpu):
         for _ in range(2):
             doubled = []
             for images, labels in gpu:
@@ -91,10 +90,7 @@ def test_batches_are_whole_while_the_device_is_busy(device: Device, toy: Toy, ki
 def test_batches_can_be_used_on_another_stream(device: Device, toy: Toy, kind: type) -> None:
     assert device.real
     stream = torch.cuda.Stream()
-    with (
-        kind(toy.train, **OPTIONS, workers=WORKERS[kind]) as cpu,
-        kind(toy.train, **OPTIONS, workers=WORKERS[kind], device="cuda") as gpu,
-    ):
+    with loaders(kind, toy, "cuda") as (cpu, gpu):
         with torch.cuda.stream(stream):
             doubled = []
             for images, labels in gpu:
@@ -107,10 +103,7 @@ def test_batches_can_be_used_on_another_stream(device: Device, toy: Toy, kind: t
 
 @LOADERS
 def test_an_epoch_that_is_left_early_and_the_next(device: Device, toy: Toy, kind: type) -> None:
-    with (
-        kind(toy.train, **OPTIONS, workers=WORKERS[kind]) as cpu,
-        kind(toy.train, **OPTIONS, workers=WORKERS[kind], device=device.name) as gpu,
-    ):
+    with loaders(kind, toy, device.name) as (cpu, gpu):
         for loader in (cpu, gpu):
             loader.set_epoch(0)
             assert len(list(islice(loader, 2))) == 2
@@ -122,11 +115,7 @@ def test_an_epoch_that_is_left_early_and_the_next(device: Device, toy: Toy, kind
 
 @LOADERS
 def test_two_loaders_in_turn(device: Device, toy: Toy, kind: type) -> None:
-    with (
-        kind(toy.train, **OPTIONS, workers=WORKERS[kind]) as cpu,
-        kind(toy.train, **OPTIONS, workers=WORKERS[kind], device=device.name) as one,
-        kind(toy.train, **OPTIONS, workers=WORKERS[kind], device=device.name) as other,
-    ):
+    with loaders(kind, toy, device.name, device.name) as (cpu, one, other):
         pairs = list(zip(one, other, strict=True))
         expected = list(cpu)
         same([left for left, _ in pairs], expected)

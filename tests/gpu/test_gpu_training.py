@@ -25,18 +25,13 @@ from gpu_device import Device
 from pipeline_data import CLASSES, Toy, batch_norm_model, evaluated, numbers, toy_arrays
 from places import SUPPORT
 from small_recipes import BATCH, SIDE, shrunk
-from torch import nn
+from torch import Tensor, nn
 
 pytestmark = gpu_device.MARKS
 
 
 class Strict:
-    """A loader whose steps may not wait for the device, from the second one on: the first one makes what stays.
-
-    Args:
-        loader: the run's.
-        device: the error mode is CUDA's.
-    """
+    """A loader whose steps may not wait for the device, from the second one on: the first one makes what stays."""
 
     def __init__(self, loader: Any, device: Device) -> None:
         self._loader, self._real, self.steps = loader, device.real, 0
@@ -150,10 +145,10 @@ class Fails(nn.Module):
         super().__init__()
         self.layers = batch_norm_model()
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         if self.training and len(images) > 2:
             raise ArithmeticError("on purpose")
-        logits: torch.Tensor = self.layers(images)
+        logits: Tensor = self.layers(images)
         return logits
 
 

@@ -12,12 +12,7 @@ import pytest
 import surgery_models
 import torch
 import torch.nn.functional as F
-from drivetrain.transforms import (
-    CHANGES_MODEL,
-    TRANSFORMS,
-    BatchContext,
-    Transform,
-)
+from drivetrain.transforms import CHANGES_MODEL, TRANSFORMS, BatchContext, Transform
 from gpu_device import Device
 from pipeline_data import Toy, batch_norm_model, numbers, write_toy
 from surgery_cases import CASES
@@ -88,13 +83,9 @@ def test_a_batch_method_makes_the_same_batch(device: Device, name: str) -> None:
     for at in ("cpu", device.name):
         here = copy.deepcopy(model).to(at).eval()
         context = BatchContext(
-            torch.Generator().manual_seed(3),
-            progress=0.5,
-            classes=4,
-            model=here,
-            loss=F.cross_entropy,
+            torch.Generator().manual_seed(3), progress=0.5, classes=4, model=here, loss=F.cross_entropy,
             step=2,
-        )
+        )  # fmt: skip
         inputs = TOKENS if name in OF_TOKENS else images(16)[..., :16, :16]
         batch = transform.batch(inputs.to(at), labels.to(at), context)
         assert {tensor.device.type for tensor in batch} == {at}

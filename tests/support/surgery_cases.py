@@ -15,9 +15,11 @@ EXCITE = t.SqueezeExcite(latent_channels=0.25, min_channels=16)
 GYRO = t.GyroDropout(p=0.2, sigma=8, tau=4, total_steps=40)
 GHOST = t.GhostBatchNorm(2)
 
-CASES: dict[str, tuple[t.Transform, Callable[[], nn.Module], int]] = {
+Factory = Callable[[], nn.Module]
+CASES: dict[str, tuple[t.Transform, Factory, int]] = {
     f"{type(transform).__name__}-{factory.__name__}": (transform, factory, count)
     for transform, factory, count in [
+        (t.BlurPool(), m.resnet, 5), (t.BlurPool(), m.bottlenecks, 2), (t.BlurPool(blur_first=False), m.convnext, 1),
         (EXCITE, m.resnet, 8), (EXCITE, m.convnext, 4), (EXCITE, m.timm_resnet, 14),
         (EXCITE, m.Mixed, 1),
         (GHOST, m.resnet, 9), (GHOST, m.timm_resnet, 15),
@@ -50,7 +52,7 @@ cases_at_length = pytest.mark.parametrize(
 """The same, for tests that take long: one model of each surgery in `make test`, the others in `make test-all`."""
 
 
-def made(factory: Callable[[], nn.Module]) -> nn.Module:
+def made(factory: Factory) -> nn.Module:
     torch.manual_seed(0)
     return factory()
 

@@ -23,6 +23,13 @@ def between(*blocks: nn.Module, width: int) -> nn.Module:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 5))
 
 
+def small() -> nn.Module:
+    """Five classes from one convolution, with the same weights each time."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(4, 5))
+
+
 def resnet() -> nn.Module:
     """torchvision's has 64 to 512 channels; this one 16 to 64."""
     second, third = BasicBlock(16, 32, 2, shortcut(16, 32)), BasicBlock(32, 64, 2, shortcut(32, 64))

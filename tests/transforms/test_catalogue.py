@@ -6,26 +6,33 @@ import dataclasses
 import json
 import pickle
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, get_args
 
 import pytest
+import torch
 import torch.nn.functional as F
-from drivetrain import transforms
+import yaml
+from drivetrain import Callback, Pipeline, PlanError, RunView
 from drivetrain import transforms as t
-from drivetrain.common.errors import PlanError
+from drivetrain.common.errors import CheckpointError
+from drivetrain.pipeline import load_run
+from drivetrain.pipeline.checkpoints.fingerprint import rebuild_spec
+from own_transforms import FadingDropout, GaussianNoise, SignMomentum, Smooth, Upside
+from PIL import Image
+from pipeline_data import Toy, numbers
+from torch import nn
 
 SAMPLES = [
     *(cls() for cls in t.TRANSFORMS.values()),
-    t.BlurPool(replace_maxpools=False, min_channels=3),
-    t.Factorize(latent_channels=64, factorize_linears=False),
-    t.LabelSmoothing(0.2),
-    t.LayerFreezing(0.0, 0.5),
-    t.RandAugment(magnitude=12),
-    t.TrivialAugment(9),
-    t.AugMix(width=2, alpha=0.5),
-    t.StochasticDepth("sample", 0.1, "uniform"),
-]
+    t.BlurPool(replace_maxpools=False, min_channels=3), t.Factorize(latent_channels=64, factorize_linears=False),
+    t.LabelSmoothing(0.2), t.LayerFreezing(0.0, 0.5), t.RandAugment(magnitude=12), t.TrivialAugment(9),
+    t.AugMix(width=2, alpha=0.5), t.StochasticDepth("sample", 0.1, "uniform"),
+    t.MixUp(0.4), t.CutOut(2, 0.25), t.ColOut(0.1, 0), t.ProgressiveResizing(delay=0.4),
+    t.SelectiveBackprop(keep=0.3), t.SeqLengthWarmup(truncate=False), t.EMA(None, 0.99, 20), t.SWA(0.5, 1.0, 10),
+    t.SAM(0.5, 10), t.GradientClipping("adaptive", 0.01),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("transform", SAMPLES, ids=repr)
@@ -43,7 +50,7 @@ def test_the_form_in_a_recipe() -> None:
 
 def test_every_transform_file_is_in_the_table() -> None:
     """A file that defines a Transform, but that `__init__.py` does not import, could not be named."""
-    texts = [path.read_text() for path in Path(transforms.__file__).parent.rglob("*.py")]
+    texts = [path.read_text() for path in Path(t.__file__).parent.rglob("*.py")]
     classes = r"^class ([A-Z]\w*)\((?:Transform|_Policy)\)"
     defined = {name for text in texts for name in re.findall(classes, text, re.MULTILINE)}
     assert defined == set(t.TRANSFORMS)
@@ -91,7 +98,7 @@ def test_unknown_option() -> None:
 
 
 def test_a_transform_of_ones_own_has_no_name_in_a_recipe() -> None:
-    @dataclasses.dataclass(frozen=True)
+    @dataclass(frozen=True)
     class Own(t.Transform):
         kind: ClassVar = "surgery"
         source: ClassVar[str] = "this test"
@@ -112,21 +119,14 @@ def test_the_declared_order_has_no_circle() -> None:
 def test_declared_facts() -> None:
     """The values that a plan relies on; their proofs are in test_surgery_runs.py and its neighbours."""
     assert {n for n, cls in t.TRANSFORMS.items() if not cls.compile_safe} == {"GyroDropout"}
-    assert {n for n, cls in t.TRANSFORMS.items() if cls.renames} == {
-        "Factorize",
-        "GatedLinearUnits",
-        "SqueezeExcite",
-    }
+    renaming = {n for n, cls in t.TRANSFORMS.items() if cls.renames}
+    assert renaming == {"Factorize", "GatedLinearUnits", "SqueezeExcite"}
     assert {n for n, cls in t.TRANSFORMS.items() if cls.unused_parameters} == {"LayerFreezing"}
     assert {n: cls.unsafe_with for n, cls in t.TRANSFORMS.items() if cls.unsafe_with} == {
-        "EMA": ("deepspeed_stage_3",),
-        "GradientClipping": ("deepspeed", "fairscale"),
-        "LayerFreezing": t.LayerFreezing.unsafe_with,
-        "Lookahead": ("deepspeed",),
-        "SAM": ("deepspeed", "fairscale"),
-        "StochasticDepth": ("fairscale",),
-        "SWA": ("deepspeed",),
-    }
+        "EMA": ("deepspeed_stage_3",), "GradientClipping": ("deepspeed", "fairscale"),
+        "LayerFreezing": t.LayerFreezing.unsafe_with, "Lookahead": ("deepspeed",),
+        "SAM": ("deepspeed", "fairscale"), "StochasticDepth": ("fairscale",), "SWA": ("deepspeed",),
+    }  # fmt: skip
     assert {n for n, cls in t.TRANSFORMS.items() if cls.kind == "schedule"} == {"LayerFreezing"}
 
 
@@ -149,3 +149,90 @@ def test_the_catalogue_lists_all_and_what_each_declares() -> None:
     assert json.loads(json.dumps(t.catalogue().to_dict()))[0]["transform"] in t.TRANSFORMS
     assert "WeightStandardization" in repr(t.catalogue())
     assert t.catalogue()._repr_html_().count("<tr>") == len(t.TRANSFORMS) + 1
+
+
+# ---- Custom transforms: by name in recipes and runs, and never imported from a checkpoint ----
+
+MODEL = "pipeline_data:plain_model"
+
+
+def test_a_custom_transform_there_and_back() -> None:
+    entry = t.to_dict(GaussianNoise(0.05))
+    assert entry == {"name": "own_transforms:GaussianNoise", "std": 0.05}
+    assert t.get(**json.loads(json.dumps(entry))) == GaussianNoise(0.05)
+
+
+def test_what_has_no_name_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Inner(t.Transform):
+        kind = "batch"
+        source = "custom"
+
+    with pytest.raises(PlanError, match="Define it at the top level of a module"):
+        t.to_dict(Inner())
+    with pytest.raises(PlanError, match="sdt"):
+        t.get("own_transforms:GaussianNoise", sdt=0.1)
+    with pytest.raises(PlanError, match=r"A custom one is named package\.module:Class"):
+        t.get("GaussianNoise")
+
+
+@pytest.mark.long
+def test_a_run_is_a_recipe_and_predicts(toy: Toy, tmp_path: Path) -> None:
+    """It is named in the recipe of the run, from which predictions build the model."""
+    pipeline = Pipeline(MODEL, classes=4).load(toy.train, toy.val, batch_size=16, image_size=8, workers=1)
+    pipeline = pipeline.transform(GaussianNoise(0.05), Smooth(), t.LabelSmoothing(0.1))
+    result = pipeline.fit(epochs=1, out=tmp_path / "run", progress=False)
+    recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    assert {"name": "own_transforms:GaussianNoise", "std": 0.05} in recipe["transforms"]
+    again = Pipeline.from_recipe(recipe)
+    assert set(again.transforms) == set(pipeline.transforms)
+    Image.new("RGB", (8, 8), (200, 30, 40)).save(tmp_path / "a.png")
+    (here,) = result.predict([tmp_path / "a.png"])
+    (there,) = load_run(tmp_path / "run").predict([tmp_path / "a.png"])
+    assert here["probabilities"] == pytest.approx(there["probabilities"], abs=1e-6)
+    resumed = pipeline.fit(epochs=1, out=tmp_path / "run", resume=True, progress=False)
+    assert resumed.history.epochs[-1].loss == result.history.epochs[-1].loss
+
+
+def test_a_checkpoint_imports_no_transform() -> None:
+    saved = {
+        "model": "resnet18",
+        "model_options": {},
+        "transforms": [{"name": "own_transforms:Smooth"}],
+        "seed": 0,
+    }
+    with pytest.raises(CheckpointError, match="'own_transforms:Smooth', which would have to be imported"):
+        rebuild_spec(saved)
+
+
+class StopsAfterAnEpoch(Callback):
+    def on_epoch_end(self, view: RunView) -> None:
+        if view.epoch == 1:
+            view.stop("half of the epochs")
+
+
+def dropout_model(classes: int = 4) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+        nn.Linear(32, classes),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", [FadingDropout(), Upside(), SignMomentum()], ids=repr)
+def test_a_schedule_an_evaluation_and_a_gradient_method_are_one_class(
+    transform: t.Transform, toy: Toy, tmp_path: Path
+) -> None:
+    """The loop calls them without knowing them, and a run that resumes continues exactly."""
+    plain = toy.pipeline(dropout_model)
+    pipeline = plain.transform(transform)
+    whole = pipeline.fit(epochs=2, progress=False)
+    without = plain.fit(epochs=2, progress=False)
+    assert numbers(whole) != numbers(without)
+    losses, others = ([epoch.loss for epoch in run.history.epochs] for run in (whole, without))
+    assert (losses == others) is isinstance(transform, Upside)  # which changes the evaluation alone
+    stopped = pipeline.fit(epochs=2, progress=False, out=tmp_path, callbacks=[StopsAfterAnEpoch()])
+    assert numbers(stopped) == numbers(whole)[:1]
+    resumed = pipeline.fit(epochs=2, progress=False, out=tmp_path, resume=True, continue_stopped=True)
+    assert numbers(resumed) == numbers(whole)
+    state, expected = resumed.model.state_dict(), whole.model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())

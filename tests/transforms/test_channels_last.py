@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 import torchvision
 from drivetrain.common.errors import PlanError
 from drivetrain.transforms import BlurPool, ChannelsLast, NothingChanged
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 
 def strides(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -97,15 +98,9 @@ def test_nothing_to_change_warns() -> None:
     assert caught[0].filename == __file__
 
 
+@pytest.mark.usefixtures("one_process_group")
 def test_sharded_parameters_are_refused() -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = nn.Sequential(nn.Conv2d(3, 8, 3))
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(PlanError, match=r"'0.weight', which is sharded"):
-            ChannelsLast().apply(model)
-    finally:
-        dist.destroy_process_group()
+    model = nn.Sequential(nn.Conv2d(3, 8, 3))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(PlanError, match=r"'0.weight', which is sharded"):
+        ChannelsLast().apply(model)

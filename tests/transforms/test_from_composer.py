@@ -30,9 +30,13 @@ from drivetrain.pipeline import FitResult
 from drivetrain.pipeline.checkpoints.state import chosen, plain_names
 from drivetrain.strategies import launch
 from drivetrain.transforms import Transform, from_composer
-from drivetrain.transforms.composer.known import KNOWN
 from drivetrain.transforms.composer.session import PLACES
+<<<<<<< HEAD
 from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, fit_all, numbers, plain_model, surroundings
+=======
+from drivetrain.transforms.composer.transform import KNOWN
+from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, numbers, plain_model, surroundings
+>>>>>>> transforms
 from places import ROOT
 from torch import nn
 
@@ -155,14 +159,9 @@ def test_events_come_in_composers_order(jobs: Any, toy: Toy) -> None:
         "before_forward", "after_forward", "before_loss", "after_loss", "before_backward", "after_backward"
     ]  # fmt: skip
     step = [
-        "after_dataloader",
-        "batch_start",
-        "before_train_batch",
-        *micro,
-        *micro,
-        "after_train_batch",
+        "after_dataloader", "batch_start", "before_train_batch", *micro, *micro, "after_train_batch",
         "batch_end",
-    ]
+    ]  # fmt: skip
     epoch = ["epoch_start", *step * steps, "epoch_end", "eval_start", "eval_end"]
     assert [event[0] for event in seen] == ["fit_start", *epoch * 2, "fit_end"]
     assert next(event for event in everything.seen if event[0] == "init")[1:] == (0, 0, 0, 0, None, 0)
@@ -469,7 +468,7 @@ def test_the_guide_runs(jobs: Any, toy: Toy, tmp_path: Path, monkeypatch: pytest
     for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL):
         exec(compile(block, "guide", "exec"), names)
     assert len(names["result"].history.epochs) == 2
-    refused = {name for name, known in KNOWN.items() if known.refused(jobs.algorithms.ColOut(batch=False))}
+    refused = {name for name, known in KNOWN.items() if known.refused}
     table = guide.partition("## Not run")[2].partition("All others run")[0]
     assert refused == set(
         re.findall(r"`(\w+)", "".join(row.split("|")[1] for row in table.splitlines() if "| `" in row))

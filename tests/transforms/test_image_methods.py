@@ -85,12 +85,8 @@ def test_schedules_at_the_edges(options: dict[str, float], size: int, progress: 
 
 def test_resizing_is_bilinear_and_antialiased() -> None:
     small, targets = ProgressiveResizing().batch(IMAGES, LABELS, context(progress=0))
-    assert small.shape == (
-        4,
-        3,
-        10,
-        8,
-    )  # the width is the multiple of 4, and the height keeps the proportions
+    # The width is the multiple of 4, and the height keeps the proportions.
+    assert small.shape == (4, 3, 10, 8)
     assert targets is LABELS
     torch.testing.assert_close(small.mean((2, 3)), IMAGES.mean((2, 3)), rtol=0, atol=0.1)
     stripes = torch.tensor([0.0, 1.0]).repeat(16).expand(1, 3, 32, 32)

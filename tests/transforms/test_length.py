@@ -10,41 +10,24 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from drivetrain import strategies
+from drivetrain import transforms as t
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
-from drivetrain.transforms import (
-    CHANGES_MODEL,
-    EMA,
-    SWA,
-    TRANSFORMS,
-    BatchContext,
-    GyroDropout,
-    LayerFreezing,
-    Lookahead,
-    MixUp,
-    ProgressiveResizing,
-    SelectiveBackprop,
-    SeqLengthWarmup,
-    Session,
-    Transform,
-    declares_length,
-    follows_length,
-)
 from pipeline_data import CLASSES, SIDE, Toy
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 PER_EPOCH, EPOCHS = 2, 4  # of the shorter training; the longer one has three times as many epochs
 
 CASES = [
-    *(cls() for name, cls in TRANSFORMS.items() if name not in ("GyroDropout", "SeqLengthWarmup")),
-    GyroDropout(sigma=4, tau=1), GyroDropout(sigma=4, tau=1, total_steps=20),
-    Lookahead(2, power=2.0), Lookahead(2), EMA(half_life=2, update_every=3), SWA(0.0, 0.5, 2), SWA(0.0, 1.0),
-    SelectiveBackprop(0.0, 1.0), SelectiveBackprop(0.0, 0.8, interrupt=0), SelectiveBackprop(0.3, 1.0),
-    ProgressiveResizing(delay=0.0, finetune=1.0), ProgressiveResizing(0.5, 0.2, 0.2),
-    LayerFreezing(0.0, 1.0), LayerFreezing(0.0, 0.0),
-    SeqLengthWarmup(max_seq_length=40), SeqLengthWarmup(0.0, 8, 40), SeqLengthWarmup(0.5, 16, 16),
+    *(cls() for name, cls in t.TRANSFORMS.items() if name not in ("GyroDropout", "SeqLengthWarmup")),
+    t.GyroDropout(sigma=4, tau=1), t.GyroDropout(sigma=4, tau=1, total_steps=20),
+    t.Lookahead(2, power=2.0), t.Lookahead(2), t.EMA(half_life=2, update_every=3), t.SWA(0.0, 0.5, 2), t.SWA(0.0, 1.0),
+    t.SelectiveBackprop(0.0, 1.0), t.SelectiveBackprop(0.0, 0.8, interrupt=0), t.SelectiveBackprop(0.3, 1.0),
+    t.ProgressiveResizing(delay=0.0, finetune=1.0), t.ProgressiveResizing(0.5, 0.2, 0.2),
+    t.LayerFreezing(0.0, 1.0), t.LayerFreezing(0.0, 0.0),
+    t.SeqLengthWarmup(max_seq_length=40), t.SeqLengthWarmup(0.0, 8, 40), t.SeqLengthWarmup(0.5, 16, 16),
 ]  # fmt: skip
 
 
@@ -60,18 +43,18 @@ class Everything(nn.Module):
         )  # fmt: skip
         self.norm, self.head = nn.LayerNorm(256), nn.Linear(256, CLASSES)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         if inputs.dim() == 2:
             inputs = self.embedding(inputs).transpose(1, 2)[:, :, None].repeat(1, 1, 8, 1)
-        result: torch.Tensor = self.head(self.norm(self.body(inputs)))
+        result: Tensor = self.head(self.norm(self.body(inputs)))
         return result
 
 
-def run(transform: Transform, epochs: int, train: str) -> list[Any]:
+def run(transform: t.Transform, epochs: int, train: str) -> list[Any]:
     """Return what the first `EPOCHS` epochs of a longer run see and produce."""
     torch.manual_seed(0)
     model = Everything()
-    if transform.kind in CHANGES_MODEL:
+    if transform.kind in t.CHANGES_MODEL:
         transform.apply(model)
     engine = strategies.get("single", device="cpu").prepare(
         model, transform.optimizer(lambda p: torch.optim.SGD(p, lr=0.1))
@@ -81,17 +64,17 @@ def run(transform: Transform, epochs: int, train: str) -> list[Any]:
     tokens = torch.randint(10, (PER_EPOCH, 8, 40))
     labels = torch.arange(8) % CLASSES
 
-    def looked(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def looked(logits: Tensor, targets: Tensor) -> Tensor:
         seen.append((logits.detach().clone(), targets.clone()))
         return loss(logits, targets)
 
-    if isinstance(transform, SelectiveBackprop):
+    if isinstance(transform, t.SelectiveBackprop):
         looked = loss  # which it must know
     with ExitStack() as stack:
         loader: Any = [(torch.randn(8, 3, SIDE, SIDE), labels) for _ in range(PER_EPOCH)]
-        if isinstance(transform, SeqLengthWarmup):
+        if isinstance(transform, t.SeqLengthWarmup):
             loader = [(each, labels) for each in tokens]
-        if isinstance(transform, ProgressiveResizing):  # whose work the loader does
+        if isinstance(transform, t.ProgressiveResizing):  # whose work the loader does
             loader = FFCVLoader(train, batch_size=128 // PER_EPOCH, image_size=SIDE, workers=1, flip=False)
             stack.enter_context(loader)
         methods.begin(engine, epochs * PER_EPOCH)
@@ -106,7 +89,7 @@ def run(transform: Transform, epochs: int, train: str) -> list[Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor):
+    if isinstance(left, Tensor):
         return left.shape == right.shape and torch.equal(left, right)
     if isinstance(left, dict):
         return all(same(left[name], right[name]) for name in left)
@@ -118,21 +101,21 @@ def same(left: Any, right: Any) -> bool:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::drivetrain.transforms.NothingChanged")
 @pytest.mark.parametrize("transform", CASES, ids=repr)
-def test_the_declaration_is_what_the_hooks_do(transform: Transform, toy: Toy) -> None:
+def test_the_declaration_is_what_the_hooks_do(transform: t.Transform, toy: Toy) -> None:
     short, again = run(transform, EPOCHS, toy.train), run(transform, EPOCHS, toy.train)
     assert same(short, again)  # else a difference would prove nothing
-    assert same(short, run(transform, 3 * EPOCHS, toy.train)) != follows_length(transform)
+    assert same(short, run(transform, 3 * EPOCHS, toy.train)) != t.follows_length(transform)
 
 
 def test_every_transform_that_could_know_the_length_declares_it() -> None:
-    for name, cls in TRANSFORMS.items():
-        if cls.kind in ("batch", "loop", "schedule") or cls.begin is not Transform.begin:
-            assert declares_length(cls()), name
+    for name, cls in t.TRANSFORMS.items():
+        if cls.kind in ("batch", "loop", "schedule") or cls.begin is not t.Transform.begin:
+            assert t.declares_length(cls()), name
         assert any(isinstance(case, cls) for case in CASES), f"{name} is in no case"
 
 
 @dataclass(frozen=True)
-class Bare(Transform):
+class Bare(t.Transform):
     """Declares nothing."""
 
     source: ClassVar[str] = "this test"
@@ -141,15 +124,15 @@ class Bare(Transform):
 class Shrinking(Bare):
     kind: ClassVar = "batch"
 
-    def batch(self, images: Any, targets: Any, context: BatchContext) -> Any:
+    def batch(self, images: Any, targets: Any, context: t.BatchContext) -> Any:
         return images * (1 - context.progress), targets
 
 
 class Following(Bare):
     kind: ClassVar = "loop"
 
-    def session(self, model: nn.Module) -> Session:  # noqa: ARG002
-        return Session()
+    def session(self, model: nn.Module) -> t.Session:  # noqa: ARG002
+        return t.Session()
 
 
 class Beginning(Bare):
@@ -180,22 +163,22 @@ class DeclaredOnce(Shrinking):
 
 
 @dataclass(frozen=True)
-class OtherDefault(MixUp):
+class OtherDefault(t.MixUp):
     alpha: float = 0.4
 
 
-class OtherLookahead(Lookahead):
+class OtherLookahead(t.Lookahead):
     def stays(self, progress: float) -> float:
         return progress
 
 
-class OtherFreezing(LayerFreezing):
+class OtherFreezing(t.LayerFreezing):
     def level(self, progress: float) -> float:
         return progress
 
 
 class Undone(Declared):
-    def batch(self, images: Any, targets: Any, context: BatchContext) -> Any:
+    def batch(self, images: Any, targets: Any, context: t.BatchContext) -> Any:
         return images * context.progress, targets
 
 
@@ -205,8 +188,8 @@ class Undone(Declared):
     (OtherLookahead(), True, False), (OtherFreezing(freeze_level=0.0), True, False), (Undone(), True, False),
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_a_custom_transform_is_taken_to_follow_the_length_unless_it_declares(
-    transform: Transform, follows: bool, declares: bool
+    transform: t.Transform, follows: bool, declares: bool
 ) -> None:
     """A subclass that changes a method does not inherit what was declared of the method before."""
     assert dataclasses.is_dataclass(transform)
-    assert (follows_length(transform), declares_length(transform)) == (follows, declares)
+    assert (t.follows_length(transform), t.declares_length(transform)) == (follows, declares)

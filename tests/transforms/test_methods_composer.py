@@ -1,9 +1,10 @@
-"""Batch, optimizer and loop methods, compared with Composer where Composer is correct."""
+"""Batch, loss, optimizer and loop methods, compared with Composer where Composer is correct."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import math
 import warnings
 from types import ModuleType
 
@@ -11,23 +12,14 @@ import composer_reference
 import pytest
 import torch
 import torch.nn.functional as F
-from drivetrain.transforms import (
-    EMA,
-    SAM,
-    SWA,
-    BatchContext,
-    ColOut,
-    CutMix,
-    GradientClipping,
-    MixUp,
-    ProgressiveResizing,
-    SelectiveBackprop,
-    SeqLengthWarmup,
-)
-from drivetrain.transforms.common.draws import draw_beta
+from drivetrain import transforms as t
+from drivetrain.transforms.binary_cross_entropy import binary_cross_entropy
+from drivetrain.transforms.common.images import draw_beta
 from drivetrain.transforms.cutmix import area, box_around, paste
 from drivetrain.transforms.cutout import inside
+from drivetrain.transforms.label_smoothing import smooth_targets
 from drivetrain.transforms.selective_backprop import choose
+from surgery_models import small
 from torch import nn
 
 IMAGES = torch.randn(8, 3, 20, 24, generator=torch.Generator().manual_seed(0))
@@ -39,20 +31,8 @@ def module(name: str) -> ModuleType:
     return composer_reference.load(f"composer.algorithms.{name}.{name}")
 
 
-def context(seed: int = 0, **options) -> BatchContext:
-    return BatchContext(generator=torch.Generator().manual_seed(seed), classes=5, **options)
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(4, 5),
-    )
+def context(seed: int = 0, **options) -> t.BatchContext:
+    return t.BatchContext(generator=torch.Generator().manual_seed(seed), classes=5, **options)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -61,7 +41,7 @@ def test_mixup(composer: ModuleType, seed: int) -> None:
     z = draw_beta(0.2, generator)
     share, partner = min(z, 1 - z), torch.randperm(8, generator=generator)
     images, other, _ = composer.mixup_batch(IMAGES, HOT, mixing=share, indices=partner)
-    ours, targets = MixUp().batch(IMAGES, LABELS, context(seed))
+    ours, targets = t.MixUp().batch(IMAGES, LABELS, context(seed))
     torch.testing.assert_close(ours, images)
     torch.testing.assert_close(targets, (1 - share) * HOT + share * other)
 
@@ -90,7 +70,7 @@ def test_cutmix_as_a_whole(composer: ModuleType) -> None:
     images, other, rest, _ = composer.cutmix_batch(
         IMAGES, HOT, bbox=(top, left, bottom, right), indices=partner
     )
-    ours, targets = CutMix().batch(IMAGES, LABELS, context(4))
+    ours, targets = t.CutMix().batch(IMAGES, LABELS, context(4))
     assert torch.equal(ours, images)
     torch.testing.assert_close(targets, rest * HOT + (1 - rest) * other)
 
@@ -107,19 +87,16 @@ def test_cutout_squares(side: int) -> None:
 def test_colout(composer: ModuleType, shares: tuple[float, float]) -> None:
     torch.manual_seed(3)
     expected = composer.colout_batch(IMAGES, *shares)
-    assert torch.equal(ColOut(*shares).batch(IMAGES, LABELS, context(3))[0], expected)
+    assert torch.equal(t.ColOut(*shares).batch(IMAGES, LABELS, context(3))[0], expected)
 
 
 def state(steps: int):
     """A real state of Composer's trainer."""
     core, devices = composer_reference.load("composer.core"), composer_reference.load("composer.devices")
     return core.State(
-        model=nn.Linear(1, 1),
-        rank_zero_seed=0,
-        run_name="r",
-        device=devices.DeviceCPU(),
+        model=nn.Linear(1, 1), rank_zero_seed=0, run_name="r", device=devices.DeviceCPU(),
         max_duration=f"{steps}ba",
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [
@@ -136,7 +113,7 @@ def test_progressive_resizing_schedule(options: dict[str, float]) -> None:
         trainer.timestamp = timestamp(batch=done)
         trainer.batch = (torch.zeros(1, 1, 224, 224), LABELS[:1])
         algorithm.apply(None, trainer)
-        assert ProgressiveResizing(**options).size(224, done / 200) == trainer.batch[0].shape[3]
+        assert t.ProgressiveResizing(**options).size(224, done / 200) == trainer.batch[0].shape[3]
 
 
 def test_sequence_lengths() -> None:
@@ -150,8 +127,8 @@ def test_sequence_lengths() -> None:
         trainer.timestamp = core.Timestamp(batch=done)
         trainer.batch = {"input_ids": torch.arange(200).view(2, 100)}
         algorithm.apply(core.Event.AFTER_DATALOADER, trainer, logger)
-        given = BatchContext(generator=torch.Generator(), progress=done / 1000)
-        ours, _ = SeqLengthWarmup(**options).batch(torch.arange(200).view(2, 100), torch.zeros(2), given)
+        given = t.BatchContext(generator=torch.Generator(), progress=done / 1000)
+        ours, _ = t.SeqLengthWarmup(**options).batch(torch.arange(200).view(2, 100), torch.zeros(2), given)
         assert torch.equal(ours, trainer.batch["input_ids"]), done
 
 
@@ -159,7 +136,7 @@ def test_sequence_lengths() -> None:
 def test_set_batch_sequence_length(composer: ModuleType, truncate: bool) -> None:
     tokens = torch.arange(60).view(3, 20)
     theirs = composer.set_batch_sequence_length({"input_ids": tokens, "labels": tokens + 1}, 7, truncate)
-    method = SeqLengthWarmup(min_seq_length=7, max_seq_length=20, truncate=truncate)
+    method = t.SeqLengthWarmup(min_seq_length=7, max_seq_length=20, truncate=truncate)
     ours = method.batch(tokens, tokens + 1, context())
     assert torch.equal(ours[0], theirs["input_ids"])
     assert torch.equal(ours[1], theirs["labels"])
@@ -174,7 +151,7 @@ def test_selection(composer: ModuleType) -> None:
                 expected = module("selective_backprop").should_selective_backprop(
                     progress, step, interrupt=interrupt
                 )
-                assert SelectiveBackprop(interrupt=interrupt).selects(progress, step) == expected
+                assert t.SelectiveBackprop(interrupt=interrupt).selects(progress, step) == expected
     losses = torch.tensor([0.3, 2.0, 0.1, 1.0, 0.7, 5.0, 0.2, 4.0])
     generator = torch.Generator().manual_seed(0)
     ours = torch.cat([choose(losses, 0.4, generator) for _ in range(3000)]).bincount(minlength=8) / 3000
@@ -189,9 +166,9 @@ def test_selection(composer: ModuleType) -> None:
 
 
 def test_ema(composer: ModuleType) -> None:
-    model = net()
+    model = small()
     averaged = copy.deepcopy(model)
-    session = EMA(half_life=4, update_every=2).session(model)
+    session = t.EMA(half_life=4, update_every=2).session(model)
     smoothing = module("ema").EMA(half_life="4ba", update_interval="2ba").smoothing
     for step in range(1, 9):
         with torch.no_grad():
@@ -211,8 +188,8 @@ def test_ema(composer: ModuleType) -> None:
 
 def test_swa_is_torchs_averaged_model() -> None:
     """What Composer's SWA keeps, and the statistics with it, which Composer leaves at their first values."""
-    model = net()
-    session, theirs = SWA(start=0, end=1).session(model), None
+    model = small()
+    session, theirs = t.SWA(start=0, end=1).session(model), None
     for _ in range(5):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -229,7 +206,7 @@ def test_swa_is_torchs_averaged_model() -> None:
 
 @pytest.mark.parametrize("interval", [1, 3])
 def test_sam(interval: int) -> None:
-    sam, ours, theirs = SAM(rho=0.5, interval=interval), net(), net()
+    sam, ours, theirs = t.SAM(rho=0.5, interval=interval), small(), small()
     factory = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     optimizer, reference = factory(ours.parameters()), factory(theirs.parameters())
     wrapped = module("sam").SAMOptimizer(reference, rho=0.5, interval=interval)
@@ -256,15 +233,44 @@ def test_sam(interval: int) -> None:
 
 @pytest.mark.parametrize(("by", "threshold"), [("norm", 0.1), ("value", 0.01), ("adaptive", 0.01)])
 def test_gradient_clipping(composer: ModuleType, by: str, threshold: float) -> None:
-    ours = net()
+    ours = small()
     nn.init.normal_(ours[1].bias)  # a bias of 0 is where Composer is wrong
     F.cross_entropy(ours(IMAGES), LABELS).backward()
     theirs = copy.deepcopy(ours)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         b.grad = a.grad.clone()
     before = [parameter.grad.clone() for parameter in ours.parameters()]
-    GradientClipping(by, threshold).clip(ours.parameters())
+    t.GradientClipping(by, threshold).clip(ours.parameters())
     composer.apply_gradient_clipping(theirs, by, threshold, fsdp_enabled=False)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
     assert any(not torch.equal(p.grad, old) for p, old in zip(ours.parameters(), before, strict=True))
+
+
+def test_binary_cross_entropy() -> None:
+    """Composer's is given the logits of a model whose bias starts where its recipes start it."""
+    theirs_with_logits = composer_reference.load("composer.loss").binary_cross_entropy_with_logits
+
+    torch.manual_seed(0)
+    logits, labels = torch.randn(8, 10, requires_grad=True), torch.randint(10, (8,))
+    for targets in (labels, torch.randn(8, 10).softmax(1)):
+        ours, theirs = (
+            binary_cross_entropy(logits, targets),
+            theirs_with_logits(logits - math.log(10), targets),
+        )
+        torch.testing.assert_close(ours, theirs)
+        (gradient,), (expected,) = (torch.autograd.grad(loss, logits) for loss in (ours, theirs))
+        torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.08, 0.5])
+def test_smooth_labels(composer: ModuleType, smoothing: float) -> None:
+    torch.manual_seed(0)
+    logits, labels = torch.randn(8, 10), torch.randint(10, (8,))
+    for targets in (labels, torch.randn(8, 10).softmax(1)):
+        torch.testing.assert_close(
+            smooth_targets(logits, targets, smoothing),
+            composer.smooth_labels(logits, targets, smoothing),
+            rtol=0,
+            atol=1e-7,
+        )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from drivetrain.common.errors import DataError
 from drivetrain.transforms import BatchContext, CutMix, LabelSmoothing, MixUp, Transform
-from drivetrain.transforms.common.draws import draw_beta
+from drivetrain.transforms.common.images import draw_beta
 from drivetrain.transforms.cutmix import area, box_around
 
 IMAGES = torch.randn(6, 3, 10, 12, generator=torch.Generator().manual_seed(0))
@@ -120,7 +120,7 @@ def test_dtype_and_memory_format_stay(
 def test_cutmix_takes_integers_and_mixup_does_not() -> None:
     images = (IMAGES * 10).clamp(0, 255).to(torch.uint8)
     assert CutMix().batch(images, LABELS, context())[0].dtype == torch.uint8
-    with pytest.raises(DataError, match=r"MixUp: images of torch.uint8 .* Normalise"):
+    with pytest.raises(DataError, match=r"MixUp: images of torch.uint8 .* Normalize"):
         MixUp().batch(images, LABELS, context())
 
 

@@ -10,42 +10,26 @@ import torch.nn.functional as F
 from drivetrain.common.errors import DataError, PlanError
 from drivetrain.transforms import BatchContext, LabelSmoothing, SelectiveBackprop, SeqLengthWarmup
 from drivetrain.transforms.selective_backprop import choose, unreduced
-from torch import nn
+from surgery_models import small
+from torch import Tensor, nn
 
 IMAGES = torch.randn(8, 3, 12, 12, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([0, 4, 3, 3, 2, 1, 0, 2])
 LOGITS = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)
-    )
-
-
 def context(seed: int = 0, **options) -> BatchContext:
-    given = {"progress": 0.6, "model": model(), "loss": F.cross_entropy, "step": 0, **options}
+    given = {"progress": 0.6, "model": small(), "loss": F.cross_entropy, "step": 0, **options}
     return BatchContext(generator=torch.Generator().manual_seed(seed), **given)
 
 
 def test_when_it_selects() -> None:
     select = SelectiveBackprop()
-    assert [select.selects(p, 0) for p in (0, 0.49, 0.5, 0.89, 0.9, 1)] == [
-        False,
-        False,
-        True,
-        True,
-        False,
-        False,
-    ]
+    selected = [select.selects(p, 0) for p in (0, 0.49, 0.5, 0.89, 0.9, 1)]
+    assert selected == [False, False, True, True, False, False]
     assert [select.selects(0.6, step) for step in range(4)] == [True, False, True, False]
-    assert [SelectiveBackprop(interrupt=3).selects(0.6, step) for step in range(4)] == [
-        True,
-        True,
-        False,
-        True,
-    ]
+    selected = [SelectiveBackprop(interrupt=3).selects(0.6, step) for step in range(4)]
+    assert selected == [True, True, False, True]
     assert all(SelectiveBackprop(interrupt=0).selects(0.6, step) for step in range(4))
     for off in (context(progress=0.2), context(step=1)):
         images, targets = select.batch(IMAGES, LABELS, off)
@@ -86,9 +70,9 @@ def test_the_forward_leaves_no_trace() -> None:
 
 def test_the_forward_sees_smaller_images() -> None:
     seen = []
-    net = model()
+    net = small()
 
-    def watched(images: torch.Tensor) -> torch.Tensor:
+    def watched(images: Tensor) -> Tensor:
         assert not torch.is_grad_enabled()
         seen.append(images.shape)
         return net(images)
@@ -102,13 +86,13 @@ def test_the_forward_sees_smaller_images() -> None:
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 def test_dtype_and_memory_format_stay(dtype: torch.dtype, form: torch.memory_format) -> None:
     images = IMAGES.to(dtype).contiguous(memory_format=form)
-    kept, _ = SelectiveBackprop().batch(images, LABELS, context(model=model().to(dtype)))
+    kept, _ = SelectiveBackprop().batch(images, LABELS, context(model=small().to(dtype)))
     assert kept.dtype == dtype
     assert kept.is_contiguous(memory_format=form)
 
 
 def test_the_generator_decides() -> None:
-    fixed = model()
+    fixed = small()
     state = torch.get_rng_state()
     first, again, other = (
         SelectiveBackprop().batch(IMAGES, LABELS, context(seed, model=fixed))[1] for seed in (7, 7, 8)
@@ -130,7 +114,7 @@ def test_losses_for_each_image(loss) -> None:
     SelectiveBackprop().batch(IMAGES, LABELS, context(loss=loss))
 
 
-def summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def summed(logits: Tensor, targets: Tensor) -> Tensor:
     return (logits * targets).sum()
 
 

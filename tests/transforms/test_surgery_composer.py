@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import surgery_models as models
 import torch
+import torchvision
 from drivetrain import transforms as t
 from drivetrain.transforms.alibi import distance_bias, slopes
 from drivetrain.transforms.gyro_dropout import GyroDropoutLayer
@@ -209,3 +210,28 @@ def test_layer_freezing(composer: ModuleType, start: float, level: float) -> Non
         assert [
             name for name, parameter in ours.named_parameters() if not parameter.requires_grad
         ] == expected
+
+
+@pytest.mark.parametrize(("options", "train"), [
+    ({}, True),
+    ({}, False),
+    ({"blur_first": False}, True),
+    ({"replace_maxpools": False, "min_channels": 3}, False),
+])  # fmt: skip
+def test_blurpool(composer: ModuleType, options: dict[str, bool | int], train: bool) -> None:
+    torch.manual_seed(0)
+    ours = torchvision.models.resnet18(num_classes=5)
+    theirs = copy.deepcopy(ours)
+    t.BlurPool(**options).apply(ours)  # type: ignore[arg-type]
+    composer.apply_blurpool(theirs, **options)
+    ours.train(train)
+    theirs.train(train)
+    x = torch.randn(4, 3, 32, 32)
+    out, reference = ours(x), theirs(x)
+    torch.testing.assert_close(out, reference, rtol=0, atol=1e-6)
+    out.square().sum().backward()
+    reference.square().sum().backward()
+    expected = {name.replace(".conv.", "."): parameter for name, parameter in theirs.named_parameters()}
+    assert set(expected) == set(dict(ours.named_parameters()))
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-5, atol=1e-5, msg=name)

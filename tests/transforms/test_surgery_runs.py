@@ -5,24 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
 
 import pytest
 import surgery_models as models
 import torch
 import torch.nn.functional as F
 from drivetrain.transforms import BlurPool, StochasticDepth, Transform, WeightStandardization
-from surgery_cases import EXCITE, FACTORIZE, GHOST, cases, cases_at_length, made, same_numbers
+from surgery_cases import EXCITE, FACTORIZE, GHOST, Factory, cases, cases_at_length, made, same_numbers
 from torch import nn
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models as small as these only wait for a second thread, for long if the machine has other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.long
@@ -30,7 +22,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute:UserWarning"
 )  # dynamo, where it resumes after a break
-def test_compiles_whole(transform: Transform, factory: Callable[[], nn.Module], count: int) -> None:
+def test_compiles_whole(transform: Transform, factory: Factory, count: int) -> None:
     torch._dynamo.reset()
     model = made(factory)
     assert len(transform.apply(model).changed) == count
@@ -50,7 +42,7 @@ def test_compiles_whole(transform: Transform, factory: Callable[[], nn.Module], 
 
 @pytest.mark.long
 @cases
-def test_trains(transform: Transform, factory: Callable[[], nn.Module], count: int) -> None:
+def test_trains(transform: Transform, factory: Factory, count: int) -> None:
     model = made(factory)
     assert len(transform.apply(model).changed) == count
     x, labels = models.images(10), torch.arange(10) % 5
@@ -66,9 +58,7 @@ def test_trains(transform: Transform, factory: Callable[[], nn.Module], count: i
 
 
 @cases
-def test_hooks_dtype_and_frozen_weights_stay(
-    transform: Transform, factory: Callable[[], nn.Module], count: int
-) -> None:
+def test_hooks_dtype_and_frozen_weights_stay(transform: Transform, factory: Factory, count: int) -> None:
     model = made(factory).requires_grad_(False).bfloat16()
     plain = copy.deepcopy(model)
     report = transform.apply(plain)
@@ -87,9 +77,7 @@ def test_hooks_dtype_and_frozen_weights_stay(
 
 
 @cases
-def test_meta_weights_then_to_empty(
-    transform: Transform, factory: Callable[[], nn.Module], count: int
-) -> None:
+def test_meta_weights_then_to_empty(transform: Transform, factory: Factory, count: int) -> None:
     """The way large models are built under FSDP: nothing but the weights may need to be filled in."""
     reference = made(factory)
     transform.apply(reference)

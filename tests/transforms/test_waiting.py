@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+<<<<<<< HEAD
 from drivetrain.transforms import (
     EMA,
     SAM,
@@ -39,9 +40,13 @@ from drivetrain.transforms import (
     TrivialAugment,
 )
 from host_syncs import OnCuda, SimulatedCuda, put_on_cuda
+=======
+from drivetrain import transforms as t
+from simulated_cuda import OnCuda, SimulatedCuda, put_on_cuda
+>>>>>>> transforms
 from surgery_cases import CASES
-from surgery_models import bottlenecks, resnet
-from torch import nn
+from surgery_models import bottlenecks, resnet, small
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,14 +59,8 @@ SOFT = torch.rand(6, 5)
 LOGITS = torch.randn(6, 5)
 
 
-def context(**options: Any) -> BatchContext:
-    return BatchContext(torch.Generator().manual_seed(3), classes=5, **options)
-
-
-def small() -> nn.Module:
-    torch.manual_seed(0)
-    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    return nn.Sequential(*layers, nn.Linear(4, 5))
+def context(**options: Any) -> t.BatchContext:
+    return t.BatchContext(torch.Generator().manual_seed(3), classes=5, **options)
 
 
 def with_gradients(model: nn.Module) -> list[nn.Parameter]:
@@ -71,14 +70,14 @@ def with_gradients(model: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
-def batch(transform: Transform, **options: Any) -> Step:
+def batch(transform: t.Transform, **options: Any) -> Step:
     def step(on: Callable[[Any], Any]) -> Any:
         return [transform.batch(on(IMAGES), on(targets), context(**options)) for targets in (LABELS, SOFT)]
 
     return step
 
 
-def selecting(transform: SelectiveBackprop) -> Step:
+def selecting(transform: t.SelectiveBackprop) -> Step:
     def step(on: Callable[[Any], Any]) -> Any:
         model = on(small())
         given = context(model=model, loss=F.cross_entropy, step=2, progress=0.6)
@@ -89,15 +88,15 @@ def selecting(transform: SelectiveBackprop) -> Step:
     return step
 
 
-def tokens(transform: SeqLengthWarmup) -> Step:
+def tokens(transform: t.SeqLengthWarmup) -> Step:
     return lambda on: transform.batch(on(torch.arange(60).view(3, 20)), on(torch.arange(3)), context())
 
 
-def loss(transform: Transform, base: Callable[..., torch.Tensor] = F.cross_entropy) -> Step:
+def loss(transform: t.Transform, base: Callable[..., Tensor] = F.cross_entropy) -> Step:
     return lambda on: [transform.loss(base)(on(LOGITS), on(targets)) for targets in (LABELS, SOFT)]
 
 
-def forward(transform: Transform, factory: Callable[[], nn.Module]) -> Step:
+def forward(transform: t.Transform, factory: Callable[[], nn.Module]) -> Step:
     def step(on: Callable[[Any], Any]) -> Any:
         torch.manual_seed(0)
         model = factory().train()
@@ -111,7 +110,7 @@ def forward(transform: Transform, factory: Callable[[], nn.Module]) -> Step:
     return step
 
 
-def session(transform: Transform) -> Step:
+def session(transform: t.Transform) -> Step:
     def step(on: Callable[[Any], Any]) -> Any:
         model = on(small())
         followed = transform.session(model)
@@ -126,7 +125,7 @@ def session(transform: Transform) -> Step:
     return step
 
 
-def clipping(transform: GradientClipping) -> Step:
+def clipping(transform: t.GradientClipping) -> Step:
     def step(on: Callable[[Any], Any]) -> Any:
         parameters = with_gradients(on(small()))
         norm = transform.clip(parameters)
@@ -137,7 +136,7 @@ def clipping(transform: GradientClipping) -> Step:
 
 def perturbing(on: Callable[[Any], Any]) -> Any:
     parameters = with_gradients(on(small()))
-    restore = SAM().perturb(parameters)
+    restore = t.SAM().perturb(parameters)
     moved = [p.detach().clone() for p in parameters]
     restore()
     return moved, parameters
@@ -145,18 +144,20 @@ def perturbing(on: Callable[[Any], Any]) -> Any:
 
 def freezing(on: Callable[[Any], Any]) -> Any:
     model = on(small())
-    LayerFreezing().freeze(model, 0.9)
+    t.LayerFreezing().freeze(model, 0.9)
     return list(model.parameters())
 
 
 def decay(on: Callable[[Any], Any]) -> Any:
     parameters = with_gradients(on(small()))
-    optimizer = NoWeightDecay().optimizer(lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1))(parameters)
+    optimizer = t.NoWeightDecay().optimizer(lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1))(
+        parameters
+    )
     optimizer.step()
     return parameters
 
 
-def of_the_loader(transform: Transform) -> Step:
+def of_the_loader(transform: t.Transform) -> Step:
     assert transform.loader_settings
 
     def step(on: Callable[[Any], Any]) -> Any:
@@ -173,7 +174,7 @@ def momentum_none() -> nn.Module:
     return model
 
 
-def focal(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def focal(logits: Tensor, targets: Tensor) -> Tensor:
     return -(targets * logits.log_softmax(1) * (1 - logits.softmax(1))).sum(1).mean()
 
 
@@ -181,31 +182,31 @@ SURGERIES = {name.split("-")[0]: name for name in reversed(CASES)}.values()
 """Each surgery on one model."""
 
 STEPS: dict[str, Step] = {
-    "MixUp": batch(MixUp()), "CutMix": batch(CutMix()), "CutOut": batch(CutOut(2)), "ColOut": batch(ColOut()),
-    "ProgressiveResizing": batch(ProgressiveResizing()),
-    "SelectiveBackprop": selecting(SelectiveBackprop()),
-    "SelectiveBackprop, smaller": selecting(SelectiveBackprop(scale_factor=0.5)),
-    "SeqLengthWarmup": tokens(SeqLengthWarmup()), "SeqLengthWarmup, divided": tokens(SeqLengthWarmup()),
-    "LabelSmoothing": loss(LabelSmoothing()), "LabelSmoothing, of a loss": loss(LabelSmoothing(), focal),
-    "LabelSmoothing, of BCE": loss(LabelSmoothing(), BinaryCrossEntropy().loss(F.cross_entropy)),
-    "BinaryCrossEntropy": loss(BinaryCrossEntropy()),
-    "GradientClipping": clipping(GradientClipping()),
-    "GradientClipping, value": clipping(GradientClipping("value", 0.1)),
-    "GradientClipping, adaptive": clipping(GradientClipping("adaptive", 0.1)),
+    "MixUp": batch(t.MixUp()), "CutMix": batch(t.CutMix()), "CutOut": batch(t.CutOut(2)), "ColOut": batch(t.ColOut()),
+    "ProgressiveResizing": batch(t.ProgressiveResizing()),
+    "SelectiveBackprop": selecting(t.SelectiveBackprop()),
+    "SelectiveBackprop, smaller": selecting(t.SelectiveBackprop(scale_factor=0.5)),
+    "SeqLengthWarmup": tokens(t.SeqLengthWarmup()), "SeqLengthWarmup, divided": tokens(t.SeqLengthWarmup()),
+    "LabelSmoothing": loss(t.LabelSmoothing()), "LabelSmoothing, of a loss": loss(t.LabelSmoothing(), focal),
+    "LabelSmoothing, of BCE": loss(t.LabelSmoothing(), t.BinaryCrossEntropy().loss(F.cross_entropy)),
+    "BinaryCrossEntropy": loss(t.BinaryCrossEntropy()),
+    "GradientClipping": clipping(t.GradientClipping()),
+    "GradientClipping, value": clipping(t.GradientClipping("value", 0.1)),
+    "GradientClipping, adaptive": clipping(t.GradientClipping("adaptive", 0.1)),
     "SAM": perturbing, "LayerFreezing": freezing, "NoWeightDecay": decay,
-    "EMA": session(EMA()), "Lookahead": session(Lookahead(2)), "SWA": session(SWA(0.3, 0.9)),
-    "TestTimeFlip": lambda on: TestTimeFlip(1).predict(on(small()), on(IMAGES)),
-    "RandAugment": of_the_loader(RandAugment()), "TrivialAugment": of_the_loader(TrivialAugment()),
-    "AugMix": of_the_loader(AugMix()),
-    "BlurPool": forward(BlurPool(), resnet), "ChannelsLast": forward(ChannelsLast(), resnet),
-    "GhostBatchNorm, momentum=None": forward(GhostBatchNorm(2), momentum_none),
-    "StochasticDepth, often": forward(StochasticDepth(drop_rate=0.9), bottlenecks),
+    "EMA": session(t.EMA()), "Lookahead": session(t.Lookahead(2)), "SWA": session(t.SWA(0.3, 0.9)),
+    "TestTimeFlip": lambda on: t.TestTimeFlip(1).predict(on(small()), on(IMAGES)),
+    "RandAugment": of_the_loader(t.RandAugment()), "TrivialAugment": of_the_loader(t.TrivialAugment()),
+    "AugMix": of_the_loader(t.AugMix()),
+    "ChannelsLast": forward(t.ChannelsLast(), resnet),
+    "GhostBatchNorm, momentum=None": forward(t.GhostBatchNorm(2), momentum_none),
+    "StochasticDepth, often": forward(t.StochasticDepth(drop_rate=0.9), bottlenecks),
     **{name: forward(*CASES[name][:2]) for name in SURGERIES},
 }  # fmt: skip
 
 
 MODELS = {
-    *SURGERIES, "BlurPool", "ChannelsLast", "GhostBatchNorm, momentum=None", "StochasticDepth, often", "TestTimeFlip",
+    *SURGERIES, "ChannelsLast", "GhostBatchNorm, momentum=None", "StochasticDepth, often", "TestTimeFlip",
     "SelectiveBackprop", "SelectiveBackprop, smaller",
 }  # fmt: skip
 """Steps that run a model."""
@@ -222,7 +223,7 @@ class OnDevice:
 
 
 def test_every_transform_has_a_step() -> None:
-    assert {name.split(",")[0].split("-")[0] for name in STEPS} == set(TRANSFORMS)
+    assert {name.split(",")[0].split("-")[0] for name in STEPS} == set(t.TRANSFORMS)
 
 
 @torch.no_grad()
@@ -244,11 +245,11 @@ def test_a_class_that_is_none_makes_the_loss_nan_there(outside: int) -> None:
     targets = torch.tensor([0, 4, outside, 3, 1, 1])
     with SimulatedCuda() as device:
         logits, labels = OnCuda(LOGITS), OnCuda(targets)
-        for mixer in (MixUp(), CutMix()):
+        for mixer in (t.MixUp(), t.CutMix()):
             _, soft = mixer.batch(OnCuda(IMAGES), labels, context())
             assert soft.host.isnan().any(1).sum() in (1, 2)
             assert F.cross_entropy(logits, soft).host.isnan()
-        assert LabelSmoothing().loss(focal)(logits, labels).host.isnan()
+        assert t.LabelSmoothing().loss(focal)(logits, labels).host.isnan()
         assert device.found == []
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...common.errors import PlanError
 from ...common.model_state import has_mean, unlisted_tensors
@@ -20,23 +20,14 @@ class Averages:
 
     Floating-point and complex tensors are averaged; half precision in float32, because an update of 0.001 times a
     bfloat16 weight would be lost to rounding. Counters (`num_batches_tracked`) and buffers with infinities, such as
-    attention masks, are copied. A DTensor (FSDP2) is averaged shard by shard, without communication.
-
-    The model is only written in place, so compiled code, wrappers and optimizers keep their tensors.
+    attention masks, are copied. A DTensor (FSDP2) is averaged shard by shard, without communication. The model is only
+    written in place, so compiled code, wrappers and optimizers keep their tensors.
     """
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, averaged: list[str] | None = None) -> None:
-        """Start from the model's current values.
-
-        Args:
-            model: the model whose tensors are averaged.
-            averaged: result of `averaged_names(model)`; pass it to start inside a step without a device
-                synchronisation.
-
-        Raises:
-            PlanError: under DeepSpeed stage 3.
-        """
+        """Start from the model's values. `averaged` is what `averaged_names(model)` has returned earlier, to start
+        inside a step without a device synchronization."""
         refuse_partitioned(model)
         self._averaged = averaged_names(model) if averaged is None else averaged
         self._sharded = _sharded(model)
@@ -61,10 +52,11 @@ class Averages:
         for names in self._copied:
             _copy_all([self._averages[name] for name in names], [values[name] for name in names])
 
-    def _follow(self, values: dict[str, torch.Tensor]) -> None:
+    def _follow(self, values: dict[str, Tensor]) -> None:
         """Begin again with the value of a non-persistent buffer that a forward has replaced by one of another shape."""
-        for name in [name for name in self._loose if values[name].shape != self._averages[name].shape]:
-            self._averages[name] = _copy(values[name])
+        for name in self._loose:
+            if values[name].shape != self._averages[name].shape:
+                self._averages[name] = _copy(values[name])
 
     def _leave_out(self, names: set[str]) -> None:
         """Leave out buffers that a forward had not set when the averages began."""
@@ -76,12 +68,11 @@ class Averages:
             groups[:] = [group for group in groups if group]
 
     def install(self) -> None:
-        """Write the averages into the model, in place."""
         self._write(self._averages)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Return a context in which the model holds the averages; exit restores its own values exactly."""
+        """In this context the model holds the averages; exit restores its own values exactly."""
         own = {name: value.detach().clone() for name, value in self._values().items()}
         self.install()
         try:
@@ -89,17 +80,13 @@ class Averages:
         finally:
             self._write(own)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return the averages by parameter name; DTensors if sharded. Not copied."""
         return dict(self._averages)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load averages from a `state_dict`; full tensors are sharded if the model is.
-
-        Raises:
-            PlanError: if the names or shapes differ from the model's.
-        """
+        """Load averages from a `state_dict`; full tensors are sharded if the model is."""
         odd = sorted((set(state) ^ set(self._averages)) - (set(self._loose) - set(state)))
         if odd:
             raise PlanError(
@@ -124,14 +111,14 @@ class Averages:
             average.copy_(value)
 
     @torch.no_grad()
-    def _write(self, values: dict[str, torch.Tensor]) -> None:
+    def _write(self, values: dict[str, Tensor]) -> None:
         own = self._values()
         grown = {name for name in self._loose if own[name].shape != values[name].shape}
         for names in self._all:
             fitting = [name for name in names if name not in grown]
             _copy_all([own[name] for name in fitting], [values[name] for name in fitting])
 
-    def _values(self) -> dict[str, torch.Tensor]:
+    def _values(self) -> dict[str, Tensor]:
         """Return the model's tensors, looked up on each call because `Module.to` replaces buffers."""
         for module in self._sharded:
             # After an evaluation FSDP2 keeps the root's parameters gathered and would keep using that copy.
@@ -140,39 +127,30 @@ class Averages:
 
 
 class AveragedSession(Session):
-    """Averages that are updated every few steps and used for evaluation: EMA's and Lookahead's.
+    """Averages that are used for evaluation: EMA's and Lookahead's.
 
-    Args:
-        model: the model, already on its device, sharded and loaded; the averages start from its weights.
-        every: optimizer steps between two updates.
-        move: updates the averages; receives the fraction of training completed (0 to 1).
+    Every `every` optimizer steps, `move` updates them; it receives the fraction of training completed (0 to 1).
     """
 
     def __init__(self, model: nn.Module, every: int, move: Callable[[Averages, float], None]) -> None:
-        self._averages = Averages(model)
-        self._every, self._move = every, move
+        self._averages, self._every, self._move = Averages(model), every, move
         self._steps = 0
 
     def after_step(self, progress: float) -> None:
-        """Count the step, and update the averages when due."""
         self._steps += 1
         if self._steps % self._every == 0:
             self._move(self._averages, progress)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Return a context in which the model holds the averages."""
         return self._averages.installed()
 
     def finish(self) -> None:
-        """Leave the averages in the model."""
         self._averages.install()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `{"steps": int, "averages": {name: tensor}}`."""
         return {"steps": self._steps, "averages": self._averages.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state returned by `state_dict` of the same model."""
         self._averages.load_state_dict(state["averages"])
         self._steps = state["steps"]
 
@@ -189,10 +167,7 @@ def refuse_partitioned(model: nn.Module) -> None:
 
 @torch.no_grad()
 def averaged_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters and buffers that are averaged; the others are copied.
-
-    Reads the model's buffers from the device once.
-    """
+    """Return the names of the parameters and buffers that are averaged; reads the buffers from the device once."""
     numbers = {name: value for name, value in model.named_buffers() if has_mean(value)}
     finite = [value.isfinite().all() for value in numbers.values()]
     read = torch.stack([one.to(finite[0].device) for one in finite]).tolist() if finite else []
@@ -210,14 +185,13 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
             yield name, (modules[path], leaf)
 
 
-def _copy(value: torch.Tensor) -> torch.Tensor:
-    """Return an independent copy, in float32 if the value is in half precision."""
+def _copy(value: Tensor) -> Tensor:
     if has_mean(value):
         return value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
     return value.clone()
 
 
-def _groups(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
+def _groups(tensors: dict[str, Tensor]) -> list[list[str]]:
     """Return the names grouped by device and dtype, so that one kernel can process each group."""
     groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
@@ -225,8 +199,8 @@ def _groups(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Overwrite `targets`, all of one device and dtype, with `sources`, shard by shard; one launch for many tensors."""
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Overwrite `targets`, all of one device and dtype, in one launch, shard by shard."""
     torch._foreach_copy_(locals_of(targets), locals_of(sources))
 
 
@@ -237,6 +211,3 @@ def _sharded(model: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-__all__ = ["AveragedSession", "Averages", "averaged_names", "refuse_partitioned"]

@@ -1,18 +1,21 @@
-"""Helpers of the batch transforms: batch checks, soft targets, resizing and memory format.
+"""Helpers of the batch transforms: checks, soft targets, draws from a generator, resizing and memory format.
 
 Shapes: B batch, C channels or classes, H and W pixels.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ...common.errors import DataError
 from ...common.transfer import to_device
 
 
-def check_batch(owner: object, images: torch.Tensor, targets: torch.Tensor) -> None:
+def check_batch(owner: object, images: Tensor, targets: Tensor) -> None:
     """Raise `DataError` unless images are (B, C, H, W) and targets (B,) or (B, C)."""
     if images.dim() != 4 or targets.dim() not in (1, 2) or len(targets) != len(images):
         raise DataError(
@@ -21,24 +24,10 @@ def check_batch(owner: object, images: torch.Tensor, targets: torch.Tensor) -> N
         )
 
 
-def check_mixable(owner: object, images: torch.Tensor) -> None:
-    """Raise `DataError` unless the images are floating-point, so that two can be averaged."""
-    if not images.is_floating_point():
-        raise DataError(
-            f"{type(owner).__name__}: images of {images.dtype} cannot be averaged. Normalise them to floating "
-            "point first."
-        )
-
-
-def soft_targets(owner: object, targets: torch.Tensor, classes: int | None) -> torch.Tensor:
+def soft_targets(owner: object, targets: Tensor, classes: int | None) -> Tensor:
     """Return targets (B, C) in float32 from class indices (B,) or probabilities (B, C).
 
-    Indices on a CUDA device are not checked, because that would synchronise in each step. There, a row whose
-    index is outside 0 to `classes` - 1 becomes NaN, and so does the loss.
-
-    Raises:
-        DataError: if there are class indices but no `classes`, an index on the CPU is outside 0 to `classes` - 1
-            (-100 means "ignore this row", and half of a mixture cannot be ignored), or the widths differ.
+    Indices on a CUDA device are not checked, because that would synchronize in each step: see `spread_indices`.
     """
     name = type(owner).__name__
     if targets.is_floating_point() and targets.dim() == 2:
@@ -70,12 +59,10 @@ def soft_targets(owner: object, targets: torch.Tensor, classes: int | None) -> t
 
 
 def spread_indices(
-    indices: torch.Tensor, classes: int, low: float, high: float, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """Return (B, classes) of `low`, with `high` at each row's class index; `indices` (B,) are integers.
-
-    An index outside 0 to `classes` - 1 raises torch's error on the CPU, and gives a row of NaN on a CUDA device.
-    """
+    indices: Tensor, classes: int, low: float, high: float, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return (B, classes) of `low`, with `high` at each row's class index. An index outside 0 to `classes` - 1 raises
+    torch's error on the CPU, and gives a row of NaN on a CUDA device."""
     soft = torch.full((len(indices), classes), low, dtype=dtype, device=indices.device)
     index = indices.long()[:, None]
     if indices.device.type == "cpu":
@@ -85,18 +72,13 @@ def spread_indices(
     return soft.scatter_(1, index.masked_fill(outside, 0), high).masked_fill_(outside, torch.nan)
 
 
-def draw_partners(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return each image's mixing partner as (B,) indices, on the device of `images`."""
+def draw_partners(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Return each image's mixing partner as (B,) indices."""
     return to_device(torch.randperm(len(images), generator=generator), images.device)
 
 
-def mix_targets(soft: torch.Tensor, partner: torch.Tensor, share: float) -> torch.Tensor:
-    """Return (1 - share) · soft + share · soft[partner], (B, C)."""
-    return soft.lerp(soft[partner], share)
-
-
-def resize(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Return images (B, C, height, width), bilinear and antialiased, with the same dtype and memory format."""
+def resize(images: Tensor, height: int, width: int) -> Tensor:
+    """Return resized images, bilinear and antialiased, with the same dtype and memory format."""
     if images.shape[-2:] == (height, width):
         return images
     # In float32, because torch's antialiased CPU kernel does not support half precision.
@@ -107,8 +89,39 @@ def resize(images: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return keep_format(small.to(images.dtype), images)
 
 
-def keep_format(result: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
-    """Return `result` (B, C, h, w) in the memory format of `images` (B, C, H, W)."""
+def keep_format(result: Tensor, images: Tensor) -> Tensor:
     if images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous():
         return result.contiguous(memory_format=torch.channels_last)
     return result.contiguous()
+
+
+def draw_beta(alpha: float, generator: torch.Generator) -> float:
+    """Return one draw from Beta(alpha, alpha), which `torch.distributions` cannot draw from a given generator.
+
+    With X and Y from Gamma(alpha), X / (X + Y) is Beta(alpha, alpha). Both are kept as logarithms: at alpha = 0.01 a
+    third of the Gamma draws underflow float32, at 0.001 nearly half underflow float64, and 0 / 0 is NaN.
+    """
+    difference = _log_gamma(alpha, generator) - _log_gamma(alpha, generator)
+    # The logistic function, evaluated on the negative side so that exp cannot overflow.
+    small = math.exp(-abs(difference)) / (1 + math.exp(-abs(difference)))
+    return small if difference < 0 else 1 - small
+
+
+def _log_gamma(alpha: float, generator: torch.Generator) -> float:
+    """Return the logarithm of one draw from Gamma(alpha, 1), for any alpha > 0.
+
+    Marsaglia and Tsang 2000, "A simple method for generating gamma variables": their rejection method for alpha + 1,
+    which is above 1 as it must be, and Gamma(alpha) = Gamma(alpha + 1) · U^(1 / alpha).
+    """
+    d = alpha + 1 - 1 / 3
+    c = 1 / math.sqrt(9 * d)
+    while True:
+        normal = torch.randn((), generator=generator, dtype=torch.float64).item()
+        v = (1 + c * normal) ** 3
+        if v > 0 and math.log(_uniform(generator)) < normal * normal / 2 + d - d * v + d * math.log(v):
+            return math.log(d * v) + math.log(_uniform(generator)) / alpha
+
+
+def _uniform(generator: torch.Generator) -> float:
+    """Return a number in (0, 1], so that its logarithm exists."""
+    return 1 - torch.rand((), generator=generator, dtype=torch.float64).item()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...common.errors import PlanError
 
@@ -23,7 +23,7 @@ class LoopEngine(Protocol):
     """What a session may use of the strategy's engine; see `drivetrain.strategies.Engine`."""
 
     model: nn.Module
-    """With the strategy's wrapper; a forward runs inside `forward_context()`."""
+    """With the strategy's wrapper."""
     optimizer: torch.optim.Optimizer
     device: torch.device
     rank: int
@@ -31,25 +31,20 @@ class LoopEngine(Protocol):
 
     @property
     def plain_model(self) -> nn.Module:
-        """The user's module, without the wrapper."""
-        ...
+        """Without the wrapper."""
 
     @property
     def sharded(self) -> bool:
         """Whether parameters are sharded."""
-        ...
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the precision's context of a forward."""
-        ...
 
     def zero_grad(self) -> None:
         """Discard the gradients of this step."""
-        ...
 
 
 def outside_of_a_step() -> None:
-    """Raise PlanError: there are no gradients."""
     raise PlanError("Loop.gradients: there is no step. Call it in after_gradients.")
 
 
@@ -64,7 +59,7 @@ class Loop:
         engine: the model, the optimizer, and what is known of the ranks.
         seed, precision: of the run; the precision is `"fp32"`, `"bf16"` or `"fp16"`.
         steps_per_epoch: optimizer steps.
-        loader: the training loader; None in a loop of your own that does not pass it.
+        loader: the training loader; None in a custom loop that does not pass it.
         image_size: the side, or height and width, of training images at full size.
         sessions: all sessions of the run, in the plan's order.
         batch: `(images, targets)` of this rank at `on_step_start`, of a microbatch from `before_forward` to
@@ -73,8 +68,8 @@ class Loop:
         outputs: what the model returned for a microbatch; from `before_loss` on in float32, and may be replaced there.
         loss: the mean over a microbatch, a scalar; may be replaced at `before_backward`.
         microbatch: the number of the microbatch over all ranks; outside of microbatches, the rank.
-        gradients: computes the gradients of this step again, for all its microbatches. They are added to those that are
-            there, so call `engine.zero_grad()` first.
+        gradients: computes the gradients of this step again, for all its microbatches, and adds them to those that are
+            there: call `engine.zero_grad()` first.
         step_loss: the mean over the microbatches of this rank, `()`, on the device.
         step_images: images of the step, over all ranks.
         norm: of the gradients, as `Engine.step` returned it.
@@ -98,14 +93,14 @@ class Loop:
     image_size: int | tuple[int, int] = 0
     sessions: tuple[Session, ...] = field(default=(), repr=False)
     batch: Any = field(default=None, repr=False)
-    loss_function: Callable[..., torch.Tensor] | None = field(default=None, repr=False)
+    loss_function: Callable[..., Tensor] | None = field(default=None, repr=False)
     outputs: Any = field(default=None, repr=False)
     loss: Any = field(default=None, repr=False)
     microbatch: int = 0
     gradients: Callable[[], Any] = field(default=outside_of_a_step, repr=False)
-    step_loss: torch.Tensor = field(init=False, repr=False)
+    step_loss: Tensor = field(init=False, repr=False)
     step_images: int = 0
-    norm: torch.Tensor | None = field(default=None, repr=False)
+    norm: Tensor | None = field(default=None, repr=False)
     overflowed: bool = False
 
     @property
@@ -132,7 +127,7 @@ class Loop:
         """Return the fraction of training, 0 to 1, completed after `step` steps."""
         return min(step / max(self.total_steps, 1), 1.0)
 
-    def forward(self, images: torch.Tensor) -> Any:
+    def forward(self, images: Tensor) -> Any:
         """Return the outputs of the wrapped model, in float32."""
         raise NotImplementedError
 
@@ -232,6 +227,3 @@ class Session(Follower[Loop]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state returned by `state_dict`."""
-
-
-__all__ = ["Follower", "Loop", "LoopEngine", "Session"]

@@ -1,7 +1,4 @@
-"""torchvision's residual blocks with a branch that can be dropped. Imports torchvision, which takes seconds.
-
-Shapes: B batch, C channels, H and W height and width, N tokens, D features.
-"""
+"""torchvision's residual blocks with a branch that can be dropped. Imports torchvision, which takes seconds."""
 
 from __future__ import annotations
 
@@ -9,40 +6,37 @@ from typing import Any, ClassVar
 
 import torch
 import torchvision
-from torch import nn
+from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 from torchvision.models.vision_transformer import EncoderBlock
 
 
 class DropBranch(torchvision.ops.StochasticDepth):  # type: ignore[misc]
-    """torchvision's module, under a name that marks it as set by the surgery."""
+    """torchvision's, under a name that marks it as set by the surgery."""
 
 
 class Shortcut(torch.autograd.Function):
-    """A copy of the shortcut, for a branch that was not computed: its parameters get gradients of 0.
-
-    Gradients of None would change the training: an optimizer skips such parameters, momentum and weight decay
-    included, DDP waits for them, and FSDP2's ranks disagree on what to reduce.
-    """
+    """A copy of the shortcut, for a branch that was not computed: its parameters get gradients of 0. Gradients of None
+    would change the training: an optimizer skips such parameters, momentum and weight decay included, DDP waits for
+    them, and FSDP2's ranks disagree on what to reduce."""
 
     @staticmethod
-    def forward(shortcut: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+    def forward(shortcut: Tensor, *parameters: Tensor) -> Tensor:  # noqa: ARG004
         return shortcut.clone()  # a view could not be modified in place, which ReLU does
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:  # noqa: ARG004
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # noqa: ARG004
         ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         return (grad, *map(torch.zeros_like, ctx.saved_tensors))
 
 
 class _DropsBranch(nn.Module):
     """The sum of shortcut and branch in torchvision's ResNet blocks. A dropped branch updates no statistics."""
 
-    CONVOLUTIONS: ClassVar[int]
-    """How many convolutions, each with its norm, make the branch."""
+    CONVOLUTIONS: ClassVar[int]  # each with its norm; they make the branch
     relu: nn.Module
     downsample: nn.Module | None
     drop_branch: nn.Module
@@ -51,37 +45,36 @@ class _DropsBranch(nn.Module):
         numbers = range(1, self.CONVOLUTIONS + 1)
         return [(getattr(self, f"conv{n}"), getattr(self, f"bn{n}")) for n in numbers]
 
-    def _branch(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    def _branch(self, x: Tensor, scale: float = 1.0) -> Tensor:
         *inner, (last, last_norm) = self._layers()
         for conv, norm in inner:
             x = self.relu(norm(conv(x)))
         return _scaled(last_norm, last(x), scale)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, C, H, W) to the same number of dimensions."""
-        shortcut: torch.Tensor = x if self.downsample is None else self.downsample(x)
-        out: torch.Tensor = self.relu(self._sum(shortcut, x))
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut: Tensor = x if self.downsample is None else self.downsample(x)
+        out: Tensor = self.relu(self._sum(shortcut, x))
         return out
 
-    def _sum(self, shortcut: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _sum(self, shortcut: Tensor, x: Tensor) -> Tensor:
         drop: Any = self.drop_branch
         if drop.mode == "row" or not drop.training:
-            out: torch.Tensor = drop(self._branch(x))
+            out: Tensor = drop(self._branch(x))
             return out.add_(shortcut)
         parts = [module for pair in self._layers() for layer in pair for module in layer.modules()]
         if not _may_skip(parts, x):
             return self._masked(parts, x).add_(shortcut)
-        # On the CPU, because Python reads the result: a draw on the GPU would synchronise.
+        # On the CPU, because Python reads the result: a draw on the GPU would synchronize.
         scale = drop(torch.ones(())).item()
         if scale:
             return self._branch(x, scale).add_(shortcut)
         parameters = [p for part in parts for p in part.parameters(recurse=False) if p.requires_grad]
-        skipped: torch.Tensor = Shortcut.apply(shortcut, *parameters)
+        skipped: Tensor = Shortcut.apply(shortcut, *parameters)
         return skipped
 
-    def _masked(self, parts: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    def _masked(self, parts: list[nn.Module], x: Tensor) -> Tensor:
         """Compute the branch in any case and multiply it by 0 if it is dropped: the same result as `_sum`."""
-        scale: torch.Tensor = self.drop_branch(torch.ones((), device=x.device))
+        scale: Tensor = self.drop_branch(torch.ones((), device=x.device))
         buffers = [buffer for part in parts for buffer in part.buffers(recurse=False)]
         before = [buffer.clone() for buffer in buffers]
         branch = self._branch(x)
@@ -92,52 +85,46 @@ class _DropsBranch(nn.Module):
         return branch * scale
 
 
-def _scaled(norm: nn.Module, x: torch.Tensor, scale: float) -> torch.Tensor:
+def _scaled(norm: nn.Module, x: Tensor, scale: float) -> Tensor:
     """Return norm(x) * scale. BatchNorm's weight and bias absorb the factor, saving a pass over the activations."""
     if scale != 1 and isinstance(norm, nn.BatchNorm2d) and norm.affine:
         weights = {name: value * scale for name, value in norm.named_parameters()}
-        scaled: torch.Tensor = torch.func.functional_call(norm, weights, x)
+        scaled: Tensor = torch.func.functional_call(norm, weights, x)
         return scaled
-    out: torch.Tensor = norm(x)
+    out: Tensor = norm(x)
     return out if scale == 1 else out * scale
 
 
-def _may_skip(parts: list[nn.Module], x: torch.Tensor) -> bool:
-    """Whether a dropped branch may be skipped. The decision is made in Python, without communication.
+def _may_skip(parts: list[nn.Module], x: Tensor) -> bool:
+    """Whether a dropped branch may be skipped; decided in Python, without communication.
 
     A graph (torch.compile or CUDA) would bake in one random draw. Hooks gather shards (FSDP around each layer,
-    ZeRO 3) and synchronised BatchNorm sums over ranks: all ranks must take part, but may draw differently. Hooks on
+    ZeRO 3) and synchronized BatchNorm sums over ranks: all ranks must take part, but may draw differently. Hooks on
     parameters (ZeRO 1 and 2) send gradients as they arrive, and a skipped branch changes their order.
     """
     if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     if any(p._post_accumulate_grad_hooks for part in parts for p in part.parameters(recurse=False)):
         return False
-    return not any(part._forward_pre_hooks or part._forward_hooks or _sums_over_ranks(part) for part in parts)
-
-
-def _sums_over_ranks(module: nn.Module) -> bool:
-    """Whether it is torch's SyncBatchNorm, or a layer that `distribute(sync_batchnorm=True)` has changed."""
-    return isinstance(module, nn.SyncBatchNorm) or getattr(module, "sums_over_ranks", False)
+    # The attribute is that of layers that `distribute(sync_batchnorm=True)` has changed.
+    sums = any(
+        isinstance(part, nn.SyncBatchNorm) or getattr(part, "sums_over_ranks", False) for part in parts
+    )
+    return not sums and not any(part._forward_pre_hooks or part._forward_hooks for part in parts)
 
 
 class StochasticBasicBlock(_DropsBranch, BasicBlock):  # type: ignore[misc]
-    """torchvision's block with a randomly dropped branch."""
-
     CONVOLUTIONS = 2
 
 
 class StochasticBottleneck(_DropsBranch, Bottleneck):  # type: ignore[misc]
-    """torchvision's block with a randomly dropped branch."""
-
     CONVOLUTIONS = 3
 
 
 class StochasticEncoderBlock(EncoderBlock):  # type: ignore[misc]
-    """torchvision's block with each of its two branches dropped at random."""
+    """Drops each of its two branches independently."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Map (B, N, D) to the same shape."""
+    def forward(self, input: Tensor) -> Tensor:
         branch = self.ln_1(input)
         branch, _ = self.self_attention(branch, branch, branch, need_weights=False)
         x = self.drop_branch(self.dropout(branch)) + input

@@ -17,10 +17,7 @@ Classes = Mapping[type[nn.Module] | str, type[nn.Module]]
 class Verdict(Enum):
     """What a surgery does with a module. A fourth verdict is a string: why a candidate is skipped."""
 
-    IGNORE = auto()
-    CHANGE = auto()
-    DONE = auto()
-    """It is already changed."""
+    IGNORE, CHANGE, DONE = auto(), auto(), auto()
 
 
 def operate(
@@ -32,20 +29,10 @@ def operate(
     *,
     wrapped: bool = False,
 ) -> Report:
-    """Change every module of `model` that `judge` selects. Call it directly from `apply`.
+    """Change every module of `model` that `judge` selects, in place. Call it directly from `apply`.
 
-    All modules are judged before any is changed, so modules that `change` adds are not judged.
-
-    Args:
-        name: class name of the transform.
-        model: the model, changed in place.
-        judge: returns the verdict on a module, or the reason to skip a candidate.
-        change: changes one module in place.
-        looks_for: what the transform can change, completing "it looks for …" in the `NothingChanged` warning.
-        wrapped: whether a model that is wrapped in DDP or sharded may be changed, because its parameters stay.
-
-    Raises:
-        PlanError: if the model is wrapped or sharded, unless `wrapped`; nothing is changed then.
+    All modules are judged before any is changed, so modules that `change` adds are not judged. `looks_for` completes
+    "it looks for …" in a warning. A model wrapped in DDP or sharded is rejected, unless `wrapped`: its parameters stay.
     """
     if not wrapped:
         refuse_wrapped(name, model)
@@ -65,7 +52,7 @@ def operate(
 
 
 def refuse_wrapped(name: str, model: nn.Module) -> None:
-    """Raise `PlanError` if DDP would not synchronise new parameters, or if parameters are sharded."""
+    """Raise `PlanError` if DDP would not synchronize new parameters, or if parameters are sharded."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise PlanError(
             f"{name}: the model is already wrapped in DDP. Apply the transform before wrapping it."
@@ -78,7 +65,7 @@ def refuse_wrapped(name: str, model: nn.Module) -> None:
 
 
 def judge_class(module: nn.Module, classes: Classes) -> Verdict | str:
-    """Return the verdict on a module for a surgery that only changes the classes of modules."""
+    """Return the verdict of a surgery that only changes the classes of modules."""
     if isinstance(module, tuple(classes.values())):
         return Verdict.DONE
     if _key(module, classes) is not None:
@@ -88,7 +75,7 @@ def judge_class(module: nn.Module, classes: Classes) -> Verdict | str:
 
 
 def change_class(module: nn.Module, classes: Classes) -> None:
-    """Change the class of a module for which the verdict of `judge_class` is CHANGE."""
+    """Change the class of a module that `judge_class` selects."""
     key = _key(module, classes)
     assert key is not None
     module.__class__ = classes[key]
@@ -99,7 +86,7 @@ def _key(module: nn.Module, classes: Classes) -> type[nn.Module] | str | None:
 
 
 def obstacle(module: nn.Module, plain: type[nn.Module]) -> str | None:
-    """Return why changing the class of an instance of `plain` would change its behaviour, or None."""
+    """Return why changing the class of an instance of `plain` would change its behavior, or None."""
     if type(module) is not plain:
         return f"{type(module).__name__} is a subclass of {plain.__name__} and may have its own forward"
     return patched(module)
@@ -107,34 +94,28 @@ def obstacle(module: nn.Module, plain: type[nn.Module]) -> str | None:
 
 def patched(module: nn.Module) -> str | None:
     """Return why a new class would not affect the module's forward, or None."""
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance, so a new class has no effect"
-    return None
+    patch = "its forward was replaced on the instance, so a new class has no effect"
+    return patch if "forward" in vars(module) else None
 
 
 def full_name(module: nn.Module) -> str:
-    """Return the qualified name of the module's class; identifies classes of packages that may not be installed."""
+    """Return the qualified name of its class, which may be of a package that is not installed."""
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
 def places(model: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> Iterator[str]:
-    """Yield the state dict prefix, "" or ending in ".", of each module of a kind.
-
-    A module registered under two names is yielded twice, as in a state dict.
-    """
+    """Yield the state dict prefix, "" or ending in ".", of each module of a kind: two of one registered twice."""
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, kind):
             yield f"{name}." if name else ""
 
 
 def children_of(model: nn.Module, kind: type[nn.Module]) -> set[int]:
-    """Return the ids of the direct children of all modules of a kind."""
     return {
         id(child) for module in model.modules() if isinstance(module, kind) for child in module.children()
     }
 
 
 def rename(state: State, old: str, new: str) -> None:
-    """Rename an entry of `state`, in place, if it exists."""
     if old in state:
         state[new] = state.pop(old)

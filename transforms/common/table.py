@@ -1,4 +1,4 @@
-"""`catalogue()`: all transforms in one table, from the facts each one declares."""
+"""The table of all transforms, from the facts that each one declares."""
 
 from __future__ import annotations
 
@@ -10,28 +10,18 @@ from typing import Any
 from ...common.table import Table
 from ..base import CHANGES_MODEL, Transform
 
-HEADS = ("transform", "kind", "defaults", "renames", "compiles", "ddp", "fsdp", "deepspeed", "source")
-
 
 @dataclass(frozen=True)
 class CatalogueRow:
-    """One transform.
-
-    Attributes:
-        transform: class name, which is also its name in a recipe.
-        kind: what it changes; see `base.Kind`.
-        defaults: its fields.
-        renames: whether parameter names or shapes in the state dict change (`to_plain` restores them).
-        compiles: whether the changed model compiles with fullgraph=True; empty if the model does not change.
-        ddp, fsdp, deepspeed: whether it works with that family of strategies, or what it needs there.
-        source: the publication.
-    """
+    """One transform, by its name in recipes."""
 
     transform: str
     kind: str
     defaults: str
     renames: str
+    """Whether names or shapes in the state dict change (`to_plain` restores them)."""
     compiles: str
+    """Whether the changed model compiles with fullgraph=True; empty if the model does not change."""
     ddp: str
     fsdp: str
     deepspeed: str
@@ -48,7 +38,8 @@ class Catalogue(list[CatalogueRow]):
     """
 
     def _table(self) -> Table:
-        return Table(HEADS, list(map(dataclasses.astuple, self)), title="Transforms")
+        heads = [field.name for field in dataclasses.fields(CatalogueRow)]
+        return Table(heads, list(map(dataclasses.astuple, self)), title="Transforms")
 
     def __repr__(self) -> str:
         return self._table().text(160)
@@ -62,24 +53,15 @@ class Catalogue(list[CatalogueRow]):
 
 
 def make_catalogue(transforms: Iterable[type[Transform]]) -> Catalogue:
-    """Return the table of these classes, sorted by kind and name."""
     return Catalogue(sorted(map(_row, transforms), key=lambda row: (row.kind, row.transform)))
 
 
 def _row(cls: type[Transform]) -> CatalogueRow:
     defaults = ", ".join(f"{field.name}={field.default!r}" for field in dataclasses.fields(cls))
-    changes = cls.kind in CHANGES_MODEL
-    return CatalogueRow(
-        transform=cls.__name__,
-        kind=cls.kind,
-        defaults=defaults,
-        renames="yes" if cls.renames else "no",
-        compiles=("yes" if cls.compile_safe else "no") if changes else "",
-        ddp=_works(cls, "ddp"),
-        fsdp=_works(cls, "fsdp"),
-        deepspeed=_works(cls, "deepspeed"),
-        source=cls.source,
-    )
+    compiles = ("no", "yes")[cls.compile_safe] if cls.kind in CHANGES_MODEL else ""
+    ddp, fsdp, deepspeed = (_works(cls, family) for family in ("ddp", "fsdp", "deepspeed"))
+    renames = ("no", "yes")[cls.renames]
+    return CatalogueRow(cls.__name__, cls.kind, defaults, renames, compiles, ddp, fsdp, deepspeed, cls.source)
 
 
 def _works(cls: type[Transform], family: str) -> str:

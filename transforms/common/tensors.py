@@ -1,7 +1,4 @@
-"""Tensors of a model in training: shards (FSDP2's DTensors), and norms.
-
-DTensors are recognised without importing their class, which requires a distributed build of torch.
-"""
+"""Tensors of a model in training: shards (FSDP2's DTensors), and norms."""
 
 from __future__ import annotations
 
@@ -9,23 +6,24 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 
 from ...common.errors import PlanError
 
 
-def is_dtensor(tensor: torch.Tensor) -> TypeGuard[Any]:
-    """Whether the tensor is a shard of a larger one."""
+def is_dtensor(tensor: Tensor) -> TypeGuard[Any]:
+    """Whether the tensor is a shard of a larger one. Importing its class would require a distributed build of torch."""
     return hasattr(tensor, "device_mesh")
 
 
-def locals_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors, or this rank's shard of each, sharing memory. Call it without gradients."""
     return [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
 
 
-def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of all tensors together, sharded or not; the same on every rank, float32, ()."""
-    norms: list[torch.Tensor] = []
+    norms: list[Tensor] = []
     for group in ([t for t in tensors if not is_dtensor(t)], [t for t in tensors if is_dtensor(t)]):
         if group:
             norm = torch.nn.utils.get_total_norm(group)
@@ -33,12 +31,8 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
-def with_gradients(owner: object, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the parameters that have a gradient.
-
-    Raises:
-        PlanError: if none has one, because `owner` would silently do nothing.
-    """
+def with_gradients(owner: object, parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters that have a gradient; if none has, raise an error: `owner` would silently do nothing."""
     selected = [parameter for parameter in parameters if parameter.grad is not None]
     if not selected:
         raise PlanError(

@@ -1,21 +1,28 @@
-"""An algorithm of Composer's in a run: its events, and its state in checkpoints."""
+"""An algorithm of Composer's in a run: its events, its state in checkpoints, and what it sees of Composer's `State`,
+`Logger` and `ComposerModel`.
+
+Composer's own classes (`Event`, `Time`, `Timestamp`, …) are taken from the modules that the algorithm's class has
+imported; nothing of Composer is imported here.
+"""
 
 from __future__ import annotations
 
 import copy
+import random
+import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...common.errors import PlanError
 from ..base import Loop, Session
-from .state import SilentLogger, StateView, brought, seeded
 
 EVENTS: dict[str, tuple[str, ...]] = {
     "on_epoch_start": ("fit_start", "iteration_start", "epoch_start"),
@@ -48,29 +55,17 @@ WITHOUT_PLACE: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Applied:
-    """An algorithm after `Event.INIT`.
+    """An algorithm after `Event.INIT`."""
 
-    Attributes:
-        algorithm: the copy that was applied; runs begin with copies of it.
-        model: the `ComposerModel` that it got.
-        names: the names before, by the names after; a name that has no one before is left out, and None is before for a
-            weight that vanished.
-    """
-
-    algorithm: Any
-    model: Any
+    algorithm: Any  # the copy that was applied; runs begin with copies of it
+    model: Any  # the `ComposerModel` that it got
+    # Of weights before, by those after; new ones are left out, and those that vanished are None.
     names: dict[str, Any]
 
 
 class ComposerSession(Session):
-    """An algorithm in a run.
-
-    Args:
-        of: the name of its class.
-        model: the model.
-        applied: the algorithm after `Event.INIT`.
-        on_shards: the events at which it may run if the model is sharded.
-    """
+    """An algorithm in a run: `of` is the name of its class, and `on_shards` the events at which it may run if the model
+    is sharded."""
 
     def __init__(self, of: str, model: nn.Module, applied: Applied, on_shards: Collection[str]) -> None:
         self._plain, self._model, self._on_shards = model, applied.model, on_shards
@@ -79,9 +74,8 @@ class ComposerSession(Session):
         self._event = brought("core.event").Event
         self._key = zlib.crc32(of.encode())
         self._loop: Loop | None = None
-        encoded(
-            self._name, self._algorithm.state_dict(), "state", {}
-        )  # before training, rather than at a checkpoint
+        # An error is raised before training, rather than at a checkpoint.
+        encoded(self._name, self._algorithm.state_dict(), "state", {})
 
     def calls(self, moment: str) -> Iterator[Callable[[Any], Any]]:
         if moment in EVENTS:
@@ -129,31 +123,26 @@ class ComposerSession(Session):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Return a context between the algorithm's events of evaluation."""
-        if self._loop is None:  # the run has not begun
-            yield
-            return
-        with self._evaluation(self._algorithm):
+        begun = self._loop is not None
+        with self._evaluation(self._algorithm) if begun else nullcontext():
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the algorithm's state, and the weights that it evaluates if they are not those in training."""
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         tree = encoded(self._name, self._algorithm.state_dict(), "state", tensors)
         return {"values": [tree], "tensors": tensors, "averages": self._averages()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the algorithm's state."""
         device = next((p.device for p in self._plain.parameters()), torch.device("cpu"))
         self._algorithm.load_state_dict(decoded(state["values"][0], state["tensors"], device))
 
     @torch.no_grad()
-    def _averages(self) -> dict[str, torch.Tensor]:
+    def _averages(self) -> dict[str, Tensor]:
         """Return the weights by name that the algorithm puts into the model for evaluations."""
-        loop, event = self._loop, self._event("eval_start")
-        if loop is None or not self._algorithm.match(
-            event, StateView(self._name, self._model, loop, self._algorithm)
-        ):
+        if self._loop is None:
+            return {}
+        state = StateView(self._name, self._model, self._loop, self._algorithm)
+        if not self._algorithm.match(self._event("eval_start"), state):
             return {}
         values = {**dict(self._plain.named_parameters()), **dict(self._plain.named_buffers())}
         own = {name: value.detach().clone() for name, value in values.items()}
@@ -182,14 +171,12 @@ class ComposerSession(Session):
                 f"{self._name} runs at Event.{here.name} on shards of the model, which was not known before. Declare "
                 "that it is safe there, with from_composer(…, safe_with=(…)), or distribute with 'ddp'."
             )
-        with seeded(
-            [loop.seed, loop.step, loop.microbatch, self._key, PLACES.index(event)], loop.engine.device
-        ):
+        position = [loop.seed, loop.step, loop.microbatch, self._key, PLACES.index(event)]
+        with seeded(position, loop.engine.device):
             algorithm.apply(here, state, SilentLogger())
 
 
 def no_place(name: str, events: Sequence[str]) -> PlanError:
-    """Return the error for events without a place."""
     listed = ", ".join(f"Event.{each.upper()}" for each in events)
     return PlanError(
         f"{name} runs at {listed}, which has no place in Drivetrain's loop. It has: "
@@ -197,9 +184,9 @@ def no_place(name: str, events: Sequence[str]) -> PlanError:
     )
 
 
-def encoded(name: str, value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+def encoded(name: str, value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     """Return a state as JSON values, with its tensors in `tensors`."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         tensors[path] = value.detach()
         return {"tensor": [path, value.device.type]}
     if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
@@ -216,7 +203,7 @@ def encoded(name: str, value: Any, path: str, tensors: dict[str, torch.Tensor]) 
     )
 
 
-def decoded(value: Any, tensors: Mapping[str, torch.Tensor], device: torch.device) -> Any:
+def decoded(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
@@ -229,4 +216,235 @@ def decoded(value: Any, tensors: Mapping[str, torch.Tensor], device: torch.devic
     return tuple(parts) if kind == "tuple" else parts
 
 
-__all__ = ["ELSEWHERE", "PLACES", "Applied", "ComposerSession", "no_place"]
+class NoPlace(PlanError, AttributeError):
+    """Something of Composer's that has no place in Drivetrain's loop. `hasattr` returns False for it."""
+
+
+class Unknown(Exception):
+    """`match` has read what is known only in a run, while its events are determined before one."""
+
+
+def brought(module: str) -> Any:
+    """Return a module of Composer, which the import of an algorithm's class has imported."""
+    name = f"composer.{module}"
+    if name not in sys.modules:
+        raise PlanError(
+            f"{name} is not imported, as it is by Composer 0.32. Install that version: pip install mosaicml."
+        )
+    return sys.modules[name]
+
+
+class Steps:
+    """What the algorithm's model computes with, in a run: the wrapped model and the loss. Never copied."""
+
+    loop: Loop | None = None
+
+    def __deepcopy__(self, memo: object) -> Steps:
+        return self
+
+    def forward(self, images: Tensor) -> Any:
+        if self.loop is None:
+            raise NoPlace("state.model cannot compute at Event.INIT: it is not wrapped yet.")
+        return self.loop.forward(images)
+
+    def loss(self, outputs: Any, targets: Tensor, *args: Any, **options: Any) -> Any:
+        """Return the training loss; with options such as `reduction`, the task's own."""
+        if self.loop is None or self.loop.loss_function is None:
+            raise NoPlace("state.model.loss is known only in a step of training.")
+        function = self.loop.loss_function
+        if args or options:
+            task, function = getattr(function, "task", None), getattr(function, "base", function)
+            outputs = outputs if task is None else task.outputs(outputs)
+        return function(outputs, targets, *args, **options)
+
+
+def composer_model(model: nn.Module) -> Any:
+    """Return a `ComposerModel` whose attribute `module` is the model, as in Composer's `ComposerClassifier`. Its
+    `forward` and `loss` work in a step of training only: set `steps.loop`."""
+    base: Any = brought("models").ComposerModel
+
+    class Wrapped(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = model
+            self.steps = Steps()
+
+        def forward(self, batch: Any) -> Any:
+            return self.steps.forward(batch[0])
+
+        def loss(self, outputs: Any, batch: Any, *args: Any, **options: Any) -> Any:
+            return self.steps.loss(outputs, batch[1], *args, **options)
+
+    return Wrapped()
+
+
+class DeviceView:
+    """The device of a run, with those methods of Composer's `Device` that algorithms use."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.name = "gpu" if device.type == "cuda" else device.type
+        self._device = device
+
+    def tensor_to_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device)
+
+    def batch_to_device(self, batch: Any) -> Any:
+        return type(batch)(each.to(self._device) for each in batch)
+
+    def module_to_device(self, module: nn.Module) -> nn.Module:
+        return module.to(self._device)
+
+
+class SilentLogger:
+    """Takes what an algorithm logs, and drops it."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("log_"):
+            return lambda *_, **__: None
+        raise NoPlace(f"logger.{name} has no place in Drivetrain's loop, which drops what algorithms log.")
+
+
+class Probe:
+    """A point of a nominal run, for `match` before there is one: 10 epochs of 10 steps."""
+
+    total_steps, steps_per_epoch, batch_size = 100, 10, 10
+
+    def __init__(self, step: int) -> None:
+        self.epoch, self.step, self.step_in_epoch = step // 10, step, step % 10
+
+
+class StateView:
+    """Composer's `State`, as far as Drivetrain's loop has its parts. Others raise `NoPlace`, which names them.
+
+    `name` is the algorithm's, for messages, and `model` a `composer_model`, or None while events are determined. `loop`
+    may be a `Probe`; it is None at `Event.INIT`.
+    """
+
+    profiler = None
+    auto_microbatching = False
+    precision_config = None
+    dataloader_label = "train"
+
+    def __init__(self, name: str, model: Any, loop: Loop | Probe | None, algorithm: Any) -> None:
+        vars(self).update(_name=name, _model=model, _loop=loop, callbacks=[], algorithms=[algorithm])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in _AT_STEPS:
+            return _AT_STEPS[name](self._at_step(name))
+        if name in _IN_RUN:
+            return _IN_RUN[name](self._in_run(name))
+        raise NoPlace(
+            f"{self._name} uses state.{name}, which has no place in Drivetrain's loop. It has: "
+            f"{', '.join(sorted(_PARTS))}."
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("batch", "outputs", "loss"):
+            raise NoPlace(
+                f"{self._name} replaces state.{name}, which Drivetrain's loop cannot take over. It takes batch, "
+                "outputs and loss."
+            )
+        setattr(self._in_run(name), name, value)
+
+    @property
+    def model(self) -> Any:
+        if self._model is None:
+            raise Unknown
+        return self._model
+
+    def batch_get_item(self, key: Any) -> Any:
+        return brought("utils.batch_helpers").batch_get(self.batch, key)
+
+    def batch_set_item(self, key: Any, value: Any) -> None:
+        loop = self._in_run("batch")
+        loop.batch = brought("utils.batch_helpers").batch_set(loop.batch, key, value)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [] if self._loop is None else [self._in_run("optimizers").engine.optimizer]
+
+    @property
+    def timestamp(self) -> Any:
+        loop = self._loop
+        if loop is None:
+            return brought("core.time").Timestamp()
+        return brought("core.time").Timestamp(
+            epoch=loop.epoch, epoch_in_iteration=loop.epoch,
+            batch=loop.step, batch_in_epoch=loop.step_in_epoch,
+            sample=loop.step * loop.batch_size, sample_in_epoch=loop.step_in_epoch * loop.batch_size,
+        )  # fmt: skip
+
+    def get_elapsed_duration(self) -> Any:
+        """Return the completed fraction of the run, in finished epochs, as Composer does for a duration in epochs."""
+        duration = self.max_duration
+        return self.timestamp.get(duration.unit) / duration
+
+    def _at_step(self, name: str) -> Loop | Probe:
+        if self._loop is None:
+            raise NoPlace(
+                f"{self._name} uses state.{name} at Event.INIT, where Drivetrain does not know it yet."
+            )
+        loop: Loop | Probe = self._loop
+        return loop
+
+    def _in_run(self, name: str) -> Loop:
+        loop = self._at_step(name)
+        if isinstance(loop, Probe):
+            raise Unknown
+        return loop
+
+
+_AT_STEPS: dict[str, Callable[[Loop | Probe], Any]] = {
+    "dataloader_len": lambda loop: brought("core.time").Time(loop.steps_per_epoch, "ba"),
+    "max_duration": lambda loop: brought("core.time").Time(
+        max(loop.total_steps // loop.steps_per_epoch, 1), "ep"
+    ),
+}
+_IN_RUN: dict[str, Callable[[Loop], Any]] = {
+    "batch": lambda loop: loop.batch,
+    "outputs": lambda loop: loop.outputs,
+    "loss": lambda loop: loop.loss,
+    "dataloader": lambda loop: loop.loader,
+    "train_dataloader": lambda loop: loop.loader,
+    "device": lambda loop: DeviceView(loop.engine.device),
+    "precision": lambda loop: _precision(loop),
+    "_precision": lambda loop: _precision(loop),
+    "rank_zero_seed": lambda loop: loop.seed,
+    "seed": lambda loop: loop.seed + loop.engine.rank,
+    "fsdp_enabled": lambda loop: loop.engine.sharded,
+    "fsdp_config_version": lambda loop: 2 * loop.engine.sharded,
+}
+_ALL = (*vars(StateView), *_AT_STEPS, *_IN_RUN, "callbacks", "algorithms")
+_PARTS = [name for name in _ALL if not name.startswith("_")]
+
+
+def _precision(loop: Loop) -> Any:
+    amp = "" if loop.precision == "fp32" else "amp_"
+    return brought("core.precision").Precision(f"{amp}{loop.precision}")
+
+
+@contextmanager
+def seeded(words: Sequence[int], device: torch.device | None = None) -> Iterator[None]:
+    """Seed the global generators inside the block, and restore their states after it: those of NumPy and Python and,
+    with a device, torch's.
+
+    Composer's algorithms draw from them. Seeded by the position, their numbers do not depend on what else draws.
+    """
+    first, second, third = (int(word) for word in np.random.SeedSequence(words).generate_state(3, np.uint32))
+    before = np.random.get_state(), random.getstate()  # noqa: NPY002
+    np.random.seed(first)  # noqa: NPY002
+    random.seed(second)
+    cuda = [device] if device is not None and device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=cuda, enabled=device is not None):
+            if device is not None:
+                torch.default_generator.manual_seed(third)
+            for each in cuda:
+                with torch.cuda.device(each):
+                    torch.cuda.manual_seed(third)
+            yield
+    finally:
+        np.random.set_state(before[0])  # noqa: NPY002
+        random.setstate(before[1])

@@ -14,20 +14,89 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...common.errors import PlanError
 from ...common.names import imported
 from ...common.signals import handlers_kept
 from .. import base
-from ..base import Kind, Report, Session, State
+from ..base import Report, Session, State
 from ..common.surgery import refuse_wrapped
-from .known import known_of
-from .session import ELSEWHERE, PLACES, Applied, ComposerSession, no_place
-from .state import Probe, SilentLogger, StateView, Unknown, brought, composer_model, host_seeded
+from .session import (
+    ELSEWHERE,
+    PLACES,
+    Applied,
+    ComposerSession,
+    Probe,
+    SilentLogger,
+    StateView,
+    Unknown,
+    brought,
+    composer_model,
+    no_place,
+    seeded,
+)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of an algorithm of Composer's own."""
+
+    touches: str = "model"  # before wrapping; or "batch", which means targets and loss, too, or "weights"
+    compile_safe: bool = True
+    depends_on_length: bool = False
+    targets: tuple[str, ...] | None = None
+    soft_targets: bool = False
+    after: tuple[str, ...] = ()
+    refused: str = ""  # why it cannot run here
+
+
+_SURGERY = ("BlurPool", "SqueezeExcite", "WeightStandardization", "Factorize", "StochasticDepth")
+_FIRST = ("SelectiveBackprop",)
+_MIXED = ("class indices", "labels")
+_DATASET = "It changes the data set of a torch.utils.data.DataLoader, which Drivetrain's loaders are not."
+_PRECISION = "It reads the precision when the model is built."
+KNOWN: dict[str, Known] = {
+    "BlurPool": Known(compile_safe=False),
+    "ChannelsLast": Known(after=_SURGERY),  # new modules would be contiguous
+    "SqueezeExcite": Known(),
+    "GhostBatchNorm": Known(refused="It rejects batches smaller than ghost_batch_size, in evaluation, too."),
+    "WeightStandardization": Known(),
+    "Factorize": Known(),
+    "StochasticDepth": Known(compile_safe=False, depends_on_length=True),
+    "MixUp": Known("batch", targets=_MIXED, soft_targets=True, after=_FIRST),
+    "CutMix": Known("batch", targets=_MIXED, soft_targets=True, after=_FIRST),
+    "CutOut": Known("batch", after=_FIRST),
+    "ColOut": Known("batch", after=_FIRST, refused=_DATASET),  # but for batch=True
+    # Before MixUp, it would leave the targets that are mixed in as they are.
+    "LabelSmoothing": Known("batch", targets=_MIXED, soft_targets=True, after=("MixUp", "CutMix")),
+    "ProgressiveResizing": Known("batch", depends_on_length=True, after=_FIRST),
+    "SelectiveBackprop": Known("batch", depends_on_length=True, targets=("class indices",)),
+    "GradientClipping": Known("weights"),
+    "EMA": Known("weights", depends_on_length=True),
+    "SWA": Known("weights", depends_on_length=True),
+    "RandAugment": Known(refused=_DATASET),
+    "AugMix": Known(refused=_DATASET),
+    "SAM": Known(refused="It replaces the optimizer by one whose step takes a closure."),
+    "LayerFreezing": Known(refused="It removes parameters from the optimizer, which then cannot be resumed."),
+    "GyroDropout": Known(refused="Its masks are not in checkpoints."),
+    "LowPrecisionLayerNorm": Known(refused=_PRECISION),
+    "LowPrecisionGroupNorm": Known(refused=_PRECISION),
+    "NoOpModel": Known(refused="It replaces the model itself."),
+    "SeqLengthWarmup": Known(refused="It truncates sequences of tokens."),
+}
+"""Composer's own algorithms by class name. All but NoOpModel are also the names of transforms."""
+OWN = "composer.algorithms"
+
+
+def known_of(algorithm: Any) -> Known | None:
+    """Return what is known of an algorithm; None if its class is the user's, also if it is derived from Composer's."""
+    kind = type(algorithm)
+    return KNOWN.get(kind.__name__) if kind.__module__.startswith(f"{OWN}.") else None
+
 
 SHARDED = ("fsdp", "deepspeed", "fairscale")
 """The families of strategies in which a rank does not have all weights and gradients."""
@@ -62,9 +131,9 @@ def from_composer(
     """
     _check_algorithm(algorithm)
     name, known = type(algorithm).__name__, known_of(algorithm)
-    if known is not None and (why := known.refused(algorithm)):
-        remedy = f"Use drivetrain.transforms.{known.ours}." if known.ours else "Leave it out."
-        raise PlanError(f"Composer's {name} cannot run in Drivetrain. {why} {remedy}")
+    if known is not None and known.refused and not getattr(algorithm, "batch", False):
+        remedy = "Leave it out." if name == "NoOpModel" else f"Use drivetrain.transforms.{name}()."
+        raise PlanError(f"Composer's {name} cannot run in Drivetrain. {known.refused} {remedy}")
     families = (safe_with,) if isinstance(safe_with, str) else tuple(safe_with)
     for family in families:
         if family not in SHARDED:
@@ -79,44 +148,33 @@ def from_composer(
     events = _events(algorithm)
     unused = bool(getattr(algorithm, "find_unused_parameters", False))
     safe = events <= {"init"} or (known is not None and known.touches in ("model", "batch") and not unused)
+    declared = {"safe_with": families, "compile_safe": compile_safe, "depends_on_length": depends_on_length}
+    facts = known or Known("", compile_safe=False, depends_on_length=True)
+    same = name if known else ""  # the transform of the same method
+    if compile_safe is None:
+        compile_safe = facts.compile_safe
+    if depends_on_length is None:
+        depends_on_length = facts.depends_on_length and (known is None or events != {"init"})
     kind = _class(
         f"Composer{name}",
-        compile_safe=(known is not None and known.compile_safe) if compile_safe is None else compile_safe,
-        depends_on_length=(known is None or (known.depends_on_length and events != {"init"}))
-        if depends_on_length is None
-        else depends_on_length,
+        compile_safe=compile_safe,
+        depends_on_length=depends_on_length,
         unsafe_with=() if safe else tuple(each for each in SHARDED if each not in families),
         unused_parameters=unused,
-        averages_weights=known is not None and known.ours in ("EMA()", "SWA()"),
-        changes_image_size=known is not None and known.ours == "ProgressiveResizing()",
-        clips_gradients=known is not None and known.ours == "GradientClipping()",
-        targets=None if known is None else known.targets,
-        soft_targets=known is not None
-        and known.soft_targets
-        and not getattr(algorithm, "interpolate_loss", False),
-        renames="init" in events and (known is None or known.touches == "model"),
-        after=() if known is None else tuple(f"Composer{each}" for each in known.after),
+        averages_weights=same in ("EMA", "SWA"),
+        changes_image_size=same == "ProgressiveResizing",
+        clips_gradients=same == "GradientClipping",
+        targets=facts.targets,
+        soft_targets=facts.soft_targets and not getattr(algorithm, "interpolate_loss", False),
+        renames="init" in events and facts.touches in ("", "model"),
+        after=tuple(f"Composer{each}" for each in facts.after),
     )
-    made: base.Transform = kind(
-        algorithm=_copied(algorithm),
-        of=_name_of(type(algorithm)),
-        settings=_settings(algorithm),
-        declared={
-            "safe_with": families,
-            "compile_safe": compile_safe,
-            "depends_on_length": depends_on_length,
-        },
-        events=tuple(each for each in PLACES if each in events),
-    )
-    return made
+    places = tuple(each for each in PLACES if each in events)
+    return kind(_copied(algorithm), _name_of(type(algorithm)), _settings(algorithm), declared, places)
 
 
 def imported_class(name: str) -> Any:
-    """Return the class that `"package.module:Class"` names. Its import keeps the signal handlers.
-
-    Raises:
-        PlanError: if it cannot be imported.
-    """
+    """Return the class that `"package.module:Class"` names. Its import keeps the signal handlers."""
     try:
         with handlers_kept():
             return imported("transform", name)
@@ -127,15 +185,9 @@ def imported_class(name: str) -> Any:
 
 
 def algorithm_of(kind: object, name: str, options: Mapping[str, Any]) -> base.Transform:
-    """Return `from_composer` of an instance of a class, with these arguments. Those of `from_composer` may be among
-    them.
-
-    Raises:
-        PlanError: if it is not a class of algorithms, or does not take the arguments.
-    """
-    own = {
-        each: options[each] for each in ("safe_with", "compile_safe", "depends_on_length") if each in options
-    }
+    """Return `from_composer` of an instance of a class. Arguments of `from_composer` may be among the options."""
+    declared = ("safe_with", "compile_safe", "depends_on_length")
+    own = {each: options[each] for each in declared if each in options}
     if not (isinstance(kind, type) and _base_of(kind)):
         raise PlanError(
             f"The transform {name!r} is {kind!r:.80}, neither a subclass of drivetrain.transforms.Transform nor of "
@@ -150,47 +202,37 @@ def algorithm_of(kind: object, name: str, options: Mapping[str, Any]) -> base.Tr
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ComposerTransform(base.Transform):
-    """An algorithm of Composer's; `from_composer` creates a subclass for each, which declares its facts.
+    """An algorithm of Composer's; `from_composer` creates a subclass for each, which declares its facts."""
 
-    Attributes:
-        algorithm: a copy of the object, which is not changed.
-        of: its class, as `package.module:Class`.
-        settings: its public attributes, and those that hold arguments of its constructor.
-        declared: the keyword arguments of `from_composer`.
-        events: the events at which it may run, as far as they could be determined.
-    """
+    algorithm: Any = field(repr=False)  # a copy, which is not changed
+    of: str  # its class, as `package.module:Class`
+    settings: Mapping[str, Any]  # its public attributes, and those that hold arguments of its constructor
+    declared: Mapping[str, Any] = field(repr=False)  # the keyword arguments of `from_composer`
+    events: tuple[str, ...] = field(repr=False)  # at which it may run, as far as they could be determined
 
-    algorithm: Any = field(repr=False)
-    of: str
-    settings: Mapping[str, Any]
-    declared: Mapping[str, Any] = field(repr=False)
-    events: tuple[str, ...] = field(repr=False)
+    kind = "algorithm"
+    source = "MosaicML Composer"
 
-    kind: ClassVar[Kind] = "algorithm"
-    source: ClassVar[str] = "MosaicML Composer"
+    def __post_init__(self) -> None:
+        """Check nothing: `from_composer` does."""
 
     @property
     def known_as(self) -> str:
-        """The name of Drivetrain's transform of the same method, if there is one."""
-        known = known_of(self.algorithm)
-        return type(self).__name__ if known is None else known.ours.partition("(")[0]
+        return type(self if known_of(self.algorithm) is None else self.algorithm).__name__
 
     @property
     def unknown(self) -> bool:
-        """Whether it is the user's, and runs during training."""
         return known_of(self.algorithm) is None and not set(self.events) <= {"init"}
 
     @property
     def follows_loop(self) -> bool:
-        """Whether it runs during training."""
         return self.events != ("init",)
 
     @property
     def caution(self) -> str:
-        """What the plan says of it."""
-        known, at = known_of(self.algorithm), f"at {', '.join(self.events) or 'no event'}"
-        if known is not None:
-            return f"{at}; Drivetrain's own is {known.ours}"
+        at = f"at {', '.join(self.events) or 'no event'}"
+        if known_of(self.algorithm) is not None:
+            return f"{at}; Drivetrain's own is {self.known_as}()"
         return (
             f"{at}; it declares nothing, so how it interacts with the other steps is unknown: unsafe with compile, "
             "shards and resuming with more epochs unless from_composer declares otherwise"
@@ -204,8 +246,8 @@ class ComposerTransform(base.Transform):
         state = StateView(f"Composer's {name}", wrapped, None, algorithm)
         event = brought("core.event").Event.INIT
         modules = {place: (module, type(module)) for place, module in model.named_modules()}
-        tensors = _tensors(model)
-        with host_seeded([torch.initial_seed()]):
+        tensors = model.state_dict(keep_vars=True)
+        with seeded([torch.initial_seed()]):
             if algorithm.match(event, state):
                 algorithm.apply(event, state, SilentLogger())
         if wrapped.module is not model:
@@ -214,7 +256,9 @@ class ComposerTransform(base.Transform):
                 "into a module, whose parts it can replace."
             )
         kept = vars(model).setdefault(_KEPT, _Kept())
-        kept[type(self).__name__] = Applied(algorithm, wrapped, _renamed(tensors, _tensors(model)))
+        kept[type(self).__name__] = Applied(
+            algorithm, wrapped, _renamed(tensors, model.state_dict(keep_vars=True))
+        )
         changed = [
             place
             for place, module in model.named_modules()
@@ -223,9 +267,7 @@ class ComposerTransform(base.Transform):
         return Report(f"Composer's {name}", tuple(changed))
 
     def session(self, model: nn.Module) -> Session:
-        """Follow a run of a model that `apply` was called with."""
-        applied = vars(model).get(_KEPT, {}).get(type(self).__name__)
-        if applied is None:
+        if (applied := self._applied(model)) is None:
             raise PlanError(f"{self}: call apply(model) before session(model), with the same model.")
         places = () if self.unsafe_with else self.events
         return ComposerSession(self.of, model, applied, PLACES if self.declared["safe_with"] else places)
@@ -238,11 +280,7 @@ class ComposerTransform(base.Transform):
         }
 
     def to_plain(self, state: State, model: nn.Module) -> State:
-        """Translate names, if they follow from the weights before and after `apply`. Weights that it adds keep theirs.
-
-        Raises:
-            PlanError: if they do not.
-        """
+        """Translate names, which must follow from the weights before and after `apply`. Weights it adds keep theirs."""
         names = self._names(model)
         if None in names.values():
             raise PlanError(
@@ -251,35 +289,39 @@ class ComposerTransform(base.Transform):
             )
         return {names.get(key, key): value for key, value in state.items()}
 
+    def _applied(self, model: nn.Module) -> Applied | None:
+        applied: Applied | None = vars(model).get(_KEPT, {}).get(type(self).__name__)
+        return applied
+
     def _names(self, model: nn.Module) -> dict[str, Any]:
-        applied = vars(model).get(_KEPT, {}).get(type(self).__name__)
+        applied = self._applied(model)
         return {} if applied is None else applied.names
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the class and the fewest arguments that create an equal one, for a recipe.
-
-        Raises:
-            PlanError: if there are none, or the class cannot be imported by name.
-        """
-        declared = {key: value for key, value in self.declared.items() if value not in (None, ())}
+        """Return the class and the fewest arguments that create an equal one, for a recipe."""
         arguments, optional = _arguments(self.algorithm)
-        for count in range(len(optional) + 1):
+        nameable = "__main__" not in self.of and "<locals>" not in self.of
+        for count in range(len(optional) + 1) if nameable else ():
             for chosen in itertools.combinations(optional, count):
-                entry = {"name": self.of, **arguments, **{key: optional[key] for key in chosen}, **declared}
+                options = {**arguments, **{key: optional[key] for key in chosen}, **self._declared()}
                 with suppress(PlanError), warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # its constructor has issued them already
-                    if "__main__" not in self.of and "<locals>" not in self.of and _rebuilt(entry) == self:
-                        return entry
+                    again = algorithm_of(imported_class(self.of), self.of, options)
+                    if again == self and "name" not in options:
+                        return {"name": self.of, **options}
         raise PlanError(
             f"{self} cannot be named in a recipe: the arguments of its constructor are not attributes of the same "
             "names, or its class is not at the top level of a module."
         )
 
+    def _declared(self) -> dict[str, Any]:
+        return {key: value for key, value in self.declared.items() if value not in (None, ())}
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ComposerTransform):
             return NotImplemented
-        mine, theirs = (self.of, self.declared), (other.of, other.declared)
-        return mine == theirs and _same(self.settings, other.settings)
+        declared = (self.of, self.declared) == (other.of, other.declared)
+        return declared and _same(self.settings, other.settings)
 
     def __hash__(self) -> int:
         return hash(self.of)
@@ -289,22 +331,17 @@ class ComposerTransform(base.Transform):
         for name, parameter in _parameters(kind).items():
             value = self.settings.get(name, self.settings.get(f"_{name}", parameter.default))
             value = value.to_timestring() if hasattr(value, "to_timestring") else value
-            if not isinstance(value, torch.Tensor) and not _same(value, parameter.default):
+            if not isinstance(value, Tensor) and not _same(value, parameter.default):
                 options.append(f"{name}={value!r:.60}")
-        declared = "".join(
-            f", {key}={value!r}" for key, value in self.declared.items() if value not in (None, ())
-        )
+        declared = "".join(f", {key}={value!r}" for key, value in self._declared().items())
         return f"from_composer({kind.__name__}({', '.join(options)}){declared})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state, sets = dict(vars(self.algorithm)), []
-        for key, value in vars(self.algorithm).items():
-            if isinstance(value, weakref.WeakSet):  # of data sets that are transformed; cannot be pickled
-                sets.append(key)
-                del state[key]
         algorithm = copy.copy(self.algorithm)
-        vars(algorithm).clear()
-        vars(algorithm).update(state)
+        # WeakSets of data sets that are transformed; they cannot be pickled.
+        sets = [key for key, value in vars(algorithm).items() if isinstance(value, weakref.WeakSet)]
+        for key in sets:
+            del vars(algorithm)[key]
         return _restored, (algorithm, sets, dict(self.declared))
 
 
@@ -328,14 +365,12 @@ def _check_algorithm(algorithm: Any) -> None:
 
 
 def _base_of(cls: type) -> bool:
-    return any(
-        (each.__module__, each.__name__) == ("composer.core.algorithm", "Algorithm") for each in cls.__mro__
-    )
+    name = ("composer.core.algorithm", "Algorithm")
+    return any((each.__module__, each.__name__) == name for each in cls.__mro__)
 
 
 def _name_of(kind: type) -> str:
-    module = kind.__module__
-    return f"{'composer.algorithms' if module.startswith('composer.algorithms.') else module}:{kind.__qualname__}"
+    return f"{OWN if kind.__module__.startswith(f'{OWN}.') else kind.__module__}:{kind.__qualname__}"
 
 
 def _copied(algorithm: Any) -> Any:
@@ -350,11 +385,7 @@ def _copied(algorithm: Any) -> Any:
 
 def _events(algorithm: Any) -> set[str]:
     """Return the events of a run that the algorithm matches at its beginning, in the middle, or at its end, and those
-    whose match depends on what a run only knows.
-
-    Raises:
-        PlanError: if one of them has no place.
-    """
+    whose match depends on what a run only knows; raise an error if one of them has no place."""
     events, name = brought("core.event").Event, f"Composer's {type(algorithm).__name__}"
     found, absent = set[str](), set[str]()
     for step in (0, 1, 54, 55, 99):
@@ -381,9 +412,8 @@ def _class(name: str, **facts: Any) -> type[ComposerTransform]:
 
 
 def _parameters(kind: type) -> dict[str, inspect.Parameter]:
-    return {
-        name: each for name, each in inspect.signature(kind).parameters.items() if each.kind not in (2, 4)
-    }
+    parameters = inspect.signature(kind).parameters
+    return {name: each for name, each in parameters.items() if each.kind not in (2, 4)}
 
 
 def _settings(algorithm: Any) -> dict[str, Any]:
@@ -401,7 +431,7 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, torch.Tensor):
+    if isinstance(one, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and bool((one == other).all())
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
@@ -427,22 +457,13 @@ def _arguments(algorithm: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return needed, {name: optional[name] for name in list(optional)[:8]}
 
 
-def _rebuilt(entry: dict[str, Any]) -> base.Transform:
-    name, options = entry["name"], {key: value for key, value in entry.items() if key != "name"}
-    return algorithm_of(imported_class(name), name, options)
-
-
 def _restored(algorithm: Any, sets: Sequence[str], declared: Mapping[str, Any]) -> base.Transform:
     for name in sets:
         setattr(algorithm, name, weakref.WeakSet())
     return from_composer(algorithm, **declared)
 
 
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return dict(model.state_dict(keep_vars=True))
-
-
-def _renamed(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _renamed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the names before, by those after: of the same tensor, or else the only new one with equal values. A weight
     without a successor is None's."""
     names: dict[str, Any] = {}
@@ -459,8 +480,5 @@ def _renamed(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tenso
     return names
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _equal(one: Tensor, other: Tensor) -> bool:
     return one.device == other.device and one.device.type != "meta" and bool(torch.equal(one, other))
-
-
-__all__ = ["ComposerTransform", "algorithm_of", "from_composer", "imported_class"]

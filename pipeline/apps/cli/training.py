@@ -267,8 +267,8 @@ def predict(run: Path | str, image: tuple[str, ...], as_json: bool) -> None:
     """
     from json import dumps
 
-    from ...recipes.importing import modules_of
-    from ...runs.saved import load_run
+    from ...recipes.files import modules_of
+    from ...runs.result import load_run
 
     if not image:
         raise DataError("predict needs at least one image: drivetrain predict RUN image.jpg …")
@@ -418,7 +418,7 @@ def measure(
     pipeline: Pipeline, seconds: float, out: Path | str | None, quiet: bool = False, **options: Any
 ) -> None:
     """Measure a ledger, print it, and write it to `out`; after Ctrl-C or an error, with the results so far."""
-    from ...describe.fit import check_out
+    from ...describe.config import check_out
     from ...ledger.ledger import LedgerInterrupted
     from ...measuring.runner import check_measurable
     from ...runs.folder import make_folder, uploading_from

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from command_line import call
 from drivetrain import CheckpointError, DataError, Pipeline, PlanError
-from drivetrain.common.storage.mirror import Mirror
+from drivetrain.common.storage.cache import Mirror
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.pipeline.runs.preflight import digest
 from drivetrain.pipeline.training.build import source_files
