@@ -147,15 +147,15 @@ def inspect(path: str | Path) -> Inspection:
         {'cat': 16, 'dog': 16}
     """
     beton = open_beton(path)
-    jpegs, columns = int((beton.modes == MODE_JPEG).sum()), beton.columns.items()
+    encoded, columns = int((beton.modes == MODE_JPEG).sum()), beton.columns.items()
     blobs = [(name, column.sizes) for name, column in columns if column.field.kind in ("bytes", "json")]
     return Inspection(
         path=str(path),
         size=len(beton.data),
         page_size=beton.page_size,
         samples=len(beton),
-        jpegs=jpegs,
-        raws=len(beton) - jpegs,
+        jpegs=encoded,
+        raws=len(beton) - encoded,
         fields={name: str(column.field) for name, column in columns} | beton.targets,
         classes=_class_counts(beton),
         width=Spread.of(beton.widths),
@@ -287,7 +287,7 @@ def _fault(beton: Beton, number: int) -> str | None:
     if not beton.is_unchanged(number):
         return "its checksum differs from the manifest's: its image or another field has changed"
     size = int(beton.heights[number]), int(beton.widths[number])
-    if beton.modes[number] == MODE_JPEG and not jpeg.decodes(beton.stored(number), *size[::-1]):
+    if beton.modes[number] == MODE_JPEG and not jpegs.decodes(beton.stored(number), *size[::-1]):
         return "its JPEG data cannot be decoded"
     for name, kind in beton.targets.items():
         if (reason := _target_fault(beton, number, name, kind)) is not None:

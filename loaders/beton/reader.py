@@ -18,7 +18,7 @@ from PIL import Image
 from ...common.errors import BetonError, suggest
 from ...common.exhaustion import exhaustion, is_exhaustion
 from ...common.storage.addresses import is_address
-from ...common.storage.cache import Mirror, Remote, local_copy
+from ...common.storage.cache import Remote, local_copy
 from ...common.storage.files import renames_held, wait_for_renames
 from ..native import jpegs
 from .image_modes import mode_of

@@ -20,8 +20,7 @@ from ...common.exhaustion import exhaustion, is_exhaustion
 from ...common.terminal import shortened
 from ..beton.layout import Field
 from ..beton.targets import MOVING, STORED_AS
-from ..native.stop import Stopped
-from ..native.stop import stoppable
+from ..native.stop import Stopped, stoppable
 from ..options import check_workers
 from ..sources import expand
 from .encode import Encoded, Encoding, encode_image, image_field

@@ -49,8 +49,7 @@ from ..runs.fit import fit
 from ..tasks.scales import check_comparable
 from ..telemetry.history import Epoch, Monitor
 from ..telemetry.provenance import provenance
-from ..training.build import fork_rng, resolve_data
-from ..training.build import plain_torch
+from ..training.build import fork_rng, plain_torch, resolve_data
 from .data import Accuracies, LedgerData, Trained
 from .ledger import Ledger, LedgerInterrupted
 from .variants import alone_and_without, in_turn, possible, variants, with_loader

@@ -12,7 +12,7 @@ from ...common.errors import PlanError, suggest
 from ...common.names import imported
 from ...common.options.config import Check, Kind
 from ...common.storage.addresses import is_address
-from ..describe.config import CALLBACKS, FitOptions, check_out
+from ..describe.config import CALLBACKS, FitOptions
 
 if TYPE_CHECKING:
     from ..callbacks.callback import Callback

@@ -18,8 +18,7 @@ import yaml
 
 from ...common.errors import CheckpointError, DrivetrainError, RecipeError
 from ...common.signals import interrupts_held
-from ...common.storage.files import atomic_file
-from ...common.storage.files import acquire, release
+from ...common.storage.files import acquire, atomic_file, release
 from ...strategies.launching.group import is_main_process
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.remote import CHECKPOINTS, RemoteRun, shown

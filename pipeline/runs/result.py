@@ -20,18 +20,16 @@ from ..checkpoints.remote import opened
 from ..checkpoints.weights import load_model, plain_state
 from ..describe.config import source_name
 from ..describe.inputs import Inputs
-from ..describe.kinds import sort_transforms
-from ..describe.pipeline_spec import PipelineSpec
+from ..describe.pipeline_spec import PipelineSpec, sort_transforms
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan, resolve
 from ..recipes.convert import build_pipeline
-from ..tasks.standard import Classification
 from ..tasks.nests import map_tensors, to_float
+from ..tasks.standard import Classification
 from ..tasks.task import Task
 from ..telemetry.history import History
-from ..training.build import rebuild_model, resolve_data
+from ..training.build import plain_torch, rebuild_model, resolve_data
 from ..training.loop import evaluate
-from ..training.build import plain_torch
 from .folder import HISTORY, MODEL, RECIPE, UNLISTED, read_history
 from .initial import InitialWeights, WeightsArg, check_source
 from .ranks import built_here, on_ranks

@@ -24,7 +24,7 @@ from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
 from ..measuring.runner import Failed, check_measurable
 from ..measuring.statistics import LOOKS, PROCESSES, SEEDS, WORTH, judge, judge_accuracy
-from ..runs.fit import make_folder
+from ..runs.folder import make_folder
 from ..tasks.scales import check_comparable
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, plain_torch, resolve_data

@@ -31,12 +31,8 @@ from drivetrain.pipeline.checkpoints.state import chosen, plain_names
 from drivetrain.strategies import launch
 from drivetrain.transforms import Transform, from_composer
 from drivetrain.transforms.composer.session import PLACES
-<<<<<<< HEAD
-from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, fit_all, numbers, plain_model, surroundings
-=======
 from drivetrain.transforms.composer.transform import KNOWN
-from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, numbers, plain_model, surroundings
->>>>>>> transforms
+from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, fit_all, numbers, plain_model, surroundings
 from places import ROOT
 from torch import nn
 

@@ -9,41 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-<<<<<<< HEAD
-from drivetrain.transforms import (
-    EMA,
-    SAM,
-    SWA,
-    TRANSFORMS,
-    AugMix,
-    BatchContext,
-    BinaryCrossEntropy,
-    BlurPool,
-    ChannelsLast,
-    ColOut,
-    CutMix,
-    CutOut,
-    GhostBatchNorm,
-    GradientClipping,
-    LabelSmoothing,
-    LayerFreezing,
-    Lookahead,
-    MixUp,
-    NoWeightDecay,
-    ProgressiveResizing,
-    RandAugment,
-    SelectiveBackprop,
-    SeqLengthWarmup,
-    StochasticDepth,
-    TestTimeFlip,
-    Transform,
-    TrivialAugment,
-)
-from host_syncs import OnCuda, SimulatedCuda, put_on_cuda
-=======
 from drivetrain import transforms as t
-from simulated_cuda import OnCuda, SimulatedCuda, put_on_cuda
->>>>>>> transforms
+from host_syncs import OnCuda, SimulatedCuda, put_on_cuda
 from surgery_cases import CASES
 from surgery_models import bottlenecks, resnet, small
 from torch import Tensor, nn

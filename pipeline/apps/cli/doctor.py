@@ -23,11 +23,9 @@ from ....common.errors import DrivetrainError, MissingExtra, StrategyError
 from ....common.table import Table
 from ....common.version import __version__
 from ....strategies.devices import rank_device
+from ....strategies.launching.group import AllReduce, all_reduce_speed, join_group
 from ....strategies.launching.launcher import blocked_growth, killed_with_agent
-from ....strategies.launching.group import join_group
-from ....strategies.launching.meeting import Meeting, meet, under_torchrun
-from ....strategies.launching.meeting import lost_ranks_named
-from ....strategies.launching.group import AllReduce, all_reduce_speed
+from ....strategies.launching.meeting import Meeting, lost_ranks_named, meet, under_torchrun
 from ...telemetry.provenance import version
 
 EXTRAS = {

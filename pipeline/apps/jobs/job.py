@@ -16,8 +16,7 @@ from ....common.errors import PlanError
 from ....common.storage.addresses import is_address
 from ....loaders.datasets.names import NAMES
 from ....loaders.sources import files_of
-from ...describe.config import DataConfig, DistributedConfig
-from ...describe.config import check_out
+from ...describe.config import DataConfig, DistributedConfig, check_out
 from ...describe.resolve import check_divides
 from ...pipeline import Pipeline
 from ...recipes.files import is_file_name, modules_of

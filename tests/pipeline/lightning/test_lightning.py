@@ -40,7 +40,8 @@ from drivetrain.transforms import (
 )
 from loader_pictures import jpeg_bytes, picture
 from own_transforms import Own, by_image, hard
-from pipeline_data import Toy, batch_norm_model, plain_model, write_toy
+from pipeline_data import Toy, batch_norm_model, numbers, plain_model, write_toy
+from places import SUPPORT
 from torch import nn
 
 # Lightning's own: too few workers (our loaders have threads of their own), and its use of torch.
