@@ -1,7 +1,5 @@
 """Fixtures that more than one test file uses."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import signal

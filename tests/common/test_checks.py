@@ -1,7 +1,5 @@
 """Checks of numbers, booleans and sequences of numbers, shared by loaders and stages."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

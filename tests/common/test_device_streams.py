@@ -1,7 +1,5 @@
 """Work on a GPU that is not the current one: which streams and devices are used, and what waits. Without a GPU."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Atomic files, with any number of concurrent writers, including killed ones."""
 
-from __future__ import annotations
-
 import fcntl
 import threading
 from concurrent.futures import ThreadPoolExecutor

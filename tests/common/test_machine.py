@@ -1,7 +1,5 @@
 """CPU quotas and memory limits of cgroups: folders as the kernel presents them, versions 1 and 2, nested."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tables: within their maximum width, with all of their content."""
 
-from __future__ import annotations
-
 import pytest
 from drivetrain.common.table import Table
 

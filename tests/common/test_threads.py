@@ -1,7 +1,5 @@
 """Ctrl-C at any line of the main thread ends work in threads, with a KeyboardInterrupt and nothing else."""
 
-from __future__ import annotations
-
 import dis
 import linecache
 import signal

@@ -1,7 +1,5 @@
 """GPU checkpoints: bit-for-bit resuming on the GPU, and resuming to and from the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

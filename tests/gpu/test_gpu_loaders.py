@@ -1,7 +1,5 @@
 """Loaders that deliver to a GPU: the same batches as on the CPU, whatever its streams are doing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice

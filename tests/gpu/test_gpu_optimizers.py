@@ -1,7 +1,5 @@
 """GPU optimizers: Muon's iterations in bf16, and a run with it that resumes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

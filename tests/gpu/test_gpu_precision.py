@@ -1,7 +1,5 @@
 """fp32, bf16 and fp16 on the GPU, with and without clipping; overflow of the loss scale; torch.compile."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Strategies on GPUs: NCCL on one rank, and on two ranks with two devices, compared with one device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gpu_device

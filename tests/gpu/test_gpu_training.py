@@ -1,7 +1,5 @@
 """Full training runs on the GPU: they agree with the CPU, never wait for the host, and restore global state."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Every transform of the catalogue on the GPU, compared with the CPU. New ones are included automatically."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

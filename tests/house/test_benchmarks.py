@@ -1,7 +1,5 @@
 """The benchmarks still run, and write their results; figures of such short runs mean nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

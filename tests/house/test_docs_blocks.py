@@ -3,8 +3,6 @@
 A block that cannot run follows a comment `<!-- not run: REASON -->`. `NOT_RUN` counts them.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import io

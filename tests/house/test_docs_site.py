@@ -1,7 +1,5 @@
 """`make docs`: the site builds without a warning and without a network, and every link and public name is there."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

@@ -3,8 +3,6 @@
 The examples find a small data set in the current folder and a few names that are not theirs: see `names`.
 """
 
-from __future__ import annotations
-
 import copy
 import doctest
 import importlib

@@ -1,7 +1,5 @@
 """A missing optional package raises MissingExtra, which names the extra, wherever it is needed."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Figures in the README and in `docs/` are those of `benchmarks/results/`, or say why not."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

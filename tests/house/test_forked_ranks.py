@@ -1,7 +1,5 @@
 """Ranks that tests fork answer as those that are started, wherever their answers go."""
 
-from __future__ import annotations
-
 import os
 from contextlib import ExitStack
 

@@ -1,7 +1,5 @@
 """The instruments of `host_syncs` detect what they should."""
 
-from __future__ import annotations
-
 import torch
 from host_syncs import HostSyncs, SimulatedCuda
 

@@ -1,7 +1,5 @@
 """The answers of `docs/guide/how-to.md` run as printed, one after another."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The parts of a GPU kit: size limit, checks, and assembly over several calls."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The package structure: no import cycles, imports follow the layers, and the layers list every folder."""
 
-from __future__ import annotations
-
 import ast
 import sys
 import tomllib

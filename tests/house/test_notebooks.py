@@ -1,7 +1,5 @@
 """Every notebook runs from top to bottom without a network; training behaves well in notebook cells."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """The package as users install it: the content of the wheel, and the files of the repository."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

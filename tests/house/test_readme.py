@@ -1,7 +1,5 @@
 """The README's example and the quickstart work as described."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import json

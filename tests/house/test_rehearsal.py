@@ -1,7 +1,5 @@
 """GPU tests without a GPU: skipped with a reason, or rehearsed on the CPU."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """`make same`: its trainings have every part of the house, and a number that changes is named."""
 
-from __future__ import annotations
-
 from drivetrain.loaders.order import ORDERS
 from drivetrain.pipeline.optim.optimizers import OPTIMIZERS
 from drivetrain.pipeline.tasks import TASKS

@@ -1,7 +1,5 @@
 """The runner of GPU stages, with real processes and without a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

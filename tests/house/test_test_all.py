@@ -1,7 +1,5 @@
 """`make test-all` continues where it was stopped, and reports; with real processes, in a small repository."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

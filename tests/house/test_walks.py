@@ -1,7 +1,5 @@
 """The walks of docs/architecture.md: what it says of the code happens, in that order, within few files."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

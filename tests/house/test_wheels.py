@@ -1,7 +1,5 @@
 """`.ci/wheels`: what it needs of the machine. It takes minutes itself, so the tests do not run it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

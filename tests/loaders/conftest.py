@@ -1,7 +1,5 @@
 """Files that tests of the loaders only read, made once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`advise`: what limits each format, which one it advises, and that it leaves nothing behind."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """Additional fields of a `.beton`, and vector labels: the same from both loaders, in any order and on any rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Images of one and four channels, and of 16 bits, in the loaders: against Pillow, torch, and the same in RGB."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How FFCVLoader splits a batch among its threads: never into chunks that cost more to start than to load."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 `LateStreams` does every copy as late as its stream allows, so that a missing wait gives a wrong number.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One function defines the pixels of evaluation: all loaders, `Evaluation` and Pillow agree on any file."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from pathlib import Path

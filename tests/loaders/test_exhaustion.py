@@ -1,7 +1,5 @@
 """If the system refuses memory, threads or processes during loading, a DataError names the remedy."""
 
-from __future__ import annotations
-
 import errno
 import tempfile
 from collections.abc import Iterator

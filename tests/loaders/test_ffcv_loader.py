@@ -1,7 +1,5 @@
 """The output of FFCVLoader: shapes, normalisation, and each crop compared with a reference."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

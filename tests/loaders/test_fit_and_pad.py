@@ -1,7 +1,5 @@
 """Full images, resized or scaled to fit, and shifted over a constant colour: both loaders against Pillow."""
 
-from __future__ import annotations
-
 import dataclasses
 from fractions import Fraction
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`inspect`, `verify` and the contact sheet, on real files and on damaged ones."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings that the loaders and `resolve` reject: one typed error each, with the value and what is allowed."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

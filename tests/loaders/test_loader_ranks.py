@@ -1,7 +1,5 @@
 """Two real ranks together load what one process loads, in any order, and resume like one process."""
 
-from __future__ import annotations
-
 import hashlib
 from itertools import chain
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The order of samples: determined by (seed, epoch), independent of workers and ranks, and exactly resumable."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any

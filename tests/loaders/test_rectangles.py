@@ -1,7 +1,5 @@
 """Images of any height and width, in both loaders: crops, draws, preprocessing, and a training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FFCVLoader releases threads, descriptors and memory, and restores the state of the process."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import threading

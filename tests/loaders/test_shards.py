@@ -1,7 +1,5 @@
 """Several files as one data set, and mixes of data sets: the same samples as from one file, and exact shares."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections import Counter

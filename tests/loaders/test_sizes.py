@@ -1,7 +1,5 @@
 """An image size that changes between epochs, and settings that exceed the memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`on_error="skip"`: in the place of a sample that cannot be decoded, the same other one on every rank."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Compatibility with stock FFCV: it reads our files with the same pixels, we read its files, and both loaders run in
 one process, although a stock one changes types that numba shares."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 FFCV compiles each loader for seconds, so the tests share three of them.
 """
 
-from __future__ import annotations
-
 import gc
 import re
 import shutil

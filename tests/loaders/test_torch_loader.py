@@ -1,7 +1,5 @@
 """TorchLoader, implemented with PyTorch, yields the samples and batches of FFCVLoader, with nearly the same values."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

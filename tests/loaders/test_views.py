@@ -1,7 +1,5 @@
 """Several views per sample: one decoding, and draws that are functions of (seed, epoch, sample, view)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

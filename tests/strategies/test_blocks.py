@@ -1,7 +1,5 @@
 """Which modules are sharded as units, for common models. Nothing is computed."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import fsdp_models

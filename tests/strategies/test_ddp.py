@@ -1,7 +1,5 @@
 """DDP on two real CPU ranks, compared with `Single` on the same global batches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

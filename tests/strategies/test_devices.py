@@ -1,7 +1,5 @@
 """Assignment of GPUs to ranks, without a GPU: torch's answers about GPUs are replaced, and are not under test."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """State exported by one engine can be imported by any other: the next losses are those of an uninterrupted run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What is specific to the FSDP2 family, on real CPU ranks; test_parity.py compares training with one device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import fsdp_models as models

@@ -1,8 +1,6 @@
 """The ranks of one start find each other in a store that is full of what earlier starts have left; what a worker learns
 of torchrun's agent, which has started it."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import pytest

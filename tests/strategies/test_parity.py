@@ -1,7 +1,5 @@
 """Every strategy on real CPU ranks, compared with `Single` on the same global batches."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,8 +1,6 @@
 """BatchNorm's statistics of several ranks as those of one process on whole batches. Ranks are simulated: each is a
 model of its own, and the mean over them is taken here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Step options that every strategy supports: activation checkpointing, in-place compilation, half precision."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

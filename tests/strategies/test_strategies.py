@@ -1,8 +1,6 @@
 """The strategies by name (Lightning's, and those of third parties), `Single`, what `auto` chooses, and what an engine
 rejects, in this process."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

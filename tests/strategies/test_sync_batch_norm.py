@@ -1,7 +1,5 @@
 """BatchNorm over several ranks computes what one device does with the batches of all of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

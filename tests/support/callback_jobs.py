@@ -1,7 +1,5 @@
 """What ranks do in the tests of callbacks. A module, because ranks import it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

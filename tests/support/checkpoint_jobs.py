@@ -1,7 +1,5 @@
 """What ranks do in the tests of checkpoints. A module, because ranks import it."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections.abc import Callable

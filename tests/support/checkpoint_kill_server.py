@@ -7,8 +7,6 @@ all have ended.
 This process only imports; it computes nothing before it forks. stdout is for answers: the ranks have none.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A small CIFAR-10: 4 images per file, the official bytes of them, and a stand-in for npm that delivers them."""
 
-from __future__ import annotations
-
 import io
 import json
 import socket

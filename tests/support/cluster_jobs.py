@@ -1,7 +1,5 @@
 """What ranks do in the tests of clusters. A module, because ranks import it."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import os

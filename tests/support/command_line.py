@@ -1,7 +1,5 @@
 """Run `drivetrain` in separate processes."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,8 +1,6 @@
 """Algorithms as users of Composer write them, and a training by Composer's own Trainer. Ranks import them from here."""
 
 # ruff: noqa: ARG002, NPY002 - Composer's signatures, and the global generators that its algorithms draw from
-from __future__ import annotations
-
 import copy
 import random
 import warnings

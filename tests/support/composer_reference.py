@@ -1,7 +1,5 @@
 """Composer as a test reference. Importing it takes seconds, warns, and replaces two signal handlers."""
 
-from __future__ import annotations
-
 import importlib
 import signal
 import warnings

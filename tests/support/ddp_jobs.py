@@ -1,7 +1,5 @@
 """What the tests of DDP run inside ranks: small trainings, and what an engine does among ranks."""
 
-from __future__ import annotations
-
 import copy
 import time
 import warnings

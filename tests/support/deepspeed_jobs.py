@@ -1,7 +1,5 @@
 """What the DeepSpeed tests run inside ranks."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

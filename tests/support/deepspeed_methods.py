@@ -1,7 +1,5 @@
 """Training methods under DeepSpeed, inside ranks; and the names of its strategies for all of its tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Models that cannot be exported, or whose exported form computes something else. A module, because `--model` imports
 it."""
 
-from __future__ import annotations
-
 import torch
 from pipeline_data import CLASSES, batch_norm_model
 from torch import nn

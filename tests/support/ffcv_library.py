@@ -1,7 +1,5 @@
 """FFCV's C library (libjpeg-turbo decoding, OpenCV's area resize), the reference of the native core."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 from functools import cache

@@ -5,8 +5,6 @@ started in `tests/strategies/launching`, and by `make test-all` (`DRIVETRAIN_RAN
 one test of each file.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

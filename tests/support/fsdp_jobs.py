@@ -1,7 +1,5 @@
 """What the FSDP tests run inside ranks, and on one device for comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Small models that the FSDP tests train; all take (B, 3, 16, 16) and give (B, 5)."""
 
-from __future__ import annotations
-
 import torch
 from surgery_models import between, shortcut
 from torch import nn

@@ -4,8 +4,6 @@ They are skipped where torch sees no CUDA device. With DRIVETRAIN_REHEARSE_GPU=1
 only CUDA can show: so their own code is known to run before a GPU is there.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

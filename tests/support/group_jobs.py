@@ -1,7 +1,5 @@
 """Groups by name, optimizers and schedules of a pipeline's configuration under every strategy, inside ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import fsdp_models as models

@@ -4,8 +4,6 @@ A test asks for growth, not for a difference: what an earlier test left in the s
 server, a pool that idles) may end meanwhile.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """Tiny Hugging Face models in folders, as `save_pretrained` writes them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

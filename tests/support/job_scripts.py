@@ -1,7 +1,5 @@
 """Stand-ins for the programs of schedulers, which run a job file's commands on this machine."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

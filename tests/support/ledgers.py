@@ -1,7 +1,5 @@
 """Ledgers that are made up from images/s, and pipelines that are built for trials."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -4,8 +4,6 @@
 `[strategy, case]`. Rank 0 of each writes `OUT/STRATEGY.CASE.json`: of each epoch loss, validation loss and accuracy.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -5,8 +5,6 @@ size of files (0: none), and after so many renames a SIGKILL (-1: none); so many
 Answers: their process ids at once, their exit statuses when all have ended.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -5,8 +5,6 @@ One line of stdin, `HOW PATH`, one JSON answer on a line of stdout: `{"error": t
 `plain` or `verified`. This process has imported all and computed nothing, so that forking it is sound and cheap.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

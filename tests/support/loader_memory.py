@@ -7,8 +7,6 @@ own size, which is what is reckoned with. Needs Linux, and memory that goes back
 MALLOC_MMAP_THRESHOLD_=65536.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

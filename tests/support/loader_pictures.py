@@ -1,7 +1,5 @@
 """Small pictures and `.beton` files for the tests of `loaders/`, made from seeds."""
 
-from __future__ import annotations
-
 import io
 import os
 import struct

@@ -6,8 +6,6 @@ Two loaders with four threads each run at a time: colour jitter, a policy, two s
 all threads get one workspace, so that the sanitizer must find a race.
 """
 
-from __future__ import annotations
-
 import sys
 from itertools import islice
 from pathlib import Path

@@ -4,8 +4,6 @@ Called with a folder, it writes a `theirs-*.beton` per shape and type there with
 `.beton` of the folder with its own decoders, and saves what they give as `.npz`.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

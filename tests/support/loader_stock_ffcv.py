@@ -4,8 +4,6 @@ Called with a folder, it makes `theirs.beton` there with its DatasetWriter, then
 folder with its Loader, and saves the result as `.npz` next to it. `loader_stock_*.py` do so with other fields.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ Called with a folder, it makes `theirs.beton` there with its DatasetWriter, then
 folder through both of its memory managers with its own decoders, and saves what they give as `.npz`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

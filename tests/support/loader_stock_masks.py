@@ -5,8 +5,6 @@ then reads every `.beton` of the folder with its own decoders, and saves each sa
 its boxes as `.npz`.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 from pathlib import Path

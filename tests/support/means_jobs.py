@@ -1,7 +1,5 @@
 """Losses that are weighted means, what trains with them inside ranks, and the same in plain PyTorch on one process."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Training on ranks that measures the memory of the weights at the end of each epoch, on each rank."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import weakref

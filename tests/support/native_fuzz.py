@@ -11,8 +11,6 @@ what the process has allocated after a hundredth of them must be what it has in 
 those of FOLDER, which keeps what it finds.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """The native core's call `dt_load`, on pictures in memory."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """An object store that speaks S3: moto's server, behind a proxy that can be slow, hold a request back, or go away."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

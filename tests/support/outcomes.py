@@ -10,8 +10,6 @@ a new clone `make quick` runs all that its markers leave, and remembers.
 `Interpreters`: which tests start Python interpreters, each of which imports torch; `make quick` leaves those out. With
 `DRIVETRAIN_INTERPRETERS=refuse` a test that starts one fails; with the path of a file, its name is written there."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing.util
 import os

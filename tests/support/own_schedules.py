@@ -1,7 +1,5 @@
 """Schedules that recipes and ranks name as module:attribute."""
 
-from __future__ import annotations
-
 import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 

@@ -1,7 +1,5 @@
 """Custom transforms and losses, in a module that a recipe can name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar

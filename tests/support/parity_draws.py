@@ -4,8 +4,6 @@ A draw is a model, a loss, an optimizer, a precision and a division of the batch
 batch of the evaluation is almost always uneven. A module, because ranks import it.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields

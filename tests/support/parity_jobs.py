@@ -1,7 +1,5 @@
 """What the parity tests run inside ranks, and on one device for comparison."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A toy data set, and tiny models that learn it in seconds. A module, because ranks import it."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

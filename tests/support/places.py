@@ -1,7 +1,5 @@
 """The repository's files for tests: paths, the scripts of `.ci`, and code that is shown to readers."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """Processes of tests: running them, communication with servers, and whether all have ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

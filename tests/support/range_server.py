@@ -1,7 +1,5 @@
 """An HTTP server of a folder, with ranges, which can be slow, stop within an answer, fail, or ignore ranges."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

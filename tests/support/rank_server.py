@@ -5,8 +5,6 @@ of the rank's stdin, stdout and stderr, and of its job and its answer. The reply
 rank has become a child of the process that asked (`PR_SET_CHILD_SUBREAPER` of prctl(2)).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Model factories for recipes that name them as module:attribute. A module, because it is imported by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pipeline_data import plain_model

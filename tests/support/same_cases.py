@@ -3,8 +3,6 @@
 They use nothing but what users do, so that an earlier revision can run this file, too. See `.ci/same.py`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Pictures with masks, a small network for them, and its pipeline; ranks import them from here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

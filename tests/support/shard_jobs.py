@@ -1,7 +1,5 @@
 """What the tests of sharded models run inside ranks. A module, because ranks import it."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

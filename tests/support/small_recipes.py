@@ -1,7 +1,5 @@
 """Recipes reduced to test size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from drivetrain.pipeline.recipes.presets import completed

@@ -1,7 +1,5 @@
 """What the tests of exported state run inside ranks, and on one device for comparison."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Models whose state is more than a state dict of real numbers. A module, because ranks import it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

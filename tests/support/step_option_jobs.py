@@ -1,7 +1,5 @@
 """What the tests of a step's options run inside ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the tests of `strategies` run inside ranks. A module, because ranks import it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

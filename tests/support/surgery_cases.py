@@ -1,7 +1,5 @@
 """Each surgery with its test models, and the number of modules that it changes in each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

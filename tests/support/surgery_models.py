@@ -3,8 +3,6 @@
 timm is imported where a model needs it: that takes two seconds, and most ranks train none of its models.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

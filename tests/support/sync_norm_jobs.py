@@ -1,7 +1,5 @@
 """What the tests of synchronised BatchNorm run inside ranks, and on one device for comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Models, targets and pipelines of the tests of tasks; ranks import them from here."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

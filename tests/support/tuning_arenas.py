@@ -1,7 +1,5 @@
 """Arenas with known speeds: what training, loading and the model take follows from the pipeline's options."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

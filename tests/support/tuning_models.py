@@ -1,7 +1,5 @@
 """Models that need what is not there: more memory than a process gets, or an environment variable."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """An object that no process can unpickle. A separate module, so that a rank that fails to does not import torch."""
 
-from __future__ import annotations
-
 
 class Unloadable:
     """Pickles, and raises when it is loaded."""

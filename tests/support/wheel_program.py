@@ -6,8 +6,6 @@ With `quickstart`, also train on two ranks, and run the commands of the quicksta
 of the tests: `.ci/release.py` and tests/house/test_packaging.py run it in other environments.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

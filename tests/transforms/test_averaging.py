@@ -1,7 +1,5 @@
 """EMA and SWA: the numbers, what is averaged and what copied, evaluation, checkpoints, and training."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """BlurPool alone: what it changes in full models, what it preserves, its numbers and its reports."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

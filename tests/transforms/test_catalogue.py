@@ -1,7 +1,5 @@
 """The table of transforms: names, options, and conversion to recipes and back."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle

@@ -1,7 +1,5 @@
 """ChannelsLast: every 4-D parameter, in place, and nothing else."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,8 +1,6 @@
 """`from_composer`: algorithms of Composer's in a pipeline train as with Composer's Trainer, on several ranks, too,
 resume bit for bit, and are refused where they have no place."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

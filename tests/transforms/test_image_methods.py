@@ -1,7 +1,5 @@
 """CutOut, ColOut and ProgressiveResizing: pixels, sizes, randomness, dtype and memory format."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from drivetrain.common.errors import DataError, PlanError

@@ -1,7 +1,5 @@
 """LayerFreezing alone: the schedule, what it freezes, and its effect on optimizers and wrappers."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Transforms that depend on the length of the training: each declares it, and its hooks are checked against that."""
 
-from __future__ import annotations
-
 import dataclasses
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """LabelSmoothing and BinaryCrossEntropy: formulas, the losses they know and do not know, and ignored rows."""
 
-from __future__ import annotations
-
 import functools
 import math
 import pickle

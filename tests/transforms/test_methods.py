@@ -1,7 +1,5 @@
 """What all batch, optimizer, loop and evaluation methods share: values, pickling, and harmless defaults."""
 
-from __future__ import annotations
-
 import math
 from typing import get_args
 

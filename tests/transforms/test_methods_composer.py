@@ -1,7 +1,5 @@
 """Batch, loss, optimizer and loop methods, compared with Composer where Composer is correct."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """MixUp and CutMix: formulas, randomness, composition, and rejected inputs."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """RandAugment, TrivialAugment and AugMix as transforms: alone, in the plan, and in training with either loader."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

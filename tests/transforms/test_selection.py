@@ -1,7 +1,5 @@
 """SelectiveBackprop and SeqLengthWarmup: the schedule, what is kept, and rejected inputs."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

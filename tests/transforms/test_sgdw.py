@@ -1,7 +1,5 @@
 """SGD with decoupled weight decay, compared with Composer's, and in a pipeline."""
 
-from __future__ import annotations
-
 import copy
 
 import composer_reference

@@ -1,7 +1,5 @@
 """Loop and optimizer methods under FSDP2 and DDP on two real ranks, compared with one device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """SAM, GradientClipping, NoWeightDecay and TestTimeFlip: their mathematics, and short training runs."""
 
-from __future__ import annotations
-
 import functools
 import pickle
 

@@ -1,7 +1,5 @@
 """StochasticDepth: rates, draws, and that skipping a branch equals multiplying it by zero."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Properties of every surgery: names, weights, copies, and a second application."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

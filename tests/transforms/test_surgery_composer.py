@@ -1,7 +1,5 @@
 """The surgeries compared with Composer's numbers, wherever Composer has a defined result."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import warnings

@@ -1,7 +1,5 @@
 """The mathematics of each surgery, and the edge cases in which the published versions fail."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """Every surgery in use: compiled, trained, with hooks, in half precision, from meta weights, and all combined."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """No transform synchronises with a CUDA device in a step, and its numbers there equal those of the CPU."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

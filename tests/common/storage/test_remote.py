@@ -1,7 +1,5 @@
 """Files at an address: the samples and order of the local file, each fetched once; and what a source can do wrong."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Files of an object store that speaks S3: moto's server, in a thread of this process, by s3fs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`open_beton` rejects files that are missing, truncated, of another format, unfinished or inconsistent."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

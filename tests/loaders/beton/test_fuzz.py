@@ -5,8 +5,6 @@ fields only, and a change of an ndarray's dtype to another of the same width. Wi
 detected.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import selectors

@@ -1,7 +1,5 @@
 """Masks, boxes and keypoints as stored: PNG files and numbers of any program, and what is rejected."""
 
-from __future__ import annotations
-
 import io
 import zlib
 from typing import Any

@@ -1,7 +1,5 @@
 """A `.beton` that another program truncates or replaces while it is open raises an error; the process survives."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

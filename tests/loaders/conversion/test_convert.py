@@ -1,7 +1,5 @@
 """`convert`: the result for each kind of source and image, and the content of the file and its manifest."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import struct

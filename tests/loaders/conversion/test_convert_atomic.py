@@ -1,7 +1,5 @@
 """A conversion that fails, is interrupted, is killed or fills the disk leaves no file that looks complete."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

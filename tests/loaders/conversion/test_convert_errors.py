@@ -1,7 +1,5 @@
 """`convert` rejects unusable sources, images, labels and arguments by name, and leaves no file."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

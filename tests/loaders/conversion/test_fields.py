@@ -1,7 +1,5 @@
 """Fields of every kind: what is stored, how stock FFCV reads it, and what cannot be stored."""
 
-from __future__ import annotations
-
 import json
 import re
 import zlib

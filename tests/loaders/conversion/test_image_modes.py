@@ -1,7 +1,5 @@
 """Images of one and four channels, and of 16 bits: what is stored, how FFCV reads it, and what cannot be stored."""
 
-from __future__ import annotations
-
 import io
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A folder of images with a CSV file of labels: classes by name, indices, targets, several labels; and exact errors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Lossless recoding of JPEGs in `convert`: the same pixels in every decoder, and damaged files as before."""
 
-from __future__ import annotations
-
 import base64
 import io
 import resource

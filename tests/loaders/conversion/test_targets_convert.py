@@ -1,7 +1,5 @@
 """Masks, boxes and keypoints through `convert`: stored, scaled and turned with the image, shown, and rejected."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 import zlib

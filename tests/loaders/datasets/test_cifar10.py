@@ -4,8 +4,6 @@ The MD5s of the small data set stand in for the published ones, a stand-in for n
 layout, and torchvision's URL points at a server of the test's own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

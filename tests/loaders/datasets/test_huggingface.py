@@ -1,7 +1,5 @@
 """Hugging Face data sets as a source, created here and read offline."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """WebDataset tar shards as a source: their content, and errors that name shard and key."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

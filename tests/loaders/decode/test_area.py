@@ -1,7 +1,5 @@
 """`dt_area` gives the pixels of OpenCV's area resize, as FFCV's library calls it, in every bit."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Color jitter, CutOut and bfloat16 in both loaders, compared with Pillow and torchvision."""
 
-from __future__ import annotations
-
 from itertools import permutations
 from pathlib import Path
 from typing import Any

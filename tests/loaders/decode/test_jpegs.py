@@ -1,8 +1,6 @@
 """Unusual JPEG files: damaged EXIF data, arithmetic coding, several pictures in one file; and `jpegs.decodes`, which
 decodes at an eighth of the size, rejects the same files as the loader's full decode."""
 
-from __future__ import annotations
-
 import base64
 import io
 import resource

@@ -1,7 +1,5 @@
 """Masks, boxes and keypoints move as torchvision's `tv_tensors` do, with the draws of their image."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """FFCV's own operations in the loader: deterministic, and rejected where they cannot work."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 from pathlib import Path

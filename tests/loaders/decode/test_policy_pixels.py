@@ -1,8 +1,6 @@
 """RandAugment, TrivialAugment and AugMix in both loaders: each operation, and the distribution of the draws, compared
 with torchvision's."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

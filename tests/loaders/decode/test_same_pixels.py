@@ -4,8 +4,6 @@
 of evaluation since it is Pillow's in every bit, and its crops are rounded down (2026-11-23).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

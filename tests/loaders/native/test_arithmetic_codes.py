@@ -1,7 +1,5 @@
 """Arithmetic codes that were cut off decode without a warning of libjpeg: they are refused, and sound ones never."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The native core's CRC-32 is zlib's."""
 
-from __future__ import annotations
-
 import zlib
 
 import numpy as np

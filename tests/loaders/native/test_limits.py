@@ -1,7 +1,5 @@
 """Limits of time and memory: stopped loads end, coefficients are counted, repeated scans are refused everywhere."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -3,8 +3,6 @@
 Python, numpy and torch are not compiled for it, so their own accesses to memory are not seen.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The native core on damaged JPEGs and tables, under the sanitizers, and its memory. `make fuzz` runs millions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import native_fuzz

@@ -1,7 +1,5 @@
 """Crops of JPEGs of every sampling, decoded at a smaller size, have the pixels of the whole, as Pillow decodes it."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Callbacks on two ranks: whole gradients under every strategy, stops and errors that all ranks agree on."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,8 +1,6 @@
 """`fit(callbacks=[…])` in one process: what callbacks see, how they stop a run, and what a resumed run keeps; and the
 lines of `docs/guide/callbacks.md` as printed."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

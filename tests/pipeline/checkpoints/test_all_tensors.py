@@ -1,8 +1,6 @@
 """The state of a model is all its tensors: non-persistent buffers and complex ones are evaluated, kept, resumed, and
 exported as plain state dicts that load without Drivetrain."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Checkpoints in one process: resuming is bit-for-bit identical to no interruption; a different run is rejected."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Values as text that is the same in every process: functions and objects without addresses."""
 
-from __future__ import annotations
-
 import enum
 import functools
 import json

@@ -1,7 +1,5 @@
 """After `kill -9` of any rank at any moment, `resume="auto"` reaches the weights of an uninterrupted run."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Checkpoints saved under any strategy and world size, resumed under any other: the remaining training is the same."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

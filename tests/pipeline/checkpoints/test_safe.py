@@ -1,8 +1,6 @@
 """Checkpoints that are crafted, truncated or edited raise a typed error, also with valid digests; nothing is ever
 unpickled."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

@@ -1,7 +1,5 @@
 """Which checkpoints are kept, and failures to write one."""
 
-from __future__ import annotations
-
 import json
 import signal
 import threading

@@ -1,8 +1,6 @@
 """cudnn_benchmark=, matmul_precision= and precision="auto": chosen, shown in the plan, set for the run, restored, and
 kept in checkpoints. Without a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One owner per option: each is one field of a config, from which everything else derives."""
 
-from __future__ import annotations
-
 import inspect
 import shutil
 import subprocess

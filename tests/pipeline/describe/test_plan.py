@@ -1,8 +1,6 @@
 """The plan's order, the builder as a value, and what is rejected before any work, with value and remedy: files by
 `plan()`; epochs, folder and model by `train`."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import warnings

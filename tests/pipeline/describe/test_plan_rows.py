@@ -21,8 +21,6 @@ that no pipeline can meet are held elsewhere only:
 | accumulation, clipping, zeroing, bf16 logits | test_strategies.py, …_ddp.py, …_fsdp.py |
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar

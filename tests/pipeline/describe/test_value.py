@@ -1,7 +1,5 @@
 """`Pipeline` is a value: comparable, hashable, picklable, subclassable, immutable, with a complete repr."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle

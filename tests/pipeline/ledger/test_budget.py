@@ -1,7 +1,5 @@
 """The ledger keeps its time budget by taking fewer batches, rounds and variants; Ctrl-C returns the results so far."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """A variant of the ledger that fails is a row with the reason, wherever it fails; the others are measured."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

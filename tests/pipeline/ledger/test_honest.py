@@ -1,7 +1,5 @@
 """What makes the ledger's figures honest: interleaving, warm-up, synchronisation, intervals, separate costs."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The ledger as a value: its arithmetic on synthetic rounds, its table, files, picture and comparison."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

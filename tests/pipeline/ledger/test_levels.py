@@ -1,7 +1,5 @@
 """The ledger's estimator: speeds and ratios come from one fit, so that they cannot contradict each other."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import pairwise, permutations

@@ -1,7 +1,5 @@
 """Measured ledgers: real training runs on tiny data, with a known bottleneck that sleeps."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,8 +1,6 @@
 """`Pipeline.to_lightning`: Lightning's Trainer reaches the losses of our own loop, also on two ranks with each strategy
 of its registry; or, where Lightning itself refuses the CPU, in so many words, it trains without that refusal."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

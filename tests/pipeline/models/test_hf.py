@@ -1,7 +1,5 @@
 """Hugging Face's models by name: in a pipeline, on ranks, in a run's folder, with weights, and without a network."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

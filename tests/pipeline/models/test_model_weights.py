@@ -1,8 +1,6 @@
 """Weights of files for torchvision's and timm's models: torch's format and safetensors, another last layer, and files
 that are not weights; timm's models by name."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models by name: Drivetrain's own, torchvision's, imported ones, and published weights with a new last layer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

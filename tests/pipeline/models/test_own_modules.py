@@ -1,7 +1,5 @@
 """Custom models, imported from the recipe's folder and exported by name; and custom transforms without their method."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass

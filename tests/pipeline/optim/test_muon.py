@@ -1,7 +1,5 @@
 """Muon: torch's numbers for matrices, the plain formula's for convolutions, AdamW's for the rest; on shards, too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizers by name, class and dotted name; learning rate and batch size: what the plan states, and `scale_lr`."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Schedules: by name with options (torch's own schedulers' numbers), functions of the progress, torch's schedulers."""
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings

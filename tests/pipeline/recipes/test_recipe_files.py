@@ -1,8 +1,6 @@
 """Recipes in YAML and JSON files, read as data by the rules of YAML 1.2, with errors that name the line; and pipelines
 as recipes and back: the result is equal, or an error names what a recipe cannot express."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

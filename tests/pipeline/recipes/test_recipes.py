@@ -1,7 +1,5 @@
 """Recipes: plain, unmodified dicts that are completed, overridden, planned and trained, with helpful errors."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Every recipe builds, plans and takes steps, with a few images instead of its data."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

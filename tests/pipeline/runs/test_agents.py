@@ -1,8 +1,6 @@
 """Two machines, each an agent of torchrun on loopback: differences, signals and losses; one that comes and goes has
 no influence on what is learned."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A model of images with one channel of 16 bits, and of four channels: trained, resumed, exported, and predicting."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

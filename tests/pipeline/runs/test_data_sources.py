@@ -1,7 +1,5 @@
 """Pipelines on several files, on mixes, and on data at an address: training, resuming, ranks, recipes, command line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

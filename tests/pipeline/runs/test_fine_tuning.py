@@ -1,8 +1,6 @@
 """The guide's way from JPEGs with a table of labels to predictions by name, on the command line: convert, train with
 weights of a model with other outputs, predict."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`Pipeline.fit` on one device: it learns, agrees with plain PyTorch, is reproducible, and restores global state."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

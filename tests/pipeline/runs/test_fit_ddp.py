@@ -1,7 +1,5 @@
 """`Pipeline.fit` on two ranks: the same numbers as on one device, and the same errors."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

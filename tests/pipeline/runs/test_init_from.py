@@ -1,7 +1,5 @@
 """`fit(init_from=…)`, `Pipeline.evaluate` and `FitResult.evaluate`: weights of runs, checkpoints and files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

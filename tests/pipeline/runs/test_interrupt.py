@@ -1,7 +1,5 @@
 """Ctrl-C: training saves and stops, leaves no process running, and keeps the finished epochs."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The full weights at the end of an epoch: held once, and only on the ranks that keep them."""
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref

@@ -1,7 +1,5 @@
 """Machines with networks of their own, whose cables are cut: namespaces of this machine (see `support/machines.py`)."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

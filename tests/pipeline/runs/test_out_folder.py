@@ -1,7 +1,5 @@
 """Foreign or damaged files in a run's folder never hide an error, and never stop a training run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

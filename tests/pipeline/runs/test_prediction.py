@@ -1,8 +1,6 @@
 """Single images through a trained model: the loader's own pixels, answers with names, and a run's folder; a run that
 evaluates full images predicts, exports and describes them the same way."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """Before a run, two ranks compare what they are about to train, and both say in one sentence what differs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

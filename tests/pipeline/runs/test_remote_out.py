@@ -1,7 +1,5 @@
 """Results at an address: those of a folder, complete or absent, and taken up by a machine that has nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

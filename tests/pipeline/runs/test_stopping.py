@@ -1,7 +1,5 @@
 """A signal asks a run to stop: all ranks save after a step, leave, and resume bit for bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

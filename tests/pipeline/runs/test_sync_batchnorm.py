@@ -2,8 +2,6 @@
 
 They keep a plain model. The plan says where BatchNorm meets a split batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

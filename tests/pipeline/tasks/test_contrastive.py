@@ -1,7 +1,5 @@
 """Contrastive learning: the loss against its definition, the same on any number of ranks, and features that help."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

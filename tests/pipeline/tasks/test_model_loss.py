@@ -1,8 +1,6 @@
 """Models that compute their loss themselves: the same numbers as with the task's loss, on any strategy; and what
 cannot work is refused before training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

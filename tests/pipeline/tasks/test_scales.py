@@ -1,7 +1,5 @@
 """The direction and the unit of a metric: declared, or refused, and used by everything alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Segmentation from a `.beton` with masks: trained, judged as by hand, on ranks, resumed, predicted, and refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

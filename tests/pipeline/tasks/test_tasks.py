@@ -1,7 +1,5 @@
 """Tasks as values: their losses, metrics and predictions on tensors, also over two ranks, and what they refuse."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Callable, Sequence

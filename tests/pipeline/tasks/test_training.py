@@ -1,8 +1,6 @@
 """Each task through the pipeline: trained, judged as by hand, the same under every strategy, resumed, and refused where
 its data, model or transforms do not fit."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`fit(logger=…)`: what each logger receives, what is rejected, and the effect of a failure; the curves of a run."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

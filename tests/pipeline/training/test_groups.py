@@ -1,7 +1,5 @@
 """Parameter groups by name: which parameters, which options, under every strategy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import group_jobs

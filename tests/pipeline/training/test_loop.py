@@ -1,8 +1,6 @@
 """The training loop: its overhead per step, counted in operations, because times depend on the machine; and its loss, a
 mean over microbatches, ranks and batches, as in plain PyTorch, which sees each batch as a whole."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Regularisers pay where plain training overfits. So the setting is one in which i
 unchanged in every epoch, and a network that has learnt them by heart at the end.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

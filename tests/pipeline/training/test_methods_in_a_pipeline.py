@@ -1,7 +1,5 @@
 """Training methods in a pipeline: each is called at its place, and has the same effect as in a custom loop."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

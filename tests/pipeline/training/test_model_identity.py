@@ -1,7 +1,5 @@
 """What a model is, as text: what makes a difference, and what does not."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

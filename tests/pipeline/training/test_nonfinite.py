@@ -1,8 +1,6 @@
 """Steps without an effect: losses that are not finite, detected at their step by all ranks or skipped by all, and steps
 that the fp16 loss scale skips, which are no error, change no average, and are counted in the history."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

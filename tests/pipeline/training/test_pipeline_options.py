@@ -1,8 +1,6 @@
 """Options of a pipeline in its plan, recipe, ledger and training: activation_checkpointing=, compile=, fp16, and
 `loader="ffcv_stock"`."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 from pathlib import Path

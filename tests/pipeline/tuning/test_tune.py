@@ -1,7 +1,5 @@
 """`Pipeline.tune` and `drivetrain tune` on real pipelines: budgets, files, interrupts, and the tuned training."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

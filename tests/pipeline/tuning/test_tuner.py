@@ -1,7 +1,5 @@
 """The search with known speeds: planted bottlenecks are found, nothing is gained from noise, and nothing gets lost."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

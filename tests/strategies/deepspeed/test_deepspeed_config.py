@@ -1,8 +1,6 @@
 """DeepSpeed's strategies in this process: names, options, a user's configuration, missing packages, and torch's fused
 Adam, with which ZeRO steps an optimizer that it offloads to the CPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`launch` in this process: results, and the first cause if a rank fails."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

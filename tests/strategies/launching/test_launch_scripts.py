@@ -1,7 +1,5 @@
 """`launch` in scripts: no main guard, Ctrl-C, a killed parent, torchrun."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

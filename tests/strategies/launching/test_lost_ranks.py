@@ -1,7 +1,5 @@
 """Under torchrun's variables: a rank that dies, stops or fails is named by the error of the one that is left."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

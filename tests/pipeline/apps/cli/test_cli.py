@@ -1,7 +1,5 @@
 """The command line, in processes: help, results, files, and one-line errors."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

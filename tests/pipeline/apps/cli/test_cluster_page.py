@@ -1,7 +1,5 @@
 """The commands of the page on clusters are commands of torchrun's and Drivetrain's."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

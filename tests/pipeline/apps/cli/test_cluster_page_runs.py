@@ -1,7 +1,5 @@
 """Each command of the page on clusters runs as it is printed: on machines with networks of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

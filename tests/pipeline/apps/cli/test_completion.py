@@ -1,7 +1,5 @@
 """Completion in a shell: what is offered, and that the shells' scripts load."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """`drivetrain doctor --ranks` prints one table on rank 0, and a missing rank is an error."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`--quiet` and `--verbose`, and output that is short by default."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The lines of `docs/guide/after-the-run.md` run as printed."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Exported programs: what they compute, for any batch size, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

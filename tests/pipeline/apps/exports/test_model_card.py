@@ -1,7 +1,5 @@
 """The model card: the facts of the run's folder, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

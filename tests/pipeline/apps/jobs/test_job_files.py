@@ -1,7 +1,5 @@
 """Job files: what the schedulers read in them, and what is refused."""
 
-from __future__ import annotations
-
 import ast
 import shutil
 import subprocess

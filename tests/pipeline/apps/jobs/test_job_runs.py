@@ -1,7 +1,5 @@
 """Job files run on this machine: by stand-ins for SLURM's programs, as a pod's and a machine's commands, and by Ray."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
