@@ -41,7 +41,7 @@ def draw(history: History) -> bytes:
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1))
         axes.margins(y=0.12)
     for axes in (rate, speed):
-        axes.set_ylim(0, 1.12 * max(axes.lines[0].get_ydata()))
+        axes.set_ylim(0, 1.12 * max(axes.lines[0].get_ydata()) or 1)  # at a rate of 0 both ends would be 0
         axes.set_xlabel("epoch")
     figure.suptitle(_title(history), x=0.01, y=0.985, ha="left", va="top", fontsize=11, color=INK)
     buffer = io.BytesIO()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import call_several, toy_values
 from drivetrain import (
     Callback,
     CheckpointError,
@@ -19,6 +20,7 @@ from drivetrain import (
     DrivetrainError,
     EarlyStopping,
     GradientNorms,
+    Pipeline,
     PlanError,
     Profile,
     RunView,
@@ -465,3 +467,57 @@ def test_the_guide_runs(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_its_table_names_the_methods() -> None:
     named = set(re.findall(r"^\| `(on_\w+)`", GUIDE, re.MULTILINE))
     assert named == {name for name in vars(Callback) if name.startswith("on_")}
+
+
+BY_NAME = [
+    {"name": "EarlyStopping", "monitor": "val_loss", "patience": 1},
+    {"name": "GradientNorms", "every": 1},
+]
+
+
+def test_callbacks_by_name_are_in_recipes_and_do_what_objects_do(toy: Toy, tmp_path: Path) -> None:
+    """A recipe keeps them through a file; each class is imported and made with its options."""
+    recipe = {
+        "model": "cifar_resnet", "model_options": {"num_classes": 4, "width": 4}, "train": toy.train, "val": toy.val,
+        "batch_size": BATCH, "image_size": 16, "optimizer": {"name": "sgd", "lr": 0.0}, "epochs": 5,
+        "strategy": "single", "strategy_options": {"device": "cpu"}, "callbacks": [BY_NAME[0]],
+    }  # fmt: skip
+    pipeline = Pipeline.from_recipe(recipe)
+    assert pipeline.to_recipe()["callbacks"] == [BY_NAME[0]]
+    named = pipeline.fit(progress=False)
+    given = pipeline.fit(progress=False, callbacks=[EarlyStopping("val_loss", patience=1)])
+    assert (named.stopped, len(named.history.epochs)) == (given.stopped, 2)  # at a rate of 0 nothing improves
+    assert "EarlyStopping" in str(named.stopped)
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe | {"epochs": 1, "callbacks": BY_NAME[:2]}))
+    norms = Pipeline.from_recipe(tmp_path / "recipe.json").fit(
+        progress=False, out=tmp_path / "run", logger="csv"
+    )
+    assert norms.stopped is None
+    assert "gradients/" in (tmp_path / "run" / "metrics.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"name": "EarlyStoping"}, r"No callback is named 'EarlyStoping'.*Did you mean 'EarlyStopping'"),
+        ({"patience": 3}, r"No callback is named None"),
+        ({"name": "EarlyStopping", "patienc": 3}, r"EarlyStopping.*patienc.*Did you mean 'patience'"),
+        ({"name": "json:JSONDecoder"}, r"names Python's standard library, which has no callbacks"),
+        ({"name": "nowhere:Class"}, r"nowhere"),
+        ("EarlyStopping", r"'EarlyStopping' is not a callback"),
+    ],
+)
+def test_a_name_that_is_no_callback_is_refused_before_training(toy: Toy, entry: Any, said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        toy.pipeline().fit(epochs=1, progress=False, callbacks=[entry])
+
+
+def test_the_command_line_takes_callbacks_by_name(toy: Toy, tmp_path: Path) -> None:
+    values = [*toy_values(toy), "optimizer.lr=0.0", "--out", str(tmp_path / "run"), "--logger", "csv"]
+    values[values.index("epochs=2")] = "epochs=4"
+    named = ["--callback", json.dumps(BY_NAME[0]), "--callback", "GradientNorms"]
+    (end,) = call_several(["train", "cifar10-quickstart", *values, *named])
+    assert end.code == 0, end
+    assert "EarlyStopping" in end.out
+    # At a rate of 0, BatchNorm's statistics may improve it for an epoch.
+    assert len(json.loads((tmp_path / "run" / "history.json").read_text())["epochs"]) in (2, 3)
