@@ -74,7 +74,6 @@ def suggest(name: str, options: Iterable[str]) -> str:
 
 
 def first_of(names: Sequence[str], most: int) -> str:
-    """Return at most so many names as text, and how many more there are."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 

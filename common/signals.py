@@ -1,9 +1,5 @@
-"""Signal handlers that are replaced, or protected, for the length of a block.
-
-Python runs handlers in the main thread; in other threads, these blocks do nothing.
-"""
-
-from __future__ import annotations
+"""Signal handlers replaced, or protected, for the length of a block; in the main thread only, in which Python runs
+them."""
 
 import signal
 import threading

@@ -1,7 +1,5 @@
 """What a terminal shows: whether anybody looks, how much of a long list, and what a long wait is for."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Sequence

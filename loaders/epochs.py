@@ -40,11 +40,8 @@ Batch = tuple[Any, ...]
 
 
 class EpochLoader(ABC):
-    """A loader that counts its epochs. Each `for` loop over it is one epoch; the next loop is the next epoch.
-
-    The sample order depends only on (seed, epoch), so a subclass that loads the same file yields the same samples in
-    the same batches.
-    """
+    """A loader whose `for` loops are its epochs. The sample order depends only on (seed, epoch), so a subclass that
+    loads the same file yields the same samples in the same batches."""
 
     _device: torch.device
     _feed: DeviceFeed | None = None
@@ -137,9 +134,7 @@ class EpochLoader(ABC):
         if isinstance(values, list):
             return values
         tensor = torch.from_numpy(values)
-        return (
-            tensor.float() if self.beton.fields[name] == "float" else tensor
-        )  # the file has no other float64
+        return tensor.float() if self.beton.fields[name] == "float" else tensor
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -198,7 +193,6 @@ class EpochLoader(ABC):
 
     @contextmanager
     def _exhaustion_explained(self) -> Iterator[None]:
-        """Raise DataError if the system refuses memory, threads or processes in the block."""
         try:
             yield
         except Exception as error:
@@ -281,8 +275,7 @@ class EpochLoader(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position: the epoch, and how many of its global batches have been yielded."""
-        mix = {"weights": self._weights} if self._weighted else {}
-        own = self.settings
+        own, mix = self.settings, {"weights": self._weights} if self._weighted else {}
         position = {"epoch": self._epoch, "position": self._position}
         data = {
             "seed": own.seed,
@@ -359,11 +352,8 @@ def find_ranks(rank: Any, world_size: Any) -> tuple[Any, Any]:
         return rank, world_size
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    started, addressed = (
-        os.environ.get("WORLD_SIZE", ""),
-        {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ),
-    )
-    if addressed and started not in ("", "1"):
+    started = os.environ.get("WORLD_SIZE", "")
+    if {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ) and started not in ("", "1"):
         raise DataError(
             f"A launcher started this process as one of WORLD_SIZE={started}, but it has not joined their process "
             "group. Call torch.distributed.init_process_group() before creating the loader, or pass rank= and "
@@ -380,9 +370,8 @@ def check_device(device: torch.device | str) -> torch.device:
     if parsed.type not in ("cpu", "cuda"):
         raise DataError(f"device={device!r} is not supported for batches. Use 'cpu' or 'cuda'.")
     if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
-        raise DataError(
-            f"device={device!r} does not exist: torch finds {torch.cuda.device_count()} CUDA devices."
-        )
+        found = torch.cuda.device_count()
+        raise DataError(f"device={device!r} does not exist: torch finds {found} CUDA devices.")
     return parsed
 
 
@@ -397,9 +386,8 @@ def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
         raise DataError(f"indices must be a non-empty list of sample indices, not {indices!r:.80}.")
     outside = (chosen < 0) | (chosen >= samples)
     if outside.any():
-        raise DataError(
-            f"indices contains {chosen[outside][0]}, but the data set has samples 0 to {samples - 1}."
-        )
+        wrong = f"indices contains {chosen[outside][0]}"
+        raise DataError(f"{wrong}, but the data set has samples 0 to {samples - 1}.")
     return chosen.astype(np.int64)
 
 

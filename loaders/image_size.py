@@ -1,7 +1,5 @@
 """The size of a loader's images: one side, or height and width. torch is not imported."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..common.checks import is_whole

@@ -1,7 +1,5 @@
 """Read JSON files of ours: their values are checked against a type, and an error names file, field and remedy."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import TypeVar

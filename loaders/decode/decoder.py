@@ -64,9 +64,8 @@ class BatchRequest:
 
 
 class Workspace:
-    """A thread's working memory in the native core; it grows to what the largest sample needs. It is freed by `close`,
-    or when it is no longer referenced. Not at interpreter exit: the system reclaims everything then, and a thread may
-    still use it."""
+    """A thread's working memory in the native core; it grows to what the largest sample needs. Not freed at interpreter
+    exit: the system reclaims everything then, and a thread may still use it."""
 
     def __init__(self) -> None:
         self.address = library.library().dt_workspace_new()
@@ -84,7 +83,6 @@ class Workspaces:
 
     @contextmanager
     def lend(self) -> Iterator[int]:
-        """Lend a workspace, by its address, for the block."""
         try:
             workspace = self._free.pop()
         except IndexError:
@@ -95,7 +93,6 @@ class Workspaces:
             self._free.append(workspace)
 
     def close(self) -> None:
-        """Free the memory. No thread may be using any."""
         while self._free:
             self._free.pop().close()
 
@@ -152,15 +149,12 @@ class Group:
         return Draw(keys, augmentation.draw_choices(settings, keys, heights, widths, flips), images)
 
     def part(self, draw: Draw, samples: slice, images: torch.Tensor) -> _Part:
-        """Return the part of the draw that belongs to some of the samples; they are loaded into `images`."""
         rows = slice(samples.start * self.views, samples.stop * self.views)
         return _Part(self, _native(draw.choices, rows), draw.keys[rows], images)
 
 
 @dataclass
 class _Part:
-    """The images of one size of a chunk of a batch."""
-
     group: Group
     choices: library.Choices
     keys: NDArray[np.uint64]
@@ -168,9 +162,8 @@ class _Part:
 
     def views(self) -> library.Views:
         made = self.group.made[self.images.dtype]
-        return library.Views(
-            ctypes.pointer(made), ctypes.pointer(self.choices), self.group.views, self.images.data_ptr()
-        )
+        choices = ctypes.pointer(self.choices)
+        return library.Views(ctypes.pointer(made), choices, self.group.views, self.images.data_ptr())
 
 
 class Decoder:
@@ -245,11 +238,9 @@ class Decoder:
         targets: dict[str, Any],
         stop: Stop | None = None,
     ) -> BatchRequest:
-        """Return what loads the samples `numbers` `(n,)` of that epoch into `images`, one per group of views, and into
-        `targets`. A number is an index; each time that a sample is repeated in an epoch, its number is larger by the
-        number of all samples."""
-        keys = draws.sample_keys(self._settings.seed, epoch, numbers)
-        indices = numbers % len(self._beton)
+        """Return what loads the samples `numbers` `(n,)` of that epoch into `images`, one per group of views, and
+        `targets`. A number is an index; the number of all samples is added for each repetition in an epoch."""
+        keys, indices = draws.sample_keys(self._settings.seed, epoch, numbers), numbers % len(self._beton)
         sizes = self._heights[indices], self._widths[indices]
         drawn = tuple(
             group.draw(keys, numbers, epoch, sizes, own)
@@ -346,9 +337,8 @@ class Decoder:
             stop.limits(self.coefficient_bytes), library.address(crcs), status.ctypes.data,
         )  # fmt: skip
         if stop.is_set:
-            raise Stopped(
-                "The loading of this batch was stopped: its loop has ended, or the loader was closed."
-            )
+            reason = "its loop has ended, or the loader was closed"
+            raise Stopped(f"The loading of this batch was stopped: {reason}.")
         if crcs is not None and not self._beton.are_unchanged(indices, crcs):
             for index in indices.tolist():
                 beton, own = self._beton.locate(index)
@@ -400,7 +390,6 @@ class Decoder:
 
 
 def _native(choices: augmentation.Choices, part: slice) -> library.Choices:
-    """Return where the choices for a part of the images are in memory."""
     of = library.Choices(
         boxes=library.address(choices.boxes[part]),
         flips=library.address(choices.flips[part]),

@@ -1,7 +1,5 @@
 """FFCV's own Python modules, for its operations and its loader."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
