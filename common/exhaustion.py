@@ -40,8 +40,7 @@ def is_exhaustion(error: BaseException) -> bool:
 
 
 def exhaustion(error: BaseException, wanted: str, remedy: str = LOADER_REMEDY) -> DataError:
-    """Return the error for what the system refused; loading needs `wanted`. For file descriptors, the remedy is about
-    their limit."""
+    """Return the error for what the system refused; loading needs `wanted`."""
     lines = str(error).splitlines()
     message = f"{type(error).__name__}: {lines[0].rstrip('.'):.200}" if lines else type(error).__name__
     reason = "too little memory, or too few threads or processes,"

@@ -1,5 +1,5 @@
-"""The CPU cores, their instructions and the memory of this process, from the machine and its control groups of both
-versions, each limit the smallest of the group and its parents (Linux: cgroups(7))."""
+"""The CPU cores, their instructions and the memory of this process: the machine's, or the smallest limit of its control
+group and all parent groups, in both versions (Linux: cgroups(7))."""
 
 import math
 import os
@@ -100,8 +100,7 @@ def _cpu_flags(root: Path) -> frozenset[str]:
 
 
 def container_limits(root: Path = Path("/")) -> Limits:
-    """Return the limits of this process's control groups. Missing or invalid files, which most systems have, set no
-    limit."""
+    """Return this process's limits; missing or invalid files, which most systems have, set none."""
     quotas = [
         *(_quota(folder, "cpu.max", None) for folder in control_groups("", root)),
         *(_quota(folder, "cpu.cfs_quota_us", "cpu.cfs_period_us") for folder in control_groups("cpu", root)),

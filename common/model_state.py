@@ -88,8 +88,7 @@ def train_mode(model: nn.Module) -> None:
 
 
 class BufferCopies:
-    """Copies of all buffers of a model, also of those that a forward replaces by assigning to them; lazy ones without a
-    shape are left as they are."""
+    """Copies of a model's buffers, also of those that a forward replaces; lazy ones without a shape are left out."""
 
     def __init__(self, model: nn.Module) -> None:
         self._owners = [(module, dict(module._buffers)) for module in model.modules()]

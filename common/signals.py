@@ -53,8 +53,7 @@ def raising(number: int, handler: Callable[[int, FrameType | None], object]) -> 
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Defer Ctrl-C, and signals of `raising`, to the end of the block. For what belongs together, and for what
-    `threading` offers, see `threads`."""
+    """Defer Ctrl-C, and signals of `raising`, to the end of the block, which belongs together; see `threads`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -66,8 +66,7 @@ class _Sent(NamedTuple):
 
 
 class DeviceFeed:
-    """Turns host batches into batches on a CUDA device, which is initialized with the first one; `dtype` is what uint8
-    images are normalized to, None keeps uint8."""
+    """Turns host batches into batches on a CUDA device; `dtype` is what bytes are normalized to, None keeps them."""
 
     def __init__(
         self, device: torch.device, mean: Sequence[float] = (), std: Sequence[float] = (),
@@ -157,8 +156,7 @@ def _mapped(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def feed_of(device: torch.device, settings: LoaderOptions, depth: int = 8) -> DeviceFeed | None:
-    """Return what copies a loader's bytes to a GPU and makes its dtype of them; None for the CPU. Images of 16 bits are
-    normalized before they are copied."""
+    """Return what copies a loader's bytes to a GPU, and normalizes those of 8 bits there; None for the CPU."""
     if device.type == "cpu":
         return None
     dtype = None if settings.dtype == torch.uint8 or depth == 16 else settings.dtype

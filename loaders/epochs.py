@@ -276,13 +276,8 @@ class EpochLoader(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position: the epoch, and how many of its global batches have been yielded."""
         own, mix = self.settings, {"weights": self._weights} if self._weighted else {}
-        position = {"epoch": self._epoch, "position": self._position}
-        data = {
-            "seed": own.seed,
-            "batch_size": own.batch_size,
-            "samples": len(self.indices),
-            "order": own.order,
-        }
+        position = {"epoch": self._epoch, "position": self._position, "seed": own.seed}
+        data = {"batch_size": own.batch_size, "samples": len(self.indices), "order": own.order}
         return {**position, **data, "batches": len(self), **mix}
 
     def load_state_dict(self, state: dict[str, Any], *, within: bool = False) -> None:
@@ -328,8 +323,7 @@ class EpochLoader(ABC):
 
 
 def options_here(given: LoaderKeywords) -> LoaderOptions:
-    """Return the checked options of a loader of this process: where `order`, `drop_last`, `rank` and `world_size` are
-    None, what follows from the others."""
+    """Return the checked options of a loader of this process; those that are None follow from the others."""
     train = given.get("train", True)
     rank, world_size = find_ranks(given.get("rank"), given.get("world_size"))
     order = given.get("order") or ("random" if train else "sequential")

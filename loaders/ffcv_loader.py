@@ -28,9 +28,7 @@ from .options import LoaderKeywords, LoaderOptions, check_workers
 from .sources import Source
 
 _FEWEST = 64
-_CHUNK = (
-    1 << 20
-)  # bytes that a chunk reads and writes, at least: starting one takes as long as ten small images
+_CHUNK = 1 << 20  # bytes that a chunk reads and writes, at least: starting it takes ten small images' time
 # A batch in preparation: its chunks, and the memory they fill.
 _Pending = tuple[list[Future[None]], BatchRequest]
 

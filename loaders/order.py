@@ -13,18 +13,9 @@ WINDOW = 16  # number of batches that quasi-random order mixes: the file is read
 
 
 def epoch_batches(
-    indices: NDArray[np.int64],
-    *,
-    order: str,
-    seed: int,
-    epoch: int,
-    batch_size: int,
-    drop_last: bool,
-    pad_last: bool = False,
-    train: bool = True,
-    world_size: int = 1,
-    pages: NDArray[np.int64] | None = None,
-) -> list[NDArray[np.int64]]:
+    indices: NDArray[np.int64], *, order: str, seed: int, epoch: int, batch_size: int, drop_last: bool,
+    pad_last: bool = False, train: bool = True, world_size: int = 1, pages: NDArray[np.int64] | None = None,
+) -> list[NDArray[np.int64]]:  # fmt: skip
     """Return the global batches of one epoch as sample indices, independent of the number of workers or ranks. `pages`,
     for quasi-random order, has the page of the file that each sample is on."""
     random = np.random.default_rng([seed, epoch])  # not their sum, FFCV's: seed 2, epoch 0 would repeat 1, 1

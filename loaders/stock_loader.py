@@ -211,8 +211,6 @@ class StockFFCVLoader(EpochLoader):
 
 
 class _Always:
-    """Has the same value at every key."""
-
     def __init__(self, value: Any) -> None:
         self._value = value
 
@@ -242,8 +240,7 @@ class _Run:
         self._name = name
 
     def next(self, where: str) -> NDArray[Any]:
-        """Return FFCV's next images `(b, side, side, 3)`, valid until the next call; `where` is for the error if FFCV
-        fails or hangs."""
+        """Return FFCV's next images `(b, side, side, 3)`, valid until the next call; `where` is for errors."""
         try:
             given = self._epoch.output_queue.get(timeout=PATIENCE)
         except Empty:

@@ -86,20 +86,16 @@ class TorchLoader(EpochLoader):
         super().__init__(own, indices, len(self.dataset), beton)
         self._device = check_device(device)
         self._feed = None if self._device.type == "cpu" else DeviceFeed(self._device)
-        self._keys: list[
-            list[tuple[int, int]]
-        ] = []  # (epoch, sample index) of each batch of the current epoch
+        self._keys: list[list[tuple[int, int]]] = []  # (epoch, sample index) of the epoch's batches
         self._generator = torch.Generator()  # used by DataLoader, so that the global one is unaffected
         self._loader: DataLoader[Any] | None = None
 
     @property
     def classes(self) -> list[str]:
-        """Names of the classes in label order; empty if the data set has none."""
         return list(getattr(self.dataset, "classes", []))
 
     @property
     def labels(self) -> NDArray[Any]:
-        """See `EpochLoader.labels`."""
         if self.beton is not None:
             return self.beton.labels
         if not hasattr(self.dataset, "targets"):

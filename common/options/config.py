@@ -157,8 +157,7 @@ class Option:
         return plain(value)
 
     def check(self, value: Any, given: Any) -> None:
-        """Raise the owner's error for a value of none of its kinds, or that a `Check` rejects; `given` is what the user
-        wrote."""
+        """Raise the owner's error for a value that is not valid; `given` is what the user wrote, for the message."""
         if not any(kind.fits(value) for kind in self.kinds):
             errors = [mark.error for mark in self.marks if isinstance(mark, Raises)]
             raise (errors or [self.owner.error])[0](self.rejection(given))

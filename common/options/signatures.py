@@ -27,8 +27,7 @@ R = TypeVar("R")
 
 
 def documented(*configs: type[Config]) -> Callable[[T], T]:
-    """Return a decorator that completes the docstring and the signature of a method or class that takes the options of
-    `configs` as keywords."""
+    """Return a decorator that completes docstring and signature of what takes the options of `configs` as keywords."""
 
     def complete(target: T) -> T:
         options = {name: option for config in configs for name, option in options_of(config).items()}

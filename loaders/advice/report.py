@@ -67,8 +67,7 @@ def by_loss(rows: Sequence[Row]) -> list[Row]:
 
 
 def choose(rows: Sequence[Row], wanted: float | None) -> Row:
-    """Return the row with the smallest loss that reaches `wanted` images per second; if there is none, or None is
-    wanted, the fastest. `rows` are in order of their loss."""
+    """Return the first row, in order of their loss, that reaches `wanted` images per second; else the fastest."""
     enough = (row for row in rows if wanted is not None and row.rate >= wanted)
     return next(enough, None) or max(rows, key=lambda row: row.rate)
 

@@ -46,8 +46,6 @@ class Spread:
 
 @dataclass(frozen=True)
 class MaskPixels:
-    """The classes in some masks."""
-
     masks: int  # number of masks whose pixels were counted, at most 200, taken evenly from the file
     damaged: int  # number of masks that could not be decoded, besides these
     classes: dict[str, int]  # name, or index if there is none, to the number of its pixels, in label order

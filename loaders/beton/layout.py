@@ -53,7 +53,6 @@ class Field:
 
     @property
     def nbytes(self) -> int:
-        """Length of an ndarray's data, in bytes."""
         return self.dtype.itemsize * prod(self.shape)
 
     @property

@@ -41,10 +41,9 @@ def check_targets(targets: Mapping[Any, Any], kinds: Mapping[str, str]) -> dict[
 
 
 def palette() -> NDArray[np.uint8]:
-    """Return a color for each class index, `(256, 3)`: those of PASCAL VOC. Three times, the lowest three bits of the
-    index give the next lower bit of red, green and blue."""
+    """Return a color for each class index, `(256, 3)`: those of PASCAL VOC."""
     indices, colors = np.arange(256)[:, None], np.zeros((256, 3), dtype=np.int64)
-    for bit in range(8):
+    for bit in range(8):  # the index's lowest three give the next lower ones of red, green and blue
         colors |= ((indices >> (3 * bit) >> np.arange(3)) & 1) << (7 - bit)
     return colors.astype(np.uint8)
 

@@ -46,8 +46,7 @@ class SampleSource(Protocol):
 def open_source(
     source: Any, fields: Sequence[str] = (), labels: str | Path | None = None, classes: Sequence[str] = ()
 ) -> SampleSource:
-    """Open a source of any type that `convert` takes, whose samples must have the further `fields`. `classes`: class
-    names in label order, for the names in `labels`."""
+    """Open any source of `convert`, with further `fields`; `classes` are the names in `labels`, in label order."""
     if labels is not None:
         if not isinstance(source, str | Path) or _is_shards(source):
             wrong = f"labels={str(labels)!r} are for a folder of images."

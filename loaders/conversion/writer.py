@@ -46,8 +46,6 @@ class Sample:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A skipped sample: its name, and the reason."""
-
     name: str
     reason: str
 
@@ -112,7 +110,6 @@ class Columns:
         return np.array(self._checksums[self.fields[1].kind], dtype=np.uint32)
 
     def check_classes(self, classes: int) -> None:
-        """Reject class indices without a class."""
         if self.fields[1].kind != "int":
             return
         labels = np.array(self._values[0])
@@ -159,7 +156,6 @@ class Pages:
         self.size, self.end = PAGE_SIZE, -(-tables // PAGE_SIZE) * PAGE_SIZE
 
     def place(self, size: int) -> int:
-        """Return the position for a sample of `size` bytes."""
         if size > layout.MAX_PAGE:
             raise DataError(f"A sample of {size:,} bytes is larger than the format's largest page, 2 GiB.")
         while size > self.size:

@@ -34,8 +34,7 @@ def draw_choices(
     settings: LoaderOptions, keys: NDArray[np.uint64], heights: NDArray[np.int64], widths: NDArray[np.int64],
     flips: NDArray[np.bool_] | None = None,
 ) -> Choices:  # fmt: skip
-    """Return the choices for images with these `keys` (see `draws`) and stored sizes, each `(n,)`. `flips` come from
-    `alternating`; None draws them like everything else."""
+    """Return the choices for images with these `keys` and stored sizes, each `(n,)`; `flips` of None are drawn, too."""
     boxes, places = _crops(settings, keys, heights, widths)
     if not settings.train:
         flips = np.zeros(len(heights), dtype=np.bool_)

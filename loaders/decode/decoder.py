@@ -102,13 +102,8 @@ class Group:
     numbers of its own. `kind` is the number of channels and bits; `operations` are FFCV's."""
 
     def __init__(
-        self,
-        settings: LoaderOptions,
-        first: int,
-        views: int,
-        operations: Sequence[Any],
-        kind: tuple[int, int],
-    ) -> None:
+        self, settings: LoaderOptions, first: int, views: int, operations: Sequence[Any], kind: tuple[int, int]
+    ) -> None:  # fmt: skip
         self.settings, self._first, self.views = settings, first, views
         self.operations: Operations | None = None
         if operations:  # otherwise neither FFCV nor numba is imported
@@ -133,13 +128,9 @@ class Group:
         }  # fmt: skip
 
     def draw(
-        self,
-        keys: NDArray[np.uint64],
-        numbers: NDArray[np.int64],
-        epoch: int,
-        sizes: tuple[NDArray[np.int64], NDArray[np.int64]],
-        images: torch.Tensor,
-    ) -> Draw:
+        self, keys: NDArray[np.uint64], numbers: NDArray[np.int64], epoch: int,
+        sizes: tuple[NDArray[np.int64], NDArray[np.int64]], images: torch.Tensor,
+    ) -> Draw:  # fmt: skip
         """Return what is drawn for the samples with these `keys`, `numbers` and stored `sizes`, each `(n,)`."""
         settings = self.settings
         flips = augmentation.alternating(settings.seed, epoch, numbers) if settings.alternates else None
@@ -230,14 +221,9 @@ class Decoder:
         return int(native) + max(further)
 
     def request(
-        self,
-        numbers: NDArray[np.int64],
-        epoch: int,
-        images: Sequence[torch.Tensor],
-        among: NDArray[np.int64],
-        targets: dict[str, Any],
-        stop: Stop | None = None,
-    ) -> BatchRequest:
+        self, numbers: NDArray[np.int64], epoch: int, images: Sequence[torch.Tensor],
+        among: NDArray[np.int64], targets: dict[str, Any], stop: Stop | None = None,
+    ) -> BatchRequest:  # fmt: skip
         """Return what loads the samples `numbers` `(n,)` of that epoch into `images`, one per group of views, and
         `targets`. A number is an index; the number of all samples is added for each repetition in an epoch."""
         keys, indices = draws.sample_keys(self._settings.seed, epoch, numbers), numbers % len(self._beton)

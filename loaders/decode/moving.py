@@ -117,8 +117,7 @@ class Masks:
 
 
 class MovingTargets:
-    """The targets of a loader that move with its images: the label and fields whose kind the options or the manifest
-    give."""
+    """The label and fields that move with a loader's images: those whose kind the options or the manifest give."""
 
     def __init__(self, beton: BetonFiles, settings: LoaderOptions) -> None:
         self._beton, self._settings = beton, settings
