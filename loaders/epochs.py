@@ -137,7 +137,6 @@ class EpochLoader(ABC):
         return tensor.float() if self.beton.fields[name] == "float" else tensor
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch."""
         full, rest = divmod(len(self.indices), self.settings.batch_size)
         return full + (rest > 0 and not self._last.dropped and not self._last.joined)
 

@@ -18,8 +18,7 @@ from ..decode.pictures import JPEG_FORMATS, LONGEST, decoded, pixels_of, reading
 from ..native import jpegs
 
 _RAW_LIMIT = 64 * 64 * 3  # bytes up to which mode auto stores pixels: lossless, and faster to read
-_WRITE_MODES = ("auto", "jpg", "raw", "smart", "proportion")
-_CHECKS = ("decode", "structure")
+_CHOICES = {"write_mode": ("auto", "jpg", "raw", "smart", "proportion"), "check": ("decode", "structure")}
 _END_OF_IMAGE = b"\xff\xd9"
 
 _OPTIMISED_MEMORY = 1 << 28
@@ -51,7 +50,7 @@ class Encoding:
         if self.max_resolution is not None and self.min_resolution is not None:
             raise DataError("max_resolution and min_resolution both set the scale. Pass only one of them.")
         check_whole("quality", self.quality, DataError, 1, 100)
-        for name, choices in (("write_mode", _WRITE_MODES), ("check", _CHECKS)):
+        for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise DataError(f"{name}={value!r} is unknown.{suggest(str(value), choices)}")
         check_flag("optimize", self.optimize, DataError)

@@ -237,17 +237,11 @@ class Decoder:
     def load(self, request: BatchRequest, part: slice) -> None:
         """Load one chunk of the batch; errors name the sample. Raises Stopped if the request's flag is set."""
         with self._workspaces.lend() as workspace:
-            if self._settings.on_error == "skip" and self._settings.train:
-                self._load_or_replace(workspace, request, part)
-            else:
+            if self._settings.on_error != "skip" or not self._settings.train:
                 self._load(workspace, request, part)
-
-    def _load_or_replace(self, workspace: int, request: BatchRequest, part: slice) -> None:
-        """Load one chunk; in the place of a sample that cannot be decoded, another one, drawn from its own key: so the
-        batch is the same whatever thread or rank loads it."""
-        if self._failure(workspace, request, part) is not None:  # of at least one of them
-            for place in range(part.start, min(part.stop, len(request.indices))):
-                self._load_one(workspace, request, place)
+            elif self._failure(workspace, request, part) is not None:  # of at least one of them
+                for place in range(part.start, min(part.stop, len(request.indices))):
+                    self._load_one(workspace, request, place)
 
     def _failure(self, workspace: int, request: BatchRequest, part: slice) -> BetonError | None:
         """Load one chunk; return the error of a sample that cannot be decoded."""
@@ -260,6 +254,7 @@ class Decoder:
         return None
 
     def _load_one(self, workspace: int, request: BatchRequest, place: int) -> None:
+        """Load a sample; for one that cannot be decoded another, drawn from its key: the same in any thread or rank."""
         alone = slice(place, place + 1)
         if (failure := self._failure(workspace, request, alone)) is None:
             return
@@ -377,14 +372,11 @@ class Decoder:
 
 def _native(choices: augmentation.Choices, part: slice) -> library.Choices:
     of = library.Choices(
-        boxes=library.address(choices.boxes[part]),
-        flips=library.address(choices.flips[part]),
-        colors=library.address(choices.color[part]),
-        corners=library.address(choices.corners[part]),
+        boxes=library.address(choices.boxes[part]), flips=library.address(choices.flips[part]),
+        colors=library.address(choices.color[part]), corners=library.address(choices.corners[part]),
         places=None if choices.places is None else library.address(choices.places[part]),
-    )
-    if choices.policy is not None:
-        drawn = choices.policy
+    )  # fmt: skip
+    if (drawn := choices.policy) is not None:
         of.chains, of.steps = drawn.operations.shape[1:]
         of.operations = library.address(drawn.operations[part])
         of.magnitudes = library.address(drawn.magnitudes[part])
