@@ -40,7 +40,7 @@ def sample_keys(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np
 
 
 def view_keys(keys: NDArray[np.uint64], first: int, count: int) -> NDArray[np.uint64]:
-    """Return the keys `(n · count,)` of `count` views of each sample, from `first` on; view 0 has the sample's own key."""
+    """Return the keys `(n · count,)` of `count` views of each sample, from `first` on; view 0 has the sample's own."""
     keys = np.ascontiguousarray(keys)
     views = np.empty(len(keys) * count, dtype=np.uint64)
     library().dt_view_keys(address(keys), len(keys), first, count, address(views))
