@@ -228,7 +228,7 @@ class Verification:
     def text(self, *, verbose: bool = False) -> str:
         """Return the result as lines of text: the first of many bad samples, with `verbose` all."""
         checks = (
-            f"structure{', checksums' * self.checked} and decoding{'' if self.checked else ' (no checksums)'}"
+            "structure, checksums and decoding" if self.checked else "structure and decoding (no checksums)"
         )
         result = "all sound" if self.sound else f"{len(self.bad):,} bad"
         lines = [f"{self.path}: {self.samples:,} samples, {checks}: {result}"]
