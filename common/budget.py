@@ -1,7 +1,5 @@
 """A time budget for measurements: deadlines, the alarm that enforces them, and the progress bar."""
 
-from __future__ import annotations
-
 import math
 import signal
 import sys
@@ -29,8 +27,7 @@ class Budget:
     """A time budget, and the progress bar of its use, which closes with the block; `begin` is a `perf_counter`."""
 
     def __init__(self, seconds: float, begin: float, progress: bool, label: str) -> None:
-        self._label = label
-        self.seconds, self.begin, self.end = seconds, begin, begin + seconds
+        self._label, self.seconds, self.begin, self.end = label, seconds, begin, begin + seconds
         self._bar: Any = time_bar(seconds, progress)
 
     def __enter__(self) -> Self:
@@ -48,7 +45,6 @@ class Budget:
         return self.end - perf_counter()
 
     def show(self, what: str) -> None:
-        """Show the used time and the current activity in the bar."""
         self._bar.n = min(self.used, self.seconds)
         self._bar.set_description(f"{self._label}: {what}")
 
@@ -63,16 +59,12 @@ def until(deadline: float, batches: Iterable[T]) -> Iterator[T]:
 
 @contextmanager
 def alarm(deadline: float) -> Iterator[None]:
-    """Raise OutOfTime inside the block `GRACE` seconds after the deadline, as Ctrl-C raises KeyboardInterrupt.
-
-    `until` checks the time only between batches, but a batch may take long to arrive (workers can take a minute to
-    start), and a model long to build. This sends the main thread a real-time signal, so it works even if SIGINT is
-    ignored (background jobs of a shell) or another timer is set. Outside the main thread it does nothing. A single call
-    into native code, such as a backward, is not interrupted; neither is an import, which would leave half a package in
-    `sys.modules`: the signal is sent again until it has ended.
-    """
+    """Raise OutOfTime inside the block `GRACE` seconds after the deadline, as Ctrl-C raises KeyboardInterrupt; outside
+    the main thread do nothing."""
+    # `until` looks only between batches, which may take long to arrive, and a model long to build. A real-time signal
+    # works even if SIGINT is ignored (background jobs of a shell) or another timer is set; macOS has none. It does not
+    # interrupt a single call into native code, nor an import, which would leave half a package in `sys.modules`.
     main = threading.main_thread()
-    # A real-time signal without a handler in this process; macOS has none.
     numbers = range(getattr(signal, "SIGRTMIN", 0) + 1, getattr(signal, "SIGRTMAX", 0))
     number = next((one for one in numbers if signal.getsignal(one) is signal.SIG_DFL), None)
     if threading.current_thread() is not main or number is None or main.ident is None:
@@ -128,7 +120,7 @@ class _Sender:
                 sleep(AGAIN)
 
     def handler(self, _: int, frame: FrameType | None) -> None:
-        if _imports(frame) > self._imports:
+        if _imports(frame) > self._imports:  # inside an import: sent again until it has ended
             self._postponed += 1
             return
         self.raised = True
@@ -141,7 +133,6 @@ class _Sender:
 
     @property
     def pending(self) -> bool:
-        """Whether a signal was sent that the handler has not had."""
         return self._sent > self._postponed and not self.raised
 
 

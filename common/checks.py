@@ -1,8 +1,5 @@
 """Validate values from users: `is_…` and `are_…` return whether a value is valid; `check_…` raises the caller's error,
-which names the value and what is allowed. Booleans, infinities and NaN are not numbers.
-"""
-
-from __future__ import annotations
+with what is allowed."""
 
 import dataclasses
 import inspect

@@ -62,8 +62,7 @@ class MissingExtra(DrivetrainError, ImportError):
 
 
 def suggest(name: str, options: Iterable[str]) -> str:
-    """Return the end of an "unknown name" message: the closest option if one is similar, then all, or of many the most
-    similar."""
+    """Return the end of an "unknown name" message: the closest option, then all, or of many the most similar."""
     known = sorted(options)
     near = difflib.get_close_matches(name.lower(), known, n=5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -74,7 +73,6 @@ def suggest(name: str, options: Iterable[str]) -> str:
 
 
 def first_of(names: Sequence[str], most: int) -> str:
-    """Return at most so many names as text, and how many more there are."""
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"
 
@@ -89,8 +87,7 @@ def require_suffix(out: Path, suffix: str, error: type[DrivetrainError]) -> None
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:
-    """Import an optional dependency, which the extra `extra` installs; `purpose` completes "… is needed to …" in the
-    message."""
+    """Import an optional dependency, of the extra `extra`; `purpose` completes "… is needed to …" in the message."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

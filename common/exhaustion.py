@@ -1,8 +1,6 @@
 """The system's limits while data is loaded: errors when it refuses memory, threads, processes or file descriptors, and
 the limit of open files, raised while a data set of many files is open."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
@@ -42,8 +40,7 @@ def is_exhaustion(error: BaseException) -> bool:
 
 
 def exhaustion(error: BaseException, wanted: str, remedy: str = LOADER_REMEDY) -> DataError:
-    """Return the error for what the system refused; loading needs `wanted`. For file descriptors, the remedy is about
-    their limit."""
+    """Return the error for what the system refused; loading needs `wanted`."""
     lines = str(error).splitlines()
     message = f"{type(error).__name__}: {lines[0].rstrip('.'):.200}" if lines else type(error).__name__
     reason = "too little memory, or too few threads or processes,"
@@ -55,10 +52,8 @@ def exhaustion(error: BaseException, wanted: str, remedy: str = LOADER_REMEDY) -
 
 @contextmanager
 def more_descriptors(files: int) -> Iterator[Callable[[object], None]]:
-    """Inside the block, and as long as the object exists that its function is called with, allow this many more files.
-
-    The soft limit is raised as far as the hard limit allows. It is the process's, so it is put back at the end.
-    """
+    """Allow this many more files inside the block, and as long as the object exists that its function is called with.
+    The limit is the process's, so it is put back at the end."""
     global _before
     if _free() >= files + _SPARE:
         yield lambda _: None
@@ -68,7 +63,7 @@ def more_descriptors(files: int) -> Iterator[Callable[[object], None]]:
         _before = _before if _wanted else soft
         _wanted.append(files)
         missing = files + _SPARE - _free()
-        if missing > 0:
+        if missing > 0:  # the soft limit, as far as the hard one allows
             most = soft + missing if hard == resource.RLIM_INFINITY else min(soft + missing, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     kept = False

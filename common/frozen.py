@@ -1,19 +1,13 @@
 """An immutable mapping, for values in which a dict would be shared."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 
 class FrozenDict(Mapping[str, Any]):
-    """A read-only copy of a mapping: comparable, hashable and picklable (`types.MappingProxyType` is a view, and cannot
-    be pickled).
-
-    Dicts, lists, tuples and sets in it are copied on construction and on access: they keep their types for the
-    functions that receive them, and changing them does not change the mapping. Other values are not copied.
-    """
+    """A mapping: comparable, hashable and picklable (`types.MappingProxyType` is not). Dicts, lists, tuples and sets in
+    it are copied on construction and access, so changing them does not change it."""
 
     __slots__ = ("_items",)
     _items: dict[str, Any]

@@ -11,11 +11,8 @@ from typing import Any
 
 
 def exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return the `__getattr__`, `__dir__` and `__all__` of a package with this `__name__` and `__file__`.
-
-    The names are those that its file imports under `if TYPE_CHECKING:` as `from .module import Name as Name`: one list
-    for readers, type checkers and Python.
-    """
+    """Return `__getattr__`, `__dir__` and `__all__` of a package with the names that its file imports under `if
+    TYPE_CHECKING:`: one list for readers, type checkers and Python."""
     homes = _imports(Path(file).read_text(encoding="utf-8"))
 
     def get(name: str) -> Any:

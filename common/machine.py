@@ -1,10 +1,5 @@
-"""The CPU cores, their instructions and the memory available to this process, from the machine and its container.
-
-A container's limit is the smallest one of its control group and all parent groups. Both cgroup versions are read, even
-on a system that uses both (Linux: cgroups(7)).
-"""
-
-from __future__ import annotations
+"""The CPU cores, their instructions and the memory of this process: the machine's, or the smallest limit of its control
+group and all parent groups, in both versions (Linux: cgroups(7))."""
 
 import math
 import os
@@ -20,7 +15,6 @@ _USUAL_MOUNTS = {
     **{name: (f"/sys/fs/cgroup/{name}",) for name in ("cpu", "cpuset", "memory")},
 }
 """Mount points by controller if `/proc/self/mountinfo` cannot be read; `""` is version 2."""
-
 
 KEEPS_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
 """Environment variables of glibc, in bytes: allocate large blocks on the heap, and do not return it to the system after
@@ -44,7 +38,6 @@ class Limits:
 
 
 def export_line(variables: Mapping[str, str]) -> str:
-    """Return the line for a shell that sets these environment variables."""
     return "export " + " ".join(f"{name}={value}" for name, value in variables.items())
 
 
@@ -89,9 +82,7 @@ def local_ranks(default: int = 1) -> int:
 
 def bf16_instructions(root: Path = Path("/")) -> str | None:
     """Return the name of the CPU's instructions for bf16, "" if there are none, None if this is not known (not Linux).
-
-    Without them, bf16 is several times slower than fp32. oneDNN leaves out those that `ONEDNN_MAX_CPU_ISA` excludes.
-    """
+    Without them, bf16 is several times slower than fp32."""
     flags = _cpu_flags(root)
     if not flags:
         return None
@@ -109,8 +100,7 @@ def _cpu_flags(root: Path) -> frozenset[str]:
 
 
 def container_limits(root: Path = Path("/")) -> Limits:
-    """Return the limits of this process's control groups. Missing or invalid files, which most systems have, set no
-    limit."""
+    """Return this process's limits; missing or invalid files, which most systems have, set none."""
     quotas = [
         *(_quota(folder, "cpu.max", None) for folder in control_groups("", root)),
         *(_quota(folder, "cpu.cfs_quota_us", "cpu.cfs_period_us") for folder in control_groups("cpu", root)),

@@ -1,10 +1,5 @@
-"""All tensors of a model: what its `state_dict()` has, and what it leaves out, such as non-persistent buffers.
-
-Training changes a buffer that was registered with `persistent=False` like any other. Code that keeps, restores or
-compares a model's state therefore takes its tensors from here, not from `state_dict()`.
-"""
-
-from __future__ import annotations
+"""All tensors of a model: training changes buffers that its `state_dict()` leaves out, too, so code that keeps,
+restores or compares a model's state takes its tensors from here."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,8 +14,6 @@ from torch.nn.parameter import is_lazy
 
 @dataclass(frozen=True)
 class ModelState:
-    """All tensors of a model by name."""
-
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # what `load_state_dict` takes
     unlisted: dict[str, torch.Tensor] = field(default_factory=dict)  # such as non-persistent buffers
 
@@ -69,11 +62,8 @@ def load_state(model: nn.Module, state: ModelState) -> None:
 
 @torch.no_grad()
 def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Set a buffer, or another tensor that the state dict leaves out: in place if possible.
-
-    A buffer that grows in a forward (a cache of positions) may have another shape than in a new model, and one that a
-    forward registers is not there yet: then it is replaced, or registered.
-    """
+    """Set a buffer, or another tensor that the state dict leaves out: in place if possible; else one that a forward has
+    grown is replaced, and one that a forward registers is registered."""
     path, _, leaf = name.rpartition(".")
     try:
         module = model.get_submodule(path)
@@ -98,8 +88,7 @@ def train_mode(model: nn.Module) -> None:
 
 
 class BufferCopies:
-    """Copies of all buffers of a model, also of those that a forward replaces by assigning to them; lazy ones without a
-    shape are left as they are."""
+    """Copies of a model's buffers, also of those that a forward replaces; lazy ones without a shape are left out."""
 
     def __init__(self, model: nn.Module) -> None:
         self._owners = [(module, dict(module._buffers)) for module in model.modules()]

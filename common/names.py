@@ -1,7 +1,5 @@
 """Objects of Python modules by name, `"package.module:attribute"`, as a recipe writes them."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from contextlib import suppress
@@ -11,18 +9,15 @@ from .errors import DrivetrainError, PlanError
 
 
 def imported(what: str, name: str, error: type[DrivetrainError] = PlanError) -> Any:
-    """Return the object that `"package.module:attribute"` names, in a module that other processes can import.
-
-    Importing a module runs its code: read a recipe from others before you use it. The standard library is rejected,
-    because a recipe could call any of its functions. `what` is the role of the object, such as `"model"`, for messages.
-    """
+    """Return the object that `"package.module:attribute"` names, in a module that other processes can import, which
+    runs its code. `what` is the role of the object, such as `"model"`, for messages."""
     module, _, path = name.partition(":")
     if module == "__main__":
         raise error(
             f"The {what} {name!r} is defined in the running script, which other processes cannot import. Move it to a "
             "separate module, and write module:name."
         )
-    if module.split(".")[0] in sys.stdlib_module_names:
+    if module.split(".")[0] in sys.stdlib_module_names:  # a recipe could call any of its functions
         kinds = f"{what}{'es' if what.endswith('s') else 's'}"
         raise error(
             f"The {what} {name!r} names Python's standard library, which has no {kinds}. Write package.module:name."

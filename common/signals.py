@@ -1,9 +1,5 @@
-"""Signal handlers that are replaced, or protected, for the length of a block.
-
-Python runs handlers in the main thread; in other threads, these blocks do nothing.
-"""
-
-from __future__ import annotations
+"""Signal handlers replaced, or protected, for the length of a block; in the main thread only, in which Python runs
+them."""
 
 import signal
 import threading
@@ -57,8 +53,7 @@ def raising(number: int, handler: Callable[[int, FrameType | None], object]) -> 
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Defer Ctrl-C, and signals of `raising`, to the end of the block. For what belongs together, and for what
-    `threading` offers, see `threads`."""
+    """Defer Ctrl-C, and signals of `raising`, to the end of the block, which belongs together; see `threads`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -30,8 +30,7 @@ class Table:
         return self.text(shutil.get_terminal_size().columns)
 
     def text(self, width: int) -> str:
-        """Return the table as text with drawn lines, wrapped to fit `width` characters, except for the first column,
-        which names the row, and figures."""
+        """Return the table with drawn lines, wrapped to fit `width` characters, except the first column and figures."""
         widths = self._widths(width)
         if self.stacks and len(widths) > 2:
             full = self._widths(10**6)

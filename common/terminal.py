@@ -1,7 +1,5 @@
 """What a terminal shows: whether anybody looks, how much of a long list, and what a long wait is for."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,8 +34,7 @@ _SILENT = 5.0  # seconds before a wait is reported for the first time; the pause
 
 
 class Wait:
-    """One wait of at most `limit` seconds, for the loop that looks whether it is over. It is reported on standard
-    error, with `--quiet` and in a log file, too."""
+    """One wait of at most `limit` seconds, reported on standard error, with `--quiet` and in a log file, too."""
 
     def __init__(self, limit: float) -> None:
         self.limit, self._begin, self._next = limit, time.monotonic(), _SILENT

@@ -5,8 +5,6 @@ Python raises KeyboardInterrupt between any two instructions of the main thread,
 for ever. So the main thread calls them while interrupts are held, and waits a fraction of a second at a time.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -46,25 +44,18 @@ def results(futures: Sequence[Future[R]]) -> list[R]:
 
 
 def end(pool: ThreadPoolExecutor) -> None:
-    """Drop what has not begun, and wait for the threads."""
     with interrupts_held():
         pool.shutdown(wait=False, cancel_futures=True)
     pool.shutdown()
 
 
 def in_order(
-    function: Callable[[T], R],
-    items: Iterable[T],
-    threads: int,
-    name: str,
-    ahead: int = 8,
+    function: Callable[[T], R], items: Iterable[T], threads: int, name: str,
+    ahead: int = 8,  # items for each thread in preparation: enough that none waits for a slow neighbor
     stop: Callable[[], object] = lambda: None,
-) -> Generator[R, None, None]:
-    """Yield `function(item)` of each item, in their order, computed in threads whose names begin with `name`.
-
-    `ahead` items for each thread are in preparation: enough that none waits for a slow neighbor. `stop` ends the work
-    of the threads; it is called before the end waits for them.
-    """
+) -> Generator[R, None, None]:  # fmt: skip
+    """Yield `function(item)` of each item, in their order, computed in threads whose names begin with `name`. `stop`
+    ends their work; it is called before the end waits for them."""
     waiting: deque[Future[R]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
     try:

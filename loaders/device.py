@@ -1,11 +1,5 @@
-"""The memory of batches: on the host, reused once nobody references the batch; and on a CUDA device.
-
-Batches are copied to the device and normalized on a separate stream, one batch ahead. The copy stream never waits. The
-compute stream waits for a batch's event before it uses the batch. The host waits for neither, except when an epoch is
-left early.
-"""
-
-from __future__ import annotations
+"""The memory of batches: on the host, reused once nobody references the batch; and on a CUDA device, to which they are
+copied on a separate stream, one batch ahead, for which only the compute stream waits."""
 
 import sys
 from collections import deque
@@ -48,7 +42,6 @@ class CudaStreams:
         return to_device(tensor, self.device)
 
     def record(self) -> Any:
-        """Return an event after everything that is queued on the copy stream."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
@@ -73,16 +66,12 @@ class _Sent(NamedTuple):
 
 
 class DeviceFeed:
-    """Turns host batches into batches on a CUDA device, which is initialized with the first one; `dtype` is what uint8
-    images are normalized to, None keeps uint8."""
+    """Turns host batches into batches on a CUDA device; `dtype` is what bytes are normalized to, None keeps them."""
 
     def __init__(
-        self,
-        device: torch.device,
-        mean: Sequence[float] = (),
-        std: Sequence[float] = (),
+        self, device: torch.device, mean: Sequence[float] = (), std: Sequence[float] = (),
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._device, self._mean, self._std, self._dtype = device, mean, std, dtype
 
     @cached_property
@@ -90,7 +79,6 @@ class DeviceFeed:
         return CudaStreams(self._device)
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory, with undefined values, from which copies are asynchronous."""
         try:
             return self.streams.pinned(shape, dtype)
         except RuntimeError as error:
@@ -103,9 +91,8 @@ class DeviceFeed:
     def deliver(
         self, batches: Generator[Batch, None, None], ready: Callable[[], bool] = lambda: True
     ) -> Iterator[Batch]:
-        """Yield the batches on the device, in order; an exception is raised after the batches before it. Tensors are
-        copied, also those in tuples and lists. If `ready` (the next batch is available without waiting), its copy
-        starts before the previous batch is yielded."""
+        """Yield the batches on the device, in order; an exception is raised after those before it. If `ready` (the next
+        batch is available without waiting), its copy starts before the previous batch is yielded."""
         sent: deque[_Sent | Exception] = deque()
         try:
             while True:
@@ -169,8 +156,7 @@ def _mapped(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def feed_of(device: torch.device, settings: LoaderOptions, depth: int = 8) -> DeviceFeed | None:
-    """Return what copies a loader's bytes to a GPU and makes its dtype of them; None for the CPU. Images of 16 bits are
-    normalized before they are copied."""
+    """Return what copies a loader's bytes to a GPU, and normalizes those of 8 bits there; None for the CPU."""
     if device.type == "cpu":
         return None
     dtype = None if settings.dtype == torch.uint8 or depth == 16 else settings.dtype
@@ -187,18 +173,13 @@ _UNUSED = _references([np.empty(1, dtype=np.uint8)])[0]
 
 
 class Buffers:
-    """Allocate tensors in memory that is reused once nobody references it; at most `keep` buffers are kept.
-
-    The system provides large allocations page by page, each zeroed first: for a batch of 64 float32 images of 224
-    pixels that takes a third as long as decoding it. A tensor made by `torch.from_numpy` keeps its array alive as long
-    as it, or any view of it, exists; so an array that only this list references is free.
-    """
+    """Allocate tensors in memory that is reused once nobody references it; at most `keep` buffers. The system zeroes
+    large allocations page by page: for 64 float32 images of 224 pixels a third of decoding's time."""
 
     def __init__(self, keep: int) -> None:
         self._keep, self._buffers = keep, list[NDArray[np.uint8]]()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a CPU tensor of that shape with undefined values."""
         size = int(np.prod(shape)) * dtype.itemsize
         if size == 0:
             return torch.empty(shape, dtype=dtype)
@@ -206,6 +187,7 @@ class Buffers:
 
     def _take(self, size: int) -> NDArray[np.uint8]:
         for place, count in enumerate(_references(self._buffers)):
+            # A tensor of `torch.from_numpy`, and any view of it, references its array.
             if count == _UNUSED and len(self._buffers[place]) == size:
                 return self._buffers[place]
         fresh: NDArray[np.uint8] = np.empty(size, dtype=np.uint8)
@@ -213,5 +195,4 @@ class Buffers:
         return fresh
 
     def clear(self) -> None:
-        """Release the unused buffers, and forget the others."""
         self._buffers = []

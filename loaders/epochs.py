@@ -40,11 +40,8 @@ Batch = tuple[Any, ...]
 
 
 class EpochLoader(ABC):
-    """A loader that counts its epochs. Each `for` loop over it is one epoch; the next loop is the next epoch.
-
-    The sample order depends only on (seed, epoch), so a subclass that loads the same file yields the same samples in
-    the same batches.
-    """
+    """A loader whose `for` loops are its epochs. The sample order depends only on (seed, epoch), so a subclass that
+    loads the same file yields the same samples in the same batches."""
 
     _device: torch.device
     _feed: DeviceFeed | None = None
@@ -137,12 +134,9 @@ class EpochLoader(ABC):
         if isinstance(values, list):
             return values
         tensor = torch.from_numpy(values)
-        return (
-            tensor.float() if self.beton.fields[name] == "float" else tensor
-        )  # the file has no other float64
+        return tensor.float() if self.beton.fields[name] == "float" else tensor
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch."""
         full, rest = divmod(len(self.indices), self.settings.batch_size)
         return full + (rest > 0 and not self._last.dropped and not self._last.joined)
 
@@ -198,7 +192,6 @@ class EpochLoader(ABC):
 
     @contextmanager
     def _exhaustion_explained(self) -> Iterator[None]:
-        """Raise DataError if the system refuses memory, threads or processes in the block."""
         try:
             yield
         except Exception as error:
@@ -281,15 +274,9 @@ class EpochLoader(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's position: the epoch, and how many of its global batches have been yielded."""
-        mix = {"weights": self._weights} if self._weighted else {}
-        own = self.settings
-        position = {"epoch": self._epoch, "position": self._position}
-        data = {
-            "seed": own.seed,
-            "batch_size": own.batch_size,
-            "samples": len(self.indices),
-            "order": own.order,
-        }
+        own, mix = self.settings, {"weights": self._weights} if self._weighted else {}
+        position = {"epoch": self._epoch, "position": self._position, "seed": own.seed}
+        data = {"batch_size": own.batch_size, "samples": len(self.indices), "order": own.order}
         return {**position, **data, "batches": len(self), **mix}
 
     def load_state_dict(self, state: dict[str, Any], *, within: bool = False) -> None:
@@ -335,8 +322,7 @@ class EpochLoader(ABC):
 
 
 def options_here(given: LoaderKeywords) -> LoaderOptions:
-    """Return the checked options of a loader of this process: where `order`, `drop_last`, `rank` and `world_size` are
-    None, what follows from the others."""
+    """Return the checked options of a loader of this process; those that are None follow from the others."""
     train = given.get("train", True)
     rank, world_size = find_ranks(given.get("rank"), given.get("world_size"))
     order = given.get("order") or ("random" if train else "sequential")
@@ -359,11 +345,8 @@ def find_ranks(rank: Any, world_size: Any) -> tuple[Any, Any]:
         return rank, world_size
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    started, addressed = (
-        os.environ.get("WORLD_SIZE", ""),
-        {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ),
-    )
-    if addressed and started not in ("", "1"):
+    started = os.environ.get("WORLD_SIZE", "")
+    if {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ) and started not in ("", "1"):
         raise DataError(
             f"A launcher started this process as one of WORLD_SIZE={started}, but it has not joined their process "
             "group. Call torch.distributed.init_process_group() before creating the loader, or pass rank= and "
@@ -380,9 +363,8 @@ def check_device(device: torch.device | str) -> torch.device:
     if parsed.type not in ("cpu", "cuda"):
         raise DataError(f"device={device!r} is not supported for batches. Use 'cpu' or 'cuda'.")
     if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
-        raise DataError(
-            f"device={device!r} does not exist: torch finds {torch.cuda.device_count()} CUDA devices."
-        )
+        found = torch.cuda.device_count()
+        raise DataError(f"device={device!r} does not exist: torch finds {found} CUDA devices.")
     return parsed
 
 
@@ -397,9 +379,8 @@ def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
         raise DataError(f"indices must be a non-empty list of sample indices, not {indices!r:.80}.")
     outside = (chosen < 0) | (chosen >= samples)
     if outside.any():
-        raise DataError(
-            f"indices contains {chosen[outside][0]}, but the data set has samples 0 to {samples - 1}."
-        )
+        wrong = f"indices contains {chosen[outside][0]}"
+        raise DataError(f"{wrong}, but the data set has samples 0 to {samples - 1}.")
     return chosen.astype(np.int64)
 
 

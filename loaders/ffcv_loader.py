@@ -28,9 +28,7 @@ from .options import LoaderKeywords, LoaderOptions, check_workers
 from .sources import Source
 
 _FEWEST = 64
-_CHUNK = (
-    1 << 20
-)  # bytes that a chunk reads and writes, at least: starting one takes as long as ten small images
+_CHUNK = 1 << 20  # bytes that a chunk reads and writes, at least: starting it takes ten small images' time
 # A batch in preparation: its chunks, and the memory they fill.
 _Pending = tuple[list[Future[None]], BatchRequest]
 
@@ -159,9 +157,8 @@ class FFCVLoader(EpochLoader):
         return parts, request
 
     def _chunk(self, n: int) -> int:
-        """Return the number of samples in a chunk of a batch of n: so few that no worker idles at the batch's end.
-        Chunks below `_CHUNK` cost more to start than they gain; they are used only if the batches in preparation would
-        otherwise not have one for each worker, and never below `_FEWEST` samples."""
+        """Return the number of samples in a chunk of a batch of n: so few that no worker idles at the batch's end, but
+        none below `_CHUNK` unless needed for one per worker, and none below `_FEWEST` samples."""
         share = -(-n // (2 * self.workers))
         each = -(-n * (self.settings.batches_ahead + 1) // self.workers)
         least = min(_CHUNK // self._sample_bytes, max(each, _FEWEST))

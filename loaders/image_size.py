@@ -1,7 +1,5 @@
 """The size of a loader's images: one side, or height and width. torch is not imported."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..common.checks import is_whole
@@ -15,7 +13,6 @@ def height_width(image_size: ImageSize) -> tuple[int, int]:
 
 
 def size_text(image_size: ImageSize) -> str:
-    """Return height × width, in words for people."""
     return "{} × {}".format(*height_width(image_size))
 
 
@@ -28,6 +25,5 @@ def usual_size(image_size: Any) -> Any:
 
 
 def is_size(image_size: Any) -> bool:
-    """Whether this is a positive integer or two of them."""
     sides = image_size if isinstance(image_size, tuple) and len(image_size) == 2 else (image_size,)
     return all(is_whole(side, 1) for side in sides)

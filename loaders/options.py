@@ -291,7 +291,6 @@ class LoaderOptions(ReadOptions, ImageOptions):
 
     @property
     def active_crop(self) -> str:
-        """The crop in use: that of training, or of evaluation."""
         return self.crop if self.train else self.eval_crop
 
     @property
@@ -377,7 +376,6 @@ def fill_color(mean: Sequence[float], depth: int = 8) -> tuple[int, ...]:
 
 
 def odd_size(sample: str, width: int, height: int, image_size: ImageSize) -> DataError:
-    """The error for an image that does not have the size that the padded crop requires."""
     return DataError(
         f"crop='padded' shifts full images, which must all have {size_text(image_size)} pixels (height × width); "
         f"{sample} has {height} × {width}. Use crop='resized'."
@@ -385,7 +383,6 @@ def odd_size(sample: str, width: int, height: int, image_size: ImageSize) -> Dat
 
 
 def too_small(sample: str, height: int, width: int, image_size: ImageSize) -> DataError:
-    """The error for an image that is smaller than a random crop, which is not resized."""
     return DataError(
         f"crop='random' cuts {size_text(image_size)} pixels (height × width) out of each image, but {sample} has "
         f"{height} × {width}. Use a smaller image_size, or crop='resized'."

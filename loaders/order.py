@@ -1,7 +1,5 @@
 """The sample order of an epoch, and each rank's shard of it, as pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,22 +13,12 @@ WINDOW = 16  # number of batches that quasi-random order mixes: the file is read
 
 
 def epoch_batches(
-    indices: NDArray[np.int64],
-    *,
-    order: str,
-    seed: int,
-    epoch: int,
-    batch_size: int,
-    drop_last: bool,
-    pad_last: bool = False,
-    train: bool = True,
-    world_size: int = 1,
-    pages: NDArray[np.int64] | None = None,
-) -> list[NDArray[np.int64]]:
+    indices: NDArray[np.int64], *, order: str, seed: int, epoch: int, batch_size: int, drop_last: bool,
+    pad_last: bool = False, train: bool = True, world_size: int = 1, pages: NDArray[np.int64] | None = None,
+) -> list[NDArray[np.int64]]:  # fmt: skip
     """Return the global batches of one epoch as sample indices, independent of the number of workers or ranks. `pages`,
-    for quasi-random order, has the page of the file that each sample is on. The permutation is keyed by the pair (seed,
-    epoch), not by their sum: with the sum, which FFCV uses, seed 2 at epoch 0 repeats seed 1 at epoch 1."""
-    random = np.random.default_rng([seed, epoch])
+    for quasi-random order, has the page of the file that each sample is on."""
+    random = np.random.default_rng([seed, epoch])  # not their sum, FFCV's: seed 2, epoch 0 would repeat 1, 1
     if order == "random":
         indices = random.permutation(indices)
     elif order == "quasi_random":
@@ -58,12 +46,8 @@ class LastBatch:
 def last_batch(
     samples: int, batch_size: int, *, drop_last: bool, pad_last: bool, train: bool, world_size: int
 ) -> LastBatch:
-    """Return what happens to the last batch; no rank may get an empty shard.
-
-    The mean loss of an empty shard is NaN, and the gradients of unequal shards are averaged with unequal weights. So
-    training repeats the fewest samples that make the shards equal, as torch's `DistributedSampler` does. Evaluation
-    counts each sample once: fewer samples than ranks are merged into the previous batch.
-    """
+    """Return what happens to the last batch; no rank may get an empty shard, whose mean loss is NaN. Evaluation counts
+    each sample once: fewer samples than ranks are merged into the previous batch."""
     rest = samples % batch_size
     if rest == 0:
         return LastBatch()
@@ -71,7 +55,7 @@ def last_batch(
         return LastBatch(dropped=rest)
     if pad_last:
         return LastBatch(padded=batch_size - rest)
-    if train:
+    if train:  # equal shards, as torch's `DistributedSampler`: gradients are averaged with equal weights
         return LastBatch(padded=-rest % world_size)
     return LastBatch(joined=rest < world_size and samples > batch_size)
 
@@ -88,13 +72,8 @@ def require_pages(pages: NDArray[np.int64] | None) -> NDArray[np.int64]:
 def mixed(
     parts: Sequence[NDArray[np.int64]], weights: Sequence[float], *, seed: int, epoch: int, samples: int
 ) -> NDArray[np.int64]:
-    """Return the samples of one epoch of a mix, `(n,)`; `epoch_batches` shuffles them.
-
-    An epoch has as many samples as all data sets together, each data set in `parts` its exact share by weight, rounded
-    to a sample. It goes through its own samples in random order, again and again, without regard to epochs: no sample
-    is seen twice before each other sample of its data set is seen once. A sample's k-th repetition in an epoch is its
-    index plus k times `samples`, the number in all files, so that each repetition has its own augmentation.
-    """
+    """Return the samples of one epoch of a mix, `(n,)`, for `epoch_batches` to shuffle: each data set in `parts` has
+    its exact share by weight, and goes through its samples in random order again and again, across epochs."""
     counts = shares(sum(map(len, parts)), weights)
     found = []
     for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
@@ -104,6 +83,7 @@ def mixed(
         for turn in range(first, last):
             # A key that no epoch's own permutation has: spawn keys are separate from the entropy.
             random = np.random.default_rng(np.random.SeedSequence([seed, turn], spawn_key=(number,)))
+            # Each repetition in an epoch is a multiple of `samples` higher, for an augmentation of its own.
             rounds.append(random.permutation(part) + (turn - first) * samples)
         whole = np.concatenate(rounds) if rounds else part[:0]
         found.append(whole[start - first * len(part) : end - first * len(part)])
@@ -122,9 +102,8 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
 def _by_pages(
     indices: NDArray[np.int64], pages: NDArray[np.int64], random: np.random.Generator, window: int
 ) -> NDArray[np.int64]:
-    """Return the samples in runs of complete pages, of at least `window` samples each, mixed within. The pages are in
-    random order, so each epoch has different neighbours. FFCV's order of the same name is similar, but for a single
-    process only."""
+    """Return the samples in runs of complete pages, in random order, of at least `window` samples each, mixed within.
+    FFCV's order of the same name is similar, but for a single process only."""
     _, page, counts = np.unique(pages, return_inverse=True, return_counts=True)
     shuffled = random.permutation(len(counts))
     before = np.cumsum(counts[shuffled]) - counts[shuffled]
@@ -135,14 +114,12 @@ def _by_pages(
 
 
 def rank_slice(batch: NDArray[np.int64], rank: int, world_size: int) -> NDArray[np.int64]:
-    """Return a rank's contiguous shard of a global batch. A full batch divides evenly (`check_batch_size` ensures it).
-    Of a partial last batch the first ranks get one sample more."""
+    """Return a rank's contiguous shard of a global batch. Of a partial batch the first ranks get one sample more."""
     return np.array_split(batch, world_size)[rank]
 
 
 def check_batch_size(batch_size: int, samples: int, *, full: bool, world_size: int) -> None:
-    """Raise `DataError` for an invalid global batch size; a `full` batch is required in training, and with
-    drop_last."""
+    """Raise DataError for an invalid global batch size; a `full` batch is required in training, and with drop_last."""
     if batch_size < 1:
         raise DataError(f"batch_size={batch_size} must be at least 1.")
     if batch_size % world_size:

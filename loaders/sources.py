@@ -97,8 +97,7 @@ def files_of(source: Source) -> Files:
 
 
 def expand(pattern: str) -> tuple[str, ...]:
-    """Return the names that a pattern stands for, in order: `{000..127}` counts with leading zeros, `{a,b}` lists, as
-    in bash and WebDataset. Other braces stay as they are."""
+    """Return the names of a pattern, in order, as in bash: `{000..127}` counts with leading zeros, `{a,b}` lists."""
     found = tuple(itertools.islice(_expanded(pattern), _MOST + 1))
     if len(found) > _MOST:
         raise DataError(f"{pattern} stands for more than {_MOST:,} files. Use fewer, larger ones.")

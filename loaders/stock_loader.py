@@ -114,8 +114,7 @@ class StockFFCVLoader(EpochLoader):
 
     @property
     def _share(self) -> int:
-        """The number of samples in a rank's share of a full batch: FFCV's batch size."""
-        return self.settings.batch_size // self.settings.world_size
+        return self.settings.batch_size // self.settings.world_size  # FFCV's batch size: a rank's share
 
     @property
     def _on_host(self) -> torch.dtype:
@@ -146,11 +145,10 @@ class StockFFCVLoader(EpochLoader):
         """Return FFCV's operations on images, and the first of them, which decodes."""
         own, images = self.settings, ffcv_module("ffcv.fields.rgb_image")
         transforms = ffcv_module("ffcv.transforms")
-        size = own.size
         if own.train:
-            decoder = images.RandomResizedCropRGBImageDecoder(size, scale=own.scale, ratio=own.ratio)
+            decoder = images.RandomResizedCropRGBImageDecoder(own.size, scale=own.scale, ratio=own.ratio)
         else:
-            decoder = images.CenterCropRGBImageDecoder(size, ratio=own.eval_ratio)
+            decoder = images.CenterCropRGBImageDecoder(own.size, ratio=own.eval_ratio)
         operations = [decoder]
         if own.train and own.flip:
             operations.append(transforms.RandomHorizontalFlip())
@@ -160,7 +158,6 @@ class StockFFCVLoader(EpochLoader):
         return operations, decoder
 
     def _check_memory(self) -> int:
-        """Return the memory the loader needs, in bytes."""
         own, ahead, beton = self.settings, self.settings.batches_ahead + 2, self.beton
         pixels = own.size[0] * own.size[1] * 3
         largest = int(beton.widths.max()) * int(beton.heights.max()) * 3
@@ -214,8 +211,6 @@ class StockFFCVLoader(EpochLoader):
 
 
 class _Always:
-    """Has the same value at every key."""
-
     def __init__(self, value: Any) -> None:
         self._value = value
 
@@ -226,8 +221,7 @@ class _Always:
 @contextmanager
 def _types_kept() -> Iterator[None]:
     """Give FFCV a read-only type of byte arrays inside the block. It would make numba's own one read-only for the whole
-    process: functions compiled with it before would be lost in numba's tables, and those compiled later could not
-    write."""
+    process, so that functions compiled later could not write."""
     module: Any = ffcv_module("ffcv.memory_managers.os_cache")
     numba = require("numba", "ffcv", _PURPOSE)
     mapped = numba.types.Array(numba.uint8, 1, "C", readonly=True)
@@ -246,8 +240,7 @@ class _Run:
         self._name = name
 
     def next(self, where: str) -> NDArray[Any]:
-        """Return FFCV's next images `(b, side, side, 3)`, valid until the next call; `where` is for the error if FFCV
-        fails or hangs."""
+        """Return FFCV's next images `(b, side, side, 3)`, valid until the next call; `where` is for errors."""
         try:
             given = self._epoch.output_queue.get(timeout=PATIENCE)
         except Empty:
@@ -303,14 +296,10 @@ def _epoch_class() -> Any:
 def stock_options(given: LoaderKeywords) -> LoaderOptions:
     """Return the checked options of FFCV's own loader; raise DataError for one that it does not have."""
     made = options_here({"interpolation": "area", **given})
-    train = made.train
+    train, square = made.train, "Use one side, because FFCV evaluates on central squares"
     refused = (
         ("interpolation", made.interpolation != "area", "Leave it out, because FFCV resizes by area"),
-        (
-            "image_size",
-            not train and isinstance(made.image_size, tuple),
-            "Use one side, because FFCV evaluates on central squares",
-        ),
+        ("image_size", not train and isinstance(made.image_size, tuple), square),
         ("verify", made.verify, "Leave it out and run drivetrain verify before training"),
         ("on_error", made.on_error == "skip", "Leave it out and run drivetrain verify before training"),
         ("crop", train and made.crop != "resized", "Use crop='resized'"),
@@ -332,9 +321,8 @@ def check_stock_source(source: Source) -> None:
     files = files_of(source)
     if files.weights is not None or len(files.names) > 1:
         what = "a mix" if files.weights is not None else f"{len(files.names)} files"
-        raise DataError(
-            f"{files} is {what}, but FFCV's own loader reads one file. Convert to one, or {_OURS}."
-        )
+        wrong = f"{files} is {what}, but FFCV's own loader reads one file"
+        raise DataError(f"{wrong}. Convert to one, or {_OURS}.")
     if is_address(files.names[0]):
         raise _at_an_address(files.names[0])
 
@@ -358,9 +346,8 @@ def _require_crops(settings: LoaderOptions, beton: BetonFiles) -> None:
 
 
 def _at_an_address(name: str) -> DataError:
-    return DataError(
-        f"{name} is at an address, but FFCV's own loader reads local files. Download it, or {_OURS}."
-    )
+    wrong = f"{name} is at an address, but FFCV's own loader reads local files"
+    return DataError(f"{wrong}. Download it, or {_OURS}.")
 
 
 def _check_workers(workers: Any) -> int:

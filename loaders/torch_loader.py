@@ -1,8 +1,5 @@
-"""`TorchLoader`: plain PyTorch (torchvision data set, DataLoader) with `FFCVLoader`'s interface.
-
-It is the ledger's baseline: the same samples in the same batches, and the same distribution of augmentations, produced
-by torchvision's transforms in DataLoader's processes.
-"""
+"""`TorchLoader`: plain PyTorch (torchvision data set, DataLoader) with `FFCVLoader`'s interface: the ledger's baseline,
+with the same samples in the same batches, and the same distribution of augmentations."""
 
 from __future__ import annotations
 
@@ -89,20 +86,16 @@ class TorchLoader(EpochLoader):
         super().__init__(own, indices, len(self.dataset), beton)
         self._device = check_device(device)
         self._feed = None if self._device.type == "cpu" else DeviceFeed(self._device)
-        self._keys: list[
-            list[tuple[int, int]]
-        ] = []  # (epoch, sample index) of each batch of the current epoch
+        self._keys: list[list[tuple[int, int]]] = []  # (epoch, sample index) of the epoch's batches
         self._generator = torch.Generator()  # used by DataLoader, so that the global one is unaffected
         self._loader: DataLoader[Any] | None = None
 
     @property
     def classes(self) -> list[str]:
-        """Names of the classes in label order; empty if the data set has none."""
         return list(getattr(self.dataset, "classes", []))
 
     @property
     def labels(self) -> NDArray[Any]:
-        """See `EpochLoader.labels`."""
         if self.beton is not None:
             return self.beton.labels
         if not hasattr(self.dataset, "targets"):
@@ -155,13 +148,9 @@ class TorchLoader(EpochLoader):
                 "prefetch_factor": max(-(-self.settings.batches_ahead // self.workers), 1),
             }
         return DataLoader(
-            _Keyed(self.dataset, self.settings, self._wanted()),
-            batch_sampler=self._keys,
-            collate_fn=_collated,
-            generator=self._generator,
-            pin_memory=self._feed is not None,
-            **parallel,
-        )
+            _Keyed(self.dataset, self.settings, self._wanted()), batch_sampler=self._keys, collate_fn=_collated,
+            generator=self._generator, pin_memory=self._feed is not None, **parallel,
+        )  # fmt: skip
 
     def _release(self) -> None:
         loader, self._loader = self._loader, None
@@ -171,9 +160,8 @@ class TorchLoader(EpochLoader):
 
 
 def _end_workers(iterator: Any) -> None:
-    """End the workers of a DataLoader's iterator, after a short grace period. A worker checks whether to exit only
-    between batches. torch would wait up to 5 s for each worker that decodes large photos or is still importing, one
-    after the other."""
+    """End the workers of a DataLoader's iterator, after a short grace period: one checks whether to exit only between
+    batches, and torch would wait up to 5 s for each, one after the other."""
     if getattr(iterator, "_worker_pids_set", False):  # or torch would report a terminated worker as a failure
         _remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
@@ -195,9 +183,8 @@ def _terminate(workers: list[Any]) -> None:
 
 @contextmanager
 def _interrupts_kept_from_new_processes() -> Iterator[None]:
-    """Start processes inside this context so that they ignore Ctrl-C; this process receives it after the block. A
-    worker imports for seconds before `_leave_interrupts_to_the_parent` runs. If it were interrupted there, it would
-    print a traceback and exit, and torch would raise a RuntimeError in the parent, before its KeyboardInterrupt."""
+    """Start processes in this context that ignore Ctrl-C; this one receives it after the block. A worker that is still
+    importing would exit with a traceback, and torch raise a RuntimeError before the KeyboardInterrupt."""
     resource_tracker.ensure_running()  # multiprocessing's; starting it unblocks interrupts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by new processes
     try:
@@ -207,11 +194,10 @@ def _interrupts_kept_from_new_processes() -> Iterator[None]:
 
 
 def _leave_interrupts_to_the_parent(worker: int) -> None:  # noqa: ARG001 — DataLoader passes its index
-    """Ignore Ctrl-C, which the terminal sends to all processes: the parent ends the workers. A worker that exits by
-    itself may hang on its full queue; the parent would wait 5 s before it terminates it. A parent that was interrupted
-    while it received a batch closes the connection to the worker's feeder thread, which would print a traceback."""
+    """Ignore Ctrl-C, which the terminal sends to all processes: the parent ends the workers, and would wait 5 s for one
+    that exits by itself and hangs on its full queue."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.excepthook = _all_but_hung_up
+    sys.excepthook = _all_but_hung_up  # an interrupted parent closes the connection to the feeder thread
 
 
 def _all_but_hung_up(
@@ -223,9 +209,8 @@ def _all_but_hung_up(
 
 
 class _Keyed(Dataset[Any]):
-    """The data set, indexed by (epoch, sample): torch's random numbers are seeded by that pair and the seed. A sample
-    that cannot be loaded is returned as an error. Takes 3 µs per sample in a worker process, 2 % of loading a CIFAR-10
-    image; this is the baseline."""
+    """The data set, indexed by (epoch, sample): torch's random numbers are seeded by that pair and the seed (3 µs of a
+    worker's time, 2 % of a CIFAR-10 image). A sample that cannot be loaded is returned as an error."""
 
     def __init__(self, dataset: Any, settings: LoaderOptions, wanted: str) -> None:
         self._wanted, self._samples = wanted, len(dataset)
@@ -263,10 +248,8 @@ class _Keyed(Dataset[Any]):
             return failure
 
     def _be_at(self, epoch: int, index: int) -> None:
-        torch.default_generator.manual_seed(
-            (self._seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9 + index * 0x94D049BB133111EB)
-            % 2**64
-        )
+        mixed = self._seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9 + index * 0x94D049BB133111EB
+        torch.default_generator.manual_seed(mixed % 2**64)
 
 
 def _mirrored(sample: Any, masks: bool) -> Any:
@@ -296,8 +279,8 @@ def _describe_error(error: Exception) -> str:
 
 @contextmanager
 def _main_module_hidden(dataset: Any) -> Iterator[None]:
-    """Keep spawned workers from running the user's script again; they only need its classes. multiprocessing re-imports
-    `__main__` by its `__file__`, so a script without a main guard would start over in every worker."""
+    """Keep spawned workers from running the user's script again: multiprocessing re-imports `__main__` by its
+    `__file__`, so one without a main guard would start over in every worker."""
     main = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
     if type(dataset).__module__ == "__main__" or path is None or getattr(main, "__spec__", None):

@@ -98,8 +98,6 @@ PathText = Annotated[
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a config."""
-
     name: str
     owner: type[Config]  # the class that declares it
     field: dataclasses.Field[Any]
@@ -144,7 +142,6 @@ class Option:
 
     @property
     def in_plan(self) -> bool:
-        """Whether the plan prints `name=value` for another value than the default."""
         return IN_WORDS not in self.marks
 
     @property
@@ -160,8 +157,7 @@ class Option:
         return plain(value)
 
     def check(self, value: Any, given: Any) -> None:
-        """Raise the owner's error for a value that is of none of its kinds, or that a `Check` rejects; `given` is what
-        the user wrote, for the message."""
+        """Raise the owner's error for a value that is not valid; `given` is what the user wrote, for the message."""
         if not any(kind.fits(value) for kind in self.kinds):
             errors = [mark.error for mark in self.marks if isinstance(mark, Raises)]
             raise (errors or [self.owner.error])[0](self.rejection(given))
@@ -170,7 +166,6 @@ class Option:
                 mark.check(self.name, value)
 
     def rejection(self, value: Any) -> str:
-        """Return the message for a value of none of its kinds."""
         kinds = [kind for kind in self.kinds if kind is not NONE]
         if all(kind.choices and kind is not FLAG for kind in kinds):
             return f"{self.name}={value!r:.80} is not known.{suggest(str(value), map(str, self.choices))}"
@@ -252,9 +247,8 @@ def _read(config: Any) -> dict[str, Option]:
     for name, (owner, source) in declared.items():
         if name in fields:
             hint = eval(source, vars(sys.modules[owner.__module__]), names_of(owner))
-            options[name] = Option(
-                name, owner, fields[name], tuple(_kinds(hint)), tuple(_marks(hint)), source, _listed(hint)
-            )
+            kinds, marks = tuple(_kinds(hint)), tuple(_marks(hint))
+            options[name] = Option(name, owner, fields[name], kinds, marks, source, _listed(hint))
     return options
 
 

@@ -5,8 +5,6 @@ What type checkers must find as text is written by `python -m drivetrain.common.
 passes on) and the comment `# end`.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib
@@ -29,8 +27,7 @@ R = TypeVar("R")
 
 
 def documented(*configs: type[Config]) -> Callable[[T], T]:
-    """Return a decorator that completes the docstring and the signature of a method or class that takes the options of
-    `configs` as keywords."""
+    """Return a decorator that completes docstring and signature of what takes the options of `configs` as keywords."""
 
     def complete(target: T) -> T:
         options = {name: option for config in configs for name, option in options_of(config).items()}
@@ -69,9 +66,8 @@ def built_from(
         def method(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
             if args:
                 first = next(iter(options_of(kind)))
-                raise PlanError(
-                    f"{kind.place} takes options by name, such as {first}=…, not {args[0]!r:.80}."
-                )
+                wrong = f"{kind.place} takes options by name, such as {first}=…, not {args[0]!r:.80}."
+                raise PlanError(wrong)
             return function(self, cast(C, kind.of({**defaults(self), **kwargs})))
 
         for name in ("__doc__", "__name__", "__module__", "__qualname__"):
@@ -83,15 +79,10 @@ def built_from(
 
 
 def _described(option: Option) -> str:
-    text = f"{option.name}: {option.help}. {option.details}".strip()
     return textwrap.fill(
-        text,
-        110,
-        initial_indent="    ",
-        subsequent_indent="        ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+        f"{option.name}: {option.help}. {option.details}".strip(), 110, initial_indent="    ",
+        subsequent_indent="        ", break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def _default(option: Option) -> Any:
@@ -99,7 +90,6 @@ def _default(option: Option) -> Any:
 
 
 def _type(option: Option) -> str:
-    """Return the text of an option's type, without what `Annotated` adds."""
     tree = _Plain(names_of(option.owner)).visit(ast.parse(option.source, mode="eval"))
     return ast.unparse(tree) + " | None" * (BY_CALLER in option.marks)
 
@@ -120,9 +110,7 @@ class _Plain(ast.NodeTransformer):
         return node
 
 
-_REGION = re.compile(
-    r"^( *)# (keywords|parameters|values) of (\w+)\n(.*?)^ *# end\n", re.MULTILINE | re.DOTALL
-)
+_REGION = re.compile(r"(?ms)^( *)# (keywords|parameters|values) of (\w+)\n(.*?)^ *# end\n")
 
 
 def complete_text(text: str, module: object) -> str:

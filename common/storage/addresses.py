@@ -1,8 +1,6 @@
 """What is at an address: requests by fsspec, with time limits and retries; ranges of a file's bytes; and files under an
 address, listed, read, written and removed, each complete or absent."""
 
-from __future__ import annotations
-
 import os
 import random
 import re
@@ -56,11 +54,8 @@ class MissingFileError(DataError):
 
 
 class Calls:
-    """What reads or writes at an address, a URL that fsspec knows: http, https, s3, gs, hf, …
-
-    `patience` is how many seconds the server may not answer; `advice` is the end of the message when requests have
-    failed; `options` are the file system's.
-    """
+    """What reads or writes at an address, a URL that fsspec knows: http, https, s3, gs, hf, … `patience` is how many
+    seconds the server may not answer; `advice` ends the message; `options` are the file system's."""
 
     def __init__(
         self,
@@ -82,7 +77,6 @@ class Calls:
             raise error(f"{address} cannot be read: {reason}. Pass an address or a path.") from reason
 
     def close(self) -> None:
-        """Do not repeat requests that fail from now on."""
         self._closed.set()
 
     def closed_within(self, seconds: float) -> bool:
@@ -90,10 +84,9 @@ class Calls:
 
     def _content(self, path: str) -> bytes | None:
         """Return the full content of a small file; None if it does not exist."""
-        try:
-            data: bytes = self._tried(lambda: self._call("cat_file", path))
-        except MissingFileError:
-            return None
+        data: bytes | None = None
+        with suppress(MissingFileError):
+            data = self._tried(lambda: self._call("cat_file", path))
         return data
 
     def _call(self, name: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
@@ -108,11 +101,8 @@ class Calls:
     def _tried(
         self, request: Callable[[], Any], wrong: Callable[[Any], str] = lambda _: "", *, doing: str = "read"
     ) -> Any:
-        """Return the result of a request.
-
-        It is repeated with growing pauses: for `patience` seconds while the server does not answer, and `ATTEMPTS`
-        times if it answers with an error of the request, or `wrong` has a complaint.
-        """
+        """Return the result of a request, repeated with growing pauses: for `patience` seconds while the server does
+        not answer, and `ATTEMPTS` times after an error of the request, or if `wrong` has a complaint."""
         wait, attempt = Wait(self.patience), 0
         while True:
             cause, lasting = None, True
@@ -220,7 +210,6 @@ class _Outages:
         self._lock = threading.Lock()
 
     def report(self, server: str, patience: float, reason: str) -> None:
-        """Print a line now and then, while requests to a server fail."""
         with self._lock:
             wait = self._waits.setdefault(server, Wait(patience))
             wait.report(lambda: f"{server} does not answer, its requests are repeated: {reason:.200}")
@@ -259,10 +248,8 @@ def _is_missing(error: FileNotFoundError) -> bool:
 
 
 class RemoteFolder(Calls):
-    """The files under the address of a store that can be written (s3, gs, …), by their names relative to it.
-
-    All methods raise errors of the class `error` if it cannot be read or written.
-    """
+    """The files under the address of a store that can be written (s3, gs, …), by their names relative to it. All
+    methods raise errors of the class `error` if it cannot be read or written."""
 
     def __init__(self, address: str, error: type[DrivetrainError]) -> None:
         protocol = address.partition("://")[0]
@@ -332,7 +319,6 @@ class RemoteFolder(Calls):
         return there is not None
 
     def probe(self) -> None:
-        """Raise an error unless files can be written here."""
         name = f".probe-{uuid.uuid4().hex}"
         self.write(name, b"")
         self.remove([name])

@@ -1,7 +1,5 @@
-"""Local copies of remote files: as long as the file, and filled with the blocks that have been requested.
-
-Their folder is made atomically, found again by the next job, and removed when it grows too large.
-"""
+"""Local copies of remote files, sparse, filled with the blocks that have been requested. Their folder is made
+atomically, found again by the next job, and removed when it grows too large."""
 
 from __future__ import annotations
 
@@ -47,21 +45,11 @@ _shared_lock = threading.Lock()
 
 @dataclass(frozen=True)
 class Remote:
-    """How files at an address are read.
-
-    Args:
-        cache: folder of the local copies. Default None: `remote` in `$DRIVETRAIN_DATA`, else in `~/.cache/drivetrain`.
-        cache_limit: GB that the folder may take on disk. Copies that nobody uses are removed, the least recently used
-            first. Default None: no limit.
-        patience: seconds that a server may not answer before that is an error. Default: five minutes.
-
-    Raises:
-        DataError: for an invalid value.
-    """
-
+    # Folder of the copies; None: `remote` in `$DRIVETRAIN_DATA`, else in `~/.cache/drivetrain`.
     cache: str | Path | None = None
+    # GB on disk; copies that nobody uses are removed, the least recently used first; None: no limit.
     cache_limit: float | None = None
-    patience: float = PATIENCE
+    patience: float = PATIENCE  # seconds that a server may not answer before that is an error
 
     def __post_init__(self) -> None:
         if not (self.cache is None or isinstance(self.cache, str | Path)):
@@ -74,12 +62,10 @@ class Remote:
 
 def local_copy(address: str, remote: Remote = Remote()) -> Path:
     """Return the local copy of a remote `.beton` file, still empty if it is new; reading it fetches what is missing.
-
-    The copy belongs to one version of the file, by its size and entity tag or time of change, and to one start of the
-    machine, because a crash may lose blocks that were marked as written. The manifest next to it is complete.
-    """
+    The manifest next to it is complete."""
     size, version = RemoteFile(address, remote.patience).facts()
     root = cache_folder() / "remote" if remote.cache is None else Path(remote.cache)
+    # Of one version of the file, and of one start of the machine: a crash may lose blocks marked as written.
     facts: dict[str, object] = {"address": address, "size": size, "version": version, "boot": _boot()}
     name = address.rstrip("/").rpartition("/")[2].partition("?")[0] or "data.beton"
     folder = root / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
@@ -166,7 +152,6 @@ def _remove_unused(facts: Path) -> bool:
 
 
 def _boot() -> str:
-    """Return the name of this start of the machine; "" where the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -185,12 +170,8 @@ def _threads() -> ThreadPoolExecutor:
 
 
 class Mirror:
-    """A sparse local copy, which several threads and processes may use and fill at the same time.
-
-    A block is fetched when it is first needed. A process locks it meanwhile (on Linux); another one that needs it waits
-    until it is there. A process that is killed leaves complete blocks only: a block is marked after it is written. It
-    keeps one descriptor: a data set may have thousands of files.
-    """
+    """A sparse local copy, which several threads and processes may use and fill at the same time. It keeps one
+    descriptor: a data set may have thousands of files."""
 
     def __init__(self, path: Path, patience: float | None = None) -> None:
         facts = json.loads((path.parent / FACTS).read_text())
@@ -248,8 +229,7 @@ class Mirror:
             for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
                 if not self._blocks[first:end].all():
                     missing.update((first + np.flatnonzero(self._blocks[first:end] == 0)).tolist())
-            for block in missing & self._pending.keys():
-                found.add(self._pending[block])
+            found.update(self._pending[block] for block in missing & self._pending.keys())
             for run in _runs(sorted(missing - self._pending.keys())):
                 self._pool = self._pool or _threads()
                 with interrupts_held():
@@ -279,7 +259,7 @@ class Mirror:
             while data:
                 written = os.pwrite(self.descriptor, data, start)
                 start, data = start + written, data[written:]
-            self._mark(run, 1)
+            self._mark(run, 1)  # after it is written, so that a killed process leaves complete blocks only
         except OSError as error:
             raise DataError(
                 f"The local copy of {self.address} cannot be written: {error.strerror or error}. Free space, or "
@@ -298,10 +278,8 @@ class Mirror:
 
     @contextmanager
     def _locked(self, run: range, source: RemoteFile) -> Iterator[None]:
-        """Keep other processes from fetching these blocks inside the block; wait for those that do, while they do.
-
-        The locks belong to this descriptor, and end with the process.
-        """
+        """Keep other processes from fetching these blocks inside the block; wait for those that do, while they do. The
+        locks belong to this descriptor, and end with the process."""
         if not hasattr(fcntl, "F_OFD_SETLK"):  # not Linux: each process fetches what it needs
             yield
             return

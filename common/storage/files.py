@@ -1,8 +1,5 @@
 """Write files atomically: temporary file, fsync, rename. Digests of files. Locks on open files and folders (flock),
-which the system releases when the process ends.
-"""
-
-from __future__ import annotations
+which the system releases when the process ends."""
 
 import fcntl
 import hashlib
@@ -78,24 +75,16 @@ def appears(path: Path, seconds: float) -> bool:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a binary file that appears at `path` when the block ends, and not at all if the block fails.
-
-    Threads and processes may write the same path concurrently: the last one to finish wins. A `DrivetrainError` names
-    `path` if it cannot be written.
-    """
+    """Open a binary file that appears at `path` when the block ends, and not at all if it fails. Of concurrent writers
+    the last one to finish wins. A `DrivetrainError` names `path` if it cannot be written."""
     with atomic_files(path) as (file,):
         yield file
 
 
 @contextmanager
 def atomic_files(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
-    """Open binary files that appear at `paths`, in that order, when the block ends, and not at all if the block fails.
-
-    They are in one folder; the last one names the set, in errors and for the lock. All files are complete and on disk
-    before the first rename. A lock serializes the renames of concurrent writers, so their files are never mixed. Only a
-    process killed between two renames leaves new files next to old ones: readers must verify that the files belong
-    together.
-    """
+    """Open binary files in one folder that appear in that order when the block ends, and not at all if it fails; the
+    last one names the set. A process killed between two renames leaves new files next to old ones: readers verify."""
     with ExitStack() as stack:
         partials = []
         for path in paths:
@@ -103,11 +92,11 @@ def atomic_files(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
                 partials.append(stack.enter_context(_partial_file(path)))
         with _failure_names(paths[-1]):
             yield tuple(file for _, file in partials)
-        for path, (_, file) in zip(paths, partials, strict=True):
+        for path, (_, file) in zip(paths, partials, strict=True):  # all on disk before the first rename
             with _failure_names(path):
                 file.flush()
                 os.fsync(file.fileno())
-        if len(paths) > 1:
+        if len(paths) > 1:  # the files of concurrent writers are never mixed
             with _failure_names(paths[-1]):
                 stack.enter_context(_turn(paths[-1]))
         for path, (temporary, _) in zip(paths, partials, strict=True):
@@ -119,7 +108,6 @@ def atomic_files(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
 
 @contextmanager
 def _failure_names(path: Path) -> Iterator[None]:
-    """Convert an `OSError` in the block to a `DrivetrainError` that names `path`."""
     try:
         yield
     except OSError as error:
@@ -128,11 +116,8 @@ def _failure_names(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _partial_file(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """Open a temporary file next to `path`, under a unique name; remove it at the end.
-
-    Its writer holds a lock on it, which the system releases when the process ends. An unlocked temporary file was
-    therefore left by a killed writer, and is removed here.
-    """
+    """Open a temporary file next to `path`, under a unique name; remove it at the end. Its writer holds a lock on it:
+    an unlocked one was left by a killed writer, and is removed here."""
     _remove_leftovers(path)
     while True:
         temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")

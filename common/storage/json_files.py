@@ -1,7 +1,5 @@
 """Read JSON files of ours: their values are checked against a type, and an error names file, field and remedy."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import TypeVar
@@ -14,13 +12,11 @@ T = TypeVar("T")
 
 
 class ShapeError(ValueError):
-    """A value of another type than its field; the message, such as "its step: expected `int`, got `str`", continues a
-    sentence."""
+    """A value of a wrong type; the message, such as "its step: expected `int`, got `str`", continues a sentence."""
 
 
 def convert(value: object, shape: type[T]) -> T:
-    """Return plain JSON values as a `shape`: a dataclass, a TypedDict, a `msgspec.Struct`, or a type of these. A
-    ShapeError names the first field that does not fit."""
+    """Return JSON values as a `shape`, a type of msgspec; a ShapeError names the first field that does not fit."""
     try:
         return msgspec.convert(value, shape)
     except msgspec.ValidationError as error:
@@ -40,11 +36,10 @@ def parse(text: bytes, shape: type[T]) -> T:
 
 
 def read(path: Path, shape: type[T], error: type[DrivetrainError], remedy: str) -> T:
-    """Return the content of a JSON file as a `shape`; an `error` names the file, the field and the `remedy`, a
-    sentence. A missing file is a FileNotFoundError."""
+    """Return a JSON file's content as a `shape`; an `error` names the file, the field and the `remedy`, a sentence."""
     try:
         return parse(path.read_bytes(), shape)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError):  # what that means, the caller knows
         raise
     except ShapeError as reason:
         raise error(f"{path} is damaged: {reason}. {remedy}") from None

@@ -82,21 +82,12 @@ def advise(
         trials.run(budget)
     memory = machine.free_memory()
     return Advice(
-        source=str(source),
-        images=data.images,
-        sampled=len(kept[0].sizes),
-        unusable=tried - len(kept[0].sizes),
-        image_size=size,
-        workers=threads,
-        memory=memory,
-        disk=trials.bandwidth(),
-        scratch=str(folder.parent),
-        rounds=trials.rounds,
-        seconds=perf_counter() - begin,
-        wanted=wanted,
+        source=str(source), images=data.images, sampled=len(kept[0].sizes), unusable=tried - len(kept[0].sizes),
+        image_size=size, workers=threads, memory=memory, disk=trials.bandwidth(), scratch=str(folder.parent),
+        rounds=trials.rounds, seconds=perf_counter() - begin, wanted=wanted,
         rows=by_loss([trials.row(file, data.images, memory) for file in kept]),
         left_out=[file.name for file in others],
-    )
+    )  # fmt: skip
 
 
 class _Budget(Budget):
@@ -215,22 +206,12 @@ class _Trials:
         return float(np.median(rates)) if rates else None
 
     def row(self, file: Converted, images: int, memory: float) -> Row:
-        """Return a format's measurements, for a data set with this number of images."""
         loader, disk = Rate.of(self._rates[file.path, self._threads]), self._disk[file.path]
         cold = Rate.of(disk) if disk else None
         size = float(file.sizes.mean()) * images
         rate, bottleneck = bound(loader.median, cold.median if cold else None, size, memory)
         return Row(
-            name=file.name,
-            options=file.options,
-            bytes_per_image=float(file.sizes.mean()),
-            size=size,
-            pixels=file.pixels,
-            reencoded=file.reencoded,
-            one_worker=Rate.of(self._rates[file.path, 1]),
-            all_workers=loader,
-            disk=cold,
-            rate=rate,
-            bottleneck=bottleneck,
-            fits=size <= memory,
-        )
+            name=file.name, options=file.options, bytes_per_image=float(file.sizes.mean()), size=size,
+            pixels=file.pixels, reencoded=file.reencoded, one_worker=Rate.of(self._rates[file.path, 1]),
+            all_workers=loader, disk=cold, rate=rate, bottleneck=bottleneck, fits=size <= memory,
+        )  # fmt: skip

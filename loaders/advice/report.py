@@ -55,8 +55,7 @@ class Row:
 
 def bound(loader: float, disk: float | None, size: float, memory: float) -> tuple[float, str]:
     """Return the images per second from the second epoch on, and the bottleneck, from the rates of loader and disk
-    (None if unknown) and bytes. A data set that fits into the free memory is read from disk only once. Of a larger one,
-    the system forgets images before they are used again, so every epoch reads from disk."""
+    (None if unknown) and bytes. A data set that does not fit into the free memory is read in every epoch."""
     if size <= memory or disk is None or disk >= loader:
         return loader, "CPU"
     return disk, "disk"
@@ -68,8 +67,7 @@ def by_loss(rows: Sequence[Row]) -> list[Row]:
 
 
 def choose(rows: Sequence[Row], wanted: float | None) -> Row:
-    """Return the row with the smallest loss that reaches `wanted` images per second; if there is none, or None is
-    wanted, the fastest. `rows` are in order of their loss."""
+    """Return the first row, in order of their loss, that reaches `wanted` images per second; else the fastest."""
     enough = (row for row in rows if wanted is not None and row.rate >= wanted)
     return next(enough, None) or max(rows, key=lambda row: row.rate)
 
@@ -175,13 +173,11 @@ def _sentences(rows: Sequence[Row], wanted: float | None, memory: float, known: 
                 "from it (--wanted)."
             )
     elif row.rate >= wanted:
-        said = [
-            f"{what} loses the least quality of the formats that reach {_count(wanted)} images/s: {_count(row.rate)}."
-        ]
+        reach = f"of the formats that reach {_count(wanted)} images/s: {_count(row.rate)}"
+        said = [f"{what} loses the least quality {reach}."]
         if row is not first:
-            said.append(
-                f"'{first.name}' reaches {_count(first.rate)}: there the {first.bottleneck} is the bottleneck."
-            )
+            slower = f"'{first.name}' reaches {_count(first.rate)}"
+            said.append(f"{slower}: there the {first.bottleneck} is the bottleneck.")
     else:
         more = f"Use a faster disk, or {bytes_text(row.size)} of free memory"
         if row.bottleneck == "CPU":
@@ -194,10 +190,8 @@ def _sentences(rows: Sequence[Row], wanted: float | None, memory: float, known: 
             if known
             else "and the speed of its disk is unknown (--scratch)"
         )
-        needs = (
-            f"The data set ({bytes_text(row.size)}) does not fit into the free memory ({bytes_text(memory)})"
-        )
-        said.append(f"{needs}, {result}.")
+        memory_text = f"the free memory ({bytes_text(memory)})"
+        said.append(f"The data set ({bytes_text(row.size)}) does not fit into {memory_text}, {result}.")
     return said
 
 
@@ -206,7 +200,6 @@ def _count(rate: float) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """Return a number of bytes with a unit, and about three digits."""
     for unit in ("bytes", "KB", "MB", "GB"):
         if size < 999.5:
             return f"{size:.0f} {unit}" if size >= 99.5 or unit == "bytes" else f"{size:.3g} {unit}"

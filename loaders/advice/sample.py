@@ -24,10 +24,8 @@ from ..conversion.folders import EXTENSIONS, files_below
 from ..ffcv_loader import FFCVLoader
 from ..image_size import ImageSize
 
-_KEPT = (
-    "copied unchanged",
-    "recoded losslessly as baseline",
-)  # treatments of `convert` that keep a JPEG's pixels
+# Treatments of `convert` that keep a JPEG's pixels.
+_KEPT = ("copied unchanged", "recoded losslessly as baseline")
 _USUAL = 224  # the image size that the sides in `formats` are usual for; for other sizes they are scaled
 _SAME = 0.05  # formats whose mean numbers of pixels differ by less than this fraction are not both measured
 
@@ -55,8 +53,6 @@ class Sample:
 
 @dataclass(frozen=True)
 class DataSet:
-    """Images by number."""
-
     images: int
     raw: bool  # whether all are stored as raw pixels
     get: Callable[[int], Any]
@@ -116,8 +112,6 @@ def formats(data: DataSet, side: int) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Converted:
-    """A sample in one format."""
-
     path: Path
     options: dict[str, Any]  # of `convert`
     pointers: NDArray[np.uint64]
@@ -187,9 +181,8 @@ def loading_rate(
 
 
 def disk_rate(file: Converted, threads: int, seconds: float, seed: int) -> float | None:
-    """Return the images per second that threads read from disk, one by one in random order, within about `seconds`.
-    Each thread reads at least one. None if the system does not drop a file from memory, or does not report whether it
-    has done so: then it cannot be measured."""
+    """Return the images per second that threads read from disk, one by one in random order, within about `seconds`;
+    None if the system does not drop a file from memory, or does not report whether it has."""
     if not hasattr(os, "posix_fadvise") or not hasattr(os, "RWF_NOWAIT"):
         return None  # macOS
     places = list(zip(file.pointers.tolist(), file.sizes.tolist(), strict=True))
@@ -221,8 +214,6 @@ def _in_memory(descriptor: int, place: int) -> bool:
     """Return whether a byte of a file is in memory; True if the file system cannot tell."""
     try:
         os.preadv(descriptor, [bytearray(1)], place, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)
     return True

@@ -1,7 +1,5 @@
 """One or several `.beton` files, read as one data set: their samples one after the other."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -22,11 +20,8 @@ Indices = NDArray[np.int64]
 
 
 class BetonFiles:
-    """The samples of several files with the same fields and classes, numbered through in the files' order.
-
-    fields, targets, classes, channels, depth and label_name are as `Beton`'s, the same in all files; the arrays of all
-    samples, `(N,)`, too.
-    """
+    """The samples of several files with the same fields and classes, numbered through in the files' order. What it
+    shares with `Beton` is the same in all files, or the arrays of all samples, `(N,)`."""
 
     def __init__(self, files: Files, betons: list[Beton]) -> None:
         self.files, self.name = tuple(betons), str(files)
@@ -89,24 +84,20 @@ class BetonFiles:
         return found
 
     def prefetch(self, indices: Indices) -> None:
-        """See `Beton.prefetch`."""
         if self.remote or self.exceeds_memory:
             for one, _, own in self._by_file(indices):
                 one.prefetch(own, local=self.exceeds_memory)
 
     def prepare(self, indices: Indices) -> None:
-        """See `Beton.prepare`."""
         if self.remote:
             for one, _, own in self._by_file(indices):
                 one.prepare(own)
 
     def are_unchanged(self, indices: Indices, images: NDArray[np.uint32]) -> bool:
-        """See `Beton.are_unchanged`."""
         return all(one.are_unchanged(own, images[at]) for one, at, own in self._by_file(indices))
 
     @cached_property
     def remote(self) -> bool:
-        """Whether a file is the copy of one at an address."""
         return any(one.file.mirror is not None for one in self.files)
 
     @cached_property
@@ -143,9 +134,8 @@ class BetonFiles:
             yield self.files[number], at, indices[at] - self.starts[number]
 
     def _joined(self, values: Callable[[Beton], Any]) -> NDArray[Any]:
-        """Return an array of all files; that of a single file is not copied."""
         arrays = [values(one) for one in self.files]
-        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)  # a single one is not copied
 
     def _check(self) -> None:
         first = self.files[0]
@@ -163,17 +153,13 @@ class BetonFiles:
                     )
         for before, one in itertools.pairwise(self.files):
             if not _follows(one.manifest.get("shard"), before.manifest):
-                raise BetonError(
-                    f"{one.path} does not follow {before.path}: they are from different conversions. Convert the data "
-                    "again."
-                )
+                wrong = f"{one.path} does not follow {before.path}: they are from different conversions."
+                raise BetonError(f"{wrong} Convert the data again.")
 
 
 def _follows(shard: Any, before: dict[str, Any]) -> bool:
-    """Return whether a file is what the conversion wrote after the file with the manifest `before`.
-
-    True if that is not known: for other files, and where files between the two were left out.
-    """
+    """Return whether the conversion wrote a file after the one with the manifest `before`. True if that is not known:
+    for other files, and where files between the two were left out."""
     known = isinstance(shard, dict) and isinstance(before.get("shard"), dict)
     return not known or shard["number"] != before["shard"]["number"] + 1 or shard["follows"] == before["seal"]
 
@@ -188,11 +174,8 @@ def _brief(value: object) -> str:
 
 
 def open_files(source: Source, remote: Remote = Remote()) -> BetonFiles:  # noqa: B008  frozen
-    """Open a data source: a `.beton` file, a pattern such as `train-{000..127}.beton`, or several with weights.
-
-    Each file takes a descriptor as long as it is open. Where the process may not have so many, its limit (the soft one)
-    is raised until the files are closed.
-    """
+    """Open a data source: a `.beton` file, a pattern such as `train-{000..127}.beton`, or several with weights. Each
+    takes a descriptor: where needed, the process's soft limit is raised until they are closed."""
     files = files_of(source)
     with more_descriptors(len(files.names)) as keep:
         opened = BetonFiles(files, in_threads(lambda name: open_beton(name, remote), files.names))

@@ -1,7 +1,5 @@
 """Images of one, three or four channels with 8 or 16 bits: Pillow's names for them, and their pixels as arrays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -40,11 +38,8 @@ def is_wide(image: Image.Image) -> bool:
 
 def image_pixels(image: Any, mode: str, wide: bool | None = None) -> tuple[NDArray[Any], str]:
     """Return an image's pixels, `(H, W)` or `(H, W, C)` of uint8 or little-endian uint16, and what was done to it.
-
-    It is Pillow's; or an array or tensor `(H, W)`, `(H, W, C)` or `(C, H, W)`. Channels of 8 bits are converted to the
-    `mode`; bits are never dropped or added. `wide`: of a Pillow image that was loaded, what `is_wide` returned before.
-    """
-    channels, depth = MODES[mode]
+    `wide`: of a Pillow image that was loaded, what `is_wide` returned before."""
+    channels, depth = MODES[mode]  # 8-bit channels are converted to these; bits are never dropped or added
     if isinstance(image, Image.Image):
         if (is_wide(image) if wide is None else wide) != (depth == 16):
             bits = "8 bits" if depth == 16 else "more than 8 bits"

@@ -30,8 +30,6 @@ _MASKS = 200  # masks that `inspect` decodes at most, to count the pixels of eac
 
 @dataclass(frozen=True)
 class Spread:
-    """The distribution of a quantity over all samples."""
-
     smallest: float
     median: float
     mean: float
@@ -42,21 +40,17 @@ class Spread:
         return cls(float(values.min()), float(np.median(values)), float(values.mean()), float(values.max()))
 
     def __str__(self) -> str:
-        return (
-            f"{self.smallest:,.0f} to {self.largest:,.0f}, median {self.median:,.0f}, mean {self.mean:,.0f}"
-        )
+        ends = f"{self.smallest:,.0f} to {self.largest:,.0f}"
+        return f"{ends}, median {self.median:,.0f}, mean {self.mean:,.0f}"
 
 
 @dataclass(frozen=True)
 class MaskPixels:
-    """The classes in some masks."""
-
     masks: int  # number of masks whose pixels were counted, at most 200, taken evenly from the file
     damaged: int  # number of masks that could not be decoded, besides these
     classes: dict[str, int]  # name, or index if there is none, to the number of its pixels, in label order
 
     def lines(self, name: str, samples: int) -> list[str]:
-        """Return them as lines of text, for the field `name` of a file with so many samples."""
         of = f"all {samples:,}" if self.masks == samples else f"{self.masks:,} of {samples:,}"
         damaged = f", {self.damaged:,} cannot be decoded (see: drivetrain verify)" if self.damaged else ""
         every, shown = sum(self.classes.values()), list(self.classes.items())
@@ -65,7 +59,6 @@ class MaskPixels:
 
 
 def _listed(entries: list[str]) -> list[str]:
-    """Return an indented line for each of the first entries, and how many more there are."""
     more = [f"… and {len(entries) - 20} more"] if len(entries) > 20 else []
     return [f"    {entry}" for entry in entries[:20] + more]
 
@@ -168,7 +161,6 @@ def inspect(path: str | Path) -> Inspection:
 
 
 def _mask_pixels(beton: Beton, name: str) -> MaskPixels:
-    """Count the pixels of each class in masks taken evenly from the file."""
     chosen = np.linspace(0, len(beton) - 1, min(_MASKS, len(beton))).round().astype(int).tolist()
     counts, damaged = np.zeros(1 << 16, dtype=np.int64), 0
     for number in chosen:
@@ -333,10 +325,8 @@ def _label_text(beton: Beton, number: int) -> str:
 
 
 def _with_targets(beton: Beton, number: int) -> Image.Image:
-    """Return a sample's image with its masks in half-transparent colors, boxes as frames, and keypoints as dots.
-
-    In RGB: of 16 bits the upper 8, of four channels the first three.
-    """
+    """Return a sample's image in RGB (of 16 bits the upper 8, of four channels the first three) with its masks in
+    half-transparent colors, boxes as frames, and keypoints as dots."""
     pixels = beton.pixels(number)
     levels = pixels if beton.depth == 8 else (pixels >> 8).astype(np.uint8)
     levels = np.ascontiguousarray(levels[..., :3]) if levels.ndim == 3 else levels

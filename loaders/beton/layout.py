@@ -46,8 +46,6 @@ _METADATA = {"float": np.dtype("<f8"), "int": np.dtype("<i8"), "rgb_image": IMAG
 
 @dataclass(frozen=True)
 class Field:
-    """One field of every sample."""
-
     name: str  # ASCII, at most 16 characters
     kind: str
     dtype: np.dtype[Any] = np.dtype("u1")  # noqa: RUF009 — dtypes are immutable; only ndarrays use it and the shape
@@ -55,7 +53,6 @@ class Field:
 
     @property
     def nbytes(self) -> int:
-        """Length of an ndarray's data, in bytes."""
         return self.dtype.itemsize * prod(self.shape)
 
     @property
@@ -93,9 +90,8 @@ class Field:
         if field.kind == "ndarray":
             return cls(field.name, field.kind, *_array_arguments(row["arguments"]))
         if row["arguments"].any():
-            raise ValueError(
-                f"the {field.kind} field {field.name!r} has arguments, which this kind does not take"
-            )
+            wrong = f"the {field.kind} field {field.name!r} has arguments, which this kind does not take"
+            raise ValueError(wrong)
         return field
 
 
@@ -137,8 +133,6 @@ def tables_end(samples: int, fields: Sequence[Field]) -> int:
 
 @dataclass(frozen=True)
 class Column:
-    """One field of all samples."""
-
     field: Field
     values: NDArray[Any]  # `(N,)`, its metadata: the numbers themselves, or where the data is
     pointers: NDArray[np.uint64]  # `(N,)`, the position of each value's data; empty for numbers
@@ -176,15 +170,13 @@ def _read_fields(path: Path, header: Any) -> tuple[list[Field], Field, Field]:
     count = int(header["num_fields"])
     descriptors = np.fromfile(path, dtype=FIELD, count=count, offset=HEADER.itemsize)
     if len(descriptors) < count:
-        raise BetonError(
-            f"{path} is truncated: it ends within its {count} field descriptors. Convert the data again."
-        )
+        wrong = f"it ends within its {count} field descriptors"
+        raise BetonError(f"{path} is truncated: {wrong}. Convert the data again.")
     try:
         fields = [Field.from_descriptor(row) for row in descriptors]
     except ValueError as error:
-        raise BetonError(
-            f"{path}: one of its {count} field descriptors is invalid: {error}. Convert the data again."
-        ) from None
+        wrong = f"one of its {count} field descriptors is invalid: {error}"
+        raise BetonError(f"{path}: {wrong}. Convert the data again.") from None
     image, label = image_field(fields), label_field(fields)
     if image is None or label is None or len({field.name for field in fields}) < count:
         raise BetonError(
@@ -292,9 +284,8 @@ def _match_allocations(path: Path, fields: list[Field], rows: Any, table: Any) -
             pointers, filled = values["ptr"].copy(), values["size"] > 0
             empties += ~filled
             if not np.isin(pointers[~filled], empty["ptr"]).all():
-                raise BetonError(
-                    f"{path}: an empty value of {field.name!r} points to data that was never written."
-                )
+                wrong = f"an empty value of {field.name!r} points to data that was never written"
+                raise BetonError(f"{path}: {wrong}.")
         else:
             pointers = (values if field.kind == "ndarray" else values["data_ptr"]).copy()
             filled = np.ones(len(rows), dtype=bool)
@@ -335,9 +326,8 @@ def _check_sizes(path: Path, field: Field, values: Any, sizes: NDArray[np.uint64
         if field.kind == "rgb_image":
             row = values[sample]
             content = f"mode {row['mode']}, {row['width']} × {row['height']} pixels"
-        raise BetonError(
-            f"{path}: sample {sample} has {content} in {sizes[sample]} bytes, which is impossible."
-        )
+        reason = f"sample {sample} has {content} in {sizes[sample]} bytes, which is impossible"
+        raise BetonError(f"{path}: {reason}.")
 
 
 def check_numbers(path: Path, column: Column, classes: int) -> None:

@@ -6,8 +6,6 @@ read. So a conversion killed between its two renames, or a file copied without i
 data set's class names with another's pixels.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import zlib

@@ -1,8 +1,5 @@
-"""A file kept open for reading, which other programs may truncate or replace in the meantime.
-
-It is read with `pread`, not through a memory map: reading a mapped file that has been truncated kills the process
-(SIGBUS).
-"""
+"""A file kept open for reading, which other programs may truncate or replace meanwhile: read with `pread`, because
+reading a mapped file that has been truncated kills the process (SIGBUS)."""
 
 from __future__ import annotations
 
@@ -25,14 +22,11 @@ class ChangedError(BetonError):
 
 
 class OpenFile:
-    """A file that is open as long as this object is referenced. It stays readable if it is replaced by renaming.
-
-    A copy, or an object unpickled in another process, reopens the file by name; it must still be the same file.
-    `patience`: seconds that the server of a remote file may not answer; see `remote.cache.Remote`.
-    """
+    """A file that is open, and readable though it be replaced, as long as this object is referenced. A copy, or an
+    object unpickled in another process, reopens it by name; it must still be the same file."""
 
     def __init__(self, path: Path, patience: float | None = None) -> None:
-        self.path, self._patience = path, patience
+        self.path, self._patience = path, patience  # seconds; see `Remote`
         self.mirror = Mirror.at(path, patience)  # the remote file that this one is a copy of
         if self.mirror is None:
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # for `pread`; never seek in it
@@ -47,7 +41,6 @@ class OpenFile:
         return _opened_again, (self.path, self.identity, self._patience)
 
     def __len__(self) -> int:
-        """Return the length in bytes when the file was opened."""
         return self.identity[2]
 
     def __getitem__(self, part: slice) -> NDArray[np.uint8]:
@@ -66,7 +59,6 @@ class OpenFile:
                 ) from None
 
     def require_size(self) -> None:
-        """Raise `ChangedError` if the file's length has changed."""
         now = os.fstat(self.descriptor).st_size
         if now != len(self):
             raise ChangedError(
@@ -82,8 +74,7 @@ class OpenFile:
             )
 
     def fetch(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> None:
-        """Return when the `sizes` bytes from each of `starts` `(n,)` are on this machine: at once unless it copies a
-        remote file."""
+        """Return when the `sizes` bytes from each of `starts` `(n,)` are on this machine; see `Mirror.fetch`."""
         if self.mirror is not None:
             self.mirror.fetch(starts, sizes)
 

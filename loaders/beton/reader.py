@@ -296,8 +296,8 @@ class Beton:
 
 
 def count_classes(names: Sequence[str], labels: NDArray[Any]) -> int:
-    """Return the number of classes, which is the width of a model's output: that of the names, if there are any; else
-    of integers `(N,)` the largest one plus one, of floats (targets) 1, of vectors `(N, K)` K."""
+    """Return the width of a model's output: the number of names, if there are any; else of integers `(N,)` the largest
+    one plus one, of floats (targets) 1, of vectors `(N, K)` K."""
     if names:
         return len(names)
     if labels.ndim > 1:
@@ -374,19 +374,9 @@ def _open(path: Path, patience: float) -> Beton:
         modes = np.full(len(image.values), MODE_RAW, dtype=np.uint8)
         heights, widths = (np.full(len(modes), side, dtype=np.uint16) for side in field.shape[:2])
     return Beton(
-        path=path,
-        file=file,
-        image_name=field.name,
-        channels=3 if field.kind == "rgb_image" else (*field.shape, 1)[2],
-        depth=8 * field.dtype.itemsize,
-        modes=modes,
-        widths=widths,
-        heights=heights,
-        pointers=image.pointers,
-        sizes=image.sizes,
-        columns=columns,
-        label_name=label.name,
-        page_size=int(header["page_size"]),
-        manifest=manifest,
-        checksums=checksums,
-    )
+        path=path, file=file, image_name=field.name,
+        channels=3 if field.kind == "rgb_image" else (*field.shape, 1)[2], depth=8 * field.dtype.itemsize,
+        modes=modes, widths=widths, heights=heights, pointers=image.pointers, sizes=image.sizes,
+        columns=columns, label_name=label.name, page_size=int(header["page_size"]),
+        manifest=manifest, checksums=checksums,
+    )  # fmt: skip

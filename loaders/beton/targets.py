@@ -4,8 +4,6 @@ A mask is a PNG file in a bytes field; boxes and keypoints are lists of numbers 
 fields, and every image viewer shows a mask. Which fields are targets is in the manifest.
 """
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib
@@ -43,12 +41,9 @@ def check_targets(targets: Mapping[Any, Any], kinds: Mapping[str, str]) -> dict[
 
 
 def palette() -> NDArray[np.uint8]:
-    """Return a color for each class index, `(256, 3)`: those of PASCAL VOC.
-
-    Three times, the lowest three bits of the index give the next lower bit of red, green and blue.
-    """
+    """Return a color for each class index, `(256, 3)`: those of PASCAL VOC."""
     indices, colors = np.arange(256)[:, None], np.zeros((256, 3), dtype=np.int64)
-    for bit in range(8):
+    for bit in range(8):  # the index's lowest three give the next lower ones of red, green and blue
         colors |= ((indices >> (3 * bit) >> np.arange(3)) & 1) << (7 - bit)
     return colors.astype(np.uint8)
 
@@ -63,9 +58,8 @@ def encode_mask(indices: NDArray[Any]) -> bytes:
         raise ValueError(f"it is {indices.dtype} of shape {indices.shape}; expected integers of shape (H, W)")
     smallest, largest = int(indices.min()), int(indices.max())
     if smallest < 0 or largest > 0xFFFF:
-        raise ValueError(
-            f"it has the class index {smallest if smallest < 0 else largest}; expected 0 to 65535"
-        )
+        wrong = smallest if smallest < 0 else largest
+        raise ValueError(f"it has the class index {wrong}; expected 0 to 65535")
     buffer, options = io.BytesIO(), {}
     if largest <= 255:
         image = Image.fromarray(np.ascontiguousarray(indices, dtype=np.uint8))
@@ -78,11 +72,8 @@ def encode_mask(indices: NDArray[Any]) -> bytes:
 
 
 def decode_mask(data: bytes, height: int, width: int, rows: int | None = None) -> NDArray[Any]:
-    """Return the class indices of a mask's PNG file, `(height, width)` uint8 or uint16, read-only.
-
-    Grey and palette PNGs are read, of other programs too. Each chunk's CRC-32 is checked, and the size before pixels
-    are decoded. With `rows`, the later ones may be missing from the result: what a crop does not need takes time, too.
-    """
+    """Return the class indices of a mask's PNG file, grey or palette, `(height, width)` uint8 or uint16, read-only.
+    With `rows`, the later ones may be missing: what a crop does not need takes time, too."""
     size, bits, color, lines = _header(data)
     if (bits, color) not in _INDICES:
         what = f"{_COLORS.get(color, f'of color type {color}')} with {bits} bits"
@@ -105,9 +96,7 @@ def decode_mask(data: bytes, height: int, width: int, rows: int | None = None) -
 
 def _unfiltered(lines: list[memoryview], rows: int, width: int) -> NDArray[np.uint8] | None:
     """Return the first rows of an image whose lines have no filter, as `encode_mask` writes them; None for others.
-
-    Takes half of Pillow's time, most of which is not spent on decoding.
-    """
+    Takes half of Pillow's time, most of which is not spent on decoding."""
     size = rows * (1 + width)  # a line begins with its filter
     decoder = zlib.decompressobj()
     try:
@@ -123,10 +112,8 @@ def _unfiltered(lines: list[memoryview], rows: int, width: int) -> NDArray[np.ui
 
 
 def nearest_places(before: int, after: int) -> NDArray[np.int64]:
-    """Return the index in the input of each output, `(after,)`, when `before` pixels are resized to the nearest ones.
-
-    With PyTorch's rounding: the product with the scale is in float32, and truncated.
-    """
+    """Return each output's index in the input, `(after,)`, of `before` pixels resized to the nearest, with PyTorch's
+    rounding: the product with the scale is in float32, and truncated."""
     places = np.arange(after, dtype=np.float32) * (np.float32(before) / np.float32(after))
     return np.minimum(places.astype(np.int64), before - 1)
 
@@ -177,10 +164,8 @@ def _header(data: bytes) -> tuple[tuple[int, int], int, int, list[memoryview]]:
 
 
 def coordinates(kind: str, values: Any) -> NDArray[Any]:
-    """Return boxes as `(n, 4)`, left, top, right, bottom; keypoints as `(n, 2)`, x, y; from lists of numbers, too.
-
-    `n` may be 0. Raise ValueError unless they are finite, and each box ends after it begins.
-    """
+    """Return boxes as `(n, 4)`, left, top, right, bottom; keypoints as `(n, 2)`, x, y; from lists, too; `n` may be 0.
+    Raise ValueError unless they are finite, and each box ends after it begins."""
     columns = _COLUMNS[kind]
     names = "left, top, right, bottom" if kind == "boxes" else "x, y"
     try:
@@ -198,7 +183,6 @@ def coordinates(kind: str, values: Any) -> NDArray[Any]:
         wrong = (array[:, 2:] < array[:, :2]).any(axis=1)
         if wrong.any():
             row = int(np.argmax(wrong))
-            raise ValueError(
-                f"box {row} is {array[row].tolist()}, which ends before it begins; expected {names}"
-            )
+            wrong_box = f"box {row} is {array[row].tolist()}, which ends before it begins"
+            raise ValueError(f"{wrong_box}; expected {names}")
     return array

@@ -1,7 +1,5 @@
-"""Conversion of a data set to a `.beton` file, or several, and its manifest.
-
-The fields are inferred from the first sample; then all are encoded in threads, and written in order.
-"""
+"""Conversion of a data set to a `.beton` file, or several, and its manifest. The fields are inferred from the first
+sample; then all are encoded in threads, and written in order."""
 
 from __future__ import annotations
 
@@ -225,17 +223,11 @@ def convert(
     with closing(encoded_samples(conversion, threads, progress)) as encoded:
         written = write_betons(outs, encoded, len(samples), conversion.fields, about)
     return ConvertReport(
-        path=Path(out),
-        samples=written.samples,
-        classes=names,
-        fields=written.fields | targets,
-        treatments=dict(written.treatments.most_common()),
-        modes=dict(written.modes),
+        path=Path(out), samples=written.samples, classes=names, fields=written.fields | targets,
+        treatments=dict(written.treatments.most_common()), modes=dict(written.modes),
         skipped=[(sample.name, sample.reason) for sample in written.skipped],
-        size=written.size,
-        seconds=perf_counter() - start,
-        ignored=list(getattr(samples, "ignored", ())),
-    )
+        size=written.size, seconds=perf_counter() - start, ignored=list(getattr(samples, "ignored", ())),
+    )  # fmt: skip
 
 
 def _version() -> str | None:
@@ -265,8 +257,6 @@ def _check_arguments(outs: Sequence[Path], on_error: str) -> None:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to convert."""
-
     source: SampleSource
     encoding: Encoding
     fields: list[Field]  # of every sample, the image first and the label second
@@ -282,9 +272,8 @@ def first_fields(
 
     def fields_of(index: int) -> list[Field]:
         image, label, *values = source.get(index)
-        further = [
-            infer_field(name, kind, value) for (name, kind), value in zip(wanted.items(), values, strict=True)
-        ]
+        pairs = zip(wanted.items(), values, strict=True)
+        further = [infer_field(name, kind, value) for (name, kind), value in pairs]
         return [image_field(encoding, image), label_field(label), *further]
 
     reason = ""
@@ -297,9 +286,8 @@ def first_fields(
             reason = reason or _reason(error)
             if on_error != "skip":
                 raise _failed(source, index, error, fields_of) from _cause(error)
-    raise DataError(
-        f"None of the {len(source)} samples could be used. The first, {source.describe(0)}: {reason}."
-    )
+    first = f"The first, {source.describe(0)}: {reason}"
+    raise DataError(f"None of the {len(source)} samples could be used. {first}.")
 
 
 def encoded_samples(conversion: Conversion, workers: int, progress: bool) -> Generator[Sample | Skipped]:
@@ -369,5 +357,4 @@ def _reason(error: Exception) -> str:
 
 
 def _cause(error: Exception) -> BaseException | None:
-    """Return the user code's exception; a DataError of ours already contains everything."""
-    return error.__cause__ if isinstance(error, DataError) else error
+    return error.__cause__ if isinstance(error, DataError) else error  # a DataError contains everything

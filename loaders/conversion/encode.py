@@ -1,7 +1,5 @@
 """Encode one image, in whatever form, as the bytes stored in a `.beton`."""
 
-from __future__ import annotations
-
 import io
 import random
 from dataclasses import dataclass
@@ -20,9 +18,7 @@ from ..decode.pictures import JPEG_FORMATS, LONGEST, decoded, pixels_of, reading
 from ..native import jpegs
 
 _RAW_LIMIT = 64 * 64 * 3  # bytes up to which mode auto stores pixels: lossless, and faster to read
-
-_WRITE_MODES = ("auto", "jpg", "raw", "smart", "proportion")
-_CHECKS = ("decode", "structure")
+_CHOICES = {"write_mode": ("auto", "jpg", "raw", "smart", "proportion"), "check": ("decode", "structure")}
 _END_OF_IMAGE = b"\xff\xd9"
 
 _OPTIMISED_MEMORY = 1 << 28
@@ -54,15 +50,14 @@ class Encoding:
         if self.max_resolution is not None and self.min_resolution is not None:
             raise DataError("max_resolution and min_resolution both set the scale. Pass only one of them.")
         check_whole("quality", self.quality, DataError, 1, 100)
-        for name, choices in (("write_mode", _WRITE_MODES), ("check", _CHECKS)):
+        for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise DataError(f"{name}={value!r} is unknown.{suggest(str(value), choices)}")
         check_flag("optimize", self.optimize, DataError)
         check_flag("keep_bytes", self.keep_bytes, DataError)
         if self.optimize and self.keep_bytes:
-            raise DataError(
-                "optimize=True changes a JPEG's bytes, which keep_bytes=True keeps. Pass only one of them."
-            )
+            wrong = "optimize=True changes a JPEG's bytes, which keep_bytes=True keeps"
+            raise DataError(f"{wrong}. Pass only one of them.")
         if self.smart_threshold is not None and not is_whole(self.smart_threshold, 0):
             raise DataError(f"smart_threshold={self.smart_threshold!r} must be a number of bytes, or None.")
         if not is_number(self.compress_probability, "[0, 1]"):
@@ -71,9 +66,8 @@ class Encoding:
 
     def _check_mode(self) -> None:
         if self.image_mode is not None and self.image_mode not in MODES:
-            raise DataError(
-                f"image_mode={self.image_mode!r} is unknown. Use one of {', '.join(map(repr, MODES))}."
-            )
+            known = ", ".join(map(repr, MODES))
+            raise DataError(f"image_mode={self.image_mode!r} is unknown. Use one of {known}.")
         if self.array_mode is None:
             return
         resize, leave = "Resize the images first", "Leave it out: such images are stored raw"
@@ -118,8 +112,6 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Encoded:
-    """An image as stored."""
-
     mode: int  # MODE_JPEG or MODE_RAW
     width: int
     height: int
@@ -129,15 +121,8 @@ class Encoded:
 
 
 def encode_image(image: Any, encoding: Encoding, number: int = 0) -> Encoded:
-    """Encode an image for storage, changing its pixels only if necessary.
-
-    It is the bytes of an image file; a dict with its `bytes` or `path` (Hugging Face's undecoded images); a PIL image;
-    or a uint8 array or tensor `(H, W, 3)` or `(3, H, W)`, or a grey one `(H, W)`, `(H, W, 1)` or `(1, H, W)`, which
-    becomes RGB. With `image_mode`, pixels are stored with that many channels and bits; see `image_pixels`.
-
-    A JPEG file that is RGB, upright, stored as a JPEG at its own size, and readable by the loader's decoder keeps its
-    pixels: it is copied byte for byte, or recoded without loss (see `_keep`).
-    """
+    """Encode the bytes of an image file, a dict with its `bytes` or `path` (Hugging Face's undecoded images), a PIL
+    image, or a uint8 array or tensor, changing pixels only if necessary; see `_to_array` and `image_pixels`."""
     if isinstance(image, dict) and set(image) == {"bytes", "path"}:
         image = image["bytes"] if image["bytes"] is not None else _read(image["path"])
     if encoding.array_mode is not None:
@@ -155,7 +140,6 @@ def encode_image(image: Any, encoding: Encoding, number: int = 0) -> Encoded:
 
 
 def image_field(encoding: Encoding, image: Any) -> Field:
-    """Return the field that stores images like this one."""
     if encoding.array_mode is None:
         return Field("image", "rgb_image")
     (channels, depth), encoded = MODES[encoding.array_mode], encode_image(image, encoding)
@@ -193,11 +177,8 @@ def _encode_file(data: bytes, encoding: Encoding, number: int) -> Encoded:
 
 
 def _keep(jpeg: bytes, size: tuple[int, int], encoding: Encoding) -> Encoded | None:
-    """Encode an RGB JPEG of this size without a change of its pixels; return None if it is damaged.
-
-    Progressive and arithmetic ones become baseline. With `optimize`, others get Huffman tables of their own, unless
-    this makes them larger.
-    """
+    """Encode an RGB JPEG of this size without a change of its pixels; None if it is damaged. Progressive and arithmetic
+    ones become baseline; with `optimize`, others get Huffman tables of their own if that is smaller."""
     sequential = jpegs.frame_type(jpeg) in jpegs.SEQUENTIAL_FRAMES
     sound = encoding.check == "structure" and jpeg.endswith(_END_OF_IMAGE)
     if encoding.optimize if sequential else not encoding.keep_bytes:

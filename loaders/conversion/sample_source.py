@@ -1,7 +1,5 @@
 """What can be converted: folders of images, tar shards, indexable data sets and arrays, behind one interface."""
 
-from __future__ import annotations
-
 import glob
 import io
 import json
@@ -20,8 +18,8 @@ from ..sources import expand
 from .folders import FolderSource, LabelledFolder, MaskFolder
 
 _IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")
-_LABEL_MEMBERS = ("cls", "mask.png", "json")
-_LABEL_KEYS = ("label", "cls", "class")
+_LABEL_MEMBERS = ("cls", "mask.png", "json")  # the first of these, unless a mask is a further field
+_LABEL_KEYS = ("label", "cls", "class")  # of an object in a .json
 _BLOCK = 512
 _ABSENT = -1
 
@@ -48,15 +46,11 @@ class SampleSource(Protocol):
 def open_source(
     source: Any, fields: Sequence[str] = (), labels: str | Path | None = None, classes: Sequence[str] = ()
 ) -> SampleSource:
-    """Open a source of any type that `convert` takes, whose samples must have the further `fields`.
-
-    `classes`: class names in label order, for the names in `labels`.
-    """
+    """Open any source of `convert`, with further `fields`; `classes` are the names in `labels`, in label order."""
     if labels is not None:
         if not isinstance(source, str | Path) or _is_shards(source):
-            raise DataError(
-                f"labels={str(labels)!r} are for a folder of images. Leave them out for other sources."
-            )
+            wrong = f"labels={str(labels)!r} are for a folder of images."
+            raise DataError(f"{wrong} Leave them out for other sources.")
         _refuse_fields(fields, "folder")
         if Path(labels).is_dir():
             return MaskFolder(Path(source), Path(labels))
@@ -79,9 +73,8 @@ def open_source(
 
 def _refuse_fields(fields: Sequence[str], kind: str) -> None:
     if fields:
-        raise DataError(
-            f"A {kind} has only image and label, no fields {list(fields)}. Pass a data set or .tar shards."
-        )
+        wrong = f"A {kind} has only image and label, no fields {list(fields)}."
+        raise DataError(f"{wrong} Pass a data set or .tar shards.")
 
 
 class ArraySource(SampleSource):
@@ -103,9 +96,8 @@ class ArraySource(SampleSource):
                 "image, (N, K), or one mask per image, (N, H, W)."
             )
         if len(images) != len(labels):
-            raise DataError(
-                f"There are {len(images)} images and {len(labels)} labels. Pass one label per image."
-            )
+            counts = f"{len(images)} images and {len(labels)} labels"
+            raise DataError(f"There are {counts}. Pass one label per image.")
         self._images, self._labels, self.classes = images, labels, []
 
     def __len__(self) -> int:
@@ -184,13 +176,8 @@ def expand_shards(source: Any) -> list[str]:
 
 
 class TarSource:
-    """Samples of WebDataset's tar shards: members with the same key, such as `0001.jpg`, `0001.cls` and `0001.npy`.
-
-    They are found by an index of offsets, built in one pass over the headers. The image is a `.jpg`, `.jpeg`, `.png` or
-    `.webp`. The label is a `.cls` (a number as text), else a `.mask.png` (a mask, unless that is a further field), else
-    a `.json`: a number, a list, or an object with `label`, `cls` or `class`. Further fields are named by their
-    extension: `.json` is parsed, `.npy` is an array, `.cls` a number, all others are bytes.
-    """
+    """Samples of WebDataset's tar shards: members with the same key, such as `0001.jpg`, `0001.cls` and `0001.npy`,
+    found by an index of offsets, built in one pass over the headers."""
 
     kind = "tar shards"
     classes: list[str] = []  # noqa: RUF012 — shards have no names, and nothing is ever added
@@ -255,9 +242,8 @@ def _index(shard: str) -> dict[str, Members]:
                 if member.isfile():
                     _add_member(shard, samples, member)
                 if member.offset_data + member.size > size:
-                    raise DataError(
-                        f"{shard} is truncated within its member {member.name}. Download it again."
-                    )
+                    wrong = f"{shard} is truncated within its member {member.name}"
+                    raise DataError(f"{wrong}. Download it again.")
             end = tar.offset
         with Path(shard).open("rb") as file:
             file.seek(end)

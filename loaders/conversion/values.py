@@ -1,9 +1,5 @@
-"""Values of a sample besides its image: the field each one needs, and how it is stored.
-
-Masks, boxes and keypoints are taken in any form, and scaled as their image is.
-"""
-
-from __future__ import annotations
+"""Values of a sample besides its image: the field each one needs, and how it is stored. Masks, boxes and keypoints are
+taken in any form, and scaled as their image is."""
 
 import json
 import re
@@ -25,7 +21,6 @@ from .encode import Encoded
 _SMALLEST_TARGET, _LARGEST_TARGET = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 _EXTRA_KINDS = (*(kind for kind in KINDS if kind != "rgb_image"), *targets.MOVING)
-
 _MODES = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B")  # of Pillow's images with one integer per pixel
 
 Stored = int | float | bytes  # a number in the metadata, or bytes on a page
@@ -44,17 +39,14 @@ def requested_fields(fields: Sequence[str] | Mapping[str, str | None] | None) ->
         if name in ("image", "label"):
             raise DataError(f"The field {name!r} is always included. List only further fields.")
         if kind is not None and kind not in _EXTRA_KINDS:
-            raise DataError(
-                f"The field {name!r} has the unknown kind {kind!r}. Use one of {', '.join(_EXTRA_KINDS)}."
-            )
+            known = ", ".join(_EXTRA_KINDS)
+            raise DataError(f"The field {name!r} has the unknown kind {kind!r}. Use one of {known}.")
     return wanted
 
 
 def label_field(label: Any) -> Field:
-    """Return the field for labels like this one: int (later labels may make it float), float32 vector, or mask (bytes).
-
-    A mask is a picture, a PNG file's bytes, or an array of two or more dimensions.
-    """
+    """Return the field for labels like this one: int (later ones may make it float), float32 vector, or mask (bytes): a
+    picture, a PNG file's bytes, or an array of two or more dimensions."""
     is_array = isinstance(label, np.ndarray | torch.Tensor)
     if isinstance(label, Image.Image | bytes) or (is_array and label.ndim >= 2):
         return Field("label", targets.STORED_AS["mask"])
@@ -101,11 +93,8 @@ def _plain_label(label: Any) -> int | float:
 
 
 def infer_field(name: str, kind: str | None, value: Any) -> Field:
-    """Return the field for values like this one, the first sample's.
-
-    A `kind` of None is inferred: int or bool → int; float → float; bytes → bytes; arrays, tensors and lists of numbers
-    → ndarray; anything else that JSON supports → json. Targets that move with the image are never inferred.
-    """
+    """Return the field for values like this one, the first sample's; a `kind` of None is inferred: anything that is no
+    number, bytes or array of numbers is json. Targets that move with the image are never inferred."""
     if kind in targets.MOVING:
         return Field(name, targets.STORED_AS[kind])  # values are checked with the size of their image
     array = _array(value) if kind in (None, "ndarray") else None
@@ -134,14 +123,12 @@ class _Mismatch(ValueError):
 
 
 def store_value(field: Field, value: Any) -> Stored:
-    """Return a value of a further field as stored in the file."""
     try:
         stored: Stored = _STORE[field.kind](field, value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         reason = f": {error}" if isinstance(error, _Mismatch) else ""
-        raise DataError(
-            f"its field {field.name!r} is {_short(value)}, but should be {field}{reason}"
-        ) from None
+        wrong = f"its field {field.name!r} is {_short(value)}, but should be {field}{reason}"
+        raise DataError(wrong) from None
     return stored
 
 
@@ -209,10 +196,8 @@ def _short(value: Any) -> str:
 
 
 def store_target(name: str, kind: str, value: Any, encoded: Encoded, classes: int) -> bytes:
-    """Return a mask, boxes or keypoints of the upright image, before it was scaled, as stored in the file.
-
-    `classes`: number of classes that a mask's indices may have, besides 255; 0: any.
-    """
+    """Return a mask, boxes or keypoints of the upright image, before it was scaled, as stored in the file. `classes`:
+    number of classes that a mask's indices may have, besides 255; 0: any."""
     stored = encoded.width, encoded.height
     try:
         if kind != "mask":

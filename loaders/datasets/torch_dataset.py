@@ -1,7 +1,5 @@
 """The data sets of `TorchLoader`, and torchvision's transforms that match `FFCVLoader`'s in training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -34,12 +32,8 @@ _LOCAL = Remote()
 
 
 class BetonDataset(VisionDataset):  # type: ignore[misc]
-    """`.beton` files as a regular torchvision data set: PIL decodes, `transform` makes an element of a batch.
-
-    Images are PIL's, of mode RGB or L, or arrays `(H, W)` or `(H, W, C)`: of four channels, because Pillow resizes
-    colors by their opacity, and of 16 bits, because it does not filter those.
-    With `verify`, each sample is compared with its CRC-32 in the manifest.
-    """
+    """`.beton` files as a torchvision data set: PIL decodes, `transform` makes an element of a batch. With `verify`,
+    each sample is compared with its CRC-32 in the manifest."""
 
     def __init__(
         self, source: Source, transform: Any = None, verify: bool = False, remote: Remote = _LOCAL
@@ -52,7 +46,6 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
 
     @cached_property
     def masks(self) -> Masks | None:
-        """The labels, if they are masks."""
         beton = self.beton
         return Masks(beton, beton.label_name) if beton.label_name in beton.targets else None
 
@@ -78,6 +71,7 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
         file, own = beton.locate(index)
         if self._verify or beton.remote:
             file.require_unchanged(own)
+        # Others as arrays: Pillow resizes colors by their opacity, and does not filter 16 bits.
         pillow = mode_of(beton.channels, beton.depth) in ("RGB", "L")
         image = file.image(own) if pillow else file.pixels(own)
         if self.masks is not None:
@@ -128,8 +122,8 @@ def open_dataset(source: Any, transform: Any, verify: bool, remote: Remote = _LO
 
 
 def make_transform(settings: LoaderOptions, depth: int = 8) -> Any:
-    """Return torchvision's equivalent of `FFCVLoader`'s processing in training, from an image of `BetonDataset` to a
-    tensor, or to views; in evaluation, what makes the same pixels. `depth`: bits of the images."""
+    """Return torchvision's equivalent of `FFCVLoader`'s processing, from an image of `BetonDataset` to a tensor, or to
+    views; in evaluation, what makes the same pixels. `depth`: bits of the images."""
     if not settings.train:
         return Evaluation(settings, depth)
     if not settings.has_views:

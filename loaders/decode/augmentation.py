@@ -1,7 +1,5 @@
 """The augmentations of a batch's images, decided before any pixel is touched."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +9,7 @@ from ..options import LoaderOptions
 from . import draws
 from .draws import Drawn
 
-# Which draws of a sample's key decide what; the crop uses 0 to 39, and a policy those from 100 (see
-# draws.py). A number, once used, keeps its meaning.
+# Which draws of a sample's key decide what; the crop uses 0 to 39, a policy those from 100. Each keeps its meaning.
 FLIP, CUTOUT, COLOR, REPLACEMENT = 40, 41, 43, 50
 
 
@@ -29,20 +26,15 @@ class Choices:
     color: NDArray[np.float64]
     corners: NDArray[np.int64]  # (n, 2): top and left of the square that is cut out; empty without CutOut
     policy: Drawn | None
-    # (n, 4): top, left, height and width of where each crop goes in the output, whose other pixels are filled; None:
-    # everywhere.
+    # (n, 4): top, left, height and width of each crop in the output, whose other pixels are filled; None: all of it.
     places: NDArray[np.int64] | None = None
 
 
 def draw_choices(
-    settings: LoaderOptions,
-    keys: NDArray[np.uint64],
-    heights: NDArray[np.int64],
-    widths: NDArray[np.int64],
+    settings: LoaderOptions, keys: NDArray[np.uint64], heights: NDArray[np.int64], widths: NDArray[np.int64],
     flips: NDArray[np.bool_] | None = None,
-) -> Choices:
-    """Return the choices for images with these `keys` (see `draws`) and stored sizes, each `(n,)`. `flips` come from
-    `alternating`; None draws them like everything else."""
+) -> Choices:  # fmt: skip
+    """Return the choices for images with these `keys` and stored sizes, each `(n,)`; `flips` of None are drawn, too."""
     boxes, places = _crops(settings, keys, heights, widths)
     if not settings.train:
         flips = np.zeros(len(heights), dtype=np.bool_)
@@ -67,7 +59,6 @@ def alternating(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np
 def _crops(
     settings: LoaderOptions, keys: NDArray[np.uint64], heights: NDArray[np.int64], widths: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """Return `boxes` and `places` of `Choices`."""
     crop, size = settings.active_crop, settings.size
     if crop == "padded":
         reach, sides = settings.padding, np.stack([heights, widths], axis=1)
@@ -107,23 +98,19 @@ def _factors(keys: NDArray[np.uint64], settings: LoaderOptions) -> NDArray[np.fl
 def central_crops(
     heights: NDArray[np.int64], widths: NDArray[np.int64], size: tuple[int, int], ratio: float
 ) -> NDArray[np.int64]:
-    """Return central crops `(n, 4)`: top, left, height and width, in whole pixels, rounded down, as FFCV's. They have
-    the shape of the output's `size` (height, width); `ratio` is their size relative to the largest such crop, for
-    squares relative to the image's shorter side."""
+    """Return central crops `(n, 4)`: top, left, height and width in pixels, rounded down, as FFCV's, of the shape of
+    the output's `size` (height, width); `ratio` is their size relative to the largest such crop."""
     height, width = size
     tall = heights * width <= widths * height  # the image's height limits them
-    largest = (
-        np.where(tall, heights, widths * height / width),
-        np.where(tall, heights * width / height, widths),
-    )
-    h, w = (np.maximum(np.floor(sides * ratio).astype(np.int64), 1) for sides in largest)
+    down = np.where(tall, heights, widths * height / width)
+    across = np.where(tall, heights * width / height, widths)
+    h, w = (np.maximum(np.floor(sides * ratio).astype(np.int64), 1) for sides in (down, across))
     return np.stack([(heights - h) // 2, (widths - w) // 2, h, w], axis=1)
 
 
 def fitted(heights: NDArray[np.int64], widths: NDArray[np.int64], size: tuple[int, int]) -> NDArray[np.int64]:
-    """Return where full images go that are scaled to fit into the output's `size` (height, width), `(n, 4)`: top, left,
-    height and width. They keep their aspect ratio, to the nearest pixel (halves to even, as Python's `round`), and are
-    centered."""
+    """Return where full images go, scaled to fit into the output's `size` (height, width) in their aspect ratio, to the
+    nearest pixel (halves to even), and centered, `(n, 4)`: top, left, height and width."""
     height, width = size
     tall = height * widths <= width * heights  # the output's height limits them
     h = np.where(tall, height, _divided(heights * width, widths))

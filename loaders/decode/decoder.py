@@ -64,9 +64,8 @@ class BatchRequest:
 
 
 class Workspace:
-    """A thread's working memory in the native core; it grows to what the largest sample needs. It is freed by `close`,
-    or when it is no longer referenced. Not at interpreter exit: the system reclaims everything then, and a thread may
-    still use it."""
+    """A thread's working memory in the native core; it grows to what the largest sample needs. Not freed at interpreter
+    exit: the system reclaims everything then, and a thread may still use it."""
 
     def __init__(self) -> None:
         self.address = library.library().dt_workspace_new()
@@ -84,7 +83,6 @@ class Workspaces:
 
     @contextmanager
     def lend(self) -> Iterator[int]:
-        """Lend a workspace, by its address, for the block."""
         try:
             workspace = self._free.pop()
         except IndexError:
@@ -95,7 +93,6 @@ class Workspaces:
             self._free.append(workspace)
 
     def close(self) -> None:
-        """Free the memory. No thread may be using any."""
         while self._free:
             self._free.pop().close()
 
@@ -105,13 +102,8 @@ class Group:
     numbers of its own. `kind` is the number of channels and bits; `operations` are FFCV's."""
 
     def __init__(
-        self,
-        settings: LoaderOptions,
-        first: int,
-        views: int,
-        operations: Sequence[Any],
-        kind: tuple[int, int],
-    ) -> None:
+        self, settings: LoaderOptions, first: int, views: int, operations: Sequence[Any], kind: tuple[int, int]
+    ) -> None:  # fmt: skip
         self.settings, self._first, self.views = settings, first, views
         self.operations: Operations | None = None
         if operations:  # otherwise neither FFCV nor numba is imported
@@ -136,13 +128,9 @@ class Group:
         }  # fmt: skip
 
     def draw(
-        self,
-        keys: NDArray[np.uint64],
-        numbers: NDArray[np.int64],
-        epoch: int,
-        sizes: tuple[NDArray[np.int64], NDArray[np.int64]],
-        images: torch.Tensor,
-    ) -> Draw:
+        self, keys: NDArray[np.uint64], numbers: NDArray[np.int64], epoch: int,
+        sizes: tuple[NDArray[np.int64], NDArray[np.int64]], images: torch.Tensor,
+    ) -> Draw:  # fmt: skip
         """Return what is drawn for the samples with these `keys`, `numbers` and stored `sizes`, each `(n,)`."""
         settings = self.settings
         flips = augmentation.alternating(settings.seed, epoch, numbers) if settings.alternates else None
@@ -152,15 +140,12 @@ class Group:
         return Draw(keys, augmentation.draw_choices(settings, keys, heights, widths, flips), images)
 
     def part(self, draw: Draw, samples: slice, images: torch.Tensor) -> _Part:
-        """Return the part of the draw that belongs to some of the samples; they are loaded into `images`."""
         rows = slice(samples.start * self.views, samples.stop * self.views)
         return _Part(self, _native(draw.choices, rows), draw.keys[rows], images)
 
 
 @dataclass
 class _Part:
-    """The images of one size of a chunk of a batch."""
-
     group: Group
     choices: library.Choices
     keys: NDArray[np.uint64]
@@ -168,9 +153,8 @@ class _Part:
 
     def views(self) -> library.Views:
         made = self.group.made[self.images.dtype]
-        return library.Views(
-            ctypes.pointer(made), ctypes.pointer(self.choices), self.group.views, self.images.data_ptr()
-        )
+        choices = ctypes.pointer(self.choices)
+        return library.Views(ctypes.pointer(made), choices, self.group.views, self.images.data_ptr())
 
 
 class Decoder:
@@ -237,19 +221,12 @@ class Decoder:
         return int(native) + max(further)
 
     def request(
-        self,
-        numbers: NDArray[np.int64],
-        epoch: int,
-        images: Sequence[torch.Tensor],
-        among: NDArray[np.int64],
-        targets: dict[str, Any],
-        stop: Stop | None = None,
-    ) -> BatchRequest:
-        """Return what loads the samples `numbers` `(n,)` of that epoch into `images`, one per group of views, and into
-        `targets`. A number is an index; each time that a sample is repeated in an epoch, its number is larger by the
-        number of all samples."""
-        keys = draws.sample_keys(self._settings.seed, epoch, numbers)
-        indices = numbers % len(self._beton)
+        self, numbers: NDArray[np.int64], epoch: int, images: Sequence[torch.Tensor],
+        among: NDArray[np.int64], targets: dict[str, Any], stop: Stop | None = None,
+    ) -> BatchRequest:  # fmt: skip
+        """Return what loads the samples `numbers` `(n,)` of that epoch into `images`, one per group of views, and
+        `targets`. A number is an index; the number of all samples is added for each repetition in an epoch."""
+        keys, indices = draws.sample_keys(self._settings.seed, epoch, numbers), numbers % len(self._beton)
         sizes = self._heights[indices], self._widths[indices]
         drawn = tuple(
             group.draw(keys, numbers, epoch, sizes, own)
@@ -260,17 +237,11 @@ class Decoder:
     def load(self, request: BatchRequest, part: slice) -> None:
         """Load one chunk of the batch; errors name the sample. Raises Stopped if the request's flag is set."""
         with self._workspaces.lend() as workspace:
-            if self._settings.on_error == "skip" and self._settings.train:
-                self._load_or_replace(workspace, request, part)
-            else:
+            if self._settings.on_error != "skip" or not self._settings.train:
                 self._load(workspace, request, part)
-
-    def _load_or_replace(self, workspace: int, request: BatchRequest, part: slice) -> None:
-        """Load one chunk; in the place of a sample that cannot be decoded, another one, drawn from its own key: so the
-        batch is the same whatever thread or rank loads it."""
-        if self._failure(workspace, request, part) is not None:  # of at least one of them
-            for place in range(part.start, min(part.stop, len(request.indices))):
-                self._load_one(workspace, request, place)
+            elif self._failure(workspace, request, part) is not None:  # of at least one of them
+                for place in range(part.start, min(part.stop, len(request.indices))):
+                    self._load_one(workspace, request, place)
 
     def _failure(self, workspace: int, request: BatchRequest, part: slice) -> BetonError | None:
         """Load one chunk; return the error of a sample that cannot be decoded."""
@@ -283,6 +254,7 @@ class Decoder:
         return None
 
     def _load_one(self, workspace: int, request: BatchRequest, place: int) -> None:
+        """Load a sample; for one that cannot be decoded another, drawn from its key: the same in any thread or rank."""
         alone = slice(place, place + 1)
         if (failure := self._failure(workspace, request, alone)) is None:
             return
@@ -346,9 +318,8 @@ class Decoder:
             stop.limits(self.coefficient_bytes), library.address(crcs), status.ctypes.data,
         )  # fmt: skip
         if stop.is_set:
-            raise Stopped(
-                "The loading of this batch was stopped: its loop has ended, or the loader was closed."
-            )
+            reason = "its loop has ended, or the loader was closed"
+            raise Stopped(f"The loading of this batch was stopped: {reason}.")
         if crcs is not None and not self._beton.are_unchanged(indices, crcs):
             for index in indices.tolist():
                 beton, own = self._beton.locate(index)
@@ -400,16 +371,12 @@ class Decoder:
 
 
 def _native(choices: augmentation.Choices, part: slice) -> library.Choices:
-    """Return where the choices for a part of the images are in memory."""
     of = library.Choices(
-        boxes=library.address(choices.boxes[part]),
-        flips=library.address(choices.flips[part]),
-        colors=library.address(choices.color[part]),
-        corners=library.address(choices.corners[part]),
+        boxes=library.address(choices.boxes[part]), flips=library.address(choices.flips[part]),
+        colors=library.address(choices.color[part]), corners=library.address(choices.corners[part]),
         places=None if choices.places is None else library.address(choices.places[part]),
-    )
-    if choices.policy is not None:
-        drawn = choices.policy
+    )  # fmt: skip
+    if (drawn := choices.policy) is not None:
         of.chains, of.steps = drawn.operations.shape[1:]
         of.operations = library.address(drawn.operations[part])
         of.magnitudes = library.address(drawn.magnitudes[part])

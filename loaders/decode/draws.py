@@ -1,10 +1,5 @@
-"""The random draws of a sample: pure functions of (seed, epoch, sample index), in the native core; and what a policy
-makes of them: its operations for each image, their magnitudes, and AugMix's weights.
-
-Nothing here depends on the thread, the batch or the rank that handles a sample.
-"""
-
-from __future__ import annotations
+"""The random draws of a sample, pure functions of (seed, epoch, sample index), in the native core, whatever thread,
+batch or rank handles it; and the operations of a policy that they choose."""
 
 import functools
 from collections.abc import Mapping
@@ -33,7 +28,6 @@ _TRIES = 8  # each fails with a probability below 0.05
 _PER_WEIGHT = 1 + 3 * _TRIES
 assert DEPTHS + LONGEST <= WEIGHTS
 assert WEIGHTS + (LONGEST + 2) * _PER_WEIGHT <= OPERATIONS
-
 _AUG_MIX_BINS = 10
 
 
@@ -46,8 +40,7 @@ def sample_keys(seed: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np
 
 
 def view_keys(keys: NDArray[np.uint64], first: int, count: int) -> NDArray[np.uint64]:
-    """Return the keys `(n · count,)` of views `first` to `first + count - 1` of each sample, sample by sample. View 0
-    has the sample's own key."""
+    """Return the keys `(n · count,)` of `count` views of each sample, from `first` on; view 0 has the sample's own."""
     keys = np.ascontiguousarray(keys)
     views = np.empty(len(keys) * count, dtype=np.uint64)
     library().dt_view_keys(address(keys), len(keys), first, count, address(views))
@@ -63,12 +56,9 @@ def uniforms(keys: NDArray[np.uint64], first: int, count: int) -> NDArray[np.flo
 
 
 def random_resized_crops(
-    keys: NDArray[np.uint64],
-    heights: NDArray[np.int64],
-    widths: NDArray[np.int64],
-    scale: NDArray[np.float64],
-    ratio: NDArray[np.float64],
-) -> NDArray[np.int64]:
+    keys: NDArray[np.uint64], heights: NDArray[np.int64], widths: NDArray[np.int64],
+    scale: NDArray[np.float64], ratio: NDArray[np.float64],
+) -> NDArray[np.int64]:  # fmt: skip
     """Return each sample's crop, `(n, 4)`: top, left, height, width in pixels, by draws 0 to 39 of its key.
     Inception's; after ten tries, the center. The same distribution as torchvision's `RandomResizedCrop.get_params`."""
     keys = np.ascontiguousarray(keys)
@@ -121,12 +111,10 @@ def draw_policy(policy: Mapping[str, Any], keys: NDArray[np.uint64], size: tuple
 @functools.lru_cache(maxsize=16)
 def magnitudes(name: str, size: tuple[int, int], bins: int) -> NDArray[np.float64]:
     """Return the magnitudes that a policy chooses from, unsigned, `(len(NAMES), bins)`: each torchvision's float32.
-
-    Shear: pixels per pixel. Translation: pixels. Rotation: degrees. Brightness, color, contrast and sharpness: added to
-    the factor 1. Posterize: number of bits kept. Solarize: threshold, as a fraction of 255. 0 for the others.
-    """
+    Those of brightness, color, contrast and sharpness are added to the factor 1; 0 where there is none."""
     height, width = size
-    # Shear, translations across and down, rotation, factor; the fewest bits Posterize keeps, the most it removes.
+    # Shear (pixels per pixel), translations across and down (pixels), rotation (degrees), factor; the fewest bits that
+    # Posterize keeps, the most it removes. Solarize's threshold is a fraction of 255.
     largest, most_bits, taken = {
         "rand_augment": ((0.3, 150.0 / 331.0 * width, 150.0 / 331.0 * height, 30.0, 0.9), 8, 4),
         "trivial_augment": ((0.99, 32.0, 32.0, 135.0, 0.99), 8, 6),
@@ -157,11 +145,9 @@ def _softmax(logs: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _log_gammas(uniform: NDArray[np.float64], alpha: float) -> NDArray[np.float64]:
-    """Return logarithms of Gamma(alpha) variables, one per row of `uniform` `(…, _PER_WEIGHT)`.
-
-    Marsaglia and Tsang 2000, "A simple method for generating gamma variables": rejection for alpha + 1, then their step
-    down to alpha; in logarithms, because a small alpha leaves the range of floats.
-    """
+    """Return logarithms of Gamma(alpha) variables, one per row of `uniform` `(…, _PER_WEIGHT)`. Marsaglia and Tsang
+    2000, "A simple method for generating gamma variables": rejection for alpha + 1, then their step down to alpha."""
+    # In logarithms, because a small alpha leaves the range of floats.
     tries = uniform[..., 1:].reshape(*uniform.shape[:-1], _TRIES, 3)
     normal = np.sqrt(-2 * np.log1p(-tries[..., 0])) * np.cos(2 * np.pi * tries[..., 1])
     d = alpha + 1 - 1 / 3

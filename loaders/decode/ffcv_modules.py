@@ -1,7 +1,5 @@
 """FFCV's own Python modules, for its operations and its loader."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -13,8 +11,7 @@ from ...common.errors import require
 
 @contextmanager
 def thread_counts_restored() -> Iterator[None]:
-    """Restore on exit the numbers of threads of torch and numba, which FFCV sets when it is imported or creates a
-    loader."""
+    """Restore the numbers of threads of torch and numba, which FFCV sets on import and when it creates a loader."""
     numba = require("numba", "ffcv", "use FFCV's operations")
     torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
     try:

@@ -1,9 +1,5 @@
-"""Targets that move with the image: masks, boxes and keypoints, cropped, resized and mirrored as its pixels were.
-
-The results equal those of torchvision's v2 transforms on `tv_tensors` with the same draws.
-"""
-
-from __future__ import annotations
+"""Targets that move with the image: masks, boxes and keypoints, cropped, resized and mirrored as its pixels were; they
+equal those of torchvision's v2 transforms on `tv_tensors` with the same draws."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -26,8 +22,6 @@ _TRIED = 8  # samples that are tried to find out what the masks are
 
 @dataclass(frozen=True)
 class Motion:
-    """What becomes of the pixels of one image."""
-
     # Top, left, height and width of the crop, in pixels of the stored image; with `shifts`, rows and columns by which
     # the full image is shifted, and its size.
     box: tuple[int, int, int, int]
@@ -109,7 +103,6 @@ class Masks:
         return beton.mask(self._name, own, rows)
 
     def __call__(self, index: int, motion: Motion | None = None) -> NDArray[Any]:
-        """Return a sample's mask, moved with its image."""
         mask = self._read(index, None if motion is None else motion.rows)
         moved = mask if motion is None else motion.mask(mask)
         if self.dtype == torch.int32:
@@ -117,16 +110,14 @@ class Masks:
         if mask.dtype != np.uint8 and mask.max() > _NARROW:  # of all of it, so that no crop decides
             beton, own = self._beton.locate(index)
             raise beton.sample_error(
-                own,
-                f"its mask {self._name!r} has the class index {mask.max()}, but the first sample's has 8 bits per "
+                own, f"its mask {self._name!r} has the class index {mask.max()}, but the first sample's has 8 bits per "
                 "pixel. Convert the data with classes=, one name per class index",
-            )
+            )  # fmt: skip
         return moved.astype(np.uint8, copy=False)
 
 
 class MovingTargets:
-    """The targets of a loader that move with its images: the label and fields whose kind the options or the manifest
-    give."""
+    """The label and fields that move with a loader's images: those whose kind the options or the manifest give."""
 
     def __init__(self, beton: BetonFiles, settings: LoaderOptions) -> None:
         self._beton, self._settings = beton, settings
@@ -138,7 +129,6 @@ class MovingTargets:
 
     @property
     def sample_bytes(self) -> int:
-        """Bytes of the masks of a sample."""
         height, width = self._settings.size
         return height * width * sum(masks.dtype.itemsize for masks in self._masks.values())
 
@@ -152,7 +142,6 @@ class MovingTargets:
         }
 
     def load(self, into: dict[str, Any], indices: NDArray[np.int64], choices: Choices, part: slice) -> None:
-        """Load the targets of one chunk of a batch, as its images were chosen to become."""
         moved = list(motions(self._settings, choices, part))
         for name, kind in self.kinds.items():
             stored = indices if kind == "mask" else self._beton.read(name, indices)

@@ -1,10 +1,5 @@
-"""Additional FFCV operations in a loader's pipeline, made deterministic.
-
-FFCV compiles a full pipeline per loader and does not seed its random numbers. Here each operation receives one image
-at a time, after numba's random numbers are seeded for that (seed, epoch, sample).
-"""
-
-from __future__ import annotations
+"""Additional FFCV operations in a loader's pipeline, made deterministic: each receives one image at a time, after
+numba's random numbers, which FFCV does not seed, are seeded for that (seed, epoch, sample)."""
 
 import random
 from collections.abc import Sequence
@@ -73,11 +68,9 @@ class Operations:
 
 @dataclass(frozen=True)
 class _Step:
-    """An operation's code, whether it also takes the sample's index, and its working memory."""
-
     name: str
     code: Any
-    with_indices: bool
+    with_indices: bool  # whether it also takes those of the samples
     spare_shape: tuple[int, ...]
     spare_dtype: Any
 
@@ -105,6 +98,5 @@ def _compile(operation: Any, size: tuple[int, int]) -> _Step:
         )
     code = operation.generate_code()
     shape, dtype = (image, levels) if memory is None else (tuple(memory.shape), memory.dtype)
-    return _Step(
-        name, nb.njit(nogil=True)(code), bool(getattr(code, "with_indices", False)), (1, *shape), dtype
-    )
+    with_indices = bool(getattr(code, "with_indices", False))
+    return _Step(name, nb.njit(nogil=True)(code), with_indices, (1, *shape), dtype)

@@ -1,7 +1,5 @@
 """Pictures in any form, as upright pixels: what `convert` stores, and what evaluation and prediction see."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,14 +18,10 @@ LONGEST = 0xFFFF  # side of a picture, in pixels: the format's limit
 
 _ORIENTATION = 0x0112
 _TURNS: dict[Any, Image.Transpose] = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
-}
+}  # fmt: skip
 """Maps EXIF's orientation to the operation that undoes it; 1 is upright."""
 
 
@@ -109,8 +103,7 @@ def rgb_of(image: Image.Image) -> Image.Image:
 
 def pixels_of(picture: Any, mode: str) -> tuple[NDArray[Any], str]:
     """Return the pixels of a picture (bytes of a file, PIL image, array or tensor), upright, `(H, W)` or `(H, W, C)`,
-    and what was done to it. `mode` is a key of `MODES`: RGB is made of any image, of 16 bits its upper 8; otherwise as
-    `image_pixels`."""
+    and what was done to it. `mode` is a key of `MODES`: RGB is made of any image; otherwise as `image_pixels`."""
     if isinstance(picture, bytes):
         with decoded(picture) as (image, wide):
             return _pixels(image, mode, wide)

@@ -1,7 +1,5 @@
 """The augmentation policies of the loaders, by name: their options, checked, and torchvision's classes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,28 +28,22 @@ class _Option:
 _BINS = _Option(31, 2, 1000)
 POLICIES: dict[str, dict[str, _Option]] = {
     "rand_augment": {
-        "num_ops": _Option(2, 1, LONGEST),
-        "magnitude": _Option(9, 0, 999),
-        "num_magnitude_bins": _BINS,
+        "num_ops": _Option(2, 1, LONGEST), "magnitude": _Option(9, 0, 999), "num_magnitude_bins": _BINS,
     },
     "trivial_augment": {"num_magnitude_bins": _BINS},
     "aug_mix": {
-        "severity": _Option(3, 1, 10),
-        "width": _Option(3, 1, LONGEST),
-        "depth": _Option(-1, -1, LONGEST),
+        "severity": _Option(3, 1, 10), "width": _Option(3, 1, LONGEST), "depth": _Option(-1, -1, LONGEST),
         "alpha": _Option(1.0, 0.01, 100.0, whole=False),
     },
-}
+}  # fmt: skip
 """Each policy's options; the defaults are torchvision's (`RandAugment`, `TrivialAugmentWide`, `AugMix`)."""
 
 
 def complete(policy: Any) -> tuple[str, dict[str, Any]]:
-    """Return the name and all options of a policy such as `{"name": "rand_augment", "magnitude": 9}`, with defaults
-    filled in."""
+    """Return the name and all options, with defaults, of a policy such as `{"name": "rand_augment", "num_ops": 2}`."""
     if not isinstance(policy, Mapping) or "name" not in policy:
-        raise DataError(
-            f"policy={policy!r:.80} must be a dict with a name, {{'name': 'rand_augment'}}, or None."
-        )
+        example = "{'name': 'rand_augment'}"
+        raise DataError(f"policy={policy!r:.80} must be a dict with a name, {example}, or None.")
     name = policy["name"]
     if not isinstance(name, str) or name not in POLICIES:
         raise DataError(f"policy['name']={name!r} is unknown.{suggest(str(name), POLICIES)}")

@@ -1,7 +1,5 @@
 """The image of evaluation, of a picture in memory: what `FFCVLoader` makes of it as a sample, bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 from functools import cached_property
@@ -26,45 +24,20 @@ from .pictures import JPEG_FORMATS, LONGEST, UnreadableError, pixels_of, reading
 
 
 class Evaluation:
-    """Make the image that `FFCVLoader` evaluates, of a picture.
-
-    `FitResult.predict`, exports and `TorchLoader` use it, so all evaluate the same pixels: `central_crops` or `fitted`
-    says which part of the picture, and the native core decodes, resizes and normalizes it. Pickles; thread-safe.
-
-    Args:
-        settings: of a loader; those of evaluation count.
-        depth: bits of each value, 8 or 16. The number of channels is that of `settings.mean`.
-
-    Example::
-
-        >>> make = Evaluation(LoaderOptions(batch_size=1, image_size=32))
-        >>> make(np.zeros((90, 60, 3), np.uint8)).shape
-        torch.Size([3, 32, 32])
-    """
+    """Make the image `(C, H, W)` that `FFCVLoader` evaluates, of a picture, bit for bit; also for predictions, exports
+    and `TorchLoader`. `settings` are a loader's, `depth` is 8 or 16 bits. Pickles; thread-safe."""
 
     def __init__(self, settings: LoaderOptions, depth: int = 8) -> None:
-        self.settings, self.depth, self.channels = (
-            dataclasses.replace(settings, train=False),
-            depth,
-            len(settings.mean),
-        )
+        self.settings = dataclasses.replace(settings, train=False)
+        self.depth, self.channels = depth, len(settings.mean)
         self._workspaces = Workspaces()
 
     def __reduce__(self) -> Any:
         return type(self), (self.settings, self.depth)
 
     def __call__(self, picture: Any, *masks: torch.Tensor) -> Any:
-        """Return the image `(C, H, W)` in the settings' dtype; with masks `(h, w)` of the picture, also those, moved.
-
-        Args:
-            picture: path or bytes of an image file, which is made upright by its EXIF data; a PIL image; or an array or
-                tensor `(h, w)`, `(h, w, c)` or `(c, h, w)` of uint8 (of uint16 for 16 bits). Images of 8 bits are
-                converted to the channels. With `interpolation="area"`, pixels of JPEGs equal the loader's only if the
-                file is given: FFCV's decoder is another one than Pillow's.
-
-        Raises:
-            DataError: if it cannot be read, or is not such an image.
-        """
+        """Return the image of a file (path or bytes, made upright), a PIL image, or an array or tensor `(h, w)`, `(h,
+        w, c)` or `(c, h, w)` of uint8 or uint16; with masks `(h, w)` of the picture, also those, moved."""
         if not isinstance(picture, str | Path | bytes | Image.Image | np.ndarray | torch.Tensor):
             raise DataError(
                 "The preprocessing takes the path or the bytes of an image file, a PIL image, or an array, not a "
@@ -72,7 +45,7 @@ class Evaluation:
             )
         name = str(picture) if isinstance(picture, str | Path) else "An image"
         try:
-            if isinstance(picture, str | Path):
+            if isinstance(picture, str | Path):  # not by Pillow, whose decoder is another one than FFCV's
                 picture = Path(picture).read_bytes()
             image, size = self._image(picture)
         except (OSError, UnreadableError) as error:

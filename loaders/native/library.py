@@ -1,7 +1,5 @@
 """The native core, loaded with ctypes: a C library over libjpeg-turbo, without Python's API."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from ctypes import POINTER, Structure, c_char_p, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
@@ -13,9 +11,8 @@ from numpy.typing import NDArray
 
 from ...common.errors import DrivetrainError
 
-OK, UNDECODABLE, WRONG_SIZE, UNREADABLE, NO_MEMORY, STOPPED, TOO_LARGE = range(
-    7
-)  # a sample's status; as in core.h
+# A sample's status; as in core.h.
+OK, UNDECODABLE, WRONG_SIZE, UNREADABLE, NO_MEMORY, STOPPED, TOO_LARGE = range(7)
 MESSAGE = 256  # bytes
 # Bytes for a JPEG's coefficients where nothing else is known: above those of the most pixels that Pillow opens, in
 # three components, 1.1 GB.
@@ -94,15 +91,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "dt_free": (None, c_void_p),
     "dt_interface": (None, c_void_p),
     "dt_jpeg_version": (c_int32, c_char_p),
-    "dt_jpeg_check": (
-        c_int32, c_char_p, c_size_t, c_int64, c_int64, c_int32, POINTER(Limits), c_char_p,
-    ),
+    "dt_jpeg_check": (c_int32, c_char_p, c_size_t, c_int64, c_int64, c_int32, POINTER(Limits), c_char_p),
     "dt_sample_keys": (None, c_uint64, c_uint64, c_void_p, c_int64, c_void_p),
     "dt_view_keys": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),
     "dt_uniforms": (None, c_void_p, c_int64, c_int64, c_int64, c_void_p),
-    "dt_random_resized_crops": (
-        None, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p,
-    ),
+    "dt_random_resized_crops": (None, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
 }  # fmt: skip
 
 

@@ -38,8 +38,7 @@ class Stop:
         return bool(self._flag.value)
 
     def limits(self, memory: int) -> Limits:
-        """Return the limits of a call that this ends, with bytes for the coefficients of a JPEG. Keep this object until
-        the call returns."""
+        """Return the limits of a call that this ends, if kept until then; `memory`: bytes for a JPEG's coefficients."""
         return Limits(ctypes.addressof(self._flag), memory)
 
 
@@ -69,20 +68,11 @@ def require_running(status: int) -> None:
 
 
 def stoppable(
-    function: Callable[[T], R],
-    items: Sequence[T],
-    threads: int,
-    name: str,
-    *,
-    title: str,
-    progress: bool,
-    total: int,
-    wanted: str,
-) -> Generator[R, None, None]:
-    """Yield the results of `function` in order, holding only a few at a time. Closing ends its native calls, too.
-    `total` is the number of samples in all items; `wanted` is what the work takes, for the error if the system refuses
-    it."""
-
+    function: Callable[[T], R], items: Sequence[T], threads: int, name: str,
+    *, title: str, progress: bool, total: int, wanted: str,
+) -> Generator[R, None, None]:  # fmt: skip
+    """Yield the results of `function` in order, holding only a few at a time; closing ends its native calls, too.
+    `total`: samples in all items; `wanted`: what the work takes, for the error if the system refuses it."""
     from tqdm.auto import tqdm  # here: loaders show no bar
 
     def work(item: T) -> R:
