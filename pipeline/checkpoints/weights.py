@@ -1,7 +1,5 @@
 """Save and load weights, and translate them to the names that they had before surgery."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +18,7 @@ from ...transforms import Transform
 
 
 def plain_state(state: ModelState, model: nn.Module, transforms: Sequence[Transform]) -> ModelState:
-    """Return the tensors of `model` under the names that they had before `transforms`, given in plan order."""
+    """Return the tensors under the names that they had before `transforms`, given in plan order."""
     plain = state.all()
     for transform in reversed(transforms):
         plain = transform.to_plain(plain, model)
@@ -32,8 +30,8 @@ def plain_state(state: ModelState, model: nn.Module, transforms: Sequence[Transf
 def save_model(
     state: ModelState, path: Path, *, epochs: int | str | None = None, about: Mapping[str, str] | None = None
 ) -> None:
-    """Write the tensors of a model: its state dict to `path`, which `load_state_dict` can load, and what that leaves
-    out, if anything, to `unlisted_path(path)`. The metadata of `path` has the digest of the other file."""
+    """Write the state dict to `path`, and what it leaves out, if anything, to `unlisted_path(path)`, whose digest is in
+    the metadata."""
     other, linked = unlisted_path(path), dict(about or {})
     if state.unlisted:
         save_weights(state.unlisted, other)
@@ -135,15 +133,9 @@ def save_weights(
     epochs: int | str | None = None,
     about: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a state dict of CPU tensors as safetensors, atomically, with `about` as additional metadata.
-
-    `epochs`, stored in the file's metadata, is the epoch in the history that the weights belong to: a process that
-    is killed between writing the two files leaves weights that are one epoch ahead. Weights from within an
-    epoch, where a callback stopped the run, have a text that is not a number.
-
-    Tensors are written one by one: safetensors' own `save` needs memory for a copy of all of them, and its
-    `save_file` replaces the temporary file that `atomic_file` has open.
-    """
+    """Write a state dict of CPU tensors as safetensors, atomically, with `about` as metadata. `epochs`: the epoch of
+    the history that the weights belong to, or a text, within one: a process killed between the two files leaves newer
+    weights."""
     metadata = {**(about or {}), **({} if epochs is None else {"epochs": str(epochs)})}
     kinds = {kind: name for name, kind in _COMPLEX.items()}
     wide = {name: kinds[value.dtype] for name, value in state.items() if value.dtype in kinds}

@@ -142,16 +142,14 @@ class DataConfig(ReadOptions):
 
     @property
     def read_options(self) -> dict[str, Any]:
-        """The options that every loader of the pipeline takes."""
         return {name: getattr(self, name) for name in options_of(ReadOptions)}
 
     @property
     def eval_size(self) -> ImageSize:
-        """Side of the images in evaluation, or height and width, in pixels."""
+        """In pixels."""
         return self.image_size if self.eval_image_size is None else self.eval_image_size
 
     def arguments(self) -> Arguments:
-        """Return the arguments of `load()` that create this config."""
         sources: list[object] = [self.train] if self.val is None else [self.train, self.val]
         named = {name: value for name, value in self.changed().items() if name not in ("train", "val")}
         return [*map(repr, sources)], named | dict(self.settings)
@@ -211,32 +209,30 @@ class DistributedConfig(StepOptions):
         super().__post_init__()
 
     def arguments(self) -> Arguments:
-        """Return the arguments of `distribute()` that create this config."""
         named = {name: value for name, value in self.changed().items() if name != "strategy"}
         return [repr(self.strategy)], named | dict(self.options)
 
     @property
     def ranks(self) -> int:
-        """The number of ranks; for `devices="auto"`, what that means in this process."""
+        """For `devices="auto"`, what that means in this process."""
         from ...strategies.launching.group import automatic_devices
 
         return automatic_devices(self.device) if self.devices == "auto" else self.devices
 
     @property
     def device(self) -> str | None:
-        """The strategy's `device` option; None: CUDA if available."""
+        """None: CUDA if available."""
         device: str | None = self.options.get("device", getattr(self.strategy, "device", None))
         return device
 
     @property
     def step_options(self) -> strategies.PrepareOptions:
-        """The options of `Strategy.prepare`, shared by all strategies. The precision must be decided."""
+        """Of `Strategy.prepare`. The precision must be decided."""
         assert self.precision != "auto"
         return cast("strategies.PrepareOptions", {name: getattr(self, name) for name in options_of(Options)})
 
     @property
     def name(self) -> str:
-        """The strategy's name."""
         return self.strategy if isinstance(self.strategy, str) else self.strategy.name
 
 
@@ -251,7 +247,6 @@ CALLBACKS = Kind(
 
 
 def check_out(name: str, value: Any) -> None:
-    """Raise PlanError unless the value is a path, None, or an address that can be written."""
     if value == "":
         raise PlanError(
             f"{name}='' is not a folder. Pass the path of a folder ('.' for this one), or None for no files."
@@ -323,7 +318,6 @@ class FitOptions(Config):
 
 
 def source_name(source: object, argument: str) -> str:
-    """Return a data source as a string; raise PlanError if it is not a path or a name."""
     if not isinstance(source, str | Path):
         raise PlanError(
             f"load() takes the path of a .beton file (or a name such as 'cifar10:train') as {argument}, not "

@@ -1,7 +1,5 @@
 """torch's global settings of GPU computation, set for one run and restored after it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,12 +11,11 @@ from .config import DistributedConfig
 
 
 def uses_gpu(how: DistributedConfig) -> bool:
-    """Return whether the strategy trains on CUDA here."""
     return torch.cuda.is_available() if how.device is None else torch.device(how.device).type == "cuda"
 
 
 def choose_benchmark(how: DistributedConfig, transforms: Sequence[Transform]) -> tuple[bool, str]:
-    """Return whether cuDNN benchmarks its algorithms at the first batch of each size, and the reason."""
+    """Return whether cuDNN benchmarks at the first batch of each size, and the reason."""
     chosen = how.cudnn_benchmark
     if chosen is not None:
         return chosen, "as set"
@@ -35,10 +32,7 @@ def choose_benchmark(how: DistributedConfig, transforms: Sequence[Transform]) ->
 
 @contextmanager
 def cuda_settings(how: DistributedConfig, transforms: Sequence[Transform]) -> Iterator[None]:
-    """Apply the pipeline's settings inside the block; restore torch's on exit, also after an error.
-
-    Without a GPU nothing changes: the precision of float32 matmuls would affect some CPUs, too.
-    """
+    """Without a GPU nothing changes: the precision of float32 matmuls would affect some CPUs, too."""
     if not uses_gpu(how):
         yield
         return
@@ -68,8 +62,7 @@ def _restore_matmul_precision(stack: ExitStack) -> None:
 
 
 def _old_precision() -> str | None:
-    """Return `torch.get_float32_matmul_precision()`; None if the process has used torch's newer switches, after which
-    torch refuses to read the older one."""
+    """None if the process has used torch's newer switches, after which torch refuses to read the older one."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -77,5 +70,4 @@ def _old_precision() -> str | None:
 
 
 def matmul_precision() -> str:
-    """Return torch's current precision of float32 matrix multiplications."""
     return _old_precision() or str(torch.backends.cuda.matmul.fp32_precision)

@@ -1,7 +1,5 @@
 """The recipes by name: values, sources, published and measured results."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
