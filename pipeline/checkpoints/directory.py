@@ -140,8 +140,7 @@ class CheckpointDir:
         return place.resolve().parent == self.folder.resolve() and STEP.fullmatch(place.name) is not None
 
     def beyond(self, checkpoint: Checkpoint) -> list[Checkpoint]:
-        """Return what resuming from `checkpoint` would delete, the newest first: complete, and later or of another
-        run."""
+        """Return what resuming from `checkpoint` would delete, the newest first: later, or of another run."""
         here, name = checkpoint.content, checkpoint.path.name
         others = [other for other in self.of_run(None) if other.path.name != name]
         ahead = [o for o in others if o.content.step > here.step or o.content.run != here.run]
@@ -249,8 +248,7 @@ class ResumePoint:
 
 
 def choose_start(engine: Engine, resume: str | Path | None, store: CheckpointDir | None) -> ResumePoint:
-    """Return where a run starts, the same on all ranks. Rank 0 finds and verifies the checkpoint, and changes no
-    file."""
+    """Return where a run starts, the same on all ranks. Rank 0 verifies the checkpoint, and changes no file."""
     answer = _on_rank_0(engine, lambda: _look(resume, store))
     place = answer["place"]
     checkpoint = None if place is None else _opened(place, store, verified=engine.rank == 0)

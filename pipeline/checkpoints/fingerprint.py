@@ -31,8 +31,7 @@ from ..optim.schedules import label
 from ..training.build import Built
 from ..training.model_identity import attributes, difference, digest, is_filled
 
-MODEL = "model"
-"""The entry of the fingerprint with what the model is, from `model_identity`."""
+MODEL = "model"  # the entry of the fingerprint with what the model is, from `model_identity`
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{4,}\b", re.IGNORECASE)
 _DEEPEST = 20  # levels of containers and objects; below, only the class is named
 _ATTRIBUTES = object()  # in `inside`: marks the attributes of an object without its own repr
@@ -40,10 +39,8 @@ _SAMPLED = 1 << 24  # bytes; of a larger array, only the beginning and the end a
 
 
 def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]:
-    """Return what must be equal for a run to resume as if uninterrupted: not strategy, devices, microbatches, workers,
-    paths."""
-    data, train, distribution = plan.data, built.train, plan.distribution
-    optimization = plan.optimization
+    """Return what must be equal to resume as if uninterrupted: not strategy, devices, microbatches, workers, paths."""
+    data, train, distribution, optimization = plan.data, built.train, plan.distribution, plan.optimization
     facts = {
         "seed": plan.seed,
         "training samples": len(train.indices),
@@ -185,8 +182,7 @@ def rebuild_spec(
             known = f"is {named!r}, which would have to be imported: opening a checkpoint runs no code"
         raise CheckpointError(
             f"The checkpoint does not know how to build its model, which {known}. Pass "
-            f"model={named or 'module:factory'!r} "
-            f"(--model {named or 'MODULE:FACTORY'}); or {otherwise}."
+            f"model={named or 'module:factory'!r} (--model {named or 'MODULE:FACTORY'}); or {otherwise}."
         )
     for entry in saved["transforms"]:
         if ":" in str(entry.get("name")):
@@ -345,5 +341,4 @@ _KINDS: dict[Any, Callable[[Any, tuple[object, ...]], str]] = {
     functools.partial: _of_partial,
     MethodType: lambda value, inside: f"{_text(value.__self__, inside)}.{value.__func__.__name__}",
     FunctionType: _of_function,
-}
-"""The text of each kind of values, the first that fits; see `identity`."""
+}  # of each kind of values, the first that fits

@@ -13,15 +13,13 @@
         rank-00001-of-00002.safetensors    state of one rank: random states, local buffers
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, Self, TypedDict
 from urllib.parse import quote, unquote
 
 import torch
@@ -36,10 +34,8 @@ from .remote import STATE, RemoteRun, shown
 from .weights import Tensors, open_tensors, save_weights
 
 UNLISTED, OWN = "unlisted", "rank"
-SHARED = ("model", "optimizer", "methods", UNLISTED)
-"""The kinds of tensors that all ranks share. The kind `OWN` holds the state of one rank."""
-TENSORS = {"tensors": True}
-"""Placeholder in the state of a method for averages, which are in `methods.safetensors`."""
+SHARED = ("model", "optimizer", "methods", UNLISTED)  # by all ranks; the kind `OWN` is of one rank
+TENSORS = {"tensors": True}  # in the state of a method, for averages, which are in `methods.safetensors`
 REMEDY = "Use another checkpoint, or start from scratch with resume=None."
 
 Values = dict[str, Any]
@@ -58,8 +54,7 @@ class Meter(TypedDict):
     seconds: float
     data_wait_s: float
     evaluation_s: float
-    weight: NotRequired[float | None]
-    """Older versions, which counted each step once, lack it."""
+    weight: NotRequired[float | None]  # older versions, which counted each step once, lack it
 
 
 class FileFacts(TypedDict):
@@ -83,8 +78,7 @@ class RankContent(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckpointContent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of `state.json`; the position is that of `TrainState`. See `fingerprint` for `facts` and
-    `description`."""
+    """The content of `state.json`; `TrainState` has the position, and `fingerprint` the facts and the description."""
 
     format: Literal[1] = 1
     drivetrain: str = __version__
@@ -108,7 +102,7 @@ class CheckpointContent(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return _canonical({**state, "sha256": _digest(state)})
 
     @classmethod
-    def from_json(cls, text: bytes) -> CheckpointContent:
+    def from_json(cls, text: bytes) -> Self:
         """Parse a `state.json`; ShapeError names the first field that is missing, unknown, or of another type."""
         state = json.loads(text)
         if not isinstance(state, dict) or state.pop("sha256", None) != _digest(state):
@@ -214,8 +208,7 @@ class Checkpoint:
         return shown(self.path)
 
     def verify(self) -> None:
-        """Compare every file with its digest. In the copy of a run at an address, fetch those that are missing or
-        differ."""
+        """Compare every file with its digest. In a copy, fetch those that are missing or differ from the address."""
         remote = RemoteRun.at(self.path.absolute().parent.parent)
         if remote is not None:
             remote.fetch(self.path, self.content.files)

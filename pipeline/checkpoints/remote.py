@@ -5,15 +5,13 @@ its `state.json`, which has the digests of the others. A checkpoint at an addres
 `state.json` and is ignored. When one is removed, its `state.json` goes first.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ...common.errors import CheckpointError
 from ...common.storage.addresses import RemoteFolder, is_address
@@ -33,7 +31,7 @@ class RemoteRun:
         self.files = RemoteFolder(self.address, CheckpointError)
 
     @classmethod
-    def create(cls, folder: Path, address: str) -> RemoteRun:
+    def create(cls, folder: Path, address: str) -> Self:
         run = cls(folder, address)
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_file(folder / _ADDRESS) as file:
@@ -41,14 +39,13 @@ class RemoteRun:
         return run
 
     @classmethod
-    def at(cls, folder: Path | None) -> RemoteRun | None:
+    def at(cls, folder: Path | None) -> Self | None:
         if folder is None or not (folder / _ADDRESS).is_file():
             return None
         return cls(folder, (folder / _ADDRESS).read_text())
 
     def pull(self, names: Sequence[str]) -> None:
-        """Make the copy what is at the address: these files, and each `state.json`; others are fetched when
-        verified."""
+        """Make the copy what is at the address: these files, and each `state.json`; `verify` fetches the others."""
         with locked(self.folder / _LOCK):  # one process at a time downloads into the copy
             there, seen = self.files.versions(), self._seen()
             for name in (*names, f"{CHECKPOINTS}/{RUN}"):
@@ -111,6 +108,7 @@ class RemoteRun:
         self.files.remove(names)
 
     def send(self, step: str, paths: Mapping[str, Path]) -> None:
+        """In this order; `paths` are on this machine, by their names there."""
         for name, path in paths.items():
             self.files.upload(path, f"{CHECKPOINTS}/{step}/{name}")
 
@@ -164,8 +162,7 @@ def working_folder(address: str) -> Path:
 
 
 def opened(place: str | Path, *names: str) -> Path:
-    """Return a path to read from: `place` itself, or in the copy of what is at an address, with the run's files
-    `names`."""
+    """Return a path to read from: `place` itself, or in the copy of an address, with the run's files `names`."""
     if not is_address(place):
         return Path(place)
     address, checkpoint = str(place).rstrip("/"), ""

@@ -48,7 +48,8 @@ def capture_state(
     built: Built, callbacks: dict[str, dict[str, Any]] | None = None, **about: Any
 ) -> tuple[Part, CheckpointContent]:
     """Return this rank's part of a checkpoint, and the content that all ranks share; every rank must call it. Buffers
-    that differ between ranks (BatchNorm's, and averages of them) are saved pooled, for any world size, and per rank."""
+    that differ between ranks (BatchNorm's, averages) are saved pooled, for any world size, and per rank, to resume bit
+    for bit."""
     engine, hooks, position = built.engine, built.hooks, built.hooks.state
     keep, writers = _writing_plan(engine)
     own = {"random.cpu": torch.get_rng_state(), "loss": position.meter.total.detach().cpu().clone()}
@@ -316,8 +317,7 @@ def _check_fits(model: nn.Module, state: Mapping[str, torch.Tensor], name: str, 
     there = {key: tuple(value.shape) for key, value in state.items() if key in own or key not in fresh}
     for key in {**there, **own}:
         if own.get(key) != there.get(key):
-            both = (f"has it as {of[key]}" if key in of else "does not have it" for of in (own, there))
-            ours, theirs = both
+            ours, theirs = (f"has it as {x[key]}" if key in x else "does not have it" for x in (own, there))
             raise CheckpointError(
                 f"{name} is not the model that was trained: of the weight {key!r}, {name} {ours}, and "
                 f"{where} {theirs}. Pass the model of the training, before surgery."

@@ -120,10 +120,8 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.uint32: "U32",
     torch.uint64: "U64", torch.complex64: "C64",
 }  # fmt: skip
-"""The names of dtypes in a safetensors file."""
+# Not in safetensors: real and imaginary parts are in another dimension, name and dtype in the metadata `complex`.
 _COMPLEX = {"complex128": torch.complex128}
-"""Complex dtypes that safetensors does not have. Such a tensor is stored as real and imaginary parts, in another
-dimension, and its name and dtype are in the metadata `complex`."""
 
 
 def save_weights(
@@ -158,6 +156,7 @@ def save_weights(
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    # One by one: safetensors' `save` copies all in memory, and its `save_file` replaces the file that is open here.
     with atomic_file(Path(path)) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, value in ordered:

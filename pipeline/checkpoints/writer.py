@@ -25,8 +25,7 @@ from .remote import CHECKPOINTS, STATE, shown
 _ROUND = 0.02  # seconds between polls for files of other ranks
 _REMOTE_ROUND = 0.5  # the same at an address, where each poll is a request
 _PATIENCE = 3.0  # seconds that a failing run waits for a checkpoint in progress
-UPLOAD_PATIENCE = 120.0
-"""Seconds that a run waits for the upload of its last checkpoint after Ctrl-C; a second Ctrl-C ends it."""
+UPLOAD_PATIENCE = 120.0  # the same after Ctrl-C for an upload; a second Ctrl-C ends it
 
 
 class CheckpointWriter:
@@ -85,8 +84,8 @@ class CheckpointWriter:
             time.sleep(_ROUND)
 
     def give_up(self, *, interrupted: bool = False) -> None:
-        """Stop without the other ranks. The checkpoint in progress may stay incomplete; after Ctrl-C, an upload has
-        `UPLOAD_PATIENCE`."""
+        """Stop without the other ranks, with the checkpoint in progress perhaps incomplete; `interrupted` is by
+        Ctrl-C."""
         patience = _PATIENCE
         if interrupted and self._remote is not None:
             patience = UPLOAD_PATIENCE
@@ -202,6 +201,7 @@ class CheckpointWriter:
             self._failure = error
 
     def _agree(self) -> None:
+        """Wait for all ranks, and raise on every rank if any has failed."""
         failed = torch.tensor(0.0 if self._failure is None else 1.0)
         failures = int(self._engine.reduce(failed, "sum").item())
         if not failures:

@@ -43,18 +43,13 @@ if TYPE_CHECKING:
     from ...strategies import Strategy
 
 MatmulPrecision = Literal["highest", "high", "medium"]
-PRECISIONS: dict[str, str] = {
+PRECISIONS: dict[str, str] = {  # names of `torch.set_float32_matmul_precision`, and their meaning on a GPU
     "highest": "full float32",
     "high": "TF32: float32 with a 10-bit mantissa",
     "medium": "bfloat16 where the hardware supports it, else TF32",
 }
-"""Names of `torch.set_float32_matmul_precision`, and their meaning on a GPU."""
-
-LOADERS = {"ffcv": "FFCVLoader", "torch": "TorchLoader", "ffcv_stock": "StockFFCVLoader"}
-"""The loaders by name, as classes of `loaders`."""
-
-Arguments = tuple[list[str], dict[str, Any]]
-"""The arguments of a call: the text of each positional one, and the keyword arguments."""
+LOADERS = {"ffcv": "FFCVLoader", "torch": "TorchLoader", "ffcv_stock": "StockFFCVLoader"}  # of `loaders`
+Arguments = tuple[list[str], dict[str, Any]]  # the text of each positional argument, and the keywords
 
 WEIGHTS = Kind(
     lambda value: isinstance(value, Mapping) and all(is_number(each, "(0, inf)") for each in value.values()),
@@ -238,8 +233,7 @@ class DistributedConfig(StepOptions):
 
 OnNonFinite = Literal["raise", "skip"]
 
-LOG_EVERY = 50
-"""Optimizer steps between two entries, chosen so that logging costs next to nothing."""
+LOG_EVERY = 50  # optimizer steps between two entries, so that logging costs next to nothing
 
 CALLBACKS = Kind(
     lambda value: isinstance(value, list | tuple), "a list of callbacks, such as [EarlyStopping('val_loss')]"

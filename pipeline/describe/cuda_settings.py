@@ -20,10 +20,8 @@ def choose_benchmark(how: DistributedConfig, transforms: Sequence[Transform]) ->
     if chosen is not None:
         return chosen, "as set"
     if torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic:
-        return (
-            False,
-            "torch is set to deterministic algorithms, and a benchmark may select others in each run",
-        )
+        why = "torch is set to deterministic algorithms, and a benchmark may select others in each run"
+        return False, why
     for transform in transforms:
         if transform.changes_image_size:
             return False, f"{transform.known_as} changes the image size, and each size would be benchmarked"
@@ -44,9 +42,8 @@ def cuda_settings(how: DistributedConfig, transforms: Sequence[Transform]) -> It
             if _old_precision() is not None:
                 torch.set_float32_matmul_precision(how.matmul_precision)
             else:
-                torch.backends.cuda.matmul.fp32_precision = (
-                    "ieee" if how.matmul_precision == "highest" else "tf32"
-                )
+                precision = "ieee" if how.matmul_precision == "highest" else "tf32"
+                torch.backends.cuda.matmul.fp32_precision = precision
         yield
 
 
@@ -55,8 +52,7 @@ def _restore_matmul_precision(stack: ExitStack) -> None:
     for owner in owners:
         if hasattr(owner, "fp32_precision"):  # since torch 2.9
             stack.callback(setattr, owner, "fp32_precision", owner.fp32_precision)
-    before = _old_precision()
-    if before is not None:
+    if (before := _old_precision()) is not None:
         # Setting the older switch also sets the newer ones, so it is restored first: it is last on the stack.
         stack.callback(torch.set_float32_matmul_precision, before)
 

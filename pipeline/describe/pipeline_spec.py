@@ -39,8 +39,7 @@ KIND_ORDER = {kind: number for number, kind in enumerate(KINDS)}
 
 
 def sort_transforms(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:
-    """Sort by kind and `after`; ties keep the user's order. PlanError if one is there twice, or two must follow each
-    other."""
+    """Sort by kind and `after`; ties keep the user's order. None may be there twice, or two follow each other."""
     names = [type(transform).__name__ for transform in transforms]
     for name in names:
         if names.count(name) > 1:

@@ -199,8 +199,7 @@ def _transform_step(transform: Transform, strategy: str = "", mixing: Sequence[s
 
 
 def batch_norms(model: nn.Module) -> int:
-    """Return the number of layers with the statistics of their batch; GhostBatchNorm's are of small groups in any
-    case."""
+    """Return the number of layers with their batch's statistics; GhostBatchNorm's are of small groups in any case."""
     return sum(
         isinstance(module, _BatchNorm)
         and not isinstance(module, nn.SyncBatchNorm)

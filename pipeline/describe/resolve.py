@@ -1,11 +1,9 @@
 """Resolve a pipeline's description into everything that training needs, decided and checked once."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -53,7 +51,7 @@ class ResolvedPlan:
     def recipe(self) -> str | None:
         return self.spec.recipe
 
-    def with_sources(self, train: str | Files, val: str | Files | None) -> ResolvedPlan:
+    def with_sources(self, train: str | Files, val: str | Files | None) -> Self:
         """Of the same data, e.g. the files converted from named data sets."""
         data = dataclasses.replace(self.data, train=train, val=val)
         return dataclasses.replace(self, spec=self.spec.replace(data=data), data=data)
@@ -120,15 +118,13 @@ def train_settings(data: DataConfig, transforms: tuple[Transform, ...]) -> dict[
     return settings
 
 
-NATIVE = (8, 0)
-"""The compute capability of the first GPUs from NVIDIA with bf16 units: Ampere. Older ones emulate it, slowly."""
+NATIVE = (8, 0)  # the compute capability of Ampere; older GPUs of NVIDIA emulate bf16, slowly
 
 
 def take_precision(
     how: DistributedConfig, kept: strategies.Precision | None
 ) -> tuple[DistributedConfig, str]:
-    """Return the options with "auto" decided, and the reason or "". `kept`, the checkpoint's, stays the same on any
-    device."""
+    """Return the options with "auto" decided, and why. `kept`, the checkpoint's, stays the same on any device."""
     if how.precision != "auto":
         return how, ""
     precision, why = choose_precision(how) if kept is None else (kept, "as in the checkpoint")

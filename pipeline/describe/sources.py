@@ -47,8 +47,7 @@ def _samples(path: Path) -> int:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
 
 
-_EDGE = 1 << 16
-"""Bytes of a file's beginning and end that are compared. A `.beton` file ends with a digest of all."""
+_EDGE = 1 << 16  # bytes of a file's both ends that are compared; a `.beton` file ends with a digest of all
 
 
 def trained_on(train: Source, val: Source) -> list[str]:

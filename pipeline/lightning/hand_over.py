@@ -60,27 +60,23 @@ from ..training.schedule import torch_scheduler
 
 STARTS = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
 """Lightning's names of DDP by launcher; each can end in `_find_unused_parameters_true` or `_false`."""
-
-OWN = {
+OWN = {  # arguments of the Trainer that the pipeline determines, and where to set each
     "max_epochs": "to_lightning(epochs=…), because the schedule needs it",
     "accumulate_grad_batches": "distribute(accumulate=…), because each batch is split into as many microbatches",
 }
-"""Arguments of the Trainer that the pipeline determines, and where to set each."""
-
-REMEDIES = {
+REMEDIES = {  # what to use instead, by class, where Lightning has no such callback
     "GradientNorms": "log them in on_before_optimizer_step of a callback of Lightning's",
     "Profile": "pass Lightning's profiler to the Trainer: to_lightning(profiler='pytorch')",
 }
-"""What to use instead, by class, where Lightning has no such callback."""
 PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
 class HandOver(NamedTuple):
     """The result of `Pipeline.to_lightning`: `Trainer(**trainer).fit(module, data)`."""
 
-    module: LitModule
-    data: LitDataModule
-    trainer: dict[str, Any]
+    module: LitModule  # `module.model` is the model after surgery
+    data: LitDataModule  # creates each rank's loaders on that rank
+    trainer: dict[str, Any]  # use it once: the strategy may be an object
     reports: tuple[Report, ...]
 
 

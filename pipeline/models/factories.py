@@ -146,13 +146,8 @@ def _published(name: str, weights: Any) -> nn.Module:
     there = cached.exists()
     try:
         model: nn.Module = _torchvision().get_model(name, weights=weights)
-    except (
-        OSError,
-        RuntimeError,
-        EOFError,
-        pickle.UnpicklingError,
-    ) as error:  # no network, or a wrong checksum
-        reason = str(error).partition("\n")[0]
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]  # no network, or a wrong checksum
         if there:
             raise DataError(
                 f"The weights {weights.name} of {name} in {cached} are damaged: {reason}. Delete the file; it is then "
@@ -183,12 +178,8 @@ def _replace_head(model: nn.Module, num_classes: int, name: str) -> str:
     return path
 
 
-CLASSES = 1000
-"""Number of classes of ImageNet, for which torchvision's models are built."""
-
-LIBRARIES = ("timm:", "hf:")
-"""Prefixes of models of other libraries, for which no code named by a recipe or a checkpoint is imported."""
-
+CLASSES = 1000  # of ImageNet, for which torchvision's models are built
+LIBRARIES = ("timm:", "hf:")  # for these prefixes, no code named by a recipe or a checkpoint is imported
 MODELS: dict[str, Factory] = {
     "airbench_net": airbench_net,
     "cifar_resnet": cifar_resnet,

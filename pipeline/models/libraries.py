@@ -19,12 +19,11 @@ from .weights import is_file_name, load_weights, omitted, read_weights, unusable
 
 _PROBE_SECONDS = 5.0
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_PROBLEMS = {
+_PROBLEMS = {  # by the kind of a task's targets: what the models call the loss for them
     "class indices": "single_label_classification",
     "labels": "multi_label_classification",
     "values": "regression",
 }
-"""By the kind of a task's targets: what the models call the loss for them."""
 
 
 @dataclass(frozen=True)

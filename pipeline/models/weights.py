@@ -12,12 +12,8 @@ from torch import nn
 
 from ...common.errors import DataError
 
-SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
-"""What files of weights are called; any but the first are torch's own format."""
-
-_INSIDE = ("state_dict", "model_state_dict", "model")
-"""Where training scripts (torchvision's, timm's) keep the state dict within their checkpoints."""
-
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")  # any but the first are torch's own format
+_INSIDE = ("state_dict", "model_state_dict", "model")  # where torchvision's and timm's scripts keep it
 _omitted: ContextVar[bool] = ContextVar("omitted", default=False)
 
 

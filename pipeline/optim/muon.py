@@ -43,13 +43,13 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 0.02,
+        lr: float = 0.02,  # Jordan's, like those of momentum, adamw_lr and betas
         momentum: float = 0.95,
         nesterov: bool = True,
-        weight_decay: float = 0.0,
+        weight_decay: float = 0.0,  # decoupled: each step multiplies by 1 - lr · weight_decay
         ns_steps: int = 5,
         adjust_lr: str = "original",
-        precision: str | None = None,
+        precision: str | None = None,  # of the iterations; None: bf16 on CUDA, else fp32
         orthogonalize: bool = True,
         adamw_lr: float = 3e-4,
         betas: tuple[float, float] = (0.9, 0.95),

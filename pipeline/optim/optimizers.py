@@ -67,10 +67,8 @@ class SGDW(torch.optim.SGD):
 
 OPTIMIZERS: dict[str, OptimizerClass] = {"sgd": SGD, "sgdw": SGDW, "adam": Adam, "adamw": AdamW, "muon": Muon}
 
-LINEAR, SQUARE_ROOT = "linear", "square root"
-
-SCALING: dict[Any, str] = dict.fromkeys((SGD, SGDW), LINEAR) | dict.fromkeys(
-    (Adam, AdamW, NAdam, RAdam, RMSprop), SQUARE_ROOT
+SCALING: dict[Any, str] = dict.fromkeys((SGD, SGDW), "linear") | dict.fromkeys(
+    (Adam, AdamW, NAdam, RAdam, RMSprop), "square root"
 )
 """How the learning rate scales with the batch size, by class: linearly with a step proportional to the gradient (Goyal
 et al. 2017, arXiv:1706.02677), by the square root if the step is divided by the root of the mean squared gradient
@@ -78,9 +76,6 @@ et al. 2017, arXiv:1706.02677), by the square root if the step is divided by the
 
 WHOLE_MATRICES = (Muon, torch.optim.Adafactor)
 """Classes whose update of an element depends on the others of its matrix: a flat shard of it is not enough."""
-
-_ELSEWHERE = {"learning_rate": "lr", "wd": "weight_decay"}
-"""Names of options in other libraries."""
 
 
 def find_optimizer(optimizer: Any) -> Any:
@@ -165,7 +160,7 @@ def check_options(optimizer: Any, options: Mapping[str, Any], where: str = "") -
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     for option, value in options.items():
         if option not in known and not takes_any:
-            near = _ELSEWHERE.get(option, option)
+            near = {"learning_rate": "lr", "wd": "weight_decay"}.get(option, option)  # in other libraries
             raise PlanError(f"{place} has no option {option!r}.{suggest(near, known)}")
         numbers = value if isinstance(value, tuple | list) else (value,)
         if any(isinstance(each, float) and not math.isfinite(each) for each in numbers):  # torch accepts them

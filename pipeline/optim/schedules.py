@@ -15,9 +15,7 @@ ScheduleFunction = Callable[..., Any]
 """A function of the progress (0 to 1) that returns the learning rate's factor; or a factory of one of torch's
 schedulers, whose first parameter is named `optimizer`."""
 
-CHECKED_AT = 11
-"""Points of the progress at which a function is checked before training: 0, 0.1, …, 1."""
-
+CHECKED_AT = 11  # points of the progress at which a function is checked before training: 0, 0.1, …, 1
 _CLOSE = 1e-9  # relative: a milestone at 0.6 of 5 steps is at step 3, although 3 / 5 and 0.6 may differ in the last bit
 
 
@@ -141,12 +139,11 @@ class OneCycle(NamedSchedule):
         return 0.0
 
 
-WSD_SHAPES: dict[str, Callable[[float], float]] = {
+WSD_SHAPES: dict[str, Callable[[float], float]] = {  # the factor, by the share of the decay that is done
     "1-sqrt": lambda share: 1 - math.sqrt(share),
     "linear": lambda share: 1 - share,
     "cosine": lambda share: _cosine(1.0, 0.0, share),
 }
-"""The factor in the decay of `"wsd"` as a function of the share of it that is done."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +216,7 @@ def find_schedule(schedule: object) -> str | ScheduleFunction:
 
 
 def is_factory(schedule: str | ScheduleFunction) -> bool:
-    """Whether the first parameter is named `optimizer`, or annotated as one, as those of torch's scheduler classes
-    are."""
+    """Whether the first parameter is named `optimizer`, or annotated as one, as in torch's scheduler classes."""
     if isinstance(schedule, str):
         return False
     try:

@@ -48,8 +48,7 @@ def completed(
 
 
 def _put(full: dict[str, Any], layer: Mapping[str, Any], origin: Origin) -> set[str]:
-    """Set values: plain keys before dotted ones, so that a dict and an entry of it can both be given; return the
-    keys."""
+    """Set values, plain keys before dotted ones: a dict and an entry of it can both be given. Return the keys."""
     for key in sorted(map(str, layer), key=lambda key: "." in key):
         check_key(key, origin)
         head, dot, inner = key.partition(".")

@@ -65,8 +65,7 @@ _CONFIGS = (_Head, DataConfig, _Model, OptimizerConfig, DistributedConfig, FitOp
 SCHEMA = {key: option for config in _CONFIGS for key, option in keys_of(config).items()}
 """Every key of a recipe, which may also have a `name`. The configs check names and combinations."""
 
-_OPTIMIZER = options_of(OptimizerConfig)["optimizer"]
-"""Part of the key `optimizer`, as `name`."""
+_OPTIMIZER = options_of(OptimizerConfig)["optimizer"]  # part of the key `optimizer`, as `name`
 
 
 def _meaning(key: str, option: Option) -> str:
@@ -88,10 +87,7 @@ def _default(key: str, option: Option) -> Any:
 
 
 KEYS = {key: _meaning(key, option) for key, option in SCHEMA.items()}
-"""The meaning of every key."""
-
 DEFAULTS = {key: _default(key, option) for key, option in SCHEMA.items() if not option.required}
-"""The optional keys with their defaults."""
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,10 @@ from .nests import map_tensors
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-NAMES_OF_RUN = {
+NAMES_OF_RUN = {  # what the history, the log and the curves call their other values
     "epoch", "loss", "val_loss", "images_per_s", "data_wait_fraction", "seconds", "lr", "skipped", "replaced", "step",
     "metrics",
 }  # fmt: skip
-"""What the history, the log and the curves call their other values."""
-
 _TOP = re.compile(r"top([1-9][0-9]*)")
 
 
@@ -66,8 +64,7 @@ def by_name(
 
 
 def maker(kind: str, **options: Any) -> Callable[[int], Any]:
-    """Return what makes a class of `torchmetrics.classification` for so many values per image, or one of
-    `torchmetrics.regression`."""
+    """Return what makes a torchmetrics class: of `classification`, for so many values per image, or of `regression`."""
 
     def make(width: int) -> Any:
         from torchmetrics import classification, regression
@@ -89,8 +86,8 @@ Unit = Literal["fraction", "percent"]
 
 
 def compute(meters: Mapping[str, Metric], world_size: int) -> dict[str, float]:
-    """Return the values over all ranks, without NaN and infinite ones. States are gathered here: torchmetrics would
-    block if a rank has no sample, and no tensor to gather."""
+    """Return the values over all ranks, without NaN and infinite ones; every rank must call it. States are gathered
+    here: torchmetrics would block if a rank has no sample, and thus no tensor to gather."""
     if world_size > 1 and meters:
         everyone: list[Any] = [None] * world_size
         dist.all_gather_object(everyone, {name: state_of(metric) for name, metric in meters.items()})
@@ -100,8 +97,7 @@ def compute(meters: Mapping[str, Metric], world_size: int) -> dict[str, float]:
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
-State = tuple[int, dict[str, Any]]
-"""The number of updates of a metric, and its state."""
+State = tuple[int, dict[str, Any]]  # the number of updates of a metric, and its state
 
 
 def state_of(metric: Metric) -> list[State]:

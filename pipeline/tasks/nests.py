@@ -7,8 +7,7 @@ import torch
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
-    """Apply `function` to each tensor. Mappings become dicts; tuples, named tuples, lists and others keep their
-    type."""
+    """Apply `function` to each tensor. Mappings become dicts; tuples, named tuples and lists keep their type."""
     if isinstance(nest, torch.Tensor):
         return function(nest)
     if isinstance(nest, Mapping):

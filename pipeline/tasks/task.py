@@ -25,8 +25,7 @@ Kind = Literal["class indices", "labels", "values", "masks", "views", "any"]
 """What the targets of a batch are: class indices `(B,)`, 0 or 1 for each label `(B, K)`, numbers `(B,)` or `(B, K)`,
 class indices of pixels `(B, H, W)`, none (the views of each image are compared), or whatever the task takes."""
 
-MODEL_LOSS = "model"
-"""The name of the loss that a model computes itself when it is given the targets."""
+MODEL_LOSS = "model"  # the loss that a model computes itself when it is given the targets
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,7 @@ class Targets:
     source: str  # for messages
     values: NDArray[Any]  # (N,) or (N, K); empty for masks
     classes: tuple[str, ...] = ()  # names of the classes or labels; empty if the source has none
-    largest: int | None = (
-        None  # of masks, the largest class index of some of them, except 255; None: no masks
-    )
+    largest: int | None = None  # the largest class index of some masks, except 255; None: no masks
 
     def two(self, size: tuple[int, int]) -> torch.Tensor:
         """As loaders deliver them; masks of that height and width are of class 0."""
@@ -233,12 +230,11 @@ class StandardTask(Task):
         chosen = named(self, self.DEFAULT_METRICS if metrics is None else metrics)
         if monitor is not None:
             _check_monitored(self, monitor, chosen)
-        vars(self).update(  # it is frozen
-            _metrics=chosen,
-            _given={"metrics": metrics, "loss": loss, "monitor": monitor},
-            _criterion=criterion,
-            monitor=next(iter(chosen), "val_loss") if monitor is None else monitor,
-        )
+        given = {"metrics": metrics, "loss": loss, "monitor": monitor}
+        monitor = next(iter(chosen), "val_loss") if monitor is None else monitor
+        vars(self).update(
+            _metrics=chosen, _given=given, _criterion=criterion, monitor=monitor
+        )  # it is frozen
 
     _metrics: Mapping[str, Any]
     _given: Mapping[str, Any]

@@ -39,6 +39,7 @@ class Exchange:
 
 
 def broadcast_text(engine: Engine, text: str, source: int = 0) -> str:
+    """Every rank must call it."""
     data = list(text.encode()) if engine.rank == source else []
     length = int(engine.reduce(torch.tensor(len(data)), "sum").item())
     values = torch.tensor(data or [0] * length, dtype=torch.int64)

@@ -183,6 +183,7 @@ class Parts:
 
     @property
     def classes(self) -> int | None:
+        """For soft targets; None if targets cannot be mixed."""
         return self.width if self.plan.task.kind in ("class indices", "labels") else None
 
     def loss(self, device: torch.device) -> TaskLoss:
@@ -218,8 +219,7 @@ def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) 
 
 
 def expected_device(how: DistributedConfig) -> torch.device:
-    """Return where this rank is expected to train: loaders, whose buffers depend on it, are created before the
-    engine."""
+    """Where this rank is expected to train: loaders, whose buffers depend on it, are created first."""
     try:
         return rank_device(how.device)
     except StrategyError:  # `prepare` raises the strategy's own error
@@ -238,7 +238,7 @@ def make_loader(
     *,
     train: bool,
     device: torch.device,
-    ranks: tuple[int, int] | None = None,
+    ranks: tuple[int, int] | None = None,  # this rank, and the world size
 ) -> EpochLoader:
     data = plan.data
     ranks = ranks or ((dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1))
@@ -258,8 +258,7 @@ def make_loader(
 
 
 def source_files(data: DataConfig, source: Source, *, progress: bool = True) -> str | Files:
-    """Return the files or the folder of a source: downloaded and converted; of remote files, local copies, still
-    empty."""
+    """Return files or a folder: named data sets are converted; of remote files, local copies, still empty."""
     if data.loader == "torch" and isinstance(source, str) and Path(source).is_dir():
         return source
     remote = Remote(data.cache, data.cache_limit, data.patience)

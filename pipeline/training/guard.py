@@ -16,8 +16,7 @@ from ..telemetry.state import TrainState
 from .agreement import Requests
 
 OVERFLOWS = 50
-"""Consecutive steps that fp16 may skip. Each halves the loss scale, and fp16's range is 2^-24 to 2^16: after 50
-halvings no finite gradient overflows."""
+"""Consecutive steps that fp16 may skip: each halves the loss scale, and fp16's range is only 2^-24 to 2^16."""
 
 
 class NonFiniteGuard(Observer):
@@ -63,12 +62,14 @@ class NonFiniteGuard(Observer):
 
     @torch.no_grad()
     def should_apply(self, state: TrainState) -> bool:  # noqa: ARG002
+        """Every rank must call it."""
         if not self._skip or self._scaled or self._finite_gradients():
             return True
         self._buffers.restore()
         return False
 
     def check_weights(self, state: TrainState) -> None:
+        """Every rank must call it."""
         self.flush()
         if self._spoiled():
             raise NonFiniteError(

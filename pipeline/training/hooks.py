@@ -220,8 +220,7 @@ class TrainingHooks:
     def predict(
         self, model: Callable[..., Any], images: torch.Tensor, targets: torch.Tensor, task: Task
     ) -> tuple[Any, Any]:
-        """Return float32 outputs for images `(B, 3, H, W)`, for the loss and for the metrics; with evaluation
-        transforms, theirs."""
+        """Return float32 outputs for images `(B, 3, H, W)`, for the loss and for the metrics."""
         inputs = task.model_inputs(targets)
         if not self._evaluation:
             return loss_and_metric_inputs(task, model(images, **inputs))

@@ -85,12 +85,12 @@ def _on(device: torch.device, count: Count) -> torch.Tensor:
 class EpochStats:
     """Statistics of one epoch."""
 
-    loss: float
-    images: int
+    loss: float  # mean over all samples, of the loss at their step; with class weights, the weighted mean
+    images: int  # of all ranks
     seconds: float
     data_wait_s: float
-    skipped: int = 0
-    overflowed: int = 0
+    skipped: int = 0  # steps whose loss was not finite
+    overflowed: int = 0  # steps whose gradients overflowed in fp16
 
 
 def train_epoch(

@@ -39,8 +39,7 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_compiled_call_impl", "dynamo
 
 
 def model_identity(model: nn.Module, factory: object = None) -> dict[str, str]:
-    """Return what a model is, by module path, name of the user's code, and package. The code of its `factory` counts,
-    too."""
+    """Return what a model is, by module path, name of the user's code (the `factory`'s, too), and package."""
     modules = dict[str, str]()
     for path, one in model.named_modules():
         name = f"model.{path}" if path else "model"

@@ -13,7 +13,7 @@ from ..optim.schedules import label, refuse_plateau
 
 
 class Schedule:
-    """Sets the learning rate of each of `steps` optimizer steps; the optimizer's current ones are the peaks."""
+    """The optimizer's current learning rates are the peaks; `scale` is a factor of those of a torch scheduler."""
 
     def __init__(
         self, optimization: OptimizerConfig, optimizer: torch.optim.Optimizer, steps: int, scale: float = 1.0
