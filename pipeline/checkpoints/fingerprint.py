@@ -138,7 +138,7 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _identity(loader: EpochLoader) -> int:
-    """Return the CRC-32 of the samples' checksums; without a manifest of their labels, or of masks' image lengths."""
+    """Return the CRC-32 of the samples' checksums; without a manifest, of labels or, for masks, of image lengths."""
     beton = loader.beton
     checksums = None if beton is None else beton.checksums
     if checksums is not None:

@@ -1,5 +1,4 @@
-"""Capture and restore the state of a run, each rank's share on the CPU; or export its evaluated weights and its
-model."""
+"""Capture and restore a run's state, each rank's share on the CPU; or export its evaluated weights and its model."""
 
 import random
 from collections import ChainMap
@@ -47,9 +46,8 @@ from .weights import Tensors, plain_state
 def capture_state(
     built: Built, callbacks: dict[str, dict[str, Any]] | None = None, **about: Any
 ) -> tuple[Part, CheckpointContent]:
-    """Return this rank's part of a checkpoint, and the content that all ranks share; every rank must call it. Buffers
-    that differ between ranks (BatchNorm's, averages) are saved pooled, for any world size, and per rank, to resume bit
-    for bit."""
+    """Return this rank's part of a checkpoint, and what all ranks share; every rank must call it. Buffers that differ
+    between ranks (BatchNorm's, averages) are saved pooled, for any world size, and per rank, to resume bit for bit."""
     engine, hooks, position = built.engine, built.hooks, built.hooks.state
     keep, writers = _writing_plan(engine)
     own = {"random.cpu": torch.get_rng_state(), "loss": position.meter.total.detach().cpu().clone()}

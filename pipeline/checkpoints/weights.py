@@ -30,8 +30,7 @@ def plain_state(state: ModelState, model: nn.Module, transforms: Sequence[Transf
 def save_model(
     state: ModelState, path: Path, *, epochs: int | str | None = None, about: Mapping[str, str] | None = None
 ) -> None:
-    """Write the state dict to `path`, and what it leaves out, if anything, to `unlisted_path(path)`, whose digest is in
-    the metadata."""
+    """Write the state dict to `path`, with the digest of what it leaves out, which is in `unlisted_path(path)`."""
     other, linked = unlisted_path(path), dict(about or {})
     if state.unlisted:
         save_weights(state.unlisted, other)
@@ -131,9 +130,8 @@ def save_weights(
     epochs: int | str | None = None,
     about: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a state dict of CPU tensors as safetensors, atomically, with `about` as metadata. `epochs`: the epoch of
-    the history that the weights belong to, or a text, within one: a process killed between the two files leaves newer
-    weights."""
+    """Write CPU tensors as safetensors, atomically, with `about` as metadata. `epochs` is the epoch of the history that
+    they belong to (within one, a text): a process killed between the two files leaves newer weights."""
     metadata = {**(about or {}), **({} if epochs is None else {"epochs": str(epochs)})}
     kinds = {kind: name for name, kind in _COMPLEX.items()}
     wide = {name: kinds[value.dtype] for name, value in state.items() if value.dtype in kinds}

@@ -84,8 +84,7 @@ class CheckpointWriter:
             time.sleep(_ROUND)
 
     def give_up(self, *, interrupted: bool = False) -> None:
-        """Stop without the other ranks, with the checkpoint in progress perhaps incomplete; `interrupted` is by
-        Ctrl-C."""
+        """Stop without the other ranks; the checkpoint in progress may stay incomplete. `interrupted`: by Ctrl-C."""
         patience = _PATIENCE
         if interrupted and self._remote is not None:
             patience = UPLOAD_PATIENCE

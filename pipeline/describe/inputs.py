@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Inputs:
     """What an image must become before the model sees it, and the names of what it returns. The facts of a run's
-    history have it; `recipe.yaml` (`trained`), and the metadata of weights and exported files, are written from
-    there."""
+    history have it; `recipe.yaml` and the metadata of weights and exported files are written from there."""
 
     image_size: ImageSize  # in evaluation
     eval_ratio: float

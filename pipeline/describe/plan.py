@@ -95,6 +95,8 @@ def lay_out(
     devices = f"{how.ranks} device(s)" + (' ("auto")' if how.devices == "auto" else "")
     eval_size = f" ({_pixels(data.eval_size)} px in evaluation)" if data.eval_size != data.image_size else ""
     scaled = optimization.at(data.batch_size)
+    built = spec.model if isinstance(spec.model, nn.Module) else None
+    split = batch_norm_caution(how, data.batch_size, built)
     steps = [
         Step(f"load {files_of(data.train)}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
              f"{_pixels(data.image_size)} px{eval_size}{data.for_plan()}; every rank loads its slice of each "
@@ -109,7 +111,7 @@ def lay_out(
         Step("check the output", "Drivetrain", "its width must be that of the data's targets"),
         Step(f"wrap with {strategy.name}", "default" if spec.distribution is None else ".distribute()",
              f"{devices}, {how.precision}, {how.accumulate} microbatch(es) per step{how.for_plan()}: "
-             f"after surgery{'; ' * bool(precision)}{precision}{_slow_bf16(how)}{_split_batch_norm(spec, data)}"),
+             f"after surgery{'; ' * bool(precision)}{precision}{_slow_bf16(how)}{'; caution: ' * bool(split)}{split}"),
         Step(f"optimizer: {scaled.describe()}",
              "default" if spec.optimization is None else ".optimize()",
              "; ".join(filter(None, [f"built from the final parameters{optimization.for_plan()}",
@@ -147,12 +149,6 @@ def _assumed_mean(spec: PipelineSpec) -> str:
         "; taken as the mean over the samples, because it declares no denominator: if it weights or ignores targets, "
         "results depend on how a batch is split"
     )
-
-
-def _split_batch_norm(spec: PipelineSpec, data: DataConfig) -> str:
-    built = spec.model if isinstance(spec.model, nn.Module) else None
-    text = batch_norm_caution(spec.distributed, data.batch_size, built)
-    return f"; caution: {text}" if text else ""
 
 
 def _wrapping_steps(how: DistributedConfig) -> list[Step]:

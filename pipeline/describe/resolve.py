@@ -132,8 +132,8 @@ def take_precision(
 
 
 def choose_precision(how: DistributedConfig) -> tuple[strategies.Precision, str]:
-    """A GPU counts if it and all others of this process have bf16 units; a CPU if it has bf16 instructions that oneDNN,
-    which computes the layers, may use (`ONEDNN_MAX_CPU_ISA`)."""
+    """A GPU counts if all of this process have bf16 units; a CPU if it has bf16 instructions that oneDNN, which
+    computes the layers, may use (`ONEDNN_MAX_CPU_ISA`)."""
     if uses_gpu(how) and torch.version.hip is not None:  # AMD numbers its GPUs in another way
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         return ("bf16", "the GPU computes it") if native else ("fp32", "the GPU does not compute bf16")

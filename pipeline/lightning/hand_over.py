@@ -172,8 +172,7 @@ class _Ranks:
 
 class LitModule(pl.LightningModule):
     """The model after surgery, with the pipeline's loss, batch transforms, optimizer and schedule. It logs `loss`,
-    `val_loss` and the metrics of each epoch, over all ranks. Random layers depend on the pipeline's seed, as in
-    `fit`."""
+    `val_loss` and the metrics of each epoch. Random layers depend on the pipeline's seed, as in `fit`."""
 
     def __init__(self, parts: Parts, epochs: int, steps: int) -> None:
         super().__init__()

@@ -203,7 +203,7 @@ class OptimizerConfig(Config):
         return self._scale(batch_size) if self.scale_lr and self.uses_torch_scheduler else 1.0
 
     def note(self, batch_size: int) -> str:
-        """ "" if learning rate and batch size were tuned together."""
+        """Empty if learning rate and batch size were tuned together."""
         base = self.base_batch_size
         if base is None or self.is_factory or (base == batch_size and not self.scale_lr):
             return ""

@@ -1,5 +1,4 @@
-"""Read recipes from YAML or JSON files, as data only, with errors that name the line; import the modules beside
-them."""
+"""Read recipes from YAML or JSON, as data only, with errors that name the line; import the modules beside them."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""The schema of recipes: meaning, default and types of every key; those of the builder's options are of their
-configs."""
+"""The schema of recipes: meaning, default and types of every key, of most from the builder's configs."""
 
 from __future__ import annotations
 

@@ -48,8 +48,7 @@ def broadcast_text(engine: Engine, text: str, source: int = 0) -> str:
 
 class Requests:
     """What this rank has been asked to do, and what all have agreed on, with the losses that `NonFiniteGuard`
-    exchanges. `every_minutes` is by the clock of rank 0; `signal` names the one that asked this rank to stop, or is
-    ""."""
+    exchanges. `every_minutes` is by rank 0's clock; `signal` names the one that asked this rank to stop, or is ""."""
 
     def __init__(self, every_minutes: float | None = None) -> None:
         self.stop = self.save = self.interrupted = False

@@ -26,9 +26,8 @@ OBSERVED_FIRST = ("on_epoch_start", "on_step_start", "after_forward", "after_bac
 
 
 class Moments:
-    """The calls at each moment (`transforms.common.moments`): sessions in the plan's order, and then the observer;
-    before them where time or a batch begins, or a forward or a backward has ended, so that its phases contain what they
-    name."""
+    """The calls at each moment (`transforms.common.moments`): sessions in the plan's order, then the observer; before
+    them where time or a batch begins, or a forward or backward has ended, so that its phases contain what they name."""
 
     on_epoch_start: Calls
     on_step_start: Calls
