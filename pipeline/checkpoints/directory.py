@@ -75,12 +75,8 @@ class _Run(TypedDict):
 
 
 class CheckpointDir:
-    """The checkpoints of one run, `out/checkpoints`.
-
-    Its `run.json` names the run that they belong to. A run that starts from scratch in a folder with checkpoints of an
-    earlier run gets a new name, so that the two are never confused. The earlier checkpoints stay until the first one of
-    the new run is complete. `remote` is where the run is, if the folder is in the copy of a run at an address.
-    """
+    """The checkpoints of one run, `out/checkpoints`; `run.json` there names the run, a new one for a run that starts
+    from scratch. The earlier ones stay until the first of the new run is complete."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.remote = folder, RemoteRun.at(folder.absolute().parent)
@@ -89,7 +85,6 @@ class CheckpointDir:
         return self.folder / f"step-{step:08d}"
 
     def place(self, step: int) -> str | Path:
-        """Return where it is for the user: its path, or its address."""
         path = self.path(step)
         return path if self.remote is None else self.remote.shown(path)
 
@@ -101,8 +96,7 @@ class CheckpointDir:
         return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
     def begin(self, run: str, origin: Path | None) -> None:
-        """Record the run that writes to this folder from now on, and the checkpoint that it continues, if any. Remove
-        unfinished checkpoints of earlier processes."""
+        """Record the run that writes here from now on, and what it continues; remove unfinished checkpoints."""
         for path in self.folder.glob(".step-*"):
             shutil.rmtree(path, ignore_errors=True)
         about: _Run = {"run": run, "continues": None if origin is None else shown(origin.resolve())}
@@ -120,8 +114,7 @@ class CheckpointDir:
             self.remote.begin()
 
     def catch_up(self) -> str:
-        """Upload the newest checkpoint if the address does not have it, because it could not be written before. Return
-        a note for the user, or ""."""
+        """Upload the newest checkpoint if the address lacks it; return a note for the user, or ""."""
         there = None if self.remote is None else self.remote.files.read(f"{CHECKPOINTS}/{RUN}")
         if self.remote is None or there is None or self.run is None or f'"{self.run}"'.encode() not in there:
             return ""
@@ -147,8 +140,7 @@ class CheckpointDir:
         return place.resolve().parent == self.folder.resolve() and STEP.fullmatch(place.name) is not None
 
     def beyond(self, checkpoint: Checkpoint) -> list[Checkpoint]:
-        """Return the complete checkpoints that resuming from `checkpoint` would delete, the newest first: later ones of
-        the same run, and any of another run."""
+        """Return what resuming from `checkpoint` would delete, the newest first: later, or of another run."""
         here, name = checkpoint.content, checkpoint.path.name
         others = [other for other in self.of_run(None) if other.path.name != name]
         ahead = [o for o in others if o.content.step > here.step or o.content.run != here.run]
@@ -164,8 +156,7 @@ class CheckpointDir:
         return None if about is None else about["run"]
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint of the run, else the one that the run continues, else None. Issue a
-        `CheckpointWarning` for each damaged one that is skipped."""
+        """Return the newest complete one of the run, else the one that it continues; warn of each damaged one."""
         about = self._about()
         for path in self.checkpoints():
             checkpoint = _load_complete(path, None if about is None else about["run"])
@@ -185,7 +176,7 @@ class CheckpointDir:
                 yield checkpoint
 
     def last(self, run: str) -> Path | None:
-        """Return the path of the run's newest checkpoint, to show in messages: its files are not verified."""
+        """For messages: its files are not verified."""
         return next((checkpoint.path for checkpoint in self.of_run(run)), None)
 
     def prune(self, run: str, options: Checkpoints) -> None:
@@ -237,7 +228,7 @@ def find(place: Path) -> Checkpoint:
 
 
 def _load_complete(path: Path, run: str | None = None) -> Checkpoint | None:
-    """Return the checkpoint if it is complete and of `run` (None: of any run); otherwise warn, and return None."""
+    """Return the checkpoint if it is complete and of `run` (None: of any); otherwise warn, and return None."""
     try:
         checkpoint = Checkpoint(path)
         if run is not None and checkpoint.content.run != run:
@@ -257,8 +248,7 @@ class ResumePoint:
 
 
 def choose_start(engine: Engine, resume: str | Path | None, store: CheckpointDir | None) -> ResumePoint:
-    """Return where a run starts, the same on all ranks. Rank 0 finds and verifies the checkpoint, and changes no
-    file; its errors are raised on every rank. `resume="auto"` searches `store`, which is None without a folder."""
+    """Return where a run starts, the same on all ranks. Rank 0 verifies the checkpoint, and changes no file."""
     answer = _on_rank_0(engine, lambda: _look(resume, store))
     place = answer["place"]
     checkpoint = None if place is None else _opened(place, store, verified=engine.rank == 0)
@@ -290,7 +280,7 @@ def begin_run(engine: Engine, choice: ResumePoint, store: CheckpointDir | None, 
 
 
 def _opened(place: str, store: CheckpointDir | None, verified: bool) -> Checkpoint:
-    """Return the checkpoint that rank 0 has chosen; from an address, once it is on this machine."""
+    """From an address, download it first."""
     if not is_address(place):
         return Checkpoint(Path(place))
     remote = None if store is None else store.remote
@@ -333,7 +323,6 @@ def _look(resume: str | Path | None, store: CheckpointDir | None) -> dict[str, A
 
 
 def _check_newest(store: CheckpointDir, checkpoint: Checkpoint) -> None:
-    """Raise if resuming from `checkpoint` would delete others in the same folder."""
     ahead = store.beyond(checkpoint)
     if not ahead:
         return

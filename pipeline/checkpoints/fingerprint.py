@@ -1,7 +1,4 @@
-"""A run as JSON values: its fingerprint, to check that a checkpoint fits it, the description of its model, and the
-identity of any of its values."""
-
-from __future__ import annotations
+"""A run as JSON values: its fingerprint, the description of its model, and the identity of any of its values."""
 
 import dataclasses
 import enum
@@ -34,8 +31,7 @@ from ..optim.schedules import label
 from ..training.build import Built
 from ..training.model_identity import attributes, difference, digest, is_filled
 
-MODEL = "model"
-"""The entry of the fingerprint with what the model is, from `model_identity`."""
+MODEL = "model"  # the entry of the fingerprint with what the model is, from `model_identity`
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{4,}\b", re.IGNORECASE)
 _DEEPEST = 20  # levels of containers and objects; below, only the class is named
 _ATTRIBUTES = object()  # in `inside`: marks the attributes of an object without its own repr
@@ -43,10 +39,8 @@ _SAMPLED = 1 << 24  # bytes; of a larger array, only the beginning and the end a
 
 
 def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]:
-    """Return what must be the same for a run to resume as if it had not been interrupted. It omits what does not change
-    the results, and what may change between runs: strategy, devices, microbatches, workers, paths."""
-    data, train, distribution = plan.data, built.train, plan.distribution
-    optimization = plan.optimization
+    """Return what must be equal to resume as if uninterrupted: not strategy, devices, microbatches, workers, paths."""
+    data, train, distribution, optimization = plan.data, built.train, plan.distribution, plan.optimization
     facts = {
         "seed": plan.seed,
         "training samples": len(train.indices),
@@ -77,8 +71,7 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
 def check_compatible(
     saved: dict[str, Any], own: dict[str, Any], where: object, tied: Sequence[str] = ()
 ) -> None:
-    """Compare the fingerprint of a checkpoint, `where`, with that of the run that resumes from it, and raise for the
-    first difference. The number of epochs may differ if nothing is `tied` to it."""
+    """Raise for the first difference between two fingerprints. `epochs` may differ if nothing is `tied` to it."""
     for key, value in own.items():
         if key == MODEL:
             continue  # see `check_model`
@@ -96,8 +89,7 @@ def check_compatible(
 
 
 def check_model(saved: dict[str, Any], own: dict[str, Any], where: object, *, changed: bool) -> str:
-    """Compare the structure, settings and code of a checkpoint's model with those of the run that resumes from it.
-    Return a note for the user, or ""."""
+    """Compare structure, settings and code of the models. Return a note for the user, or ""."""
     if not isinstance(saved.get(MODEL), dict):
         return (
             f"{where} was written by an older version, which did not record the model: whether this run has the same "
@@ -116,7 +108,6 @@ def check_model(saved: dict[str, Any], own: dict[str, Any], where: object, *, ch
 
 
 def tied_to_length(plan: ResolvedPlan) -> list[str]:
-    """Return what another number of epochs would have changed in the steps that are done."""
     shape, tied = plan.optimization, []
     # A torch scheduler counts steps, whatever the length of the run.
     if (shape.schedule != "constant" and not shape.uses_torch_scheduler) or shape.warmup:
@@ -132,7 +123,7 @@ def tied_to_length(plan: ResolvedPlan) -> list[str]:
 
 
 def _in_both(saved: Any, own: list[dict[str, Any]]) -> tuple[Any, Any]:
-    """Return the hyperparameters that both optimizers have: a strategy's own optimizer may have more of them."""
+    """Return the hyperparameters that both have: a strategy's own optimizer may have more of them."""
     if not isinstance(saved, list) or len(saved) != len(own) or not all(isinstance(g, dict) for g in saved):
         return saved, own
     pairs = [(left, right, left.keys() & right.keys()) for left, right in zip(saved, own, strict=True)]
@@ -147,8 +138,7 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _identity(loader: EpochLoader) -> int:
-    """Return the CRC-32 of the samples' checksums if the file has a manifest, else of their labels, or, where these are
-    masks, of the images' lengths in the file."""
+    """Return the CRC-32 of the samples' checksums; without a manifest, of labels or, for masks, of image lengths."""
     beton = loader.beton
     checksums = None if beton is None else beton.checksums
     if checksums is not None:
@@ -157,8 +147,7 @@ def _identity(loader: EpochLoader) -> int:
 
 
 def description(plan: ResolvedPlan) -> dict[str, Any] | None:
-    """Return the model and its surgery as JSON values to rebuild it from; None if JSON cannot hold them. The entry
-    `model` is None if the model has no name: a module instance, or a function that cannot be imported."""
+    """Return the model and its surgery as JSON values to rebuild it from; None if JSON cannot hold them."""
     name = None if isinstance(plan.spec.model, nn.Module) else name_of_factory(plan.spec.model)
     algorithms = [t for t in plan.transforms if t.kind == "algorithm"]
     if any(t.renames for t in algorithms):  # to rebuild the model, its code would have to be imported
@@ -184,10 +173,8 @@ def rebuild_spec(
     model: str | Callable[..., nn.Module] | nn.Module | None = None,
     otherwise: str = "use the weights under their trained names",
 ) -> tuple[PipelineSpec, tuple[Transform, ...]]:
-    """Return a `PipelineSpec` with the model and the transforms of a `description`, and these transforms in plan order.
-    `model`, a name, a factory (called with the described options) or a module, replaces the one that the description
-    names. Without it nothing is imported, because importing a module runs its code. `otherwise`, for the message: what
-    to do without the model."""
+    """Return the model and the transforms, in plan order, of a `description`; `model` replaces the named one. Without
+    it nothing is imported, because importing a module runs its code. `otherwise`: the remedy in the message."""
     named = saved["model"]
     if model is None and (named is None or (":" in named and not named.startswith(LIBRARIES))):
         known = "was passed as a module, or comes from a function that cannot be imported by name"
@@ -195,8 +182,7 @@ def rebuild_spec(
             known = f"is {named!r}, which would have to be imported: opening a checkpoint runs no code"
         raise CheckpointError(
             f"The checkpoint does not know how to build its model, which {known}. Pass "
-            f"model={named or 'module:factory'!r} "
-            f"(--model {named or 'MODULE:FACTORY'}); or {otherwise}."
+            f"model={named or 'module:factory'!r} (--model {named or 'MODULE:FACTORY'}); or {otherwise}."
         )
     for entry in saved["transforms"]:
         if ":" in str(entry.get("name")):
@@ -211,20 +197,11 @@ def rebuild_spec(
 
 
 def identity(value: object) -> str:
-    """Return the value as text that is the same in every process. `repr` of a function, or of an object without its own
-    `__repr__`, contains an address, which differs.
-
-    - Numbers, strings, containers and dataclasses: their `repr`, with each element by its own identity. Fields with
-      `repr=False` are omitted.
-    - Classes and functions: module and qualified name, whatever their code, so that a function stays the same after
-      a fix. A lambda or an inner function has no importable name, so a digest of its bytecode, defaults and closure
-      is added, which may differ between versions of Python.
-    - Methods and `functools.partial`: the function and what it is bound to.
-    - Tensors and arrays: type, shape and a digest of their bytes; `nn.Module`s: their `repr`, their state and a digest
-      of their public attributes, such as a loss's `label_smoothing`.
-    - Other objects: their own `__repr__` if it contains no address, else their class and public attributes. Objects
-      of this kind among these attributes: only their class.
-    """
+    """Return the value as text that is the same in every process, unlike a `repr` with an address. Functions are named,
+    whatever their code, so that one stays the same after a fix; of a lambda or an inner function, which has no
+    importable name, a digest of its bytecode, defaults and closure is added. Tensors and modules have a digest of their
+    values, and modules of their public attributes, such as a loss's `label_smoothing`. Other objects without their own
+    `repr` are their class and public attributes; objects of this kind among these only their class."""
     return _text(value, ())
 
 
@@ -261,7 +238,7 @@ def _of_object(value: Any, inside: tuple[object, ...]) -> str:
 
 
 def _of_module(value: nn.Module, inside: tuple[object, ...]) -> str:
-    """Return the state of a module, and a digest of what its `repr` may omit: the public attributes of its layers."""
+    """Return the state, and a digest of what the `repr` may omit: the public attributes of the layers."""
     state = value.state_dict()
     settings = {
         f"{path}.{name}": _text(each, inside)
@@ -333,7 +310,7 @@ def _name(value: Any) -> str:
 
 
 def _of_bytes(array: NDArray[Any]) -> str:
-    """Return a digest of the bytes; of both ends for a large array, which may be a memory-mapped file."""
+    """Return a digest of the bytes; of both ends if the array is large: it may be a memory-mapped file."""
     flat = array.reshape(-1)
     if array.nbytes > _SAMPLED:
         rows = max(1, _SAMPLED // array.itemsize // 16)
@@ -342,7 +319,7 @@ def _of_bytes(array: NDArray[Any]) -> str:
 
 
 def _shown(value: object) -> str | None:
-    """Return the object's own `repr`, or None if it has none, contains an address, or fails."""
+    """Return the object's own `repr`; None if it has none, contains an address, or fails."""
     if type(value).__repr__ is object.__repr__:
         return None
     try:
@@ -364,5 +341,4 @@ _KINDS: dict[Any, Callable[[Any, tuple[object, ...]], str]] = {
     functools.partial: _of_partial,
     MethodType: lambda value, inside: f"{_text(value.__self__, inside)}.{value.__func__.__name__}",
     FunctionType: _of_function,
-}
-"""The text of each kind of values, the first that fits; see `identity`."""
+}  # of each kind of values, the first that fits

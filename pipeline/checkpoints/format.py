@@ -13,15 +13,13 @@
         rank-00001-of-00002.safetensors    state of one rank: random states, local buffers
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, Self, TypedDict
 from urllib.parse import quote, unquote
 
 import torch
@@ -36,10 +34,8 @@ from .remote import STATE, RemoteRun, shown
 from .weights import Tensors, open_tensors, save_weights
 
 UNLISTED, OWN = "unlisted", "rank"
-SHARED = ("model", "optimizer", "methods", UNLISTED)
-"""The kinds of tensors that all ranks share. The kind `OWN` holds the state of one rank."""
-TENSORS = {"tensors": True}
-"""Placeholder in the state of a method for averages, which are in `methods.safetensors`."""
+SHARED = ("model", "optimizer", "methods", UNLISTED)  # by all ranks; the kind `OWN` is of one rank
+TENSORS = {"tensors": True}  # in the state of a method, for averages, which are in `methods.safetensors`
 REMEDY = "Use another checkpoint, or start from scratch with resume=None."
 
 Values = dict[str, Any]
@@ -58,27 +54,23 @@ class Meter(TypedDict):
     seconds: float
     data_wait_s: float
     evaluation_s: float
-    weight: NotRequired[float | None]
-    """Older versions, which counted each step once, lack it."""
+    weight: NotRequired[float | None]  # older versions, which counted each step once, lack it
 
 
 class FileFacts(TypedDict):
-    """Size and digest of a file."""
-
     bytes: int
     sha256: str
 
 
 class OptimizerContent(Struct, frozen=True, forbid_unknown_fields=True):
-    """An `OptimizerState` without its entries: each rank saves the tensors and numbers that it holds."""
+    """An `OptimizerState` without its entries: each rank saves those that it holds."""
 
     groups: list[Values]
     loss_scale: Mapping[str, Number]
 
 
 class RankContent(Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank's random states of Python and NumPy, its non-tensor optimizer state, and its callbacks' states by
-    class."""
+    """One rank's random states of Python and NumPy, optimizer numbers, and callbacks' states by class."""
 
     random: Values
     numbers: dict[str, dict[str, Number]]
@@ -86,8 +78,7 @@ class RankContent(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckpointContent(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of `state.json`. The position is that of `TrainState`; `facts` and `description`: see
-    `fingerprint`."""
+    """The content of `state.json`; `TrainState` has the position, and `fingerprint` the facts and the description."""
 
     format: Literal[1] = 1
     drivetrain: str = __version__
@@ -111,7 +102,7 @@ class CheckpointContent(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return _canonical({**state, "sha256": _digest(state)})
 
     @classmethod
-    def from_json(cls, text: bytes) -> CheckpointContent:
+    def from_json(cls, text: bytes) -> Self:
         """Parse a `state.json`; ShapeError names the first field that is missing, unknown, or of another type."""
         state = json.loads(text)
         if not isinstance(state, dict) or state.pop("sha256", None) != _digest(state):
@@ -130,7 +121,7 @@ def _digest(state: Values) -> str:
 
 
 def key_of(owner: str, name: str) -> str:
-    """Return a tensor's key in a file; `owner` is a parameter with optimizer state, or a method with averages."""
+    """Return a tensor's key; `owner` is a parameter with optimizer state, or a method with averages."""
     return f"{quote(owner)}::{name}"
 
 
@@ -164,7 +155,7 @@ def note_path(folder: Path, rank: int) -> Path:
 
 
 def finish(folder: Path, target: Path, content: CheckpointContent, ranks: int) -> None:
-    """Turn the files of all ranks into a checkpoint, rename it to `target`, and replace an older one there."""
+    """Turn the files of all ranks into a checkpoint, and rename it to `target`, replacing an older one."""
     try:
         notes = [json.loads(note_path(folder, rank).read_text()) for rank in range(ranks)]
         files = {name: about for note in notes for name, about in note["files"].items()}
@@ -198,7 +189,7 @@ def remove(folder: Path) -> None:
 
 
 class Checkpoint:
-    """A checkpoint opened for reading. Opening checks `state.json`; only `verify` checks the other files."""
+    """Opening checks `state.json`; only `verify` checks the other files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -214,12 +205,10 @@ class Checkpoint:
 
     @property
     def place(self) -> str:
-        """Its path, or its address if that is where its run is; for messages."""
         return shown(self.path)
 
     def verify(self) -> None:
-        """Read every file once and compare it with its digest. In the copy of a run at an address, fetch those that are
-        missing or differ."""
+        """Compare every file with its digest. In a copy, fetch those that are missing or differ from the address."""
         remote = RemoteRun.at(self.path.absolute().parent.parent)
         if remote is not None:
             remote.fetch(self.path, self.content.files)
@@ -247,7 +236,6 @@ class Checkpoint:
             )
 
     def tensors(self, *kinds: str, rank: int | None = None) -> Tensors:
-        """Return the tensors of kinds in `SHARED`, or of `OWN` with a `rank`."""
         names = [name for kind in kinds for name in self._names(kind)]
         opened = [open_tensors(self.path / name) for name in (names if rank is None else [names[rank]])]
         return Tensors({name: reader for tensors in opened for name, reader in tensors.readers.items()})
@@ -298,7 +286,7 @@ def _index_name(kind: str) -> str:
 
 
 def _write_index(folder: Path, kind: str, files: dict[str, Any], sizes: dict[str, dict[str, int]]) -> None:
-    """Write the index of which shard holds which tensor, if there are several shards, and add it to `files`."""
+    """Write which shard holds which tensor, if there are several, and add the index to `files`."""
     shards = {name: tensors for name, tensors in sizes.items() if name.startswith(f"{kind}-")}
     if not shards:
         return

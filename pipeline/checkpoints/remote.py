@@ -5,15 +5,13 @@ its `state.json`, which has the digests of the others. A checkpoint at an addres
 `state.json` and is ignored. When one is removed, its `state.json` goes first.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ...common.errors import CheckpointError
 from ...common.storage.addresses import RemoteFolder, is_address
@@ -28,14 +26,12 @@ _WEIGHTS = ".safetensors"
 
 
 class RemoteRun:
-    """The local copy of a run at an address; see `working_folder` and `opened`."""
-
     def __init__(self, folder: Path, address: str) -> None:
         self.folder, self.address = folder, address.rstrip("/")
         self.files = RemoteFolder(self.address, CheckpointError)
 
     @classmethod
-    def create(cls, folder: Path, address: str) -> RemoteRun:
+    def create(cls, folder: Path, address: str) -> Self:
         run = cls(folder, address)
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_file(folder / _ADDRESS) as file:
@@ -43,14 +39,13 @@ class RemoteRun:
         return run
 
     @classmethod
-    def at(cls, folder: Path | None) -> RemoteRun | None:
+    def at(cls, folder: Path | None) -> Self | None:
         if folder is None or not (folder / _ADDRESS).is_file():
             return None
         return cls(folder, (folder / _ADDRESS).read_text())
 
     def pull(self, names: Sequence[str]) -> None:
-        """Make the copy what is at the address: these files of the run, and the `state.json` of each checkpoint. The
-        other files of a checkpoint are fetched when it is verified."""
+        """Make the copy what is at the address: these files, and each `state.json`; `verify` fetches the others."""
         with locked(self.folder / _LOCK):  # one process at a time downloads into the copy
             there, seen = self.files.versions(), self._seen()
             for name in (*names, f"{CHECKPOINTS}/{RUN}"):
@@ -75,7 +70,7 @@ class RemoteRun:
         return self.folder / CHECKPOINTS / step
 
     def fetch(self, path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Download those files of a checkpoint's `state.json` that are not in the copy, or have another size."""
+        """Download those files of a checkpoint that are not in the copy, or have another size."""
         with locked(self.folder / _LOCK):
             for name, about in files.items():
                 file, size = path / name, int(about["bytes"])
@@ -86,7 +81,7 @@ class RemoteRun:
         return max((int(step[5:]) for step in self._complete(self.files.versions(CHECKPOINTS))), default=-1)
 
     def push(self) -> None:
-        """Upload the files of the run, other than checkpoints, that have changed since the last call."""
+        """Upload the files that have changed since the last call, other than checkpoints."""
         seen = self._seen()
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder).as_posix()
@@ -99,7 +94,6 @@ class RemoteRun:
                 self._remember(seen)
 
     def begin(self) -> None:
-        """Upload `run.json`, and remove checkpoints that are not complete from the address."""
         there = self.files.versions(CHECKPOINTS)
         complete = self._complete(there)
         steps = {name.split("/")[1] for name in there if name.count("/") > 1}
@@ -108,13 +102,13 @@ class RemoteRun:
         self.files.upload(self.folder / CHECKPOINTS / RUN, f"{CHECKPOINTS}/{RUN}")
 
     def discard(self, step: str) -> None:
-        """Remove a checkpoint from the address, its `state.json` first."""
+        """Remove a checkpoint, its `state.json` first: without one, it is ignored."""
         place = f"{CHECKPOINTS}/{step}"
         names = sorted(self.files.versions(place), key=lambda name: name != f"{place}/{STATE}")
         self.files.remove(names)
 
     def send(self, step: str, paths: Mapping[str, Path]) -> None:
-        """Upload files of a checkpoint in this order; `paths` are those on this machine, by their names there."""
+        """In this order; `paths` are on this machine, by their names there."""
         for name, path in paths.items():
             self.files.upload(path, f"{CHECKPOINTS}/{step}/{name}")
 
@@ -168,8 +162,7 @@ def working_folder(address: str) -> Path:
 
 
 def opened(place: str | Path, *names: str) -> Path:
-    """Return a path to read from: `place` itself, or the copy of the run, checkpoint or file of weights at an address,
-    with the `names` of the run's files that are needed."""
+    """Return a path to read from: `place` itself, or in the copy of an address, with the run's files `names`."""
     if not is_address(place):
         return Path(place)
     address, checkpoint = str(place).rstrip("/"), ""
@@ -186,7 +179,7 @@ def opened(place: str | Path, *names: str) -> Path:
 
 
 def shown(path: Path) -> str:
-    """Return a path for messages: of a checkpoint, a run or its checkpoints in a copy, the address."""
+    """Return a path for messages: in a copy, the address."""
     for folder in (path, *path.parents[:2]):
         if (run := RemoteRun.at(folder)) is not None:
             return run.shown(path)

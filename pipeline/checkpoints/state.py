@@ -1,7 +1,4 @@
-"""Capture the state of a run as tensors and JSON values, each rank's share on the CPU, and restore it; or export its
-evaluated weights, under the names before surgery too, and its model."""
-
-from __future__ import annotations
+"""Capture and restore a run's state, each rank's share on the CPU; or export its evaluated weights and its model."""
 
 import random
 from collections import ChainMap
@@ -49,14 +46,8 @@ from .weights import Tensors, plain_state
 def capture_state(
     built: Built, callbacks: dict[str, dict[str, Any]] | None = None, **about: Any
 ) -> tuple[Part, CheckpointContent]:
-    """Return this rank's part of a checkpoint, and the content that all ranks share. Every rank must call it.
-
-    Buffers that differ between ranks (BatchNorm's running statistics, and averages of them) are saved twice: pooled
-    over all ranks (`Engine.pool_buffers`), from which any world size resumes, and per rank, from which the same world
-    size resumes bit for bit.
-
-    `callbacks` are the states of this rank's callbacks, by class name, and `about` the remaining fields of the content.
-    """
+    """Return this rank's part of a checkpoint, and what all ranks share; every rank must call it. Buffers that differ
+    between ranks (BatchNorm's, averages) are saved pooled, for any world size, and per rank, to resume bit for bit."""
     engine, hooks, position = built.engine, built.hooks, built.hooks.state
     keep, writers = _writing_plan(engine)
     own = {"random.cpu": torch.get_rng_state(), "loss": position.meter.total.detach().cpu().clone()}
@@ -159,13 +150,12 @@ def load_engine(checkpoint: Checkpoint, engine: Engine) -> None:
 
 
 def buffers_left(checkpoint: Checkpoint, engine: Engine) -> list[str]:
-    """Return the tensors outside of the model's state dict that the checkpoint does not have, because it was written by
-    an older version: they begin as the model's constructor left them."""
+    """Return what a checkpoint of an older version lacks: it begins as the model's constructor left it."""
     return sorted(unlisted_tensors(engine.plain_model).keys() - checkpoint.tensors(UNLISTED).keys())
 
 
 def load_hooks(checkpoint: Checkpoint, built: Built) -> None:
-    """Restore the position, the states of the methods, and this rank's buffers. Call it after `TrainingHooks.begin`."""
+    """Restore the position, the methods, and this rank's buffers. Call it after `TrainingHooks.begin`."""
     engine, content, state = built.engine, checkpoint.content, built.hooks.state
     with restoring(checkpoint):
         own = own_tensors(checkpoint, engine)
@@ -185,8 +175,7 @@ def load_hooks(checkpoint: Checkpoint, built: Built) -> None:
 
 
 def load_randomness(checkpoint: Checkpoint, engine: Engine, seed: int) -> None:
-    """Restore this rank's global random states of torch, NumPy and Python. With another world size than the
-    checkpoint's, seed them from (seed, step, rank) instead."""
+    """Restore this rank's global random states; with another world size, seed them from (seed, step, rank)."""
     with restoring(checkpoint):
         own = own_tensors(checkpoint, engine)
         if own is None:
@@ -242,7 +231,7 @@ def global_randomness_kept() -> Iterator[None]:
 
 
 def with_averages(checkpoint: Checkpoint, own: Tensors | None = None) -> dict[str, dict[str, Any]]:
-    """Return the states of the methods with their averages in place of `TENSORS`; those in `own` take precedence."""
+    """Return the methods' states with averages in place of `TENSORS`, those in `own` first."""
     averages = grouped(checkpoint.tensors("methods"), *([] if own is None else [own]))
     return {
         method: {
@@ -256,8 +245,7 @@ ModelArg = str | Callable[..., nn.Module] | nn.Module | None
 
 
 def chosen(place: Path, *, best: bool) -> Checkpoint:
-    """Return the verified checkpoint at `place`; for the folder of a run, its newest complete one, or with `best` that
-    of the best monitored metric."""
+    """Return the verified checkpoint at `place`; of a run, the newest complete one, or the one of the best metric."""
     if not best:
         return find(place)
     store = CheckpointDir(place / "checkpoints")
@@ -273,7 +261,6 @@ def chosen(place: Path, *, best: bool) -> Checkpoint:
 
 
 def evaluated_state(checkpoint: Checkpoint) -> ModelState:
-    """Return the tensors that the training evaluated at this point, under the names of the model after surgery."""
     with restoring(checkpoint):
         state = ModelState(dict(checkpoint.tensors("model")), dict(checkpoint.tensors(UNLISTED)))
         for kept in with_averages(checkpoint).values():
@@ -285,14 +272,12 @@ def evaluated_state(checkpoint: Checkpoint) -> ModelState:
 
 
 def _replace(state: dict[str, torch.Tensor], averages: Tensors) -> None:
-    """Replace tensors by their averages, in their own dtype: of half precision, averages are float32. One at a time, so
-    that memory holds one copy of the weights."""
+    """Replace tensors by their averages, in their own dtype, one at a time: so memory holds one copy of the weights."""
     for name in state.keys() & set(averages):
         state[name] = averages[name].to(state[name].dtype)
 
 
 def plain_names(checkpoint: Checkpoint, model: ModelArg = None) -> ModelState:
-    """Return the evaluated tensors by the names that they had before surgery of `model`; see `rebuild`."""
     state = evaluated_state(checkpoint)
     otherwise = "use names='trained' (--names trained), or FitResult.plain_state()"
     built, transforms = rebuild(checkpoint, state.weights, model, otherwise)
@@ -303,10 +288,8 @@ def plain_names(checkpoint: Checkpoint, model: ModelArg = None) -> ModelState:
 def rebuild(
     checkpoint: Checkpoint, state: Mapping[str, torch.Tensor], model: ModelArg, otherwise: str
 ) -> tuple[nn.Module, tuple[Transform, ...]]:
-    """Return the model of a checkpoint after surgery, with new weights, and its transforms in the plan's order. `model`
-    is the one before surgery, which must fit the evaluated weights, `state`: a name, a factory, which is called with
-    the options of the training, or a module; None: the one that the checkpoint names, for which nothing is imported.
-    `otherwise`, for the message: what the caller can do if the model is unknown."""
+    """Return the model after surgery, with new weights, and its transforms. `model`, before surgery, must fit `state`;
+    None: the one that the checkpoint names, for which nothing is imported. `otherwise`: the remedy if it is unknown."""
     saved = checkpoint.content.description
     if saved is None:
         raise CheckpointError(
@@ -332,8 +315,7 @@ def _check_fits(model: nn.Module, state: Mapping[str, torch.Tensor], name: str, 
     there = {key: tuple(value.shape) for key, value in state.items() if key in own or key not in fresh}
     for key in {**there, **own}:
         if own.get(key) != there.get(key):
-            both = (f"has it as {of[key]}" if key in of else "does not have it" for of in (own, there))
-            ours, theirs = both
+            ours, theirs = (f"has it as {x[key]}" if key in x else "does not have it" for x in (own, there))
             raise CheckpointError(
                 f"{name} is not the model that was trained: of the weight {key!r}, {name} {ours}, and "
                 f"{where} {theirs}. Pass the model of the training, before surgery."

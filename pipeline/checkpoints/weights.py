@@ -1,7 +1,5 @@
 """Save and load weights, and translate them to the names that they had before surgery."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +18,7 @@ from ...transforms import Transform
 
 
 def plain_state(state: ModelState, model: nn.Module, transforms: Sequence[Transform]) -> ModelState:
-    """Return the tensors of `model` under the names that they had before `transforms`, given in plan order."""
+    """Return the tensors under the names that they had before `transforms`, given in plan order."""
     plain = state.all()
     for transform in reversed(transforms):
         plain = transform.to_plain(plain, model)
@@ -32,8 +30,7 @@ def plain_state(state: ModelState, model: nn.Module, transforms: Sequence[Transf
 def save_model(
     state: ModelState, path: Path, *, epochs: int | str | None = None, about: Mapping[str, str] | None = None
 ) -> None:
-    """Write the tensors of a model: its state dict to `path`, which `load_state_dict` can load, and what that leaves
-    out, if anything, to `unlisted_path(path)`. The metadata of `path` has the digest of the other file."""
+    """Write the state dict to `path`, with the digest of what it leaves out, which is in `unlisted_path(path)`."""
     other, linked = unlisted_path(path), dict(about or {})
     if state.unlisted:
         save_weights(state.unlisted, other)
@@ -122,10 +119,8 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.uint32: "U32",
     torch.uint64: "U64", torch.complex64: "C64",
 }  # fmt: skip
-"""The names of dtypes in a safetensors file."""
+# Not in safetensors: real and imaginary parts are in another dimension, name and dtype in the metadata `complex`.
 _COMPLEX = {"complex128": torch.complex128}
-"""Complex dtypes that safetensors does not have. Such a tensor is stored as real and imaginary parts, in another
-dimension, and its name and dtype are in the metadata `complex`."""
 
 
 def save_weights(
@@ -135,15 +130,8 @@ def save_weights(
     epochs: int | str | None = None,
     about: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a state dict of CPU tensors as safetensors, atomically, with `about` as additional metadata.
-
-    `epochs`, stored in the file's metadata, is the epoch in the history that the weights belong to: a process that
-    is killed between writing the two files leaves weights that are one epoch ahead. Weights from within an
-    epoch, where a callback stopped the run, have a text that is not a number.
-
-    Tensors are written one by one: safetensors' own `save` needs memory for a copy of all of them, and its
-    `save_file` replaces the temporary file that `atomic_file` has open.
-    """
+    """Write CPU tensors as safetensors, atomically, with `about` as metadata. `epochs` is the epoch of the history that
+    they belong to (within one, a text): a process killed between the two files leaves newer weights."""
     metadata = {**(about or {}), **({} if epochs is None else {"epochs": str(epochs)})}
     kinds = {kind: name for name, kind in _COMPLEX.items()}
     wide = {name: kinds[value.dtype] for name, value in state.items() if value.dtype in kinds}
@@ -166,6 +154,7 @@ def save_weights(
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    # One by one: safetensors' `save` copies all in memory, and its `save_file` replaces the file that is open here.
     with atomic_file(Path(path)) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, value in ordered:

@@ -1,7 +1,5 @@
 """Write checkpoints while training continues: each rank its part, under a temporary name until all are complete."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading
@@ -27,20 +25,14 @@ from .remote import CHECKPOINTS, STATE, shown
 _ROUND = 0.02  # seconds between polls for files of other ranks
 _REMOTE_ROUND = 0.5  # the same at an address, where each poll is a request
 _PATIENCE = 3.0  # seconds that a failing run waits for a checkpoint in progress
-UPLOAD_PATIENCE = 120.0
-"""Seconds that a run waits for the upload of its last checkpoint after Ctrl-C; a second Ctrl-C ends it."""
+UPLOAD_PATIENCE = 120.0  # the same after Ctrl-C for an upload; a second Ctrl-C ends it
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run. Each rank has a writer, and all ranks make the same calls.
-
-    All ranks write to the same folder; several machines need a shared file system. Each rank writes its files and
-    then a note; rank 0 waits for all notes, adds `state.json`, and renames the folder. Background threads only
-    access files: collectives run in `save`.
-
-    Machines of a run at an address share nothing else. Each rank writes to the copy on its machine, uploads its files
-    and then its note; rank 0 fetches the notes, and uploads `state.json` last.
-    """
+    """Writes the checkpoints of one run to a folder that all ranks share: each writes its files and then a note; rank 0
+    waits for all notes, adds `state.json`, and renames the folder. Background threads only access files: collectives
+    run in `save`. At an address, each rank uploads its files and then its note; rank 0 fetches the notes, and uploads
+    `state.json` last."""
 
     def __init__(self, engine: Engine, store: CheckpointDir, options: Checkpoints, run: str) -> None:
         self._engine, self._store, self._options, self._run = engine, store, options, run
@@ -87,14 +79,12 @@ class CheckpointWriter:
         self._clean()
 
     def wait_a_moment(self) -> None:
-        """Wait briefly, without the other ranks."""
         deadline = time.monotonic() + _PATIENCE
         while self._pending is not None and self._pending.exists() and time.monotonic() < deadline:
             time.sleep(_ROUND)
 
     def give_up(self, *, interrupted: bool = False) -> None:
-        """Stop without the other ranks, after an error or Ctrl-C. The checkpoint in progress may stay incomplete; if
-        `interrupted`, by Ctrl-C, an upload has `UPLOAD_PATIENCE` seconds."""
+        """Stop without the other ranks; the checkpoint in progress may stay incomplete. `interrupted`: by Ctrl-C."""
         patience = _PATIENCE
         if interrupted and self._remote is not None:
             patience = UPLOAD_PATIENCE
@@ -159,7 +149,7 @@ class CheckpointWriter:
         return f"note-{rank:05d}-{self._attempt}.json"
 
     def _wait_for(self, done: Callable[[], bool], pause: float) -> bool:
-        """Wait until `done`, or until the run has given up; return whether it is done."""
+        """Return whether it is done before the run has given up."""
         while not done():
             if self._given_up.wait(pause):
                 if time.monotonic() > self._deadline:

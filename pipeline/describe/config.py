@@ -43,18 +43,13 @@ if TYPE_CHECKING:
     from ...strategies import Strategy
 
 MatmulPrecision = Literal["highest", "high", "medium"]
-PRECISIONS: dict[str, str] = {
+PRECISIONS: dict[str, str] = {  # names of `torch.set_float32_matmul_precision`, and their meaning on a GPU
     "highest": "full float32",
     "high": "TF32: float32 with a 10-bit mantissa",
     "medium": "bfloat16 where the hardware supports it, else TF32",
 }
-"""Names of `torch.set_float32_matmul_precision`, and their meaning on a GPU."""
-
-LOADERS = {"ffcv": "FFCVLoader", "torch": "TorchLoader", "ffcv_stock": "StockFFCVLoader"}
-"""The loaders by name, as classes of `loaders`."""
-
-Arguments = tuple[list[str], dict[str, Any]]
-"""The arguments of a call: the text of each positional one, and the keyword arguments."""
+LOADERS = {"ffcv": "FFCVLoader", "torch": "TorchLoader", "ffcv_stock": "StockFFCVLoader"}  # of `loaders`
+Arguments = tuple[list[str], dict[str, Any]]  # the text of each positional argument, and the keywords
 
 WEIGHTS = Kind(
     lambda value: isinstance(value, Mapping) and all(is_number(each, "(0, inf)") for each in value.values()),
@@ -142,16 +137,14 @@ class DataConfig(ReadOptions):
 
     @property
     def read_options(self) -> dict[str, Any]:
-        """The options that every loader of the pipeline takes."""
         return {name: getattr(self, name) for name in options_of(ReadOptions)}
 
     @property
     def eval_size(self) -> ImageSize:
-        """Side of the images in evaluation, or height and width, in pixels."""
+        """In pixels."""
         return self.image_size if self.eval_image_size is None else self.eval_image_size
 
     def arguments(self) -> Arguments:
-        """Return the arguments of `load()` that create this config."""
         sources: list[object] = [self.train] if self.val is None else [self.train, self.val]
         named = {name: value for name, value in self.changed().items() if name not in ("train", "val")}
         return [*map(repr, sources)], named | dict(self.settings)
@@ -211,39 +204,36 @@ class DistributedConfig(StepOptions):
         super().__post_init__()
 
     def arguments(self) -> Arguments:
-        """Return the arguments of `distribute()` that create this config."""
         named = {name: value for name, value in self.changed().items() if name != "strategy"}
         return [repr(self.strategy)], named | dict(self.options)
 
     @property
     def ranks(self) -> int:
-        """The number of ranks; for `devices="auto"`, what that means in this process."""
+        """For `devices="auto"`, what that means in this process."""
         from ...strategies.launching.group import automatic_devices
 
         return automatic_devices(self.device) if self.devices == "auto" else self.devices
 
     @property
     def device(self) -> str | None:
-        """The strategy's `device` option; None: CUDA if available."""
+        """None: CUDA if available."""
         device: str | None = self.options.get("device", getattr(self.strategy, "device", None))
         return device
 
     @property
     def step_options(self) -> strategies.PrepareOptions:
-        """The options of `Strategy.prepare`, shared by all strategies. The precision must be decided."""
+        """Of `Strategy.prepare`. The precision must be decided."""
         assert self.precision != "auto"
         return cast("strategies.PrepareOptions", {name: getattr(self, name) for name in options_of(Options)})
 
     @property
     def name(self) -> str:
-        """The strategy's name."""
         return self.strategy if isinstance(self.strategy, str) else self.strategy.name
 
 
 OnNonFinite = Literal["raise", "skip"]
 
-LOG_EVERY = 50
-"""Optimizer steps between two entries, chosen so that logging costs next to nothing."""
+LOG_EVERY = 50  # optimizer steps between two entries, so that logging costs next to nothing
 
 CALLBACKS = Kind(
     lambda value: isinstance(value, list | tuple), "a list of callbacks, such as [EarlyStopping('val_loss')]"
@@ -251,7 +241,6 @@ CALLBACKS = Kind(
 
 
 def check_out(name: str, value: Any) -> None:
-    """Raise PlanError unless the value is a path, None, or an address that can be written."""
     if value == "":
         raise PlanError(
             f"{name}='' is not a folder. Pass the path of a folder ('.' for this one), or None for no files."
@@ -323,7 +312,6 @@ class FitOptions(Config):
 
 
 def source_name(source: object, argument: str) -> str:
-    """Return a data source as a string; raise PlanError if it is not a path or a name."""
     if not isinstance(source, str | Path):
         raise PlanError(
             f"load() takes the path of a .beton file (or a name such as 'cifar10:train') as {argument}, not "

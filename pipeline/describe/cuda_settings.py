@@ -1,7 +1,5 @@
 """torch's global settings of GPU computation, set for one run and restored after it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,20 +11,17 @@ from .config import DistributedConfig
 
 
 def uses_gpu(how: DistributedConfig) -> bool:
-    """Return whether the strategy trains on CUDA here."""
     return torch.cuda.is_available() if how.device is None else torch.device(how.device).type == "cuda"
 
 
 def choose_benchmark(how: DistributedConfig, transforms: Sequence[Transform]) -> tuple[bool, str]:
-    """Return whether cuDNN benchmarks its algorithms at the first batch of each size, and the reason."""
+    """Return whether cuDNN benchmarks at the first batch of each size, and the reason."""
     chosen = how.cudnn_benchmark
     if chosen is not None:
         return chosen, "as set"
     if torch.are_deterministic_algorithms_enabled() or torch.backends.cudnn.deterministic:
-        return (
-            False,
-            "torch is set to deterministic algorithms, and a benchmark may select others in each run",
-        )
+        why = "torch is set to deterministic algorithms, and a benchmark may select others in each run"
+        return False, why
     for transform in transforms:
         if transform.changes_image_size:
             return False, f"{transform.known_as} changes the image size, and each size would be benchmarked"
@@ -35,10 +30,7 @@ def choose_benchmark(how: DistributedConfig, transforms: Sequence[Transform]) ->
 
 @contextmanager
 def cuda_settings(how: DistributedConfig, transforms: Sequence[Transform]) -> Iterator[None]:
-    """Apply the pipeline's settings inside the block; restore torch's on exit, also after an error.
-
-    Without a GPU nothing changes: the precision of float32 matmuls would affect some CPUs, too.
-    """
+    """Without a GPU nothing changes: the precision of float32 matmuls would affect some CPUs, too."""
     if not uses_gpu(how):
         yield
         return
@@ -50,9 +42,8 @@ def cuda_settings(how: DistributedConfig, transforms: Sequence[Transform]) -> It
             if _old_precision() is not None:
                 torch.set_float32_matmul_precision(how.matmul_precision)
             else:
-                torch.backends.cuda.matmul.fp32_precision = (
-                    "ieee" if how.matmul_precision == "highest" else "tf32"
-                )
+                precision = "ieee" if how.matmul_precision == "highest" else "tf32"
+                torch.backends.cuda.matmul.fp32_precision = precision
         yield
 
 
@@ -61,15 +52,13 @@ def _restore_matmul_precision(stack: ExitStack) -> None:
     for owner in owners:
         if hasattr(owner, "fp32_precision"):  # since torch 2.9
             stack.callback(setattr, owner, "fp32_precision", owner.fp32_precision)
-    before = _old_precision()
-    if before is not None:
+    if (before := _old_precision()) is not None:
         # Setting the older switch also sets the newer ones, so it is restored first: it is last on the stack.
         stack.callback(torch.set_float32_matmul_precision, before)
 
 
 def _old_precision() -> str | None:
-    """Return `torch.get_float32_matmul_precision()`; None if the process has used torch's newer switches, after which
-    torch refuses to read the older one."""
+    """None if the process has used torch's newer switches, after which torch refuses to read the older one."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -77,5 +66,4 @@ def _old_precision() -> str | None:
 
 
 def matmul_precision() -> str:
-    """Return torch's current precision of float32 matrix multiplications."""
     return _old_precision() or str(torch.backends.cuda.matmul.fp32_precision)

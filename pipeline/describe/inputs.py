@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What an image must become before the model sees it (as in `LoaderOptions`), and the names of what it returns.
-
-    A run keeps it in the facts of its history, as `to_dict`. The other places that have it are written from there:
-    `recipe.yaml` (the key `trained`), and the metadata of `model.safetensors` and of exported files.
-    """
+    """What an image must become before the model sees it, and the names of what it returns. The facts of a run's
+    history have it; `recipe.yaml` and the metadata of weights and exported files are written from there."""
 
     image_size: ImageSize  # in evaluation
     eval_ratio: float
@@ -35,7 +32,6 @@ class Inputs:
 
     @classmethod
     def of(cls, train: EpochLoader, val: EpochLoader | None, eval_size: ImageSize) -> Self:
-        """Return that of a run's loaders."""
         loader = val or train
         used = loader.settings
         return cls(
@@ -45,17 +41,15 @@ class Inputs:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Self:
-        """Return what `to_dict` gave."""
         values: Any = {name: tuple(each) if isinstance(each, list) else each for name, each in saved.items()}
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
         values = asdict(self).items()
         return {name: list(each) if isinstance(each, tuple) else each for name, each in values}
 
     def transform(self) -> Evaluation:
-        """Return what makes the image of evaluation of a picture, `(C, H, W)`."""
+        """For evaluation, of a picture `(C, H, W)`."""
         from ...loaders.decode.preprocess import Evaluation
 
         names = ("image_size", "eval_crop", "eval_ratio", "interpolation", "mean", "std")
@@ -68,5 +62,5 @@ TRAINED = ("inputs", "task")
 
 
 def metadata(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return a run's `TRAINED` facts, those that it has, as metadata of a file: JSON texts by name."""
+    """Return those of the `TRAINED` facts that it has, as JSON texts by name."""
     return {name: json.dumps(facts[name], ensure_ascii=False) for name in TRAINED if name in facts}

@@ -39,8 +39,7 @@ KIND_ORDER = {kind: number for number, kind in enumerate(KINDS)}
 
 
 def sort_transforms(transforms: tuple[Transform, ...]) -> tuple[Transform, ...]:
-    """Sort transforms by kind and `after`; ties keep the user's order. PlanError if one appears twice, or two must each
-    follow the other."""
+    """Sort by kind and `after`; ties keep the user's order. None may be there twice, or two follow each other."""
     names = [type(transform).__name__ for transform in transforms]
     for name in names:
         if names.count(name) > 1:
@@ -85,7 +84,7 @@ class PipelineSpec:
         self._take(model=model, model_options=model_options, seed=seed)
 
     def _take(self, **fields: Any) -> None:
-        """Validate and set fields. The others keep the defaults of the class."""
+        """Those that are not given keep the defaults of the class."""
         unknown = sorted(fields.keys() - _FIELDS)
         if unknown:
             raise PlanError(f"A pipeline has no field {unknown[0]!r}.")
@@ -284,7 +283,7 @@ class PipelineSpec:
         return self.replace(distribution=config)
 
     def __repr__(self) -> str:
-        """Return the calls that build an equal pipeline, as far as text can express it, without default values."""
+        """Return the calls that build an equal pipeline, as far as text can, without default values."""
         head = {"seed": self.seed} if self.seed else {}
         name = type(self.model).__name__ if isinstance(self.model, nn.Module) else self.model_name
         lines = [f"{type(self).__name__}({_call((name,), {**head, **self.model_options})})"]

@@ -90,11 +90,13 @@ def lay_out(
     strategy: Strategy,
     precision: str = "",
 ) -> tuple[Step, ...]:
-    """Return the steps of a pipeline; `transforms` are sorted, and `precision` is the reason for it, or empty."""
+    """`transforms` are sorted, and `precision` is the reason for it, or empty."""
     how, optimization = spec.distributed, spec.optimized
     devices = f"{how.ranks} device(s)" + (' ("auto")' if how.devices == "auto" else "")
     eval_size = f" ({_pixels(data.eval_size)} px in evaluation)" if data.eval_size != data.image_size else ""
     scaled = optimization.at(data.batch_size)
+    built = spec.model if isinstance(spec.model, nn.Module) else None
+    split = batch_norm_caution(how, data.batch_size, built)
     steps = [
         Step(f"load {files_of(data.train)}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
              f"{_pixels(data.image_size)} px{eval_size}{data.for_plan()}; every rank loads its slice of each "
@@ -109,7 +111,7 @@ def lay_out(
         Step("check the output", "Drivetrain", "its width must be that of the data's targets"),
         Step(f"wrap with {strategy.name}", "default" if spec.distribution is None else ".distribute()",
              f"{devices}, {how.precision}, {how.accumulate} microbatch(es) per step{how.for_plan()}: "
-             f"after surgery{'; ' * bool(precision)}{precision}{_slow_bf16(how)}{_split_batch_norm(spec, data)}"),
+             f"after surgery{'; ' * bool(precision)}{precision}{_slow_bf16(how)}{'; caution: ' * bool(split)}{split}"),
         Step(f"optimizer: {scaled.describe()}",
              "default" if spec.optimization is None else ".optimize()",
              "; ".join(filter(None, [f"built from the final parameters{optimization.for_plan()}",
@@ -139,7 +141,7 @@ def _slow_bf16(how: DistributedConfig) -> str:
 
 
 def _assumed_mean(spec: PipelineSpec) -> str:
-    """Return a caution if a batch is split and its loss may be another mean than that over the samples."""
+    """Caution if a batch is split and its loss may be another mean than that over the samples."""
     how, task = spec.distributed, spec.target
     if how.ranks * how.accumulate == 1 or not task.assumes_mean:
         return ""
@@ -149,14 +151,7 @@ def _assumed_mean(spec: PipelineSpec) -> str:
     )
 
 
-def _split_batch_norm(spec: PipelineSpec, data: DataConfig) -> str:
-    built = spec.model if isinstance(spec.model, nn.Module) else None
-    text = batch_norm_caution(spec.distributed, data.batch_size, built)
-    return f"; caution: {text}" if text else ""
-
-
 def _wrapping_steps(how: DistributedConfig) -> list[Step]:
-    """Return what is done to the final modules before they are wrapped."""
     steps = []
     if how.sync_batchnorm:
         steps.append(("synchronise BatchNorm", "statistics of the global batch, summed over all ranks"))
@@ -170,7 +165,6 @@ def _wrapping_steps(how: DistributedConfig) -> list[Step]:
 
 
 def _gpu_steps(how: DistributedConfig, transforms: tuple[Transform, ...]) -> list[Step]:
-    """Return torch's settings for the run, if it trains on a GPU."""
     if not uses_gpu(how):
         return []
     benchmark, why = choose_benchmark(how, transforms)
@@ -201,8 +195,7 @@ def _transform_step(transform: Transform, strategy: str = "", mixing: Sequence[s
 
 
 def batch_norms(model: nn.Module) -> int:
-    """Return the number of layers whose statistics, in training, are those of the batch they are called with. Those of
-    GhostBatchNorm are of small groups in any case."""
+    """Return the number of layers with their batch's statistics; GhostBatchNorm's are of small groups in any case."""
     return sum(
         isinstance(module, _BatchNorm)
         and not isinstance(module, nn.SyncBatchNorm)
@@ -212,8 +205,7 @@ def batch_norms(model: nn.Module) -> int:
 
 
 def batch_norm_caution(how: DistributedConfig, batch_size: int, model: nn.Module | None) -> str:
-    """Return a caution, for the plan and a run's notes, if a batch is split and BatchNorm's statistics would be those
-    of a part of it; "" if not. `model` is None if it has not been built yet."""
+    """Caution if BatchNorm's statistics would be those of a part of the batch; `model` is None if not built yet."""
     parts = how.ranks * how.accumulate
     copies = how.name == "dp" and uses_gpu(how)  # one process, but possibly several GPUs
     if how.sync_batchnorm or (parts == 1 and not copies):

@@ -1,11 +1,9 @@
 """Resolve a pipeline's description into everything that training needs, decided and checked once."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -28,8 +26,6 @@ from .sources import check_loader, check_sources
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    """A checked pipeline, with everything that follows from its description."""
-
     spec: PipelineSpec  # its precision decided
     data: DataConfig
     transforms: tuple[Transform, ...]  # in the order in which they are applied
@@ -41,7 +37,6 @@ class ResolvedPlan:
 
     @property
     def needs_ranks(self) -> bool:
-        """Whether it trains in a process group, whose ranks must be launched."""
         return needs_ranks(self.strategy, self.distribution.ranks)
 
     @property
@@ -56,8 +51,8 @@ class ResolvedPlan:
     def recipe(self) -> str | None:
         return self.spec.recipe
 
-    def with_sources(self, train: str | Files, val: str | Files | None) -> ResolvedPlan:
-        """Return the plan with other sources of the same data, e.g. the files converted from named data sets."""
+    def with_sources(self, train: str | Files, val: str | Files | None) -> Self:
+        """Of the same data, e.g. the files converted from named data sets."""
         data = dataclasses.replace(self.data, train=train, val=val)
         return dataclasses.replace(self, spec=self.spec.replace(data=data), data=data)
 
@@ -65,11 +60,8 @@ class ResolvedPlan:
 def resolve(
     spec: PipelineSpec, *, files: bool = True, precision: strategies.Precision | None = None
 ) -> ResolvedPlan:
-    """Check a full pipeline and decide what follows from it. Nothing is loaded, built or started.
-
-    `files`: whether to read the headers of data files, too. `precision`: what "auto" means in a run that resumes;
-    None: what the device computes natively.
-    """
+    """Check a full pipeline and decide what follows; nothing is loaded or started. `files`: whether to read their
+    headers. `precision`: what "auto" means in a run that resumes; None: what the device computes natively."""
     how, why = take_precision(spec.distributed, precision)
     if why:
         spec = spec.replace(distribution=how)
@@ -96,10 +88,7 @@ def resolve(
 
 
 def check_divides(batch_size: int, devices: int, accumulate: int) -> None:
-    """Raise PlanError if the global batch cannot be split, naming the numbers of devices that can split it.
-
-    These come first, because a run cannot resume with another batch size.
-    """
+    """Name the numbers of devices that can split the batch first: a run cannot resume with another batch size."""
     microbatches = devices * accumulate
     if batch_size % microbatches == 0:
         return
@@ -116,7 +105,6 @@ def check_divides(batch_size: int, devices: int, accumulate: int) -> None:
 
 
 def train_settings(data: DataConfig, transforms: tuple[Transform, ...]) -> dict[str, Any]:
-    """Return the training loader's settings, from `load()` and the image transforms; PlanError if two set the same."""
     settings = dict(data.settings)
     set_by = {name: f".load({name}=…)" for name, value in settings.items() if value is not None}
     for transform in transforms:
@@ -130,17 +118,13 @@ def train_settings(data: DataConfig, transforms: tuple[Transform, ...]) -> dict[
     return settings
 
 
-NATIVE = (8, 0)
-"""The compute capability of the first GPUs from NVIDIA with bf16 units: Ampere. Older ones emulate it, slowly."""
+NATIVE = (8, 0)  # the compute capability of Ampere; older GPUs of NVIDIA emulate bf16, slowly
 
 
 def take_precision(
     how: DistributedConfig, kept: strategies.Precision | None
 ) -> tuple[DistributedConfig, str]:
-    """Return the options with fp32 or bf16 in the place of "auto", and the reason; "" if they do not have "auto".
-
-    `kept` is the precision of the checkpoint that the run resumes from; it stays the same on any device.
-    """
+    """Return the options with "auto" decided, and why. `kept`, the checkpoint's, stays the same on any device."""
     if how.precision != "auto":
         return how, ""
     precision, why = choose_precision(how) if kept is None else (kept, "as in the checkpoint")
@@ -148,11 +132,8 @@ def take_precision(
 
 
 def choose_precision(how: DistributedConfig) -> tuple[strategies.Precision, str]:
-    """Return the precision for this machine, and the reason.
-
-    A GPU counts if it has bf16 units, and so must all others that this process sees; a CPU if it has bf16 instructions
-    that oneDNN, which computes the layers, may use (`ONEDNN_MAX_CPU_ISA`).
-    """
+    """A GPU counts if all of this process have bf16 units; a CPU if it has bf16 instructions that oneDNN, which
+    computes the layers, may use (`ONEDNN_MAX_CPU_ISA`)."""
     if uses_gpu(how) and torch.version.hip is not None:  # AMD numbers its GPUs in another way
         native = torch.cuda.is_bf16_supported(including_emulation=False)
         return ("bf16", "the GPU computes it") if native else ("fp32", "the GPU does not compute bf16")

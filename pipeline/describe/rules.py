@@ -1,7 +1,5 @@
 """Reject combinations that cannot work, by what each part declares."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from ... import strategies
@@ -18,12 +16,12 @@ state: every rank has full weights and gradients, so transforms of these work.""
 
 
 def family(strategy: str) -> str:
-    """Return a strategy's family: single, dp, ddp, fsdp, deepspeed, fairscale, auto, or a third party's."""
+    """Return single, dp, ddp, fsdp, deepspeed, fairscale, auto, or a third party's."""
     return FAMILIES.get(strategy, strategy.split("_")[0])
 
 
 def belongs(strategy: str, group: str) -> bool:
-    """Return whether a strategy is in a family or subgroup: `"deepspeed_stage_3"` includes its offload variants."""
+    """Whether it is in a family or subgroup: `"deepspeed_stage_3"` includes its offload variants."""
     if group == family(group):
         # Not by the first word, which names of other families may share: `fairscale_oss` is in the DDP family.
         return group == family(strategy)
@@ -31,13 +29,12 @@ def belongs(strategy: str, group: str) -> bool:
 
 
 def check_rules(spec: PipelineSpec) -> None:
-    """Check a pipeline against every rule below."""
     for rule in RULES:
         rule(spec)
 
 
 def check_epochs(spec: PipelineSpec, epochs: int) -> None:
-    """Reject an invalid number of epochs, or one too small for a transform to complete."""
+    """Reject an invalid number, or one too small for a transform to complete."""
     check_whole("epochs", epochs, PlanError, 1)
     if spec.data is not None:
         for transform in spec.transforms:
@@ -119,7 +116,6 @@ def _compiled(spec: PipelineSpec) -> None:
 
 
 def _sets_size(transform: Transform) -> bool:
-    """Return whether the loader resizes for it."""
     return type(transform).size is not Transform.size
 
 

@@ -1,7 +1,4 @@
-"""Check a pipeline's data sources before anything is loaded: whether its loader can load them, and whether the
-validation data is also trained on."""
-
-from __future__ import annotations
+"""Check data sources before anything is loaded: can the loader load them, is the validation data also trained on?"""
 
 import zlib
 from collections.abc import Mapping
@@ -17,7 +14,7 @@ from .config import DataConfig
 
 
 def check_loader(data: DataConfig, settings: Mapping[str, Any]) -> None:
-    """Raise DataError for a source or an additional setting of the training loader that FFCV's own loader lacks."""
+    """Raise DataError for a source or a setting that FFCV's own loader lacks."""
     if data.loader != "ffcv_stock":
         return
     from ...loaders.stock_loader import check_stock_source, stock_options  # here: it imports torch
@@ -30,8 +27,7 @@ def check_loader(data: DataConfig, settings: Mapping[str, Any]) -> None:
 
 
 def check_sources(data: DataConfig, devices: int) -> None:
-    """Check the headers of a pipeline's files, and that the training samples fill a batch. Named data sets and remote
-    files are not looked for."""
+    """Check headers, and that the samples fill a batch. Named data sets and remote files are not looked for."""
     from ...loaders.datasets.names import NAMES, resolve  # here: it imports all of conversion
 
     for source in (data.train, data.val):
@@ -51,13 +47,11 @@ def _samples(path: Path) -> int:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
 
 
-_EDGE = 1 << 16
-"""Bytes of a file's beginning and end that are compared. A `.beton` file ends with a digest of all."""
+_EDGE = 1 << 16  # bytes of a file's both ends that are compared; a `.beton` file ends with a digest of all
 
 
 def trained_on(train: Source, val: Source) -> list[str]:
-    """Return the files of the validation data that are also files of the training data: by the same name, through a
-    link, or as a copy."""
+    """Return the validation files that are trained on, too: by the same name, through a link, or as a copy."""
     theirs = files_of(train).names
     names, places = set(theirs), {place for place in map(_place, theirs) if place is not None}
     by_size: dict[int, list[str]] = {}
@@ -71,7 +65,6 @@ def trained_on(train: Source, val: Source) -> list[str]:
 
 
 def same_data_caution(data: DataConfig) -> str:
-    """Return a caution for the plan; "" if no validation data is trained on."""
     shared = [] if data.val is None else trained_on(data.train, data.val)
     if not shared:
         return ""
@@ -82,7 +75,6 @@ def same_data_caution(data: DataConfig) -> str:
 
 
 def _size(name: str) -> int:
-    """Return the size of a file; -1 if there is none here."""
     path = Path(name)
     return path.stat().st_size if path.is_file() else -1
 

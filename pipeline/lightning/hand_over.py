@@ -60,41 +60,28 @@ from ..training.schedule import torch_scheduler
 
 STARTS = ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook")
 """Lightning's names of DDP by launcher; each can end in `_find_unused_parameters_true` or `_false`."""
-
-OWN = {
+OWN = {  # arguments of the Trainer that the pipeline determines, and where to set each
     "max_epochs": "to_lightning(epochs=…), because the schedule needs it",
     "accumulate_grad_batches": "distribute(accumulate=…), because each batch is split into as many microbatches",
 }
-"""Arguments of the Trainer that the pipeline determines, and where to set each."""
-
-REMEDIES = {
+REMEDIES = {  # what to use instead, by class, where Lightning has no such callback
     "GradientNorms": "log them in on_before_optimizer_step of a callback of Lightning's",
     "Profile": "pass Lightning's profiler to the Trainer: to_lightning(profiler='pytorch')",
 }
-"""What to use instead, by class, where Lightning has no such callback."""
 PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
 class HandOver(NamedTuple):
-    """The result of `Pipeline.to_lightning`: `Trainer(**trainer).fit(module, data)`.
+    """The result of `Pipeline.to_lightning`: `Trainer(**trainer).fit(module, data)`."""
 
-    Attributes:
-        module: a LightningModule with the model after surgery, its loss, optimizer and schedule; `module.model` is the
-            model itself.
-        data: creates each rank's loaders on that rank.
-        trainer: arguments of Lightning's `Trainer`. Use them once: the strategy may be an object.
-        reports: what each surgery changed.
-    """
-
-    module: LitModule
-    data: LitDataModule
-    trainer: dict[str, Any]
+    module: LitModule  # `module.model` is the model after surgery
+    data: LitDataModule  # creates each rank's loaders on that rank
+    trainer: dict[str, Any]  # use it once: the strategy may be an object
     reports: tuple[Report, ...]
 
 
 @plain_torch()
 def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> HandOver:
-    """See `Pipeline.to_lightning`."""
     epochs = spec.epochs if epochs is None else epochs
     if epochs is None:
         raise PlanError("Number of epochs not set. Pass to_lightning(epochs=…).")
@@ -135,16 +122,14 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
 
 
 def _device(arguments: dict[str, Any]) -> torch.device:
-    """Return the device for testing the loss and creating loaders: CUDA only if it is already initialized, because
-    initializing it would prevent Lightning from forking. A loss with tensors on a GPU has initialized it."""
+    """Return CUDA only if it is already initialized, as by a loss on a GPU: initializing it would prevent forking."""
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.device("cuda" if started and arguments.get("accelerator") != "cpu" else "cpu")
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Keep torch from starting threads inside the block: a process forked later (`ddp_fork`, `ddp_notebook`) would wait
-    for them forever."""
+    """Keep torch from starting threads, for which a process forked later (`ddp_fork`) would wait forever."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -164,8 +149,7 @@ def _check_methods(transforms: tuple[Transform, ...]) -> None:
 
 
 def _check_denominators(parts: Parts, loss: Mean) -> None:
-    """Raise if a step is several microbatches whose weights in its mean are not known to be equal: Lightning passes
-    them one at a time."""
+    """Raise if microbatches may have different weights in a step's mean: Lightning passes them one at a time."""
     soft = any(transform.soft_targets for transform in parts.plan.transforms)
     accumulate = parts.plan.distribution.accumulate
     if accumulate == 1 or soft or not isinstance(loss.denominator(parts.example[1]), torch.Tensor):
@@ -177,8 +161,6 @@ def _check_denominators(parts: Parts, loss: Mean) -> None:
 
 
 class _Ranks:
-    """The ranks of a Trainer, for `StepLoss`."""
-
     def __init__(self, trainer: pl.Trainer) -> None:
         self._strategy = trainer.strategy
         self.world_size, self.device = trainer.world_size, trainer.strategy.root_device
@@ -190,8 +172,7 @@ class _Ranks:
 
 class LitModule(pl.LightningModule):
     """The model after surgery, with the pipeline's loss, batch transforms, optimizer and schedule. It logs `loss`,
-    `val_loss` and the task's metrics of each epoch, over all ranks. Random layers (dropout) depend on the pipeline's
-    seed, as in `fit`."""
+    `val_loss` and the metrics of each epoch. Random layers depend on the pipeline's seed, as in `fit`."""
 
     def __init__(self, parts: Parts, epochs: int, steps: int) -> None:
         super().__init__()
@@ -209,7 +190,6 @@ class LitModule(pl.LightningModule):
         return logits
 
     def setup(self, stage: str) -> None:
-        """Check the Trainer, and set the memory format that its strategy requires, before it wraps the model."""
         data: Any = getattr(self.trainer, "datamodule", None)
         ours = self._plan.data, self._plan.seed
         if isinstance(data, LitDataModule) and (data.plan.data, data.plan.seed) != ours:
@@ -222,7 +202,6 @@ class LitModule(pl.LightningModule):
             give_channels_last_inputs(self.model)  # DeepSpeed cannot broadcast channels-last weights
 
     def on_fit_start(self) -> None:
-        """Pass the run's length to the transforms, and seed torch's generators until `on_fit_end`."""
         self._hooks.state.total_steps = self._steps
         for transform in self._plan.transforms:
             transform.begin(self.model, self._steps)
@@ -230,7 +209,7 @@ class LitModule(pl.LightningModule):
         self._random.enter_context(fork_rng(self._plan.seed))
 
     def on_train_epoch_start(self) -> None:
-        """Check again: a callback may have changed the accumulation."""
+        """A callback may have changed the accumulation."""
         check_trainer(self._plan, self._epochs, self.trainer)
 
     def on_fit_end(self) -> None:
@@ -316,13 +295,11 @@ class LitDataModule(pl.LightningDataModule):
             self._loaders.pop().close()
 
     def on_exception(self, exception: BaseException) -> None:  # noqa: ARG002
-        """Call `teardown`, which Lightning does not call after an exception."""
+        """Lightning does not call `teardown` after an exception."""
         self.teardown("fit")
 
 
 class Microbatches:
-    """A loader whose batches are split into `number` equal microbatches."""
-
     def __init__(self, loader: EpochLoader, number: int) -> None:
         self._loader, self._number = loader, number
         size = loader.settings.batch_size // (loader.settings.world_size * number)
@@ -338,7 +315,6 @@ class Microbatches:
 
 
 def trainer_arguments(options: DistributedConfig, given: dict[str, Any]) -> dict[str, Any]:
-    """Return strategy, devices and accelerator for Lightning's Trainer, and the other arguments `given`."""
     for name, place in OWN.items():
         if name in given:
             raise PlanError(f"to_lightning({name}={given[name]!r}): set it in {place}.")
@@ -360,7 +336,6 @@ def trainer_arguments(options: DistributedConfig, given: dict[str, Any]) -> dict
 
 
 def to_strategy(options: DistributedConfig) -> str | Strategy:
-    """Return Lightning's strategy: a name, or an object if there is no name."""
     ours: Any = strategies.get(options.strategy, **options.options)
     for option, usual in (("wrap", True), ("config", None)):
         if getattr(ours, option, usual) is not usual:
@@ -402,8 +377,7 @@ def _as_object(ours: Any, devices: int) -> Strategy | None:
 
 
 def share(trainer: pl.Trainer) -> tuple[int, int]:
-    """Return this rank's index among the ranks that share a batch, and their number; with tensor parallelism, fewer
-    than the world size."""
+    """Return this rank's index among those that share a batch, and their number: fewer with tensor parallelism."""
     sampler = trainer.distributed_sampler_kwargs
     if sampler is None:
         return trainer.global_rank, trainer.world_size
@@ -411,7 +385,6 @@ def share(trainer: pl.Trainer) -> tuple[int, int]:
 
 
 def check_trainer(plan: ResolvedPlan, epochs: int, trainer: pl.Trainer) -> None:
-    """Check the Trainer against the pipeline: schedule, microbatches, and what transforms and optimizer support."""
     actual = {"max_epochs": trainer.max_epochs, "accumulate_grad_batches": trainer.accumulate_grad_batches}
     expected = {"max_epochs": epochs, "accumulate_grad_batches": plan.distribution.accumulate}
     for name, place in OWN.items():
@@ -441,8 +414,7 @@ def _kind(strategy: Strategy) -> str:
 
 
 def translated(callbacks: Any, run: RunOptions) -> Any:
-    """Return the Trainer's `callbacks` (one, a list or None), with those of Drivetrain that Lightning has, too, as
-    Lightning's."""
+    """Return the Trainer's `callbacks` (one, a list or None), with Drivetrain's as Lightning's."""
     if not isinstance(callbacks, list | tuple):
         return translated([callbacks], run)[0]
     return [_translated(one, run) if isinstance(one, Callback) else one for one in callbacks]

@@ -1,22 +1,12 @@
 """Two small networks for CIFAR-10: the quickstart's narrow ResNet, and airbench's network."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
 
 def cifar_resnet(num_classes: int = 10, width: int = 16, channels: int = 3) -> nn.Module:
-    """Build a narrow residual network for images of 32 × 32 pixels.
-
-    Eight 3×3 convolutions, three max-pools, two residual blocks: the shape of David Page's ResNet-9
-    ("How to train your ResNet", 2018), with its width of 64 reduced so that a CPU trains it in seconds.
-
-    Args:
-        num_classes: size of the output, `(B, num_classes)`. Default 10.
-        width: channels after the first layer. Default 16, which gives 154,000 parameters.
-        channels: of the images. Default 3.
-    """
+    """Build a residual network for images of 32 × 32 pixels: the shape of David Page's ResNet-9 ("How to train your
+    ResNet", 2018), with a width of 16 instead of 64, 154,000 parameters, so that a CPU trains it in seconds."""
     w = width
     return nn.Sequential(
         _conv(channels, w),
@@ -41,8 +31,6 @@ def _conv(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class Residual(nn.Sequential):
-    """Layers whose output is added to their input."""
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = super().forward(input)  # type: ignore[no-untyped-call]
         return input + output
@@ -51,18 +39,10 @@ class Residual(nn.Sequential):
 def airbench_net(
     num_classes: int = 10, widths: tuple[int, int, int] = (64, 256, 256), bias_lr: float = 64.0
 ) -> nn.Module:
-    """Build airbench94's network for images of 32 × 32 pixels.
-
-    A frozen 2×2 whitening convolution (see `Whitening`), three groups of two 3×3 convolutions initialized to the
-    identity, GELU, BatchNorm without a scale, and a last layer whose output is divided by 9.
-
-    Args:
-        num_classes: size of the output, `(B, num_classes)`. Default 10.
-        widths: channels of the three groups. Default: airbench94's, which give two million parameters.
-        bias_lr: factor on the learning rate of BatchNorm's shifts; see `Shift`. Default 64.
-
-    Source: Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", 2024, arXiv:2404.00498.
-    """
+    """Build airbench94's network for images of 32 × 32 pixels, with two million parameters: a frozen whitening
+    convolution, three groups of two convolutions initialized to the identity, GELU, BatchNorm without a scale, and a
+    last layer whose output is divided by 9. Source: Jordan, "94% on CIFAR-10 in 3.29 Seconds on a Single GPU", 2024,
+    arXiv:2404.00498."""
     first = Whitening()
     ends = (first.out_channels, *widths)
     return nn.Sequential(
@@ -86,12 +66,9 @@ images, normalized to mean 0 and standard deviation 1 per channel; measured 2026
 
 class Whitening(nn.Conv2d):
     """A frozen convolution from `(B, 3, H, W)` to `(B, 24, H - 1, W - 1)` whose outputs, on normalized CIFAR-10, are
-    weakly correlated and have a mean square near 1. The last 12 outputs are the first 12, negated.
-
-    Airbench uses the principal components of the training images' 2 × 2 patches. A factory has no data, so here they
-    are products of colors and edges, which are close (no two outputs correlate above 0.27); only the 12 variances are
-    CIFAR-10's. The bias starts at 0 and is trained.
-    """
+    weakly correlated and have a mean square near 1; the last 12 are the first 12, negated. Airbench uses the principal
+    components of the images' 2 × 2 patches. A factory has no data, so these are products of colors and edges, which are
+    close (no two outputs correlate above 0.27); only the 12 variances are CIFAR-10's. The bias is trained."""
 
     def __init__(self) -> None:
         super().__init__(3, 24, 2)
@@ -99,7 +76,6 @@ class Whitening(nn.Conv2d):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the filters, which are not random, and zero the bias."""
         tensor = self.weight.new_tensor  # same device and dtype
         colors, edges = tensor(_COLORS), tensor(_EDGES) / 2
         colors /= colors.norm(dim=1, keepdim=True)
@@ -117,7 +93,7 @@ def _group(inputs: int, outputs: int, bias_lr: float) -> nn.Sequential:
 
 
 def _identity_conv(inputs: int, outputs: int) -> nn.Conv2d:
-    """Return a convolution whose first output channels are initialized to the input, the others randomly."""
+    """Its first output channels are initialized to the input, the others randomly."""
     conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
     nn.init.dirac_(conv.weight.data[: min(inputs, outputs)])
     return conv
@@ -129,11 +105,8 @@ def _norm(channels: int, bias_lr: float) -> tuple[nn.Module, nn.Module]:
 
 
 class Shift(nn.Module):
-    """Add √`lr_factor` · bias to each channel.
-
-    With SGD, the shift moves like a plain bias at `lr_factor` times the learning rate, but decays at the plain rate:
-    the root is a factor of both the gradient and the shift, but not of the decay.
-    """
+    """Add √`lr_factor` · bias to each channel: with SGD, it moves like a plain bias at `lr_factor` times the learning
+    rate, but decays at the plain rate, since the root is a factor of the gradient and the shift only."""
 
     def __init__(self, channels: int, lr_factor: float) -> None:
         super().__init__()

@@ -1,7 +1,5 @@
 """Models by name, for recipes: Drivetrain's own, torchvision's, and any importable factory."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 from collections.abc import Callable
@@ -88,14 +86,8 @@ def vit(
     heads: int = 6,
     mlp: int = 1536,
 ) -> nn.Module:
-    """Build a vision transformer of any size, torchvision's `VisionTransformer`.
-
-    Args:
-        num_classes: size of the output, `(B, num_classes)`.
-        image_size: side of the images, in pixels, a multiple of `patch_size`; the model accepts only this size.
-        patch_size: side of the patches, in pixels.
-        width, depth, heads, mlp: dimensions of the encoder. Default: those of ViT-S.
-    """
+    """Build torchvision's `VisionTransformer`; the defaults are ViT-S's. It accepts images of `image_size` pixels only,
+    a multiple of `patch_size`."""
     from torchvision.models.vision_transformer import VisionTransformer
 
     model: nn.Module = VisionTransformer(
@@ -110,17 +102,9 @@ def vit_s16(num_classes: int = 1000, image_size: int = 224) -> nn.Module:
 
 
 def pretrained(name: str, num_classes: int, weights: str | Path | None = "DEFAULT") -> nn.Module:
-    """Build a torchvision model with pretrained weights and a new last layer.
-
-    The last linear layer or convolution is replaced, with PyTorch's default initialization. Published weights are
-    downloaded once to `torch.hub.get_dir()`. Of a file, a last layer for as many outputs is loaded, too.
-
-    Args:
-        name: name of the model, e.g. `"resnet50"`.
-        num_classes: number of outputs of the new layer.
-        weights: name of the weights, e.g. `"IMAGENET1K_V2"`; or a file: `.safetensors`, or a state dict saved by
-            `torch.save` (`.pth`); None for random ones. Default `"DEFAULT"`: torchvision's best.
-    """
+    """Build a torchvision model with a new last layer and pretrained weights: published ones by name, downloaded once
+    to `torch.hub.get_dir()` ("DEFAULT": the best); a file, `.safetensors` or a state dict saved by `torch.save`, whose
+    last layer is loaded if it fits; or None for random ones."""
     models, known = _torchvision(), _names()
     if name not in known:
         raise RecipeError(f"No model is named {name!r}.{suggest(name, known)}")
@@ -142,16 +126,9 @@ def pretrained(name: str, num_classes: int, weights: str | Path | None = "DEFAUL
 
 
 def projected(name: str, dim: int = 128, **options: Any) -> nn.Module:
-    """Build a model that returns embeddings `(B, dim)`: its last linear layer is replaced by a projection, two linear
-    layers with a ReLU between them, the first as wide as its input, as in SimCLR (arXiv:2002.05709, section 4.2).
-
-    All other layers keep their names, so `fit(init_from=…)` of the plain model takes their weights.
-
-    Args:
-        name: of the model, as `model_factory` takes it.
-        dim: size of the embeddings. Default 128, SimCLR's.
-        options: of the model.
-    """
+    """Build a model that returns embeddings `(B, dim)`: its last linear layer is replaced by two with a ReLU between
+    them, the first as wide as its input, as in SimCLR (arXiv:2002.05709, section 4.2). All other layers keep their
+    names, so `fit(init_from=…)` of the plain model takes their weights."""
     model = model_factory(name)(**options)
     linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not linear:
@@ -164,18 +141,13 @@ def projected(name: str, dim: int = 128, **options: Any) -> nn.Module:
 
 
 def _published(name: str, weights: Any) -> nn.Module:
-    """Return a torchvision model with published weights, from torch's cache or the network."""
+    """From torch's cache or the network."""
     cached = Path(torch.hub.get_dir(), "checkpoints", weights.url.rpartition("/")[2])
     there = cached.exists()
     try:
         model: nn.Module = _torchvision().get_model(name, weights=weights)
-    except (
-        OSError,
-        RuntimeError,
-        EOFError,
-        pickle.UnpicklingError,
-    ) as error:  # no network, or a wrong checksum
-        reason = str(error).partition("\n")[0]
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]  # no network, or a wrong checksum
         if there:
             raise DataError(
                 f"The weights {weights.name} of {name} in {cached} are damaged: {reason}. Delete the file; it is then "
@@ -189,7 +161,6 @@ def _published(name: str, weights: Any) -> nn.Module:
 
 
 def _replace_head(model: nn.Module, num_classes: int, name: str) -> str:
-    """Replace the last layer, and return its name."""
     layers: list[tuple[str, Any]]
     layers = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
     path, last = layers[-1]
@@ -207,12 +178,8 @@ def _replace_head(model: nn.Module, num_classes: int, name: str) -> str:
     return path
 
 
-CLASSES = 1000
-"""Number of classes of ImageNet, for which torchvision's models are built."""
-
-LIBRARIES = ("timm:", "hf:")
-"""Prefixes of models of other libraries, for which no code named by a recipe or a checkpoint is imported."""
-
+CLASSES = 1000  # of ImageNet, for which torchvision's models are built
+LIBRARIES = ("timm:", "hf:")  # for these prefixes, no code named by a recipe or a checkpoint is imported
 MODELS: dict[str, Factory] = {
     "airbench_net": airbench_net,
     "cifar_resnet": cifar_resnet,

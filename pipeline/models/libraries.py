@@ -1,7 +1,4 @@
-"""Models of other libraries by name: timm's, `"timm:resnet18"`, and Hugging Face's image classification models,
-`"hf:google/vit-base-patch16-224"` or a folder."""
-
-from __future__ import annotations
+"""Models of other libraries: timm's, and Hugging Face's for image classification, of the hub or a folder."""
 
 import re
 import socket
@@ -22,19 +19,17 @@ from .weights import is_file_name, load_weights, omitted, read_weights, unusable
 
 _PROBE_SECONDS = 5.0
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_PROBLEMS = {
+_PROBLEMS = {  # by the kind of a task's targets: what the models call the loss for them
     "class indices": "single_label_classification",
     "labels": "multi_label_classification",
     "values": "regression",
 }
-"""By the kind of a task's targets: what the models call the loss for them."""
 
 
 @dataclass(frozen=True)
 class HfModel:
-    """The factory of one of Hugging Face's models for image classification (`AutoModelForImageClassification`): `name`
-    is one on the hub, whose files are taken from the library's cache, or downloaded once; or a local folder with
-    `config.json`. No code of the hub is run."""
+    """`AutoModelForImageClassification` of a name on the hub (from the library's cache, or downloaded once), or of a
+    local folder with `config.json`. No code of the hub is run."""
 
     name: str
 
@@ -50,15 +45,9 @@ class HfModel:
         revision: str | None = None,
         **options: Any,
     ) -> nn.Module:
-        """Build the model, in float32.
-
-        Args:
-            num_classes: number of outputs. Default None: the configuration's.
-            weights: `"DEFAULT"`: those of `name`; or a folder or a file (`.safetensors`, or a state dict saved by
-                `torch.save`). A last layer for another number of outputs is left out. Default None: random ones.
-            revision: branch, tag or commit on the hub. Default None: the main branch.
-            options: values of the configuration to replace, such as `hidden_dropout_prob`.
-        """
+        """Build the model, in float32. `weights`: `"DEFAULT"`: those of `name`; or a folder or a file, whose last layer
+        is left out if it has other outputs; None: random ones. `revision`: branch, tag or commit on the hub. `options`
+        replace values of the configuration, such as `hidden_dropout_prob`."""
         if num_classes is not None:
             options["num_labels"] = num_classes
         auto = _transformers().AutoModelForImageClassification
@@ -102,7 +91,7 @@ class HfModel:
         return model
 
     def _loaded(self, kind: Any, config: Any, weights: str | Path, plain: dict[str, Any]) -> nn.Module:
-        """Return the model with weights, and a new head where theirs has other outputs."""
+        """With a new head where the weights have other outputs."""
         place, state = self.name if weights == "DEFAULT" else str(weights), None
         local = Path(place).exists()
         if weights != "DEFAULT" and not local:
@@ -129,7 +118,6 @@ class HfModel:
         return built
 
     def _missing(self, error: Exception) -> DataError:
-        """Return the error about files that are neither in a folder nor in the cache nor on the network."""
         if Path(self.name).is_dir():
             return DataError(f"{self.__name__}: {_line(error)}. Pass a folder with a complete config.json.")
         hub = require("huggingface_hub.constants", "hf", "find its cache")
@@ -141,7 +129,6 @@ class HfModel:
 
 
 def _cached_or_fetched(read: Any, source: str | None, **given: Any) -> Any:
-    """Read from a folder or the library's cache, and if files are missing there, from the hub."""
     try:
         return read(source, local_files_only=True, **given)
     except OSError:
@@ -152,7 +139,7 @@ def _cached_or_fetched(read: Any, source: str | None, **given: Any) -> Any:
 
 
 def check_hub() -> None:
-    """Raise OSError if Hugging Face's hub cannot be reached: transformers would try again for up to two minutes."""
+    """Raise OSError if it cannot be reached: transformers would try again for up to two minutes."""
     hub = require("huggingface_hub.constants", "hf", "find the hub")
     address = urlsplit(hub.ENDPOINT)
     if hub.HF_HUB_OFFLINE or getproxies():  # transformers knows the first; a proxy answers instead of the hub
@@ -174,7 +161,7 @@ def check_hub() -> None:
 
 
 def hf_model(name: str) -> HfModel:
-    """Return the factory of a Hugging Face model, without the prefix. Nothing is read from the network."""
+    """Nothing is read from the network."""
     _transformers()
     folder = Path(name)
     if name and folder.is_dir() and not (folder / "config.json").is_file():
@@ -189,9 +176,8 @@ def hf_model(name: str) -> HfModel:
 
 
 def loss_mismatch(model: nn.Module, kind: str) -> str:
-    """Return why the loss that a Hugging Face model computes is not one for targets of this kind; "" if it is. The
-    models choose it by `config.problem_type`, and if that is not set, by the first targets that they see: a vector of
-    numbers would be taken for labels."""
+    """Return why the model's loss is not one for such targets, or "". Without `config.problem_type`, it is chosen by
+    the first targets: a vector of numbers would be taken for labels."""
     chosen = getattr(getattr(model, "config", None), "problem_type", None)
     expected = _PROBLEMS.get(kind, chosen)
     if chosen in (None, expected):
@@ -226,7 +212,7 @@ def _line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from logging that the head and its labels are new, and from showing a bar for each model."""
+    """Keep transformers from logging that the head is new, and from showing a bar for each model."""
     logging = require("transformers.utils.logging", "hf", "build one of its models")
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -245,12 +231,8 @@ def _transformers() -> Any:
 
 @dataclass(frozen=True)
 class TimmModel:
-    """The factory of one of timm's models.
-
-    Called with timm's arguments of `create_model`: `num_classes`, `drop_rate`, … With `pretrained=True`, timm's weights
-    from its cache, downloaded if necessary; with `pretrained="file.safetensors"` (or .pth), those of a file. If
-    `num_classes` differs from that of the weights, the classifier is not loaded and keeps its initialization.
-    """
+    """Takes the options of timm's `create_model`. `pretrained`: True for timm's weights (its cache, or downloaded), or
+    a file (.safetensors or .pth). A classifier for another `num_classes` keeps its initialization."""
 
     name: str
 
@@ -278,7 +260,6 @@ class TimmModel:
 
 
 def timm_model(name: str) -> TimmModel:
-    """Return the factory of timm's model `name`, without the prefix."""
     known = _timm().list_models(include_tags=False)
     if name.partition(".")[0] not in known:
         raise RecipeError(f"timm has no model {name!r}.{suggest(name, known)}")

@@ -1,7 +1,5 @@
 """Weights of a file for a new model, with another last layer where the number of outputs differs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,19 +12,15 @@ from torch import nn
 
 from ...common.errors import DataError
 
-SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")
-"""What files of weights are called; any but the first are torch's own format."""
-
-_INSIDE = ("state_dict", "model_state_dict", "model")
-"""Where training scripts (torchvision's, timm's) keep the state dict within their checkpoints."""
-
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")  # any but the first are torch's own format
+_INSIDE = ("state_dict", "model_state_dict", "model")  # where torchvision's and timm's scripts keep it
 _omitted: ContextVar[bool] = ContextVar("omitted", default=False)
 
 
 @contextmanager
 def weights_omitted() -> Iterator[None]:
-    """Build models with random weights inside the block, whatever weights their options name: for a model whose weights
-    are all replaced next. The files that it began with need not exist any more."""
+    """Build models with random weights inside the block: for a model whose weights are all replaced next. The files
+    that it began with need not exist any more."""
     token = _omitted.set(True)
     try:
         yield
@@ -35,19 +29,17 @@ def weights_omitted() -> Iterator[None]:
 
 
 def omitted() -> bool:
-    """Return whether a factory should leave out weights; see `weights_omitted`."""
     return _omitted.get()
 
 
 def is_file_name(weights: str | Path) -> bool:
-    """Return whether `weights` names a file rather than published weights: by its suffix, or because it exists."""
+    """Not the name of published weights: by its suffix, or because it exists."""
     return isinstance(weights, Path) or Path(weights).suffix in SUFFIXES or Path(weights).exists()
 
 
 def read_weights(path: Path, model: str) -> dict[str, torch.Tensor]:
-    """Return the state dict of a file (safetensors, or of `torch.save`), on the CPU, without the prefix `module.` of
-    DistributedDataParallel; `model` is a name for messages. Only tensors and plain values are unpickled
-    (`weights_only=True`), so no code runs."""
+    """Return the state dict of a file (safetensors, or of `torch.save`), on the CPU, without DistributedDataParallel's
+    `module.`. Only tensors and plain values are unpickled (`weights_only=True`), so no code runs."""
     if not path.is_file():
         raise DataError(f"The weights {path} of {model} are not a file.")
     try:
@@ -70,8 +62,8 @@ def read_weights(path: Path, model: str) -> dict[str, torch.Tensor]:
 
 
 def load_weights(model: nn.Module, path: Path, name: str, heads: Sequence[str]) -> None:
-    """Load the weights of a file into `model`, but for those of another shape of `heads`, the layers that return the
-    outputs: they keep their own. If any other weight differs in name or shape, nothing is loaded."""
+    """Load a file, except weights of another shape of `heads`, the layers that return the outputs; if any other weight
+    differs in name or shape, nothing is loaded."""
     state, own = read_weights(path, name), model.state_dict()
     prefixes = tuple(f"{head}." for head in heads)
     left = {
@@ -100,7 +92,7 @@ def unusable(source: object, model: str, reason: str) -> DataError:
 
 
 def _first_line(error: Exception) -> str:
-    """Return an exception as one short line: those of torch's reader fill a page."""
+    """Return one short line: messages of torch's reader fill a page."""
     if "weights_only" in str(error):
         return (
             "it has more than tensors, and unpickling that could run code, or it is damaged. Save the state dict "

@@ -30,12 +30,11 @@ if TYPE_CHECKING:
 
 
 class OptionalGroups(FrozenDict):
-    """Parameter groups whose patterns may match nothing: those of a ledger's variants, which lack the parameters that
-    the full pipeline's surgery adds or renames."""
+    """Groups whose patterns may match nothing: of a ledger's variants, without the parameters that surgery adds."""
 
 
 def named_options(name: str, given: object) -> FrozenDict:
-    """Return a mapping of options with tuples in place of lists, which JSON and YAML have instead."""
+    """With tuples in place of lists, which JSON and YAML have instead."""
     if not isinstance(given, Mapping) or not MAPPING.fits(given):
         raise PlanError(f"{name}={given!r:.80} must be a dict of names and values.")
     kind = OptionalGroups if isinstance(given, OptionalGroups) else FrozenDict
@@ -49,7 +48,7 @@ def _with_tuples(value: Any) -> Any:
 
 
 class _Source(str):
-    """Text whose `repr` is itself: the name of a function in a pipeline's `repr`."""
+    """Its `repr` is itself: the name of a function in a pipeline's `repr`."""
 
     __repr__ = str.__str__
 
@@ -157,11 +156,9 @@ class OptimizerConfig(Config):
 
     @property
     def is_factory(self) -> bool:
-        """Whether the optimizer is a user's function, neither a name nor a class."""
         return not isinstance(self.optimizer, str | type)
 
     def arguments(self) -> tuple[list[str], dict[str, Any]]:
-        """Return the arguments of `optimize()` that create this config."""
         factory = self.optimizer
         name = getattr(factory, "__qualname__", type(factory).__qualname__)
         named = {name: value for name, value in self.changed().items() if name != "optimizer"}
@@ -171,14 +168,12 @@ class OptimizerConfig(Config):
 
     @property
     def lr(self) -> float:
-        """The peak learning rate as given, or the optimizer's default."""
         from .optimizers import default_lr
 
         return float(self.options["lr"] if "lr" in self.options else default_lr(self.optimizer))
 
     @property
     def scaling(self) -> str:
-        """How the learning rate scales with the batch size, see `optimizers.SCALING`; "" if no rule is known."""
         from .optimizers import SCALING, class_of
 
         kind = class_of(self.optimizer)
@@ -189,12 +184,10 @@ class OptimizerConfig(Config):
         return math.sqrt(ratio) if self.scaling == "square root" else ratio
 
     def lr_for(self, batch_size: int) -> float:
-        """Return the learning rate scaled from the base batch size to `batch_size`."""
         return self.lr * self._scale(batch_size)
 
     def at(self, batch_size: int) -> OptimizerConfig:
-        """Return the config for batches of this size: with `scale_lr`, the learning rate is scaled; with a torch
-        scheduler, see `scheduled_scale`."""
+        """With `scale_lr`, the learning rate is scaled; with a torch scheduler, see `scheduled_scale`."""
         if not self.scale_lr or self.uses_torch_scheduler:  # whose rates are scaled: it may set them itself
             return self
         options = {**self.options, "lr": self.lr_for(batch_size)}
@@ -206,12 +199,11 @@ class OptimizerConfig(Config):
         return dataclasses.replace(self, options=options, groups=groups, base_batch_size=batch_size)
 
     def scheduled_scale(self, batch_size: int) -> float:
-        """Return the factor by which `scale_lr` multiplies each learning rate of a torch scheduler, whether it computes
-        it from the optimizer's or, as OneCycleLR does, sets it itself; 1 otherwise."""
+        """Return the factor of a torch scheduler's learning rates, which it may set itself, as OneCycleLR does."""
         return self._scale(batch_size) if self.scale_lr and self.uses_torch_scheduler else 1.0
 
     def note(self, batch_size: int) -> str:
-        """Return the plan's note on learning rate and batch size; "" if they were tuned together."""
+        """Empty if learning rate and batch size were tuned together."""
         base = self.base_batch_size
         if base is None or self.is_factory or (base == batch_size and not self.scale_lr):
             return ""
@@ -234,7 +226,7 @@ class OptimizerConfig(Config):
         )
 
     def factory(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-        """Build the optimizer. Strategies call this with the final parameters, or groups of them."""
+        """Strategies call this with the final parameters, or groups of them."""
         from .optimizers import class_of, label
 
         given = list(parameters)
@@ -255,17 +247,14 @@ class OptimizerConfig(Config):
 
     @property
     def uses_torch_scheduler(self) -> bool:
-        """Whether `schedule` is a factory of a torch scheduler, which then sets the learning rates itself."""
         return self._torch_scheduler
 
     def warmup_factor(self, step: int, steps: int) -> float:
-        """Return the factor of the warm-up alone at step `step`, counted from 0, of `steps`: 1 after it."""
         warm = self.warmup * steps
         return (step + 1) / (warm + 1) if step < warm else 1.0
 
     def lr_factor(self, step: int, steps: int) -> float:
-        """Return the learning rate's factor at step `step`, counted from 0, of `steps`; with a torch scheduler, the
-        factor by which to multiply the scheduler's own learning rates."""
+        """`step` counts from 0. With a torch scheduler, the factor multiplies the scheduler's own learning rates."""
         if self.uses_torch_scheduler:
             return self.warmup_factor(step, steps)
         warm = self.warmup * steps

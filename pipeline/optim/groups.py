@@ -24,11 +24,8 @@ WRAPPED = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward
 
 @dataclass
 class GroupedFactory:
-    """`factory`, called with the parameters in groups: first those that match no pattern, then one group per pattern.
-
-    An optimizer factory gets parameters without names. Every strategy trains the parameters of the model that it was
-    given, which has them under the same names, as other objects perhaps: they are looked up when it is called.
-    """
+    """`factory`, called with one group per pattern, after those that match none. Factories get parameters without
+    names, but every strategy trains those of the model it was given, under the same names."""
 
     factory: OptimizerFactory  # accepts groups
     groups: Mapping[str, Mapping[str, Any]]  # the optimizer's options by pattern

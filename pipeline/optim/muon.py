@@ -1,7 +1,5 @@
 """Muon: momentum whose matrices are orthogonalised, and AdamW for all other parameters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -24,30 +22,20 @@ MUON, ADAMW = "muon", "adamw"
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for matrices and convolutions, AdamW for biases, norms and whatever `orthogonalize=False` excludes.
+    """Muon for matrices and convolutions, AdamW for biases, norms and whatever `orthogonalize=False` excludes: the
+    updates of `torch.optim.Muon` and `torch.optim.AdamW`.
 
-    The gradient's (Nesterov) momentum of each matrix is replaced by the nearest semi-orthogonal matrix, approximated by
-    `ns_steps` Newton–Schulz iterations, batched over matrices of equal shape. A convolution's weight is the matrix
-    (output channels, rest). Parameters with fewer than two rows or columns (class tokens, layer scales) are AdamW's.
-
-    Every parameter group becomes up to two: its matrices, with `lr`, and its other parameters, with `adamw_lr`. A
-    schedule scales both. The method is meant for hidden layers; Jordan trains embeddings and the last layer with AdamW:
-    `groups={"fc.*": {"orthogonalize": False}}`.
+    The momentum of each matrix is replaced by the nearest semi-orthogonal matrix, approximated by `ns_steps`
+    Newton–Schulz iterations, batched over matrices of equal shape. A convolution's weight is the matrix (output
+    channels, rest). Parameters with fewer than two rows or columns (class tokens, layer scales) are AdamW's. Every
+    parameter group becomes up to two, with `lr` and `adamw_lr`; a schedule scales both. Jordan trains embeddings and
+    the last layer with AdamW: `groups={"fc.*": {"orthogonalize": False}}`.
 
     Parameters sharded by FSDP2 are gathered for the iterations, which every rank computes for all matrices; the
     momentum stays sharded. DeepSpeed, which flattens parameters, is rejected.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,
-    https://kellerjordan.github.io/posts/muon/. Matrices get the updates of `torch.optim.Muon`, and other parameters
-    those of `torch.optim.AdamW`.
-
-    Args:
-        lr, momentum: of matrices. Default 0.02 and 0.95, Jordan's.
-        weight_decay: decoupled, as in AdamW: each step multiplies by 1 - lr · weight_decay. Default 0.
-        adjust_lr: a name in `ADJUSTMENTS`. Default `"original"`.
-        precision: of the iterations: `"fp32"`, `"bf16"`; default None: bf16 on CUDA, else fp32.
-        orthogonalize: False trains all parameters with AdamW; for parameter groups.
-        adamw_lr, betas, eps: of all other parameters. Default 3e-4 and (0.9, 0.95), Jordan's, and 1e-8.
+    https://kellerjordan.github.io/posts/muon/.
     """
 
     needs_whole_matrices = True  # read by the strategies that flatten parameters
@@ -55,13 +43,13 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float = 0.02,
+        lr: float = 0.02,  # Jordan's, like those of momentum, adamw_lr and betas
         momentum: float = 0.95,
         nesterov: bool = True,
-        weight_decay: float = 0.0,
+        weight_decay: float = 0.0,  # decoupled: each step multiplies by 1 - lr · weight_decay
         ns_steps: int = 5,
         adjust_lr: str = "original",
-        precision: str | None = None,
+        precision: str | None = None,  # of the iterations; None: bf16 on CUDA, else fp32
         orthogonalize: bool = True,
         adamw_lr: float = 3e-4,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -87,7 +75,6 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group as up to two: its matrices, and its other parameters with `adamw_lr` as `lr`."""
         members = param_group["params"]
         members = [members] if isinstance(members, torch.Tensor) else list(members)
         options = {**self.defaults, **param_group}
@@ -153,8 +140,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalized(matrices: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return matrices, `(B, rows, columns)`, with the same singular vectors, and singular values near 1, computed and
-    returned in `dtype`."""
+    """Return matrices, `(B, rows, columns)` of `dtype`, with the same singular vectors, and singular values near 1."""
     a, b, c = COEFFICIENTS
     x = matrices.to(dtype)
     tall = x.shape[1] > x.shape[2]
@@ -183,7 +169,7 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _whole(value: Any) -> torch.Tensor:
-    """Return the full tensor of a shard, on the mesh's device; every rank calls it in the same order."""
+    """On the mesh's device; every rank calls it in the same order."""
     if not hasattr(value, "full_tensor"):
         return value  # type: ignore[no-any-return]
     whole: torch.Tensor = value.to(value.device_mesh.device_type).full_tensor()
@@ -191,7 +177,6 @@ def _whole(value: Any) -> torch.Tensor:
 
 
 def _part(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return what this rank has of `whole`, if `like` is sharded."""
     whole = whole.to(like.dtype)
     if not hasattr(like, "full_tensor"):
         return whole

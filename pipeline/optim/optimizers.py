@@ -1,7 +1,5 @@
 """The optimizers, by name or class, and the validation of their options; SGDW."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -42,7 +40,7 @@ class SGDW(torch.optim.SGD):
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. Its current learning rate is its peak, stored as `initial_lr`."""
+        """Its current learning rate is its peak, stored as `initial_lr`."""
         super().add_param_group(param_group)
         self.param_groups[-1].setdefault("initial_lr", self.param_groups[-1]["lr"])
 
@@ -69,10 +67,8 @@ class SGDW(torch.optim.SGD):
 
 OPTIMIZERS: dict[str, OptimizerClass] = {"sgd": SGD, "sgdw": SGDW, "adam": Adam, "adamw": AdamW, "muon": Muon}
 
-LINEAR, SQUARE_ROOT = "linear", "square root"
-
-SCALING: dict[Any, str] = dict.fromkeys((SGD, SGDW), LINEAR) | dict.fromkeys(
-    (Adam, AdamW, NAdam, RAdam, RMSprop), SQUARE_ROOT
+SCALING: dict[Any, str] = dict.fromkeys((SGD, SGDW), "linear") | dict.fromkeys(
+    (Adam, AdamW, NAdam, RAdam, RMSprop), "square root"
 )
 """How the learning rate scales with the batch size, by class: linearly with a step proportional to the gradient (Goyal
 et al. 2017, arXiv:1706.02677), by the square root if the step is divided by the root of the mean squared gradient
@@ -81,13 +77,9 @@ et al. 2017, arXiv:1706.02677), by the square root if the step is divided by the
 WHOLE_MATRICES = (Muon, torch.optim.Adafactor)
 """Classes whose update of an element depends on the others of its matrix: a flat shard of it is not enough."""
 
-_ELSEWHERE = {"learning_rate": "lr", "wd": "weight_decay"}
-"""Names of options in other libraries."""
-
 
 def find_optimizer(optimizer: Any) -> Any:
-    """Return an optimizer as given: a name, a class or a factory. A class that has a name in `OPTIMIZERS` becomes that
-    name, and `"package.module:Class"` is imported."""
+    """A class that has a name in `OPTIMIZERS` becomes that name, and `"package.module:Class"` is imported."""
     if isinstance(optimizer, torch.optim.Optimizer):
         raise PlanError(
             "optimize() got an optimizer that is already built; surgery or sharding would leave it with "
@@ -111,7 +103,7 @@ def find_optimizer(optimizer: Any) -> Any:
 
 
 def _refuse_unusable(optimizer: Callable[..., Any]) -> None:
-    """Raise PlanError for a class whose `step` needs what the training loop does not have."""
+    """A class whose `step` needs what the training loop does not have."""
     if not isinstance(optimizer, type):
         return
     name = optimizer.__name__
@@ -128,20 +120,18 @@ def _refuse_unusable(optimizer: Callable[..., Any]) -> None:
 
 
 def class_of(optimizer: Any) -> OptimizerClass | None:
-    """Return the class of an optimizer given by name or as a class; None for a factory."""
     if isinstance(optimizer, str):
         return OPTIMIZERS[optimizer]
     return optimizer if isinstance(optimizer, type) else None
 
 
 def needs_whole_matrices(optimizer: Any) -> bool:
-    """Return whether an optimizer given by name or as a class is one of `WHOLE_MATRICES`."""
     kind = class_of(optimizer)
     return isinstance(kind, type) and issubclass(kind, WHOLE_MATRICES)
 
 
 def gathers(optimizer: Any) -> bool:
-    """Return whether it needs whole matrices, but gathers them itself if FSDP2 has sharded them."""
+    """Whether it needs whole matrices, but gathers them itself if FSDP2 has sharded them."""
     kind = class_of(optimizer)
     return isinstance(kind, type) and issubclass(kind, Muon)
 
@@ -161,8 +151,7 @@ def default_lr(optimizer: Any) -> float:
 
 
 def check_options(optimizer: Any, options: Mapping[str, Any], where: str = "") -> None:
-    """Raise PlanError for an option that an optimizer, by name or class, does not have, or an invalid value; `where` is
-    the place in the builder's call, for messages."""
+    """`where` is the place in the builder's call, for messages."""
     kind = class_of(optimizer)
     assert kind is not None
     place = f"optimize({optimizer!r})" if isinstance(optimizer, str) else f"optimize({label(optimizer)})"
@@ -171,7 +160,7 @@ def check_options(optimizer: Any, options: Mapping[str, Any], where: str = "") -
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     for option, value in options.items():
         if option not in known and not takes_any:
-            near = _ELSEWHERE.get(option, option)
+            near = {"learning_rate": "lr", "wd": "weight_decay"}.get(option, option)  # in other libraries
             raise PlanError(f"{place} has no option {option!r}.{suggest(near, known)}")
         numbers = value if isinstance(value, tuple | list) else (value,)
         if any(isinstance(each, float) and not math.isfinite(each) for each in numbers):  # torch accepts them

@@ -1,9 +1,4 @@
-"""Learning rate schedules: by name with options, as a function of the progress, or as a factory of torch's schedulers.
-
-torch is not imported: `config.py`, which a printed table needs, imports this.
-"""
-
-from __future__ import annotations
+"""Learning rate schedules. torch is not imported: `config.py`, which a printed table needs, imports this."""
 
 import inspect
 import math
@@ -20,9 +15,7 @@ ScheduleFunction = Callable[..., Any]
 """A function of the progress (0 to 1) that returns the learning rate's factor; or a factory of one of torch's
 schedulers, whose first parameter is named `optimizer`."""
 
-CHECKED_AT = 11
-"""Points of the progress at which a function is checked before training: 0, 0.1, …, 1."""
-
+CHECKED_AT = 11  # points of the progress at which a function is checked before training: 0, 0.1, …, 1
 _CLOSE = 1e-9  # relative: a milestone at 0.6 of 5 steps is at step 3, although 3 / 5 and 0.6 may differ in the last bit
 
 
@@ -40,8 +33,7 @@ class NamedSchedule:
                 raise PlanError(f"schedule_options: {option}={value!r:.80} must be a number in {interval}.")
 
     def factor(self, progress: float, steps: float) -> float:
-        """Return the learning rate's factor, 1 at its peak; `progress` is 0 at the first of the `steps` and 1 after the
-        last."""
+        """Return the factor, 1 at the peak; `progress` is 0 at the first of the `steps` and 1 after the last."""
         raise NotImplementedError
 
     @property
@@ -52,8 +44,6 @@ class NamedSchedule:
 
 @dataclass(frozen=True)
 class Constant(NamedSchedule):
-    """The peak learning rate throughout."""
-
     def factor(self, progress: float, steps: float) -> float:  # noqa: ARG002
         return 1.0
 
@@ -100,9 +90,8 @@ class StepDecay(NamedSchedule):
 
 @dataclass(frozen=True)
 class MultiStep(NamedSchedule):
-    """Multiply by `gamma` at each of `milestones`, increasing fractions of the run. Defaults: 0.2 at 0.3, 0.6 and 0.8,
-    as Wide ResNets were trained on CIFAR (Zagoruyko and Komodakis 2016, arXiv:1605.07146: epochs 60, 120 and 160 of
-    200)."""
+    """Multiply by `gamma` at each of `milestones`. Defaults: as Wide ResNets were trained on CIFAR (Zagoruyko and
+    Komodakis 2016, arXiv:1605.07146: epochs 60, 120 and 160 of 200)."""
 
     milestones: tuple[float, ...] = (0.3, 0.6, 0.8)
     gamma: float = 0.2
@@ -129,11 +118,8 @@ class MultiStep(NamedSchedule):
 
 @dataclass(frozen=True)
 class OneCycle(NamedSchedule):
-    """Rise from `start` to the peak in the fraction `rise` of the run, then fall to `end`, both along half a cosine.
-
-    The learning rates of `torch.optim.lr_scheduler.OneCycleLR` and its defaults: `rise` 0.3, `start` 1/25, `end`
-    1/250,000 (of the peak). Momentum is not cycled. Smith and Topin 2017, arXiv:1708.07120.
-    """
+    """Rise from `start` to the peak in the fraction `rise`, then fall to `end`, both along half a cosine, as torch's
+    OneCycleLR with its defaults; momentum is not cycled. Smith and Topin 2017, arXiv:1708.07120."""
 
     rise: float = 0.3
     start: float = 1 / 25
@@ -153,21 +139,17 @@ class OneCycle(NamedSchedule):
         return 0.0
 
 
-WSD_SHAPES: dict[str, Callable[[float], float]] = {
+WSD_SHAPES: dict[str, Callable[[float], float]] = {  # the factor, by the share of the decay that is done
     "1-sqrt": lambda share: 1 - math.sqrt(share),
     "linear": lambda share: 1 - share,
     "cosine": lambda share: _cosine(1.0, 0.0, share),
 }
-"""The factor in the decay of `"wsd"` as a function of the share of it that is done."""
 
 
 @dataclass(frozen=True)
 class WSD(NamedSchedule):
-    """Warm-up, stable, decay: the peak until the last fraction `decay` of the run, which falls to `end` (default 0).
-
-    Default: 0.2, along `shape` `"1-sqrt"`, the best in Hägele et al. 2024, arXiv:2405.18392, where 20 % reached the
-    loss of a cosine; also `"linear"` and `"cosine"`.
-    """
+    """The peak until the last fraction `decay`, then down to `end`. Default: 0.2, along `"1-sqrt"`, the best in Hägele
+    et al. 2024, arXiv:2405.18392, where 20 % reached the loss of a cosine."""
 
     decay: float = 0.2
     shape: str = "1-sqrt"
@@ -207,13 +189,11 @@ SCHEDULES: dict[str, type[NamedSchedule]] = {
 
 
 def named(name: str, options: Mapping[str, Any]) -> NamedSchedule:
-    """Return the schedule of that name with these options, checked."""
     check_fields(f"schedule_options: schedule={name!r}", SCHEDULES[name], options, PlanError)
     return SCHEDULES[name](**options)
 
 
 def find_schedule(schedule: object) -> str | ScheduleFunction:
-    """Return a schedule as given, but import one that is given as `"package.module:function"`."""
     if isinstance(schedule, str):
         if ":" in schedule:
             function: Any = imported("schedule", schedule)
@@ -236,8 +216,7 @@ def find_schedule(schedule: object) -> str | ScheduleFunction:
 
 
 def is_factory(schedule: str | ScheduleFunction) -> bool:
-    """Return whether a schedule is a factory of a torch scheduler: its first parameter is named `optimizer`, or
-    annotated as an Optimizer. torch's scheduler classes, and `functools.partial` of them, are factories too."""
+    """Whether the first parameter is named `optimizer`, or annotated as one, as in torch's scheduler classes."""
     if isinstance(schedule, str):
         return False
     try:
@@ -252,8 +231,7 @@ def is_factory(schedule: str | ScheduleFunction) -> bool:
 
 
 def check_schedule(schedule: str | ScheduleFunction, options: Mapping[str, Any], warmup: float) -> None:
-    """Raise PlanError unless the schedule accepts the options and the warm-up; a function of the progress is called
-    at `CHECKED_AT` points."""
+    """A function of the progress is called at `CHECKED_AT` points."""
     if isinstance(schedule, str):
         _check_warmup(schedule, named(schedule, options), warmup)
         return
@@ -286,7 +264,6 @@ def _check_warmup(name: str, schedule: NamedSchedule, warmup: float) -> None:
 
 
 def factor_at(schedule: ScheduleFunction, options: Mapping[str, Any], progress: float) -> float:
-    """Return what a function of the progress gives, checked."""
     try:
         factor = plain(schedule(progress, **options))
     except Exception as error:
@@ -304,7 +281,6 @@ def factor_at(schedule: ScheduleFunction, options: Mapping[str, Any], progress: 
 
 
 def refuse_plateau(scheduler: object) -> None:
-    """Raise PlanError for torch's ReduceLROnPlateau, as a class or an object."""
     kind = scheduler if isinstance(scheduler, type) else type(scheduler)
     if any(base.__name__ == "ReduceLROnPlateau" for base in kind.__mro__):
         raise PlanError(
@@ -321,7 +297,7 @@ def label(schedule: str | ScheduleFunction) -> str:
 
 
 def describe_schedule(schedule: str | ScheduleFunction, options: Mapping[str, Any]) -> str:
-    """Return the schedule and its options as a phrase: `cosine`, `step (every=0.25)`, `StepLR (torch scheduler)`."""
+    """Return a phrase: `cosine`, `step (every=0.25)`, `StepLR (torch scheduler)`."""
     given = [f"{name}={value}" for name, value in options.items()]
     if not isinstance(schedule, str):
         given.insert(0, "torch scheduler" if is_factory(schedule) else "function of the progress")

@@ -1,7 +1,5 @@
 """Build a pipeline from a recipe, and write a pipeline as one."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import math
@@ -30,7 +28,6 @@ P = TypeVar("P", bound=PipelineSpec)
 def build_pipeline(
     recipe: str | Path | Mapping[str, Any] | Completed, overrides: Mapping[str, Any], kind: type[P]
 ) -> P:
-    """See `Pipeline.from_recipe`; `kind` is its class."""
     made = recipe if isinstance(recipe, Completed) else completed(recipe, overrides)
     full, origin = made.values, made.origin
     _check_options(full, origin)
@@ -66,14 +63,12 @@ def _check_options(full: Mapping[str, Any], origin: Origin) -> None:
 
 
 def _arguments(config: type[Config], full: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the method or class that makes this config."""
     arguments = {option.name: full[key] for key, option in keys_of(config).items()}
     extra: Mapping[str, Any] = arguments.pop(config.EXTRA, {})
     return {**arguments, **extra}
 
 
 def to_recipe(pipeline: PipelineSpec) -> dict[str, Any]:
-    """See `Pipeline.to_recipe`."""
     data, optimization, distribution = pipeline.data, pipeline.optimization, pipeline.distribution
     if data is None:
         raise RecipeError("The pipeline has no data, but a recipe needs some. Add .load('train.beton', …).")
@@ -105,7 +100,6 @@ def to_recipe(pipeline: PipelineSpec) -> dict[str, Any]:
 
 
 def _values(config: Config, **replaced: Any) -> dict[str, Any]:
-    """Return the values of a config by recipe key, some of them `replaced`, as JSON types."""
     values = {key: getattr(config, option.name) for key, option in keys_of(type(config)).items()} | replaced
     return {key: _plain(key, value) for key, value in values.items()}
 
@@ -133,7 +127,6 @@ def _model(pipeline: PipelineSpec) -> str:
 
 
 def _name(target: Any, refusal: str) -> str:
-    """Return a name as given, or that of a function or class; raise RecipeError if there is none."""
     name = target if isinstance(target, str) else name_of(target)
     if name is None:
         raise RecipeError(refusal)
@@ -158,7 +151,6 @@ def _schedule(optimization: OptimizerConfig) -> str:
 
 
 def _strategy_options(how: DistributedConfig) -> Mapping[str, Any]:
-    """Return the options that create an equal strategy by name."""
     if isinstance(how.strategy, str):
         return how.options
     given: Any = how.strategy
@@ -183,7 +175,7 @@ def _strategy_options(how: DistributedConfig) -> Mapping[str, Any]:
 
 
 def _plain(where: str, value: Any) -> Any:
-    """Return `value` as JSON types: tuples become lists, torchvision's weights their names."""
+    """Return JSON types: tuples become lists, torchvision's weights their names."""
     if isinstance(value, Files):
         return value.source
     if isinstance(value, Mapping):

@@ -1,7 +1,4 @@
-"""Read recipes from YAML or JSON files, as data only, with errors that name the file and the line; and make the modules
-beside them importable."""
-
-from __future__ import annotations
+"""Read recipes from YAML or JSON, as data only, with errors that name the line; import the modules beside them."""
 
 import json
 import re
@@ -21,17 +18,12 @@ SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def is_file_name(recipe: object) -> bool:
-    """Return whether a recipe is given as a file: a Path, or a string that ends like a recipe file."""
     return isinstance(recipe, Path) or (isinstance(recipe, str) and recipe.lower().endswith(SUFFIXES))
 
 
 def read_recipe(path: str | Path) -> tuple[dict[str, Any], Origin]:
-    """Return the recipe in a file, and the lines of its keys.
-
-    YAML is parsed by YAML 1.2's core schema, in which `1e-4` is a number, `no` and `on` are strings, and `010` is ten;
-    in YAML 1.1, PyYAML's default, they are a string, booleans, and eight. Only plain data is constructed. Paths in the
-    recipe are relative to the working directory, not to the file.
-    """
+    """Return the recipe and the lines of its keys. By YAML 1.2's core schema, `1e-4` is a number, `no` and `on` are
+    strings, and `010` is ten; in YAML 1.1, PyYAML's default, they are a string, booleans, and eight."""
     file = Path(path)
     text = _text(file)
     try:
@@ -102,8 +94,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def json_or_text(key: str, text: str) -> Any:
-    """Parse a value of the command line as JSON; if it is not JSON, return the text. A duplicate key in a dict, of
-    which JSON would keep the last, raises RecipeError."""
+    """Parse a value of the command line. A duplicate key, of which JSON would keep the last, raises RecipeError."""
     try:
         return _json(text)
     except _Twice as error:
@@ -187,11 +178,8 @@ def _yaml(text: str) -> tuple[Any, dict[str, int]]:
 
 @contextmanager
 def modules_of(recipe: str | None = None) -> Iterator[None]:
-    """Make modules in a recipe file's folder and in the working directory importable inside the block.
-
-    They take precedence over installed packages but not over the standard library, whose modules Python itself needs.
-    Ranks and loader processes started inside the block inherit the path.
-    """
+    """Make the modules of a recipe's folder and of the working directory importable: before installed packages, but
+    after the standard library, which Python itself needs. Ranks and loader processes inherit the path."""
     folders = [Path(recipe).parent] if recipe is not None and is_file_name(recipe) else []
     before = list(sys.path)
     added = [str(folder.resolve()) for folder in (*folders, Path.cwd())]

@@ -1,7 +1,5 @@
 """The recipes by name: values, sources, published and measured results."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -10,26 +8,19 @@ _DATA: dict[str, Any] = {"train": "train.beton", "val": "val.beton"}
 # --- CIFAR-10, which is downloaded by name
 
 _LOADING: dict[str, Any] = {
-    "crop": "padded",
-    "padding": 4,
-    "eval_ratio": 1.0,
-    "mean": [0.4914, 0.4822, 0.4465],
+    "crop": "padded", "padding": 4, "eval_ratio": 1.0, "mean": [0.4914, 0.4822, 0.4465],
     "std": [0.247, 0.2435, 0.2616],
-}
+}  # fmt: skip
 
 _CIFAR_DATA: dict[str, Any] = {"train": "cifar10:train", "val": "cifar10:test", "image_size": 32}
 
 _SMALL: dict[str, Any] = {
     **_CIFAR_DATA,
-    "model": "cifar_resnet",
-    "model_options": {"num_classes": 10, "width": 16},
-    "batch_size": 256,
-    "loading": _LOADING,
+    "model": "cifar_resnet", "model_options": {"num_classes": 10, "width": 16},
+    "batch_size": 256, "loading": _LOADING,
     "optimizer": {"name": "sgd", "lr": 0.3, "momentum": 0.9, "weight_decay": 5e-4, "nesterov": True},
-    "schedule": "linear",
-    "warmup": 0.25,
-    "epochs": 5,
-}
+    "schedule": "linear", "warmup": 0.25, "epochs": 5,
+}  # fmt: skip
 _SMALL_NOTES = {
     "model": "the shape of Page's ResNet-9, with width 16 instead of 64 for CPUs",
     "batch_size": "ours; Page: 512",
@@ -37,9 +28,8 @@ _SMALL_NOTES = {
     "optimizer.lr": "ours, tuned on a CPU at this width",
     "optimizer.weight_decay": "Page, per image and learning rate: 5e-4 · batch, for a summed loss",
     "schedule": "Page: linear to the peak in a fifth of training, then linear to 0",
-    "warmup": "a quarter, ours",
-    "epochs": "ours: minutes on a CPU",
-}
+    "warmup": "a quarter, ours", "epochs": "ours: minutes on a CPU",
+}  # fmt: skip
 
 CIFAR: dict[str, dict[str, Any]] = {
     "baseline": {
@@ -68,9 +58,7 @@ CIFAR: dict[str, dict[str, Any]] = {
         },
         **_SMALL,
         "transforms": [
-            {"name": "BlurPool"},
-            {"name": "ChannelsLast"},
-            {"name": "LabelSmoothing", "smoothing": 0.1},
+            {"name": "BlurPool"}, {"name": "ChannelsLast"}, {"name": "LabelSmoothing", "smoothing": 0.1},
         ],
         "precision": "auto",
     },
@@ -93,25 +81,17 @@ CIFAR: dict[str, dict[str, Any]] = {
             "optimizer": "ours; SimCLR: LARS, lr 1.0, weight decay 1e-6",
             "epochs": "ours: minutes on a CPU; SimCLR: 1000",
         },
-        "train": "cifar10:train",
-        "image_size": 32,
-        "model": "projected",
-        "model_options": {"name": "cifar_resnet", "width": 16},
+        "train": "cifar10:train", "image_size": 32,
+        "model": "projected", "model_options": {"name": "cifar_resnet", "width": 16},
         "task": {"name": "Contrastive", "temperature": 0.5},
         "batch_size": 512,
         "loading": {
-            "views": 2,
-            "scale": [0.2, 1.0],
-            "color_jitter": [0.4, 0.4, 0.4],
-            "eval_ratio": 1.0,
-            "mean": _LOADING["mean"],
-            "std": _LOADING["std"],
+            "views": 2, "scale": [0.2, 1.0], "color_jitter": [0.4, 0.4, 0.4], "eval_ratio": 1.0,
+            "mean": _LOADING["mean"], "std": _LOADING["std"],
         },
         "transforms": [{"name": "ChannelsLast"}],
         "optimizer": {"name": "adamw", "lr": 2e-3, "weight_decay": 1e-4},
-        "schedule": "cosine",
-        "warmup": 0.1,
-        "epochs": 10,
+        "schedule": "cosine", "warmup": 0.1, "epochs": 10,
     },
     "cifar10-fast": {
         "description": "94 % on CIFAR-10 on one GPU, after airbench94; the notes list the differences.",
@@ -139,23 +119,17 @@ CIFAR: dict[str, dict[str, Any]] = {
             "epochs": "airbench: 9.9; one more here, because ten reached 93.92 %",
         },
         **_CIFAR_DATA,
-        "model": "airbench_net",
-        "model_options": {"num_classes": 10, "bias_lr": 64.0},
-        "batch_size": 1024,
-        "loading": {**_LOADING, "padding": 2, "flip": "alternating"},
+        "model": "airbench_net", "model_options": {"num_classes": 10, "bias_lr": 64.0},
+        "batch_size": 1024, "loading": {**_LOADING, "padding": 2, "flip": "alternating"},
         "transforms": [
-            {"name": "ChannelsLast"},
-            {"name": "LabelSmoothing", "smoothing": 0.2},
+            {"name": "ChannelsLast"}, {"name": "LabelSmoothing", "smoothing": 0.2},
             {"name": "Lookahead", "interval": 5, "decay": 0.774, "power": 3.0},
             {"name": "TestTimeFlip", "shift": 1},
         ],
         "optimizer": {"name": "sgd", "lr": 1.5, "momentum": 0.85, "weight_decay": 1.33e-3, "nesterov": True},
-        "schedule": "linear",
-        "warmup": 0.23,
-        "precision": "bf16",
-        "epochs": 11,
+        "schedule": "linear", "warmup": 0.23, "precision": "bf16", "epochs": 11,
     },
-}
+}  # fmt: skip
 
 # --- ResNets on ImageNet: FFCV's twelve, and Composer's mild, medium and hot
 
@@ -184,9 +158,8 @@ _FFCV_NOTES = {
     "transforms.TestTimeFlip": "FFCV: lr_tta",
     "transforms.LabelSmoothing": "FFCV: label_smoothing 0.1",
     "schedule": "FFCV: cyclic: linear to the peak after 2 epochs, and to 0 at the end",
-    "warmup": "FFCV: lr_peak_epoch 2",
-    "precision": "FFCV: fp16 autocast with a loss scale",
-}
+    "warmup": "FFCV: lr_peak_epoch 2", "precision": "FFCV: fp16 autocast with a loss scale",
+}  # fmt: skip
 
 
 def _ffcv(model: str, epochs: int) -> dict[str, Any]:
@@ -210,40 +183,27 @@ def _ffcv(model: str, epochs: int) -> dict[str, Any]:
             **_FFCV_NOTES,
         },
         **_DATA,
-        "model": model,
-        "model_options": {"num_classes": 1000},
-        "batch_size": 4096 if big else 1024,
-        "image_size": 192,
-        "eval_image_size": 256,
+        "model": model, "model_options": {"num_classes": 1000},
+        "batch_size": 4096 if big else 1024, "image_size": 192, "eval_image_size": 256,
         "loading": {"scale": [0.08, 1.0], "eval_ratio": 0.875},
         "transforms": [
-            {"name": "BlurPool", "replace_maxpools": False},
-            {"name": "ChannelsLast"},
-            {"name": "NoWeightDecay"},
-            {"name": "ProgressiveResizing", **size},
-            {"name": "LabelSmoothing", "smoothing": 0.1},
-            {"name": "TestTimeFlip"},
+            {"name": "BlurPool", "replace_maxpools": False}, {"name": "ChannelsLast"},
+            {"name": "NoWeightDecay"}, {"name": "ProgressiveResizing", **size},
+            {"name": "LabelSmoothing", "smoothing": 0.1}, {"name": "TestTimeFlip"},
         ],
         "optimizer": {
-            "name": "sgd",
-            "lr": 1.7 if big else 0.5,
-            "momentum": 0.9,
+            "name": "sgd", "lr": 1.7 if big else 0.5, "momentum": 0.9,
             "weight_decay": 1e-4 if big else 5e-5,
         },
-        "schedule": "linear",
-        "warmup": 2 / epochs,
-        "strategy": "ddp" if big else "single",
-        "devices": 8 if big else 1,
-        "precision": "fp16",
-        "epochs": epochs,
-    }
+        "schedule": "linear", "warmup": 2 / epochs, "strategy": "ddp" if big else "single",
+        "devices": 8 if big else 1, "precision": "fp16", "epochs": epochs,
+    }  # fmt: skip
 
 
 _COMPOSER_NOTES = {
     "model": "Composer initializes convolutions and classifier Kaiming-normal with fan_in, BatchNorm's weights "
     "uniformly from 0 to 1; here they are torchvision's: fan_out, and 1",
-    "batch_size": "Composer: train_batch_size 2048",
-    "image_size": "Composer: crop_size 176",
+    "batch_size": "Composer: train_batch_size 2048", "image_size": "Composer: crop_size 176",
     "eval_image_size": "Composer: crop_size 224",
     "loading.scale": "the default of FFCV's decoder and of torchvision",
     "loading.eval_ratio": "Composer: resize_size 232, crop_size 224",
@@ -257,7 +217,7 @@ _COMPOSER_NOTES = {
     "schedule": "Composer: cosine_decay_with_warmup",
     "warmup": "Composer: 8 epochs, independent of the number of epochs",
     "precision": "Composer: AMP, i.e. fp16; bf16 needs no loss scale",
-}
+}  # fmt: skip
 
 
 def _composer(
@@ -280,27 +240,17 @@ def _composer(
             **notes,
         },
         **_DATA,
-        "model": "resnet50",
-        "model_options": {"num_classes": 1000},
-        "batch_size": 2048,
-        "image_size": 176,
-        "eval_image_size": 224,
+        "model": "resnet50", "model_options": {"num_classes": 1000},
+        "batch_size": 2048, "image_size": 176, "eval_image_size": 224,
         "loading": {"scale": [0.08, 1.0], "eval_ratio": 224 / 232},
         "transforms": [
-            {"name": "BlurPool"},
-            {"name": "ChannelsLast"},
-            {"name": "BinaryCrossEntropy"},
-            {"name": "EMA", "half_life": 100, "update_every": 20},
-            *transforms,
+            {"name": "BlurPool"}, {"name": "ChannelsLast"}, {"name": "BinaryCrossEntropy"},
+            {"name": "EMA", "half_life": 100, "update_every": 20}, *transforms,
         ],
         "optimizer": {"name": "sgdw", "lr": 2.048, "momentum": 0.875, "weight_decay": decay},
-        "schedule": "cosine",
-        "warmup": round(8 / epochs, 4),
-        "strategy": "ddp",
-        "devices": 8,
-        "precision": "bf16",
-        "epochs": epochs,
-    }
+        "schedule": "cosine", "warmup": round(8 / epochs, 4), "strategy": "ddp", "devices": 8,
+        "precision": "bf16", "epochs": epochs,
+    }  # fmt: skip
 
 
 _RESIZING = {"name": "ProgressiveResizing", "initial_scale": 0.5, "delay": 0.4, "finetune": 0.2}
@@ -352,18 +302,15 @@ _BILLION_NOTES = {
     "optimizer.lr": "He et al.: 1e-4 · batch / 256",
     "optimizer.weight_decay": "He et al.: 0.3",
     "optimizer.betas": "He et al.: 0.9, 0.95",
-    "warmup": "He et al.: 20 epochs of 200",
-    "epochs": "He et al.: 200",
+    "warmup": "He et al.: 20 epochs of 200", "epochs": "He et al.: 200",
     "transforms.RandAugment": "He et al.: (9, 0.5): timm's scale, where 9 of 10 is 27 of 30; timm varies it",
     "transforms.MixUp": "He et al.: 0.8, alternating with CutMix 1.0, which is left out, as is their EMA",
     "transforms.StochasticDepth": "He et al.: drop path 0.2, for ViT-H",
     "transforms.LabelSmoothing": "He et al.: 0.1",
     "activation_checkpointing": "ours: without it, a batch's activations need more memory than the weights",
     "accumulate": "ours: 64 images at a time on each of 8 GPUs; lower it if memory allows",
-    "strategy": "ours",
-    "devices": "ours",
-    "precision": "ours",
-}
+    "strategy": "ours", "devices": "ours", "precision": "ours",
+}  # fmt: skip
 
 
 def _billion(strategy: str, what: str) -> dict[str, Any]:
@@ -375,36 +322,22 @@ def _billion(strategy: str, what: str) -> dict[str, Any]:
         "published": "nothing for this model on ImageNet-1k alone",
         "measured": "not measured",
         "notes": dict(_BILLION_NOTES),
-        **_DATA,
-        "image_size": 224,
+        **_DATA, "image_size": 224,
         "model": "vit",
         "model_options": {
-            "num_classes": 1000,
-            "image_size": 224,
-            "patch_size": 14,
-            "width": 1664,
-            "depth": 48,
-            "heads": 16,
-            "mlp": 8192,
+            "num_classes": 1000, "image_size": 224, "patch_size": 14, "width": 1664, "depth": 48,
+            "heads": 16, "mlp": 8192,
         },
-        "batch_size": 4096,
-        "loading": {"scale": [0.08, 1.0]},
+        "batch_size": 4096, "loading": {"scale": [0.08, 1.0]},
         "transforms": [
             {"name": "StochasticDepth", "method": "sample", "drop_rate": 0.2},
-            {"name": "RandAugment", "num_ops": 2, "magnitude": 27},
-            {"name": "MixUp", "alpha": 0.8},
+            {"name": "RandAugment", "num_ops": 2, "magnitude": 27}, {"name": "MixUp", "alpha": 0.8},
             {"name": "LabelSmoothing", "smoothing": 0.1},
         ],
         "optimizer": {"name": "adamw", "lr": 1.6e-3, "betas": [0.9, 0.95], "weight_decay": 0.3},
-        "schedule": "cosine",
-        "warmup": 0.1,
-        "strategy": strategy,
-        "devices": 8,
-        "precision": "bf16",
-        "accumulate": 8,
-        "activation_checkpointing": True,
-        "epochs": 200,
-    }
+        "schedule": "cosine", "warmup": 0.1, "strategy": strategy, "devices": 8, "precision": "bf16",
+        "accumulate": 8, "activation_checkpointing": True, "epochs": 200,
+    }  # fmt: skip
 
 
 TRANSFORMERS: dict[str, dict[str, Any]] = {
@@ -426,30 +359,20 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
             "transforms.NoWeightDecay": "big_vision decays kernels only; here positions and class token, too",
             "optimizer.weight_decay": "big_vision: 1e-4 per step at the peak, which is lr · 0.1 in AdamW's terms",
             "clip_norm": "big_vision: grad_clip_norm 1.0",
-            "warmup": "big_vision: 10,000 steps; 90 epochs of ImageNet are 112,590",
-            "precision": "ours",
-            "strategy": "ours",
-            "devices": "ours",
+            "warmup": "big_vision: 10,000 steps; 90 epochs of ImageNet are 112,590", "precision": "ours",
+            "strategy": "ours", "devices": "ours",
         },
-        **_DATA,
-        "image_size": 224,
-        "model": "vit_s16",
-        "model_options": {"num_classes": 1000},
+        **_DATA, "image_size": 224,
+        "model": "vit_s16", "model_options": {"num_classes": 1000},
         "batch_size": 1024,
         "loading": {"scale": [0.05, 1.0], "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]},
         "transforms": [
-            {"name": "RandAugment", "num_ops": 2, "magnitude": 30},
-            {"name": "NoWeightDecay"},
+            {"name": "RandAugment", "num_ops": 2, "magnitude": 30}, {"name": "NoWeightDecay"},
             {"name": "MixUp", "alpha": 0.2},
         ],
         "optimizer": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1},
-        "schedule": "cosine",
-        "warmup": 0.089,
-        "strategy": "ddp",
-        "devices": 8,
-        "precision": "bf16",
-        "clip_norm": 1.0,
-        "epochs": 90,
+        "schedule": "cosine", "warmup": 0.089, "strategy": "ddp", "devices": 8, "precision": "bf16",
+        "clip_norm": 1.0, "epochs": 90,
     },
     "finetune-pretrained": {
         "description": "A pretrained ResNet-50 with a new last layer, fine-tuned on a small data set of photographs on "
@@ -467,25 +390,19 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
             "schedule": "HyperRule: divided by ten after each fifth of training",
             "warmup": "HyperRule: 100 steps of 500, for data sets below 20,000 images",
             "transforms": "ours",
-            "precision": "ours",
-            "epochs": "ours; HyperRule counts steps, 500 of 512 images",
+            "precision": "ours", "epochs": "ours; HyperRule counts steps, 500 of 512 images",
         },
-        **_DATA,
-        "image_size": 224,
+        **_DATA, "image_size": 224,
         "model": "pretrained",
         "model_options": {"name": "resnet50", "num_classes": 1000, "weights": "IMAGENET1K_V2"},
-        "batch_size": 128,
-        "loading": {"scale": [0.25, 1.0]},
+        "batch_size": 128, "loading": {"scale": [0.25, 1.0]},
         "transforms": [{"name": "ChannelsLast"}],
         "optimizer": {"name": "sgd", "lr": 7.5e-4, "momentum": 0.9},
-        "schedule": "cosine",
-        "warmup": 0.2,
-        "precision": "bf16",
-        "epochs": 20,
+        "schedule": "cosine", "warmup": 0.2, "precision": "bf16", "epochs": 20,
     },
     "billion-fsdp": _billion("fsdp", "FSDP2"),
     "billion-deepspeed": _billion("deepspeed_stage_3", "DeepSpeed's ZeRO stage 3"),
-}
+}  # fmt: skip
 
 # Copied, because several recipes share values.
 RECIPES: dict[str, dict[str, Any]] = copy.deepcopy(CIFAR | RESNETS | TRANSFORMERS)

@@ -28,14 +28,12 @@ class Completed:
     origin: Origin
 
     def sets(self, config: type[Config]) -> bool:
-        """Whether it sets one of the options of this config."""
         return not self.given.isdisjoint(keys_of(config))
 
 
 def completed(
     recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] = FrozenDict()
 ) -> Completed:
-    """Return a recipe with its overrides and all defaults filled in, checked."""
     given, origin = _find(recipe)
     name = given.pop("name", None)
     full = dict(DEFAULTS)
@@ -50,8 +48,7 @@ def completed(
 
 
 def _put(full: dict[str, Any], layer: Mapping[str, Any], origin: Origin) -> set[str]:
-    """Set values of a recipe: plain keys before dotted ones, in any order of `layer`, so that a dict and an entry of it
-    can both be given. Return the recipe's keys that `layer` sets."""
+    """Set values, plain keys before dotted ones: a dict and an entry of it can both be given. Return the keys."""
     for key in sorted(map(str, layer), key=lambda key: "." in key):
         check_key(key, origin)
         head, dot, inner = key.partition(".")
@@ -67,7 +64,7 @@ def _put(full: dict[str, Any], layer: Mapping[str, Any], origin: Origin) -> set[
 
 
 def _base_batch_size(full: Mapping[str, Any], given: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
-    """Return the batch size that the learning rate was tuned for; None if it is the recipe's current one."""
+    """None if the learning rate was tuned for the recipe's current one."""
     if full["base_batch_size"] is not None or "base_batch_size" in overrides:
         return full["base_batch_size"]
     own, used = given.get("batch_size", full.get("batch_size")), full.get("batch_size")
@@ -94,7 +91,7 @@ def _find(recipe: object) -> tuple[dict[str, Any], Origin]:
 
 
 def parse_overrides(pairs: Sequence[str]) -> dict[str, Any]:
-    """Parse overrides from the command line: `epochs=36`, `optimizer.lr=0.5`, `transforms=[]`."""
+    """Of the command line: `epochs=36`, `optimizer.lr=0.5`, `transforms=[]`."""
     overrides: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")

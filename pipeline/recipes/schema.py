@@ -1,7 +1,4 @@
-"""The schema of recipes: every key with its meaning, its default, and its types.
-
-Keys of the builder's options derive from their configs; only the other keys are declared here.
-"""
+"""The schema of recipes: meaning, default and types of every key, of most from the builder's configs."""
 
 from __future__ import annotations
 
@@ -60,7 +57,6 @@ class _Run(Config):
 
 
 def keys_of(config: type[Config]) -> dict[str, Option]:
-    """Return the options of a config by recipe key, as far as recipes have them."""
     return {option.key: option for option in options_of(config).values() if option.key}
 
 
@@ -68,12 +64,10 @@ _CONFIGS = (_Head, DataConfig, _Model, OptimizerConfig, DistributedConfig, FitOp
 SCHEMA = {key: option for config in _CONFIGS for key, option in keys_of(config).items()}
 """Every key of a recipe, which may also have a `name`. The configs check names and combinations."""
 
-_OPTIMIZER = options_of(OptimizerConfig)["optimizer"]
-"""Part of the key `optimizer`, as `name`."""
+_OPTIMIZER = options_of(OptimizerConfig)["optimizer"]  # part of the key `optimizer`, as `name`
 
 
 def _meaning(key: str, option: Option) -> str:
-    """Return the meaning of a key in YAML's and JSON's terms."""
     text = option.help.replace("{tasks}", ", ".join(TASKS))
     if key == "optimizer":
         text = f"{{name: {_OPTIMIZER.help.removeprefix('the optimizer: ')}, {text}}}"
@@ -92,34 +86,29 @@ def _default(key: str, option: Option) -> Any:
 
 
 KEYS = {key: _meaning(key, option) for key, option in SCHEMA.items()}
-"""The meaning of every key."""
-
 DEFAULTS = {key: _default(key, option) for key, option in SCHEMA.items() if not option.required}
-"""The optional keys with their defaults."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a recipe, for messages: its name or file, and of a file the line number of each key."""
+    """For messages: the name or file of a recipe, and of a file the line number of each key."""
 
     name: str = "(dict)"
     lines: Mapping[str, int] = field(default_factory=dict)
 
     def at(self, key: str) -> str:
-        """Return the beginning of a message about a key."""
         line = self.lines.get(key.partition(".")[0])
         return f"Recipe {self.name}" + (f", line {line}" if line is not None else "")
 
 
 def check_key(key: str, origin: Origin) -> None:
-    """Raise RecipeError for an unknown key, with the closest one. Of a dotted key, only the first part is checked."""
+    """Of a dotted key, only the first part is checked."""
     head = key.partition(".")[0]
     if head not in KEYS:
         raise RecipeError(f"{origin.at(head)}: a recipe has no key {head!r}.{suggest(head, KEYS)}")
 
 
 def check_values(full: Mapping[str, Any], origin: Origin) -> None:
-    """Check a complete recipe against the schema."""
     for key in KEYS:
         if key in full:
             _check_kind(key, full[key], origin)
@@ -159,7 +148,7 @@ def _check_kind(key: str, value: object, origin: Origin) -> None:
 
 
 def _check_texts_that_are_numbers(full: Mapping[str, Any], origin: Origin) -> None:
-    """Reject numbers written as text in options of optimizer, loader or transforms; some would accept them silently."""
+    """Optimizer, loader or transforms: some would accept them silently."""
     inside = [(key, full[key]) for key in ("optimizer", "loading")]
     inside += [("transforms", entry) for entry in full["transforms"]]
     for key, options in inside:

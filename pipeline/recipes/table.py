@@ -1,7 +1,5 @@
 """Recipes as tables for the terminal."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +14,6 @@ PROSE = {"description": "", "source": "Source: ", "published": "Published: ", "m
 
 
 def recipes_table() -> Table:
-    """Return a table of all recipes: purpose, published and measured results."""
     heads = ("recipe", "purpose, published and measured results")
     texts = [
         "\n".join(f"{prefix}{recipe[key]}" for key, prefix in PROSE.items() if key != "source")
@@ -26,7 +23,6 @@ def recipes_table() -> Table:
 
 
 def recipe_table(recipe: str) -> Table:
-    """Return a table of a recipe, by name or file: keys, values, meanings and sources; the title describes it."""
     full = completed(recipe).values
     given: Mapping[str, Any] = read_recipe(recipe)[0] if is_file_name(recipe) else RECIPES[recipe]
     rows = []
@@ -56,7 +52,6 @@ def _origin(key: str, full: Mapping[str, Any], given: Mapping[str, Any]) -> str:
 
 
 def keys_table() -> Table:
-    """Return a table of all keys with defaults and meanings."""
     rows = [
         (key, _text(DEFAULTS[key]) if key in DEFAULTS else "(required)", meaning)
         for key, meaning in KEYS.items()
@@ -65,7 +60,7 @@ def keys_table() -> Table:
 
 
 def _text(value: Any) -> str:
-    """Return a value as JSON; dicts and lists of dicts have one entry per line."""
+    """Dicts and lists of dicts have one entry per line."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping) and value:

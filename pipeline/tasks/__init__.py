@@ -14,7 +14,7 @@ TASKS = ("Classification", "Contrastive", "MultiLabel", "Regression", "Segmentat
 
 
 def get(name: str, **options: Any) -> Task:
-    """Return the task of this name, or of `"package.module:Class"`, with these arguments."""
+    """Return the task of this name, or of `"package.module:Class"`."""
     kind = _imported(name) if ":" in name else _known(name)
     if kind is None:
         raise PlanError(f"No task is named {name!r}.{suggest(name, TASKS)}")
@@ -42,7 +42,6 @@ def to_dict(task: Task) -> dict[str, Any]:
 
 
 def _by_name(value: Any) -> Any:
-    """Return a function as the name under which it can be imported."""
     if isinstance(value, tuple):
         return [*map(_by_name, value)]
     return value if isinstance(value, str) else name_of(value) or value

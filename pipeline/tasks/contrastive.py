@@ -76,7 +76,6 @@ class Contrastive(Task):
         return {"embedding": prediction.tolist()}
 
     def check(self, train: Targets, val: Targets | None) -> None:  # noqa: ARG002
-        """Raise PlanError if there is validation data, for which nothing could be computed."""
         if val is not None:
             raise PlanError(
                 f"Contrastive learning has no labels to evaluate on, but load() has {val.source}. Leave it out; judge "
@@ -101,8 +100,7 @@ def _gathered(own: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 class _Gather(torch.autograd.Function):
-    """Gather the rows of all ranks, which have equally many. The gradient is the sum over the ranks' losses: the
-    strategy takes the mean over ranks of what flows on."""
+    """All ranks have equally many rows. The gradient is the sum over ranks: the strategy takes the mean."""
 
     @staticmethod
     def forward(ctx: Any, own: torch.Tensor) -> torch.Tensor:  # noqa: ARG004

@@ -1,7 +1,5 @@
 """Mean losses as a numerator over a denominator, which are summed over microbatches, ranks and batches."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,14 +22,11 @@ Count = torch.Tensor | float
 
 
 def samples(targets: torch.Tensor) -> Count:
-    """Return the number of samples, the denominator of an unweighted mean."""
     return len(targets)
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A loss that is a mean."""
-
     loss: LossFunction
     # What the mean divides by, from the targets that the loss receives.
     denominator: Callable[[torch.Tensor], Count] = samples
@@ -41,7 +36,7 @@ class Mean:
     known: bool = True
 
     def numerator(self, outputs: Any, targets: torch.Tensor, count: Count) -> torch.Tensor:
-        """Return the numerator; 0 with zero gradients if `count`, the denominator, is 0."""
+        """0 with zero gradients if `count`, the denominator, is 0."""
         if self.total is not None:
             return self.total(outputs, targets)
         if not isinstance(count, torch.Tensor):
@@ -51,12 +46,9 @@ class Mean:
 
 
 def mean_of(loss: LossFunction, *, checked: bool = False) -> Mean:
-    """Return a loss, whose tensors are on the device of the targets, as a mean.
-
-    The denominators of torch's losses are known. Another loss may declare its own by an attribute `denominator`, a
-    function of the targets; without one, it is taken to be the mean over the samples. `checked`: class indices are
-    known not to be negative, so that -100 is not among them; unweighted losses then need no look at the targets.
-    """
+    """Return a loss as a mean: torch's denominators are known, another declares `denominator`, a function of the
+    targets, or has the mean over the samples. `checked`: no class index is -100, so unweighted losses need no look at
+    the targets."""
     own = getattr(loss, "as_mean", None)
     if own is not None:
         mean: Mean = own()
@@ -79,8 +71,6 @@ def mean_of(loss: LossFunction, *, checked: bool = False) -> Mean:
 
 @dataclass(frozen=True)
 class Adapted:
-    """A loss that receives the targets as `adapt` returns them."""
-
     base: LossFunction
     adapt: Callable[[torch.Tensor], torch.Tensor]
 
@@ -94,15 +84,14 @@ class Adapted:
 
 
 def reduction_of(loss: object) -> str:
-    """Return the `reduction` that a loss declares, as torch's do; "mean" if none."""
     _, options = _parts(loss)
     return str(options.get("reduction", "mean"))
 
 
 @dataclass(frozen=True)
 class _Classes:
-    """The denominator of torch's cross entropy: of class indices the sum of their weights, except ignored ones; of
-    probabilities `(B, C, …)` their number without C, also with weights."""
+    """Torch's denominator: of class indices the sum of their weights, except ignored ones; of probabilities `(B, C, …)`
+    their number without C, also with weights."""
 
     weight: torch.Tensor | None = None
     ignored: int = IGNORED
@@ -136,7 +125,6 @@ def _parts(loss: object) -> tuple[Any, dict[str, Any]]:
 
 
 def _summed(loss: Any) -> LossFunction:
-    """Return one of torch's losses that returns the sum."""
     if isinstance(loss, nn.Module):
         summed: Any = copy.copy(loss)
         summed.reduction = "sum"
@@ -149,14 +137,14 @@ def _total_binary(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _of_smoothed(loss: SmoothedLoss, *, checked: bool) -> Mean:
-    """Return the mean over the rows that are not ignored; the base's own denominator, if it declares one."""
+    """The mean over the rows that are not ignored, unless the base declares its own denominator."""
     base = mean_of(loss.base, checked=checked)
     plain = checked or base.denominator is not samples
     return Mean(loss, base.denominator if plain else _Classes(), known=base.known)
 
 
 def _zero_gradient_without(count: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-    """Make the gradient 0 if `count` is: that of a mean over nothing is NaN."""
+    """That of a mean over nothing would be NaN."""
     if outputs.requires_grad:
         outputs.register_hook(lambda gradient: gradient.where(count > 0, 0.0))  # type: ignore[no-untyped-call]
     return outputs

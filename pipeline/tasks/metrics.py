@@ -1,7 +1,4 @@
-"""Metrics of a task: torchmetrics objects, by name or as given, summed over batches and ranks.
-
-torchmetrics is imported when metrics are made, because that takes a second.
-"""
+"""Metrics of a task, summed over batches and ranks. torchmetrics is imported on use, because that takes a second."""
 
 from __future__ import annotations
 
@@ -21,17 +18,14 @@ from .nests import map_tensors
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
-NAMES_OF_RUN = {
+NAMES_OF_RUN = {  # what the history, the log and the curves call their other values
     "epoch", "loss", "val_loss", "images_per_s", "data_wait_fraction", "seconds", "lr", "skipped", "replaced", "step",
     "metrics",
 }  # fmt: skip
-"""What the history, the log and the curves call their other values."""
-
 _TOP = re.compile(r"top([1-9][0-9]*)")
 
 
 def named(task: Any, metrics: Any) -> dict[str, Any]:
-    """Return the metrics of a task by name: each a name that the task knows, or a torchmetrics object."""
     if isinstance(metrics, Mapping):
         found = dict(metrics)
     else:
@@ -55,7 +49,6 @@ def named(task: Any, metrics: Any) -> dict[str, Any]:
 def by_name(
     task: object, metrics: Mapping[str, Any], makers: Mapping[str, Callable[[int], Any]], width: int
 ) -> dict[str, Metric]:
-    """Return new torchmetrics objects, for outputs of `width` values per image."""
     made = {}
     for name, metric in metrics.items():
         try:
@@ -71,8 +64,7 @@ def by_name(
 
 
 def maker(kind: str, **options: Any) -> Callable[[int], Any]:
-    """Return the function that makes a metric for outputs of so many values per image; `kind` is a class of
-    `torchmetrics.classification`, which receives the number of values, or of `torchmetrics.regression`."""
+    """Return what makes a torchmetrics class: of `classification`, for so many values per image, or of `regression`."""
 
     def make(width: int) -> Any:
         from torchmetrics import classification, regression
@@ -85,7 +77,7 @@ def maker(kind: str, **options: Any) -> Callable[[int], Any]:
 
 
 def top(k: int) -> Callable[[int], Any]:
-    """Return the function that makes the top-`k` accuracy for a number of classes, at most their number."""
+    """For a number of classes, at most their number."""
     return lambda classes: maker("MulticlassAccuracy", average="micro", top_k=min(k, classes))(classes)
 
 
@@ -94,12 +86,8 @@ Unit = Literal["fraction", "percent"]
 
 
 def compute(meters: Mapping[str, Metric], world_size: int) -> dict[str, float]:
-    """Return the values over all samples of all ranks; undefined ones (NaN, infinite) are missing. Every rank must call
-    it.
-
-    The states are gathered here, because torchmetrics' own synchronization needs a sample on every rank: metrics that
-    keep their inputs have no tensor to gather on a rank without samples, and the other ranks would block.
-    """
+    """Return the values over all ranks, without NaN and infinite ones; every rank must call it. States are gathered
+    here: torchmetrics would block if a rank has no sample, and thus no tensor to gather."""
     if world_size > 1 and meters:
         everyone: list[Any] = [None] * world_size
         dist.all_gather_object(everyone, {name: state_of(metric) for name, metric in meters.items()})
@@ -109,12 +97,11 @@ def compute(meters: Mapping[str, Metric], world_size: int) -> dict[str, float]:
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
-State = tuple[int, dict[str, Any]]
-"""The number of updates of a metric, and its state."""
+State = tuple[int, dict[str, Any]]  # the number of updates of a metric, and its state
 
 
 def state_of(metric: Metric) -> list[State]:
-    """Return copies on the CPU of the state of a metric, and of those that it contains."""
+    """Return copies on the CPU, also of the metrics that it contains."""
     return [
         (each.update_count, map_tensors(lambda tensor: tensor.cpu().clone(), each.metric_state))
         for each in _nested(metric)
@@ -122,12 +109,8 @@ def state_of(metric: Metric) -> list[State]:
 
 
 def pool(name: str, metric: Metric, ranks: list[list[State]]) -> None:
-    """Set the state of a metric to that of all ranks, from their `state_of`, with the reductions that it declares.
-
-    As in torchmetrics' own synchronization, but without the ranks that saw no sample: `"sum"`, `"cat"`, `"max"` and
-    `"min"` give the state of one metric that saw all samples; `"mean"` is the mean over the ranks; a function receives
-    the stacked tensors, or all items of a list; without a reduction the stacked tensors are the state.
-    """
+    """Set the state to that of all ranks, by the reductions that it declares, as torchmetrics does, but without the
+    ranks that saw no sample. `"mean"` is over the ranks; a function, or none, receives or keeps the stacked tensors."""
     for each, states in zip(_nested(metric), zip(*ranks, strict=True), strict=True):
         each.distributed_available_fn = _never  # `compute` would reduce over the ranks once more
         seen = [state for count, state in states if count]
@@ -147,7 +130,6 @@ def pool(name: str, metric: Metric, ranks: list[list[State]]) -> None:
 
 
 def _nested(metric: Metric) -> list[Metric]:
-    """Return a metric, and those that it wraps or combines."""
     from torchmetrics import Metric
 
     return [each for each in metric.modules() if isinstance(each, Metric)]
@@ -158,7 +140,6 @@ def _never() -> bool:
 
 
 def _reduced(values: list[Any], reduction: Any) -> Any:
-    """Return the state of all ranks that saw samples, from the state of each."""
     from torchmetrics.utilities import dim_zero_cat
 
     if len(values) == 1:

@@ -1,7 +1,5 @@
 """Outputs of models and tasks: nests of tuples, lists and dicts with tensors in them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,8 +7,7 @@ import torch
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
-    """Return the nest with `function` applied to each tensor. Mappings become dicts; tuples, named tuples, lists and
-    other values keep their type."""
+    """Apply `function` to each tensor. Mappings become dicts; tuples, named tuples and lists keep their type."""
     if isinstance(nest, torch.Tensor):
         return function(nest)
     if isinstance(nest, Mapping):
@@ -22,5 +19,5 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
 
 
 def to_float(outputs: Any) -> Any:
-    """Return the nest with each floating-point tensor in float32."""
+    """Floating-point tensors only."""
     return map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, outputs)

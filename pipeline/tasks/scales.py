@@ -15,16 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scale:
-    """How to compare and print the values of a metric."""
-
     higher_is_better: bool | None  # None if nobody declares it
     unit: Unit | None = None  # None for numbers that are not shares
 
 
 def scale_of(task: Task, name: str, metric: Metric) -> Scale:
-    """Return the scale of a metric, as the task declares it, else the metric's class, else, for the unit, torchmetrics:
-    a metric of its own for classification or segmentation is a fraction if it is better when higher and drawn from 0 to
-    1. This is the only place that decides."""
+    """Return what the task declares, else the metric's class, else torchmetrics: its metrics of classification and
+    segmentation, better when higher and drawn from 0 to 1, are fractions. Only this decides."""
     higher = task.higher_is_better.get(name, getattr(metric, "higher_is_better", None))
     unit = task.units.get(name, getattr(metric, "unit", None))
     if higher not in (True, False, None) or unit not in (*get_args(Unit), None):
@@ -38,7 +35,6 @@ def scale_of(task: Task, name: str, metric: Metric) -> Scale:
 
 
 def _ranges_to_one(metric: Metric) -> bool:
-    """Whether torchmetrics declares that its own computation of this metric gives values from 0 to 1."""
     own = type(metric).compute.__module__.startswith(
         ("torchmetrics.classification", "torchmetrics.segmentation")
     )
@@ -46,13 +42,12 @@ def _ranges_to_one(metric: Metric) -> bool:
 
 
 def scales(task: Task, width: int | None = 10) -> dict[str, Scale]:
-    """Return the scales of a task's metrics and of the losses; they do not depend on the width."""
+    """They do not depend on the width."""
     losses = dict.fromkeys(("loss", "val_loss"), Scale(higher_is_better=False))
     return losses | {name: scale_of(task, name, metric) for name, metric in task.meters(width).items()}
 
 
 def check_monitor(task: Task) -> None:
-    """Raise PlanError if it is not declared which values of the monitored metric are better."""
     if task.monitor == "val_loss" or task.declares_monitor:
         return
     if scales(task)[task.monitor].higher_is_better is None:
@@ -64,7 +59,7 @@ def check_monitor(task: Task) -> None:
 
 
 def check_comparable(task: Task, option: str) -> None:
-    """Raise PlanError unless the monitored metric is a share, whose differences are percentage points."""
+    """Differences of a share are percentage points."""
     if scales(task)[task.monitor].unit is None:
         raise PlanError(
             f"{option} compares a share such as top1, and {task} monitors {task.monitor!r}, which declares no unit. "

@@ -89,7 +89,6 @@ class Classification(StandardTask):
 
 
 def logits_error(outputs: Any, width: int | None, source: str, what: str) -> str:
-    """Return why outputs for two images are not `width` logits each, with the remedy; "" if they are."""
     if not isinstance(outputs, torch.Tensor):
         return (
             f"The model returns a {type(outputs).__name__}, but a loss needs one tensor of logits. Wrap it in a module "
@@ -148,7 +147,6 @@ class MultiLabel(StandardTask):
     DEFAULT_METRICS = ("map", "f1")
 
     def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return the targets as torchmetrics takes them: integers."""
         return targets.long()
 
     def predict(self, outputs: Any) -> torch.Tensor:
@@ -162,7 +160,6 @@ class MultiLabel(StandardTask):
         return {"labels": labels, "probabilities": probabilities}
 
     def check(self, train: Targets, val: Targets | None) -> int:
-        """Return the number of labels."""
         width = vectors(self, train, val, "a vector of 0 and 1 per image")
         check_names(train, val, "labels")
         for targets in (train, val):
@@ -217,27 +214,22 @@ class Regression(StandardTask):
         return main[:, 0] if one else main
 
     def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return the targets in the shape of the outputs."""
         return flat(targets)
 
     def model_inputs(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the numbers as `labels` for a model that computes the loss."""
         return {name: flat(value) for name, value in super().model_inputs(targets).items()}
 
     def loss_targets(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return the targets in the shape of the outputs, as floating-point numbers."""
         return flat(targets).float()
 
     def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
-        """Return the `value`: a number, or a list of numbers; and of a list whose numbers have names, `values` by
-        name."""
+        """Return the `value`, a number or a list; and of a list whose numbers have names, `values`."""
         value = prediction.tolist()
         if isinstance(value, list) and len(value) == len(classes):
             return {"value": value, "values": dict(zip(classes, value, strict=True))}
         return {"value": value}
 
     def check(self, train: Targets, val: Targets | None) -> int:
-        """Return how many numbers each target has."""
         return vectors(self, train, val, "one or more numbers per image")
 
     def output_error(self, outputs: Any, width: int | None, source: str) -> str:
@@ -252,7 +244,7 @@ class Regression(StandardTask):
 
 
 def flat(targets: torch.Tensor) -> torch.Tensor:
-    """Return targets `(B, 1)` as `(B,)`, others unchanged."""
+    """`(B, 1)` becomes `(B,)`."""
     return targets[:, 0] if targets.dim() == 2 and targets.shape[1] == 1 else targets
 
 
@@ -263,7 +255,7 @@ IGNORED = 255
 def cross_entropy(
     outputs: torch.Tensor, targets: torch.Tensor, reduction: Literal["mean", "sum"] = "mean"
 ) -> torch.Tensor:
-    """Return the mean over the pixels that count, 0 if none does, or their sum; of int64 targets."""
+    """Of int64 targets: the mean over the pixels that count, 0 if none does, or their sum."""
     total = F.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="sum")
     return total if reduction == "sum" else total / (targets != IGNORED).sum().clamp(min=1)
 
@@ -314,19 +306,15 @@ class Segmentation(StandardTask):
         return torch.argmax(outputs, 1)
 
     def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return the masks as torchmetrics takes them: int64."""
         return targets.long()
 
     def loss_targets(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return the masks as losses take them: int64."""
         return targets.long()
 
     def model_inputs(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the masks as int64 `labels` for a model that computes the loss."""
         return {name: value.long() for name, value in super().model_inputs(targets).items()}
 
     def check(self, train: Targets, val: Targets | None) -> int:
-        """Return the number of classes."""
         for targets in (train, val):
             if targets is None:
                 continue

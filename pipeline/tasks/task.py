@@ -25,23 +25,18 @@ Kind = Literal["class indices", "labels", "values", "masks", "views", "any"]
 """What the targets of a batch are: class indices `(B,)`, 0 or 1 for each label `(B, K)`, numbers `(B,)` or `(B, K)`,
 class indices of pixels `(B, H, W)`, none (the views of each image are compared), or whatever the task takes."""
 
-MODEL_LOSS = "model"
-"""The name of the loss that a model computes itself when it is given the targets."""
+MODEL_LOSS = "model"  # the loss that a model computes itself when it is given the targets
 
 
 @dataclass(frozen=True)
 class Targets:
-    """All targets of a data source, to check before training."""
-
     source: str  # for messages
     values: NDArray[Any]  # (N,) or (N, K); empty for masks
     classes: tuple[str, ...] = ()  # names of the classes or labels; empty if the source has none
-    largest: int | None = (
-        None  # of masks, the largest class index of some of them, except 255; None: no masks
-    )
+    largest: int | None = None  # the largest class index of some masks, except 255; None: no masks
 
     def two(self, size: tuple[int, int]) -> torch.Tensor:
-        """Return the targets of two images, as loaders deliver them; masks of that height and width are of class 0."""
+        """As loaders deliver them; masks of that height and width are of class 0."""
         if self.largest is not None:
             return torch.zeros((2, *size), dtype=torch.uint8)
         two = torch.from_numpy(self.values[[0, -1]])
@@ -146,12 +141,8 @@ class Task:
         return outputs
 
     def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:  # noqa: ARG002
-        """Return the prediction for one image as JSON values by name.
-
-        Args:
-            prediction: that image's part of what `predict` returned.
-            classes: names of the classes or labels; empty if there are none.
-        """
+        """Return the prediction for one image, its part of what `predict` returned, as JSON values by name. `classes`
+        are the names of the classes or labels, if there are any."""
         return {"prediction": map_tensors(torch.Tensor.tolist, prediction)}
 
     def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
@@ -239,12 +230,11 @@ class StandardTask(Task):
         chosen = named(self, self.DEFAULT_METRICS if metrics is None else metrics)
         if monitor is not None:
             _check_monitored(self, monitor, chosen)
-        vars(self).update(  # it is frozen
-            _metrics=chosen,
-            _given={"metrics": metrics, "loss": loss, "monitor": monitor},
-            _criterion=criterion,
-            monitor=next(iter(chosen), "val_loss") if monitor is None else monitor,
-        )
+        given = {"metrics": metrics, "loss": loss, "monitor": monitor}
+        monitor = next(iter(chosen), "val_loss") if monitor is None else monitor
+        vars(self).update(
+            _metrics=chosen, _given=given, _criterion=criterion, monitor=monitor
+        )  # it is frozen
 
     _metrics: Mapping[str, Any]
     _given: Mapping[str, Any]
@@ -292,12 +282,11 @@ class StandardTask(Task):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the metrics; `top5` of the default is left out for up to five classes."""
+        """`top5` of the default is left out for up to five classes."""
         return tuple(self._metrics)
 
     @property
     def declares_monitor(self) -> bool:
-        """Whether the monitored metric is one of `METRICS`, all of which declare their direction."""
         return isinstance(self._metrics.get(self.monitor), str)
 
     @property
@@ -305,7 +294,6 @@ class StandardTask(Task):
         return self._criterion is loss_of_model
 
     def model_inputs(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the targets as `labels` for a model that computes the loss."""
         return {"labels": targets} if self.loss_in_model else {}
 
     @property
@@ -326,13 +314,11 @@ class StandardTask(Task):
         )
 
     def move(self, device: torch.device) -> LossFunction:
-        """Return the loss, with its tensors (such as class weights) on `device`."""
         criterion = self._criterion
         moved = copy.deepcopy(criterion).to(device) if isinstance(criterion, nn.Module) else criterion
         return self._function(moved)
 
     def _function(self, criterion: LossFunction) -> LossFunction:
-        """Return the loss as a function of outputs and targets: a subclass's own, or the criterion."""
         if type(self).loss is not StandardTask.loss:
             return self.loss
         if self.loss_in_model or type(self).loss_targets is StandardTask.loss_targets:
@@ -374,8 +360,6 @@ def loss_of_model(outputs: Any, targets: torch.Tensor) -> torch.Tensor:  # noqa:
 
 @dataclass(frozen=True)
 class TaskLoss:
-    """The training loss of a task, for what the model returns: `loss` of the outputs that the task uses."""
-
     task: Task
     base: LossFunction
     checked: bool = False  # whether the targets are class indices that were checked not to be negative
@@ -392,29 +376,24 @@ class TaskLoss:
 
 
 def loss_and_metric_inputs(task: Task, output: Any) -> tuple[Any, Any]:
-    """Return what the loss and the metrics receive of a model's output, in float32."""
     output = to_float(output)
     used = to_float(task.outputs(output))
     return (output if task.loss_in_model else used), used
 
 
 def model_inputs(loss: LossFunction, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what the model receives besides the images for this loss; nothing unless it is a task's."""
     return loss.task.model_inputs(targets) if isinstance(loss, TaskLoss) else {}
 
 
 def shape_of(outputs: Any) -> object:
-    """Return the shape of a model's output, or what it is if it is not a tensor, for messages."""
     return tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
 
 
 def names_of(count: int, classes: Sequence[str]) -> list[str]:
-    """Return the names of `count` outputs: those of the data, or their numbers."""
     return list(classes) if len(classes) == count else [*map(str, range(count))]
 
 
 def check_names(train: Targets, val: Targets | None, what: str) -> None:
-    """Raise PlanError if both sources name their classes or labels, and differently."""
     if val is None or not train.classes or not val.classes or train.classes == val.classes:
         return
     remedy = f"Convert both from data of the same {what}."
@@ -432,8 +411,7 @@ def check_names(train: Targets, val: Targets | None, what: str) -> None:
 
 
 def vectors(task: Task, train: Targets, val: Targets | None, what: str) -> int:
-    """Return the number of values of each target, 1 for `(N,)`. Raise PlanError if they are not finite numbers, or
-    differ between the sources."""
+    """Return the number of values of each target, 1 for `(N,)`; they must be finite, and alike in both sources."""
     widths = []
     for targets in (train, val):
         if targets is None:

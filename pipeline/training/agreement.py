@@ -1,7 +1,4 @@
-"""What ranks tell each other, through any engine, and what they agree on: requests to save or stop from a signal or the
-clock."""
-
-from __future__ import annotations
+"""What ranks tell each other, and what they agree on: requests to save or stop from a signal or the clock."""
 
 import os
 import signal
@@ -20,7 +17,7 @@ _AGAIN = b"\nCtrl-C: the run saves a checkpoint after this step, and stops. Pres
 
 
 class Exchange:
-    """One number of each rank, exchanged without waiting for the others; `group` reduces tensors on the CPU."""
+    """One number of each rank, exchanged without waiting; `group` reduces tensors on the CPU."""
 
     def __init__(self, group: dist.ProcessGroup, number: float) -> None:
         self._numbers = torch.zeros(group.size())
@@ -42,7 +39,7 @@ class Exchange:
 
 
 def broadcast_text(engine: Engine, text: str, source: int = 0) -> str:
-    """Return the text of rank `source`; every rank must call it."""
+    """Every rank must call it."""
     data = list(text.encode()) if engine.rank == source else []
     length = int(engine.reduce(torch.tensor(len(data)), "sum").item())
     values = torch.tensor(data or [0] * length, dtype=torch.int64)
@@ -50,10 +47,8 @@ def broadcast_text(engine: Engine, text: str, source: int = 0) -> str:
 
 
 class Requests:
-    """What this rank has been asked to do, and what all ranks have agreed on: to `stop` or `save` after this step, and
-    whether they stop because of Ctrl-C. The agreement travels with the losses that `NonFiniteGuard` exchanges at every
-    step. `every_minutes` between two checkpoints are by the clock of rank 0; `signal` is the name of the one that asked
-    this rank to stop, or ""."""
+    """What this rank has been asked to do, and what all have agreed on, with the losses that `NonFiniteGuard`
+    exchanges. `every_minutes` is by rank 0's clock; `signal` names the one that asked this rank to stop, or is ""."""
 
     def __init__(self, every_minutes: float | None = None) -> None:
         self.stop = self.save = self.interrupted = False
@@ -85,9 +80,8 @@ class Requests:
 
     @contextmanager
     def interruptible(self, *, reports: bool) -> Iterator[None]:
-        """Note the first Ctrl-C inside the block, and raise KeyboardInterrupt at its end; the second one raises it at
-        once. Where Python's own handler is not set, as scripts and notebooks have it, and in other threads, nothing
-        changes. With `reports`, write to standard error that the run will stop."""
+        """Raise KeyboardInterrupt for Ctrl-C at the end of the block, for a second one at once. Other handlers than
+        Python's own, and other threads, see no change."""
         if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield
             return

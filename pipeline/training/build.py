@@ -49,11 +49,8 @@ from .schedule import Schedule
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Inside the block, compute gradients, in float32 and on the CPU by default, whatever the caller has set:
-    `no_grad`, `inference_mode`, `autocast`, another default dtype or device. Restore it after the block.
-
-    A run has its own precision and device; with the caller's, it would fail within torch or train other numbers.
-    """
+    """Compute gradients, in float32 and on the CPU by default, whatever the caller has set (`no_grad`, `autocast`, …):
+    with the caller's settings, a run would fail within torch or train other numbers."""
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(mode=False))
@@ -72,8 +69,7 @@ def plain_torch() -> Iterator[None]:
 
 @contextmanager
 def fork_rng(seed: int) -> Iterator[None]:
-    """Seed torch's generators inside the block, and restore their states after it. CUDA's are omitted if CUDA is not
-    initialized: forking them would initialize it."""
+    """Seed torch's generators, and restore them. CUDA's only if it is initialized: forking them would initialize it."""
     here = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=here):
         torch.manual_seed(seed)
@@ -150,8 +146,7 @@ class Built:
 @plain_torch()
 def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None) -> Built:
     """Build everything for this process, which is a rank if there is a process group. `initial` is called with the
-    model after surgery, before the strategy wraps it, e.g. to load weights. All errors are raised before any
-    training."""
+    model after surgery, before the strategy wraps it. All errors are raised before any training."""
     how = plan.distribution
     device = expected_device(how)
     train, val = make_loaders(plan, device)
@@ -188,7 +183,7 @@ class Parts:
 
     @property
     def classes(self) -> int | None:
-        """The width of soft targets, for transforms that mix; None if targets cannot be mixed."""
+        """For soft targets; None if targets cannot be mixed."""
         return self.width if self.plan.task.kind in ("class indices", "labels") else None
 
     def loss(self, device: torch.device) -> TaskLoss:
@@ -224,8 +219,7 @@ def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) 
 
 
 def expected_device(how: DistributedConfig) -> torch.device:
-    """Return the device on which this rank's strategy is expected to train; the engine may choose another. Loaders are
-    created for a device, on which their buffers depend, before the model is prepared."""
+    """Where this rank is expected to train: loaders, whose buffers depend on it, are created first."""
     try:
         return rank_device(how.device)
     except StrategyError:  # `prepare` raises the strategy's own error
@@ -244,9 +238,8 @@ def make_loader(
     *,
     train: bool,
     device: torch.device,
-    ranks: tuple[int, int] | None = None,
+    ranks: tuple[int, int] | None = None,  # this rank, and the world size
 ) -> EpochLoader:
-    """Return a loader of this rank's share; `ranks` is `(rank, world_size)`."""
     data = plan.data
     ranks = ranks or ((dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1))
     own: dict[str, Any] = {
@@ -265,8 +258,7 @@ def make_loader(
 
 
 def source_files(data: DataConfig, source: Source, *, progress: bool = True) -> str | Files:
-    """Return the files (for the torch loader, also a folder) of a data source. Named data sets are downloaded and
-    converted; of remote files, local copies are made, still empty."""
+    """Return files or a folder: named data sets are converted; of remote files, local copies, still empty."""
     if data.loader == "torch" and isinstance(source, str) and Path(source).is_dir():
         return source
     remote = Remote(data.cache, data.cache_limit, data.patience)
@@ -286,8 +278,7 @@ def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
 def build_model(
     spec: PipelineSpec, transforms: Sequence[Transform], look: Callable[[nn.Module], None] | None = None
 ) -> tuple[nn.Module, tuple[Report, ...]]:
-    """Return the model after surgery, on the CPU, and what each changed. `look` is called before it. The global RNG is
-    restored."""
+    """Return the model after surgery, on the CPU, and what each changed. `look` is called before it."""
     with fork_rng(spec.seed):
         model = _fresh_model(spec)
         if look is not None:
@@ -308,8 +299,7 @@ def build_model(
 def rebuild_model(
     spec: PipelineSpec, transforms: Sequence[Transform], state: ModelState | None = None
 ) -> tuple[nn.Module, tuple[Report, ...]]:
-    """Do what `build_model` does, for a trained model, whose surgery warned before. With `state`, files of initial
-    weights are not read."""
+    """Do what `build_model` does, without its warnings. With `state`, files of initial weights are not read."""
     with warnings.catch_warnings(), weights_omitted() if state else nullcontext():
         warnings.simplefilter("ignore", NothingChanged)  # training has issued this warning already
         model, reports = build_model(spec, transforms)
@@ -361,7 +351,7 @@ def _not_compiled(model: nn.Module) -> nn.Module:
 
 
 def optimizer_factory(plan: ResolvedPlan, model: nn.Module | None = None) -> OptimizerFactory:
-    """Return the factory, wrapped by the optimizer transforms. Groups by name need the model after surgery."""
+    """Return the factory, wrapped by the transforms. Groups by name need the model after surgery."""
     factory: OptimizerFactory = plan.optimization.factory
     for transform in plan.transforms:
         factory = transform.optimizer(factory)
@@ -372,7 +362,6 @@ def optimizer_factory(plan: ResolvedPlan, model: nn.Module | None = None) -> Opt
 
 
 def training_loss(plan: ResolvedPlan, device: torch.device) -> TaskLoss:
-    """Return the task's loss, with its tensors on `device`, wrapped by the loss transforms in the plan's order."""
     loss: LossFunction = plan.task.move(device)
     for transform in plan.transforms:
         if transform.kind == "loss":

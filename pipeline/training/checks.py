@@ -47,7 +47,7 @@ def targets_of(loader: EpochLoader, source: str, task: Task) -> Targets:
 
 
 def _largest(files: BetonFiles) -> int:
-    """Return the largest class index, except 255, of masks all over the data: all would take minutes to read."""
+    """Of masks all over the data: to read all would take minutes."""
     some = np.unique(np.linspace(0, len(files) - 1, _MASKS).astype(np.int64))
     masks = (beton.mask(files.label_name, own) for beton, own in map(files.locate, some.tolist()))
     return max(int(mask.max(where=mask != NOT_COUNTED, initial=0)) for mask in masks)
@@ -57,8 +57,7 @@ def check_output(
     plan: ResolvedPlan, model: nn.Module, width: int | None, targets: Targets
 ) -> tuple[Any, Any]:
     """Check by a forward of two images in each mode that the model returns what the task needs, `width` values per
-    image (None: any). Return the outputs in evaluation mode, as the loss and as the metrics receive them. The model's
-    buffers do not change; it may draw random numbers."""
+    image (None: any). Return the outputs in evaluation, for loss and metrics. Buffers do not change."""
     task, data, precision = plan.task, plan.data, plan.distribution.step_options["precision"]
     training, size, inputs = model.training, data.eval_size, dict[str, torch.Tensor]()
     channels, views = len(data.loading.mean), data.loading.views
@@ -117,7 +116,6 @@ def check_output(
 
 
 def _resolution(task: Task, outputs: Any, size: tuple[int, int]) -> str:
-    """Return why outputs per pixel are not those of images of this size; "" if they are, or the task has no masks."""
     if task.kind != "masks" or task.loss_in_model or tuple(outputs.shape[2:]) == size:
         return ""
     return (
@@ -127,9 +125,8 @@ def _resolution(task: Task, outputs: Any, size: tuple[int, int]) -> str:
 
 
 def check_loss(loss: Mean, outputs: Any, targets: torch.Tensor, classes: int | None, *, soft: bool) -> None:
-    """Test the training loss, including loss transforms, on the model's outputs for two images, on the device of
-    training. `classes`: their number, if the targets are class indices; `soft`: batch transforms turn these into
-    probabilities."""
+    """Test the training loss on the model's outputs for two images, on the device of training. `classes`: of class
+    indices, which become probabilities if `soft`."""
     if soft and classes is not None and not targets.is_floating_point():
         targets = F.one_hot(targets.long(), classes).float()
     indices = classes is not None and not targets.is_floating_point()
@@ -161,7 +158,7 @@ def check_loss(loss: Mean, outputs: Any, targets: torch.Tensor, classes: int | N
 
 
 def _parameters(loss: object, value: torch.Tensor) -> str:
-    """Return the names of the parameters of a loss that have a gradient, where it is a module; otherwise shapes."""
+    """Return the names of a module's parameters that have a gradient; of another loss, their shapes."""
     while not isinstance(loss, nn.Module) and hasattr(loss, "base"):  # what wraps a loss has it there
         loss = loss.base
     names = {id(each): name for name, each in loss.named_parameters()} if isinstance(loss, nn.Module) else {}

@@ -1,7 +1,5 @@
 """Detect non-finite losses and gradients, on all ranks at the same step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -18,27 +16,16 @@ from ..telemetry.state import TrainState
 from .agreement import Requests
 
 OVERFLOWS = 50
-"""Consecutive steps that fp16 may skip. Each halves the loss scale, and fp16's range is 2^-24 to 2^16: after 50
-halvings no finite gradient overflows."""
+"""Consecutive steps that fp16 may skip: each halves the loss scale, and fp16's range is only 2^-24 to 2^16."""
 
 
 class NonFiniteGuard(Observer):
-    """Raise, or skip the step, if any rank's loss or gradients are not finite.
-
-    With `"raise"`, the loss is checked before the optimizer step on the CPU, where that costs nothing; on CUDA one step
-    later, after the next one is queued, so that the device never waits. Non-finite gradients with a finite loss are
-    detected by their norm, with `clip_norm`: after the optimizer's step on the CPU, one step later on CUDA. Without a
-    norm, they show in the next loss; those of the last step in the weights, which `check_weights` reads before anything
-    keeps them.
-
-    With `"skip"`, every step waits for its loss and for the norm of its gradients, and buffers (BatchNorm's statistics,
-    which a bad batch would corrupt) are copied before it. A step to skip whose weights are already non-finite raises:
-    every later step would be skipped.
-
-    Steps that fp16's loss scaler skips (`scaled`) are expected, unless `OVERFLOWS` are consecutive. `advice` returns
-    the end of an error message: the last good checkpoint, what to change. `requests` are agreed on in the same
-    exchange.
-    """
+    """Raise, or skip the step, if any rank's loss or gradients are not finite. `"raise"` checks the loss before the
+    step on the CPU; on CUDA one step later, so that the device never waits. Non-finite gradients show in their norm,
+    with `clip_norm`; else in the next loss, those of the last step in the weights, which `check_weights` reads before
+    anything keeps them. `"skip"` waits for loss and norm, and restores buffers (BatchNorm's, which a bad batch would
+    corrupt). Steps that fp16's loss scaler skips (`scaled`) are expected, up to `OVERFLOWS`. `advice` returns the end
+    of an error message; `requests` are agreed on in the same exchange."""
 
     def __init__(
         self,
@@ -63,7 +50,7 @@ class NonFiniteGuard(Observer):
 
     @torch.no_grad()
     def should_step(self, state: TrainState) -> bool:
-        """Return whether the loss is finite; on CUDA, raise for the previous step. Every rank must call it."""
+        """On CUDA, raise for the previous step. Every rank must call it."""
         numbers = self._of_all_ranks(state.step_loss)
         if self._at_once:
             self._look_at_norm()
@@ -75,14 +62,14 @@ class NonFiniteGuard(Observer):
 
     @torch.no_grad()
     def should_apply(self, state: TrainState) -> bool:  # noqa: ARG002
-        """Return whether the gradients are finite on every rank, with `"skip"`; every rank must call it."""
+        """Every rank must call it."""
         if not self._skip or self._scaled or self._finite_gradients():
             return True
         self._buffers.restore()
         return False
 
     def check_weights(self, state: TrainState) -> None:
-        """Check what is pending, and the weights; every rank must call it."""
+        """Every rank must call it."""
         self.flush()
         if self._spoiled():
             raise NonFiniteError(
@@ -102,7 +89,6 @@ class NonFiniteGuard(Observer):
         return self._engine.reduce(numbers, "sum")
 
     def on_optimizer_step(self, state: TrainState) -> None:
-        """Check the gradient norm (on CUDA, of the previous step), and count consecutive overflows."""
         self._overflows = self._overflows + 1 if state.overflowed else 0
         step, norm = state.step + 1, state.norm
         if self._overflows == OVERFLOWS:

@@ -1,7 +1,4 @@
-"""What a run's transforms and observers do in the training loop: the calls at each moment, and the hooks that apply
-transforms to batches, gradients, weights and evaluation, in the plan's order."""
-
-from __future__ import annotations
+"""The calls at each moment of the training loop, and the hooks that apply transforms in the plan's order."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,11 +26,8 @@ OBSERVED_FIRST = ("on_epoch_start", "on_step_start", "after_forward", "after_bac
 
 
 class Moments:
-    """The calls at each moment, in order; see `transforms.common.moments`.
-
-    Sessions are called in the plan's order, and after them the observer; the observer before them where time or a batch
-    begins, and after a forward or a backward. So its phases (see `Phase`) contain what they name, and nothing else.
-    """
+    """The calls at each moment (`transforms.common.moments`): sessions in the plan's order, then the observer; before
+    them where time or a batch begins, or a forward or backward has ended, so that its phases contain what they name."""
 
     on_epoch_start: Calls
     on_step_start: Calls
@@ -77,7 +71,7 @@ class Moments:
 
 
 def split_microbatches(images: torch.Tensor, labels: torch.Tensor, number: int) -> list[Microbatch]:
-    """Split a batch into `number` microbatches, whose sizes differ by at most 1."""
+    """The sizes differ by at most 1."""
     if number == 1:
         return [(images, labels)]
     return list(zip(images.tensor_split(number), labels.tensor_split(number), strict=True))
@@ -110,7 +104,7 @@ class TrainingHooks:
         return Moments(tuple(self._sessions.values()), observer)
 
     def begin(self, engine: Engine, total: int, loader: EpochLoader | None = None) -> None:
-        """Start a run of `total` steps from the wrapped model's current weights. `loader` is that of the training."""
+        """Start a run of `total` steps from the wrapped model's current weights."""
         for transform in self._all:
             transform.begin(engine.plain_model, total)
         # A class is unique in a pipeline: the plan checks it.
@@ -124,11 +118,10 @@ class TrainingHooks:
         self.equal_shares = loader is not None and not (moments.on_step_start or moments.before_forward)
 
     def note(self) -> str:
-        """Return a sentence of a transform about a run of this length; "" if none has one."""
         return next(filter(None, (transform.note(self.state.total_steps) for transform in self._all)), "")
 
     def begin_epoch(self, loader: EpochLoader, image_size: ImageSize) -> None:
-        """Set what changes between epochs (image size, frozen layers), also if the run resumes within one."""
+        """Set what changes between epochs, also if the run resumes within one."""
         state = self.state
         state.loader, state.image_size, state.steps_per_epoch = loader, image_size, max(len(loader), 1)
         for session in state.sessions:
@@ -142,11 +135,8 @@ class TrainingHooks:
         loss: Loss,
         moments: Moments | None = None,
     ) -> list[Microbatch]:
-        """Split this rank's batch into `engine.accumulate` microbatches, and apply the batch transforms to each.
-
-        Random numbers depend on (seed, step, index of the microbatch over all ranks), so two ranks mix like one process
-        with twice the microbatches. `moments` are those of `train_epoch`; leave it out in a loop of your own.
-        """
+        """Split this rank's batch into `engine.accumulate` microbatches, and apply the batch transforms to each. Random
+        numbers depend on (seed, step, index over all ranks), so two ranks mix like one process with twice as many."""
         moments = moments or self._moments
         if moments.on_step_start:
             self.state.loss_function, self.state.microbatch, own = loss, engine.rank, images
@@ -169,7 +159,7 @@ class TrainingHooks:
     def apply_batch_transforms(
         self, microbatch: Microbatch, number: int, model: nn.Module, loss: Loss
     ) -> Microbatch:
-        """Apply the batch transforms to microbatch `number`, counted over all ranks; call it in the forward context."""
+        """`number` counts over all ranks; call it in the forward context."""
         if not self._batch:
             return microbatch
         key = [self._seed, self.state.step, number]
@@ -187,35 +177,31 @@ class TrainingHooks:
         return microbatch
 
     def before_step(self, gradients: Callable[[], object]) -> None:
-        """Do what transforms do to the gradients (SAM, clipping), in a loop of your own, before `engine.step()`.
-        `gradients` computes those of the step again, for all its microbatches."""
+        """Change the gradients (SAM, clipping), in a loop of your own; `gradients` computes those of the step again."""
         self.state.gradients = gradients
         for call in (*self._moments.after_gradients, *self._moments.before_step):
             call(self.state)
 
     def after_step(self, *, taken: bool = True) -> None:
-        """Count the step. Unless the optimizer skipped it (`taken`), update the sessions: weight averages would
-        otherwise count the previous weights twice."""
+        """Count the step; unless the optimizer skipped it, update the averages, which would count weights twice."""
         self.state.step += 1
         if taken:
             for session in self.state.sessions:
                 session.after_step(self.state.progress)
 
     def finish(self) -> None:
-        """End training: the model keeps the weights used in evaluation."""
         for session in self.state.sessions:
             session.on_fit_end(self.state)
             session.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state apart from the position, by class name of the transform: JSON values and tensors (not
-        copied; sharded if the model is)."""
+        """Return JSON values and tensors (not copied; sharded if the model is), by class name of the transform."""
         own = {name: each for name, each in self._sessions.items() if _overrides(each, "state_dict")}
         # "counts" were those of GyroDropout before it had a session; earlier versions require the entry.
         return {"counts": {}, **{name: session.state_dict() for name, session in own.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict`, with full tensors; call it after `begin`."""
+        """With full tensors; call it after `begin`."""
         for name, session in self._sessions.items():
             if name in state:
                 session.load_state_dict(state[name])
@@ -224,7 +210,7 @@ class TrainingHooks:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Give the model the weights used in evaluation and in the result (EMA, SWA) inside the block."""
+        """Give the model the weights used in evaluation (EMA, SWA) inside the block."""
         with ExitStack() as stack:
             for session in self.state.sessions:
                 stack.enter_context(session.evaluating())
@@ -233,8 +219,7 @@ class TrainingHooks:
     def predict(
         self, model: Callable[..., Any], images: torch.Tensor, targets: torch.Tensor, task: Task
     ) -> tuple[Any, Any]:
-        """Return the model's outputs for images `(B, 3, H, W)` in evaluation, in float32: those for the loss, and those
-        for the metrics. With evaluation transforms, such as TestTimeFlip, both are theirs."""
+        """Return float32 outputs for images `(B, 3, H, W)`, for the loss and for the metrics."""
         inputs = task.model_inputs(targets)
         if not self._evaluation:
             return loss_and_metric_inputs(task, model(images, **inputs))

@@ -1,5 +1,4 @@
-"""The training loop: one epoch, the loss of its steps, one mean over the microbatches of all ranks, and one evaluation.
-Every strategy and every variant of the ledger runs it."""
+"""The training loop, one mean over the microbatches of all ranks; every strategy and variant of the ledger runs it."""
 
 from __future__ import annotations
 
@@ -30,10 +29,7 @@ from .schedule import Schedule
 
 
 def forward(model: Callable[..., Any], images: torch.Tensor, **inputs: torch.Tensor) -> Any:
-    """Return the model's outputs for images `(B, 3, H, W)`; for views `(B, V, 3, H, W)`, outputs `(B, V, …)`.
-
-    All views are one batch, so that BatchNorm has the statistics of all of them.
-    """
+    """Of views `(B, V, 3, H, W)`, outputs are `(B, V, …)`: all are one batch, for BatchNorm's statistics."""
     if images.dim() != 5:  # also of another kind of data, in a loop of one's own
         return model(images, **inputs)
     shape = images.shape[:2]
@@ -42,8 +38,6 @@ def forward(model: Callable[..., Any], images: torch.Tensor, **inputs: torch.Ten
 
 
 class Ranks(Protocol):
-    """What a step needs of an `Engine`."""
-
     @property
     def world_size(self) -> int: ...
 
@@ -54,15 +48,11 @@ class Ranks(Protocol):
 
 
 class StepLoss:
-    """The mean loss of a step, in shares whose mean over microbatches and ranks it is: Σ numerators / Σ denominators.
-
-    Engines divide each share by the number of microbatches, and average the gradients of the ranks. If all denominators
-    are known to be equal, a share is the mean of its microbatch, and nothing is computed or exchanged. Otherwise the
-    ranks sum one number, on their devices. A step whose denominators are all 0 has a loss of 0, and zero gradients.
-
-    `equal`: every rank's share of the batch is known to have equally many samples. `weight`: the sum of all
-    denominators, by which an epoch's mean weights the step.
-    """
+    """The mean loss of a step, in shares whose mean over microbatches and ranks it is: Σ numerators / Σ denominators;
+    0, with zero gradients, if all denominators are. Engines divide each share by the number of microbatches, and
+    average gradients over ranks. If all denominators are known to be equal (`equal`: the samples of all ranks are
+    equally many), a share is the mean of its microbatch, and nothing is exchanged; otherwise the ranks sum one number,
+    on their devices. `weight`, the sum of all denominators, is the step's in an epoch's mean."""
 
     def __init__(self, mean: Mean, microbatches: Sequence[Microbatch], ranks: Ranks, *, equal: bool) -> None:
         self.mean = mean
@@ -80,36 +70,27 @@ class StepLoss:
         self._scale = shares / torch.where(self.weight > 0, self.weight, 1)
 
     def share(self, number: int, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        """Return the share of microbatch `number` of this rank, counted from 1."""
+        """`number` counts the microbatches of this rank from 1."""
         if self._scale is None:
             return self.mean.loss(outputs, targets)
         return self.mean.numerator(outputs, targets, self._counts[number - 1]) * self._scale
 
 
 def _on(device: torch.device, count: Count) -> torch.Tensor:
-    """Return a denominator as a tensor; a number is filled in, because a copy to the device could wait for it."""
+    """A number is filled in, because a copy to the device could wait for it."""
     return count.detach() if isinstance(count, torch.Tensor) else torch.full((), count, device=device)
 
 
 @dataclass(frozen=True)
 class EpochStats:
-    """Statistics of one epoch.
+    """Statistics of one epoch."""
 
-    Attributes:
-        loss: mean over all samples, of the loss at their step; with class weights, the weighted mean.
-        images: images of all ranks.
-        seconds: duration.
-        data_wait_s: seconds spent waiting for data.
-        skipped: steps skipped because their loss was not finite.
-        overflowed: steps skipped because their gradients overflowed in fp16.
-    """
-
-    loss: float
-    images: int
+    loss: float  # mean over all samples, of the loss at their step; with class weights, the weighted mean
+    images: int  # of all ranks
     seconds: float
     data_wait_s: float
-    skipped: int = 0
-    overflowed: int = 0
+    skipped: int = 0  # steps whose loss was not finite
+    overflowed: int = 0  # steps whose gradients overflowed in fp16
 
 
 def train_epoch(
@@ -182,7 +163,7 @@ def train_epoch(
 
 
 def _optimizer_step(engine: Engine, state: TrainState, moments: Moments) -> bool:
-    """Step with the gradients, unless an observer vetoes it: all are asked, since they answer with the other ranks."""
+    """Unless an observer vetoes it: all are asked, since they answer with the other ranks."""
     answers = [call(state) for call in moments.should_step]
     if not all(answers):
         return False
@@ -202,7 +183,7 @@ def _optimizer_step(engine: Engine, state: TrainState, moments: Moments) -> bool
 def add_gradients(
     engine: Engine, microbatches: list[Microbatch], step: StepLoss, state: TrainState, moments: Moments
 ) -> torch.Tensor:
-    """Run forward and backward of each microbatch. Return the mean of their shares of the loss, on the device."""
+    """Run forward and backward of each microbatch; return the mean of their shares of the loss, on the device."""
     losses, whole = [], state.batch
     for number, (images, targets) in enumerate(microbatches, 1):
         last = number == len(microbatches)
@@ -235,7 +216,7 @@ def add_gradients(
 def _take_part(
     engine: Engine, images: torch.Tensor, inputs: dict[str, torch.Tensor], *, last: bool
 ) -> torch.Tensor:
-    """Run forward and backward for a microbatch without images, as the other ranks wait for this one. Return 0."""
+    """Run forward and backward without images, as the other ranks wait for this one; return 0."""
     one = images.new_zeros(1, *images.shape[1:])
     given = {name: value.new_zeros(1, *value.shape[1:]) for name, value in inputs.items()}
     with absent(engine.plain_model), engine.forward_context():  # its statistics stay
@@ -286,8 +267,7 @@ def evaluate(
 
 
 class EvaluationSums:
-    """A rank's sums of an evaluation: numerator and denominator of the task's mean loss, and its metrics. `predict` is
-    that of `TrainingHooks`, of images and labels."""
+    """A rank's sums of an evaluation; `predict` is that of `TrainingHooks`, of images and labels."""
 
     def __init__(self, task: Task, device: torch.device, predict: Callable[..., tuple[Any, Any]]) -> None:
         self._task, self._device, self._predict = task, device, predict
@@ -295,8 +275,7 @@ class EvaluationSums:
         self._sums = torch.zeros(2, device=device, dtype=torch.float64)
 
     def add(self, images: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add a batch. This rank may have no share of a small last one, but gathering sharded parameters needs all
-        ranks."""
+        """A rank may have no share of a small last batch, but gathering sharded parameters needs all ranks."""
         if empty := len(images) == 0:
             images, labels = (each.new_zeros(1, *each.shape[1:]) for each in (images, labels))
         judged, outputs = self._predict(images, labels)
@@ -326,7 +305,6 @@ class EvaluationSums:
 
 
 def _timed(batches: Iterable[Batch], meter: EpochMeter) -> Iterator[Batch]:
-    """Yield the batches, and add the time that the loop waits for each to the meter."""
     iterator = iter(batches)
     while True:
         start = perf_counter()

@@ -1,18 +1,12 @@
 """What a model is, as text: its structure and settings, and a digest of the user's code that it runs.
 
-Two models with equal names and shapes can be different functions: another dropout, another activation, another forward.
-By this text a run that resumes, and the ranks of a run, know that they have the same one. It is that of the model
-before surgery, on the CPU, before a strategy wraps or compiles it.
-
-It cannot see everything: not the values of tensors, literals in code made by `exec` or `eval`, what packages keep in
-private attributes, what C extensions keep, or what a forward looks up by a computed name or reads from a file.
-
-What differs between two builds of one model, or between machines, is not in it: addresses, absolute paths, the values
-of tensors, the device, the last digits of floats, the order of dicts and sets; and of the code comments, blank lines
-and where the file is.
+Models with equal names and shapes can be different functions (another dropout, activation, forward). By this text, of
+the model before surgery, on the CPU, a run that resumes, and the ranks of a run, know that they have the same one. What
+differs between two builds or machines is not in it: addresses, absolute paths, values of tensors, devices, last digits
+of floats, the order of dicts and sets; and of code comments and blank lines. It cannot see literals in code made by
+`exec`, what packages keep in private attributes, or C extensions, or what a forward looks up by a computed name or in a
+file.
 """
-
-from __future__ import annotations
 
 import ast
 import functools
@@ -45,8 +39,7 @@ _OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_compiled_call_impl", "dynamo
 
 
 def model_identity(model: nn.Module, factory: object = None) -> dict[str, str]:
-    """Return what a model is, by the path of each module, the name of each piece of the user's code, and the package of
-    each other. `model` is as `factory` returns it, whose code counts, too, unless it is the model itself or None."""
+    """Return what a model is, by module path, name of the user's code (the `factory`'s, too), and package."""
     modules = dict[str, str]()
     for path, one in model.named_modules():
         name = f"model.{path}" if path else "model"
@@ -69,8 +62,8 @@ def difference(
     libraries: bool = False,
     names: tuple[str, str] = ("the checkpoint", "this run"),
 ) -> str:
-    """Return a sentence part on the first three differences; "" if there are none. Code that could not be read in one
-    of the two (in a notebook, say) is not compared, nor are the versions of packages unless `libraries`."""
+    """Return a sentence part on the first three differences. Code that could not be read in one of the two (in a
+    notebook, say) is not compared, nor are packages' versions unless `libraries`."""
     changed = []
     for key in dict.fromkeys([*own, *saved]):
         one, other = saved.get(key), own.get(key)
@@ -103,7 +96,7 @@ def _short(text: str) -> str:
 
 
 def _setting(value: Any, within: tuple[int, ...] = ()) -> str:
-    """Return a value as text. `within` are the ids of the containers and objects around it, which are not repeated."""
+    """`within`: ids of the containers and objects around it, which are not repeated."""
     if isinstance(value, bool | int | bytes) or value is None:
         return repr(value)
     if isinstance(value, float):
@@ -156,7 +149,7 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def _of_code(owners: Sequence[Any]) -> dict[str, str]:
-    """Return a digest for each class and function of the user's that these use, and the versions of other packages."""
+    """Return a digest of each class and function of the user's that these use, and the versions of other packages."""
     found: dict[str, set[str]] = {}  # several lambdas of a function have one name
     versions: dict[str, str] = {}
     seen: set[int] = set()
@@ -201,10 +194,7 @@ def _library(one: Any) -> str | None:
 
 @functools.cache
 def _is_recorded(package: str) -> bool:
-    """Return whether an installer put a package into its folder, as `pip install --target` does.
-
-    That of an editable installation is the user's own: its record is elsewhere.
-    """
+    """Whether an installer put it there, as `pip install --target` does. An editable installation is the user's own."""
     file = getattr(sys.modules.get(package), "__file__", None)
     if file is None:
         return False
@@ -216,7 +206,7 @@ def _is_recorded(package: str) -> bool:
 
 
 def _source(one: Any) -> str | None:
-    """Return the source without comments and blank lines; None if it cannot be read."""
+    """Without comments and blank lines; None if it cannot be read."""
     if getattr(one, "__name__", "") == "<lambda>":  # its source would be the whole statement around it
         return _source_of_lambda(one)
     try:
@@ -232,7 +222,7 @@ def _source(one: Any) -> str | None:
 
 
 def _source_of_lambda(one: FunctionType) -> str:
-    """Return the source of a lambda alone, found by its place; without it, the names and constants of its code."""
+    """Found by its place; without it, the names and constants of its code."""
     code = one.__code__
     text = "".join(linecache.getlines(code.co_filename, one.__globals__))
     places = [(line, column) for line, _, column, _ in code.co_positions() if line and column is not None]
@@ -282,7 +272,7 @@ def _used(one: Any) -> list[Any]:
 
 
 def _constants(one: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the plain global values that a class or function uses, and those in its closure."""
+    """Yield the plain global values that it uses, and those in its closure."""
     for function in _functions(one):
         scope = function.__globals__
         values = {name: scope[name] for name in _names(function.__code__) if name in scope}
@@ -293,8 +283,8 @@ def _constants(one: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a text, a member of an enumeration, or a container of nothing but these. A
-    registry of functions or a cache of tensors is not: what it contains may depend on what the process did before."""
+    """Whether it contains nothing but numbers, texts and members of enumerations. A registry of functions or a cache of
+    tensors may depend on what the process did before."""
     if isinstance(value, dict):
         return bool(value) and all(_is_plain(each) for pair in value.items() for each in pair)
     if isinstance(value, list | tuple | set | frozenset):

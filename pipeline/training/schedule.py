@@ -1,7 +1,5 @@
 """The learning rate of each step of a run."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -15,8 +13,7 @@ from ..optim.schedules import label, refuse_plateau
 
 
 class Schedule:
-    """Set the learning rate of each of `steps` optimizer steps. The optimizer's current learning rates are the peaks;
-    `scale` is a factor of those of a torch scheduler, `OptimizerConfig.scheduled_scale`."""
+    """The optimizer's current learning rates are the peaks; `scale` is a factor of those of a torch scheduler."""
 
     def __init__(
         self, optimization: OptimizerConfig, optimizer: torch.optim.Optimizer, steps: int, scale: float = 1.0
@@ -28,7 +25,7 @@ class Schedule:
         self._scheduler = _TorchScheduler(optimization, optimizer) if own else None
 
     def set_lr(self, step: int) -> float:
-        """Set the learning rates for a step, counted from 0. Return that of the first parameter group."""
+        """`step` counts from 0. Return the learning rate of the first parameter group."""
         factor = self._optimization.lr_factor(step, self._steps) * self._scale
         rates = self._peaks if self._scheduler is None else self._scheduler.rates(step)
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
@@ -39,9 +36,8 @@ class Schedule:
 def torch_scheduler(
     optimization: OptimizerConfig, optimizer: torch.optim.Optimizer, steps: int, scale: float = 1.0
 ) -> LRScheduler:
-    """Return the schedule as a torch scheduler, to be stepped once per optimizer step, for Lightning. PlanError for a
-    torch scheduler with warm-up or `scale`, which would scale learning rates that the scheduler computes from the
-    previous ones."""
+    """Return a torch scheduler for Lightning, stepped per optimizer step. Warm-up or `scale` of one given is rejected:
+    it would scale learning rates that the scheduler computes from the previous ones."""
     if not optimization.uses_torch_scheduler:
         return LambdaLR(optimizer, lambda step: optimization.lr_factor(min(step, steps), steps))
     if optimization.warmup:
@@ -78,12 +74,8 @@ def _made(optimization: OptimizerConfig, optimizer: torch.optim.Optimizer) -> LR
 
 
 class _TorchScheduler:
-    """A scheduler of torch, at any step.
-
-    It knows only how to go to the next step, and most of them compute a learning rate from the previous one. So for a
-    step that is not the next one (a run that resumes), it is created again from the optimizer's initial values and
-    stepped as often as before: the same operations on the same numbers.
-    """
+    """A scheduler of torch, at any step. It only knows the next one, so for another (a run that resumes) it is created
+    again and stepped as often: the same operations on the same numbers."""
 
     def __init__(self, optimization: OptimizerConfig, optimizer: torch.optim.Optimizer) -> None:
         self._optimization, self._optimizer = optimization, optimizer
@@ -96,7 +88,6 @@ class _TorchScheduler:
         self._scheduler = None
 
     def rates(self, step: int) -> list[Any]:
-        """Return the scheduler's learning rates of each group at `step`, and set what else it changes there."""
         if self._scheduler is None or not self._step <= step <= self._step + 1:
             self._replay(step)
         elif step > self._step:
@@ -104,7 +95,7 @@ class _TorchScheduler:
         return self._rates
 
     def _replay(self, step: int) -> None:
-        """Create the scheduler again and step it. Hyperparameters that it does not change keep their current values."""
+        """Hyperparameters that the scheduler does not change keep their current values."""
         current = self._values()
         self._set(self._initial)
         with warnings.catch_warnings():
