@@ -1,7 +1,5 @@
 """The measurements of a ledger: trials by variant, and the rows, gains, ceilings and fractions derived from them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,8 +30,6 @@ ADDED = ("transforms", "loss", "hooks")  # the parts that are not the model's or
 
 @dataclass(frozen=True)
 class Trained:
-    """The training run of a variant."""
-
     accuracy: float | None = None  # top-1 after the last epoch, 0 to 1; None if it failed
     seconds: float | None = None  # of all epochs, including evaluation, starting of workers and compiling
     seconds_to_target: float | None = None  # None if the target was not reached
@@ -42,8 +38,6 @@ class Trained:
 
 @dataclass(frozen=True)
 class Accuracies:
-    """The training runs of all variants."""
-
     epochs: int  # of each
     target: float | None  # the top-1 accuracy, 0 to 1, of the time to accuracy
     rows: Mapping[VariantId, Trained]  # the completed runs, plain PyTorch first
@@ -74,7 +68,6 @@ class Row:
 
     @property
     def note(self) -> str:
-        """Why it was not measured; empty if it was."""
         return "" if self.missing is None else str(self.missing)
 
 

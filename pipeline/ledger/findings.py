@@ -1,7 +1,5 @@
 """The conclusions of a ledger, in plain sentences: the bottleneck, whether the speedups compound, the caveats."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,8 +19,7 @@ NOISY = (
 
 
 def bound(ledger: LedgerData) -> str:
-    """Return the bottleneck, how close the full pipeline gets to that limit, and what to change next; or that it is not
-    known, if the intervals do not tell."""
+    """Return the bottleneck, how close the full pipeline is to it, and what to change next, if the intervals tell."""
     missing = {one: ledger.why_not(one) for one in (ledger.whole, LOADER, MODEL) if not ledger.measured(one)}
     if missing:
         why = ", ".join(f"{one} {why.state if why else 'was not measured'}" for one, why in missing.items())
@@ -120,8 +117,7 @@ def _for_the_model(ledger: LedgerData) -> str:
 
 
 def compound(ledger: LedgerData) -> str:
-    """Return whether the gains alone multiply to the full pipeline's; empty with fewer than two, or if one was not
-    measured."""
+    """Return whether the gains alone multiply to the full pipeline's; "" with fewer than two, or if one is missing."""
     alone = [ledger.id_of_only(row.stage) for row in ledger.in_turn[1:]]
     if len(alone) < 2 or not all(map(ledger.measured, [*alone, ledger.whole])):
         return ""
@@ -148,7 +144,6 @@ def compound(ledger: LedgerData) -> str:
 
 
 def _in_the_way(ledger: LedgerData) -> str:
-    """Describe the stage that loses most of its gain on top of those before it."""
     stages, drops = ledger.stages, []
     for place, stage in enumerate(stages):
         alone, turn = stage.alone, stage.in_turn

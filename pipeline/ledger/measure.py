@@ -10,8 +10,6 @@ for some rounds of all variants so far. After the deadline no batch starts, and 
 interrupted like by Ctrl-C; so a ledger exceeds its budget by at most one call into native code.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 from collections.abc import Mapping, Sequence
@@ -74,7 +72,6 @@ def measure(
     spec: PipelineSpec, *, seconds: float, within: float, accuracy: bool, epochs: int | None,
     target: float | None, other_loader: str | None, progress: bool,
 ) -> Ledger:  # fmt: skip
-    """Measure the ledger of a pipeline; see `Pipeline.ledger`."""
     check_measurable(seconds)
     if not is_number(within, "(0, 1)"):
         raise PlanError(f"within={within!r} must be between 0 and 1: 0.02 means intervals of ± 2 %.")
@@ -103,7 +100,6 @@ def measure(
 
 
 def _measured(plan: ResolvedPlan, others: list[Variant], budget: Budget, within: float) -> Ledger:
-    """Measure the ledger; raise LedgerInterrupted on Ctrl-C, and LedgerError if there is no ledger."""
     facts: dict[str, Any] = {
         "recipe": plan.recipe,
         "plan": Plan(plan.steps).to_dict()["steps"],
@@ -146,7 +142,6 @@ def _train_each(
     ledger: Ledger, plan: ResolvedPlan, others: list[Variant], epochs: int, target: float | None,
     progress: bool,
 ) -> Ledger:  # fmt: skip
-    """Return the ledger with the accuracies; on Ctrl-C, LedgerInterrupted has those of the completed training runs."""
     rows: dict[VariantId, Trained] = {}
     interrupted = False
     try:
@@ -164,8 +159,7 @@ def _train_each(
 
 @dataclass
 class Record:
-    """The results of a measurement so far, without models, so that an exception can carry them. `first` has the first
-    trial of each variant, not interleaved, from which the duration of a round is estimated."""
+    """The results so far, without models, so that an exception can carry them."""
 
     variants: list[VariantId]  # in the order of a round: plain PyTorch first
     first: dict[VariantId, Trial] = field(default_factory=dict)
@@ -192,13 +186,10 @@ class Record:
             trials.pop(one, None)
 
     def enough(self) -> bool:
-        """Return whether there are results for a ledger: plain PyTorch had a trial, and the full pipeline had one or
-        failed."""
         whole = self.in_turn[-1]
         return bool(self.rounds) or (PLAIN in self.first and (whole in self.first or whole in self.failed))
 
     def ledger(self, facts: Mapping[str, Any], interrupted: bool = False) -> Ledger | None:
-        """Return the ledger of the results so far; None if they are not `enough`."""
         if not self.enough():
             return None
         rounds = self.rounds or [{one: self.first[one] for one in self.variants if one in self.first}]
@@ -238,7 +229,6 @@ class _Measurement:
         self._deadline = budget.end - (PEAK_RESERVE if self._weighs else 0)
 
     def run(self) -> None:
-        """Measure; raise _NoLedger if plain PyTorch fails, or the time is too short."""
         with ExitStack() as stack:
             stack.callback(self._close)
             self._loaders = Loaders(stack)
@@ -291,7 +281,6 @@ class _Measurement:
                 record.costs[variant.id] = dataclasses.replace(record.costs[variant.id], peak_bytes=peak)
 
     def _open(self, group: list[Variant], batches: int) -> VariantRunner | None:
-        """Build and warm up the variants of one pipeline; return None if they failed."""
         first = group[0].id
         self._budget.show(f"warming up {first}")
         if perf_counter() > self._deadline:
@@ -318,7 +307,6 @@ class _Measurement:
         return None
 
     def _first(self, runner: VariantRunner) -> None:
-        """Run the first trials of a runner; in this process, training before the other variants."""
         left, seconds = runner.variants, 0.0
         if (
             self._batches == 1 and left[0] in self._record.first
@@ -334,8 +322,7 @@ class _Measurement:
     def _run_trials(
         self, runner: VariantRunner, chosen: list[VariantId], number: int, batches: int
     ) -> dict[VariantId, Trial]:
-        """Run trials of these variants, and return those that did not fail. Raise OutOfTime at the deadline, and
-        _NoLedger if plain PyTorch fails."""
+        """Run trials; return those that did not fail. Raise OutOfTime, or _NoLedger if plain PyTorch fails."""
         self._budget.show(f"round {number}, {chosen[0]}" if number else f"first trial of {chosen[0]}")
         trials, failed = runner.run(number, batches, chosen, self._deadline)
         for one, reason in failed.items():
@@ -366,15 +353,12 @@ class _Measurement:
             self._first(runner)
 
     def _fewest(self, seconds: float) -> int:
-        """Return the minimum number of batches of a trial, given the seconds of one batch: `MIN_BATCHES` if the full
-        pipeline's warm-up and some rounds of all its trials fit into half of the time, else fewer, at least one."""
+        """Return the batches of a trial: `MIN_BATCHES`, or fewer, if rounds of these exceed half of the time."""
         kinds = len(variants(self._plan)) - len(self._record.in_turn) + 2
         trials = 2 + kinds * (1 + MIN_ROUNDS)
         return min(max(int((self._deadline - perf_counter()) / 2 / (trials * seconds)), 1), MIN_BATCHES)
 
     def _add_further(self) -> None:
-        """Add another loader, the stages in turn, single stages, and the full pipeline without each, as far as there is
-        time."""
         between = [self._others] if self._others else []
         between += [[variant] for variant in in_turn(self._plan)[1:-1]]
         further = [[variant] for variant in alone_and_without(self._plan)]
@@ -426,7 +410,6 @@ class _Measurement:
                 longest = max(longest if number > 1 else 0.0, perf_counter() - start)
 
     def round(self, runners: list[VariantRunner], number: int, batches: int) -> dict[VariantId, Trial]:
-        """Run one trial of every variant; return those that did not fail, in the order of the rows."""
         step = -1 if number % 2 == 0 else 1  # every second round backwards: none always follows the same one
         trials: dict[VariantId, Trial] = {}
         for runner in runners[::step]:
@@ -459,8 +442,6 @@ def train_each(
     variants: Sequence[Variant], rows: dict[VariantId, Trained], epochs: int, target: float | None,
     progress: bool,
 ) -> None:  # fmt: skip
-    """Train each variant, plain PyTorch first, and add its row to `rows` as soon as it ends; without a target, it is
-    the final accuracy of the first."""
     with tqdm(
         total=len(variants), unit="training", disable=not (progress and is_interactive()), leave=False
     ) as bar:
@@ -488,7 +469,6 @@ def _trained(variant: Variant, epochs: int, target: float | None, sets_target: b
 
 
 def seconds_to(target: float, history: Sequence[Epoch], monitor: Monitor) -> float | None:
-    """Return the seconds until the end of the first epoch whose metric reaches `target`; None if none does."""
     spent = 0.0
     for epoch in history:
         spent += epoch.seconds

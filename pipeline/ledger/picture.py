@@ -1,7 +1,5 @@
 """The plot of a ledger: throughput with the ceilings, what each stage brings, and the time breakdown."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -75,7 +73,6 @@ def _errors(values: Sequence[Figure | Ratio]) -> list[list[float]]:
 
 
 def _label(axes: Any, place: int, ledger: LedgerData, row: Row, speed: Figure, *, inside: bool) -> None:
-    """Write the figures of a bar inside it if they fit, else after it."""
     over = ratio_text(ledger, row.ratio, row.id)
     if row.ratio and row.ratio.resolved:
         over = f"{row.ratio.value:.2f} ×"
@@ -88,7 +85,6 @@ def _label(axes: Any, place: int, ledger: LedgerData, row: Row, speed: Figure, *
 
 
 def _ceiling(axes: Any, ceiling: VariantId, value: float, reach: float, *, height: float) -> None:
-    """Draw a ceiling as a dashed line; if it is beyond the plot, name it at the edge."""
     color = CEILING[ceiling]
     if value <= reach:
         axes.axvline(value, color=color, linestyle="--", linewidth=1.2)
@@ -99,8 +95,7 @@ def _ceiling(axes: Any, ceiling: VariantId, value: float, reach: float, *, heigh
 
 
 def _gains(axes: Any, ledger: LedgerData) -> None:
-    """Draw each stage's gain alone, in turn and last; an unresolved one has no point: its interval would be wider than
-    the plot."""
+    """Draw each stage's gains; an unresolved one has no point: its interval would be wider than the plot."""
     stages = ledger.stages
     for number, (place, color) in enumerate(PLACES.items()):
         each = [(stage.alone, stage.in_turn, stage.last)[number] for stage in stages]
@@ -137,7 +132,6 @@ def _title(axes: Any, text: str) -> None:
 
 
 def caption(ledger: LedgerData) -> str:
-    """Return the text below the plot: all caveats, the conclusions, and how the ledger was measured."""
     made = f"{len(ledger.rounds)} interleaved round{'s' * (len(ledger.rounds) != 1)}"
     machine = ledger.facts.get("provenance")
     if machine:

@@ -1,7 +1,5 @@
 """The ledger as text: its tables for terminals and notebooks, and the sentences below them."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Mapping
 from itertools import pairwise
@@ -26,7 +24,6 @@ def html_text(ledger: LedgerData) -> str:
 
 
 def tables(ledger: LedgerData) -> list[Table]:
-    """Return the tables: rows and ceilings; stages; accuracies, if measured."""
     drawn = [_rows(ledger)]
     if len(ledger.stages) > 1:
         drawn.append(_stages(ledger))
@@ -115,7 +112,6 @@ def _accuracies(measured: Accuracies) -> Table:
 
 
 def sentences(ledger: LedgerData) -> list[str]:
-    """Return the sentences below the tables; the bottleneck is last."""
     lines = []
     if ledger.time_breakdown:
         fractions = ", ".join(f"{name} {fraction:.0%}" for name, fraction in ledger.time_breakdown.items())

@@ -1,7 +1,5 @@
 """The variants of a ledger: plain PyTorch, the stages in turn, single stages, the full pipeline without one."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -22,8 +20,6 @@ from ..optim.config import OptionalGroups
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage that the pipeline adds to plain PyTorch."""
-
     name: str
     add: Callable[[PipelineSpec], PipelineSpec]
 
@@ -42,7 +38,6 @@ def plain(plan: ResolvedPlan) -> PipelineSpec:
 
 
 def stages(plan: ResolvedPlan) -> list[Stage]:
-    """Return the stages that the pipeline adds to plain PyTorch, in the plan's order."""
     data, how = plan.data, plan.distribution
     added = []
     if data.loader != "torch":
@@ -93,8 +88,7 @@ def in_turn(plan: ResolvedPlan) -> list[Variant]:
 
 
 def variants(plan: ResolvedPlan, *, copies: bool = False) -> list[Variant]:
-    """Return the variants of every ledger: the stages in turn, and the other variants of the full pipeline: ceilings
-    (with copies to a device, if there are any), time breakdown, and the overhead of `fit`'s extras."""
+    """Return the variants of every ledger: the stages in turn, ceilings, time breakdown, and overhead of `fit`."""
     rows = in_turn(plan)
     others = (LOADER, MODEL, *([COPY] if copies else []), SPLIT, EXTRAS)
     return rows + [Variant(one, rows[-1].spec) for one in others]

@@ -1,8 +1,5 @@
-"""A run's folder: its lock, the remains of earlier runs, and its files other than weights and checkpoints: recipe,
-plan and curves. If it is at an address, these are taken up when a run begins, and uploaded while it trains and when it
-ends."""
-
-from __future__ import annotations
+"""A run's folder: its lock, the remains of earlier runs, and its recipe, plan and curves. If it is at an address, its
+files are taken up when a run begins, and uploaded while it trains and when it ends."""
 
 import json
 import os
@@ -107,7 +104,6 @@ def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
 
 
 def with_trained(texts: dict[str, str], facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts with the key `trained` in the recipe: the run's task, preprocessing and classes."""
     if RECIPE not in texts or "inputs" not in facts:
         return texts
     trained = {"task": facts.get("task"), **facts["inputs"]}
@@ -119,7 +115,6 @@ def with_trained(texts: dict[str, str], facts: Mapping[str, Any]) -> dict[str, s
 
 
 def write(folder: Path, texts: dict[str, str]) -> None:
-    """Write the texts by file name. Remove an earlier run's plan and recipe if `texts` lacks them."""
     for name in {PLAN, RECIPE} - set(texts):
         _remove(folder / name)
     for name, text in texts.items():
@@ -140,7 +135,6 @@ def _remove(path: Path) -> None:
 
 
 def read_history(folder: Path) -> History | None:
-    """Return the history in the folder; None if there is none, or the file is not Drivetrain's."""
     try:
         return History.from_dict(json.loads((folder / HISTORY).read_bytes()))
     except (OSError, ValueError, RecursionError):
@@ -170,8 +164,7 @@ def draw_curves(folder: Path) -> str:
 
 
 def taken_up(folder: Path | None, resume: str | Path | None) -> str:
-    """On rank 0, make the local copy of a run what is at its address, before the run begins; leave any other folder as
-    it is. Return a note for the user, or ""."""
+    """On rank 0, fetch what a run's local copy lacks of its address; leave other folders. Return a note, or ""."""
     remote = RemoteRun.at(folder) if is_main_process() else None
     if folder is None or remote is None:
         return ""
@@ -182,8 +175,7 @@ def taken_up(folder: Path | None, resume: str | Path | None) -> str:
 
 @contextmanager
 def published(folder: Path | None) -> Iterator[None]:
-    """On rank 0, upload what the block leaves in the local copy of a run, and then remove the copy. After an error, try
-    to, and keep the copy."""
+    """On rank 0, upload what the block leaves in a run's local copy, and remove the copy; after an error, keep it."""
     remote = RemoteRun.at(folder) if is_main_process() else None
     if folder is None or remote is None:
         yield
@@ -207,8 +199,7 @@ def published(folder: Path | None) -> Iterator[None]:
 
 @contextmanager
 def uploading_from(address: str) -> Iterator[Path]:
-    """Yield a temporary folder, whose files are uploaded to `address` after the block, also after an error. An address
-    that cannot be written raises before the block."""
+    """Yield a temporary folder, uploaded after the block, also after an error; probe the address before it."""
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as name:
         remote = RemoteRun(Path(name), address)
         remote.files.probe()

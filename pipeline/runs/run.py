@@ -1,7 +1,5 @@
 """A run on one rank: from scratch or a checkpoint to the last epoch."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator
@@ -19,13 +17,7 @@ from ...common.model_state import ModelState, buffers_kept, split_state, train_m
 from ..callbacks.callback import RunView
 from ..checkpoints import state as states
 from ..checkpoints.directory import CheckpointDir, ResumePoint, begin_run, choose_start
-from ..checkpoints.fingerprint import (
-    check_compatible,
-    check_model,
-    description,
-    fingerprint,
-    tied_to_length,
-)
+from ..checkpoints.fingerprint import check_compatible, check_model, description, fingerprint, tied_to_length
 from ..checkpoints.format import Checkpoint
 from ..checkpoints.remote import RemoteRun, shown
 from ..checkpoints.state import evaluated_state
@@ -132,7 +124,6 @@ class Run(Observer):
             self._observer.on_end(failed=failed)
 
     def _begin(self, choice: ResumePoint) -> None:
-        """Start from scratch, or restore everything."""
         checkpoint = choice.checkpoint
         if checkpoint is None:
             self._hooks.begin(self._engine, self._job.epochs * self._length, self._built.train)
@@ -203,7 +194,6 @@ class Run(Observer):
         self._artifacts.keep(history, lambda: evaluated_state(checkpoint) if keeps else ModelState(), within)
 
     def _restore_callbacks(self, checkpoint: Checkpoint) -> None:
-        """Restore the states of this rank's callbacks; with another number of ranks, those of rank 0."""
         ranks = checkpoint.content.ranks
         own = self._engine.rank if len(ranks) == self._engine.world_size else 0
         unknown = self._callbacks.restore(ranks[own].callbacks)
@@ -247,7 +237,6 @@ class Run(Observer):
             observer.on_epoch_end(state, epoch)
 
     def _replaced(self) -> int:
-        """Return how many samples of all ranks had to be replaced in the epoch, and name them."""
         loader = self._built.train
         if loader.settings.on_error != "skip":
             return 0
@@ -291,7 +280,6 @@ class Run(Observer):
         state.meter.evaluation_s += perf_counter() - start
 
     def _stop(self, reason: str) -> None:
-        """Keep results, weights and the reason of a run that is stopped after this step or epoch."""
         state, within, artifacts = self.state, self.state.meter.steps, self._artifacts
         epochs, evaluations = artifacts.history.epochs, artifacts.history.evaluations
         rated = bool(epochs) and epochs[-1].val_loss is not None and not within
@@ -338,7 +326,6 @@ class Run(Observer):
                 stack.pop_all()
 
     def _save(self) -> None:
-        """Save the state of the run, if each rank finds what it writes of the weights finite."""
         assert self._writer is not None
         part, content = states.capture_state(
             self._built, run=self._name, strategy=self._plan.distribution.name, facts=self._facts,
@@ -354,7 +341,6 @@ class Run(Observer):
         self._requests.saved()
 
     def _leave(self) -> None:
-        """Raise TrainingPreempted or TrainingInterrupted, once the checkpoint of this step is complete."""
         state, saved = self.state, None
         if self._writer is not None and self._store is not None:
             self._writer.close()
@@ -371,8 +357,7 @@ class Run(Observer):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Give the model the weights used in evaluation and in the result, equal on all ranks, inside the block. Before
-        it, raise NonFiniteError if the weights of the last step are not finite."""
+        """Give the model its evaluated weights, equal on all ranks; first check that the last step's are finite."""
         self._guard.check_weights(self.state)
         self._engine.sync_buffers()
         with self._hooks.evaluating():
@@ -423,7 +408,6 @@ class Run(Observer):
 
 
 def frozen(model: nn.Module) -> str:
-    """Return a note on the layers whose parameters are not trained; "" if there are none."""
     layers = {
         name: any(each.requires_grad for each in module.parameters(recurse=False))
         for name, module in model.named_modules()

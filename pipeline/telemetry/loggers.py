@@ -59,8 +59,7 @@ class LoggerWarning(UserWarning):
 
 
 def check(choice: LoggerArg, folder: Path | None, *, pickled: bool) -> tuple[object, ...]:
-    """Validate the `logger` of `fit` before any work, and return its loggers, which may be `pickled` for another
-    process."""
+    """Validate the `logger` of `fit` before any work, and return its loggers, which may have to be `pickled`."""
     chosen = () if choice is None else tuple(choice) if isinstance(choice, list | tuple) else (choice,)
     names = [one for one in chosen if isinstance(one, str)]
     if len(set(names)) < len(names):
@@ -99,11 +98,8 @@ def _method(one: object) -> Any:
 
 
 class Loggers:
-    """The loggers of one run, on rank 0, as `check` returned them. A logger that fails is disabled, with one warning.
-
-    A run resumes from `step`: entries of later steps in its folder are not from this run. An existing `metrics.csv`
-    keeps its lines up to it, and TensorBoard ignores the others.
-    """
+    """The loggers of one run, on rank 0; one that fails is disabled, with a warning. The run resumes from `step`:
+    `metrics.csv` loses its lines of later steps, and TensorBoard ignores them."""
 
     def __init__(self, chosen: tuple[object, ...], folder: Path | None, step: int) -> None:
         self._all: list[tuple[object, Any]] = []
@@ -138,8 +134,7 @@ class Loggers:
 
 
 class CSVLogger:
-    """Write `metrics.csv`: one line per entry, without buffering; missing values are empty. A name that is new adds a
-    column, for which the file is written again."""
+    """Writes `metrics.csv`, one line per entry, without buffering; the file is written again for a new column."""
 
     COLUMNS = ("step", *COLUMNS, *STEP)
 
@@ -149,7 +144,6 @@ class CSVLogger:
         self._rewrite(step)
 
     def _rewrite(self, step: float = math.inf, new: tuple[str, ...] = ()) -> None:
-        """Write the file again with `new` columns and its lines up to `step`."""
         rows: list[dict[str, str]] = []
         # A foreign file has no lines to keep.
         with suppress(OSError, csv.Error), self._path.open(newline="", errors="replace") as file:
@@ -193,11 +187,8 @@ class TensorBoardLogger:
 
 
 class Metrics(Observer):
-    """Log every `every` steps and after each epoch. Without loggers, as on all ranks but 0, do nothing.
-
-    A loss on a CUDA device is copied asynchronously and logged once it has arrived: at a later step, at the latest with
-    the next entry.
-    """
+    """Log every `every` steps and after each epoch; without loggers, as on all ranks but 0, do nothing. A loss on CUDA
+    is copied asynchronously, and logged once it has arrived: at the latest with the next entry."""
 
     def __init__(self, chosen: tuple[object, ...], folder: Path | None, every: int) -> None:
         self._chosen, self._folder, self._every = chosen, folder, every
@@ -238,7 +229,6 @@ class Metrics(Observer):
             self._since = self._now(state)
 
     def on_step_end(self, state: TrainState) -> None:
-        """If an entry is due, log this rank's loss, the learning rate, and the throughput since the last entry."""
         if not self._loggers:
             return
         self._arrive_extra()

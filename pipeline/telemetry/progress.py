@@ -1,7 +1,5 @@
 """The progress bar of an epoch, and the line printed at its end."""
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 from time import perf_counter
@@ -20,9 +18,8 @@ _REFRESH = 0.5  # seconds between two losses, each an asynchronous copy from the
 
 
 class Progress(Observer):
-    """A progress bar over the images of one epoch: loss, monitored metric, fraction of time waiting for data, images/s,
-    time left. `best_by` is the monitored metric after the previous epoch, as text; without a `file` for a text bar, it
-    is drawn in the terminal or the notebook cell. `show=False` has no cost."""
+    """A progress bar over the images of one epoch. `best_by` is the monitored metric after the previous one, as text;
+    without a `file`, it is drawn in the terminal or the notebook cell. `show=False` has no cost."""
 
     def __init__(
         self,
@@ -68,7 +65,6 @@ class Progress(Observer):
             self._metric = "".join(f", {text}" for text in shown(evaluation.metrics, evaluation.units)[:1])
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
-        """Print the epoch, and the time left if the remaining epochs take as long."""
         if self._prints:
             seconds = round((self._epochs - state.epoch) * epoch.seconds)
             echo(f"{epoch}  {timedelta(seconds=seconds)} left" if seconds else f"{epoch}")

@@ -5,8 +5,6 @@ confidence interval of the ratio excludes 1, and dropped as soon as it excludes 
 what the training computes must be allowed, and must keep the accuracy of the pipeline as given; see `candidates`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -45,7 +43,6 @@ def tune(
     spec: PipelineSpec, *, seconds: float, allow: Sequence[str], epochs: int, out: str | Path | None,
     progress: bool,
 ) -> Tuned:  # fmt: skip
-    """Tune a pipeline; see `Pipeline.tune`."""
     check_measurable(seconds)
     begin = perf_counter()
     plan = resolve_data(resolve(spec), progress)
@@ -84,7 +81,6 @@ def tune(
 
 
 def _allowed(plan: ResolvedPlan, allow: Sequence[str], epochs: int) -> list[Candidate]:
-    """Return the changes of `allow`, whose accuracy can be measured."""
     if isinstance(allow, str):
         raise PlanError(f"allow={allow!r} must be a sequence of names: allow=({allow!r},).")
     found = allowed(plan, allow)
@@ -145,8 +141,7 @@ class Tuner:
         self.stopped = ""  # why it ended
 
     def run(self) -> None:
-        """Try all changes. Raise OutOfTime at the deadline, and DrivetrainError if the pipeline as given cannot be
-        trained."""
+        """Try all changes. Raise OutOfTime, and DrivetrainError if the pipeline as given cannot be trained."""
         self._recall()
         self._best = self._first()
         self._measure_limits()
@@ -162,7 +157,6 @@ class Tuner:
         self.stopped = "Every change was tried."
 
     def _pointless(self, candidate: Candidate) -> str:
-        """Return why a change cannot be faster by as much as is worth it; "" if it can."""
         times = self._limits["loader"] / self._limits["model"]
         if candidate.bottleneck != "data" or times < 1 / (WORTH - 1):
             return ""
@@ -195,7 +189,6 @@ class Tuner:
         self._trials.append(Tried(candidate.name, candidate.bottleneck, outcome, reason=reason))
 
     def _first(self) -> Contender:
-        """Build the pipeline as given, or with what makes it fit into memory."""
         reason = ""
         for candidate in (None, *self._fitting):
             name = "as given" if candidate is None else candidate.name
@@ -262,7 +255,6 @@ class Tuner:
     def _opened(
         self, candidate: Candidate, spec: PipelineSpec, opened: ExitStack
     ) -> tuple[Contender, Contender]:
-        """Build a change, and what it is compared with: with environment variables, both in processes of their own."""
         assert self._best is not None
         if not candidate.variables:
             contender = self._arena.open(candidate.name, spec)
@@ -275,8 +267,7 @@ class Tuner:
         return contender, against
 
     def _compare(self, contender: Contender, against: Contender, least: float) -> bool:
-        """Run rounds until there is a verdict, note it, and return whether the contender is faster: by more than
-        `least`."""
+        """Run rounds until there is a verdict; return whether the contender is faster: by more than `least`."""
         ratios: list[float] = []
         speeds: list[float] = []
         while len(ratios) < LOOKS[-1]:
@@ -298,8 +289,7 @@ class Tuner:
         return verdict == "accepted"
 
     def _keeps_accuracy(self, spec: PipelineSpec) -> bool:
-        """Train a faster pipeline and the one as given from the same seeds, and return whether the accuracy is kept. A
-        change is a trade until it is shown to do so."""
+        """Train both from the same seeds. A change is a trade until it is shown to keep the accuracy."""
         self._note(outcome="trade", reason="the tuning ended before its accuracy was known")
         differences: list[float] = []
         while True:
@@ -316,7 +306,6 @@ class Tuner:
                 return verdict == "kept"
 
     def too_short(self, seconds: float) -> str:
-        """Return advice if the time did not suffice for a verdict on any change."""
         if any(one.outcome in ("accepted", "dropped", "trade") for one in self._trials):
             return ""
         needed = seconds * 4 if self._trial is None else 2 * LOOKS[1] * self._trial * len(self._changes)

@@ -1,7 +1,5 @@
 """`drivetrain doctor`: what is installed and what is missing; with `--ranks`, what the ranks of a job are."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform
@@ -47,8 +45,6 @@ NATIVE = {"opencv4": "libopencv-dev", "libturbojpeg": "libturbojpeg0-dev"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; if `good`, it has no remedy."""
-
     what: str
     found: str
     good: bool
@@ -60,8 +56,7 @@ class Finding:
 
 
 def examine() -> tuple[bool, str]:
-    """Return whether the core requirements are met, and a report: a table, and lines with remedies, which stay whole so
-    that commands can be copied."""
+    """Return whether the core requirements are met, and a report, whose remedies stay whole lines, to be copied."""
     core = _core()
     findings = [*core, *_extras(), *_native(), *_devices()]
     rows = [("ok" if one.good else "missing", one.what, one.found) for one in findings]
@@ -81,7 +76,6 @@ def _core() -> list[Finding]:
 
 
 def required_packages() -> list[str]:
-    """Return the packages that Drivetrain's installed metadata requires; only itself if it is not installed."""
     try:
         required = importlib.metadata.requires("drivetrain") or ()
     except importlib.metadata.PackageNotFoundError:
@@ -171,7 +165,6 @@ def host_address() -> str | None:
 
 
 def _machine() -> Finding:
-    """Return the CPU cores and memory available to this process, with its container's limits."""
     free, total = machine.free_memory() / 2**30, machine.total_memory() / 2**30
     found = f"{machine.cores()} CPU core(s), {free:.1f} of {total:.1f} GiB of memory free"
     limits = machine.container_limits()
@@ -198,9 +191,8 @@ _SAME = {"torch": "pip install torch=={}", "drivetrain": "pip install drivetrain
 
 
 def examine_ranks(timeout: float) -> bool:
-    """Meet the other ranks, measure, and print the findings on rank 0. Return whether the ranks can train together, the
-    same on all of them. Raise StrategyError if this process is not a rank, or another is missing or lost after
-    `timeout` seconds."""
+    """Meet the other ranks, measure, and print the findings on rank 0. Return whether they can train together. Raise
+    StrategyError if this process is not a rank, or another is missing after `timeout` seconds."""
     if not under_torchrun():
         raise StrategyError(
             "doctor --ranks examines the ranks of a job, and this process is none: RANK, WORLD_SIZE, MASTER_ADDR and "
@@ -233,8 +225,7 @@ def about_this_rank() -> dict[str, Any]:
 
 
 def own_address() -> str:
-    """Return the address at which gloo lets other ranks reach this one: that of the interface in GLOO_SOCKET_IFNAME,
-    else of the host's name; "none" if there is none."""
+    """Return the address at which gloo lets other ranks reach this one; "none" if it has none."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if name:
         kinds = (socket.AF_INET, socket.AF_INET6)
@@ -244,7 +235,6 @@ def own_address() -> str:
 
 
 def _device() -> torch.device:
-    """Return what this rank would train on: its GPU if it has one, else the CPU."""
     try:
         return rank_device(None, (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
     except StrategyError:  # more ranks than GPUs
@@ -276,7 +266,6 @@ def _spread(measured: AllReduce, scale: float, form: str) -> str:
 
 
 def _rank(number: int, info: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Finding:
-    """Return what a rank is, and whether it can train with the others."""
     versions = ", ".join(f"{name} {info[name]}" for name in _SAME)
     variables = ", ".join(f"{name}={info[name]}" for name in INTERFACES if info[name])
     found = f"{info['host']} ({info['address']}), process {info['pid']}: {info['device']}, {versions}"

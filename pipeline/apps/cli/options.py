@@ -1,7 +1,4 @@
-"""What the commands share: the class of a command, the types of arguments, which also complete them in a shell, and
-common options."""
-
-from __future__ import annotations
+"""What the commands share: their class, the types of arguments, which a shell completes, and common options."""
 
 import os
 import sys
@@ -23,11 +20,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Command(click.Command):
-    """A command whose options are given at most once, unless they may be repeated.
-
-    Its function returns the exit status, or None for 0. Drivetrain's warnings are printed like errors, as one line;
-    with `--quiet`, not at all.
-    """
+    """A command whose options are given once, unless they may be repeated. Its function returns the exit status, or
+    None for 0. Drivetrain's warnings are printed like errors, as one line; with `--quiet`, not at all."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -68,8 +62,6 @@ class Text(click.ParamType[str]):
 
 
 class Json(Text):
-    """A value as JSON; what is not JSON is text."""
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
         from ...recipes.files import json_or_text
 
@@ -77,8 +69,6 @@ class Json(Text):
 
 
 class RecipeName(Text):
-    """A recipe's name or file."""
-
     def __init__(self) -> None:
         super().__init__(files=True)
 
@@ -89,10 +79,8 @@ class RecipeName(Text):
 
 
 class Override(Text):
-    """`KEY=VALUE`, of which a shell completes the key; `train=` and `val=` with files.
-
-    For bash, `train` and its value are two words; for other shells, `train=x` is one.
-    """
+    """`KEY=VALUE`, of which a shell completes the key; `train=` and `val=` with files. For bash, `train` and its value
+    are two words; for other shells, `train=x` is one."""
 
     def words(self) -> Iterable[str]:
         from ...recipes.presets import KEYS
@@ -117,8 +105,6 @@ class Override(Text):
 
 
 class File(Text):
-    """A path of this machine."""
-
     def __init__(self) -> None:
         super().__init__(files=True)
 
@@ -140,8 +126,7 @@ class Place(File):
 def option(
     spec: str, help: str, type: Any = None, *, name: str | None = None, **more: Any
 ) -> Callable[[F], F]:
-    """Return the decorator of an option: `--name METAVAR` with a value of `type`, or `--name` of a flag. `name` is the
-    function's parameter, if it is not the option's."""
+    """Return the decorator of an option: `--name METAVAR`, or a flag `--name`; `name` is the parameter, if another."""
     flag, _, metavar = spec.partition(" ")
     more |= {"metavar": metavar, "type": type} if metavar else {"is_flag": True}
     return click.option(flag, *filter(None, [name]), help=help, **more)

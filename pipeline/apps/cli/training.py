@@ -159,7 +159,6 @@ def _tuned(
     pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool, allow: Sequence[str] = (),
     epochs: int = 1,
 ) -> Pipeline:  # fmt: skip
-    """Tune, write and print the result, and return the tuned pipeline; after Ctrl-C, print the results so far."""
     from ...runs.folder import make_folder
     from ...tuning.result import TuneInterrupted
 
@@ -232,7 +231,6 @@ def _files_in(out: Path | str) -> list[str]:
 
 @contextmanager
 def _end_reported(out: Path | str | None, quiet: bool) -> Iterator[None]:
-    """Report how far a run got that Ctrl-C or another signal ends in the block."""
     from ....strategies.launching.group import is_main_process
     from ...runs.result import TrainingInterrupted, TrainingPreempted
 
@@ -417,7 +415,6 @@ def ledger(
 def measure(
     pipeline: Pipeline, seconds: float, out: Path | str | None, quiet: bool = False, **options: Any
 ) -> None:
-    """Measure a ledger, print it, and write it to `out`; after Ctrl-C or an error, with the results so far."""
     from ...describe.config import check_out
     from ...ledger.ledger import LedgerInterrupted
     from ...measuring.runner import check_measurable
@@ -444,7 +441,6 @@ def measure(
 
 
 def _what_is_measured(measured: Ledger | None, folder: Path | None) -> str:
-    """Show the results of an interrupted ledger, and return where they are."""
     if measured is None:
         return "There is no ledger yet: it requires one trial each of plain PyTorch and the full pipeline."
     _show(measured, folder)
@@ -467,8 +463,7 @@ def _show(measured: Ledger | None, folder: Path | None) -> None:
 
 
 def check_sources(overrides: Mapping[str, Any], train: str | None, val: str | None) -> dict[str, str]:
-    """Return the data of `--train` and `--val` as further overrides of a recipe; raise PlanError if one is overridden,
-    too."""
+    """Return the data of `--train` and `--val` as overrides of a recipe; PlanError if it is overridden already."""
     given = {key: value for key, value in (("train", train), ("val", val)) if value is not None}
     for key in given:
         if key in overrides:

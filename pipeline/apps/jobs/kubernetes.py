@@ -1,7 +1,5 @@
 """Manifests for Kubernetes: an Indexed Job, its Service, its volume, and the recipe."""
 
-from __future__ import annotations
-
 from ....common.errors import PlanError
 from .job import SIGNALS, TORCHRUN_PORT, WARNING_SECONDS, Job, fill, literal, scalar, stoppable
 
@@ -151,8 +149,6 @@ successPolicy:
 
 
 def kubernetes(job: Job) -> str:
-    """Return manifests for `kubectl apply`. Raise PlanError without an image, or if the run's folder cannot be in a
-    volume."""
     folder, file, name = job.top_folder, job.recipe_file, job.name
     if job.image is None:
         raise PlanError(

@@ -1,7 +1,5 @@
 """The schedulers by name, and the job file of each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -18,8 +16,6 @@ from .slurm import slurm
 
 @dataclass(frozen=True)
 class Scheduler:
-    """What `drivetrain job` writes for a scheduler."""
-
     text: Callable[[Job], str]
     options: Sequence[str] = ()  # that it uses, of those that not every scheduler has
     same_folder: bool = (
@@ -46,7 +42,6 @@ SCHEDULERS = {
 def job_file(
     scheduler: str, recipe: str, overrides: Sequence[str], out: str | None, **options: Any
 ) -> tuple[str, Job]:
-    """Return the text of a job file, and what it describes; see `make_job` for the arguments."""
     if scheduler not in SCHEDULERS:
         raise PlanError(f"There are no job files for {scheduler!r:.80}.{suggest(scheduler, SCHEDULERS)}")
     chosen = SCHEDULERS[scheduler]

@@ -1,7 +1,5 @@
 """A task for SkyPilot's managed jobs."""
 
-from __future__ import annotations
-
 import shlex
 
 from ....common.errors import PlanError
