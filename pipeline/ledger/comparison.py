@@ -63,8 +63,7 @@ class Comparison:
         )
 
     def _sentences(self) -> list[str]:
-        sentences = [f"first: {self.names[0]}; second: {self.names[1]}."]
-        sentences += self.failed
+        sentences = [f"first: {self.names[0]}; second: {self.names[1]}.", *self.failed]
         sentences += [f"Only in {where}: {one}." for one, where in self.missing.items()]
         return sentences + (self.differences or ["Recipe, hardware, versions and revision are the same."])
 

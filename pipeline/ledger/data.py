@@ -201,10 +201,8 @@ class LedgerData:
     @property
     def time_breakdown(self) -> dict[str, float]:
         """Fractions of the full pipeline's time, 0 to 1: waiting for data; batch transforms, forward, loss, backward,
-        step and hooks, see `Phase`; other, which is the loop. Empty if not measured.
-
-        Means over separate trials that synchronize the GPU after each phase.
-        """
+        step and hooks; other, which is the loop. Means over separate trials that synchronize the GPU after each phase;
+        empty if not measured."""
         if SPLIT not in self.rounds[0]:
             return {}
         trials = [trials[SPLIT] for trials in self.rounds]
@@ -233,12 +231,9 @@ class LedgerData:
 
     @property
     def extras_share(self) -> float | None:
-        """Fraction of training time spent in the extras' own code, 0 to 1; None if not measured.
-
-        It is timed inside the trials that have the extras, and so is far more precise than `extras`, which compares
-        trials and includes what the extras slow down elsewhere. It is an upper bound: a short trial logs and draws
-        once, more often than `fit`, which logs every 50 steps and draws twice a second.
-        """
+        """Fraction of training time spent in the extras' own code, 0 to 1; None if not measured. Timed inside trials
+        that have them, it is far more precise than `extras`, which includes what they slow down elsewhere. It is an
+        upper bound: a short trial logs and draws once; `fit` logs every 50 steps, and draws twice a second."""
         trials = [trials[EXTRAS] for trials in self.rounds if EXTRAS in trials]
         if not trials or not all(trial.parts for trial in trials):
             return None
@@ -246,8 +241,7 @@ class LedgerData:
 
     @property
     def others(self) -> dict[VariantId, Ratio]:
-        """Throughput with another loader over that with the pipeline's own: of the full pipeline, and of the loader
-        alone."""
+        """Throughput with another loader over that with the pipeline's own: full pipeline, and loader alone."""
         own = {"other": self.whole, "other_alone": LOADER}
         ratios = {one: self._ratio(one, own[one.kind]) for one in self.variants if one.kind in own}
         return {one: ratio for one, ratio in ratios.items() if ratio is not None}

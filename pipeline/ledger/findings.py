@@ -10,16 +10,11 @@ from .data import ADDED, LedgerData
 ALIKE = 0.9  # ceilings with a ratio above this are both the bottleneck
 UNSURE = 0.1  # with a larger spread, whether the speedups compound is uncertain
 COSTS = 0.98  # a stage whose gain's interval is below this costs speed
-NOISE = (
-    1.1  # a pipeline so many times as fast as a ceiling shows that ceilings were measured on a busy machine
-)
-NOISY = (
-    0.3  # above this spread, conclusions are uncertain: a stage that seems to bring 1.3 × may bring nothing
-)
+NOISE = 1.1  # a pipeline so many times as fast as a ceiling shows that the machine was busy
+NOISY = 0.3  # above this spread, conclusions are uncertain: what seems to bring 1.3 × may bring nothing
 
 
 def bound(ledger: LedgerData) -> str:
-    """Return the bottleneck, how close the full pipeline is to it, and what to change next, if the intervals tell."""
     missing = {one: ledger.why_not(one) for one in (ledger.whole, LOADER, MODEL) if not ledger.measured(one)}
     if missing:
         why = ", ".join(f"{one} {why.state if why else 'was not measured'}" for one, why in missing.items())
@@ -117,7 +112,6 @@ def _for_the_model(ledger: LedgerData) -> str:
 
 
 def compound(ledger: LedgerData) -> str:
-    """Return whether the gains alone multiply to the full pipeline's; "" with fewer than two, or if one is missing."""
     alone = [ledger.id_of_only(row.stage) for row in ledger.in_turn[1:]]
     if len(alone) < 2 or not all(map(ledger.measured, [*alone, ledger.whole])):
         return ""

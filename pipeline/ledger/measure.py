@@ -1,13 +1,10 @@
 """Measure a ledger: what each stage contributes, in interleaved trials, and which part is the bottleneck.
 
-All variants train on the same samples with the same loop; this is checked. In each round, every variant has one trial,
-an epoch over the same part of the data. Ratios are taken within a round, so that a drift of the machine's speed does
-not bias them.
-
-Plain PyTorch and the full pipeline are first; their first trials show what fits into the rest of the time budget. The
-stages in turn, each stage alone, and the full pipeline without each follow in this order, each only if there is time
-for some rounds of all variants so far. After the deadline no batch starts, and half a second later the running one is
-interrupted like by Ctrl-C; so a ledger exceeds its budget by at most one call into native code.
+In each round, every variant has one trial with the same loop on the same samples, which is checked. Ratios are taken
+within a round, so that a drift of the machine's speed does not bias them. The first trials of plain PyTorch and the
+full pipeline show what else fits into the time: the stages in turn, each stage alone, and the full pipeline without
+each follow, each only if there is time for some rounds of all so far. After the deadline no batch starts, and half a
+second later the running one is interrupted like by Ctrl-C: so the budget is exceeded by one call into native code.
 """
 
 import dataclasses
@@ -107,8 +104,7 @@ def _measured(plan: ResolvedPlan, others: list[Variant], budget: Budget, within:
             "loader": plan.data.loader,
             "precision": plan.distribution.precision,
             "compile": bool(plan.distribution.compile),
-            "bf16": choose_precision(plan.distribution)[0]
-            == "bf16",  # whether the device computes it natively
+            "bf16": choose_precision(plan.distribution)[0] == "bf16",  # computed natively by the device
         },
         "batch_size": plan.data.batch_size,
     }
@@ -162,10 +158,10 @@ class Record:
     """The results so far, without models, so that an exception can carry them."""
 
     variants: list[VariantId]  # in the order of a round: plain PyTorch first
-    first: dict[VariantId, Trial] = field(default_factory=dict)
-    rounds: list[dict[VariantId, Trial]] = field(
-        default_factory=list
-    )  # the complete ones, of the same variants
+    first: dict[VariantId, Trial] = field(
+        default_factory=dict
+    )  # not interleaved; estimate a round's duration
+    rounds: list[dict[VariantId, Trial]] = field(default_factory=list)  # complete, of the same variants
     failed: dict[VariantId, str] = field(default_factory=dict)
     left_out: dict[VariantId, str] = field(default_factory=dict)
     costs: dict[VariantId, Costs] = field(default_factory=dict)
@@ -308,9 +304,8 @@ class _Measurement:
 
     def _first(self, runner: VariantRunner) -> None:
         left, seconds = runner.variants, 0.0
-        if (
-            self._batches == 1 and left[0] in self._record.first
-        ):  # plain PyTorch's trial of one batch still counts
+        # Plain PyTorch's trial of one batch still counts.
+        if self._batches == 1 and left[0] in self._record.first:
             left, seconds = left[1:], runner.seconds
         for chosen in [left] if runner.on_ranks else [left[:1], left[1:]]:
             if chosen and runner in self._runners:
@@ -322,7 +317,6 @@ class _Measurement:
     def _run_trials(
         self, runner: VariantRunner, chosen: list[VariantId], number: int, batches: int
     ) -> dict[VariantId, Trial]:
-        """Run trials; return those that did not fail. Raise OutOfTime, or _NoLedger if plain PyTorch fails."""
         self._budget.show(f"round {number}, {chosen[0]}" if number else f"first trial of {chosen[0]}")
         trials, failed = runner.run(number, batches, chosen, self._deadline)
         for one, reason in failed.items():
@@ -353,7 +347,6 @@ class _Measurement:
             self._first(runner)
 
     def _fewest(self, seconds: float) -> int:
-        """Return the batches of a trial: `MIN_BATCHES`, or fewer, if rounds of these exceed half of the time."""
         kinds = len(variants(self._plan)) - len(self._record.in_turn) + 2
         trials = 2 + kinds * (1 + MIN_ROUNDS)
         return min(max(int((self._deadline - perf_counter()) / 2 / (trials * seconds)), 1), MIN_BATCHES)
@@ -461,11 +454,8 @@ def _trained(variant: Variant, epochs: int, target: float | None, sets_target: b
     accuracy = None if run.monitored is None else run.monitor.fraction(run.monitored)
     if target is None and sets_target:
         target = accuracy
-    return Trained(
-        accuracy,
-        sum(epoch.seconds for epoch in run.epochs),
-        None if target is None else seconds_to(target, run.epochs, run.monitor),
-    )
+    reached = None if target is None else seconds_to(target, run.epochs, run.monitor)
+    return Trained(accuracy, sum(epoch.seconds for epoch in run.epochs), reached)
 
 
 def seconds_to(target: float, history: Sequence[Epoch], monitor: Monitor) -> float | None:

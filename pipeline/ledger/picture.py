@@ -18,15 +18,10 @@ PARTS = {
     "waiting": "#3f8f4f", "transforms": "#5b7fb0", "forward": "#c9643f", "loss": "#8a6fae", "backward": "#9c3a22",
     "step": "#d98a2b", "hooks": "#b9698f", "other": PALE,
 }  # fmt: skip
-BEHIND = {
-    "facecolor": "white",
-    "edgecolor": "none",
-    "pad": 0.5,
-}  # a text that the line of a ceiling may cross
+BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a text that a ceiling's line may cross
 
 
 def picture(ledger: LedgerData) -> Any:
-    """Return the plot as a matplotlib figure. Raise MissingExtra without matplotlib."""
     figure_class = require("matplotlib.figure", "plot", "draw the ledger").Figure
     heights = [1.5 + 0.42 * len(ledger.rows)]
     heights += [1.2 + 0.5 * len(ledger.stages)] if ledger.stages else []

@@ -63,8 +63,7 @@ def _rows(ledger: LedgerData) -> Table:
 
 
 def _overhead(ledger: LedgerData, extras: Ratio) -> str:
-    """Return the ratio of the trials with the extras, unless their interval tells nothing of an overhead of a few
-    percent: then `extras_share`, which is timed inside the trials, is all that is known."""
+    """If the interval is wider than a few percent, `extras_share`, timed inside the trials, is all that is known."""
     if not extras.resolved or ledger.extras_share is None:
         return UNRESOLVED if not extras.resolved else f"× {1 / extras.value:.2f}"
     known = extras.low > 1 or (extras.holds(1.0) and extras.spread <= PRECISE)
@@ -148,7 +147,6 @@ def _figure(one: Figure) -> str:
 
 
 def ratio_text(ledger: LedgerData, ratio: Ratio | None, one: VariantId, other: VariantId = PLAIN) -> str:
-    """Return the ratio of `one` over `other` with its interval; if one of them was not measured, the reason."""
     if ratio is not None:
         return ratio.text
     if ledger.measured(one):

@@ -78,7 +78,6 @@ def _distribution_name(how: DistributedConfig) -> str:
 
 
 def in_turn(plan: ResolvedPlan) -> list[Variant]:
-    """Return plain PyTorch, then each stage on top of those before it, up to the full pipeline."""
     rows = [Variant(PLAIN, plain(plan))]
     for stage in stages(plan):
         rows.append(Variant(added_in_turn(stage.name), stage.add(rows[-1].spec)))
@@ -88,14 +87,12 @@ def in_turn(plan: ResolvedPlan) -> list[Variant]:
 
 
 def variants(plan: ResolvedPlan, *, copies: bool = False) -> list[Variant]:
-    """Return the variants of every ledger: the stages in turn, ceilings, time breakdown, and overhead of `fit`."""
     rows = in_turn(plan)
     others = (LOADER, MODEL, *([COPY] if copies else []), SPLIT, EXTRAS)
     return rows + [Variant(one, rows[-1].spec) for one in others]
 
 
 def alone_and_without(plan: ResolvedPlan) -> list[Variant]:
-    """Return single stages, and the full pipeline without each, except those that are among the stages in turn."""
     start, added = plain(plan), stages(plan)
     one = [Variant(only(stage.name), stage.add(start)) for stage in added[1:]]
     if len(added) <= 2:

@@ -98,9 +98,10 @@ class VariantRunner:
     ) -> None:  # fmt: skip
         start = perf_counter()
         self._plan, self._warm_up = group[0].plan, batches
-        self.variants = [variant.id for variant in group]
+        self.variants = [variant.id for variant in group]  # those that have not failed
         self.on_ranks = self._plan.needs_ranks
-        self.opening, self.seconds = 0.0, 0.0
+        self.opening = 0.0  # seconds of building and warm-up; 0 with ranks, which do both in each trial
+        self.seconds = 0.0  # of the last trials, including starting ranks
         self.costs = Costs()
         self._built: BuiltVariant | None = None
         self._stack = ExitStack()
@@ -117,8 +118,7 @@ class VariantRunner:
     def run(
         self, epoch: int, batches: int, variants: Sequence[VariantId], deadline: float = math.inf
     ) -> Results:
-        """Run a trial of each of these variants, on samples that `epoch` determines. If training failed, its model may
-        be in any state, so the full group fails."""
+        """Run these trials. If training failed, its model may be in any state, so the full group fails."""
         start = perf_counter()
         if self._built is None:
             trials, failed = self._run_on_ranks(variants, epoch, batches, deadline)
@@ -164,8 +164,7 @@ def _run_here(
 
 
 def on_ranks(plan: ResolvedPlan, timeout: float | None, job: Callable[..., T], *arguments: Any) -> list[T]:
-    """Return what `job` returns on each rank of a plan, without waiting for ranks once one has failed: that, or more
-    than `timeout` seconds, raise StrategyError."""
+    """Return what `job` returns on each rank; once one has failed, or after `timeout` seconds, raise StrategyError."""
     how = plan.distribution
     return launch(
         job, *arguments, devices=how.ranks, device=how.device, collective_timeout=how.timeout, timeout=timeout,
@@ -201,7 +200,6 @@ def build_variant(
     plan: ResolvedPlan, loaders: Loaders, stack: ExitStack, batches: int = MIN_BATCHES,
     deadline: float = math.inf,
 ) -> tuple[BuiltVariant, Costs]:  # fmt: skip
-    """Build a pipeline on this rank, and warm it up by training. Raise OutOfTime at the deadline."""
     before = _allocated()
     with fork_rng(plan.seed):
         built = stack.enter_context(build(plan))
@@ -266,8 +264,7 @@ def _peak_of_rank(plan: ResolvedPlan, batches: int) -> int | None:
 
 
 def resident_peak() -> int | None:
-    """Return this process's peak resident memory in bytes; None if /proc does not report it. Not from getrusage: on
-    Linux, a new process inherits its parent's peak there."""
+    """Return bytes, if /proc reports them. In getrusage, on Linux, a process inherits its parent's peak."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -350,12 +347,10 @@ class ProcessRunner:
 
 
 def serve(line: int) -> None:
-    """Answer on this descriptor until the other side closes it."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(FIRST_TO_KILL)
     with Connection(line) as connection, suppress(EOFError, BrokenPipeError):
-        job = cloudpickle.loads(connection.recv_bytes())
-        job(connection)
+        cloudpickle.loads(connection.recv_bytes())(connection)
 
 
 def _answer(variant: Variant, batches: int, line: Connection) -> None:

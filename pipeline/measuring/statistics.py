@@ -31,13 +31,8 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Ratio:
+class Ratio(Figure):
     """A ratio from `n` rounds, taken within each round, and its confidence interval, `low` to `high`."""
-
-    value: float
-    low: float
-    high: float
-    n: int
 
     @property
     def spread(self) -> float:
@@ -98,8 +93,7 @@ class Levels(Generic[K]):
 
 def ratio(ratios: Sequence[float], level: float = LEVEL) -> Ratio:
     """Return a ratio from one value per round: Student's t of the trimmed mean of the logarithms (Tukey and McLaughlin
-    1963; Yuen 1974), which treat it and its inverse alike. Trimming removes rounds in which the machine was briefly
-    busy."""
+    1963; Yuen 1974), which treat it and its inverse alike. Rounds in which the machine was busy are trimmed."""
     one = _trimmed(np.log(np.asarray(ratios, np.float64)))
     return _interval(one.mean, _half(one, level), len(ratios))
 
@@ -173,8 +167,7 @@ ENOUGH = 0.95
 
 
 def judge(ratios: Sequence[float], least: float = 1.0) -> tuple[Verdict, Ratio]:
-    """Return the verdict on a change, given its speed over that without it in each round, and the interval that it is
-    from, which must exceed `least` to accept it."""
+    """Return the verdict on a change, and the interval of its ratios of speeds, above `least` if it is accepted."""
     n = len(ratios)
     strict = ratio(ratios, 1 - ERROR / len(LOOKS))
     if n not in LOOKS:
@@ -193,14 +186,8 @@ ACCURACY_ERROR = 0.05
 """Twice the probability that a change with just this loss is accepted: the interval has two ends."""
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(Figure):
     """The mean difference of `n` pairs of accuracies, and its confidence interval, `low` to `high`."""
-
-    value: float
-    low: float
-    high: float
-    n: int
 
 
 def judge_accuracy(differences: Sequence[float]) -> tuple[Kept, Difference]:

@@ -1,7 +1,5 @@
 """A trial: a variant trains (or only loads, computes or copies) on some batches, and is timed."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -158,12 +156,11 @@ def _run_phase(
             parts = {"extras": extras.seconds} if extras else parts
         _wait_for(engine)
         seconds = perf_counter() - start
-    trial = Trial(images, seconds, waited, parts=parts)
-    return trial, [labels.cpu().numpy() for labels in seen]
+    return Trial(images, seconds, waited, parts=parts), [labels.cpu().numpy() for labels in seen]
 
 
 @contextmanager
-def _extras(engine: Engine, steps: int, batch_size: int) -> Iterator[TimedObservers]:
+def _extras(engine: Engine, steps: int, batch_size: int) -> Iterator["TimedObservers"]:
     """Yield the observers that `fit` adds: progress bar (to /dev/null), CSV log (to a temporary folder) and guard.
     Checkpoints are excluded: they are saved per epoch, and a trial is not an epoch."""
     lead = engine.rank == 0

@@ -47,9 +47,9 @@ class RankResult:
     """The result of a rank. Only ranks that return weights to a caller have them: rank 0; with `FitJob.each_rank`, all
     ranks at the end of training."""
 
-    state: ModelState = field(default_factory=ModelState)
+    state: ModelState = field(default_factory=ModelState)  # after the last epoch, on the CPU, by plain names
     history: History = field(default_factory=History)
-    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # states at the end, by class name
 
 
 class RunArtifacts(Observer):

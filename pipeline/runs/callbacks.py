@@ -195,16 +195,14 @@ class RunCallbacks(Observer):
         if FAILED in codes:
             self._raise(codes.index(FAILED))
         if STOP in codes and not self._agreed:
-            first = codes.index(STOP)
-            self._agreed = broadcast_text(self._engine, self._view._reason or "", first)
+            self._agreed = broadcast_text(self._engine, self._view._reason or "", codes.index(STOP))
 
     @property
     def _code(self) -> int:
         return FAILED if self._failure else STOP if self._view._reason else 0
 
     def _send(self) -> Exchange | None:
-        """Send this rank's code to the others, if there are any. If a callback failed here, wait until they have sent
-        theirs: before that, one may be in a collective of its callback."""
+        """If a callback failed, wait until the others have sent: before that, one may be in a collective of its own."""
         if self._group is None:
             return None
         exchange = Exchange(self._group, self._code)

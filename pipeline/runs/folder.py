@@ -47,8 +47,7 @@ def make_folder(folder: Path) -> Path:
 
 @contextmanager
 def lock_run_dir(folder: Path) -> Iterator[None]:
-    """Lock the folder against other runs inside the block. The system releases the lock when the process ends. It is on
-    the folder itself, so it leaves no file. On file systems without such locks, this does nothing."""
+    """Lock the folder itself, so that no file is left, even after a crash; without effect if its file system cannot."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # NFS can only lock what is open for writing
@@ -88,7 +87,6 @@ def clear_results(folder: Path) -> None:
 
 
 def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
-    """Return the texts of `plan.txt` and `recipe.yaml` by file name, and a note on what cannot be written, or ""."""
     texts, note = {PLAN: f"{Plan(plan.steps)!r}\n"}, ""
     try:
         recipe = to_recipe(plan.spec)
@@ -142,8 +140,7 @@ def read_history(folder: Path) -> History | None:
 
 
 def draw_curves(folder: Path) -> str:
-    """Draw `curves.png` from the history in the folder, on rank 0. Return a note on why there is no plot; "" if there
-    is one, or nothing to draw. It never raises: the result or the error of the run is worth more than the plot."""
+    """Draw `curves.png` on rank 0, or return a note on why not. It never raises: the run is worth more than a plot."""
     if not is_main_process() or not os.path.lexists(folder / HISTORY):
         return ""
     try:
@@ -164,7 +161,7 @@ def draw_curves(folder: Path) -> str:
 
 
 def taken_up(folder: Path | None, resume: str | Path | None) -> str:
-    """On rank 0, fetch what a run's local copy lacks of its address; leave other folders. Return a note, or ""."""
+    """On rank 0, make a run's local copy what is at its address; leave other folders. Return a note, or ""."""
     remote = RemoteRun.at(folder) if is_main_process() else None
     if folder is None or remote is None:
         return ""
@@ -199,7 +196,6 @@ def published(folder: Path | None) -> Iterator[None]:
 
 @contextmanager
 def uploading_from(address: str) -> Iterator[Path]:
-    """Yield a temporary folder, uploaded after the block, also after an error; probe the address before it."""
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as name:
         remote = RemoteRun(Path(name), address)
         remote.files.probe()

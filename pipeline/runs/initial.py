@@ -48,9 +48,8 @@ class Matched:
 
 
 class InitialWeights:
-    """Loads weights into a model after surgery, under its names and shapes, or those before, see
-    `Transform.from_plain`; with `strict`, all must match. Of a run, these are the evaluated ones: averages with EMA or
-    SWA."""
+    """Loads weights into a model after surgery, under its names, or those before it (`Transform.from_plain`); with
+    `strict`, all must match. Of a run, these are the evaluated ones: averages with EMA or SWA."""
 
     def __init__(self, weights: WeightsArg, transforms: Sequence[Transform], *, strict: bool = False) -> None:
         self._weights, self._transforms, self._strict = weights, transforms, strict
@@ -93,7 +92,7 @@ class InitialWeights:
 
 
 def check_source(weights: WeightsArg) -> Path:
-    """Raise PlanError unless `weights` can be read, which is not done here. Return their path; of a dict, ""."""
+    """Raise PlanError unless `weights` can be read, which is not done here. Return their path; of a dict, Path()."""
     if isinstance(weights, Mapping):
         odd = [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]
         if odd or not weights:

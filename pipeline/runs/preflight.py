@@ -50,8 +50,7 @@ _SHARED = (
 
 
 def preflight(plan: ResolvedPlan, job: FitJob) -> None:
-    """Compare this rank with the others, if any. Raise StrategyError on every rank, naming a rank and its host, what
-    differs, and both values; or the rank that has not answered within the time limit of collectives."""
+    """Compare this rank with the others, if any. Raise StrategyError on all, with what differs or who is missing."""
     if not in_group() or dist.get_world_size() == 1:
         if is_address(job.out):
             RemoteFolder(str(job.out), CheckpointError).probe()
@@ -105,8 +104,7 @@ def digest(source: Source) -> str:
 
 
 def _digest(path: Path) -> str:
-    """Return the size and a CRC-32 of a file's first and last MiB, or of a folder's names. A `.beton` file ends with a
-    digest of all its samples, and begins with the labels and positions."""
+    """A `.beton` file ends with a digest of all its samples, and begins with the labels and positions."""
     if (mirror := Mirror.at(path)) is not None:
         return f"{mirror.size:,} bytes, {mirror.version}"
     if path.is_dir():

@@ -20,13 +20,9 @@ Result = TypeVar("Result")
 
 
 def on_ranks(
-    plan: ResolvedPlan,
-    function: Callable[..., Result],
-    *args: Any,
-    forward: Collection[str] = (),
-    patience: float | None = None,
-    saves: bool = False,
-) -> Result:
+    plan: ResolvedPlan, function: Callable[..., Result], *args: Any, forward: Collection[str] = (),
+    patience: float | None = None, saves: bool = False,
+) -> Result:  # fmt: skip
     """Return what `function(plan, *args)` returns on rank 0; raise a rank's Drivetrain errors as if they occurred here.
     Signals of `forward` reach launched ranks instead; `patience` and `saves` are as in `launch`."""
     refuse_lone_task()
@@ -62,5 +58,4 @@ def is_alone(plan: ResolvedPlan) -> bool:
 
 
 def trains_here(plan: ResolvedPlan) -> bool:
-    """Return whether this process trains itself, alone or as a rank, instead of launching ranks."""
     return is_alone(plan) or is_rank()

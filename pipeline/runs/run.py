@@ -46,8 +46,7 @@ _NAMED = 20  # replaced samples that a line names
 
 
 class Run(Observer):
-    """One run on this rank, and the last observer of its loop: it saves checkpoints, and leaves on request. It updates
-    `outcome` after each epoch. `initial` are the weights that were loaded into the model."""
+    """One run on this rank, and the last observer of its loop: it saves checkpoints, and leaves on request."""
 
     def __init__(
         self, plan: ResolvedPlan, built: Built, job: FitJob, outcome: RankResult, initial: Matched | None = None,
@@ -307,8 +306,7 @@ class Run(Observer):
             self._leave()
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:  # noqa: ARG002
-        """Save. Then leave on request, unless it is the last epoch: on CUDA, the ranks agree on the last step of an
-        epoch after `on_step_end`."""
+        """Save, and leave on request: on CUDA, the ranks agree on the last step of an epoch after `on_step_end`."""
         if self._writer is not None:
             self._save()
         if self._requests.stop and state.stop is None and state.step < state.total_steps:
@@ -319,8 +317,7 @@ class Run(Observer):
         if self._writer is None:
             return
         with ExitStack() as stack:
-            interrupted = isinstance(sys.exception(), KeyboardInterrupt)
-            stack.callback(self._writer.give_up, interrupted=interrupted)
+            stack.callback(self._writer.give_up, interrupted=isinstance(sys.exception(), KeyboardInterrupt))
             if not failed:
                 self._writer.close()
                 stack.pop_all()
@@ -357,7 +354,6 @@ class Run(Observer):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Give the model its evaluated weights, equal on all ranks; first check that the last step's are finite."""
         self._guard.check_weights(self.state)
         self._engine.sync_buffers()
         with self._hooks.evaluating():
@@ -365,8 +361,7 @@ class Run(Observer):
             yield
 
     def _weights(self, *, keeps: bool) -> ModelState:
-        """Return all tensors used in evaluation, inside `_evaluating`; empty unless this rank keeps them. Raise on
-        every rank if a value is not finite that was finite before the run."""
+        """Gather all evaluated tensors. Raise on every rank if a value is not finite that was finite before the run."""
         state = split_state(self._engine.plain_model, self._engine.export_state(lambda _: keeps))
         bad = [name for name, value in state.weights.items() if not value.isfinite().all()]
         # A forward may set what the state dict leaves out, such as a mask with infinities.
@@ -381,8 +376,7 @@ class Run(Observer):
         return state
 
     def _keeps(self, epoch: int) -> bool:
-        """Return whether this rank keeps the full weights after an epoch, which all ranks gather: rank 0; if every rank
-        returns the result to its caller, all ranks after the last epoch."""
+        """The ranks gather the full weights for rank 0; at the end for all, if each returns the result to a caller."""
         return self._lead or (self._job.each_rank and epoch >= self._job.epochs)
 
     def _check(self, number: int, stats: EpochStats, evaluation: Evaluation | None) -> None:
@@ -398,11 +392,7 @@ class Run(Observer):
         if self._writer is not None:
             self._writer.wait_a_moment()
         last = None if self._store is None else self._store.last(self._name)
-        good = (
-            "There is no earlier checkpoint."
-            if last is None
-            else f"The last good checkpoint is {shown(last)}."
-        )
+        good = f"The last good checkpoint is {shown(last)}." if last else "There is no earlier checkpoint."
         rate = self._plan.optimization.describe()
         return f"{good} Lower the learning rate ({rate}), add warm-up, or set clip_norm."
 

@@ -154,7 +154,6 @@ class Monitor:
     unit: Unit | None = None
 
     def of(self, results: Epoch | Evaluation) -> float | None:
-        """Return the value; None if it is unknown or NaN."""
         value = results.val_loss if self.name == "val_loss" else results.metrics.get(self.name)
         return None if value is None or value != value else value
 

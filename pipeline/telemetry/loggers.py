@@ -1,8 +1,5 @@
-"""Collect the metrics of a run without waiting for the device, and log them to CSV, TensorBoard, or any object with a
-log method.
-
-Weights & Biases and MLflow need no adapter: `logger=wandb.init(project=…)`, `logger=mlflow`.
-"""
+"""Log a run's metrics without waiting for the device. Weights & Biases and MLflow need no adapter:
+`logger=wandb.init(project=…)`, `logger=mlflow`."""
 
 from __future__ import annotations
 
@@ -92,7 +89,6 @@ def _check_name(name: str, folder: Path | None) -> None:
 
 
 def _method(one: object) -> Any:
-    """Return its `log` (Weights & Biases) or `log_metrics` (MLflow, Lightning's loggers); None if it has neither."""
     methods = (getattr(one, name, None) for name in ("log", "log_metrics"))
     return next((method for method in methods if callable(method)), None)
 
@@ -170,8 +166,6 @@ class CSVLogger:
 
 
 class TensorBoardLogger:
-    """Write event files to `tensorboard/`; view them with `tensorboard --logdir OUT`."""
-
     def __init__(self, folder: Path, step: int) -> None:
         module = require("torch.utils.tensorboard", "tensorboard", "write files for TensorBoard")
         self._writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)

@@ -22,15 +22,9 @@ class Progress(Observer):
     without a `file`, it is drawn in the terminal or the notebook cell. `show=False` has no cost."""
 
     def __init__(
-        self,
-        epoch: int,
-        epochs: int,
-        images: int,
-        best_by: str = "",
-        *,
-        show: bool,
+        self, epoch: int, epochs: int, images: int, best_by: str = "", *, show: bool,
         file: TextIO | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._prints, self._next, self._epochs = show, 0.0, epochs
         self._show = show and (file is not None or is_interactive())
         self._loss: HostCopy | None = None
@@ -78,13 +72,11 @@ class Progress(Observer):
 
 
 def in_cell() -> bool:
-    """Return whether this process is a notebook's kernel; the ranks that it starts are not."""
     return "ipykernel" in sys.modules
 
 
 def progress_file(from_cell: bool) -> TextIO | None:
-    """Return the `file` of a Progress: standard output for a rank that was started from a notebook's cell, which would
-    show standard error in red, and out of order with the printed lines."""
+    """For a rank of a notebook's cell, standard output: standard error would be red there, and out of order."""
     return sys.stdout if from_cell and not in_cell() else None
 
 

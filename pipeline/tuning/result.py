@@ -43,9 +43,7 @@ class Tried:
     accuracy_low: float | None = None
     accuracy_high: float | None = None
     seeds: int = 0  # from which both were trained
-    memory: int | None = (
-        None  # bytes on a rank: the peak on a GPU, else of parameters, gradients and optimizer
-    )
+    memory: int | None = None  # bytes on a rank: the peak on a GPU, else of weights, gradients and optimizer
 
     @property
     def figure(self) -> str:
@@ -196,8 +194,9 @@ class Tuned:
         if self.trades:
             names = " and ".join(one.name for one in self.trades)
             notes.append(f"Faster, but not shown to keep the accuracy, and so not accepted: {names}.")
-        columns = ("change", "bottleneck", "outcome", "speed with it")
-        table = Table(columns, rows, self._title, " ".join(notes))
+        table = Table(
+            ("change", "bottleneck", "outcome", "speed with it"), rows, self._title, " ".join(notes)
+        )
         return f"{table}\n{self._exports()}" if self.variables else str(table)
 
     @property

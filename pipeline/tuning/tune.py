@@ -1,8 +1,6 @@
-"""Find the fastest way to run a training on this machine: one change after the other, each tested against the best.
-
-A change and the best pipeline so far are trained in turns, on the same samples. It is accepted as soon as the
-confidence interval of the ratio excludes 1, and dropped as soon as it excludes a gain; see `sequential`. Changes of
-what the training computes must be allowed, and must keep the accuracy of the pipeline as given; see `candidates`.
+"""Find the fastest way to run a training on this machine: one change after the other is trained in turns with the best
+pipeline so far, on the same samples. It is accepted as soon as the confidence interval of the ratio excludes 1, and
+dropped as soon as it excludes a gain; see `judge`. Changes of what is computed must be allowed, and keep the accuracy.
 """
 
 import dataclasses
@@ -32,9 +30,7 @@ from .result import Outcome, Tried, Tuned, TuneInterrupted, read_trials
 
 # Of the budget, at most for a trial: with two pipelines, a change can have all its rounds in half of it.
 SHARE = 1 / 100
-PROBE_SECONDS = (
-    60.0  # in budgets from here on, the first pipeline is tried in a process of its own; see `Arena`
-)
+PROBE_SECONDS = 60.0  # from here on, the first pipeline is tried in a process of its own; see `Arena`
 COMMUNICATION = 0.5  # the bottleneck, if exchanging the gradients alone takes this share of a step or more
 
 
@@ -119,8 +115,7 @@ def facts_of(plan: ResolvedPlan) -> dict[str, Any]:
 
 
 class Tuner:
-    """The search, apart from how pipelines are measured. Changes of `known`, trials of an earlier call, are not tried
-    again; `fitting` are tried first, one after the other, if the pipeline does not fit into memory."""
+    """The search, apart from how pipelines are measured. `fitting` are tried first, if it does not fit into memory."""
 
     def __init__(
         self, spec: PipelineSpec, arena: Arena, changes: list[Candidate], fitting: list[Candidate],

@@ -110,8 +110,8 @@ def doctor(ranks: bool, timeout: float | None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command in `arguments`, by default the process's, and exit with its status. Drivetrain's errors and
-    Ctrl-C are reported as a line on stderr."""
+    """Run the command in `arguments` (default: the process's) and exit; report errors and Ctrl-C in a line on
+    stderr."""
     try:
         if instruction := os.environ.get(_COMPLETE):
             sys.exit(shell_complete(program, {}, "drivetrain", _COMPLETE, instruction))

@@ -91,13 +91,12 @@ def _extras() -> list[Finding]:
         good = all(found.values())
         remedy = f"pip install 'drivetrain[{extra}]'"
         if extra == "ffcv" and good:
-            good, remedy = _ffcv_loads()
+            good, remedy = _ffcv_loads()  # an installed package alone does not prove it
         findings.append(Finding(f"extra {extra}: {purpose}", versions, good, remedy))
     return findings
 
 
 def _ffcv_loads() -> tuple[bool, str]:
-    """Return whether FFCV can be imported, and the error: an installed package alone does not prove it."""
     from ....loaders.decode.ffcv_modules import ffcv_module
 
     try:
@@ -132,13 +131,9 @@ def _native() -> list[Finding]:
 def _devices() -> list[Finding]:
     from .... import strategies
 
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    findings = [
-        _machine(),
-        reachable_host(),
-        Finding("GPU", ", ".join(names) or "none: training runs on the CPU", True),
-    ]
-    if not names and platform.libc_ver()[0] == "glibc":
+    gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    findings = [_machine(), reachable_host(), Finding("GPU", gpus or "none: training runs on the CPU", True)]
+    if not gpus and platform.libc_ver()[0] == "glibc":
         findings.append(memory_kept())
     for row in strategies.available():
         why = row.why_not.removeprefix(f"strategy {row.name!r}: ")
@@ -191,8 +186,7 @@ _SAME = {"torch": "pip install torch=={}", "drivetrain": "pip install drivetrain
 
 
 def examine_ranks(timeout: float) -> bool:
-    """Meet the other ranks, measure, and print the findings on rank 0. Return whether they can train together. Raise
-    StrategyError if this process is not a rank, or another is missing after `timeout` seconds."""
+    """Meet the other ranks, measure, and print the findings on rank 0. Return whether they can train together."""
     if not under_torchrun():
         raise StrategyError(
             "doctor --ranks examines the ranks of a job, and this process is none: RANK, WORLD_SIZE, MASTER_ADDR and "
@@ -214,14 +208,10 @@ def examine_ranks(timeout: float) -> bool:
 def about_this_rank() -> dict[str, Any]:
     device = _device()
     return {
-        "pid": os.getpid(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "torch": torch.__version__.partition("+")[0],
-        "drivetrain": __version__,
-        "address": own_address(),
-        "growth": blocked_growth(),
-        **{name: os.environ.get(name, "") for name in INTERFACES},
-    }
+        "pid": os.getpid(), "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "torch": torch.__version__.partition("+")[0], "drivetrain": __version__, "address": own_address(),
+        "growth": blocked_growth(), **{name: os.environ.get(name, "") for name in INTERFACES},
+    }  # fmt: skip
 
 
 def own_address() -> str:
@@ -255,8 +245,7 @@ def _speeds(meeting: Meeting, timeout: float) -> list[Finding]:
     latency, *others = measured
     found = {"4 bytes": f"latency {latency.median * 1e6:,.0f} µs ({_spread(latency, 1e6, ',.0f')})"}
     for each in others:
-        speed = f"{each.bandwidth / 1e9:.2f} GB/s ({_spread(each, 1e3, '.1f')} ms)"
-        found[f"{each.size >> 20} MiB"] = speed
+        found[f"{each.size >> 20} MiB"] = f"{each.bandwidth / 1e9:.2f} GB/s ({_spread(each, 1e3, '.1f')} ms)"
     return [Finding(f"all-reduce of {size}, {backend}", text, True) for size, text in found.items()]
 
 

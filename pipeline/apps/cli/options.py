@@ -79,8 +79,7 @@ class RecipeName(Text):
 
 
 class Override(Text):
-    """`KEY=VALUE`, of which a shell completes the key; `train=` and `val=` with files. For bash, `train` and its value
-    are two words; for other shells, `train=x` is one."""
+    """`KEY=VALUE`, of which a shell completes the key. For bash, `train=x` is two words; for other shells, one."""
 
     def words(self) -> Iterable[str]:
         from ...recipes.presets import KEYS
@@ -117,8 +116,6 @@ class File(Text):
 
 
 class Place(File):
-    """A path, or the address of a run."""
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value if is_address(value) else super().convert(value, param, ctx)
 
@@ -141,7 +138,6 @@ FILES = Text(files=True)
 
 
 def recipe_arguments(*, required: bool = True) -> Callable[[F], F]:
-    """Return the decorator of a command that takes a recipe: RECIPE, [KEY=VALUE]..., --train and --val."""
     each = [
         argument(
             "recipe", "Name of a recipe (see: drivetrain recipes), or a .yaml or .json file.", RECIPE, required=required

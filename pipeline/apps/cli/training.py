@@ -45,7 +45,6 @@ _OTHERWISE = (
 
 
 def fit_options(function: F) -> F:
-    """Add the other options of `fit`, by their declarations. What is not given comes from the recipe."""
     for one in reversed(options_of(FitConfig).values()):
         if one.name in _OTHERWISE:
             continue
@@ -123,9 +122,7 @@ def train(
     with modules_of(recipe):
         pipeline = Pipeline.from_recipe(checked)
         callbacks = [{"name": one} if isinstance(one, str) else one for one in options.pop("callbacks")]
-        given = {
-            name: value for name, value in options.items() if value not in (None, ()) and value is not False
-        }
+        given = {key: one for key, one in options.items() if one not in (None, ()) and one is not False}
         options = pipeline.fit_defaults() | given | ({"callbacks": callbacks} if callbacks else {})
         out = options.get("out")
         if out is None and (every_steps is not None or every_minutes is not None):
@@ -289,8 +286,7 @@ def _prediction_text(row: dict[str, Any]) -> str:
         best = [*row["probabilities"].items()][:3]
         return ", ".join(f"{name} {probability:.1%}" for name, probability in best)
     if "labels" in row:
-        chosen = [f"{name} {row['probabilities'][name]:.1%}" for name in row["labels"]]
-        return ", ".join(chosen) or "none"
+        return ", ".join(f"{name} {row['probabilities'][name]:.1%}" for name in row["labels"]) or "none"
     if "values" in row:
         return ", ".join(f"{name} {each:.4g}" for name, each in row["values"].items())
     value = row.get("value", row.get("prediction"))
@@ -463,7 +459,6 @@ def _show(measured: Ledger | None, folder: Path | None) -> None:
 
 
 def check_sources(overrides: Mapping[str, Any], train: str | None, val: str | None) -> dict[str, str]:
-    """Return the data of `--train` and `--val` as overrides of a recipe; PlanError if it is overridden already."""
     given = {key: value for key, value in (("train", train), ("val", val)) if value is not None}
     for key in given:
         if key in overrides:

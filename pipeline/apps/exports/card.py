@@ -209,11 +209,8 @@ def _not_of_the_weights(checkpoint: Checkpoint, history: History) -> str:
         return "The exported weights are of a later moment than these epochs."
     names = (str(one).partition("(")[0] for one in content.facts.get("transforms") or ())
     known = [f"`{name}`" for name in names if name in TRANSFORMS and TRANSFORMS[name].kind == "evaluation"]
-    return (
-        f"They were evaluated with {', '.join(known)}, which the exported file does not have."
-        if known
-        else ""
-    )
+    note = f"They were evaluated with {', '.join(known)}, which the exported file does not have."
+    return note if known else ""
 
 
 def _ledger(folder: Path | None) -> str:

@@ -56,8 +56,7 @@ def write_program(
             f"The exported {kind} program does not run", "Its operations may be newer than the runtime."
         ):
             run = load(Path(file.name))
-            # The batch size is dynamic.
-            pairs = [(_tensors(model(some)), run(some)) for some in (images, images[:1])]
+            pairs = [(_tensors(model(some)), run(some)) for some in (images, images[:1])]  # of any batch size
         difference = _compare(pairs, about)
         if not difference.largest <= tolerance * max(1.0, difference.scale):  # NaN is refused, too
             raise ExportError(

@@ -21,9 +21,7 @@ from ...recipes.presets import parse_overrides
 
 CHECKPOINT_MINUTES = 10  # between two checkpoints of a job: what a kill without a warning costs at most
 SHUTDOWN_SECONDS = 150  # that torchrun gives its workers to save after a signal
-WARNING_SECONDS = (
-    SHUTDOWN_SECONDS + 30
-)  # from a scheduler's signal to the end of a job: torchrun needs some, too
+WARNING_SECONDS = SHUTDOWN_SECONDS + 30  # from a signal to the end of a job: torchrun needs some, too
 # Port of the rendezvous where each job has machines, or pods, of its own; torchrun's default.
 TORCHRUN_PORT = 29400
 # Options of torchrun, so that it forwards signals and waits while the ranks save.
@@ -78,8 +76,7 @@ class Job:
         return None if is_address(self.out) else f"/{PurePosixPath(self.out).parts[1]}"
 
     def unmounted(self, *, copied: bool) -> list[str]:
-        """Return the data at paths that machines lack which mount only `top_folder`, or with an address nothing; the
-        working directory may be copied to them, too."""
+        """Return the data that machines lack which mount only `top_folder`; `copied`: with the working directory."""
         top, found = self.top_folder, []
         for file in self.data:
             path = PurePosixPath(file)
@@ -99,7 +96,6 @@ def make_job(
     recipe: str, overrides: Sequence[str], out: str | None, *, nodes: str, gpus: int, cpus: int,
     name: str | None = None, gpu_type: str | None = None, time: str | None = None, image: str | None = None,
 ) -> Job:  # fmt: skip
-    """Return a job whose recipe trains on `nodes` machines: `"4"`, or the fewest and the most, `"1:4"`. See `Job`."""
     if out is None:
         raise PlanError(
             "A job resumes from its folder when it is restarted. Pass --out, a folder that all machines see, or an "
@@ -178,8 +174,8 @@ def _fitting(batch_size: int, how: DistributedConfig, numbers: range, processes:
 
 
 def fill(template: str, **values: object) -> str:
-    """Return a template in which each `@name@` is replaced by a value, in one pass. A value that has a line to itself
-    may have several lines, which get its indentation; without text, the line goes."""
+    """Replace each `@name@` by a value; one with a line to itself may have several, indented alike, or none: the line
+    goes."""
 
     def replace(match: re.Match[str]) -> str:
         indent, block, within = match.groups()
@@ -196,7 +192,6 @@ def scalar(value: str) -> str:
 
 
 def literal(key: str, text: str) -> str:
-    """Return `key: text` in YAML, line by line if YAML can express the text so, else quoted."""
     return yaml.safe_dump({key: text}, default_style="|", allow_unicode=True, width=float("inf")).rstrip("\n")
 
 

@@ -18,14 +18,10 @@ from .slurm import slurm
 class Scheduler:
     text: Callable[[Job], str]
     options: Sequence[str] = ()  # that it uses, of those that not every scheduler has
-    same_folder: bool = (
-        False  # a job starts in the folder from which it is submitted, so that `out` can be relative
-    )
+    same_folder: bool = False  # a job starts in the folder where it is submitted, so `out` can be relative
     mounts: bool = False  # its machines have only what the file mounts: the first folder of `out`
     copies: bool = False  # they also have the working directory
-    elastic: bool = (
-        False  # a job may get any number of machines in its range, also one that does not divide the batch
-    )
+    elastic: bool = False  # a job may get any number of machines in its range, dividing the batch or not
 
     def unmounted(self, job: Job) -> list[str]:
         return job.unmounted(copied=self.copies) if self.mounts else []
