@@ -106,9 +106,7 @@ def _for_the_model(ledger: LedgerData) -> str:
         return f"{advice}: it computes in fp32; try precision='bf16'"
     if costly := _costly(ledger):
         return f"{advice}{costly}"
-    if not asked.get("compile", True):
-        return f"{advice}: try compile=True"
-    return advice
+    return advice if asked.get("compile", True) else f"{advice}: try compile=True"
 
 
 def compound(ledger: LedgerData) -> str:

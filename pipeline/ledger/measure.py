@@ -4,7 +4,7 @@ In each round, every variant has one trial with the same loop on the same sample
 within a round, so that a drift of the machine's speed does not bias them. The first trials of plain PyTorch and the
 full pipeline show what else fits into the time: the stages in turn, each stage alone, and the full pipeline without
 each follow, each only if there is time for some rounds of all so far. After the deadline no batch starts, and half a
-second later the running one is interrupted like by Ctrl-C: so the budget is exceeded by one call into native code.
+second later the running one is interrupted like by Ctrl-C: a ledger is late by at most one call into native code.
 """
 
 import dataclasses
@@ -158,9 +158,7 @@ class Record:
     """The results so far, without models, so that an exception can carry them."""
 
     variants: list[VariantId]  # in the order of a round: plain PyTorch first
-    first: dict[VariantId, Trial] = field(
-        default_factory=dict
-    )  # not interleaved; estimate a round's duration
+    first: dict[VariantId, Trial] = field(default_factory=dict)  # trials, not interleaved
     rounds: list[dict[VariantId, Trial]] = field(default_factory=list)  # complete, of the same variants
     failed: dict[VariantId, str] = field(default_factory=dict)
     left_out: dict[VariantId, str] = field(default_factory=dict)

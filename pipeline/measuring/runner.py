@@ -289,7 +289,7 @@ class Failed(Exception):
 
 class ProcessRunner:
     """Runs a variant in a process of its own: environment variables are read when Python starts, and what the system
-    kills for lack of memory must not be the user's. Raises Failed, OutOfTime, and errors as `Pipeline.fit`."""
+    kills for lack of memory must not be the user's own. Raises Failed, OutOfTime, and errors as `Pipeline.fit`."""
 
     def __init__(self, variant: Variant, variables: Mapping[str, str], batches: int, deadline: float) -> None:
         self._deadline, self.costs = deadline, Costs()

@@ -194,9 +194,8 @@ class Tuned:
         if self.trades:
             names = " and ".join(one.name for one in self.trades)
             notes.append(f"Faster, but not shown to keep the accuracy, and so not accepted: {names}.")
-        table = Table(
-            ("change", "bottleneck", "outcome", "speed with it"), rows, self._title, " ".join(notes)
-        )
+        columns = ("change", "bottleneck", "outcome", "speed with it")
+        table = Table(columns, rows, self._title, " ".join(notes))
         return f"{table}\n{self._exports()}" if self.variables else str(table)
 
     @property

@@ -110,8 +110,7 @@ def doctor(ranks: bool, timeout: float | None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command in `arguments` (default: the process's) and exit; report errors and Ctrl-C in a line on
-    stderr."""
+    """Run the command in `arguments` (default: the process's) and exit, with a line on stderr after an error."""
     try:
         if instruction := os.environ.get(_COMPLETE):
             sys.exit(shell_complete(program, {}, "drivetrain", _COMPLETE, instruction))

@@ -52,11 +52,8 @@ class Text(click.ParamType[str]):
         return self._words
 
     def shell_complete(
-        self,
-        ctx: click.Context,  # noqa: ARG002
-        param: click.Parameter,  # noqa: ARG002
-        incomplete: str,
-    ) -> list[CompletionItem[str]]:
+        self, ctx: click.Context, param: click.Parameter, incomplete: str,  # noqa: ARG002
+    ) -> list[CompletionItem[str]]:  # fmt: skip
         found = [CompletionItem(word) for word in self.words() if word.startswith(incomplete)]
         return found or [CompletionItem(incomplete, type="file")] * self._files
 
