@@ -221,16 +221,9 @@ class Pipeline(PipelineSpec):
         return hand_over(self, epochs, trainer)
 
     def ledger(
-        self,
-        *,
-        seconds: float = 120.0,
-        within: float = 0.02,
-        accuracy: bool = False,
-        epochs: int | None = None,
-        target: float | None = None,
-        other_loader: str | None = None,
-        progress: bool = True,
-    ) -> Ledger:
+        self, *, seconds: float = 120.0, within: float = 0.02, accuracy: bool = False, epochs: int | None = None,
+        target: float | None = None, other_loader: str | None = None, progress: bool = True,
+    ) -> Ledger:  # fmt: skip
         """Measure what each stage brings (alone, added in turn, and last), and which part is the bottleneck.
 
         Plain PyTorch is 1.00 and reads the same samples from the same file. The overhead of `fit` (progress bar, CSV
@@ -274,14 +267,9 @@ class Pipeline(PipelineSpec):
         )  # fmt: skip
 
     def tune(
-        self,
-        *,
-        seconds: float = 600.0,
-        allow: Sequence[str] = (),
-        epochs: int = 1,
-        out: str | Path | None = None,
-        progress: bool = True,
-    ) -> Tuned:
+        self, *, seconds: float = 600.0, allow: Sequence[str] = (), epochs: int = 1,
+        out: str | Path | None = None, progress: bool = True,
+    ) -> Tuned:  # fmt: skip
         """Find the fastest way to run this training on this machine, and prove it.
 
         Without `allow`, only changes that keep what the training computes are tried: loader workers and batches ahead,

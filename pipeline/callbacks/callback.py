@@ -137,19 +137,15 @@ class RunView:
         return self._engine.sharded
 
     def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the parameters of the model after surgery, by name, each in full; they must not be modified.
-
-        Sharded parameters are gathered one at a time, so every rank must run through all of them.
-        """
+        """Yield the parameters of the model after surgery, by name, each in full; they must not be modified. Sharded
+        parameters are gathered one at a time, so every rank must run through all of them."""
         self._check_alive()
         yield from self._gathered(dict(self._engine.plain_model.named_parameters()))
 
     def named_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the gradients of the last step, averaged over all ranks and before the engine's clipping, by name and
         gathered like `named_parameters`; only in `on_step_end`, and after `Callback.needs_gradients` returned True.
-
-        Parameters without a gradient are left out. A step that was skipped for its loss has none.
-        """
+        Parameters without a gradient are left out. A step that was skipped for its loss has none."""
         self._check_alive()
         if self._gradients is None:
             raise DrivetrainError(
@@ -240,11 +236,9 @@ class Callback:
         """Raise `PlanError` if this callback cannot work in such a run; called before any work."""
 
     def needs_gradients(self, step: int) -> bool:  # noqa: ARG002
-        """Return whether `on_step_end` after step `step`, counted from 1, will read `RunView.named_gradients`.
-
-        They are copied before the optimizer zeroes them, which takes the memory of the gradients. Must be the same on
-        every rank. Default False.
-        """
+        """Return whether `on_step_end` after step `step`, counted from 1, will read `RunView.named_gradients`. They are
+        copied before the optimizer zeroes them, which takes the memory of the gradients. Must be the same on every
+        rank. Default False."""
         return False
 
     def on_fit_start(self, view: RunView) -> None:

@@ -56,7 +56,6 @@ class EarlyStopping(Callback):
         self.waited = 0
 
     def check(self, run: RunOptions) -> None:
-        """Raise `PlanError` unless the run measures the metric, and it is known which values are better."""
         known = ("loss", *run.metrics)
         if self.monitor in known:
             if self.mode == "auto":

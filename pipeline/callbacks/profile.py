@@ -48,7 +48,6 @@ class Profile(Callback):
         self._first = 0
 
     def on_fit_start(self, view: RunView) -> None:
-        """Start at once if the first step is to be profiled."""
         self._profiler, self._first = None, view.step + self.start
         if self.start == 0:
             self._begin(view)
@@ -63,7 +62,6 @@ class Profile(Callback):
             self._enter(view)
 
     def on_fit_end(self, view: RunView) -> None:
-        """Write what there is if the run ends earlier."""
         self._range.close()
         if self._profiler is not None:
             self._end(view)

@@ -17,8 +17,6 @@ from .table import WIDTH
 
 @dataclass(frozen=True)
 class Compared:
-    """A variant that both ledgers have."""
-
     id: VariantId
     first: Ratio | None  # over plain PyTorch in each ledger; None if it is not a row
     second: Ratio | None
@@ -38,8 +36,6 @@ class Compared:
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """The comparison of two ledgers."""
-
     names: tuple[str, str]  # of the files
     rows: list[Compared]
     missing: dict[VariantId, str]  # variants that only one has, with the name of that ledger
@@ -67,8 +63,7 @@ class Comparison:
         )
 
     def _sentences(self) -> list[str]:
-        sentences = [f"first: {self.names[0]}; second: {self.names[1]}."]
-        sentences += self.failed
+        sentences = [f"first: {self.names[0]}; second: {self.names[1]}.", *self.failed]
         sentences += [f"Only in {where}: {one}." for one, where in self.missing.items()]
         return sentences + (self.differences or ["Recipe, hardware, versions and revision are the same."])
 
@@ -116,7 +111,6 @@ def _speeds(ledger: Ledger) -> dict[VariantId, list[float]]:
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """Return what differs between the facts of two ledgers, one sentence each."""
     sentences = []
     pairs = {"recipe": (first.get("recipe"), second.get("recipe"))}
     plans = first.get("plan") or [], second.get("plan") or []
@@ -138,7 +132,6 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str
 
 
 def _own_steps(plan: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
-    """Return the steps that the other plan lacks; for one that differs only in `why`, with its `why`."""
     known = [step["what"] for step in other]
     return "; ".join(
         f"{step['what']} ({step['why']})" if step["what"] in known else step["what"]

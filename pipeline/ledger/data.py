@@ -1,7 +1,5 @@
 """The measurements of a ledger: trials by variant, and the rows, gains, ceilings and fractions derived from them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,8 +30,6 @@ ADDED = ("transforms", "loss", "hooks")  # the parts that are not the model's or
 
 @dataclass(frozen=True)
 class Trained:
-    """The training run of a variant."""
-
     accuracy: float | None = None  # top-1 after the last epoch, 0 to 1; None if it failed
     seconds: float | None = None  # of all epochs, including evaluation, starting of workers and compiling
     seconds_to_target: float | None = None  # None if the target was not reached
@@ -42,8 +38,6 @@ class Trained:
 
 @dataclass(frozen=True)
 class Accuracies:
-    """The training runs of all variants."""
-
     epochs: int  # of each
     target: float | None  # the top-1 accuracy, 0 to 1, of the time to accuracy
     rows: Mapping[VariantId, Trained]  # the completed runs, plain PyTorch first
@@ -74,7 +68,6 @@ class Row:
 
     @property
     def note(self) -> str:
-        """Why it was not measured; empty if it was."""
         return "" if self.missing is None else str(self.missing)
 
 
@@ -208,10 +201,8 @@ class LedgerData:
     @property
     def time_breakdown(self) -> dict[str, float]:
         """Fractions of the full pipeline's time, 0 to 1: waiting for data; batch transforms, forward, loss, backward,
-        step and hooks, see `Phase`; other, which is the loop. Empty if not measured.
-
-        Means over separate trials that synchronize the GPU after each phase.
-        """
+        step and hooks; other, which is the loop. Means over separate trials that synchronize the GPU after each phase;
+        empty if not measured."""
         if SPLIT not in self.rounds[0]:
             return {}
         trials = [trials[SPLIT] for trials in self.rounds]
@@ -240,12 +231,9 @@ class LedgerData:
 
     @property
     def extras_share(self) -> float | None:
-        """Fraction of training time spent in the extras' own code, 0 to 1; None if not measured.
-
-        It is timed inside the trials that have the extras, and so is far more precise than `extras`, which compares
-        trials and includes what the extras slow down elsewhere. It is an upper bound: a short trial logs and draws
-        once, more often than `fit`, which logs every 50 steps and draws twice a second.
-        """
+        """Fraction of training time spent in the extras' own code, 0 to 1; None if not measured. Timed inside trials
+        that have them, it is far more precise than `extras`, which includes what they slow down elsewhere. It is an
+        upper bound: a short trial logs and draws once; `fit` logs every 50 steps, and draws twice a second."""
         trials = [trials[EXTRAS] for trials in self.rounds if EXTRAS in trials]
         if not trials or not all(trial.parts for trial in trials):
             return None
@@ -253,8 +241,7 @@ class LedgerData:
 
     @property
     def others(self) -> dict[VariantId, Ratio]:
-        """Throughput with another loader over that with the pipeline's own: of the full pipeline, and of the loader
-        alone."""
+        """Throughput with another loader over that with the pipeline's own: full pipeline, and loader alone."""
         own = {"other": self.whole, "other_alone": LOADER}
         ratios = {one: self._ratio(one, own[one.kind]) for one in self.variants if one.kind in own}
         return {one: ratio for one, ratio in ratios.items() if ratio is not None}

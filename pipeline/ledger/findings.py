@@ -1,7 +1,5 @@
 """The conclusions of a ledger, in plain sentences: the bottleneck, whether the speedups compound, the caveats."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,17 +10,11 @@ from .data import ADDED, LedgerData
 ALIKE = 0.9  # ceilings with a ratio above this are both the bottleneck
 UNSURE = 0.1  # with a larger spread, whether the speedups compound is uncertain
 COSTS = 0.98  # a stage whose gain's interval is below this costs speed
-NOISE = (
-    1.1  # a pipeline so many times as fast as a ceiling shows that ceilings were measured on a busy machine
-)
-NOISY = (
-    0.3  # above this spread, conclusions are uncertain: a stage that seems to bring 1.3 × may bring nothing
-)
+NOISE = 1.1  # a pipeline so many times as fast as a ceiling shows that the machine was busy
+NOISY = 0.3  # above this spread, conclusions are uncertain: what seems to bring 1.3 × may bring nothing
 
 
 def bound(ledger: LedgerData) -> str:
-    """Return the bottleneck, how close the full pipeline gets to that limit, and what to change next; or that it is not
-    known, if the intervals do not tell."""
     missing = {one: ledger.why_not(one) for one in (ledger.whole, LOADER, MODEL) if not ledger.measured(one)}
     if missing:
         why = ", ".join(f"{one} {why.state if why else 'was not measured'}" for one, why in missing.items())
@@ -114,14 +106,10 @@ def _for_the_model(ledger: LedgerData) -> str:
         return f"{advice}: it computes in fp32; try precision='bf16'"
     if costly := _costly(ledger):
         return f"{advice}{costly}"
-    if not asked.get("compile", True):
-        return f"{advice}: try compile=True"
-    return advice
+    return advice if asked.get("compile", True) else f"{advice}: try compile=True"
 
 
 def compound(ledger: LedgerData) -> str:
-    """Return whether the gains alone multiply to the full pipeline's; empty with fewer than two, or if one was not
-    measured."""
     alone = [ledger.id_of_only(row.stage) for row in ledger.in_turn[1:]]
     if len(alone) < 2 or not all(map(ledger.measured, [*alone, ledger.whole])):
         return ""
@@ -148,7 +136,6 @@ def compound(ledger: LedgerData) -> str:
 
 
 def _in_the_way(ledger: LedgerData) -> str:
-    """Describe the stage that loses most of its gain on top of those before it."""
     stages, drops = ledger.stages, []
     for place, stage in enumerate(stages):
         alone, turn = stage.alone, stage.in_turn

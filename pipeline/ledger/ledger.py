@@ -95,11 +95,7 @@ def _plain(value: Any) -> Any:
     """Return plain JSON types: variants by display name; infinite numbers, which JSON does not have, as None."""
     if isinstance(value, Row):
         names = ("images_per_s", "ratio", "gain", "note")
-        return {
-            "name": value.name,
-            **asdict(value.id),
-            **{name: _plain(getattr(value, name)) for name in names},
-        }
+        return {"name": value.name, **asdict(value.id), **{one: _plain(getattr(value, one)) for one in names}}
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -137,17 +133,12 @@ class Ledger(LedgerData):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the full ledger as plain JSON types, including the raw rounds. An infinite upper end becomes None.
-
-        Variants are keyed by display name; `variants` has their identities.
-        """
+        Variants are keyed by display name; `variants` has their identities."""
         return {
-            **{name: _plain(getattr(self, name)) for name in DERIVED},
-            "level": self.level,
-            **self.facts,
+            **{name: _plain(getattr(self, name)) for name in DERIVED}, "level": self.level, **self.facts,
             **{name: _plain(getattr(self, name)) for name in WRITTEN},
-            "variants": [{"name": str(one), **asdict(one)} for one in self.variants],
-            "rounds": _plain(self.rounds),
-        }
+            "variants": [{"name": str(one), **asdict(one)} for one in self.variants], "rounds": _plain(self.rounds),
+        }  # fmt: skip
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -1,16 +1,11 @@
 """Measure a ledger: what each stage contributes, in interleaved trials, and which part is the bottleneck.
 
-All variants train on the same samples with the same loop; this is checked. In each round, every variant has one trial,
-an epoch over the same part of the data. Ratios are taken within a round, so that a drift of the machine's speed does
-not bias them.
-
-Plain PyTorch and the full pipeline are first; their first trials show what fits into the rest of the time budget. The
-stages in turn, each stage alone, and the full pipeline without each follow in this order, each only if there is time
-for some rounds of all variants so far. After the deadline no batch starts, and half a second later the running one is
-interrupted like by Ctrl-C; so a ledger exceeds its budget by at most one call into native code.
+In each round, every variant has one trial with the same loop on the same samples, which is checked. Ratios are taken
+within a round, so that a drift of the machine's speed does not bias them. The first trials of plain PyTorch and the
+full pipeline show what else fits into the time: the stages in turn, each stage alone, and the full pipeline without
+each follow, each only if there is time for some rounds of all so far. After the deadline no batch starts, and half a
+second later the running one is interrupted like by Ctrl-C: a ledger is late by at most one call into native code.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import gc
@@ -74,7 +69,6 @@ def measure(
     spec: PipelineSpec, *, seconds: float, within: float, accuracy: bool, epochs: int | None,
     target: float | None, other_loader: str | None, progress: bool,
 ) -> Ledger:  # fmt: skip
-    """Measure the ledger of a pipeline; see `Pipeline.ledger`."""
     check_measurable(seconds)
     if not is_number(within, "(0, 1)"):
         raise PlanError(f"within={within!r} must be between 0 and 1: 0.02 means intervals of ± 2 %.")
@@ -103,7 +97,6 @@ def measure(
 
 
 def _measured(plan: ResolvedPlan, others: list[Variant], budget: Budget, within: float) -> Ledger:
-    """Measure the ledger; raise LedgerInterrupted on Ctrl-C, and LedgerError if there is no ledger."""
     facts: dict[str, Any] = {
         "recipe": plan.recipe,
         "plan": Plan(plan.steps).to_dict()["steps"],
@@ -111,8 +104,7 @@ def _measured(plan: ResolvedPlan, others: list[Variant], budget: Budget, within:
             "loader": plan.data.loader,
             "precision": plan.distribution.precision,
             "compile": bool(plan.distribution.compile),
-            "bf16": choose_precision(plan.distribution)[0]
-            == "bf16",  # whether the device computes it natively
+            "bf16": choose_precision(plan.distribution)[0] == "bf16",  # computed natively by the device
         },
         "batch_size": plan.data.batch_size,
     }
@@ -146,7 +138,6 @@ def _train_each(
     ledger: Ledger, plan: ResolvedPlan, others: list[Variant], epochs: int, target: float | None,
     progress: bool,
 ) -> Ledger:  # fmt: skip
-    """Return the ledger with the accuracies; on Ctrl-C, LedgerInterrupted has those of the completed training runs."""
     rows: dict[VariantId, Trained] = {}
     interrupted = False
     try:
@@ -164,14 +155,11 @@ def _train_each(
 
 @dataclass
 class Record:
-    """The results of a measurement so far, without models, so that an exception can carry them. `first` has the first
-    trial of each variant, not interleaved, from which the duration of a round is estimated."""
+    """The results so far, without models, so that an exception can carry them."""
 
     variants: list[VariantId]  # in the order of a round: plain PyTorch first
-    first: dict[VariantId, Trial] = field(default_factory=dict)
-    rounds: list[dict[VariantId, Trial]] = field(
-        default_factory=list
-    )  # the complete ones, of the same variants
+    first: dict[VariantId, Trial] = field(default_factory=dict)  # trials, not interleaved
+    rounds: list[dict[VariantId, Trial]] = field(default_factory=list)  # complete, of the same variants
     failed: dict[VariantId, str] = field(default_factory=dict)
     left_out: dict[VariantId, str] = field(default_factory=dict)
     costs: dict[VariantId, Costs] = field(default_factory=dict)
@@ -192,13 +180,10 @@ class Record:
             trials.pop(one, None)
 
     def enough(self) -> bool:
-        """Return whether there are results for a ledger: plain PyTorch had a trial, and the full pipeline had one or
-        failed."""
         whole = self.in_turn[-1]
         return bool(self.rounds) or (PLAIN in self.first and (whole in self.first or whole in self.failed))
 
     def ledger(self, facts: Mapping[str, Any], interrupted: bool = False) -> Ledger | None:
-        """Return the ledger of the results so far; None if they are not `enough`."""
         if not self.enough():
             return None
         rounds = self.rounds or [{one: self.first[one] for one in self.variants if one in self.first}]
@@ -238,7 +223,6 @@ class _Measurement:
         self._deadline = budget.end - (PEAK_RESERVE if self._weighs else 0)
 
     def run(self) -> None:
-        """Measure; raise _NoLedger if plain PyTorch fails, or the time is too short."""
         with ExitStack() as stack:
             stack.callback(self._close)
             self._loaders = Loaders(stack)
@@ -291,7 +275,6 @@ class _Measurement:
                 record.costs[variant.id] = dataclasses.replace(record.costs[variant.id], peak_bytes=peak)
 
     def _open(self, group: list[Variant], batches: int) -> VariantRunner | None:
-        """Build and warm up the variants of one pipeline; return None if they failed."""
         first = group[0].id
         self._budget.show(f"warming up {first}")
         if perf_counter() > self._deadline:
@@ -318,11 +301,9 @@ class _Measurement:
         return None
 
     def _first(self, runner: VariantRunner) -> None:
-        """Run the first trials of a runner; in this process, training before the other variants."""
         left, seconds = runner.variants, 0.0
-        if (
-            self._batches == 1 and left[0] in self._record.first
-        ):  # plain PyTorch's trial of one batch still counts
+        # Plain PyTorch's trial of one batch still counts.
+        if self._batches == 1 and left[0] in self._record.first:
             left, seconds = left[1:], runner.seconds
         for chosen in [left] if runner.on_ranks else [left[:1], left[1:]]:
             if chosen and runner in self._runners:
@@ -334,8 +315,6 @@ class _Measurement:
     def _run_trials(
         self, runner: VariantRunner, chosen: list[VariantId], number: int, batches: int
     ) -> dict[VariantId, Trial]:
-        """Run trials of these variants, and return those that did not fail. Raise OutOfTime at the deadline, and
-        _NoLedger if plain PyTorch fails."""
         self._budget.show(f"round {number}, {chosen[0]}" if number else f"first trial of {chosen[0]}")
         trials, failed = runner.run(number, batches, chosen, self._deadline)
         for one, reason in failed.items():
@@ -366,15 +345,11 @@ class _Measurement:
             self._first(runner)
 
     def _fewest(self, seconds: float) -> int:
-        """Return the minimum number of batches of a trial, given the seconds of one batch: `MIN_BATCHES` if the full
-        pipeline's warm-up and some rounds of all its trials fit into half of the time, else fewer, at least one."""
         kinds = len(variants(self._plan)) - len(self._record.in_turn) + 2
         trials = 2 + kinds * (1 + MIN_ROUNDS)
         return min(max(int((self._deadline - perf_counter()) / 2 / (trials * seconds)), 1), MIN_BATCHES)
 
     def _add_further(self) -> None:
-        """Add another loader, the stages in turn, single stages, and the full pipeline without each, as far as there is
-        time."""
         between = [self._others] if self._others else []
         between += [[variant] for variant in in_turn(self._plan)[1:-1]]
         further = [[variant] for variant in alone_and_without(self._plan)]
@@ -426,7 +401,6 @@ class _Measurement:
                 longest = max(longest if number > 1 else 0.0, perf_counter() - start)
 
     def round(self, runners: list[VariantRunner], number: int, batches: int) -> dict[VariantId, Trial]:
-        """Run one trial of every variant; return those that did not fail, in the order of the rows."""
         step = -1 if number % 2 == 0 else 1  # every second round backwards: none always follows the same one
         trials: dict[VariantId, Trial] = {}
         for runner in runners[::step]:
@@ -459,8 +433,6 @@ def train_each(
     variants: Sequence[Variant], rows: dict[VariantId, Trained], epochs: int, target: float | None,
     progress: bool,
 ) -> None:  # fmt: skip
-    """Train each variant, plain PyTorch first, and add its row to `rows` as soon as it ends; without a target, it is
-    the final accuracy of the first."""
     with tqdm(
         total=len(variants), unit="training", disable=not (progress and is_interactive()), leave=False
     ) as bar:
@@ -480,15 +452,11 @@ def _trained(variant: Variant, epochs: int, target: float | None, sets_target: b
     accuracy = None if run.monitored is None else run.monitor.fraction(run.monitored)
     if target is None and sets_target:
         target = accuracy
-    return Trained(
-        accuracy,
-        sum(epoch.seconds for epoch in run.epochs),
-        None if target is None else seconds_to(target, run.epochs, run.monitor),
-    )
+    reached = None if target is None else seconds_to(target, run.epochs, run.monitor)
+    return Trained(accuracy, sum(epoch.seconds for epoch in run.epochs), reached)
 
 
 def seconds_to(target: float, history: Sequence[Epoch], monitor: Monitor) -> float | None:
-    """Return the seconds until the end of the first epoch whose metric reaches `target`; None if none does."""
     spent = 0.0
     for epoch in history:
         spent += epoch.seconds

@@ -1,7 +1,5 @@
 """The plot of a ledger: throughput with the ceilings, what each stage brings, and the time breakdown."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -20,15 +18,10 @@ PARTS = {
     "waiting": "#3f8f4f", "transforms": "#5b7fb0", "forward": "#c9643f", "loss": "#8a6fae", "backward": "#9c3a22",
     "step": "#d98a2b", "hooks": "#b9698f", "other": PALE,
 }  # fmt: skip
-BEHIND = {
-    "facecolor": "white",
-    "edgecolor": "none",
-    "pad": 0.5,
-}  # a text that the line of a ceiling may cross
+BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a text that a ceiling's line may cross
 
 
 def picture(ledger: LedgerData) -> Any:
-    """Return the plot as a matplotlib figure. Raise MissingExtra without matplotlib."""
     figure_class = require("matplotlib.figure", "plot", "draw the ledger").Figure
     heights = [1.5 + 0.42 * len(ledger.rows)]
     heights += [1.2 + 0.5 * len(ledger.stages)] if ledger.stages else []
@@ -75,7 +68,6 @@ def _errors(values: Sequence[Figure | Ratio]) -> list[list[float]]:
 
 
 def _label(axes: Any, place: int, ledger: LedgerData, row: Row, speed: Figure, *, inside: bool) -> None:
-    """Write the figures of a bar inside it if they fit, else after it."""
     over = ratio_text(ledger, row.ratio, row.id)
     if row.ratio and row.ratio.resolved:
         over = f"{row.ratio.value:.2f} ×"
@@ -88,7 +80,6 @@ def _label(axes: Any, place: int, ledger: LedgerData, row: Row, speed: Figure, *
 
 
 def _ceiling(axes: Any, ceiling: VariantId, value: float, reach: float, *, height: float) -> None:
-    """Draw a ceiling as a dashed line; if it is beyond the plot, name it at the edge."""
     color = CEILING[ceiling]
     if value <= reach:
         axes.axvline(value, color=color, linestyle="--", linewidth=1.2)
@@ -99,8 +90,7 @@ def _ceiling(axes: Any, ceiling: VariantId, value: float, reach: float, *, heigh
 
 
 def _gains(axes: Any, ledger: LedgerData) -> None:
-    """Draw each stage's gain alone, in turn and last; an unresolved one has no point: its interval would be wider than
-    the plot."""
+    """Draw each stage's gains; an unresolved one has no point: its interval would be wider than the plot."""
     stages = ledger.stages
     for number, (place, color) in enumerate(PLACES.items()):
         each = [(stage.alone, stage.in_turn, stage.last)[number] for stage in stages]
@@ -137,7 +127,6 @@ def _title(axes: Any, text: str) -> None:
 
 
 def caption(ledger: LedgerData) -> str:
-    """Return the text below the plot: all caveats, the conclusions, and how the ledger was measured."""
     made = f"{len(ledger.rounds)} interleaved round{'s' * (len(ledger.rounds) != 1)}"
     machine = ledger.facts.get("provenance")
     if machine:

@@ -1,7 +1,5 @@
 """The ledger as text: its tables for terminals and notebooks, and the sentences below them."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Mapping
 from itertools import pairwise
@@ -26,7 +24,6 @@ def html_text(ledger: LedgerData) -> str:
 
 
 def tables(ledger: LedgerData) -> list[Table]:
-    """Return the tables: rows and ceilings; stages; accuracies, if measured."""
     drawn = [_rows(ledger)]
     if len(ledger.stages) > 1:
         drawn.append(_stages(ledger))
@@ -66,8 +63,7 @@ def _rows(ledger: LedgerData) -> Table:
 
 
 def _overhead(ledger: LedgerData, extras: Ratio) -> str:
-    """Return the ratio of the trials with the extras, unless their interval tells nothing of an overhead of a few
-    percent: then `extras_share`, which is timed inside the trials, is all that is known."""
+    """If the interval is wider than a few percent, `extras_share`, timed inside the trials, is all that is known."""
     if not extras.resolved or ledger.extras_share is None:
         return UNRESOLVED if not extras.resolved else f"× {1 / extras.value:.2f}"
     known = extras.low > 1 or (extras.holds(1.0) and extras.spread <= PRECISE)
@@ -115,7 +111,6 @@ def _accuracies(measured: Accuracies) -> Table:
 
 
 def sentences(ledger: LedgerData) -> list[str]:
-    """Return the sentences below the tables; the bottleneck is last."""
     lines = []
     if ledger.time_breakdown:
         fractions = ", ".join(f"{name} {fraction:.0%}" for name, fraction in ledger.time_breakdown.items())
@@ -152,7 +147,6 @@ def _figure(one: Figure) -> str:
 
 
 def ratio_text(ledger: LedgerData, ratio: Ratio | None, one: VariantId, other: VariantId = PLAIN) -> str:
-    """Return the ratio of `one` over `other` with its interval; if one of them was not measured, the reason."""
     if ratio is not None:
         return ratio.text
     if ledger.measured(one):

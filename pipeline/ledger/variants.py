@@ -1,7 +1,5 @@
 """The variants of a ledger: plain PyTorch, the stages in turn, single stages, the full pipeline without one."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -22,8 +20,6 @@ from ..optim.config import OptionalGroups
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage that the pipeline adds to plain PyTorch."""
-
     name: str
     add: Callable[[PipelineSpec], PipelineSpec]
 
@@ -42,7 +38,6 @@ def plain(plan: ResolvedPlan) -> PipelineSpec:
 
 
 def stages(plan: ResolvedPlan) -> list[Stage]:
-    """Return the stages that the pipeline adds to plain PyTorch, in the plan's order."""
     data, how = plan.data, plan.distribution
     added = []
     if data.loader != "torch":
@@ -83,7 +78,6 @@ def _distribution_name(how: DistributedConfig) -> str:
 
 
 def in_turn(plan: ResolvedPlan) -> list[Variant]:
-    """Return plain PyTorch, then each stage on top of those before it, up to the full pipeline."""
     rows = [Variant(PLAIN, plain(plan))]
     for stage in stages(plan):
         rows.append(Variant(added_in_turn(stage.name), stage.add(rows[-1].spec)))
@@ -93,15 +87,12 @@ def in_turn(plan: ResolvedPlan) -> list[Variant]:
 
 
 def variants(plan: ResolvedPlan, *, copies: bool = False) -> list[Variant]:
-    """Return the variants of every ledger: the stages in turn, and the other variants of the full pipeline: ceilings
-    (with copies to a device, if there are any), time breakdown, and the overhead of `fit`'s extras."""
     rows = in_turn(plan)
     others = (LOADER, MODEL, *([COPY] if copies else []), SPLIT, EXTRAS)
     return rows + [Variant(one, rows[-1].spec) for one in others]
 
 
 def alone_and_without(plan: ResolvedPlan) -> list[Variant]:
-    """Return single stages, and the full pipeline without each, except those that are among the stages in turn."""
     start, added = plain(plan), stages(plan)
     one = [Variant(only(stage.name), stage.add(start)) for stage in added[1:]]
     if len(added) <= 2:

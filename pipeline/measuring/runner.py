@@ -1,7 +1,5 @@
 """Run the trials of variants: kept in this process, on ranks started for each round, or in a process of their own."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -57,8 +55,6 @@ def check_measurable(seconds: float) -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """A pipeline to measure, and the variant that it is."""
-
     id: VariantId
     spec: PipelineSpec
 
@@ -93,12 +89,8 @@ class Loaders:
 
 
 class VariantRunner:
-    """Runs the variants of one pipeline, training first, one after the other; ranks are started for each round.
-
-    `seconds` is what the last trials took, including starting ranks; `opening`, what building and warm-up took: 0 with
-    ranks, which do both in each trial. `variants` are those that have not failed, `costs` those of training. OutOfTime
-    is raised at the deadline (in `perf_counter` time). What was built is closed, as after any error.
-    """
+    """Runs the variants of one pipeline, training first; ranks are started for each round. At the deadline (in
+    `perf_counter` time), it raises OutOfTime, and what was built is closed, as after any error."""
 
     def __init__(
         self, group: Sequence[Variant], loaders: Loaders, batches: int = MIN_BATCHES,
@@ -106,9 +98,10 @@ class VariantRunner:
     ) -> None:  # fmt: skip
         start = perf_counter()
         self._plan, self._warm_up = group[0].plan, batches
-        self.variants = [variant.id for variant in group]
+        self.variants = [variant.id for variant in group]  # those that have not failed
         self.on_ranks = self._plan.needs_ranks
-        self.opening, self.seconds = 0.0, 0.0
+        self.opening = 0.0  # seconds of building and warm-up; 0 with ranks, which do both in each trial
+        self.seconds = 0.0  # of the last trials, including starting ranks
         self.costs = Costs()
         self._built: BuiltVariant | None = None
         self._stack = ExitStack()
@@ -125,11 +118,7 @@ class VariantRunner:
     def run(
         self, epoch: int, batches: int, variants: Sequence[VariantId], deadline: float = math.inf
     ) -> Results:
-        """Run a trial of each of these variants, in this order; `epoch` determines the samples.
-
-        If training failed, its model may be in any state, so the full group fails. At the deadline, OutOfTime is
-        raised, and running ranks are terminated.
-        """
+        """Run these trials. If training failed, its model may be in any state, so the full group fails."""
         start = perf_counter()
         if self._built is None:
             trials, failed = self._run_on_ranks(variants, epoch, batches, deadline)
@@ -175,8 +164,7 @@ def _run_here(
 
 
 def on_ranks(plan: ResolvedPlan, timeout: float | None, job: Callable[..., T], *arguments: Any) -> list[T]:
-    """Return what `job` returns on each rank of a plan, without waiting for ranks once one has failed: that, or more
-    than `timeout` seconds, raise StrategyError."""
+    """Return what `job` returns on each rank; once one has failed, or after `timeout` seconds, raise StrategyError."""
     how = plan.distribution
     return launch(
         job, *arguments, devices=how.ranks, device=how.device, collective_timeout=how.timeout, timeout=timeout,
@@ -204,7 +192,6 @@ def _trials_on_rank(
 
 
 def _merged(ranks: Sequence[tuple[Trial, Labels]]) -> Trial:
-    """Return the slowest rank's trial, with the digest of all ranks' labels."""
     slowest = max((trial for trial, _ in ranks), key=lambda trial: trial.seconds)
     return dataclasses.replace(slowest, samples=digest([labels for _, labels in ranks]))
 
@@ -213,8 +200,6 @@ def build_variant(
     plan: ResolvedPlan, loaders: Loaders, stack: ExitStack, batches: int = MIN_BATCHES,
     deadline: float = math.inf,
 ) -> tuple[BuiltVariant, Costs]:  # fmt: skip
-    """Build a pipeline on this rank, warm it up by training, and return it with its costs. Raise OutOfTime at the
-    deadline."""
     before = _allocated()
     with fork_rng(plan.seed):
         built = stack.enter_context(build(plan))
@@ -266,11 +251,8 @@ def largest(ranks: Sequence[Costs]) -> Costs:
 
 
 def peak_bytes(plan: ResolvedPlan, batches: int, seconds: float) -> int | None:
-    """Return the peak memory of a rank that trains twice on each of some batches; the maximum over all ranks.
-
-    It is that of the full process, including interpreter, torch and mapped pages of the data file, without the loader's
-    processes. None if the system does not report it (Linux does). StrategyError after these seconds, or if a rank dies.
-    """
+    """Return a rank's peak memory, training twice on each batch: of the process, with mapped pages of the data file,
+    without the loader's processes; None if unknown. StrategyError after `seconds`, or if a rank dies."""
     peaks = on_ranks(plan, seconds, _peak_of_rank, plan, batches)
     return max((peak for peak in peaks if peak is not None), default=None)
 
@@ -282,8 +264,7 @@ def _peak_of_rank(plan: ResolvedPlan, batches: int) -> int | None:
 
 
 def resident_peak() -> int | None:
-    """Return this process's peak resident memory in bytes; None if /proc does not report it. Not from getrusage: on
-    Linux, a new process inherits its parent's peak there."""
+    """Return bytes, if /proc reports them. In getrusage, on Linux, a process inherits its parent's peak."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -307,12 +288,8 @@ class Failed(Exception):
 
 
 class ProcessRunner:
-    """Runs a variant in a process of its own, with additional environment variables; closing it ends the process.
-
-    Environment variables are read when Python starts, and a process that the system kills for lack of memory must not
-    be the user's. Costs are not measured. Raises Failed if the pipeline cannot be built or the process dies, OutOfTime
-    at the deadline, and Drivetrain's errors as `Pipeline.fit`.
-    """
+    """Runs a variant in a process of its own: environment variables are read when Python starts, and what the system
+    kills for lack of memory must not be the user's own. Raises Failed, OutOfTime, and errors as `Pipeline.fit`."""
 
     def __init__(self, variant: Variant, variables: Mapping[str, str], batches: int, deadline: float) -> None:
         self._deadline, self.costs = deadline, Costs()
@@ -335,7 +312,6 @@ class ProcessRunner:
             raise
 
     def trial(self, epoch: int, batches: int) -> Trial:
-        """Train on these batches; `epoch` determines the samples. Raise Failed or OutOfTime."""
         with suppress(BrokenPipeError):
             self._line.send((epoch, batches))
         trial = self._received()
@@ -343,7 +319,6 @@ class ProcessRunner:
         return trial
 
     def close(self) -> None:
-        """End the process, and the processes that it started."""
         self._line.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(PATIENCE if perf_counter() < self._deadline else 0)
@@ -372,17 +347,14 @@ class ProcessRunner:
 
 
 def serve(line: int) -> None:
-    """Answer on this descriptor until the other side closes it."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(FIRST_TO_KILL)
     with Connection(line) as connection, suppress(EOFError, BrokenPipeError):
-        job = cloudpickle.loads(connection.recv_bytes())
-        job(connection)
+        cloudpickle.loads(connection.recv_bytes())(connection)
 
 
 def _answer(variant: Variant, batches: int, line: Connection) -> None:
-    """Build the pipeline, and train as requested: pairs of an epoch and a number of batches. Only the other side looks
-    at the time."""
+    """Build, and train as asked: an epoch and a number of batches. Only the other side looks at the time."""
     with ExitStack() as stack:
         stack.enter_context(fork_rng(variant.spec.seed))
         try:

@@ -1,7 +1,4 @@
-"""Consistent speeds with quartiles, ratios with confidence intervals, and tests that may end after any of several
-looks."""
-
-from __future__ import annotations
+"""Speeds with quartiles, ratios with confidence intervals, and tests that may end after any of several looks."""
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -25,8 +22,7 @@ UNRESOLVED = "not resolved"
 
 @dataclass(frozen=True)
 class Figure:
-    """A measured quantity: its typical `value` over `n` rounds, and their quartiles `low` and `high`, which include
-    it."""
+    """A measured quantity: its typical `value` over `n` rounds, and their quartiles, which include it."""
 
     value: float
     low: float
@@ -35,13 +31,8 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Ratio:
+class Ratio(Figure):
     """A ratio from `n` rounds, taken within each round, and its confidence interval, `low` to `high`."""
-
-    value: float
-    low: float
-    high: float
-    n: int
 
     @property
     def spread(self) -> float:
@@ -62,14 +53,10 @@ class Ratio:
 
 
 class Levels(Generic[K]):
-    """The typical speeds of all variants on one scale, fitted to rounds in which every variant had a trial.
-
-    The model: the logarithm of a trial's speed is the sum of its variant's level, the round's effect (the machine's
-    drift, shared by all variants of a round) and noise. A variant's level is the trimmed mean of its trials after
-    removing the rounds' effects; a ratio is the ratio of two levels. So the faster of two variants always has a ratio
-    above 1, and gains multiply; separately estimated medians of speeds and ratios of rounds could contradict each
-    other. With up to four rounds nothing is trimmed, and all values are geometric means.
-    """
+    """The typical speeds of all variants on one scale. The logarithm of a trial's speed is the sum of its variant's
+    level, the round's effect (the machine's drift) and noise; a level is the trimmed mean of the trials without the
+    rounds' effects. So the faster of two variants always has a ratio above 1, and gains multiply, which separate
+    medians could contradict. With up to four rounds nothing is trimmed, and all values are geometric means."""
 
     def __init__(self, rounds: Sequence[Mapping[K, float]]) -> None:
         names = list(rounds[0])
@@ -95,8 +82,7 @@ class Levels(Generic[K]):
         return self.product({over: 1, under: -1} if over != under else {}, level)
 
     def product(self, powers: Mapping[K, int], level: float = LEVEL) -> Ratio:
-        """Return the product of the levels, each to its power; the powers sum to 0, so that within rounds the drift
-        cancels."""
+        """Return the product of the levels, each to its power; these sum to 0, so that the drift cancels."""
         rounds = len(next(iter(self._logs.values())))
         if not any(powers.values()):
             return Ratio(1.0, 1.0, 1.0, rounds)
@@ -106,19 +92,14 @@ class Levels(Generic[K]):
 
 
 def ratio(ratios: Sequence[float], level: float = LEVEL) -> Ratio:
-    """Return a ratio from one value per round, with its confidence interval: Student's t of the trimmed mean of the
-    logarithms (Tukey and McLaughlin 1963; Yuen 1974).
-
-    Logarithms treat a ratio and its inverse alike. Trimming removes rounds in which the machine was briefly busy, one
-    of which would shift a mean and widen its interval. The interval of a single round is from 0 to infinity.
-    """
+    """Return a ratio from one value per round: Student's t of the trimmed mean of the logarithms (Tukey and McLaughlin
+    1963; Yuen 1974), which treat it and its inverse alike. Rounds in which the machine was busy are trimmed."""
     one = _trimmed(np.log(np.asarray(ratios, np.float64)))
     return _interval(one.mean, _half(one, level), len(ratios))
 
 
 def ratio_of_means(over: Sequence[float], under: Sequence[float], level: float = LEVEL) -> Ratio:
-    """Return the ratio of two quantities measured in separate rounds: as `ratio`, with Welch's degrees of freedom,
-    rounded down."""
+    """Return the ratio of quantities of separate rounds: as `ratio`, with Welch's degrees of freedom, rounded down."""
     one, two = (_trimmed(np.log(np.asarray(values, np.float64))) for values in (over, under))
     total, least = one.square + two.square, min(one.freedom, two.freedom)
     weights = sum(side.square**2 / side.freedom for side in (one, two)) if least else 0.0
@@ -128,8 +109,6 @@ def ratio_of_means(over: Sequence[float], under: Sequence[float], level: float =
 
 
 class _Trimmed(NamedTuple):
-    """A trimmed mean, its squared standard error, and the degrees of freedom."""
-
     mean: float
     square: float
     freedom: int
@@ -158,11 +137,8 @@ def _interval(log: float, half: float, n: int) -> Ratio:
 
 @lru_cache
 def t_quantile(level: float, freedom: int) -> float:
-    """Return how many standard errors the two-sided interval of Student's t extends to each side.
-
-    With t = √ν tan u, its density is cos^(ν-1) u on a finite range, integrated numerically here: within 1e-4 of
-    tabulated values, without SciPy.
-    """
+    """Return the standard errors to each side of a two-sided interval of Student's t. With t = √ν tan u, its density is
+    cos^(ν-1) u on a finite range, integrated numerically: within 1e-4 of tabulated values, without SciPy."""
     angle = np.linspace(0, np.pi / 2, 200_001)
     density = np.cos(angle) ** (freedom - 1)
     steps = np.cumsum((density[1:] + density[:-1]) / 2)
@@ -191,8 +167,7 @@ ENOUGH = 0.95
 
 
 def judge(ratios: Sequence[float], least: float = 1.0) -> tuple[Verdict, Ratio]:
-    """Return the verdict on a change, given its speed over that without it in each round, and the interval that it is
-    from, which must exceed `least` to accept it."""
+    """Return the verdict on a change, and the interval of its ratios of speeds, above `least` if it is accepted."""
     n = len(ratios)
     strict = ratio(ratios, 1 - ERROR / len(LOOKS))
     if n not in LOOKS:
@@ -211,14 +186,8 @@ ACCURACY_ERROR = 0.05
 """Twice the probability that a change with just this loss is accepted: the interval has two ends."""
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(Figure):
     """The mean difference of `n` pairs of accuracies, and its confidence interval, `low` to `high`."""
-
-    value: float
-    low: float
-    high: float
-    n: int
 
 
 def judge_accuracy(differences: Sequence[float]) -> tuple[Kept, Difference]:

@@ -1,7 +1,5 @@
 """A trial: a variant trains (or only loads, computes or copies) on some batches, and is timed."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -43,8 +41,7 @@ Labels = list[NDArray[Any]]  # of each of this rank's batches, in order
 
 @dataclass(frozen=True)
 class SchedulePhase:
-    """A phase of a run: the image size, the progress, which sets the frozen layers, and its share of the run, 0 to
-    1."""
+    """A phase of a run: image size, progress, which sets the frozen layers, and share of the run, 0 to 1."""
 
     image_size: ImageSize
     progress: float
@@ -52,12 +49,8 @@ class SchedulePhase:
 
 
 def phases(transforms: Sequence[Transform], image_size: ImageSize) -> list[SchedulePhase]:
-    """Return the phases that a trial runs, so that its time per step is the run's average.
-
-    Between the points where a schedule starts and stops changing, Simpson's rule weights start, middle and end. It is
-    exact if the time of a step is a polynomial of up to third degree in the side (it grows with the square) and linear
-    in the frozen fraction. Without such a schedule there is one phase. Equal phases are merged.
-    """
+    """Return the phases whose average is the run's time per step: Simpson's rule where a schedule changes, exact if the
+    time is of up to third degree in the side (it grows with the square) and linear in the frozen fraction."""
     points = {0.0, 1.0}.union(*(transform.turning_points for transform in transforms))
     shares: dict[tuple[ImageSize, float], float] = defaultdict(float)
     for begin, end in pairwise(sorted(points)):
@@ -75,8 +68,6 @@ def phases(transforms: Sequence[Transform], image_size: ImageSize) -> list[Sched
 
 @dataclass
 class BuiltVariant:
-    """What a variant's trials need on this rank."""
-
     built: Built
     phases: Sequence[SchedulePhase]
     loader: Callable[[ImageSize], EpochLoader]
@@ -87,12 +78,8 @@ def run_trial(
     variant: BuiltVariant, kind: Workload, epoch: int, batches: int, deadline: float = math.inf,
     observer: Observer | None = None,
 ) -> tuple[Trial, Labels]:  # fmt: skip
-    """Run a trial over `batches` global batches; return it with this rank's labels. Raise OutOfTime before the first
-    batch that would start after the deadline (in `perf_counter` time).
-
-    If a schedule changes the image size or the frozen layers, the trial runs in each of its phases, on the same
-    samples, weighted by the phase's share of a full run. `observer` follows the steps of kind "train".
-    """
+    """Run a trial over `batches` global batches, in each phase of a schedule on the same samples; return it with this
+    rank's labels. Raise OutOfTime before a batch after the deadline (in `perf_counter` time)."""
     results = []
     for phase in variant.phases:
         with variant.settings(), _frozen(variant, phase):
@@ -169,12 +156,11 @@ def _run_phase(
             parts = {"extras": extras.seconds} if extras else parts
         _wait_for(engine)
         seconds = perf_counter() - start
-    trial = Trial(images, seconds, waited, parts=parts)
-    return trial, [labels.cpu().numpy() for labels in seen]
+    return Trial(images, seconds, waited, parts=parts), [labels.cpu().numpy() for labels in seen]
 
 
 @contextmanager
-def _extras(engine: Engine, steps: int, batch_size: int) -> Iterator[TimedObservers]:
+def _extras(engine: Engine, steps: int, batch_size: int) -> Iterator["TimedObservers"]:
     """Yield the observers that `fit` adds: progress bar (to /dev/null), CSV log (to a temporary folder) and guard.
     Checkpoints are excluded: they are saved per epoch, and a trial is not an epoch."""
     lead = engine.rank == 0
@@ -214,8 +200,7 @@ class TimedObservers(Observers):
 
 
 class RecordingGuard(NonFiniteGuard):
-    """Check every loss without raising: a ledger trains at the peak learning rate from the start, and discards its
-    weights."""
+    """Check without raising: a ledger trains at the peak learning rate from the start, and discards its weights."""
 
     def _judged(self, step: int, losses: list[float]) -> bool:
         with suppress(NonFiniteError):
@@ -238,8 +223,7 @@ def _recorded(loader: EpochLoader, seen: list[Any]) -> Iterator[Batch]:
 
 
 def digest(ranks: Sequence[Labels]) -> str:
-    """Return a digest of the labels of all global batches in order, given each rank's share; independent of the world
-    size."""
+    """Return a digest of all global batches' labels, given each rank's share; independent of the world size."""
     sha = hashlib.sha256()
     for shares in zip(*ranks, strict=True):
         sha.update(np.ascontiguousarray(np.concatenate(shares)).astype(np.float64).tobytes())

@@ -1,7 +1,5 @@
 """The variants of a pipeline that are measured, and the results of their trials."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -38,13 +36,8 @@ WORKLOADS: dict[Kind, Workload] = {
 
 @dataclass(frozen=True)
 class VariantId:
-    """The identity of a variant.
-
-    `kind`: `plain` is plain PyTorch; `in_turn` has the stages up to this one; `only` is plain PyTorch with only this
-    stage; `without` is the full pipeline without it; `other` is the full pipeline with another loader, and
-    `other_alone` that loader. The others run the full pipeline or a part of it; see `Workload`. `stage` is the stage or
-    the loader that the kind needs.
-    """
+    """A variant: `in_turn` has the stages up to `stage`, `only` just this one, `without` all others; `other` has the
+    loader `stage`, `other_alone` is that loader. The others run the full pipeline or a part of it, see `Workload`."""
 
     kind: Kind
     stage: str = ""
@@ -67,22 +60,18 @@ SPLIT, EXTRAS = VariantId("split"), VariantId("extras")
 
 
 def in_turn(stage: str) -> VariantId:
-    """Return the identity of this stage on top of those before it."""
     return VariantId("in_turn", stage)
 
 
 def only(stage: str) -> VariantId:
-    """Return the identity of plain PyTorch with only this stage."""
     return VariantId("only", stage)
 
 
 def without(stage: str) -> VariantId:
-    """Return the identity of the full pipeline without this stage."""
     return VariantId("without", stage)
 
 
 def other(loader: str) -> tuple[VariantId, VariantId]:
-    """Return the identities of the full pipeline with this loader in place of its own, and of this loader alone."""
     return VariantId("other", loader), VariantId("other_alone", loader)
 
 
@@ -91,8 +80,6 @@ PARTS = ("transforms", "forward", "loss", "backward", "step", "hooks")  # the pa
 
 @dataclass(frozen=True)
 class Trial:
-    """One measurement."""
-
     images: Annotated[int, Meta(gt=0)]  # over all ranks
     seconds: Annotated[float, Meta(gt=0, lt=1e9)]
     waited: Annotated[float, Meta(ge=0)]  # of `seconds`, for data
@@ -114,8 +101,7 @@ class Costs:
 
 
 def same_samples(trials: dict[VariantId, Trial]) -> None:
-    """Raise DrivetrainError, naming two variants, if the trials of a round had different samples or batches: their
-    speeds cannot be compared."""
+    """Raise DrivetrainError if trials of a round had different samples or batches: speeds cannot be compared."""
     first, *others = [one for one in trials if one not in (MODEL, COPY)]  # these repeat one batch
     for other in others:
         if (trials[other].samples, trials[other].images) != (trials[first].samples, trials[first].images):

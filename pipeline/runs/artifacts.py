@@ -39,26 +39,22 @@ class FitJob(FitConfig):
 
     @property
     def saves(self) -> bool:
-        """Whether the run saves checkpoints, and so one at Ctrl-C."""
         return self.folder is not None and self.checkpoints is not None
 
 
 @dataclass
 class RankResult:
-    """The result of a rank: the history of the finished epochs, and the weights after the last of them, on the CPU, by
-    plain names. Only ranks that return weights to a caller have them: rank 0; with `FitJob.each_rank`, all ranks at the
-    end of training. `callbacks` has the states of this rank's callbacks at the end, by class name."""
+    """The result of a rank. Only ranks that return weights to a caller have them: rank 0; with `FitJob.each_rank`, all
+    ranks at the end of training."""
 
-    state: ModelState = field(default_factory=ModelState)
+    state: ModelState = field(default_factory=ModelState)  # after the last epoch, on the CPU, by plain names
     history: History = field(default_factory=History)
-    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # states at the end, by class name
 
 
 class RunArtifacts(Observer):
-    """Keep history and weights, in memory and in the run's folder; write texts and curves; print messages.
-
-    Every rank has one, which updates its `outcome` after each epoch; only rank 0, the `lead`, writes and prints.
-    """
+    """History and weights, in memory and in the run's folder. Every rank has one, which updates its `outcome` after
+    each epoch; only rank 0, the `lead`, writes and prints."""
 
     def __init__(self, job: FitJob, outcome: RankResult, lead: bool, facts: dict[str, Any]) -> None:
         self._job, self._outcome, self._lead = job, outcome, lead
@@ -79,8 +75,7 @@ class RunArtifacts(Observer):
             write(self._folder, with_trained(self._job.texts, self.history.facts))
 
     def keep(self, history: History, weights: Weights, within: int = 0) -> None:
-        """Store weights and history of the same moment, in memory and on disk: after an epoch, or `within` steps of
-        the next, if the run was stopped there. Every rank must call it."""
+        """Store weights and history after an epoch, or `within` steps of the next. Every rank must call it."""
         epochs = len(history.epochs)
         with interrupts_held():
             self._outcome.state = ModelState()  # release the old weights before gathering: one copy at a time
@@ -101,8 +96,7 @@ class RunArtifacts(Observer):
             self.history.save(self._folder / HISTORY)
 
     def resume(self, history: History) -> None:
-        """Restore the finished epochs when resuming in the middle of the next one. Their weights are not in the
-        checkpoint, but in the run's folder if its history has the same epochs."""
+        """Restore the finished epochs, with weights if the run's folder has those of the same epochs."""
         self._outcome.history = history
         if self._folder is None or not history.epochs:
             return
@@ -117,6 +111,5 @@ class RunArtifacts(Observer):
             self._next_picture = perf_counter() + PICTURE
 
     def echo(self, text: str) -> None:
-        """Print a line on rank 0, if the run shows progress."""
         if self._lead and self._job.progress:
             echo(text)

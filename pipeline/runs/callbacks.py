@@ -1,7 +1,5 @@
 """Run the user's callbacks at a run's events, and let its ranks agree on errors and stops."""
 
-from __future__ import annotations
-
 import json
 import traceback
 import warnings
@@ -27,15 +25,13 @@ States = dict[str, dict[str, Any]]
 
 
 def run_options(plan: ResolvedPlan, logs: bool) -> RunOptions:
-    """Return what callbacks can check; there are no metrics without validation data."""
     names = () if plan.data.val is None else ("val_loss", *plan.task.names)
     known = scales(plan.task) if names else {}
     return RunOptions(names, logs, {name: scale.higher_is_better for name, scale in known.items()})
 
 
 def check_callbacks(callbacks: Sequence[Callback], options: RunOptions, *, pickled: bool) -> None:
-    """Raise PlanError for a callback that cannot work in this run, cannot be pickled if it is sent to other processes,
-    or whose state is not JSON values."""
+    """Raise PlanError for a callback that cannot work in this run, or be pickled, or whose state is not JSON."""
     for one in callbacks:
         one.check(options)
         if pickled:
@@ -63,19 +59,11 @@ def state_of(callback: Callback) -> dict[str, Any]:
 
 
 class RunCallbacks(Observer):
-    """The callbacks of a run as one observer, on one rank.
-
-    After each step (if one of them overrides `on_step_end`), evaluation and epoch, the ranks exchange whether a
-    callback failed or asked for a stop: one reduction of as many numbers as there are ranks. On CUDA the numbers of a
-    step are read after the next one, so that the device does not wait for the host.
-
-    The reduction has its own process group, on the CPU: while one rank fails, another may be in a collective of its
-    callback, which the failed rank never joins. A rank whose callback failed waits `PATIENCE` seconds for the others;
-    then it raises its error alone, and the launcher ends the other ranks.
-
-    An epoch has `steps`, and is evaluated by `evaluate`, which notifies the observers, every `eval_every` of them.
-    `stop` stores weights and results of a run that is stopped, with the reason.
-    """
+    """The callbacks of a run as one observer, on one rank. After each step (if one of them overrides `on_step_end`),
+    evaluation and epoch, the ranks exchange whether a callback failed or asked for a stop: one reduction, of which CUDA
+    ranks read a step's after the next, so that the device does not wait for the host. It has its own process group, on
+    the CPU: another rank may be in a collective of its callback, which a failed one never joins. So a failed rank waits
+    `PATIENCE` seconds for the others; then it raises its error alone, and the launcher ends the other ranks."""
 
     def __init__(
         self, callbacks: Sequence[Callback], engine: Engine, view: RunView, steps: int, eval_every: int | None,
@@ -99,7 +87,6 @@ class RunCallbacks(Observer):
         return sorted(set(states) - {type(one).__name__ for one in self._all})
 
     def states(self) -> States:
-        """Return the states of the callbacks that have one, by class name."""
         states = {type(one).__name__: state_of(one) for one in self._all}
         return {name: state for name, state in states.items() if state}
 
@@ -121,7 +108,6 @@ class RunCallbacks(Observer):
                 self._view._gradients = self._engine.gradients()
 
     def on_step_end(self, state: TrainState) -> None:
-        """Call `on_step_end`, evaluate if due, and agree."""
         ends = state.meter.steps >= self._steps
         if self._at_steps:
             self._view._loss = state.step_loss
@@ -141,7 +127,6 @@ class RunCallbacks(Observer):
             self._end(state)
 
     def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:  # noqa: ARG002
-        """Call `on_evaluation_end`; the caller agrees."""
         self._view._metrics = dict(evaluation.results)
         self._call("on_evaluation_end")
         self._send()
@@ -156,7 +141,6 @@ class RunCallbacks(Observer):
             self._end(state)
 
     def finish(self) -> States:
-        """Call `on_fit_end` after training, and return the states of the callbacks."""
         self._started = False
         self._call("on_fit_end")
         self._agree()
@@ -197,7 +181,6 @@ class RunCallbacks(Observer):
             return None
 
     def _agree(self, *, late: bool = False) -> None:
-        """Raise on every rank if a callback failed on any; else note the reason if one asked for a stop."""
         if not self._all:
             return
         exchange = self._send()
@@ -212,16 +195,14 @@ class RunCallbacks(Observer):
         if FAILED in codes:
             self._raise(codes.index(FAILED))
         if STOP in codes and not self._agreed:
-            first = codes.index(STOP)
-            self._agreed = broadcast_text(self._engine, self._view._reason or "", first)
+            self._agreed = broadcast_text(self._engine, self._view._reason or "", codes.index(STOP))
 
     @property
     def _code(self) -> int:
         return FAILED if self._failure else STOP if self._view._reason else 0
 
     def _send(self) -> Exchange | None:
-        """Send this rank's code to the others, if there are any. If a callback failed here, wait until they have sent
-        theirs: before that, one may be in a collective of its callback."""
+        """If a callback failed, wait until the others have sent: before that, one may be in a collective of its own."""
         if self._group is None:
             return None
         exchange = Exchange(self._group, self._code)
@@ -238,8 +219,7 @@ class RunCallbacks(Observer):
         return f"{event} failed on rank {self._engine.rank}: {type(error).__name__}: {error}\n\n{trace}"
 
     def _raise(self, rank: int) -> None:
-        """Raise the failure of `rank`, the first that failed: in a single process unchanged, else with its traceback
-        in the message."""
+        """Raise the failure of `rank`: in a single process unchanged, else with its traceback in the message."""
         if self._engine.world_size == 1 and self._failure is not None:
             raise self._failure[1]
         text, cause = "", None if self._failure is None else self._failure[1]

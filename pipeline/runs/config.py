@@ -23,7 +23,6 @@ STOPPING = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 
 
 def _make_callbacks(given: Sequence[Any]) -> tuple[Callback, ...]:
-    """Return callbacks, of which some are given as `{name, …options}`."""
     from ..callbacks.callback import Callback
 
     made: dict[str, Callback] = {}
@@ -78,11 +77,7 @@ def _checkpoints() -> type[Checkpoints]:
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig(FitOptions):
-    """The options of `Pipeline.fit`.
-
-    Raises:
-        PlanError: naming the invalid value.
-    """
+    """The options of `Pipeline.fit`. Raises PlanError, naming the invalid value."""
 
     epochs: int | None = None
     """Passes over the training data; None: the recipe's."""

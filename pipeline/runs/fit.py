@@ -1,7 +1,5 @@
 """Train a pipeline in this process, or on the ranks that the strategy requires."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -121,7 +119,6 @@ def _echo(note: str, progress: bool) -> None:
 
 
 def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
-    """Train on this rank; rank 0 shows progress, saves after each epoch, and returns the weights."""
     outcome = RankResult()
     minutes = None if job.checkpoints is None or not is_main_process() else job.checkpoints.every_minutes
     requests = Requests(minutes)
@@ -144,6 +141,5 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
 
 
 def _finish(plan: ResolvedPlan, outcome: RankResult) -> FitResult:
-    """Return the trained model, rebuilt in this process from the ranks' weights, with history and reports."""
     model, reports = rebuild_model(plan.spec, plan.transforms, outcome.state)
     return FitResult(model.eval(), outcome.history, reports, Plan(plan.steps), plan.transforms, plan.spec)

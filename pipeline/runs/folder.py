@@ -1,8 +1,5 @@
-"""A run's folder: its lock, the remains of earlier runs, and its files other than weights and checkpoints: recipe,
-plan and curves. If it is at an address, these are taken up when a run begins, and uploaded while it trains and when it
-ends."""
-
-from __future__ import annotations
+"""A run's folder: its lock, the remains of earlier runs, and its recipe, plan and curves. If it is at an address, its
+files are taken up when a run begins, and uploaded while it trains and when it ends."""
 
 import json
 import os
@@ -50,8 +47,7 @@ def make_folder(folder: Path) -> Path:
 
 @contextmanager
 def lock_run_dir(folder: Path) -> Iterator[None]:
-    """Lock the folder against other runs inside the block. The system releases the lock when the process ends. It is on
-    the folder itself, so it leaves no file. On file systems without such locks, this does nothing."""
+    """Lock the folder itself, so that no file is left, even after a crash; without effect if its file system cannot."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # NFS can only lock what is open for writing
@@ -91,7 +87,6 @@ def clear_results(folder: Path) -> None:
 
 
 def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
-    """Return the texts of `plan.txt` and `recipe.yaml` by file name, and a note on what cannot be written, or ""."""
     texts, note = {PLAN: f"{Plan(plan.steps)!r}\n"}, ""
     try:
         recipe = to_recipe(plan.spec)
@@ -107,7 +102,6 @@ def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
 
 
 def with_trained(texts: dict[str, str], facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts with the key `trained` in the recipe: the run's task, preprocessing and classes."""
     if RECIPE not in texts or "inputs" not in facts:
         return texts
     trained = {"task": facts.get("task"), **facts["inputs"]}
@@ -119,7 +113,6 @@ def with_trained(texts: dict[str, str], facts: Mapping[str, Any]) -> dict[str, s
 
 
 def write(folder: Path, texts: dict[str, str]) -> None:
-    """Write the texts by file name. Remove an earlier run's plan and recipe if `texts` lacks them."""
     for name in {PLAN, RECIPE} - set(texts):
         _remove(folder / name)
     for name, text in texts.items():
@@ -140,7 +133,6 @@ def _remove(path: Path) -> None:
 
 
 def read_history(folder: Path) -> History | None:
-    """Return the history in the folder; None if there is none, or the file is not Drivetrain's."""
     try:
         return History.from_dict(json.loads((folder / HISTORY).read_bytes()))
     except (OSError, ValueError, RecursionError):
@@ -148,8 +140,7 @@ def read_history(folder: Path) -> History | None:
 
 
 def draw_curves(folder: Path) -> str:
-    """Draw `curves.png` from the history in the folder, on rank 0. Return a note on why there is no plot; "" if there
-    is one, or nothing to draw. It never raises: the result or the error of the run is worth more than the plot."""
+    """Draw `curves.png` on rank 0, or return a note on why not. It never raises: the run is worth more than a plot."""
     if not is_main_process() or not os.path.lexists(folder / HISTORY):
         return ""
     try:
@@ -170,8 +161,7 @@ def draw_curves(folder: Path) -> str:
 
 
 def taken_up(folder: Path | None, resume: str | Path | None) -> str:
-    """On rank 0, make the local copy of a run what is at its address, before the run begins; leave any other folder as
-    it is. Return a note for the user, or ""."""
+    """On rank 0, make a run's local copy what is at its address; leave other folders. Return a note, or ""."""
     remote = RemoteRun.at(folder) if is_main_process() else None
     if folder is None or remote is None:
         return ""
@@ -182,8 +172,7 @@ def taken_up(folder: Path | None, resume: str | Path | None) -> str:
 
 @contextmanager
 def published(folder: Path | None) -> Iterator[None]:
-    """On rank 0, upload what the block leaves in the local copy of a run, and then remove the copy. After an error, try
-    to, and keep the copy."""
+    """On rank 0, upload what the block leaves in a run's local copy, and remove the copy; after an error, keep it."""
     remote = RemoteRun.at(folder) if is_main_process() else None
     if folder is None or remote is None:
         yield
@@ -207,8 +196,6 @@ def published(folder: Path | None) -> Iterator[None]:
 
 @contextmanager
 def uploading_from(address: str) -> Iterator[Path]:
-    """Yield a temporary folder, whose files are uploaded to `address` after the block, also after an error. An address
-    that cannot be written raises before the block."""
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as name:
         remote = RemoteRun(Path(name), address)
         remote.files.probe()

@@ -1,7 +1,5 @@
 """Weights for a model before training or evaluation: of a run, a checkpoint, a safetensors file, or a state dict."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +27,6 @@ WeightsArg = str | Path | State
 
 @dataclass(frozen=True)
 class Matched:
-    """How the names of weights match those of a model, after surgery."""
-
     source: str  # where they are from
     loaded: tuple[str, ...]
     missing: tuple[str, ...]  # not in the source; they keep the model's values
@@ -52,12 +48,8 @@ class Matched:
 
 
 class InitialWeights:
-    """Loads weights into a model after surgery and before it is wrapped; pass it to `build`. The call sets `matched`.
-
-    Names and shapes may be those of the model after surgery, or those before, which `Transform.from_plain` translates;
-    with `strict`, all must match. Of a run or a checkpoint, the weights are those that it evaluated: averages with EMA
-    or SWA.
-    """
+    """Loads weights into a model after surgery, under its names, or those before it (`Transform.from_plain`); with
+    `strict`, all must match. Of a run, these are the evaluated ones: averages with EMA or SWA."""
 
     def __init__(self, weights: WeightsArg, transforms: Sequence[Transform], *, strict: bool = False) -> None:
         self._weights, self._transforms, self._strict = weights, transforms, strict
@@ -100,8 +92,7 @@ class InitialWeights:
 
 
 def check_source(weights: WeightsArg) -> Path:
-    """Raise PlanError unless `weights` exist and can be what `read_weights` reads; no tensor is read. Return where they
-    are on this machine, for a state dict an empty path."""
+    """Raise PlanError unless `weights` can be read, which is not done here. Return their path; of a dict, Path()."""
     if isinstance(weights, Mapping):
         odd = [name for name, value in weights.items() if not isinstance(value, torch.Tensor)]
         if odd or not weights:
@@ -124,7 +115,6 @@ def check_source(weights: WeightsArg) -> Path:
 
 
 def read_weights(weights: WeightsArg) -> State:
-    """Return the weights by name."""
     place = check_source(weights)
     if isinstance(weights, Mapping):
         return weights

@@ -4,8 +4,6 @@ Every rank posts what it has to the store in which the ranks met; rank 0 compare
 is a collective, so a rank that is missing or has other data cannot make the others hang.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -52,9 +50,7 @@ _SHARED = (
 
 
 def preflight(plan: ResolvedPlan, job: FitJob) -> None:
-    """Compare this rank with the others; without a process group, do nothing. Raise StrategyError on every rank, naming
-    a rank and its host, what differs, and both values; or the rank that has not answered within the time limit of
-    collectives."""
+    """Compare this rank with the others, if any. Raise StrategyError on all, with what differs or who is missing."""
     if not in_group() or dist.get_world_size() == 1:
         if is_address(job.out):
             RemoteFolder(str(job.out), CheckpointError).probe()
@@ -79,7 +75,6 @@ def preflight(plan: ResolvedPlan, job: FitJob) -> None:
 
 
 def facts(plan: ResolvedPlan, job: FitJob) -> dict[str, str]:
-    """Return what must be the same on all ranks, as text by name."""
     found = {"drivetrain": __version__, "torch": torch.__version__.partition("+")[0]}
     for name, source in (("training data", plan.data.train), ("validation data", plan.data.val)):
         found[name] = "none" if source is None else digest(source)
@@ -109,8 +104,7 @@ def digest(source: Source) -> str:
 
 
 def _digest(path: Path) -> str:
-    """Return the size and a CRC-32 of a file's first and last MiB, or of a folder's names. A `.beton` file ends with a
-    digest of all its samples, and begins with the labels and positions."""
+    """A `.beton` file ends with a digest of all its samples, and begins with the labels and positions."""
     if (mirror := Mirror.at(path)) is not None:
         return f"{mirror.size:,} bytes, {mirror.version}"
     if path.is_dir():
@@ -152,13 +146,11 @@ def _token(job: FitJob, store: Any, rank: int, timeout: float) -> Iterator[Calla
 
 
 def _store() -> Any:
-    """Return the store of this call, the same on every rank."""
     call = group_store("preflight").add(str(dist.get_rank()), 1)  # several runs may share a process group
     return group_store(f"preflight/{call}")
 
 
 def _verdict(store: Any, ranks: int, job: FitJob, timeout: float) -> str:
-    """Return a sentence on the first difference, "" if there is none."""
     first: dict[str, Any] = {}
     wait = Wait(timeout)
     for rank in range(ranks):
@@ -181,7 +173,6 @@ def _model(plan: ResolvedPlan) -> dict[str, str]:
 
 
 def _other_model(store: Any, rank: int, info: Mapping[str, Any], first: Mapping[str, Any]) -> str:
-    """Return a sentence on how the model of a rank differs from that of rank 0; "" if only in what need not agree."""
     if info["facts"][_MODEL] == first["facts"][_MODEL]:
         return ""
     there, own = (json.loads(zlib.decompress(store.get(f"{one}/model"))) for one in (0, rank))
@@ -192,7 +183,6 @@ def _other_model(store: Any, rank: int, info: Mapping[str, Any], first: Mapping[
 
 
 def _awaited(store: Any, key: str, wait: Wait, whom: int) -> str:
-    """Return what rank `whom` leaves under a key; raise StrategyError if it does not in time."""
     own, ranks = dist.get_rank(), dist.get_world_size()
     while not arrives(store, key):
         if wait.left <= 0:
@@ -232,7 +222,6 @@ def _difference(rank: int, info: Mapping[str, Any], first: Mapping[str, Any], jo
 
 
 def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Return nested dicts as one, with dotted keys."""
     if not isinstance(value, Mapping):
         return {name: value}
     return {

@@ -1,7 +1,5 @@
 """Run a function in this process, or on the ranks that the strategy requires, and build what a rank needs."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -22,16 +20,11 @@ Result = TypeVar("Result")
 
 
 def on_ranks(
-    plan: ResolvedPlan,
-    function: Callable[..., Result],
-    *args: Any,
-    forward: Collection[str] = (),
-    patience: float | None = None,
-    saves: bool = False,
-) -> Result:
-    """Return the result of `function(plan, *args)` of rank 0. Raise a rank's Drivetrain errors as if they occurred
-    here. Signals named by `forward` reach launched ranks instead of this process; `patience` and
-    `saves` are as in `launch`."""
+    plan: ResolvedPlan, function: Callable[..., Result], *args: Any, forward: Collection[str] = (),
+    patience: float | None = None, saves: bool = False,
+) -> Result:  # fmt: skip
+    """Return what `function(plan, *args)` returns on rank 0; raise a rank's Drivetrain errors as if they occurred here.
+    Signals of `forward` reach launched ranks instead; `patience` and `saves` are as in `launch`."""
     refuse_lone_task()
     if is_alone(plan):
         return function(plan, *args)
@@ -50,8 +43,7 @@ def on_ranks(
 
 @contextmanager
 def built_here(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None) -> Iterator[Built]:
-    """Build what this rank trains or evaluates with; after the block, close it and restore the random states and the
-    settings of CUDA. See `training.build.build`."""
+    """Build what this rank trains or evaluates with; afterwards restore the random states and CUDA's settings."""
     with (
         fork_rng(plan.seed),
         global_randomness_kept(),
@@ -62,10 +54,8 @@ def built_here(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None =
 
 
 def is_alone(plan: ResolvedPlan) -> bool:
-    """Return whether only this process trains."""
     return not plan.needs_ranks and not under_torchrun()
 
 
 def trains_here(plan: ResolvedPlan) -> bool:
-    """Return whether this process trains itself, alone or as a rank, instead of launching ranks."""
     return is_alone(plan) or is_rank()

@@ -170,7 +170,6 @@ class FitResult:
         return f"FitResult({monitor.name}={value}, epochs={len(self.history.epochs)})"
 
     def _repr_html_(self) -> str:
-        """Return the history, with the plan and the transforms' changes folded."""
         changes = "<br>".join(report._repr_html_() for report in self.reports)
         folded = "".join(
             f"<details><summary>{name}</summary>{body}</details>"
@@ -231,7 +230,6 @@ def load_run(folder: str | Path) -> FitResult:
 def evaluate_weights(
     spec: PipelineSpec, weights: WeightsArg, data: str | Path | None = None
 ) -> dict[str, float]:
-    """Return the metrics of weights; see `Pipeline.evaluate`."""
     if spec.data is not None and data is not None:
         spec = spec.replace(data=replace(spec.data, val=source_name(data, "data")))
     plan = resolve(spec)

@@ -1,7 +1,5 @@
 """A run on one rank: from scratch or a checkpoint to the last epoch."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator
@@ -19,13 +17,7 @@ from ...common.model_state import ModelState, buffers_kept, split_state, train_m
 from ..callbacks.callback import RunView
 from ..checkpoints import state as states
 from ..checkpoints.directory import CheckpointDir, ResumePoint, begin_run, choose_start
-from ..checkpoints.fingerprint import (
-    check_compatible,
-    check_model,
-    description,
-    fingerprint,
-    tied_to_length,
-)
+from ..checkpoints.fingerprint import check_compatible, check_model, description, fingerprint, tied_to_length
 from ..checkpoints.format import Checkpoint
 from ..checkpoints.remote import RemoteRun, shown
 from ..checkpoints.state import evaluated_state
@@ -54,8 +46,7 @@ _NAMED = 20  # replaced samples that a line names
 
 
 class Run(Observer):
-    """One run on this rank, and the last observer of its loop: it saves checkpoints, and leaves on request. It updates
-    `outcome` after each epoch. `initial` are the weights that were loaded into the model."""
+    """One run on this rank, and the last observer of its loop: it saves checkpoints, and leaves on request."""
 
     def __init__(
         self, plan: ResolvedPlan, built: Built, job: FitJob, outcome: RankResult, initial: Matched | None = None,
@@ -132,7 +123,6 @@ class Run(Observer):
             self._observer.on_end(failed=failed)
 
     def _begin(self, choice: ResumePoint) -> None:
-        """Start from scratch, or restore everything."""
         checkpoint = choice.checkpoint
         if checkpoint is None:
             self._hooks.begin(self._engine, self._job.epochs * self._length, self._built.train)
@@ -203,7 +193,6 @@ class Run(Observer):
         self._artifacts.keep(history, lambda: evaluated_state(checkpoint) if keeps else ModelState(), within)
 
     def _restore_callbacks(self, checkpoint: Checkpoint) -> None:
-        """Restore the states of this rank's callbacks; with another number of ranks, those of rank 0."""
         ranks = checkpoint.content.ranks
         own = self._engine.rank if len(ranks) == self._engine.world_size else 0
         unknown = self._callbacks.restore(ranks[own].callbacks)
@@ -247,7 +236,6 @@ class Run(Observer):
             observer.on_epoch_end(state, epoch)
 
     def _replaced(self) -> int:
-        """Return how many samples of all ranks had to be replaced in the epoch, and name them."""
         loader = self._built.train
         if loader.settings.on_error != "skip":
             return 0
@@ -291,7 +279,6 @@ class Run(Observer):
         state.meter.evaluation_s += perf_counter() - start
 
     def _stop(self, reason: str) -> None:
-        """Keep results, weights and the reason of a run that is stopped after this step or epoch."""
         state, within, artifacts = self.state, self.state.meter.steps, self._artifacts
         epochs, evaluations = artifacts.history.epochs, artifacts.history.evaluations
         rated = bool(epochs) and epochs[-1].val_loss is not None and not within
@@ -319,8 +306,7 @@ class Run(Observer):
             self._leave()
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:  # noqa: ARG002
-        """Save. Then leave on request, unless it is the last epoch: on CUDA, the ranks agree on the last step of an
-        epoch after `on_step_end`."""
+        """Save, and leave on request: on CUDA, the ranks agree on the last step of an epoch after `on_step_end`."""
         if self._writer is not None:
             self._save()
         if self._requests.stop and state.stop is None and state.step < state.total_steps:
@@ -331,14 +317,12 @@ class Run(Observer):
         if self._writer is None:
             return
         with ExitStack() as stack:
-            interrupted = isinstance(sys.exception(), KeyboardInterrupt)
-            stack.callback(self._writer.give_up, interrupted=interrupted)
+            stack.callback(self._writer.give_up, interrupted=isinstance(sys.exception(), KeyboardInterrupt))
             if not failed:
                 self._writer.close()
                 stack.pop_all()
 
     def _save(self) -> None:
-        """Save the state of the run, if each rank finds what it writes of the weights finite."""
         assert self._writer is not None
         part, content = states.capture_state(
             self._built, run=self._name, strategy=self._plan.distribution.name, facts=self._facts,
@@ -354,7 +338,6 @@ class Run(Observer):
         self._requests.saved()
 
     def _leave(self) -> None:
-        """Raise TrainingPreempted or TrainingInterrupted, once the checkpoint of this step is complete."""
         state, saved = self.state, None
         if self._writer is not None and self._store is not None:
             self._writer.close()
@@ -371,8 +354,6 @@ class Run(Observer):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Give the model the weights used in evaluation and in the result, equal on all ranks, inside the block. Before
-        it, raise NonFiniteError if the weights of the last step are not finite."""
         self._guard.check_weights(self.state)
         self._engine.sync_buffers()
         with self._hooks.evaluating():
@@ -380,8 +361,7 @@ class Run(Observer):
             yield
 
     def _weights(self, *, keeps: bool) -> ModelState:
-        """Return all tensors used in evaluation, inside `_evaluating`; empty unless this rank keeps them. Raise on
-        every rank if a value is not finite that was finite before the run."""
+        """Gather all evaluated tensors. Raise on every rank if a value is not finite that was finite before the run."""
         state = split_state(self._engine.plain_model, self._engine.export_state(lambda _: keeps))
         bad = [name for name, value in state.weights.items() if not value.isfinite().all()]
         # A forward may set what the state dict leaves out, such as a mask with infinities.
@@ -396,8 +376,7 @@ class Run(Observer):
         return state
 
     def _keeps(self, epoch: int) -> bool:
-        """Return whether this rank keeps the full weights after an epoch, which all ranks gather: rank 0; if every rank
-        returns the result to its caller, all ranks after the last epoch."""
+        """The ranks gather the full weights for rank 0; at the end for all, if each returns the result to a caller."""
         return self._lead or (self._job.each_rank and epoch >= self._job.epochs)
 
     def _check(self, number: int, stats: EpochStats, evaluation: Evaluation | None) -> None:
@@ -413,17 +392,12 @@ class Run(Observer):
         if self._writer is not None:
             self._writer.wait_a_moment()
         last = None if self._store is None else self._store.last(self._name)
-        good = (
-            "There is no earlier checkpoint."
-            if last is None
-            else f"The last good checkpoint is {shown(last)}."
-        )
+        good = f"The last good checkpoint is {shown(last)}." if last else "There is no earlier checkpoint."
         rate = self._plan.optimization.describe()
         return f"{good} Lower the learning rate ({rate}), add warm-up, or set clip_norm."
 
 
 def frozen(model: nn.Module) -> str:
-    """Return a note on the layers whose parameters are not trained; "" if there are none."""
     layers = {
         name: any(each.requires_grad for each in module.parameters(recurse=False))
         for name, module in model.named_modules()

@@ -1,7 +1,5 @@
 """The plot of a run: loss, monitored metric, learning rate and throughput over its epochs."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 
@@ -12,7 +10,6 @@ INK, TRAIN, VAL = "#222222", "#2f6f9f", "#b5452c"
 
 
 def draw(history: History) -> bytes:
-    """Return the plot as PNG."""
     figure = require("matplotlib.figure", "plot", "draw the curves of a training").Figure(figsize=(9, 5.6))
     ticker = require("matplotlib.ticker", "plot", "draw the curves of a training")
     # The layout and the titles' heights are set by hand: finding them takes matplotlib longer than the drawing.
@@ -75,7 +72,6 @@ def _name_the_best(axes: Any, history: History) -> None:
 
 
 def _title(history: History) -> str:
-    """Return what was trained, on what and when, as far as the history has it."""
     machine = history.facts.get("provenance", {})
     hardware = machine.get("hardware", {})
     where = ", ".join(hardware.get("gpus", [])) or hardware.get("processor", "")

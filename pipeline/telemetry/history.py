@@ -126,7 +126,6 @@ def shown(metrics: Mapping[str, float], units: Units) -> list[str]:
 
 
 def format_metric(value: float, unit: Unit | None) -> str:
-    """Return a metric's value as text: in percent if it is a share."""
     if unit is None:
         return f"{value:.4g}"
     return f"{value:.2%}" if unit == "fraction" else f"{value:.2f}%"
@@ -155,12 +154,10 @@ class Monitor:
     unit: Unit | None = None
 
     def of(self, results: Epoch | Evaluation) -> float | None:
-        """Return the value; None if it is unknown or NaN."""
         value = results.val_loss if self.name == "val_loss" else results.metrics.get(self.name)
         return None if value is None or value != value else value
 
     def score(self, results: Epoch | Evaluation) -> float | None:
-        """Return the value, negated if lower is better."""
         value = self.of(results)
         return None if value is None else value if self.higher_is_better else -value
 

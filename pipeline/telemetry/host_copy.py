@@ -1,18 +1,13 @@
 """Asynchronous copies of values from the device to the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 
 
 class HostCopy:
-    """The values of a small tensor, copied to the host after the work already queued on its device.
-
-    On CUDA the copy to pinned memory is asynchronous: `values` waits for it, `arrived` does not. On the CPU it is
-    immediate. Later writes to the tensor do not change the values.
-    """
+    """A small tensor's values, copied to the host after the work already queued on its device; later writes do not
+    change them. On CUDA the copy to pinned memory is asynchronous: `values` waits for it, `arrived` does not."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         tensor = tensor.detach()
@@ -29,11 +24,9 @@ class HostCopy:
 
     @property
     def arrived(self) -> bool:
-        """Whether `values` would return immediately."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def values(self) -> Any:
-        """Wait for the copy, and return the values as `Tensor.tolist` does."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()

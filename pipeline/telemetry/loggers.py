@@ -1,8 +1,5 @@
-"""Collect the metrics of a run without waiting for the device, and log them to CSV, TensorBoard, or any object with a
-log method.
-
-Weights & Biases and MLflow need no adapter: `logger=wandb.init(project=…)`, `logger=mlflow`.
-"""
+"""Log a run's metrics without waiting for the device. Weights & Biases and MLflow need no adapter:
+`logger=wandb.init(project=…)`, `logger=mlflow`."""
 
 from __future__ import annotations
 
@@ -59,8 +56,7 @@ class LoggerWarning(UserWarning):
 
 
 def check(choice: LoggerArg, folder: Path | None, *, pickled: bool) -> tuple[object, ...]:
-    """Validate the `logger` of `fit` before any work, and return its loggers, which may be `pickled` for another
-    process."""
+    """Validate the `logger` of `fit` before any work, and return its loggers, which may have to be `pickled`."""
     chosen = () if choice is None else tuple(choice) if isinstance(choice, list | tuple) else (choice,)
     names = [one for one in chosen if isinstance(one, str)]
     if len(set(names)) < len(names):
@@ -93,17 +89,13 @@ def _check_name(name: str, folder: Path | None) -> None:
 
 
 def _method(one: object) -> Any:
-    """Return its `log` (Weights & Biases) or `log_metrics` (MLflow, Lightning's loggers); None if it has neither."""
     methods = (getattr(one, name, None) for name in ("log", "log_metrics"))
     return next((method for method in methods if callable(method)), None)
 
 
 class Loggers:
-    """The loggers of one run, on rank 0, as `check` returned them. A logger that fails is disabled, with one warning.
-
-    A run resumes from `step`: entries of later steps in its folder are not from this run. An existing `metrics.csv`
-    keeps its lines up to it, and TensorBoard ignores the others.
-    """
+    """The loggers of one run, on rank 0; one that fails is disabled, with a warning. The run resumes from `step`:
+    `metrics.csv` loses its lines of later steps, and TensorBoard ignores them."""
 
     def __init__(self, chosen: tuple[object, ...], folder: Path | None, step: int) -> None:
         self._all: list[tuple[object, Any]] = []
@@ -138,8 +130,7 @@ class Loggers:
 
 
 class CSVLogger:
-    """Write `metrics.csv`: one line per entry, without buffering; missing values are empty. A name that is new adds a
-    column, for which the file is written again."""
+    """Writes `metrics.csv`, one line per entry, without buffering; the file is written again for a new column."""
 
     COLUMNS = ("step", *COLUMNS, *STEP)
 
@@ -149,7 +140,6 @@ class CSVLogger:
         self._rewrite(step)
 
     def _rewrite(self, step: float = math.inf, new: tuple[str, ...] = ()) -> None:
-        """Write the file again with `new` columns and its lines up to `step`."""
         rows: list[dict[str, str]] = []
         # A foreign file has no lines to keep.
         with suppress(OSError, csv.Error), self._path.open(newline="", errors="replace") as file:
@@ -176,8 +166,6 @@ class CSVLogger:
 
 
 class TensorBoardLogger:
-    """Write event files to `tensorboard/`; view them with `tensorboard --logdir OUT`."""
-
     def __init__(self, folder: Path, step: int) -> None:
         module = require("torch.utils.tensorboard", "tensorboard", "write files for TensorBoard")
         self._writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
@@ -193,11 +181,8 @@ class TensorBoardLogger:
 
 
 class Metrics(Observer):
-    """Log every `every` steps and after each epoch. Without loggers, as on all ranks but 0, do nothing.
-
-    A loss on a CUDA device is copied asynchronously and logged once it has arrived: at a later step, at the latest with
-    the next entry.
-    """
+    """Log every `every` steps and after each epoch; without loggers, as on all ranks but 0, do nothing. A loss on CUDA
+    is copied asynchronously, and logged once it has arrived: at the latest with the next entry."""
 
     def __init__(self, chosen: tuple[object, ...], folder: Path | None, every: int) -> None:
         self._chosen, self._folder, self._every = chosen, folder, every
@@ -238,7 +223,6 @@ class Metrics(Observer):
             self._since = self._now(state)
 
     def on_step_end(self, state: TrainState) -> None:
-        """If an entry is due, log this rank's loss, the learning rate, and the throughput since the last entry."""
         if not self._loggers:
             return
         self._arrive_extra()

@@ -1,7 +1,5 @@
 """The interface of what observes a run: progress bar, loggers, checkpoints, guard and the ledger's clocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import chain
@@ -13,12 +11,10 @@ from .state import TrainState
 
 
 class Observer(Follower[TrainState]):
-    """Base class of observers of a run: the moments of the loop, as for transforms, and those of a run around it.
-
-    Each method does nothing; override those of interest. Every rank calls the same methods in the same order. Losses
-    and norms are tensors `()` on the device: reading one waits for the device. At a moment, observers are called
-    before transforms where time or a batch begins (`on_step_start`) and after a forward or backward, else after them.
-    """
+    """Base class of observers of a run: the moments of the loop, as for transforms, and those around it. Every rank
+    calls the same methods in the same order. Losses and norms are tensors `()` on the device: reading one waits for it.
+    At a moment, observers are called before transforms where time or a batch begins (`on_step_start`) and after a
+    forward or backward, else after them."""
 
     def on_start(self, state: TrainState) -> None:
         """Called once, before the first step of a new or resumed run."""
@@ -27,8 +23,7 @@ class Observer(Follower[TrainState]):
         """Called before a checkpoint and after an epoch's last step, to process what is pending."""
 
     def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:
-        """Called after each evaluation, within an epoch (`state.meter.steps` is above 0) or at its end; the model has
-        the weights that were evaluated."""
+        """Called after each evaluation, within an epoch (`state.meter.steps` > 0) or at its end."""
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
         """Called after an epoch and its evaluation, if any; `state` already counts the epoch."""

@@ -1,7 +1,5 @@
 """The progress bar of an epoch, and the line printed at its end."""
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 from time import perf_counter
@@ -20,20 +18,13 @@ _REFRESH = 0.5  # seconds between two losses, each an asynchronous copy from the
 
 
 class Progress(Observer):
-    """A progress bar over the images of one epoch: loss, monitored metric, fraction of time waiting for data, images/s,
-    time left. `best_by` is the monitored metric after the previous epoch, as text; without a `file` for a text bar, it
-    is drawn in the terminal or the notebook cell. `show=False` has no cost."""
+    """A progress bar over the images of one epoch. `best_by` is the monitored metric after the previous one, as text;
+    without a `file`, it is drawn in the terminal or the notebook cell. `show=False` has no cost."""
 
     def __init__(
-        self,
-        epoch: int,
-        epochs: int,
-        images: int,
-        best_by: str = "",
-        *,
-        show: bool,
+        self, epoch: int, epochs: int, images: int, best_by: str = "", *, show: bool,
         file: TextIO | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._prints, self._next, self._epochs = show, 0.0, epochs
         self._show = show and (file is not None or is_interactive())
         self._loss: HostCopy | None = None
@@ -68,7 +59,6 @@ class Progress(Observer):
             self._metric = "".join(f", {text}" for text in shown(evaluation.metrics, evaluation.units)[:1])
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
-        """Print the epoch, and the time left if the remaining epochs take as long."""
         if self._prints:
             seconds = round((self._epochs - state.epoch) * epoch.seconds)
             echo(f"{epoch}  {timedelta(seconds=seconds)} left" if seconds else f"{epoch}")
@@ -82,13 +72,11 @@ class Progress(Observer):
 
 
 def in_cell() -> bool:
-    """Return whether this process is a notebook's kernel; the ranks that it starts are not."""
     return "ipykernel" in sys.modules
 
 
 def progress_file(from_cell: bool) -> TextIO | None:
-    """Return the `file` of a Progress: standard output for a rank that was started from a notebook's cell, which would
-    show standard error in red, and out of order with the printed lines."""
+    """For a rank of a notebook's cell, standard output: standard error would be red there, and out of order."""
     return sys.stdout if from_cell and not in_cell() else None
 
 

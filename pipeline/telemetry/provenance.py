@@ -1,7 +1,5 @@
 """The provenance of measurements: hardware, environment, versions, revision, command."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform
@@ -73,7 +71,6 @@ def _processor() -> str:
 
 
 def _git_revision() -> str | None:
-    """Return the revision of Drivetrain's checkout; None for an installed wheel."""
     root = Path(errors.__file__).parents[1]
     if not (root / ".git").exists():
         return None

@@ -1,7 +1,5 @@
 """The position of a run, which the loop advances, observers read, and checkpoints save."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +12,6 @@ from ..tasks.nests import to_float
 
 @dataclass
 class EpochMeter:
-    """Sums over the steps of one epoch."""
-
     # This rank's losses times their weights, on the device.
     total: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     counted: int = 0  # steps in `total`

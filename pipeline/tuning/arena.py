@@ -1,7 +1,5 @@
 """Where changes compete: trials of two pipelines in turns, on the same samples, under a time budget."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -36,8 +34,6 @@ FEWEST = 2  # batches of a trial, where a step takes seconds
 
 @dataclass
 class Contender:
-    """A pipeline that was built."""
-
     id: VariantId
     plan: ResolvedPlan
     runner: VariantRunner | ProcessRunner
@@ -50,8 +46,7 @@ class Contender:
 
     @property
     def memory(self) -> int | None:
-        """Measured bytes on one rank: the peak on a GPU, else of parameters, gradients and optimizer; None before a
-        trial, and in a process of its own."""
+        """Bytes on one rank: the peak on a GPU, else held; None before a trial, and in a process of its own."""
         costs = self.runner.costs
         held = None if costs.held_bytes is None else sum(costs.held_bytes.values())
         return held if costs.peak_bytes is None else costs.peak_bytes
@@ -71,11 +66,8 @@ class Contender:
 
 
 class Arena:
-    """Builds pipelines, and measures them in turns, with trials of `seconds`.
-
-    With `probe`, the first pipeline is tried in a process of its own if the system could kill this one for lack of
-    memory: on a CPU, in this process. On a GPU, lack of memory is an error; ranks are other processes.
-    """
+    """Builds pipelines, and measures them in turns, with trials of `seconds`. With `probe`, the first is tried in a
+    process of its own if the system could kill this one for lack of memory: on a CPU, without ranks."""
 
     def __init__(self, deadline: float, seconds: float, *, probe: bool = False, epochs: int = 1) -> None:
         self._deadline, self._seconds, self._probe, self._epochs = deadline, seconds, probe, epochs
@@ -83,8 +75,7 @@ class Arena:
         self._batch_size = 0  # for which they are counted
 
     def open(self, name: str, spec: PipelineSpec, variables: Mapping[str, str] | None = None) -> Contender:
-        """Build and warm up a pipeline; given environment variables, in a process of its own that has them. Raise
-        Failed with the reason, or OutOfTime."""
+        """Build and warm up a pipeline, with `variables` in a process of its own. Raise Failed, or OutOfTime."""
         one = Variant(in_turn(name), spec)
         plan, batches, loaders = one.plan, self._batches or FEWEST, ExitStack()
         if variables is not None:
@@ -149,8 +140,7 @@ def is_out_of_memory(reason: str) -> bool:
 
 
 def collective_seconds(plan: ResolvedPlan, deadline: float) -> float:
-    """Return the median seconds of an all-reduce of all gradients on the ranks of this pipeline: the least that a step
-    without overlap communicates. Raise OutOfTime, or StrategyError if a rank fails."""
+    """Return the median seconds of an all-reduce of all gradients: the least that a step communicates."""
     model, _ = build_model(plan.spec, plan.transforms)
     size = 4 * sum(one.numel() for one in model.parameters() if one.requires_grad)
     del model

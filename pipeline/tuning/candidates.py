@@ -1,7 +1,5 @@
 """The changes that tuning tries: those that keep what a training computes, and those that must be allowed."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import platform
@@ -33,8 +31,6 @@ MICROBATCHES = (2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A change."""
-
     name: str  # that no other has, such as "workers=4"
     bottleneck: Bottleneck  # that it relieves
     change: Callable[[PipelineSpec], PipelineSpec]
@@ -43,7 +39,6 @@ class Candidate:
 
 
 def candidates(plan: ResolvedPlan) -> list[Candidate]:
-    """Return the changes to try on a pipeline, those of loading first."""
     data, own, gpu = plan.data, plan.distribution, uses_gpu(plan.distribution)
     cores = machine.rank_cores()
     counts = {1, max(cores // 2, 1), max(cores - 1, 1), cores, 2 * cores}
@@ -74,8 +69,7 @@ def _allocator(plan: ResolvedPlan) -> list[Candidate]:
 
 
 def allowed(plan: ResolvedPlan, allow: Sequence[str]) -> list[Candidate]:
-    """Return the changes of these kinds, which change what the training computes; raise PlanError for an unknown kind,
-    or one that has no change for this pipeline."""
+    """Return the changes of these kinds, which change numbers; PlanError for a kind without a change, or unknown."""
     changes: list[Candidate] = []
     for name in dict.fromkeys(allow):
         if name not in ALLOW:
@@ -153,8 +147,7 @@ ALLOW: dict[str, Callable[[ResolvedPlan], list[Candidate]]] = {
 
 
 def fitting(plan: ResolvedPlan) -> list[Candidate]:
-    """Return the changes that make a training fit into memory: the fewest microbatches first, and recomputed
-    activations only after them."""
+    """Return the changes that make a training fit into memory: recomputed activations after microbatches."""
     own, share = plan.distribution, plan.data.batch_size // plan.distribution.ranks
     changes = [
         _distributed("accumulate", number, "step")

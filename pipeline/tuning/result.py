@@ -29,8 +29,6 @@ CEILINGS = {"loader": "#3f8f4f", "model": "#b5452c", "communication": "#8a6fb0"}
 
 @dataclass(frozen=True)
 class Tried:
-    """A change that was tried."""
-
     name: str  # such as "workers=4"
     bottleneck: str  # that it relieves: data, step or communication
     # "trade" is faster, but not shown to keep the accuracy; "undecided": the tuning ended during its rounds.
@@ -45,13 +43,10 @@ class Tried:
     accuracy_low: float | None = None
     accuracy_high: float | None = None
     seeds: int = 0  # from which both were trained
-    memory: int | None = (
-        None  # bytes on a rank: the peak on a GPU, else of parameters, gradients and optimizer
-    )
+    memory: int | None = None  # bytes on a rank: the peak on a GPU, else of weights, gradients and optimizer
 
     @property
     def figure(self) -> str:
-        """The ratio with its interval, and the accuracy's difference with its own, as text."""
         if self.ratio is None:
             return self.reason
         rounds = f"{self.rounds} round{'s' * (self.rounds != 1)}"
@@ -224,16 +219,13 @@ class TuneInterrupted(KeyboardInterrupt):
 
 
 class _File(Struct):
-    """What a later call reads of the file."""
-
     format: int
     facts: dict[str, Any]
     trials: list[Tried]
 
 
 def read_trials(path: Path, facts: Mapping[str, Any]) -> list[Tried]:
-    """Return the trials of a file that `save` wrote, those that need not be repeated; none if there is no file. Raise
-    LedgerError if it is not such a file, or of another pipeline or machine."""
+    """Return the saved trials that need not be repeated; LedgerError if they are of another pipeline or machine."""
     if not path.exists():
         return []
     try:

@@ -1,11 +1,7 @@
-"""Find the fastest way to run a training on this machine: one change after the other, each tested against the best.
-
-A change and the best pipeline so far are trained in turns, on the same samples. It is accepted as soon as the
-confidence interval of the ratio excludes 1, and dropped as soon as it excludes a gain; see `sequential`. Changes of
-what the training computes must be allowed, and must keep the accuracy of the pipeline as given; see `candidates`.
+"""Find the fastest way to run a training on this machine: one change after the other is trained in turns with the best
+pipeline so far, on the same samples. It is accepted as soon as the confidence interval of the ratio excludes 1, and
+dropped as soon as it excludes a gain; see `judge`. Changes of what is computed must be allowed, and keep the accuracy.
 """
-
-from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -34,9 +30,7 @@ from .result import Outcome, Tried, Tuned, TuneInterrupted, read_trials
 
 # Of the budget, at most for a trial: with two pipelines, a change can have all its rounds in half of it.
 SHARE = 1 / 100
-PROBE_SECONDS = (
-    60.0  # in budgets from here on, the first pipeline is tried in a process of its own; see `Arena`
-)
+PROBE_SECONDS = 60.0  # from here on, the first pipeline is tried in a process of its own; see `Arena`
 COMMUNICATION = 0.5  # the bottleneck, if exchanging the gradients alone takes this share of a step or more
 
 
@@ -45,7 +39,6 @@ def tune(
     spec: PipelineSpec, *, seconds: float, allow: Sequence[str], epochs: int, out: str | Path | None,
     progress: bool,
 ) -> Tuned:  # fmt: skip
-    """Tune a pipeline; see `Pipeline.tune`."""
     check_measurable(seconds)
     begin = perf_counter()
     plan = resolve_data(resolve(spec), progress)
@@ -84,7 +77,6 @@ def tune(
 
 
 def _allowed(plan: ResolvedPlan, allow: Sequence[str], epochs: int) -> list[Candidate]:
-    """Return the changes of `allow`, whose accuracy can be measured."""
     if isinstance(allow, str):
         raise PlanError(f"allow={allow!r} must be a sequence of names: allow=({allow!r},).")
     found = allowed(plan, allow)
@@ -123,8 +115,7 @@ def facts_of(plan: ResolvedPlan) -> dict[str, Any]:
 
 
 class Tuner:
-    """The search, apart from how pipelines are measured. Changes of `known`, trials of an earlier call, are not tried
-    again; `fitting` are tried first, one after the other, if the pipeline does not fit into memory."""
+    """The search, apart from how pipelines are measured. `fitting` are tried first, if it does not fit into memory."""
 
     def __init__(
         self, spec: PipelineSpec, arena: Arena, changes: list[Candidate], fitting: list[Candidate],
@@ -145,8 +136,7 @@ class Tuner:
         self.stopped = ""  # why it ended
 
     def run(self) -> None:
-        """Try all changes. Raise OutOfTime at the deadline, and DrivetrainError if the pipeline as given cannot be
-        trained."""
+        """Try all changes. Raise OutOfTime, and DrivetrainError if the pipeline as given cannot be trained."""
         self._recall()
         self._best = self._first()
         self._measure_limits()
@@ -162,7 +152,6 @@ class Tuner:
         self.stopped = "Every change was tried."
 
     def _pointless(self, candidate: Candidate) -> str:
-        """Return why a change cannot be faster by as much as is worth it; "" if it can."""
         times = self._limits["loader"] / self._limits["model"]
         if candidate.bottleneck != "data" or times < 1 / (WORTH - 1):
             return ""
@@ -195,7 +184,6 @@ class Tuner:
         self._trials.append(Tried(candidate.name, candidate.bottleneck, outcome, reason=reason))
 
     def _first(self) -> Contender:
-        """Build the pipeline as given, or with what makes it fit into memory."""
         reason = ""
         for candidate in (None, *self._fitting):
             name = "as given" if candidate is None else candidate.name
@@ -262,7 +250,6 @@ class Tuner:
     def _opened(
         self, candidate: Candidate, spec: PipelineSpec, opened: ExitStack
     ) -> tuple[Contender, Contender]:
-        """Build a change, and what it is compared with: with environment variables, both in processes of their own."""
         assert self._best is not None
         if not candidate.variables:
             contender = self._arena.open(candidate.name, spec)
@@ -275,8 +262,7 @@ class Tuner:
         return contender, against
 
     def _compare(self, contender: Contender, against: Contender, least: float) -> bool:
-        """Run rounds until there is a verdict, note it, and return whether the contender is faster: by more than
-        `least`."""
+        """Run rounds until there is a verdict; return whether the contender is faster: by more than `least`."""
         ratios: list[float] = []
         speeds: list[float] = []
         while len(ratios) < LOOKS[-1]:
@@ -298,8 +284,7 @@ class Tuner:
         return verdict == "accepted"
 
     def _keeps_accuracy(self, spec: PipelineSpec) -> bool:
-        """Train a faster pipeline and the one as given from the same seeds, and return whether the accuracy is kept. A
-        change is a trade until it is shown to do so."""
+        """Train both from the same seeds. A change is a trade until it is shown to keep the accuracy."""
         self._note(outcome="trade", reason="the tuning ended before its accuracy was known")
         differences: list[float] = []
         while True:
@@ -316,7 +301,6 @@ class Tuner:
                 return verdict == "kept"
 
     def too_short(self, seconds: float) -> str:
-        """Return advice if the time did not suffice for a verdict on any change."""
         if any(one.outcome in ("accepted", "dropped", "trade") for one in self._trials):
             return ""
         needed = seconds * 4 if self._trial is None else 2 * LOOKS[1] * self._trial * len(self._changes)

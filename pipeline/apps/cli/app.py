@@ -1,7 +1,5 @@
 """The program `drivetrain` and the commands about itself; the others are in files of their own."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence
@@ -34,8 +32,6 @@ class Bash(BashComplete):
 
 
 class Program(click.Group):
-    """The commands, in the order of their use."""
-
     command_class = Command
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
@@ -114,10 +110,7 @@ def doctor(ranks: bool, timeout: float | None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command in `arguments`, by default those of the process, and exit with its status.
-
-    Drivetrain's errors and Ctrl-C are reported as a line on stderr.
-    """
+    """Run the command in `arguments` (default: the process's) and exit, with a line on stderr after an error."""
     try:
         if instruction := os.environ.get(_COMPLETE):
             sys.exit(shell_complete(program, {}, "drivetrain", _COMPLETE, instruction))

@@ -1,7 +1,5 @@
 """The data commands: `drivetrain convert | inspect | verify | advise`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +91,6 @@ def convert(
 
 
 def _class_names(text: str | None) -> list[str] | None:
-    """Return class names given as `A,B,C`, or as a file with one per line; empty lines at its end are ignored."""
     if text is None:
         return None
     lines = text.split(",")

@@ -1,7 +1,5 @@
 """`drivetrain doctor`: what is installed and what is missing; with `--ranks`, what the ranks of a job are."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform
@@ -47,8 +45,6 @@ NATIVE = {"opencv4": "libopencv-dev", "libturbojpeg": "libturbojpeg0-dev"}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; if `good`, it has no remedy."""
-
     what: str
     found: str
     good: bool
@@ -60,8 +56,7 @@ class Finding:
 
 
 def examine() -> tuple[bool, str]:
-    """Return whether the core requirements are met, and a report: a table, and lines with remedies, which stay whole so
-    that commands can be copied."""
+    """Return whether the core requirements are met, and a report, whose remedies stay whole lines, to be copied."""
     core = _core()
     findings = [*core, *_extras(), *_native(), *_devices()]
     rows = [("ok" if one.good else "missing", one.what, one.found) for one in findings]
@@ -81,7 +76,6 @@ def _core() -> list[Finding]:
 
 
 def required_packages() -> list[str]:
-    """Return the packages that Drivetrain's installed metadata requires; only itself if it is not installed."""
     try:
         required = importlib.metadata.requires("drivetrain") or ()
     except importlib.metadata.PackageNotFoundError:
@@ -97,13 +91,12 @@ def _extras() -> list[Finding]:
         good = all(found.values())
         remedy = f"pip install 'drivetrain[{extra}]'"
         if extra == "ffcv" and good:
-            good, remedy = _ffcv_loads()
+            good, remedy = _ffcv_loads()  # an installed package alone does not prove it
         findings.append(Finding(f"extra {extra}: {purpose}", versions, good, remedy))
     return findings
 
 
 def _ffcv_loads() -> tuple[bool, str]:
-    """Return whether FFCV can be imported, and the error: an installed package alone does not prove it."""
     from ....loaders.decode.ffcv_modules import ffcv_module
 
     try:
@@ -138,13 +131,9 @@ def _native() -> list[Finding]:
 def _devices() -> list[Finding]:
     from .... import strategies
 
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    findings = [
-        _machine(),
-        reachable_host(),
-        Finding("GPU", ", ".join(names) or "none: training runs on the CPU", True),
-    ]
-    if not names and platform.libc_ver()[0] == "glibc":
+    gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    findings = [_machine(), reachable_host(), Finding("GPU", gpus or "none: training runs on the CPU", True)]
+    if not gpus and platform.libc_ver()[0] == "glibc":
         findings.append(memory_kept())
     for row in strategies.available():
         why = row.why_not.removeprefix(f"strategy {row.name!r}: ")
@@ -171,7 +160,6 @@ def host_address() -> str | None:
 
 
 def _machine() -> Finding:
-    """Return the CPU cores and memory available to this process, with its container's limits."""
     free, total = machine.free_memory() / 2**30, machine.total_memory() / 2**30
     found = f"{machine.cores()} CPU core(s), {free:.1f} of {total:.1f} GiB of memory free"
     limits = machine.container_limits()
@@ -198,9 +186,7 @@ _SAME = {"torch": "pip install torch=={}", "drivetrain": "pip install drivetrain
 
 
 def examine_ranks(timeout: float) -> bool:
-    """Meet the other ranks, measure, and print the findings on rank 0. Return whether the ranks can train together, the
-    same on all of them. Raise StrategyError if this process is not a rank, or another is missing or lost after
-    `timeout` seconds."""
+    """Meet the other ranks, measure, and print the findings on rank 0. Return whether they can train together."""
     if not under_torchrun():
         raise StrategyError(
             "doctor --ranks examines the ranks of a job, and this process is none: RANK, WORLD_SIZE, MASTER_ADDR and "
@@ -222,19 +208,14 @@ def examine_ranks(timeout: float) -> bool:
 def about_this_rank() -> dict[str, Any]:
     device = _device()
     return {
-        "pid": os.getpid(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "torch": torch.__version__.partition("+")[0],
-        "drivetrain": __version__,
-        "address": own_address(),
-        "growth": blocked_growth(),
-        **{name: os.environ.get(name, "") for name in INTERFACES},
-    }
+        "pid": os.getpid(), "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "torch": torch.__version__.partition("+")[0], "drivetrain": __version__, "address": own_address(),
+        "growth": blocked_growth(), **{name: os.environ.get(name, "") for name in INTERFACES},
+    }  # fmt: skip
 
 
 def own_address() -> str:
-    """Return the address at which gloo lets other ranks reach this one: that of the interface in GLOO_SOCKET_IFNAME,
-    else of the host's name; "none" if there is none."""
+    """Return the address at which gloo lets other ranks reach this one; "none" if it has none."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if name:
         kinds = (socket.AF_INET, socket.AF_INET6)
@@ -244,7 +225,6 @@ def own_address() -> str:
 
 
 def _device() -> torch.device:
-    """Return what this rank would train on: its GPU if it has one, else the CPU."""
     try:
         return rank_device(None, (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])))
     except StrategyError:  # more ranks than GPUs
@@ -265,8 +245,7 @@ def _speeds(meeting: Meeting, timeout: float) -> list[Finding]:
     latency, *others = measured
     found = {"4 bytes": f"latency {latency.median * 1e6:,.0f} µs ({_spread(latency, 1e6, ',.0f')})"}
     for each in others:
-        speed = f"{each.bandwidth / 1e9:.2f} GB/s ({_spread(each, 1e3, '.1f')} ms)"
-        found[f"{each.size >> 20} MiB"] = speed
+        found[f"{each.size >> 20} MiB"] = f"{each.bandwidth / 1e9:.2f} GB/s ({_spread(each, 1e3, '.1f')} ms)"
     return [Finding(f"all-reduce of {size}, {backend}", text, True) for size, text in found.items()]
 
 
@@ -276,7 +255,6 @@ def _spread(measured: AllReduce, scale: float, form: str) -> str:
 
 
 def _rank(number: int, info: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> Finding:
-    """Return what a rank is, and whether it can train with the others."""
     versions = ", ".join(f"{name} {info[name]}" for name in _SAME)
     variables = ", ".join(f"{name}={info[name]}" for name in INTERFACES if info[name])
     found = f"{info['host']} ({info['address']}), process {info['pid']}: {info['device']}, {versions}"

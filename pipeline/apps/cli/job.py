@@ -1,7 +1,5 @@
 """`drivetrain job`: a job file for a cluster."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,4 @@
-"""What the commands share: the class of a command, the types of arguments, which also complete them in a shell, and
-common options."""
-
-from __future__ import annotations
+"""What the commands share: their class, the types of arguments, which a shell completes, and common options."""
 
 import os
 import sys
@@ -23,11 +20,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Command(click.Command):
-    """A command whose options are given at most once, unless they may be repeated.
-
-    Its function returns the exit status, or None for 0. Drivetrain's warnings are printed like errors, as one line;
-    with `--quiet`, not at all.
-    """
+    """A command whose options are given once, unless they may be repeated. Its function returns the exit status, or
+    None for 0. Drivetrain's warnings are printed like errors, as one line; with `--quiet`, not at all."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -58,18 +52,13 @@ class Text(click.ParamType[str]):
         return self._words
 
     def shell_complete(
-        self,
-        ctx: click.Context,  # noqa: ARG002
-        param: click.Parameter,  # noqa: ARG002
-        incomplete: str,
-    ) -> list[CompletionItem[str]]:
+        self, ctx: click.Context, param: click.Parameter, incomplete: str,  # noqa: ARG002
+    ) -> list[CompletionItem[str]]:  # fmt: skip
         found = [CompletionItem(word) for word in self.words() if word.startswith(incomplete)]
         return found or [CompletionItem(incomplete, type="file")] * self._files
 
 
 class Json(Text):
-    """A value as JSON; what is not JSON is text."""
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
         from ...recipes.files import json_or_text
 
@@ -77,8 +66,6 @@ class Json(Text):
 
 
 class RecipeName(Text):
-    """A recipe's name or file."""
-
     def __init__(self) -> None:
         super().__init__(files=True)
 
@@ -89,10 +76,7 @@ class RecipeName(Text):
 
 
 class Override(Text):
-    """`KEY=VALUE`, of which a shell completes the key; `train=` and `val=` with files.
-
-    For bash, `train` and its value are two words; for other shells, `train=x` is one.
-    """
+    """`KEY=VALUE`, of which a shell completes the key. For bash, `train=x` is two words; for other shells, one."""
 
     def words(self) -> Iterable[str]:
         from ...recipes.presets import KEYS
@@ -117,8 +101,6 @@ class Override(Text):
 
 
 class File(Text):
-    """A path of this machine."""
-
     def __init__(self) -> None:
         super().__init__(files=True)
 
@@ -131,8 +113,6 @@ class File(Text):
 
 
 class Place(File):
-    """A path, or the address of a run."""
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value if is_address(value) else super().convert(value, param, ctx)
 
@@ -140,8 +120,7 @@ class Place(File):
 def option(
     spec: str, help: str, type: Any = None, *, name: str | None = None, **more: Any
 ) -> Callable[[F], F]:
-    """Return the decorator of an option: `--name METAVAR` with a value of `type`, or `--name` of a flag. `name` is the
-    function's parameter, if it is not the option's."""
+    """Return the decorator of an option: `--name METAVAR`, or a flag `--name`; `name` is the parameter, if another."""
     flag, _, metavar = spec.partition(" ")
     more |= {"metavar": metavar, "type": type} if metavar else {"is_flag": True}
     return click.option(flag, *filter(None, [name]), help=help, **more)
@@ -156,7 +135,6 @@ FILES = Text(files=True)
 
 
 def recipe_arguments(*, required: bool = True) -> Callable[[F], F]:
-    """Return the decorator of a command that takes a recipe: RECIPE, [KEY=VALUE]..., --train and --val."""
     each = [
         argument(
             "recipe", "Name of a recipe (see: drivetrain recipes), or a .yaml or .json file.", RECIPE, required=required

@@ -45,7 +45,6 @@ _OTHERWISE = (
 
 
 def fit_options(function: F) -> F:
-    """Add the other options of `fit`, by their declarations. What is not given comes from the recipe."""
     for one in reversed(options_of(FitConfig).values()):
         if one.name in _OTHERWISE:
             continue
@@ -123,9 +122,7 @@ def train(
     with modules_of(recipe):
         pipeline = Pipeline.from_recipe(checked)
         callbacks = [{"name": one} if isinstance(one, str) else one for one in options.pop("callbacks")]
-        given = {
-            name: value for name, value in options.items() if value not in (None, ()) and value is not False
-        }
+        given = {key: one for key, one in options.items() if one not in (None, ()) and one is not False}
         options = pipeline.fit_defaults() | given | ({"callbacks": callbacks} if callbacks else {})
         out = options.get("out")
         if out is None and (every_steps is not None or every_minutes is not None):
@@ -159,7 +156,6 @@ def _tuned(
     pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool, allow: Sequence[str] = (),
     epochs: int = 1,
 ) -> Pipeline:  # fmt: skip
-    """Tune, write and print the result, and return the tuned pipeline; after Ctrl-C, print the results so far."""
     from ...runs.folder import make_folder
     from ...tuning.result import TuneInterrupted
 
@@ -232,7 +228,6 @@ def _files_in(out: Path | str) -> list[str]:
 
 @contextmanager
 def _end_reported(out: Path | str | None, quiet: bool) -> Iterator[None]:
-    """Report how far a run got that Ctrl-C or another signal ends in the block."""
     from ....strategies.launching.group import is_main_process
     from ...runs.result import TrainingInterrupted, TrainingPreempted
 
@@ -291,8 +286,7 @@ def _prediction_text(row: dict[str, Any]) -> str:
         best = [*row["probabilities"].items()][:3]
         return ", ".join(f"{name} {probability:.1%}" for name, probability in best)
     if "labels" in row:
-        chosen = [f"{name} {row['probabilities'][name]:.1%}" for name in row["labels"]]
-        return ", ".join(chosen) or "none"
+        return ", ".join(f"{name} {row['probabilities'][name]:.1%}" for name in row["labels"]) or "none"
     if "values" in row:
         return ", ".join(f"{name} {each:.4g}" for name, each in row["values"].items())
     value = row.get("value", row.get("prediction"))
@@ -417,7 +411,6 @@ def ledger(
 def measure(
     pipeline: Pipeline, seconds: float, out: Path | str | None, quiet: bool = False, **options: Any
 ) -> None:
-    """Measure a ledger, print it, and write it to `out`; after Ctrl-C or an error, with the results so far."""
     from ...describe.config import check_out
     from ...ledger.ledger import LedgerInterrupted
     from ...measuring.runner import check_measurable
@@ -444,7 +437,6 @@ def measure(
 
 
 def _what_is_measured(measured: Ledger | None, folder: Path | None) -> str:
-    """Show the results of an interrupted ledger, and return where they are."""
     if measured is None:
         return "There is no ledger yet: it requires one trial each of plain PyTorch and the full pipeline."
     _show(measured, folder)
@@ -467,8 +459,6 @@ def _show(measured: Ledger | None, folder: Path | None) -> None:
 
 
 def check_sources(overrides: Mapping[str, Any], train: str | None, val: str | None) -> dict[str, str]:
-    """Return the data of `--train` and `--val` as further overrides of a recipe; raise PlanError if one is overridden,
-    too."""
     given = {key: value for key, value in (("train", train), ("val", val)) if value is not None}
     for key in given:
         if key in overrides:

@@ -1,7 +1,5 @@
 """The model card of an exported file, in Markdown: only facts that the checkpoint and its run's folder have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,7 +46,6 @@ _SURGERY = {"plain": "before surgery", "trained": "after surgery"}
 
 
 def check_card(path: Path) -> None:
-    """Raise CheckpointError if the file at `path` is not a card that `write_card` may replace."""
     try:
         text = path.read_text(errors="replace")
     except FileNotFoundError:
@@ -66,8 +63,7 @@ def write_card(
     path: Path, exported: Path, kind: str, names: str, checkpoint: Checkpoint, folder: Path | None,
     recipe: Mapping[str, Any], difference: Difference | None,
 ) -> None:  # fmt: skip
-    """Write the model card of `exported`, whose weights have `names`: `"plain"` or `"trained"`. Without the run's
-    folder, its ledger is unknown; an empty recipe is, too."""
+    """Write the card of `exported`, whose weights have `names`. Without the run's folder, its ledger is unknown."""
     facts = checkpoint.content.history.facts
     recipe = {key: value for key, value in recipe.items() if key != "trained"}  # the card has it elsewhere
     parts = [
@@ -83,7 +79,6 @@ def write_card(
 
 
 def _front_matter(facts: Mapping[str, Any], kind: str) -> str:
-    """Return the metadata that model hubs read."""
     about: dict[str, Any] = {"tags": ["drivetrain", "onnx" if kind == "onnx" else "pytorch"]}
     if str(facts.get("task", "")).startswith(("Classification(", "MultiLabel(")):
         about = {"pipeline_tag": "image-classification", **about}
@@ -133,7 +128,6 @@ def _input_text(inputs: Inputs, kind: str, task_name: object) -> str:
 
 
 def _crop_text(inputs: Inputs) -> str:
-    """Return what becomes of each picture, until it has the size of the inputs."""
     height, width = height_width(inputs.image_size)
     antialiased = ", antialiased" if inputs.interpolation in ("bilinear", "bicubic") else ""
     resized = f"{height} × {width} pixels ({inputs.interpolation}{antialiased})"
@@ -210,17 +204,13 @@ def _row(name: str, epoch: Epoch) -> tuple[str, ...]:
 
 
 def _not_of_the_weights(checkpoint: Checkpoint, history: History) -> str:
-    """Return a note if the last results are not those of the exported weights."""
     content, last = checkpoint.content, history.last
     if content.step_in_epoch or last is None or last.epoch != content.epoch:
         return "The exported weights are of a later moment than these epochs."
     names = (str(one).partition("(")[0] for one in content.facts.get("transforms") or ())
     known = [f"`{name}`" for name in names if name in TRANSFORMS and TRANSFORMS[name].kind == "evaluation"]
-    return (
-        f"They were evaluated with {', '.join(known)}, which the exported file does not have."
-        if known
-        else ""
-    )
+    note = f"They were evaluated with {', '.join(known)}, which the exported file does not have."
+    return note if known else ""
 
 
 def _ledger(folder: Path | None) -> str:

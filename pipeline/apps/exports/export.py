@@ -168,8 +168,6 @@ def _program(
 
 
 def _images(inputs: Inputs, recipe: Mapping[str, Any], data: Path | None) -> tuple[torch.Tensor, str]:
-    """Return images to compare on, and what they are: the first of `data`, or of the run's validation data, or random
-    ones."""
     from ....loaders.datasets.torch_dataset import open_dataset
 
     of_run = (Path(f"{recipe.get(key)}") for key in ("val", "train"))

@@ -1,7 +1,5 @@
 """A model as a program that runs without its Python code: torch.export and ONNX. Each is run before it is published."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,8 +25,6 @@ Run = Callable[[torch.Tensor], list[torch.Tensor]]  # returns the tensors of a p
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a program's outputs are from the model's, on the same images."""
-
     largest: float  # absolute difference
     scale: float  # largest absolute value of the model's outputs
     images: str  # what they were compared on, e.g. "8 images of val.beton"
@@ -41,13 +37,8 @@ def write_program(
     kind: str, model: nn.Module, images: torch.Tensor, about: str, out: Path, metadata: Mapping[str, str],
     tolerance: float,
 ) -> Difference:  # fmt: skip
-    """Write a model as a program whose batch size is dynamic, and which computes the model's outputs: `kind` is
-    `"torch-export"` or `"onnx"`.
-
-    The model is in evaluation mode, on the CPU; `images`, to compare on, are `(N, C, H, W)` with N ≥ 2, and `about`
-    names them in messages. Outputs may differ by `tolerance`, relative to the largest, or to 1 if all are smaller. If
-    they differ by more, or the model cannot be exported, ExportError is raised, and there is no file.
-    """
+    """Write a model as a program with a dynamic batch size. `images`, to compare on, are `(N, C, H, W)` with N ≥ 2.
+    Raise ExportError, without a file, if outputs differ by more than `tolerance`, relative to the largest, or to 1."""
     write, load = (_write_onnx, _load_onnx) if kind == "onnx" else (_write_torch_export, _load_torch_export)
     if kind == "onnx":
         for module in ("onnx", "onnxscript", "onnxruntime"):
@@ -65,8 +56,7 @@ def write_program(
             f"The exported {kind} program does not run", "Its operations may be newer than the runtime."
         ):
             run = load(Path(file.name))
-            # The batch size is dynamic.
-            pairs = [(_tensors(model(some)), run(some)) for some in (images, images[:1])]
+            pairs = [(_tensors(model(some)), run(some)) for some in (images, images[:1])]  # of any batch size
         difference = _compare(pairs, about)
         if not difference.largest <= tolerance * max(1.0, difference.scale):  # NaN is refused, too
             raise ExportError(
@@ -78,7 +68,6 @@ def write_program(
 
 @contextmanager
 def _failures(what: str, remedy: str) -> Iterator[None]:
-    """Raise what the exporters and runtimes raise as ExportError."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,4 @@
-"""`Job`: what a job file describes, checked before any text is written; and the pieces of text that schedulers
-share."""
-
-from __future__ import annotations
+"""`Job`: what a job file describes, checked before text is written; and pieces of text that schedulers share."""
 
 import re
 import textwrap
@@ -24,9 +21,7 @@ from ...recipes.presets import parse_overrides
 
 CHECKPOINT_MINUTES = 10  # between two checkpoints of a job: what a kill without a warning costs at most
 SHUTDOWN_SECONDS = 150  # that torchrun gives its workers to save after a signal
-WARNING_SECONDS = (
-    SHUTDOWN_SECONDS + 30
-)  # from a scheduler's signal to the end of a job: torchrun needs some, too
+WARNING_SECONDS = SHUTDOWN_SECONDS + 30  # from a signal to the end of a job: torchrun needs some, too
 # Port of the rendezvous where each job has machines, or pods, of its own; torchrun's default.
 TORCHRUN_PORT = 29400
 # Options of torchrun, so that it forwards signals and waits while the ranks save.
@@ -40,8 +35,6 @@ _IMAGE = re.compile(r"[A-Za-z0-9][-._:/@A-Za-z0-9]*")
 
 @dataclass(frozen=True)
 class Job:
-    """A training on a cluster."""
-
     recipe: str  # its name or file, as the user wrote it
     overrides: tuple[str, ...]  # KEY=VALUE
     out: str  # the run's folder, which all machines share, or its address
@@ -75,7 +68,6 @@ class Job:
 
     @property
     def recipe_file(self) -> Path | None:
-        """The recipe's file; None if it is a recipe of Drivetrain."""
         return Path(self.recipe) if is_file_name(self.recipe) else None
 
     @property
@@ -84,8 +76,7 @@ class Job:
         return None if is_address(self.out) else f"/{PurePosixPath(self.out).parts[1]}"
 
     def unmounted(self, *, copied: bool) -> list[str]:
-        """Return the data at paths that machines lack which mount only `top_folder`, or with an address nothing; the
-        working directory may be copied to them, too."""
+        """Return the data that machines lack which mount only `top_folder`; `copied`: with the working directory."""
         top, found = self.top_folder, []
         for file in self.data:
             path = PurePosixPath(file)
@@ -97,7 +88,6 @@ class Job:
         return found
 
     def arguments(self, recipe: str | None = None) -> list[str]:
-        """Return the arguments of `drivetrain train`, not quoted; `recipe` replaces the recipe's path."""
         saving = ("--out", self.out, "--resume", "--every-minutes", str(CHECKPOINT_MINUTES))
         return [recipe or self.recipe, *self.overrides, "devices=auto", *saving]
 
@@ -106,8 +96,6 @@ def make_job(
     recipe: str, overrides: Sequence[str], out: str | None, *, nodes: str, gpus: int, cpus: int,
     name: str | None = None, gpu_type: str | None = None, time: str | None = None, image: str | None = None,
 ) -> Job:  # fmt: skip
-    """Return a job whose recipe trains on `nodes` machines: `"4"`, or the smallest and the largest, `"1:4"`. See `Job`
-    for the others. Errors name the invalid value and the remedy."""
     if out is None:
         raise PlanError(
             "A job resumes from its folder when it is restarted. Pass --out, a folder that all machines see, or an "
@@ -162,8 +150,7 @@ def _name_of(recipe: str) -> str:
 
 
 def _read(recipe: str, overrides: Sequence[str]) -> tuple[DistributedConfig, DataConfig]:
-    """Return how a recipe distributes, and its data, checked as by `drivetrain train`. What only the machines of the
-    cluster can answer, such as whether there are GPUs, is not checked."""
+    """Return how a recipe distributes, and its data. What only the cluster knows, e.g. its GPUs, is not checked."""
     values = parse_overrides(overrides)
     if values.pop("devices", "auto") != "auto":
         raise PlanError("devices= of a job is the number of its GPUs. Leave it out.")
@@ -187,8 +174,8 @@ def _fitting(batch_size: int, how: DistributedConfig, numbers: range, processes:
 
 
 def fill(template: str, **values: object) -> str:
-    """Return a template in which each `@name@` is replaced by a value, in one pass. A value that has a line to itself
-    may have several lines, which get its indentation; without text, the line goes."""
+    """Replace each `@name@` by a value; one with a line to itself may have several, indented alike, or none: the line
+    goes."""
 
     def replace(match: re.Match[str]) -> str:
         indent, block, within = match.groups()
@@ -201,12 +188,10 @@ def fill(template: str, **values: object) -> str:
 
 
 def scalar(value: str) -> str:
-    """Return text as a quoted YAML value on one line, whatever it contains."""
     return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=float("inf")).strip()
 
 
 def literal(key: str, text: str) -> str:
-    """Return `key: text` in YAML, line by line if YAML can express the text so, else quoted."""
     return yaml.safe_dump({key: text}, default_style="|", allow_unicode=True, width=float("inf")).rstrip("\n")
 
 
@@ -222,9 +207,6 @@ if [ -n "$stopped" ] && [ "$status" -ne 0 ]; then status=75; fi"""
 
 
 def stoppable(command: str, process: str, signal: str, note: str = "") -> str:
-    """Return shell commands that run `command`, which is torchrun or starts it, forward `signal` to it, and wait.
-
-    Afterwards `$status` is its status; 75 if the signal has stopped it, because torchrun ends with 1 then. `process` is
-    the shell variable for its process id, `note` a comment on the line that forwards the signal.
-    """
+    """Return shell commands that run `command`, torchrun or what starts it, and forward `signal` to it. Then `$status`
+    is 75 if the signal has stopped it, because torchrun ends with 1. `process` is the variable of its id."""
     return fill(_STOPPABLE, command=command, process=process, signal=signal, note=note and f"  # {note}")

@@ -1,7 +1,5 @@
 """Manifests for Kubernetes: an Indexed Job, its Service, its volume, and the recipe."""
 
-from __future__ import annotations
-
 from ....common.errors import PlanError
 from .job import SIGNALS, TORCHRUN_PORT, WARNING_SECONDS, Job, fill, literal, scalar, stoppable
 
@@ -9,21 +7,8 @@ _RESTARTS = 10
 _MAX_CONFIG = 1_000_000  # bytes; a ConfigMap may have 1 MiB
 # Folders that an image needs itself.
 _SYSTEM = [
-    "bin",
-    "boot",
-    "dev",
-    "etc",
-    "lib",
-    "lib64",
-    "opt",
-    "proc",
-    "root",
-    "run",
-    "sbin",
-    "sys",
-    "usr",
-    "var",
-]
+    "bin", "boot", "dev", "etc", "lib", "lib64", "opt", "proc", "root", "run", "sbin", "sys", "usr", "var",
+]  # fmt: skip
 _MANIFESTS = """\
 # Trains with Drivetrain; written by `drivetrain job kubernetes`. Submit it with: kubectl apply -f FILE
 # To submit it again, first run: kubectl delete job @name@
@@ -151,8 +136,6 @@ successPolicy:
 
 
 def kubernetes(job: Job) -> str:
-    """Return manifests for `kubectl apply`. Raise PlanError without an image, or if the run's folder cannot be in a
-    volume."""
     folder, file, name = job.top_folder, job.recipe_file, job.name
     if job.image is None:
         raise PlanError(
@@ -202,7 +185,6 @@ def _success(job: Job) -> str:
 def _recipe_text(job: Job) -> str:
     assert job.recipe_file is not None
     text = job.recipe_file.read_text(encoding="utf-8-sig")
-    if len(text.encode()) > _MAX_CONFIG:
-        size = len(text.encode())
+    if (size := len(text.encode())) > _MAX_CONFIG:
         raise PlanError(f"{job.recipe} has {size:,} bytes, too many for a ConfigMap. Shorten it.")
     return text

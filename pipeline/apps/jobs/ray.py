@@ -1,7 +1,5 @@
 """A Python file for Ray Train."""
 
-from __future__ import annotations
-
 import json
 from math import ceil
 

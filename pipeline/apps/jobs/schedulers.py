@@ -1,7 +1,5 @@
 """The schedulers by name, and the job file of each."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -18,18 +16,12 @@ from .slurm import slurm
 
 @dataclass(frozen=True)
 class Scheduler:
-    """What `drivetrain job` writes for a scheduler."""
-
     text: Callable[[Job], str]
     options: Sequence[str] = ()  # that it uses, of those that not every scheduler has
-    same_folder: bool = (
-        False  # a job starts in the folder from which it is submitted, so that `out` can be relative
-    )
+    same_folder: bool = False  # a job starts in the folder where it is submitted, so `out` can be relative
     mounts: bool = False  # its machines have only what the file mounts: the first folder of `out`
     copies: bool = False  # they also have the working directory
-    elastic: bool = (
-        False  # a job may get any number of machines in its range, also one that does not divide the batch
-    )
+    elastic: bool = False  # a job may get any number of machines in its range, dividing the batch or not
 
     def unmounted(self, job: Job) -> list[str]:
         return job.unmounted(copied=self.copies) if self.mounts else []
@@ -46,7 +38,6 @@ SCHEDULERS = {
 def job_file(
     scheduler: str, recipe: str, overrides: Sequence[str], out: str | None, **options: Any
 ) -> tuple[str, Job]:
-    """Return the text of a job file, and what it describes; see `make_job` for the arguments."""
     if scheduler not in SCHEDULERS:
         raise PlanError(f"There are no job files for {scheduler!r:.80}.{suggest(scheduler, SCHEDULERS)}")
     chosen = SCHEDULERS[scheduler]

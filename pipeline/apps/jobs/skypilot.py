@@ -1,7 +1,5 @@
 """A task for SkyPilot's managed jobs."""
 
-from __future__ import annotations
-
 import shlex
 
 from ....common.errors import PlanError
@@ -58,8 +56,6 @@ torchrun --nnodes="$SKYPILOT_NUM_NODES" --nproc-per-node=@processes@ \\
 
 
 def skypilot(job: Job) -> str:
-    """Return a task for `sky jobs launch`. Raise PlanError without the type of the GPUs, by which SkyPilot chooses a
-    machine, or if the recipe is outside the working directory, which SkyPilot copies to the machines."""
     if job.on_gpus and job.gpu_type is None:
         raise PlanError(
             "SkyPilot chooses machines by their GPUs. Pass --gpu-type, e.g. H100 (see: sky show-gpus)."

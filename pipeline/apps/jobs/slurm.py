@@ -1,7 +1,5 @@
 """A batch script for SLURM."""
 
-from __future__ import annotations
-
 import shlex
 
 from .job import SIGNALS, WARNING_SECONDS, Job, fill, stoppable
@@ -44,7 +42,6 @@ srun --wait=300 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
 
 
 def slurm(job: Job) -> str:
-    """Return a script for sbatch: one task per node, which is torchrun."""
     command = fill(_COMMAND, processes=job.processes, signals=SIGNALS, arguments=shlex.join(job.arguments()))
     gpu_type = "" if job.gpu_type is None else f"{job.gpu_type}:"
     listed = ",".join(map(str, job.nodes))
