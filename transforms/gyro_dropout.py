@@ -74,11 +74,9 @@ class GyroDropoutLayer(nn.Dropout):
         """Return (concurrent, F), True where a feature is kept: subnetworks drawn with replacement."""
         generator = torch.Generator().manual_seed(self.seed + self.subnetworks + period)
         chosen = torch.randint(self.subnetworks, (self.concurrent,), generator=generator)
-        return torch.stack([self._subnetwork(int(index), features) for index in chosen])
-
-    def _subnetwork(self, index: int, features: int) -> Tensor:
-        """Return one subnetwork (F,), rebuilt from its seed: storing all takes subnetworks × F bytes per layer."""
-        return torch.rand(features, generator=torch.Generator().manual_seed(self.seed + index)) > self.p
+        # Rebuilt from their seeds: storing all takes subnetworks × F bytes per layer.
+        seeds = (torch.Generator().manual_seed(self.seed + int(index)) for index in chosen)
+        return torch.stack([torch.rand(features, generator=seed) for seed in seeds]) > self.p
 
     def set_length(self, total_steps: int) -> None:
         self.step, self.masks, self.kept = 0, None, None

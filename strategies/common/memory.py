@@ -36,12 +36,8 @@ def adamw_bytes(strategy: str, ranks: int) -> tuple[float, float, float]:
     """Return the bytes per parameter of parameters, gradients and optimizer that a rank holds with AdamW in fp32, by
     ZeRO's formulas (Rajbhandari et al. 2020, arXiv:1910.02054). With `hsdp`, `ranks` is the size of one group."""
     divided = DIVIDES[strategy].split()
-    copy = 4.0 if strategy.startswith("deepspeed") else 0.0
-    whole = {
-        "parameters": 4.0,
-        "gradients": 4.0,
-        "optimizer": 8.0 + copy,
-    }  # DeepSpeed steps a copy of the weights
+    copy = 4.0 if strategy.startswith("deepspeed") else 0.0  # of the weights, which it steps
+    whole = {"parameters": 4.0, "gradients": 4.0, "optimizer": 8.0 + copy}
     own = {part: size / ranks if part in divided else size for part, size in whole.items()}
     return own["parameters"], own["gradients"], own["optimizer"]
 

@@ -62,9 +62,7 @@ def absent(model: nn.Module) -> Iterator[None]:
 
 class _Synced(nn.Module):
     sums_over_ranks = True  # all ranks must run it together, so StochasticDepth does not skip it
-    is_absent = (
-        False  # whether this rank has no samples: it takes part with none of those given; see `absent`
-    )
+    is_absent = False  # whether this rank has no samples: it takes part with none; see `absent`
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:

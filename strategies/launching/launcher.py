@@ -143,7 +143,7 @@ def launch(
         function: called on every rank.
         args: its arguments.
         devices: number of ranks.
-        timeout: time limit in seconds, including the start. Default None: none. Ignored if this process is a rank.
+        timeout: time limit in seconds, including the start. Default None: no limit. Ignored if this process is a rank.
         device: what the ranks compute on: `"cpu"`, for which only gloo is started and no GPU is used; `"cuda"`; or None
             (default) for CUDA if available. Ignored in an existing process group.
         patience: seconds that the ranks have to answer after Ctrl-C. Default 3; 0 if there is nothing to wait for.

@@ -38,19 +38,15 @@ class Averages:
     def add(self, share: float) -> None:
         """Update each average to (1 - share) · average + share · value, and copy what is not averaged."""
         values = self._values()
-        self._follow(values)
+        for name in self._loose:  # a forward may have replaced a buffer by one of another shape: begin again
+            if values[name].shape != self._averages[name].shape:
+                self._averages[name] = _copy(values[name])
         for names in self._moved:
             averages = [self._averages[name] for name in names]
             news = [values[name].to(average.dtype) for name, average in zip(names, averages, strict=True)]
             torch._foreach_lerp_(locals_of(averages), locals_of(news), share)
         for names in self._copied:
             _copy_all([self._averages[name] for name in names], [values[name] for name in names])
-
-    def _follow(self, values: dict[str, Tensor]) -> None:
-        """Begin again with the value of a non-persistent buffer that a forward has replaced by one of another shape."""
-        for name in self._loose:
-            if values[name].shape != self._averages[name].shape:
-                self._averages[name] = _copy(values[name])
 
     def _leave_out(self, names: set[str]) -> None:
         for name in names:
