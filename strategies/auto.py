@@ -57,8 +57,7 @@ class Auto:
     def choose(self, model: nn.Module, devices: int) -> tuple[str, str]:
         """Return the name of a strategy for `model` on `devices` ranks, and the reason, in one line.
 
-        Uses this process's free memory; `prepare` uses that of the rank with the least. Raises `StrategyError` if that
-        many ranks cannot train here.
+        Uses this process's free memory, `prepare` the least of any rank's. Raises `StrategyError` as `check` does.
         """
         self.check(devices)
         return self._choose(model, devices, free_bytes(pick_device(self.device), devices))
@@ -93,7 +92,6 @@ class Auto:
 
 
 def free_bytes(device: torch.device, devices: int) -> int:
-    """Return the memory available to a rank on `device`: a GPU's free memory, or its share of the host's."""
     cuda = device.type == "cuda"
     return int(torch.cuda.mem_get_info(device)[0]) if cuda else machine.rank_free_memory(devices)
 

@@ -1,8 +1,7 @@
 """The interface of stage three: a `Strategy` prepares a model, an `Engine` trains it.
 
-The interface rules out known silent mistakes: a factory builds the optimizer at the moment the backend needs it, and
-`Engine.step()` clips, steps *and* zeroes the gradients, so that differences between backends do not leak into the
-training loop.
+It rules out known silent mistakes: a factory builds the optimizer when the backend needs it, and `Engine.step()` clips,
+steps *and* zeroes the gradients, so that differences between backends do not leak into the training loop.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Held:
-    """The tensors that one rank holds for training, on any device."""
-
     parameters: Sequence[torch.Tensor]
     gradients: Sequence[torch.Tensor]
     optimizer: Sequence[torch.Tensor]
@@ -79,8 +76,7 @@ class Engine(Protocol):
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the precision's autocast context; empty for fp32. Use it in evaluation too.
 
-        A training forward must run inside it even in fp32: DDP decides in the forward whether this microbatch's
-        backward communicates.
+        A training forward must run inside it even in fp32: DDP decides there whether this backward communicates.
         """
 
     def backward(self, loss: torch.Tensor, last_microbatch: bool = True) -> None:
@@ -145,8 +141,7 @@ class Engine(Protocol):
         """
 
     def import_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite the model's state with that of any engine, in place. Tensors that the model's state dict leaves out
-        may be missing in `state`; they keep their values.
+        """Overwrite the model's state with that of any engine, in place. Non-persistent buffers may be missing.
 
         Every rank must call it, with a mapping that has all tensors in full; each takes its shard. Tensors are read one
         at a time, so a mapping that reads a file need not hold them all. Raises `StrategyError` if names or shapes
@@ -158,8 +153,7 @@ class Engine(Protocol):
         `StrategyError` for state that is neither a tensor nor a number."""
 
     def import_optimizer(self, state: OptimizerState) -> None:
-        """Load the result of any engine's `export_optimizer`; see `import_state`. Raises `StrategyError` if it belongs
-        to other parameters."""
+        """Load any engine's `export_optimizer`. Raises `StrategyError` if it belongs to other parameters."""
 
     def gather(self, value: torch.Tensor, home: int | None = None) -> torch.Tensor:
         """Return the full `value`: itself, unless it is sharded (a DTensor); then all ranks must call it.

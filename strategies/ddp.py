@@ -23,16 +23,13 @@ from .options import Options, PrepareOptions
 
 
 class DDPEngine(RanksEngine):
-    """A model wrapped by DistributedDataParallel."""
-
     @property
     def plain_model(self) -> nn.Module:
         return cast(nn.Module, self.model.module)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """DDP decides in the *forward* whether the backward communicates: `no_sync` around the backward alone would do
-        nothing."""
+        """DDP decides in the *forward* whether the backward communicates: `no_sync` around that alone does nothing."""
         last, wrapper = self._microbatches + 1 == self.accumulate, cast(Any, self.model)
         with nullcontext() if last else wrapper.no_sync(), super().forward_context():
             yield
@@ -55,8 +52,7 @@ class ReplicatedStrategy:
     def prepare(
         self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
     ) -> LocalEngine:
-        """Move `model` to this rank's device, build the optimizer, and wrap; see `base.Strategy.prepare`. Every rank
-        starts with rank 0's weights and buffers."""
+        """Move `model`, build the optimizer, and wrap; see `base.Strategy.prepare`. All start with rank 0's values."""
         options = Options.of(given)
         device = enter(self, model)
         model = put_on(model, device, options)
@@ -76,8 +72,7 @@ class DDP(ReplicatedStrategy):
     """Each rank holds the full model and trains on its shard of the batch; gradients are averaged.
 
     Args:
-        device: `"cpu"` (gloo) or `"cuda"` (NCCL, see `devices.rank_device`). Default None: CUDA if available, else the
-            CPU.
+        device: `"cpu"` (gloo) or `"cuda"` (NCCL). Default None: CUDA if available, else the CPU.
         find_unused_parameters: search in every step for parameters without a gradient, which occur in models that
             freeze or alternate layers. Default False, because the search takes time.
 
@@ -108,8 +103,7 @@ class DDP(ReplicatedStrategy):
 
 
 def _buffers_stay_local(model: nn.Module) -> dict[str, Any]:
-    """Return the option that keeps DDP from overwriting buffers with rank 0's before each forward: `sync_buffers` pools
-    them."""
+    """Return the option with which DDP does not overwrite buffers before each forward: `sync_buffers` pools them."""
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
         return {"forward_sync_buffers": False}
     # Older versions of torch have one option for both, which also skips the broadcast at the start.
@@ -122,17 +116,13 @@ Groups = list[dict[str, Any]]
 
 
 def copy_groups(optimizer: torch.optim.Optimizer) -> Groups:
-    """Return the groups of `optimizer` with all their options, for a backend to partition."""
     return [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
 
 
 def keep_part(optimizer: torch.optim.Optimizer) -> Callable[..., torch.optim.Optimizer]:
-    """Return a callable for the backend: given this rank's part of `copy_groups`, it returns `optimizer` with only
-    these. A group of which the rank owns nothing is kept, empty: backends match options to groups by index.
-
-    Backends expect a class and its arguments. Here the user's own optimizer is built over all parameters and then keeps
-    only those of its rank, so that any optimizer with any groups can be sharded.
-    """
+    """Return what backends call in place of the optimizer's class, so that any optimizer with any groups can be
+    sharded: given this rank's part of `copy_groups`, it returns `optimizer` with only these. A group of which the rank
+    owns nothing is kept, empty: backends match options to groups by index."""
 
     def keep(own: Groups, **defaults: object) -> torch.optim.Optimizer:  # noqa: ARG001
         for group, part in zip(optimizer.param_groups, own, strict=True):
@@ -146,7 +136,6 @@ def keep_part(optimizer: torch.optim.Optimizer) -> Callable[..., torch.optim.Opt
 
 
 def refuse_dtypes(strategy: str, model: nn.Module) -> None:
-    """Raise `StrategyError`, naming a parameter, unless all that are trained have one dtype."""
     trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
     first = next(iter(trained.values()), None)
     for name, dtype in trained.items():
@@ -176,14 +165,11 @@ class Remote:
 
 
 class OwnedEngine(DDPEngine):
-    """A wrapped model with its optimizer state on the owning ranks. `optimizer` has all groups and parameters, and as
-    `optim` the optimizer of those that this rank owns."""
+    """A wrapped model with its optimizer state on the owning ranks. `optimizer.optim` has what this rank owns."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, device: torch.device, options: Options) -> None:
         super().__init__(model, optimizer, device, options)
-        local: torch.optim.Optimizer = optimizer.optim  # type: ignore[attr-defined]
+        local: torch.optim.Optimizer = optimizer.optim
         optimizer.state = local.state  # one dict: what is read and loaded there is what is stepped
         optimizer.defaults = local.defaults  # by which a scheduler recognises momentum
         self._own = [parameter for group in local.param_groups for parameter in group["params"]]
@@ -191,9 +177,7 @@ class OwnedEngine(DDPEngine):
 
     def _entries(self, names: Mapping[nn.Parameter, str]) -> Mapping[str, Entry]:
         own = super()._entries(names)
-        described = {
-            name: {key: self._described(value) for key, value in entry.items()} for name, entry in own.items()
-        }
+        described = {n: {k: self._described(v) for k, v in entry.items()} for n, entry in own.items()}
         of_ranks: list[dict[str, dict[str, Any]]] = [{}] * self.world_size
         dist.all_gather_object(of_ranks, described)  # names, shapes and single numbers only
         return {name: entry for rank in of_ranks for name, entry in rank.items()}

@@ -1,7 +1,5 @@
 """The device that this process trains on: this rank's GPU, and CUDA's current device."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -22,8 +20,7 @@ _LAUNCHERS = (
 
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which `device` is CUDA's current device, which streams, events and Triton kernels without an
-    explicit device use; nothing for the CPU."""
+    """Make `device` CUDA's current one, which streams, events and Triton kernels use; nothing for the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -61,12 +58,8 @@ def pick_device(device: str | None, local_rank: int | None = 0) -> torch.device:
 
 
 def local_rank(rank: int = 0, ranks: int = 1) -> int | None:
-    """Return this rank's index on its machine, None if it is unknown; `rank` and `ranks` are those of the process
-    group.
-
-    `LOCAL_RANK` has priority. The variables of Slurm and MPI count only if these have started all ranks: a shell inside
-    a Slurm job has Slurm's variables too, and so has each process started from it.
-    """
+    """Return this rank's index on its machine, None if it is unknown. The variables of Slurm and MPI count only if
+    these have started all `ranks`: a shell inside a Slurm job has them too, and so has each process started from it."""
     if "LOCAL_RANK" in os.environ:
         return _number("LOCAL_RANK")
     if ranks == 1:
@@ -86,18 +79,14 @@ def _number(name: str) -> int:
 
 
 def rank_device(device: str | None, place: tuple[int, int] | None = None) -> torch.device:
-    """Return this rank's device: the GPU with its local rank as index, or the only visible one: a launcher may make one
-    GPU visible to each rank (Slurm's `--gpus-per-task=1`), `cuda:0` in each of them.
-
-    `place` is rank and world size, by default those of the process group.
-    """
+    """Return this rank's device: the GPU with its local rank as index, or the only visible one, as with Slurm's
+    `--gpus-per-task=1`. `place` is rank and world size, by default those of the process group."""
     grouped = dist.is_available() and dist.is_initialized()
     rank, ranks = place or ((dist.get_rank(), dist.get_world_size()) if grouped else (0, 1))
     return pick_device(device, 0 if ranks > 1 and torch.cuda.device_count() == 1 else local_rank(rank, ranks))
 
 
 def _fingerprint(device: torch.device) -> int:
-    """Return a number that two ranks share if and only if they use the same GPU."""
     identity = f"rank {dist.get_rank()}"
     # Slices of one GPU (MIG) may share its identity, and torch before 2.5 has none.
     if "MIG" not in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
@@ -106,11 +95,8 @@ def _fingerprint(device: torch.device) -> int:
 
 
 def refuse_shared_gpu(device: torch.device) -> None:
-    """Raise `StrategyError` on all ranks if two of them use the same GPU; all ranks must call it.
-
-    NCCL would fail later, without naming the cause. Only ranks that see a single GPU can collide, and the check needs a
-    group that supports CPU tensors: the GPUs cannot communicate yet.
-    """
+    """Raise `StrategyError` on all ranks if two of them use the same GPU: NCCL would fail later, without naming the
+    cause. All ranks must call it, in a group that supports CPU tensors: the GPUs cannot communicate yet."""
     if device.type != "cuda" or not dist.is_initialized() or "cpu" not in str(dist.get_backend_config()):
         return
     fingerprints = [torch.zeros((), dtype=torch.int64) for _ in range(dist.get_world_size())]

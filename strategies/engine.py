@@ -1,8 +1,6 @@
 """The engine of an unsharded model: everything that `Single` needs, and most of what others do. Buffers pooled over all
 ranks: means, and for BatchNorm the variance of all ranks' samples together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
@@ -29,20 +27,13 @@ from .options import Options, half_dtype
 
 
 class LocalEngine(Engine):
-    """An engine on one device."""
-
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
     ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.device = device
-        self.rank = 0
-        self.world_size = 1
-        self.accumulate = options.accumulate
-        self.note = ""
-        self.skipped = False
-        self._options = options
+        self.model, self.optimizer, self.device = model, optimizer, device
+        self.rank, self.world_size = 0, 1
+        self.accumulate, self._options = options.accumulate, options
+        self.note, self.skipped = "", False
         self._microbatches = 0  # accumulated since the last step
         self._scaler = torch.amp.GradScaler(device.type, enabled=options.precision == "fp16")
 
@@ -182,10 +173,7 @@ class LocalEngine(Engine):
                 if value is not None  # SGD without momentum
             }
             if entry and (keep is None or keep(name)):
-                kept[name] = {
-                    key: copied(value) if isinstance(value, torch.Tensor) else value
-                    for key, value in entry.items()
-                }
+                kept[name] = {k: copied(v) if isinstance(v, torch.Tensor) else v for k, v in entry.items()}
         return OptimizerState(groups, kept, self._scaler.state_dict())
 
     @torch.no_grad()
@@ -211,40 +199,32 @@ class LocalEngine(Engine):
         self._sum(torch.zeros((), device=self.device)).item()
 
     def _sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Return `value` summed over all ranks, possibly in place."""
         return value
 
     def _unscale(self) -> None:
-        """Divide the gradients by fp16's loss scale, and record whether one is not finite."""
         self._scaler.unscale_(self.optimizer)
 
     def _overflowed(self) -> bool:
-        """Return whether fp16's gradients are not finite on any rank: then no rank steps, and the loss scale decreases.
-        Synchronizes with the device, in fp16 only: the host decides whether the optimizer is called."""
+        # Synchronizes with the device, in fp16 only: the host decides whether the optimizer is called.
         if not self._scaler.is_enabled():
             return False
         seen = self._scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
         return any(bool(overflow.item()) for overflow in seen.values())
 
     def _clip(self, clip_norm: float) -> torch.Tensor:
-        """Scale the gradients to a total norm of at most `clip_norm`; return their norm before, `()`."""
         return nn.utils.clip_grad_norm_(self.plain_model.parameters(), clip_norm)
 
     def _shape(self, value: torch.Tensor) -> torch.Size:
         return value.shape
 
     def _write(self, value: torch.Tensor, whole: torch.Tensor) -> None:
-        """Overwrite a tensor of the model, in place, with one that every rank has in full."""
         value.copy_(self._part(whole, value))
 
     def held(self) -> Held:
         parameters = list(self.plain_model.parameters())
-        return Held(
-            parameters,
-            [parameter.grad for parameter in parameters if parameter.grad is not None],
-            list(tensors_in(self.optimizer)),
-            sum(parameter.numel() for parameter in parameters),
-        )
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        count = sum(parameter.numel() for parameter in parameters)
+        return Held(parameters, gradients, list(tensors_in(self.optimizer)), count)
 
     def _part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
         """Return this rank's shard of `whole`, a CPU tensor that every rank has, where it holds `like`."""
@@ -270,7 +250,6 @@ class LocalEngine(Engine):
         return {names[parameter]: entry for parameter, entry in state.items()}
 
     def _owns(self, parameter: nn.Parameter) -> bool:  # noqa: ARG002
-        """Whether this rank holds the optimizer's state of `parameter`, or a shard of it."""
         return True
 
     def _exported(
@@ -335,42 +314,32 @@ Mean = Callable[[torch.Tensor], torch.Tensor]
 
 def pool_buffers(values: Mapping[str, torch.Tensor], model: nn.Module, mean: Mean) -> dict[str, torch.Tensor]:
     """Return the floating-point and complex buffers in `values` pooled over all ranks: their means, and BatchNorm's
-    `running_var` as one variance.
-
-    Values that are equal on all ranks, as BatchNorm's with `sync_batchnorm`, do not change. Otherwise ranks normalize
-    with the statistics of their own shards, so their running statistics differ. For N shards of equal size the full
-    batch has (law of total variance)::
+    `running_var` as one variance. For N shards of equal size the full batch has (law of total variance)::
 
         mean = mean_r(mean_r)
         var  = mean_r(var_r) + var_r(mean_r)     # var_r over the N ranks as the population
 
-    The mean of the variances alone is too small if the shards' means differ. The result equals that of one process on
-    the full batches, with two exceptions, because only the running statistics are exchanged, once, and not those of
-    each batch. First, a rank's variance is unbiased for its n values of a channel, by n / (n - 1), where the full batch
-    would use N · n: a relative difference below 1 / n. Second, the second term uses the *running* means: it contains
-    differences between ranks that last longer than 1 / momentum steps, as when ranks see different data, but little of
-    the independent differences of each shuffled batch: a relative difference of about 1 / n_independent of one batch's
-    values.
+    The result equals that of one process on the full batches, with two exceptions, because only the running statistics
+    are exchanged, once. First, a rank's variance is unbiased for its n values of a channel, where the full batch would
+    use N · n: a relative difference below 1 / n. Second, the *running* means contain differences between ranks that
+    last longer than 1 / momentum steps, as when ranks see different data, but little of the independent differences of
+    each shuffled batch: a relative difference of about 1 / n_independent of one batch's values.
 
-    Layers whose running variance is a mean of variances even in one process keep the mean: InstanceNorm, and those with
-    a class variable `averages_variances` (GhostBatchNorm). `mean`, over the ranks, is called once, with float64: mean²
-    - mean² in float32 would lose small variances.
+    Layers whose running variance is a mean of variances keep the mean: InstanceNorm, and `averages_variances`
+    (GhostBatchNorm). `mean` is called once, with float64: mean² - mean² in float32 would lose small variances.
     """
-    chosen = {name: value for name, value in values.items() if has_mean(value)}
+    chosen = {name: value.detach() for name, value in values.items() if has_mean(value)}
     if not chosen:
         return {}
     partners = {var: m for var, m in _batch_norms(model) if var in chosen and m in chosen}
-    wide = {name: _reals(value.detach()).flatten().double() for name, value in chosen.items()}
+    reals = {name: torch.view_as_real(v) if v.is_complex() else v for name, v in chosen.items()}
+    wide = {name: value.flatten().double() for name, value in reals.items()}
     parts = [*wide.values(), *(wide[m].square() for m in partners.values())]
     whole = torch.split(mean(torch.cat(parts)), [part.numel() for part in parts])
     pooled = dict(zip(chosen, whole, strict=False))
     for (var, m), squares in zip(partners.items(), whole[len(chosen) :], strict=True):
         pooled[var] = pooled[var] + (squares - pooled[m].square()).clamp_min(0.0)
     return {name: _like(pooled[name], value) for name, value in chosen.items()}
-
-
-def _reals(value: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(value) if value.is_complex() else value
 
 
 def _like(flat: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -380,7 +349,6 @@ def _like(flat: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _batch_norms(model: nn.Module) -> list[tuple[str, str]]:
-    """Return the names of `running_var` and `running_mean` of each layer that keeps one variance of all its samples."""
     return [
         (f"{name}.running_var".lstrip("."), f"{name}.running_mean".lstrip("."))
         for name, module in model.named_modules()

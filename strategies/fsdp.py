@@ -44,8 +44,7 @@ class FSDPEngine(RanksEngine):
         super().backward(loss, last_microbatch)
 
     def step(self) -> torch.Tensor | None:
-        # An evaluation after the backward may have left parameters gathered; the next forward would use these copies
-        # from before the step.
+        # An evaluation after the backward may have left parameters gathered, which the next forward would use.
         self.reshard()
         return super().step()
 
@@ -55,8 +54,7 @@ class FSDPEngine(RanksEngine):
 
     def _clip(self, clip_norm: float) -> torch.Tensor:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
-        whole: torch.Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        return whole
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def gather(self, value: torch.Tensor, home: int | None = None) -> torch.Tensor:
         if not isinstance(value, DTensor):
@@ -66,8 +64,7 @@ class FSDPEngine(RanksEngine):
         mesh = part.device_mesh
         if home is not None and part.placements == (Shard(0),) and mesh.size() == dist.get_world_size():
             return sharding.gathered_rows(part.to_local(), part.shape[0], home, mesh.get_group())
-        whole: torch.Tensor = part.full_tensor()
-        return whole
+        return part.full_tensor()
 
     def _part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         if not isinstance(like, DTensor):
@@ -90,8 +87,7 @@ class FSDP:
     them are gathered from the start of the forward to the end of the backward.
 
     `prepare` changes the model in place. Channels-last weights are made contiguous, because `fully_shard` accepts no
-    others, and the model's input images are made channels-last instead: activations keep the requested layout, and the
-    numbers are the same.
+    others, and the model's input images are made channels-last instead: activations keep the requested layout.
 
     Precision "bf16" (or "fp16") computes and gathers in it, keeps fp32 parameters, reduces gradients in fp32, and runs
     the forward under autocast like the other strategies. BatchNorm's parameters and statistics stay fp32. Outputs may
@@ -101,13 +97,11 @@ class FSDP:
     numbers, so that it need not fit on one device. Changes that the model's own constructor makes afterwards (many
     re-initialise their convolutions) are not repeated: load weights, or build it on the CPU.
 
-    With `compile` each unit is compiled separately; modules outside of units are not compiled.
-
-    Without a process group there is nothing to shard, and it trains like `single`.
+    With `compile` each unit is compiled separately; modules outside of units are not compiled. Without a process group
+    there is nothing to shard, and it trains like `single`.
 
     Args:
-        device: `"cpu"` (gloo) or `"cuda"` (NCCL, see `devices.rank_device`). Default None: CUDA if available, else the
-            CPU.
+        device: `"cpu"` (gloo) or `"cuda"` (NCCL). Default None: CUDA if available, else the CPU.
         wrap: the units. Default True, which suits most models: the blocks of `blocks.find_blocks`, if there are any.
             Or class names, or a function of name and module; False for only the full model. Units may be nested. A
             module that shares a parameter with an outside module is left to the module that contains both. Do not
@@ -137,8 +131,7 @@ class FSDP:
     def prepare(
         self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
     ) -> LocalEngine:
-        """Shard `model` in place, then build the optimizer of the shards; see `base.Strategy.prepare`. Every rank
-        starts with rank 0's weights and buffers.
+        """Shard `model` in place, then build the optimizer of the shards. Every rank starts with rank 0's values.
 
         Raises `StrategyError` for a model that cannot be sharded: without anything that `wrap` selects, already wrapped
         or sharded, with a parameter of no dimension or without a shape yet, a module on the meta device that cannot be
@@ -261,8 +254,7 @@ class HSDP(FSDP):
 
     Args:
         device, wrap: as for `FSDP`.
-        shard_size: number of ranks in a group; must divide the world size. Default None: the ranks of one machine,
-            which are connected by fast links.
+        shard_size: number of ranks in a group; must divide the world size. Default None: those of one machine.
 
     Example::
 

@@ -18,8 +18,7 @@ from ..common.table import Table
 if TYPE_CHECKING:
     from .base import Strategy
 
-# name -> (file, class), or (file, class, options implied by the name). The class's constructor arguments are the
-# strategy's options.
+# name -> (file, class), or (file, class, options implied by the name).
 STRATEGIES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = {
     "single": ("single", "Single"),
     "dp": ("single", "DP"),
@@ -77,8 +76,7 @@ def get(strategy: str | Strategy, **options: Any) -> Strategy:
     """Return a strategy by its name, or the given strategy object itself.
 
     Args:
-        strategy: a name of `available()`, one of Lightning's equivalent names, or an object with a strategy's `check`
-            and `prepare`.
+        strategy: a name of `available()` or one of Lightning's, or an object with a strategy's `check` and `prepare`.
         options: the strategy's own options, for a name only: `get("ddp", device="cpu")`.
 
     Raises:
@@ -105,8 +103,7 @@ def get(strategy: str | Strategy, **options: Any) -> Strategy:
 
 
 def register(name: str, kind: Kind) -> None:
-    """Register a custom strategy under `name`, in this process and the ranks it launches. A package can do so for all
-    processes with an entry point; see `GROUP`.
+    """Register a custom strategy in this process and the ranks it launches; packages use an entry point, see `GROUP`.
 
     Args:
         name: for `get`; its first word is the family by which a Pipeline checks compatibility.
@@ -254,10 +251,7 @@ class StrategyTable(list[StrategyRow]):
     """The rows of `available()`, which print as a table; as an HTML table in a notebook."""
 
     def _table(self) -> Table:
-        rows = [
-            (row.name, "yes" if row.runs_here else f"no: {row.why_not}", row.extra, row.summary)
-            for row in self
-        ]
+        rows = [(r.name, "yes" if r.runs_here else f"no: {r.why_not}", r.extra, r.summary) for r in self]
         return Table(("strategy", "runs here", "extra", "what it does"), rows, title="Strategies")
 
     def __repr__(self) -> str:
@@ -268,8 +262,7 @@ class StrategyTable(list[StrategyRow]):
 
 
 def available() -> StrategyTable:
-    """Return every strategy: whether it can run here and why not, the extra it needs, and what it does. Prints as a
-    table.
+    """Return every strategy: whether it can run here and why not, the extra it needs, and what it does, as a table.
 
     Raises `StrategyError` if two installed packages provide a strategy of the same name.
 

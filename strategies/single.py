@@ -1,5 +1,4 @@
-"""Train in one process: on one device, the baseline that every other strategy must match, or on several GPUs with
-torch's DataParallel."""
+"""Train in one process: on one device, the baseline of every other strategy, or on several GPUs with DataParallel."""
 
 from __future__ import annotations
 
@@ -61,8 +60,6 @@ class Single:
 
 
 class DPEngine(LocalEngine):
-    """A model wrapped by DataParallel."""
-
     @property
     def plain_model(self) -> nn.Module:
         return cast(nn.Module, self.model.module)
@@ -73,13 +70,11 @@ class DP:
     """One process that copies the model to all GPUs for each batch, and splits the batch among them.
 
     For environments that cannot start processes; `ddp` is faster on the same GPUs. BatchNorm's statistics are those of
-    the first GPU's images. Evaluation, which uses the plain model, runs on the first GPU. On the CPU there is one
-    device, and nothing to split.
+    the first GPU's images. Evaluation, which uses the plain model, runs on the first GPU. On the CPU nothing is split.
 
     Args:
         device: `"cpu"` or `"cuda"`. Default None: CUDA if available, else the CPU.
-        device_ids: indices of the GPUs; the first holds the model and the gradients. Default None: all that this
-            process sees.
+        device_ids: indices of the GPUs; the first holds the model and the gradients. Default None: all.
 
     Example::
 
@@ -106,8 +101,7 @@ class DP:
     ) -> LocalEngine:
         """Move `model` to the first device, build the optimizer, and wrap; see `base.Strategy.prepare`.
 
-        Raises `StrategyError` for `compile` on GPUs, and in a process group of several ranks, where each would train a
-        separate model.
+        Raises `StrategyError` for `compile` on GPUs, and in a process group of several ranks.
         """
         options = Options.of(given)
         if in_group():
@@ -136,8 +130,7 @@ class DP:
         if pick_device(self.device).type == "cpu":
             if self.device_ids is not None:
                 raise StrategyError(
-                    f"strategy 'dp': device_ids={self.device_ids} are GPUs, but it would train on the CPU. Remove "
-                    f"them."
+                    f"strategy 'dp': device_ids={self.device_ids} are GPUs, but it would train on the CPU. Remove them."
                 )
             return [torch.device("cpu")]
         ids = range(torch.cuda.device_count()) if self.device_ids is None else self.device_ids

@@ -125,8 +125,7 @@ def catalogue() -> Catalogue:
 def to_dict(transform: Transform) -> dict[str, Any]:
     """Return `{"name": class name, ...every option}` in JSON types; `get(**to_dict(t))` equals `t`.
 
-    The name of a custom transform is `"package.module:Class"`: a class that cannot be imported by name raises
-    `PlanError`.
+    A custom transform is named `"package.module:Class"`; a class that cannot be imported by name raises `PlanError`.
 
     Example::
 

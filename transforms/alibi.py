@@ -1,7 +1,5 @@
-"""ALiBi: a linear distance penalty on attention logits replaces position embeddings.
-
-Shapes: B batch, N tokens (prefix tokens, then H · W patches, row by row), D features, K heads.
-"""
+"""ALiBi: a linear distance penalty on attention logits replaces position embeddings. Shapes: B batch, N tokens (prefix
+tokens, then H · W patches, row by row), D features, K heads."""
 
 from __future__ import annotations
 
@@ -73,8 +71,7 @@ class AlibiMultiheadAttention(nn.MultiheadAttention):
     def forward(  # type: ignore[override]
         self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool = False
     ) -> tuple[Tensor, None]:
-        """Compute self-attention as `nn.MultiheadAttention` does with need_weights=False. Only the query is read: FSDP2
-        passes three copies of it."""
+        """As `nn.MultiheadAttention` with need_weights=False. Only the query is read: FSDP2 passes three copies."""
         assert not need_weights
         assert key.shape == value.shape == query.shape
         batch, count, _ = query.shape
@@ -114,8 +111,7 @@ class ALiBi(Transform):
     Supports torchvision's ViT and timm's (`VisionTransformer` with plain `Attention`). As in Composer, whose surgery
     supports Hugging Face's BERT, RoBERTa and GPT-2, the position embeddings are set to 0 and frozen, and each head uses
     the paper's slope. Composer's distance is `|i - j|` along a text; here it is the Euclidean distance between patch
-    centers (as in Fuller et al., "CROMA", 2023, arXiv:2311.00566). The class token and registers are at distance 0 from
-    all tokens.
+    centers (as in Fuller et al., "CROMA", 2023, arXiv:2311.00566). The class token and registers are at distance 0.
 
     Use it when training from scratch or for long fine-tuning: a pretrained ViT loses its positional information. In
     return, the model accepts images of another size without interpolating embeddings. Both libraries check the image
@@ -161,9 +157,7 @@ class ALiBi(Transform):
         return replace(report, notes=tuple(notes))
 
     def from_plain(self, state: State, model: nn.Module) -> State:  # noqa: ARG002
-        return {
-            name: torch.zeros_like(value) if _is_position(name) else value for name, value in state.items()
-        }
+        return {name: torch.zeros_like(v) if _is_position(name) else v for name, v in state.items()}
 
 
 def _is_position(name: str) -> bool:
@@ -171,7 +165,6 @@ def _is_position(name: str) -> bool:
 
 
 def _layouts(model: nn.Module) -> dict[int, Layout]:
-    """Map the id of each module inside a ViT to that ViT's token layout."""
     layouts: dict[int, Layout] = {}
     for vit in model.modules():
         layout = None
@@ -187,9 +180,8 @@ def _layouts(model: nn.Module) -> dict[int, Layout]:
 
 
 def _judge(module: nn.Module, placed: bool) -> Verdict | str:
-    if isinstance(module, AlibiMultiheadAttention) or any(
-        isinstance(hook, AddBias) for hook in module._forward_pre_hooks.values()
-    ):
+    has_bias = any(isinstance(hook, AddBias) for hook in module._forward_pre_hooks.values())
+    if has_bias or isinstance(module, AlibiMultiheadAttention):
         return Verdict.DONE
     if type(module) is not nn.MultiheadAttention and full_name(module) not in TIMM:
         return Verdict.IGNORE

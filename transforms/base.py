@@ -167,8 +167,7 @@ class Transform:
     compile_safe: ClassVar[bool] = True
     """Whether the changed model compiles without graph breaks, with `torch.compile(fullgraph=True)`."""
     unsafe_with: ClassVar[tuple[str, ...]] = ()
-    """Families of strategies ("ddp", "fsdp", "deepspeed", "fairscale") it cannot be used with; the class
-    docstring explains why."""
+    """Families of strategies ("ddp", "fsdp", "deepspeed", "fairscale") it excludes; its docstring says why."""
     targets: ClassVar[tuple[str, ...] | None] = None
     """The kinds of targets it can be used with, of "class indices", "labels", "values" and "masks" (see
     `pipeline.tasks`); None: all, because it does not use them."""
@@ -203,8 +202,7 @@ class Transform:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the steps depend on the total length of training. If so, a checkpoint cannot be resumed with a
-        different number of epochs.
+        """Whether the steps depend on the length of training; then a checkpoint cannot be resumed with other epochs.
 
         A class that overrides `begin`, `batch` or `session`, which receive the length or the fraction completed, must
         declare it: as a property, if settings decide, or as a class variable. Without a declaration, as in a subclass
@@ -257,8 +255,7 @@ class Transform:
         """Prepare a changed model for a training run of `total_steps` optimizer steps. For surgeries only."""
 
     def from_plain(self, state: State, model: nn.Module) -> State:  # noqa: ARG002
-        """Translate a plain model's state dict for the changed `model`, of which only the structure is read; returns a
-        new dict.
+        """Translate a plain model's state dict, into a new one, for the changed `model`; only its structure is read.
 
         With several surgeries, call it in the order they were applied. Loading plain weights before the surgery, or
         their translation after it, results in the same model. Entries already in the changed form are kept.

@@ -24,9 +24,7 @@ class BinaryCrossEntropy(Transform):
 
     log C is subtracted from the logits first. An untrained model then predicts about 1 / C per class, and its loss is
     about 1 + log C instead of C · log 2 (8 instead of 693 for ImageNet). Composer's recipes initialize the last layer's
-    bias to the same effect. Softmax, accuracy and evaluation cross entropy are unaffected; the probability of a single
-    class is sigmoid(logit - log C).
-
+    bias likewise. Softmax, accuracy and evaluation are unaffected; a class's probability is sigmoid(logit - log C).
     It replaces the loss itself, so it is applied before LabelSmoothing, which changes the loss's targets.
 
     Source: Beyer et al., "Are we done with ImageNet?", 2020, arXiv:2006.07159; with mixed targets Wightman et al.,
@@ -47,20 +45,15 @@ class BinaryCrossEntropy(Transform):
         if loss is F.cross_entropy:
             return binary_cross_entropy
         raise PlanError(
-            f"BinaryCrossEntropy replaces F.cross_entropy, but got {loss!r:.80}. Apply it first, before "
-            "LabelSmoothing."
+            f"BinaryCrossEntropy replaces F.cross_entropy, but got {loss!r:.80}. Apply it first, before LabelSmoothing."
         )
 
 
 def binary_cross_entropy(
     logits: Tensor, targets: Tensor, reduction: Literal["mean", "none"] = "mean"
 ) -> Tensor:
-    """Return the binary cross entropy of sigmoid(logits - log C), summed over the classes: `()` or `(B,)`, in float32
-    or better.
-
-    Targets are (B,) class indices, where -100 is ignored, or (B, C) probabilities. `"mean"` is over the images that are
-    not ignored; `"none"` has one value per image, 0 for ignored ones.
-    """
+    """Return the binary cross entropy of sigmoid(logits - log C), summed over the classes, in float32 or better: the
+    mean over the images that are not ignored (-100), or one value per image, 0 for ignored ones."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if logits.dim() == 2 and targets.shape == logits.shape:
         counts, probabilities = torch.ones_like(logits[:, 0]), targets.to(logits.dtype)

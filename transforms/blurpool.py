@@ -1,8 +1,5 @@
-"""BlurPool: a low-pass filter before each subsampling, so that small image shifts matter less.
-
-The surgery changes only the *class* of a module. Parameters, their names, hooks, dtype, device, training mode and
-sharing are unaffected, so an existing optimizer stays valid, and plain weights load before and after.
-"""
+"""BlurPool: a low-pass filter before each subsampling, so that small image shifts matter less. The surgery changes only
+the *class* of a module, so an existing optimizer stays valid, and plain weights load before and after."""
 
 from __future__ import annotations
 
@@ -57,8 +54,7 @@ class BlurConv2d(nn.Conv2d):
 
 
 class BlurMaxPool2d(nn.MaxPool2d):
-    """A max-pool that takes the maximum at every pixel, blurs, and then subsamples. The output has the same size as
-    `nn.MaxPool2d`'s, with `ceil_mode` too."""
+    """A max-pool that takes the maximum at every pixel, blurs, and then subsamples; same size as `nn.MaxPool2d`'s."""
 
     def forward(self, input: Tensor) -> Tensor:
         if self.ceil_mode:
@@ -66,7 +62,6 @@ class BlurMaxPool2d(nn.MaxPool2d):
         return blur(F.max_pool2d(input, self.kernel_size, 1, self.padding, self.dilation), _pair(self.stride))
 
     def _ceil_padding(self, shape: torch.Size) -> tuple[int, int, int, int]:
-        """Return the padding (left, right, top, bottom) for the last, partial window of `ceil_mode`."""
         extra = []
         for axis in (0, 1):
             kernel, stride, padding, dilation = (
@@ -94,15 +89,13 @@ class BlurPool(Transform):
     Only modules whose class is exactly `nn.Conv2d` or `nn.MaxPool2d` change. A subclass may have its own forward, so it
     is reported in `skipped`: also parametrized convolutions (spectral norm) and the results of WeightStandardization
     and SqueezeExcite, which are applied later. BlurPool is applied after Factorize, which skips blurred convolutions,
-    and changes the first factor of a strided convolution. Calls of `F.conv2d` and `F.max_pool2d` inside a model's
-    forward cannot be detected.
+    and changes the first factor of a strided convolution. Calls of `F.conv2d` and `F.max_pool2d` are not detected.
 
     Attributes:
         replace_convs: whether to change convolutions with a stride above 1. Default True.
         replace_maxpools: whether to change max-pools with a stride above 1. Default True.
         blur_first: True blurs a convolution's input (cost: one depthwise 3×3). False, as in the paper, convolves at
-            stride 1 and blurs the output, at stride² times the convolution's cost. Default True, as in Composer's
-            recipes.
+            stride 1 and blurs the output, at stride² times the cost. Default True, as in Composer's recipes.
         min_channels: convolutions with fewer input channels are left unchanged. Integer ≥ 0. Default 16, which skips
             the first one: blurring the image itself loses resolution.
 

@@ -17,8 +17,7 @@ class ChannelsLast(Transform):
     """Convert every 4-D parameter, and its gradient, to `torch.channels_last`, in place.
 
     Shapes, names and `Parameter` objects do not change. A convolution with such a weight produces channels-last
-    activations whatever its input's layout, so inputs need no conversion (Drivetrain's loaders produce channels-last
-    images anyway).
+    activations whatever its input's layout, so inputs need no conversion.
 
     It is applied after surgery, which creates contiguous weights: Composer's BlurPool after its ChannelsLast silently
     reverts three weights of a ResNet-18. FSDP2 accepts only contiguous parameters: Drivetrain's strategies convert them
@@ -70,12 +69,8 @@ class ChannelsLast(Transform):
 
 
 def _to_channels_last(parameter: nn.Parameter) -> bool:
-    """Convert a 4-D parameter if needed; return whether it was converted.
-
-    Compares strides, because `is_contiguous(memory_format=...)` is true for both layouts of a 1×1 kernel, while a
-    convolution chooses its layout by the strides.
-    """
     data = parameter.data.to(memory_format=torch.channels_last)
+    # `is_contiguous(memory_format=...)` is true for both layouts of a 1×1 kernel; a convolution chooses by the strides.
     if data.stride() == parameter.stride():
         return False
     parameter.data = data

@@ -44,10 +44,8 @@ class ColOut(Transform):
     def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:
         """Return smaller images (B, 3, h, w) and the unchanged targets."""
         check_batch(self, images, targets)
-        rows, columns = (
-            _kept(size, share, context.generator)
-            for size, share in zip(images.shape[2:], (self.row, self.column), strict=True)
-        )
+        rows = _kept(images.shape[2], self.row, context.generator)
+        columns = _kept(images.shape[3], self.column, context.generator)
         both = to_device(torch.cat([rows, columns]), images.device)
         rows, columns = both[: len(rows)], both[len(rows) :]
         return keep_format(images.index_select(2, rows).index_select(3, columns), images), targets

@@ -21,13 +21,11 @@ class CutMix(Transform):
 
     As in the paper: lambda is drawn from Beta(alpha, alpha); the box covers a fraction 1 - lambda of the area, with the
     image's proportions; its center is any pixel, and it is clipped at the edges. The targets are mixed by the area
-    actually replaced. A batch that is already mixed, with targets (B, C), is mixed again: MixUp and CutMix compose in
-    either order (in Composer, CutMix's targets ignore an earlier MixUp). It is applied after SelectiveBackprop, which
-    ranks complete images.
+    actually replaced. A mixed batch, with targets (B, C), is mixed again: MixUp and CutMix compose in either order
+    (Composer's targets ignore an earlier MixUp). It is applied after SelectiveBackprop, which ranks complete images.
 
     Attributes:
-        alpha: both parameters of the Beta distribution; 1, the paper's value, draws lambda uniformly. Number > 0.
-            Default 1.0.
+        alpha: both parameters of the Beta distribution; 1, as in the paper, is uniform. Number > 0. Default 1.0.
 
     Source: Yun et al., "CutMix", 2019, arXiv:1905.04899.
 
@@ -48,12 +46,10 @@ class CutMix(Transform):
     depends_on_length = False  # each step depends only on its own random numbers
 
     def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:
-        """Return the mixed images and targets (B, C) in float32. A batch of one keeps its image; only its target
-        becomes soft.
+        """Return the mixed images and targets (B, C) in float32. In a batch of one, only the target becomes soft.
 
         Raises:
-            DataError: if the batch has another shape, or a target on the CPU is not a class index (such as -100). On a
-                CUDA device its row, and so the loss, becomes NaN.
+            DataError: if the batch has another shape, or a target is no class index (-100); on CUDA, the loss is NaN.
         """
         check_batch(self, images, targets)
         soft = soft_targets(self, targets, context.classes)
@@ -83,7 +79,6 @@ def area(box: Box) -> int:
 
 
 def paste(images: Tensor, partner: Tensor, box: Box) -> Tensor:
-    """Return images (B, C, H, W) with the box of `images[partner]`."""
     top, bottom, left, right = box
     mixed = images.clone()
     mixed[..., top:bottom, left:right] = images[..., top:bottom, left:right][partner]

@@ -47,9 +47,8 @@ class CutOut(Transform):
         if not masks:  # these stay: what is hidden is still to be segmented
             check_batch(self, images, targets)
         height, width = images.shape[-2:]
-        drawn = [
-            torch.randint(n, (len(images), self.holes), generator=context.generator) for n in (height, width)
-        ]
+        shape = (len(images), self.holes)
+        drawn = [torch.randint(n, shape, generator=context.generator) for n in (height, width)]
         y, x = to_device(torch.stack(drawn), images.device)
         hole = inside(y, x, height, width, int(min(height, width) * self.length))
         # clone preserves the memory format, masked_fill does not.

@@ -19,14 +19,11 @@ class EMA(Transform):
     `num_batches_tracked` becomes 0). Half precision is averaged in float32. Memory: one more copy of the model, two
     inside `evaluating()`. Not supported with DeepSpeed stage 3, which partitions the parameters.
 
-    The average starts from the weights at `session`: with a half-life near the length of the full training run,
-    evaluation would mostly use those.
+    The average starts from the weights at `session`; with a half-life near the training's length, they dominate it.
 
     Attributes:
-        half_life: optimizer steps after which the influence of a weight is halved. Number > 0, or None if `smoothing`
-            is set. Default 1000, as in Composer.
-        smoothing: fraction of the old average kept at each update; not adjusted for `update_every`. Number in (0, 1),
-            or None.
+        half_life: steps to halve a weight's influence. Number > 0; None with `smoothing`. Default 1000 (Composer).
+        smoothing: fraction of the average kept at each update, whatever `update_every`. Number in (0, 1), or None.
         update_every: optimizer steps between updates. Integer ≥ 1. Default 1, as in Composer.
 
     Source: Tarvainen and Valpola, "Mean teachers are better role models", 2017, arXiv:1703.01780.

@@ -1,8 +1,5 @@
 """Factorize: replace a wide convolution or linear layer by two narrow ones, using the singular value decomposition.
-
-Shapes: O output and I input channels or features, R the rank. The surgery changes a module in place, so hooks and
-sharing are preserved; its weight (O, I, ...) is replaced by two.
-"""
+Shapes: O output and I input channels or features, R the rank."""
 
 from __future__ import annotations
 
@@ -70,13 +67,11 @@ class Factorize(Transform):
 
     The modules and ranks are those of Composer's `Factorize`, but the factors are the best approximation of W
     (truncated singular value decomposition), so that a pretrained model stays close to its function; Composer
-    initializes them at random. A layer without a bias gets none; padding mode, dtype, device and requires_grad are
-    preserved.
+    initializes them at random. Padding mode, dtype, device and requires_grad are preserved.
 
     A module changes only if it is wide enough and the factors need fewer multiplications. Only plain `nn.Conv2d` and
     `nn.Linear` change: BlurPool, WeightStandardization and SqueezeExcite accept factorized layers but not the reverse,
-    so they are applied later. Grouped convolutions, and those that share their weight with another module, are left
-    unchanged.
+    so they are applied later. Grouped convolutions, and shared weights, are left unchanged.
 
     `name.weight` and `name.bias` become `name.down.weight`, `name.up.weight` and `name.up.bias`. `from_plain`
     factorizes the plain weights; `to_plain` multiplies the factors, with the same output.
@@ -84,8 +79,7 @@ class Factorize(Transform):
     Attributes:
         factorize_convs: whether to change convolutions. Default True.
         factorize_linears: whether to change linear layers. Default True.
-        min_channels: convolutions with fewer input or output channels are left unchanged. Integer ≥ 0. Default 256, as
-            in Composer.
+        min_channels: convolutions with fewer input or output channels stay. Integer ≥ 0. Default 256, as in Composer.
         latent_channels: rank of a convolution: an integer ≥ 1, or a fraction in (0, 1) of the smaller of its input and
             output channels. Default 0.25, as in Composer.
         min_features: same as min_channels, for linear layers. Integer ≥ 0. Default 256, as in Composer.
@@ -114,12 +108,14 @@ class Factorize(Transform):
 
     def apply(self, model: nn.Module) -> Report:
         factors = children_of(model, _Factorized)
+        wanted: tuple[type[nn.Module], ...] = (nn.Conv2d,) * self.factorize_convs
+        wanted += (nn.Linear,) * self.factorize_linears
         owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
 
         def judge(module: nn.Module) -> Verdict | str:
             if isinstance(module, _Factorized):
                 return Verdict.DONE
-            if id(module) in factors or not self._wants(module):
+            if id(module) in factors or not isinstance(module, wanted):
                 return Verdict.IGNORE
             if any(owners[id(parameter)] > 1 for parameter in module.parameters(recurse=False)):
                 return "another module shares its weight"
@@ -148,10 +144,6 @@ class Factorize(Transform):
                 plain[f"{place}weight"] = multiply(down, up)
             rename(plain, f"{place}up.bias", f"{place}bias")
         return plain
-
-    def _wants(self, module: nn.Module) -> bool:
-        conv, linear = isinstance(module, nn.Conv2d), isinstance(module, nn.Linear)
-        return (conv and self.factorize_convs) or (linear and self.factorize_linears)
 
     def _obstacle(self, module: nn.Module) -> str | None:
         conv = isinstance(module, nn.Conv2d)

@@ -51,10 +51,9 @@ class GatedLinearUnits(Transform):
     """Turn act(W x) in the MLPs of vision transformers into act(W x) · (V x).
 
     Supports timm's `Mlp` (ViT, ConvNeXt, Swin, …) and torchvision's `MLP` and `MLPBlock` (ViT, Swin). The MLP gets 50 %
-    more parameters. Composer's surgery of this name supports only Hugging Face's BERT and starts from new random
-    weights. Here the formula is the same, but V x + b starts as 1: the model's function does not change, pretrained
-    weights remain useful, and V is trained from there. W keeps its bias. It is applied after Factorize, which cannot
-    factorize a V of zeros.
+    more parameters. Composer's supports only Hugging Face's BERT and starts from new random weights. Here the formula
+    is the same, but V x + b starts as 1: the model's function does not change, pretrained weights remain useful, and V
+    is trained from there. W keeps its bias. It is applied after Factorize, which cannot factorize zeros.
 
     `name.value.weight` and `name.value.bias` are new; all other names are unchanged. A plain model cannot express the
     product: `to_plain` keeps these entries, and a plain model loads the others with `load_state_dict(strict=False)`.

@@ -14,8 +14,7 @@ from .common.surgery import Classes, Verdict, change_class, judge_class, operate
 
 class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
     ghost_batch_size: int = 32
-    averages_variances = True
-    """Its running variance is the mean of the groups' variances, and across ranks the mean of theirs."""
+    averages_variances = True  # its running variance is the mean of the groups', and across ranks of theirs
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training and self.running_mean is not None:
@@ -38,7 +37,6 @@ class _GhostBatchNorm(nn.modules.batchnorm._BatchNorm):
         return F.batch_norm(group, mean, variance, self.weight, self.bias, True, momentum, self.eps)
 
     def _accumulate(self, group: Tensor) -> Tensor:
-        """As `_normalize`, without reading the count from the device."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
@@ -82,8 +80,7 @@ class GhostBatchNorm(Transform):
     subclasses are reported in `skipped`. A later `convert_sync_batchnorm` reverts the change.
 
     Attributes:
-        ghost_batch_size: maximum number of samples in a group; the batch is split into equal groups. Integer ≥ 1.
-            Default 32, as in Composer.
+        ghost_batch_size: maximum samples in a group; groups are equal. Integer ≥ 1. Default 32, as in Composer.
 
     Source: Hoffer et al., "Train longer, generalize better", 2017, arXiv:1705.08741.
 

@@ -30,8 +30,7 @@ class GradientClipping(Transform):
         by: `"norm"` limits the 2-norm of all gradients together to the threshold; `"value"` clamps each element to ±
             threshold; `"adaptive"` limits the gradient norm of each unit (an output channel, or a full vector) to the
             threshold times the norm of its weights, which must not be sharded. Default `"norm"`.
-        threshold: number > 0. Default 1.0, which is usual for the norm (Hugging Face's Trainer, DeepSpeed); the paper
-            uses 0.01 for `"adaptive"`.
+        threshold: number > 0. Default 1.0, as in Hugging Face's Trainer; the paper uses 0.01 for `"adaptive"`.
 
     Source: Pascanu et al. 2013, arXiv:1211.5063 (norm); Brock et al., "High-Performance Large-Scale Image Recognition
     Without Normalization", 2021, arXiv:2102.06171 (adaptive).

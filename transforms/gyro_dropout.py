@@ -1,7 +1,4 @@
-"""GyroDropout: dropout with a few fixed subnetworks, each trained for many steps.
-
-Shapes: B batch, F features: the last dimension, or the channels of images (B, F, H, W).
-"""
+"""GyroDropout: dropout with a few fixed subnetworks. Shapes: B batch, F features (last, or channels (B, F, H, W))."""
 
 from __future__ import annotations
 
@@ -35,8 +32,7 @@ def outside_graphs(forward: Callable[P, Tensor]) -> Callable[P, Tensor]:
 
 
 class GyroDropoutLayer(nn.Dropout):
-    """Drop, in each row of a training batch, the features that one of `concurrent` subnetworks lacks; neighboring rows
-    use the same one."""
+    """Drop, in each row of a training batch, the features that one subnetwork lacks; neighboring rows share one."""
 
     subnetworks: int
     concurrent: int
@@ -63,8 +59,7 @@ class GyroDropoutLayer(nn.Dropout):
         return input * self._factors(self.masks, input)
 
     def _factors(self, masks: Tensor, input: Tensor) -> Tensor:
-        """Return the factors, 0 or 1 / (1 - p), in a shape that broadcasts with the input; cached, because the next
-        step mostly has the same masks."""
+        """Return the factors, 0 or 1 / (1 - p), to broadcast; cached: the next step mostly has the same masks."""
         key = (len(input), input.dim(), input.dtype, input.device)
         if self.kept is None or self.kept[0] is not masks or self.kept[1] != key:
             rows = torch.arange(len(input), device=masks.device) * self.concurrent // max(1, len(input))
@@ -79,11 +74,9 @@ class GyroDropoutLayer(nn.Dropout):
         """Return (concurrent, F), True where a feature is kept: subnetworks drawn with replacement."""
         generator = torch.Generator().manual_seed(self.seed + self.subnetworks + period)
         chosen = torch.randint(self.subnetworks, (self.concurrent,), generator=generator)
-        return torch.stack([self._subnetwork(int(index), features) for index in chosen])
-
-    def _subnetwork(self, index: int, features: int) -> Tensor:
-        """Return one subnetwork (F,), rebuilt from its seed: storing all takes subnetworks × F bytes per layer."""
-        return torch.rand(features, generator=torch.Generator().manual_seed(self.seed + index)) > self.p
+        # Rebuilt from their seeds: storing all takes subnetworks × F bytes per layer.
+        seeds = (torch.Generator().manual_seed(self.seed + int(index)) for index in chosen)
+        return torch.stack([torch.rand(features, generator=seed) for seed in seeds]) > self.p
 
     def set_length(self, total_steps: int) -> None:
         self.step, self.masks, self.kept = 0, None, None
@@ -99,21 +92,18 @@ class GyroDropout(Transform):
 
     The method and the period are Composer's, which supports (B, F) and batches divisible by tau, and fails in runs
     shorter than sigma steps. Here any batch size and any shape of two or more dimensions work: in tokens (B, N, F) a
-    subnetwork drops the same features of every token, in images (B, F, H, W) the same channels everywhere. A layer with
-    p = 0 does nothing and is left unchanged.
+    subnetwork drops the same features of every token, in images (B, F, H, W) the same channels everywhere.
 
     Steps are counted in Python, so the layer runs outside a compiled graph. The count is not in the state dict: a
     Pipeline's checkpoints save it separately. In a custom loop save each layer's `step`, or a resumed run restarts with
     the first period. Every rank has the same subnetworks if the ranks have the same seed when the transform is applied.
 
     Attributes:
-        p: fraction of the features that are dropped, replacing the layer's own value. Number in [0, 1). Default 0.5, as
-            in Composer.
+        p: fraction of the features to drop, replacing the layer's own. Number in [0, 1). Default 0.5, as in Composer.
         sigma: number of preselected subnetworks. Integer ≥ 1. Default 256, as in Composer.
         tau: number of subnetworks that share a batch. Integer ≥ 1. Default 16, as in Composer.
         total_steps: optimizer steps of the full run. Integer ≥ 1. A selection is kept for total_steps // sigma · tau
-            steps, at least one. Default None: a pipeline sets it, as Composer's trainer does; in a custom loop pass it
-            here or to `begin`.
+            steps, at least one. Default None: a pipeline sets it; in a custom loop pass it here or to `begin`.
 
     Source: Lee et al., "GyroDropout: Maximizing Ensemble Effect in Neural Network Training", MLSys 2022.
 
@@ -137,7 +127,6 @@ class GyroDropout(Transform):
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the length has to come from the pipeline, because `total_steps` is not set."""
         return self.total_steps is None
 
     def apply(self, model: nn.Module) -> Report:
@@ -163,9 +152,7 @@ class GyroDropout(Transform):
 
 class _Counts(Session):
     def __init__(self, model: nn.Module) -> None:
-        self._layers = {
-            name: layer for name, layer in model.named_modules() if isinstance(layer, GyroDropoutLayer)
-        }
+        self._layers = {name: m for name, m in model.named_modules() if isinstance(m, GyroDropoutLayer)}
 
     def state_dict(self) -> dict[str, Any]:
         return {name: layer.step for name, layer in self._layers.items()}

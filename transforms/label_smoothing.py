@@ -28,13 +28,11 @@ class LabelSmoothing(Transform):
     `label_smoothing`, with its class weights and `ignore_index`. Any other loss receives soft targets (B, C), in
     float32 or better. A loss that already smooths is rejected.
 
-    Mixing (MixUp, CutMix) creates soft targets before the loss is called, so smoothing always comes after it. In
-    Composer the other order leaves half of the mixture unsmoothed. BinaryCrossEntropy replaces the loss and is applied
-    before it.
+    Mixing (MixUp, CutMix) creates soft targets before the loss is called, so smoothing comes after it. In Composer the
+    other order leaves half the mixture unsmoothed. BinaryCrossEntropy, which replaces the loss, comes before.
 
     Attributes:
-        smoothing: fraction of the target spread over all classes. Number in [0, 1). Default 0.1, the paper's value. 0
-            changes nothing.
+        smoothing: fraction of the target spread over all classes. Number in [0, 1). Default 0.1, as in the paper.
 
     Source: Szegedy et al., "Rethinking the Inception Architecture", 2016, arXiv:1512.00567, section 7.
 
@@ -85,11 +83,8 @@ class SmoothedLoss:
     smoothing: float
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of logits (B, C) and targets, (B,) class indices or (B, C) probabilities.
-
-        An index -100 drops its row. On a CUDA device, counting the remaining rows would synchronize: there, such a row
-        makes the loss NaN. `F.cross_entropy`, which PyTorch smooths itself, ignores such rows on every device.
-        """
+        """Return the loss of logits (B, C) and targets, (B,) class indices or (B, C) probabilities. An index -100 drops
+        its row; on a CUDA device, where counting the remaining rows would synchronize, it makes the loss NaN."""
         indices = targets.shape == logits.shape[:1] and not targets.is_floating_point()
         if logits.dim() == 2 and indices and logits.device.type == "cpu":
             # An unknown loss takes no row weights, so the row itself has to be dropped.
@@ -111,7 +106,6 @@ def smooth_targets(logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
 
 
 def misfit(owner: str, logits: Tensor, targets: Tensor) -> DataError:
-    """Return the error for targets that are neither class indices nor probabilities for these logits."""
     return DataError(
         f"{owner}: logits {tuple(logits.shape)} do not match targets {tuple(targets.shape)} of {targets.dtype}. Pass "
         "logits (B, C) with class indices (B,) or probabilities (B, C)."

@@ -28,8 +28,7 @@ class LayerFreezing(Transform):
     parameters, by momentum and weight decay, in its flat buffers. A compiled model is recompiled after each change.
 
     Attributes:
-        freeze_start: fraction of training before the first layer freezes. Number in [0, 1). Default 0.5, as in
-            Composer.
+        freeze_start: fraction of training until a layer freezes. Number in [0, 1). Default 0.5, as in Composer.
         freeze_level: fraction of the layers frozen at the end. Number in [0, 1]. Default 1.0, as in Composer.
 
     Source: Brock et al., "FreezeOut", 2017, arXiv:1706.04983; the schedule is Composer's.
@@ -61,7 +60,6 @@ class LayerFreezing(Transform):
         return _Freezing(self, model)
 
     def level(self, progress: float) -> float:
-        """Return the fraction of the layers that are frozen at `progress`, the fraction of training completed."""
         if not 0 <= progress <= 1:
             raise PlanError(
                 f"LayerFreezing: progress={progress!r}. Pass the fraction of training completed, in [0, 1]."

@@ -54,7 +54,6 @@ class Lookahead(Transform):
         return float(self.decay * progress**self.power)
 
     def session(self, model: nn.Module) -> Session:
-
         def move(slow: Averages, progress: float) -> None:
             slow.add(1 - self.stays(progress))
             slow.install()

@@ -88,10 +88,9 @@ class LowPrecisionGroupNorm(Transform):
 class LowPrecisionLayerNorm(Transform):
     """Run layer normalization in bfloat16 or float16 under autocast; without autocast, change nothing.
 
-    Same results as Composer's. In addition, it works under CPU autocast, supports the (B, C, H, W) norms of
-    torchvision's and timm's ConvNeXt, and preserves dtype, device, requires_grad, hooks and names. The kernel
-    accumulates statistics in float32 either way; the saving is memory traffic. Other subclasses of `nn.LayerNorm`
-    are reported in `skipped`.
+    Same results as Composer's. It also works under CPU autocast, supports the (B, C, H, W) norms of torchvision's and
+    timm's ConvNeXt, and preserves dtype, device, requires_grad, hooks and names. The kernel accumulates in float32
+    either way; the saving is memory traffic. Other subclasses are reported in `skipped`.
 
     Source: MosaicML Composer, method card "Low Precision LayerNorm".
 

@@ -42,12 +42,10 @@ class MixUp(Transform):
     depends_on_length = False  # each step depends only on its own random numbers
 
     def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:
-        """Return the mixed images and targets (B, C) in float32. A batch of one keeps its image; only its target
-        becomes soft.
+        """Return the mixed images and targets (B, C) in float32. In a batch of one, only the target becomes soft.
 
         Raises:
-            DataError: if the batch has another shape or dtype, or a target on the CPU is not a class index (such as
-                -100). On a CUDA device its row, and so the loss, becomes NaN.
+            DataError: for another shape or dtype, or a target that is no class index (-100); on CUDA, the loss is NaN.
         """
         check_batch(self, images, targets)
         if not images.is_floating_point():

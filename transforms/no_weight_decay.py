@@ -17,8 +17,7 @@ from .base import OptimizerFactory, Transform
 class NoWeightDecay(Transform):
     """Put parameters with fewer than two dimensions into a parameter group with `weight_decay` 0.
 
-    These are the scales and shifts of normalization layers and all biases. They are identified by their number of
-    dimensions, because an optimizer does not see modules.
+    These are biases and the scales and shifts of normalization layers: an optimizer sees dimensions, not modules.
 
     Source: He et al., "Bag of Tricks for Image Classification", 2019, arXiv:1812.01187, section 3.1; timm and
     ffcv-imagenet do the same.

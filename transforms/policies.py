@@ -1,7 +1,4 @@
-"""RandAugment, TrivialAugment and AugMix: random operations on each training image, before batching.
-
-In a Pipeline the loader applies them, configured by `loader_settings`; `image` applies them to a single image.
-"""
+"""RandAugment, TrivialAugment and AugMix: random operations on each training image, before batching."""
 
 from __future__ import annotations
 
@@ -56,13 +53,10 @@ class RandAugment(_Policy):
 
     Attributes:
         num_ops: operations per image. Integer from 1 to 32. Default 2, as in torchvision.
-        magnitude: their strength, as a bin index from 0 to `num_magnitude_bins` - 1. Default 9, as in torchvision; the
-            paper tunes it for each data set and model.
-        num_magnitude_bins: number of bins from no effect to the strongest. Integer from 2 to 1000. Default 31, as in
-            torchvision, after the paper's scale from 0 to 30.
+        magnitude: strength, bin 0 to `num_magnitude_bins` - 1. Default 9, as in torchvision; tuned in the paper.
+        num_magnitude_bins: bins from no effect to strongest. Integer from 2 to 1000. Default 31, as in torchvision.
 
-    Source: Cubuk et al., "RandAugment: Practical automated data augmentation with a reduced search space", 2020,
-    arXiv:1909.13719.
+    Source: Cubuk et al., "RandAugment", 2020, arXiv:1909.13719.
 
     Example::
 
@@ -93,8 +87,7 @@ class TrivialAugment(_Policy):
     Attributes:
         num_magnitude_bins: number of magnitudes. Integer from 2 to 1000. Default 31, as in the paper.
 
-    Source: Müller and Hutter, "TrivialAugment: Tuning-free yet state-of-the-art data augmentation", 2021,
-    arXiv:2103.10158.
+    Source: Müller and Hutter, "TrivialAugment", 2021, arXiv:2103.10158.
 
     Example::
 
@@ -122,8 +115,7 @@ class AugMix(_Policy):
         alpha: parameter of the Beta distribution between image and mixture and of the Dirichlet distribution between
             the chains. From 0.01 to 100; larger values give more even weights. Default 1.
 
-    Source: Hendrycks et al., "AugMix: A simple data processing method to improve robustness and uncertainty", 2020,
-    arXiv:1912.02781.
+    Source: Hendrycks et al., "AugMix", 2020, arXiv:1912.02781.
 
     Example::
 

@@ -20,11 +20,9 @@ class ProgressiveResizing(Transform):
     documents bilinear but uses nearest-neighbor.)
 
     Attributes:
-        initial_scale: initial side as a fraction of the full side. Number in (0, 1]. Default 0.5, as in Composer and
-            its ResNet recipes.
+        initial_scale: initial side as a fraction of the full side. Number in (0, 1]. Default 0.5, as in Composer.
         delay: fraction of training at the initial size. Number in [0, 1]. Default 0.5, as in Composer.
-        finetune: fraction of training at full size, at the end; with `delay`, at most 1. Number in [0, 1]. Default 0.2,
-            as in Composer.
+        finetune: final fraction at full size; with `delay`, at most 1. Number in [0, 1]. Default 0.2, as in Composer.
         size_increment: intermediate sizes are multiples of it, in pixels. Integer ≥ 1. Default 4, as in Composer.
 
     Source: Howard and Gugger, fastai's "Progressive Resizing", fastbook chapter 7, 2020.
@@ -63,7 +61,6 @@ class ProgressiveResizing(Transform):
         return self.delay, 1 - self.finetune
 
     def check_epochs(self, epochs: int, image_size: int | tuple[int, int]) -> None:
-        """Raise `PlanError` if no epoch would have full size, but `finetune` is set."""
         if self.finetune and self.size(image_size, 1 - 0.5 / epochs) != image_size:
             raise PlanError(
                 f"{self} sets one size per epoch, and with epochs={epochs} none would have full size. Train for more "
@@ -76,9 +73,8 @@ class ProgressiveResizing(Transform):
     def size(self, image_size: int | tuple[int, int], progress: float) -> int | tuple[int, int]:
         """Return the side to train at, or height and width, in pixels, at `progress` (0 to 1).
 
-        Grows from `image_size` times `initial_scale`, rounded to a multiple of `size_increment` (at least one), to
-        `image_size` itself, even if that is not a multiple. Of two, the width does, and the height keeps the
-        proportions.
+        Grows from `image_size` times `initial_scale`, rounded to a multiple of `size_increment`, to `image_size`, even
+        if that is not a multiple. Of two, the width does, and the height keeps the proportions.
         """
         if isinstance(image_size, tuple):
             return self._both(*image_size, progress)
@@ -99,8 +95,7 @@ class ProgressiveResizing(Transform):
         return min(steps * self.size_increment, side)
 
     def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:
-        """Return images (B, 3, h, w) of the size for `context.progress`, and the unchanged targets. `images` have full
-        size; w is `size` of W, and h keeps the proportions."""
+        """Return images (B, 3, h, w) for `context.progress`, and the targets: w is `size` of W, h in proportion."""
         check_batch(self, images, targets)
         height, width = images.shape[-2:]
         return resize(images, *self._both(height, width, context.progress)), targets
@@ -111,7 +106,6 @@ class _Resizing(Session):
         self._resizing = resizing
 
     def before_epoch(self, loop: Loop) -> None:
-        """Set the size of the epoch, that of its midpoint."""
         middle = loop.progress_at(loop.epoch_start + loop.steps_per_epoch / 2)
         size = self._resizing.size(loop.image_size, middle)
         if size != loop.loader.settings.image_size:

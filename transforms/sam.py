@@ -25,16 +25,14 @@ class SAM(Transform):
             restore()
         optimizer.step()
 
-    The second pass updates BatchNorm's statistics again, unless it runs inside `buffers_kept(model)`. Gradients
-    are those of all ranks if the loop synchronizes the first pass; Composer does not, so each of its ranks
-    perturbs by its own gradient. It cannot be used with DeepSpeed, which removes the gradients, or FairScale's
-    ShardedDDP, which keeps each on one rank only.
+    The second pass updates BatchNorm's statistics again, unless it runs inside `buffers_kept(model)`. Gradients are
+    those of all ranks if the loop synchronizes the first pass; in Composer each rank perturbs by its own. Not with
+    DeepSpeed, which removes the gradients, or FairScale's ShardedDDP, which keeps each on one rank only.
 
     Attributes:
         rho: distance to the worst point, in the 2-norm of all weights together. Number > 0. Default 0.05, from the
             paper and Composer; Composer's ResNet recipes use 0.5 with `interval` 10.
-        interval: number of steps from one perturbed step to the next; each costs about twice as much. Integer ≥ 1.
-            Default 1, as in Composer.
+        interval: perturb every `interval`-th step, at twice the cost. Integer ≥ 1. Default 1, as in Composer.
 
     Raises:
         PlanError: from `perturb`, if there are no gradients.

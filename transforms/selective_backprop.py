@@ -29,17 +29,14 @@ class SelectiveBackprop(Transform):
     With the losses sorted, the image at quantile q is drawn with weight q^(1 / keep - 1), without replacement, as in
     Composer. If `BatchContext.model` is an `nn.Module`, its buffers are restored, so that BatchNorm's statistics do not
     count an image twice (in Composer they do). The loss must be able to return one value per image.
-
     It is applied after ProgressiveResizing, so that images are ranked at their training size, which is also cheaper.
 
     Attributes:
         start: fraction of training after which it begins. Number in [0, 1]. Default 0.5, as in Composer.
         end: fraction of training before which it ends; above `start`. Number in [0, 1]. Default 0.9, as in Composer.
         keep: fraction of a batch to keep, at least one image. Number in (0, 1). Default 0.5, as in Composer.
-        scale_factor: side of the images in the selecting forward, relative to the training images. Number in (0, 1].
-            Default 1.0, as in Composer.
-        interrupt: every `interrupt`-th step uses its full batch; 0: none does. Integer ≥ 0 except 1. Default 2, as in
-            Composer.
+        scale_factor: relative image side in the selecting forward. Number in (0, 1]. Default 1.0, as in Composer.
+        interrupt: every `interrupt`-th step uses all images; 0: none. Integer ≥ 0, not 1. Default 2, as in Composer.
 
     Source: Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers", 2019, arXiv:1910.00762.
 
@@ -134,11 +131,8 @@ def choose(losses: Tensor, keep: float, generator: torch.Generator) -> Tensor:
 
 
 def unreduced(loss: Loss) -> Callable[..., Tensor]:
-    """Return the same loss with one value per image instead of their mean.
-
-    Supports modules with an attribute `reduction`, functions and `functools.partial` with an argument `reduction` (all
-    of torch's losses), and LabelSmoothing of any of these; raises `PlanError` for any other loss.
-    """
+    """Return the same loss with one value per image instead of their mean; raise `PlanError` for a loss that has no
+    attribute or argument `reduction`, as all of torch's have."""
     if isinstance(loss, SmoothedLoss):
         return dataclasses.replace(loss, base=unreduced(loss.base))
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):

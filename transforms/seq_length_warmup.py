@@ -13,20 +13,16 @@ from .base import BatchContext, Fraction, Positive, Transform
 
 @dataclass(frozen=True)
 class SeqLengthWarmup(Transform):
-    """Truncate sequences (B, L) to a length that grows in steps.
-
-    Defaults are Composer's.
+    """Truncate sequences (B, L) to a length that grows in steps. Defaults are Composer's.
 
     Attributes:
         duration: fraction of training until the maximum length is reached. Number in [0, 1]. Default 0.3.
         min_seq_length: initial length, in tokens. Integer ≥ 1. Default 8.
-        max_seq_length: final length, in tokens, at least `min_seq_length`; longer sequences are always truncated to it.
-            Default 1024.
+        max_seq_length: final length, at least `min_seq_length`; longer sequences are truncated. Default 1024.
         step_size: tokens by which the length grows. Integer ≥ 1. Default 8.
         truncate: True drops the tokens beyond the length; False turns them into further sequences. Default True.
 
-    Source: Li et al., "Curriculum Learning: A Regularization Method for Efficient and Stable Billion-Scale GPT Model
-    Pre-Training", 2021, arXiv:2108.06084.
+    Source: Li et al., "Curriculum Learning", 2021, arXiv:2108.06084.
 
     Example::
 

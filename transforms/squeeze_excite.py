@@ -1,7 +1,4 @@
-"""SqueezeExcite: scale each convolution's output channels by a small network of their means.
-
-The surgery changes the class of a convolution, which gets a child `se`; its other entries in the state dict stay.
-"""
+"""SqueezeExcite: scale each convolution's output channels by a small network of their means."""
 
 from __future__ import annotations
 
@@ -75,10 +72,8 @@ class SqueezeExcite(Transform):
     `load_state_dict(strict=False)`. `from_plain` adds the current ones.
 
     Attributes:
-        latent_channels: width of the block's hidden layer: an integer ≥ 1, or a fraction in (0, 1) of the convolution's
-            output channels. Default 64, as in Composer.
-        min_channels: convolutions with fewer input or output channels are left unchanged. Integer ≥ 0. Default 128, as
-            in Composer.
+        latent_channels: hidden width, ≥ 1, or a fraction in (0, 1) of the output channels. Default 64, as in Composer.
+        min_channels: convolutions with fewer input or output channels stay. Integer ≥ 0. Default 128, as in Composer.
 
     Source: Hu et al., "Squeeze-and-Excitation Networks", 2018, arXiv:1709.01507.
 

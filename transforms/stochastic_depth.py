@@ -1,8 +1,5 @@
-"""StochasticDepth: randomly drop the branches of residual blocks in training, deeper ones more often.
-
-A branch ends in a module that drops it. Blocks with a slot for one (torchvision's ConvNeXt, Swin, EfficientNet; timm's
-blocks) get it there; torchvision's ResNet and ViT blocks change their class. No name in the state dict changes.
-"""
+"""StochasticDepth: randomly drop the branches of residual blocks in training, deeper ones more often. Blocks with a
+slot for a module that drops a branch get it there; torchvision's ResNet and ViT blocks change their class."""
 
 from __future__ import annotations
 
@@ -43,8 +40,7 @@ class StochasticDepth(Transform):
     every step, as in the authors' code. In a compiled graph, with a hook on a layer of the branch (FSDP around single
     layers) or on its parameters (DeepSpeed), and with SyncBatchNorm, the branch is computed, multiplied by 0 and its
     statistics are restored: the same numbers, without the time saved. Eager, a step of ResNet-50 took 0.97 of the
-    unmodified model's time, at 0.99 of Composer's speed (one CPU thread, 16 images of 64 pixels, torch 2.15, n = 7);
-    the rest is mostly the gradients of 0.
+    unmodified model's time, at 0.99 of Composer's speed (one CPU thread, 16 images of 64 pixels, torch 2.15, n = 7).
 
     In all other blocks, and with "sample", a branch is computed and multiplied by 0, and its statistics are updated.
     The draw for a skipped branch uses the CPU generator, whatever the model's device; ranks may draw differently. This
@@ -54,11 +50,9 @@ class StochasticDepth(Transform):
     with (torchvision's ConvNeXt has some) are replaced, with a note.
 
     Attributes:
-        method: "block", as in the paper and Composer, drops a branch for the full batch of a device; "sample" for each
-            sample independently. Default "block".
+        method: "block", the paper's, drops a branch for a device's batch, "sample" for each sample. Default "block".
         drop_rate: probability for the last block. Number in [0, 1). Default 0.2, as in Composer.
-        distribution: "linear", as in the paper, rises evenly from drop_rate / blocks in the first block; "uniform" uses
-            drop_rate everywhere. Default "linear".
+        distribution: "linear", the paper's, rises from drop_rate / blocks; "uniform" does not. Default "linear".
 
     Source: Huang et al., "Deep Networks with Stochastic Depth", 2016, arXiv:1603.09382.
 
@@ -119,7 +113,6 @@ def _judge(module: nn.Module) -> Verdict | str:
 
 
 def _places(block: nn.Module) -> list[str]:
-    """Return the attributes of a block that hold, or can hold, a module that drops a branch."""
     empty = (type(None), nn.Identity)
     values = [(place, getattr(block, place)) for place in PLACES if hasattr(block, place)]
     return [place for place, one in values if isinstance(one, empty) or type(one).__name__ in _RATES]

@@ -18,10 +18,9 @@ from .common.averaging import Averages, averaged_names, refuse_partitioned
 class SWA(Transform):
     """Average the weights between two points of training; at the second, the mean becomes the model's weights.
 
-    BatchNorm's running statistics are averaged with the weights, so they always belong to the averaged part of the
-    training (Composer uses those from the start of the averaging). This is an approximation of the statistics of the
-    mean weights. Training after `end` adapts them; if there is none, `torch.optim.swa_utils.update_bn(loader, model)`
-    after `finish()` computes them.
+    BatchNorm's running statistics are averaged with the weights, so they belong to the averaged part (Composer uses
+    those from its start). This approximates the statistics of the mean weights. Training after `end` adapts them; if
+    there is none, `torch.optim.swa_utils.update_bn(loader, model)` after `finish()` computes them.
 
     Between the two points, evaluation uses the mean so far. Half precision is averaged in float32. Memory: one more
     copy of the model from `start` to `end`. Not supported with DeepSpeed, which steps a copy of the weights that the
@@ -29,13 +28,11 @@ class SWA(Transform):
 
     Attributes:
         start: fraction of training after which it begins. Number in [0, 1). Default 0.7, as in Composer.
-        end: fraction of training at which the mean becomes the model's weights; above `start`. Number in (0, 1].
-            Default 0.97, as in Composer.
+        end: fraction at which the mean is installed; above `start`. Number in (0, 1]. Default 0.97, as in Composer.
         update_every: optimizer steps between two averaged weights. Integer ≥ 1. Default 1: the paper and Composer
             average once per epoch, which a step does not know; more points on the same path give a finer mean.
 
-    Source: Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018,
-    arXiv:1803.05407.
+    Source: Izmailov et al., "Averaging Weights Leads to Wider Optima", 2018, arXiv:1803.05407.
 
     Example::
 
@@ -64,8 +61,6 @@ class SWA(Transform):
 
 
 class SWASession(Session):
-    """The running mean of one run."""
-
     def __init__(self, options: SWA, model: nn.Module) -> None:
         refuse_partitioned(model)
         self._options, self._model = options, model
@@ -89,13 +84,9 @@ class SWASession(Session):
         return nullcontext() if self._mean is None else self._mean.installed()
 
     def finish(self) -> None:
-        """Write the mean into the model, if that did not happen at `end`; warn if no step fell between `start` and
-        `end`."""
         if not self._counted:
             warnings.warn(
-                f"{self._options} averaged nothing: no step came after start. "
-                "Train for more steps or lower start.",
-                UserWarning,
+                f"{self._options} averaged nothing: no step came after start. Train for more steps or lower start.",
                 stacklevel=2,
             )
         self._end()

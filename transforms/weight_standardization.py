@@ -54,17 +54,15 @@ class WeightStandardization(Transform):
     different parameter names; here both are preserved. A convolution with one weight per output channel (a 1×1
     depthwise one) would output only 0, and is left unchanged.
 
-    It is applied after BlurPool and Factorize, which skip standardized convolutions, while this transform accepts
-    theirs; both factors of a factorized convolution are standardized, as in Composer. Plain weights load before and
-    after, because they are what the forward standardizes. `to_plain` returns the standardized weights, with which a
-    plain model has the same output.
+    It is applied after BlurPool and Factorize, which skip standardized convolutions. Both factors of a factorized
+    convolution are standardized, as in Composer. Plain weights load before and after, because they are what the forward
+    standardizes. `to_plain` returns the standardized weights, with which a plain model has the same output.
 
     Attributes:
         n_last_layers_ignore: number of convolutions at the end, in registration order, that are left unchanged. Integer
             ≥ 0. Default 0, as in Composer, which uses the order of execution if it can trace the model.
 
-    Source: Qiao et al., "Micro-Batch Training with Batch-Channel Normalization and Weight Standardization", 2019,
-    arXiv:1903.10520.
+    Source: Qiao et al., "Weight Standardization", 2019, arXiv:1903.10520.
 
     Example::
 
@@ -80,9 +78,7 @@ class WeightStandardization(Transform):
     after = ("BlurPool", "Factorize")
 
     def apply(self, model: nn.Module) -> Report:
-        convs = [
-            module for module in model.modules() if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-        ]
+        convs = [m for m in model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
         last = {id(conv) for conv in convs[max(0, len(convs) - self.n_last_layers_ignore) :]}
 
         def judge(module: nn.Module) -> Verdict | str:

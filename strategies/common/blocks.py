@@ -1,7 +1,5 @@
 """Find a model's blocks: the units that a sharding strategy gathers one at a time."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
@@ -10,27 +8,19 @@ from torch import nn
 from ...common.errors import StrategyError, suggest
 
 LARGE = 1_000_000
-"""Number of parameters from which a single layer, or a nested block, is worth a separate message: below 4 MB in fp32
-the cost of a message is mostly latency."""
+"""Parameters from which a layer or nested block is worth a message: below 4 MB, its cost is mostly latency."""
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks of `model`, inner ones before those that contain them; never the model itself.
-
-    A block has children, is in a Sequential, ModuleList or ModuleDict or at the top level of the model, and its class
-    occurs there at least twice: the residual blocks of a ResNet, the encoder layers of a transformer. Inside a block,
-    only blocks with at least `LARGE` parameters count. Outside of blocks, a single layer of that size in a Sequential,
-    such as VGG's first linear layer, counts too. A module that shares a parameter with an outside module is left to the
-    module that contains both.
-    """
+    """Return the blocks of `model`, inner ones first: modules with children, in a container or at the top level, whose
+    class occurs there at least twice. Inside a block, only those with at least `LARGE` parameters count. Outside, a
+    single layer of that size in a Sequential, such as VGG's first linear layer, counts too."""
     blocks = _repeated(model)
     inside = {module for block in blocks for module in block.modules()}
     # A Sequential certainly calls its layers; other containers may only read their weights.
-    layers = (
-        layer for stack in model.modules() if isinstance(stack, nn.Sequential) for layer in stack.children()
-    )
-    large = (layer for layer in layers if not any(layer.children()) and _size(layer) >= LARGE)
-    blocks += [layer for layer in large if layer not in inside]
+    stacks = (module for module in model.modules() if isinstance(module, nn.Sequential))
+    layers = (layer for stack in stacks for layer in stack.children() if not any(layer.children()))
+    blocks += [layer for layer in layers if _size(layer) >= LARGE and layer not in inside]
     return without_cut_ties(model, dict.fromkeys(blocks))
 
 
@@ -45,7 +35,6 @@ def without_cut_ties(model: nn.Module, modules: Iterable[nn.Module]) -> list[nn.
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:
-    """Return the composite modules below `module` whose class occurs at least twice, inner ones first."""
     candidates = list(_candidates(module))
     counts = Counter(type(candidate) for candidate in candidates)
     blocks: list[nn.Module] = []
@@ -59,7 +48,6 @@ def _repeated(module: nn.Module) -> list[nn.Module]:
 
 
 def _candidates(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules below `module` that may be blocks, each once."""
     seen: set[nn.Module] = set()
 
     def walk(parent: nn.Module) -> Iterator[nn.Module]:
@@ -83,11 +71,9 @@ def _is_list(module: nn.Module) -> bool:
 
 def _is_stack(module: nn.Module) -> bool:
     """Whether it only contains modules that are themselves composite, as a ResNet's layer contains its blocks."""
-    if not _is_list(module):
-        return False
-    if not isinstance(module, nn.Sequential):
-        return True  # most have no forward before which to gather
-    return any(any(child.children()) for child in module.children())
+    if isinstance(module, nn.Sequential):
+        return any(any(child.children()) for child in module.children())
+    return _is_list(module)  # most other lists have no forward before which to gather
 
 
 def _size(module: nn.Module) -> int:
@@ -100,8 +86,7 @@ function of a module's name and the module; False for none."""
 
 
 def check_filter(module_filter: ModuleFilter, place: str) -> None:
-    """Raise `StrategyError` for an invalid filter, such as a string, whose letters would count as names; `place` names
-    the option."""
+    """Raise `StrategyError` for an invalid filter, such as a string, whose letters would count as names."""
     given: object = module_filter
     if isinstance(given, str) or not (isinstance(given, bool | Collection) or callable(given)):
         raise StrategyError(
@@ -111,8 +96,7 @@ def check_filter(module_filter: ModuleFilter, place: str) -> None:
 
 
 def choose(module_filter: ModuleFilter, model: nn.Module, place: str) -> dict[str, nn.Module]:
-    """Return the modules that `module_filter` selects, by name, outer ones before inner ones; none for False. Raise
-    `StrategyError` if it selects none; `place` names the option."""
+    """Return the selected modules by name, outer ones first. Raise `StrategyError` if a filter selects none."""
     if module_filter is False:
         return {}
     selects = _predicate(module_filter, model)
@@ -140,6 +124,5 @@ def _nothing_chosen(module_filter: ModuleFilter, model: nn.Module, place: str) -
             f"instead, such as {sorted(kinds)[:3]}."
         )
     names = [] if callable(module_filter) else sorted(module_filter)
-    what = str(names) if names else "the function"
     hint = suggest(names[0] if names else "", kinds)
-    return f"{place}: {what} selects no module of the model.{hint}"
+    return f"{place}: {names or 'the function'} selects no module of the model.{hint}"

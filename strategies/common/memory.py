@@ -33,13 +33,10 @@ DIVIDES = {
 
 
 def adamw_bytes(strategy: str, ranks: int) -> tuple[float, float, float]:
-    """Return the bytes per parameter of parameters, gradients and optimizer that a rank holds with AdamW in fp32.
-
-    ZeRO's formulas (Rajbhandari et al. 2020, arXiv:1910.02054). With `hsdp`, `ranks` is the size of one group.
-    DeepSpeed steps a copy of the weights, which counts as optimizer.
-    """
+    """Return the bytes per parameter of parameters, gradients and optimizer that a rank holds with AdamW in fp32, by
+    ZeRO's formulas (Rajbhandari et al. 2020, arXiv:1910.02054). With `hsdp`, `ranks` is the size of one group."""
     divided = DIVIDES[strategy].split()
-    copy = 4.0 if strategy.startswith("deepspeed") else 0.0
+    copy = 4.0 if strategy.startswith("deepspeed") else 0.0  # of the weights, which it steps
     whole = {"parameters": 4.0, "gradients": 4.0, "optimizer": 8.0 + copy}
     own = {part: size / ranks if part in divided else size for part, size in whole.items()}
     return own["parameters"], own["gradients"], own["optimizer"]
@@ -47,21 +44,15 @@ def adamw_bytes(strategy: str, ranks: int) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """Bytes that one rank holds between backward and step, on any device, without activations."""
-
-    parameters: int
+    parameters: int  # bytes that one rank holds between backward and step, on any device, without activations
     gradients: int
     optimizer: int
     count: int  # parameters of the full model
 
 
 def held_bytes(engine: Engine) -> HeldBytes:
-    """Count what this rank holds now, without communication.
-
-    Gradients exist only between the last `backward` and `step`, and most optimizers create their state in the first
-    step: call it after the second step's `backward`. Shared memory, such as DDP's buckets, counts once and in full.
-    Padding counts too: FSDP2 pads the first dimension to a multiple of the world size.
-    """
+    """Count what this rank holds now. Call it after the second step's `backward`: most optimizers create their state in
+    the first step. Shared memory, such as DDP's buckets, counts once and in full, and FSDP2's padding counts too."""
     held = engine.held()
     return HeldBytes(_bytes(held.parameters), _bytes(held.gradients), _bytes(held.optimizer), held.count)
 

@@ -13,6 +13,7 @@ from ...common.errors import StrategyError
 
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 """Options of a parameter group that select torch's implementation, not its result; set where the optimizer is built."""
+Names = Mapping[nn.Parameter, str]
 Keep = Callable[[str], bool]
 """Selects the tensors of an export that this rank keeps, by parameter name. All ranks take part in gathering each."""
 Entry = Mapping[str, torch.Tensor | float | int | bool]
@@ -21,8 +22,7 @@ Entry = Mapping[str, torch.Tensor | float | int | bool]
 
 @dataclass(frozen=True)
 class Homes:
-    """A `Keep` that all ranks know: an engine sends the shards of a tensor only to the rank that keeps it. `rank` is
-    this one; ranks of tensors that `homes` lacks are 0."""
+    """A `Keep` that all ranks know: an engine sends shards only to the rank that keeps a tensor, by default 0."""
 
     rank: int
     homes: Mapping[str, int]
@@ -35,7 +35,6 @@ class Homes:
 
 
 def home_of(keep: Keep | None, name: str) -> int | None:
-    """Return the only rank that keeps a tensor, if it is known."""
     return keep.home(name) if isinstance(keep, Homes) else None
 
 
@@ -51,10 +50,7 @@ class OptimizerState:
     """The state of fp16's loss scale (`torch.amp.GradScaler.state_dict`); empty in other precisions."""
 
 
-def export_groups(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
-) -> list[dict[str, Any]]:
-    """Return the parameter groups of `optimizer` with names in place of parameters."""
+def export_groups(optimizer: torch.optim.Optimizer, names: Names) -> list[dict[str, Any]]:
     groups = []
     for group in optimizer.param_groups:
         plain = {key: _plain(key, value) for key, value in group.items() if key != "params"}
@@ -62,9 +58,7 @@ def export_groups(
     return groups
 
 
-def import_groups(
-    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], groups: list[dict[str, Any]]
-) -> None:
+def import_groups(optimizer: torch.optim.Optimizer, names: Names, groups: list[dict[str, Any]]) -> None:
     """Set the hyperparameters of `groups` on `optimizer`'s groups; its implementation options are kept."""
     here = [[name_of(p, names) for p in group["params"]] for group in optimizer.param_groups]
     there = [group["params"] for group in groups]
@@ -81,7 +75,7 @@ def import_groups(
                 group[key] = _like(group.get(key), value)
 
 
-def name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
+def name_of(parameter: nn.Parameter, names: Names) -> str:
     if parameter not in names:
         raise StrategyError(
             f"The optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's, so it has no "

@@ -1,9 +1,4 @@
-"""What every strategy checks and prepares before it wraps a model: the device, the ranks, and the model's modules.
-
-With activation checkpointing, a module keeps only its input for the backward, which runs its forward again.
-"""
-
-from __future__ import annotations
+"""What every strategy checks and prepares before it wraps a model: the device, the ranks, and the model's modules."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,8 +26,6 @@ RANKS_PER_CORE = 8
 
 
 class OnRanks(Protocol):
-    """What `enter` requires of a strategy."""
-
     @property
     def name(self) -> str: ...
 
@@ -43,7 +36,6 @@ class OnRanks(Protocol):
 
 
 def enter(strategy: OnRanks, model: nn.Module) -> torch.device:
-    """Join the process group under torchrun, check that `strategy` can train here, and return its device."""
     if not dist.is_initialized() and under_torchrun():
         join_group(device=strategy.device)
     strategy.check(dist.get_world_size() if dist.is_initialized() else 1)
@@ -58,7 +50,6 @@ def enter(strategy: OnRanks, model: nn.Module) -> torch.device:
 
 
 def check_ranks(strategy: str, device: str | None, devices: int) -> None:
-    """Raise `StrategyError` if `devices` ranks cannot train here; `device` is the strategy's option."""
     if devices < 1:
         raise StrategyError(f"strategy {strategy!r}: devices={devices} must be a positive integer.")
     if not dist.is_available():
@@ -92,7 +83,6 @@ def refuse_sync_batch_norm(strategy: str, model: nn.Module, device: torch.device
 
 
 def parameters_to_train(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that require gradients; raise `StrategyError` if there are none."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise StrategyError(
@@ -113,14 +103,12 @@ def compile_in_place(module: nn.Module, compile: bool | str) -> None:
 
 
 def change_layers(model: nn.Module, options: Options) -> None:
-    """Apply the `options` that change classes of layers, before anything wraps or shards them."""
     if options.sync_batchnorm:
         sync_batch_norms(model)
     recompute_activations(model, options.activation_checkpointing)
 
 
 def put_on(model: nn.Module, device: torch.device, options: Options) -> nn.Module:
-    """Return `model` on `device` with the model `options` applied, for strategies that keep it unsharded."""
     model = model.to(device)
     change_layers(model, options)
     compile_in_place(model, options.compile)
@@ -128,14 +116,9 @@ def put_on(model: nn.Module, device: torch.device, options: Options) -> nn.Modul
 
 
 def recompute_activations(model: nn.Module, module_filter: ModuleFilter) -> tuple[str, ...]:
-    """Checkpoint the activations of the modules that `module_filter` selects; return their names.
-
+    """Checkpoint the activations of the selected modules (Chen et al. 2016, arXiv:1604.06174); return their names.
     Results do not change: the second forward uses the random numbers and buffers of the first, and buffers (BatchNorm's
-    statistics) are updated once; `torch.utils.checkpoint` only does the former. Only a module's class changes, to a
-    subclass, and no name in the state dict. Of nested modules, only the outermost counts. It takes about a third more
-    computation, for the memory of one activation per module (Chen et al. 2016, "Training Deep Nets with Sublinear
-    Memory Cost", arXiv:1604.06174).
-    """
+    statistics) are updated once; `torch.utils.checkpoint` only does the former."""
     outermost: dict[str, nn.Module] = {}
     for name, module in choose(module_filter, model, "activation_checkpointing").items():
         if not any(name.startswith(f"{outer}.") or outer == "" for outer in outermost):

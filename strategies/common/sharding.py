@@ -1,7 +1,4 @@
-"""What `fully_shard` requires of a model, and how a model is adapted to it; values for models built on the meta device
-(shapes without values), a few modules at a time."""
-
-from __future__ import annotations
+"""What `fully_shard` requires of a model, and how a model, also one on the meta device, is adapted to it."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -45,11 +42,7 @@ def refuse_unshardable(strategy: str, model: nn.Module) -> None:
 
 
 def units(strategy: str, model: nn.Module, wrap: ModuleFilter) -> list[nn.Module]:
-    """Return the modules below `model` that are gathered separately, inner ones before those that contain them.
-
-    `wrap` may select none that can be a unit: a list of modules has no forward before which to gather, and a module
-    needs parameters that only it holds.
-    """
+    """Return the modules below `model` that are gathered separately, inner ones before those that contain them."""
     if isinstance(wrap, bool):
         return find_blocks(model) if wrap else []
     chosen = choose(wrap, model, f"strategy {strategy!r}: wrap")
@@ -84,10 +77,8 @@ def make_contiguous(model: nn.Module) -> bool:
 
 
 def give_channels_last_inputs(model: nn.Module) -> None:
-    """Make `model` convert its positional 4-D tensor inputs to channels-last before its forward.
-
-    A convolution returns channels-last if its input or its weight is, so everything that follows is channels-last too.
-    """
+    """Make `model` convert its positional 4-D tensor inputs to channels-last before its forward. A convolution returns
+    channels-last if its input or its weight is, so everything that follows is channels-last too."""
 
     def convert(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG001
         return tuple(
@@ -102,14 +93,9 @@ def give_channels_last_inputs(model: nn.Module) -> None:
 
 @torch.no_grad()
 def begin_like_rank_0(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Overwrite the modules' own parameters and buffers with rank 0's.
-
-    `fully_shard` takes a shard of what each rank has: ranks that start with different weights would train a mixture.
-    One at a time through `device`, so that the model need not fit there.
-    """
-    own = (
-        t for module in modules for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    )
+    """Overwrite the modules' own parameters and buffers with rank 0's, one at a time through `device`, where the model
+    need not fit. `fully_shard` takes a shard of what each rank has, which could be a mixture of different weights."""
+    own = (t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)))
     for tensor in dict.fromkeys(own):
         staged = tensor.detach().to(device).contiguous()
         dist.broadcast(staged, src=0)
@@ -152,7 +138,6 @@ def gathered_rows(own: torch.Tensor, rows: int, home: int, group: dist.ProcessGr
 
 
 def refuse_without_reset(strategy: str, model: nn.Module) -> None:
-    """Raise `StrategyError`, naming the module, if one has meta tensors but no way to initialise them."""
     for name, module in model.named_modules():
         waiting = [own for own, _ in _meta_tensors(module)]
         if waiting and _reset_of(module) is None:
@@ -165,11 +150,7 @@ def refuse_without_reset(strategy: str, model: nn.Module) -> None:
 
 def materialise(model: nn.Module, device: torch.device, done: Collection[nn.Module] = ()) -> None:
     """Replace the meta tensors of `model` by real ones on `device`, with the values of `reset_parameters`; skip the
-    modules in `done`.
-
-    Children come before parents, as in constructors. Tied parameters stay tied. Changes that the full model's
-    constructor makes after its modules are built are not repeated.
-    """
+    modules in `done`. Children come before parents, as in constructors. Tied parameters stay tied."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in _children_first(model, set(done)):
         waiting = _meta_tensors(module)
@@ -179,8 +160,7 @@ def materialise(model: nn.Module, device: torch.device, done: Collection[nn.Modu
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[tensor] = nn.Parameter(real, tensor.requires_grad) if is_parameter else real
             setattr(module, name, made[tensor])
-        reset = _reset_of(module)
-        if waiting and reset is not None:
+        if waiting and (reset := _reset_of(module)):
             reset()
 
 
@@ -199,6 +179,5 @@ def _meta_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    """Return the module's `reset_parameters`; torch's MultiheadAttention has it under a private name."""
     private = module._reset_parameters if isinstance(module, nn.MultiheadAttention) else None
     return getattr(module, "reset_parameters", private)

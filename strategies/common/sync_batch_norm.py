@@ -1,11 +1,6 @@
-"""BatchNorm over the global batch: each layer's statistics are summed over the ranks, forward and backward.
-
-Shapes: B this rank's batch, C channels. A layer keeps its parameters, buffers and names; only its class changes, to a
-subclass, within which `torch.nn.functional.batch_norm` computes over all ranks. So the layer's own forward (momentum,
-counters, an activation that some libraries append) stays what it is.
-"""
-
-from __future__ import annotations
+"""BatchNorm over the global batch: each layer's statistics are summed over the ranks, forward and backward. Only a
+layer's class changes, to a subclass within which `torch.nn.functional.batch_norm` computes over all ranks. So its own
+forward (momentum, counters, an activation that some libraries append) stays what it is."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,14 +21,9 @@ from ...common.errors import StrategyError
 def sync_batch_norms(model: nn.Module) -> tuple[str, ...]:
     """Make the BatchNorm layers of `model` compute over all ranks, in place; return their names.
 
-    In training, each layer normalizes with the mean and variance of the global batch, and its gradients go through
-    them, as on one device: the same numbers up to the order of sums, running statistics included, which are then equal
-    on all ranks. In evaluation, and while a layer is in evaluation mode (frozen), nothing is exchanged. CUDA tensors
-    use the function of `torch.nn.SyncBatchNorm`; CPU tensors, which it does not support, one of our own. Ranks may have
-    different numbers of samples, or none. Every rank must call every layer equally often.
-
-    Without a process group of several ranks nothing changes. `nn.SyncBatchNorm` is left as it is. The exchange takes
-    two small messages per layer and step. Under `torch.compile`, each layer runs uncompiled, between two graphs.
+    CUDA tensors use the function of `torch.nn.SyncBatchNorm`; CPU tensors, which it does not support, one of our own.
+    In evaluation, and while a layer is frozen, nothing is exchanged. Ranks may have different numbers of samples, or
+    none; every rank must call every layer equally often. Under `torch.compile`, each layer runs uncompiled.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ()
@@ -72,9 +62,7 @@ def absent(model: nn.Module) -> Iterator[None]:
 
 class _Synced(nn.Module):
     sums_over_ranks = True  # all ranks must run it together, so StochasticDepth does not skip it
-
-    is_absent = False
-    """Whether this rank has no samples: it takes part with none of those that it is called with; see `absent`."""
+    is_absent = False  # whether this rank has no samples: it takes part with none; see `absent`
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,15 +86,11 @@ def _synced(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class _OverRanks(TorchFunctionMode):
-    """Inside the block, `torch.nn.functional.batch_norm` with statistics of the batch computes them over all ranks."""
-
     def __init__(self, is_absent: bool) -> None:
         super().__init__()
         self.called, self._function = False, _take_part if is_absent else _batch_norm
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.batch_norm:
             return func(*args, **(kwargs or {}))
         self.called = True
@@ -123,7 +107,6 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """As `torch.nn.functional.batch_norm`, in training over the global batch."""
     if not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     if input.is_cuda:
@@ -140,12 +123,9 @@ def _take_part(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 class _BatchNormOverRanks(torch.autograd.Function):
-    """Batch normalisation of this rank's samples `(B, C, …)` with the statistics of all ranks' samples.
-
-    The ranks' means and biased variances are merged by the law of total variance, without differences of large numbers.
-    The backward sums over ranks what it sums over samples on one device; the gradients of weight and bias stay this
-    rank's, for the strategy to average.
-    """
+    """Batch normalisation of this rank's samples `(B, C, …)` with the statistics of all ranks' samples. Means and
+    biased variances are merged by the law of total variance, without differences of large numbers. The gradients of
+    weight and bias stay this rank's, for the strategy to average."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,5 @@
 """DeepSpeed's configuration: what Drivetrain sets, and what a user's own may contain."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,14 +26,11 @@ NOT_YOURS = {
 
 @dataclass(frozen=True)
 class Zero:
-    """What is sharded across the ranks, and where it is stored."""
-
     stage: int  # 1: the optimizer's state and fp32 copy of the weights; 2: also gradients; 3: also parameters
     offload: str | None  # None, "cpu", or "nvme", with `nvme_path`, a folder on that disk
     nvme_path: str | None = None
 
     def section(self) -> dict[str, Any]:
-        """Return the section of the configuration for it."""
         section: dict[str, Any] = {
             "stage": self.stage,
             # Otherwise DeepSpeed replaces torch.nn.functional.linear for the rest of the process.
@@ -52,8 +47,7 @@ class Zero:
 
 
 def read_config(config: str | Path | Config | None) -> dict[str, Any]:
-    """Return a copy of the user's configuration, a dict or the path of a JSON file, without values to be filled in
-    (`"auto"`)."""
+    """Return a copy of the user's configuration, a dict or the path of a JSON file, without values `"auto"`."""
     if config is None or isinstance(config, Mapping):
         return _without_auto(config or {})
     try:
@@ -105,14 +99,12 @@ def _offload_of(section: Config, stage: int) -> tuple[str | None, str | None]:
     keys = ("offload_optimizer", "offload_param") if stage == 3 else ("offload_optimizer",)
     for key in keys:
         where = section.get(key) or {}
-        device = where.get("device", "none")
-        if device != "none":
+        if (device := where.get("device", "none")) != "none":
             return device, where.get("nvme_path")
     return None, None
 
 
 def make_config(zero: Zero, options: Options, theirs: Config, name: str) -> dict[str, Any]:
-    """Return the full configuration: the user's, plus everything Drivetrain sets."""
     for key, who in NOT_YOURS.items():
         present = theirs.get(key)
         off = isinstance(present, Mapping) and present.get("enabled") is False
@@ -147,10 +139,9 @@ def _joined(ours: Config, theirs: Config) -> dict[str, Any]:
     """Merge both, key by key at every depth; `choose_zero` has checked that they do not contradict each other."""
     joined = dict(ours)
     for key, value in theirs.items():
-        here = joined.get(key)
-        joined[key] = (
-            _joined(here, value) if isinstance(here, Mapping) and isinstance(value, Mapping) else value
-        )
+        here: Any = joined.get(key)
+        both = isinstance(here, Mapping) and isinstance(value, Mapping)
+        joined[key] = _joined(here, value) if both else value
     return joined
 
 

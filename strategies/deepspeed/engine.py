@@ -1,7 +1,5 @@
 """The engine of a model that DeepSpeed's ZeRO shards across the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -22,23 +20,16 @@ Groups = list[list[nn.Parameter]]
 
 
 class DeepSpeedEngine(RanksEngine):
-    """A model inside DeepSpeed's engine, the `wrapper`.
-
-    DeepSpeed concatenates the parameters of an optimizer's group into one flat tensor, of which each rank steps a
-    partition: the optimizer must treat each element independently, as SGD and Adam do. The weights it exports are the
-    fp32 ones that are trained; DeepSpeed's own checkpoints are neither read nor written. With stage 3 every forward,
-    also in evaluation, and every export gathers parameters from all ranks.
-    """
+    """A model inside DeepSpeed's engine, the `wrapper`, which concatenates the parameters of an optimizer's group into
+    one flat tensor, of which each rank steps a partition. The weights it exports are the fp32 ones that are trained."""
 
     def __init__(
         self, wrapper: Any, deepspeed: Any, groups: Groups, device: torch.device, options: Options, stage: int
     ) -> None:
         self._zero = wrapper.optimizer
         super().__init__(wrapper, self._zero.optimizer, device, options)
-        self._deepspeed = deepspeed
-        self._wrapper = wrapper
-        self._groups = groups
-        self._stage = stage
+        self._deepspeed, self._wrapper = deepspeed, wrapper
+        self._groups, self._stage = groups, stage
 
     @property
     def plain_model(self) -> nn.Module:
@@ -129,8 +120,7 @@ class DeepSpeedEngine(RanksEngine):
                     self._set_state(parameter, key, value)
 
     def _link_states(self) -> None:
-        """Give each parameter its part of the flat state. DeepSpeed does so only once, after the first step of the
-        first group, when the other groups have no state yet."""
+        """Give each parameter its part of the flat state: DeepSpeed does so once, before other groups have state."""
         if self._stage < 3 and self.optimizer.state:
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
@@ -214,7 +204,6 @@ class DeepSpeedEngine(RanksEngine):
 
 
 def _blank(flat: torch.Tensor, entry: Entry) -> dict[str, Any]:
-    """Return an initial state for a flat tensor: zeros for per-element values, and a copy of the rest."""
     state: dict[str, Any] = dict(entry)
     for key, value in entry.items():
         if isinstance(value, torch.Tensor):

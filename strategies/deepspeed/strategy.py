@@ -51,14 +51,11 @@ class DeepSpeed:
     data. Weights are fp32; precision "bf16" is autocast around the forward, and gradients are reduced in fp32.
     Channels-last weights are made contiguous and images channels-last instead, as in `FSDP`.
 
-    If the optimizer is offloaded to the CPU, torch's Adam and AdamW step with their fused kernel; see `step_fused`.
+    If the optimizer is offloaded to the CPU, torch's Adam and AdamW step with their fused kernel; see `step_fused`. A
+    model on the meta device is initialised as in `FSDP`, with stage 3 block by block. Precision "fp16", and `compile`
+    with stage 3, are not supported.
 
-    A model on the meta device is initialised as in `FSDP`, with stage 3 block by block.
-
-    Precision "fp16", and `compile` with stage 3, are not supported.
-
-    Without a process group there is nothing to shard, and it trains like `single`; `offload` and `config`, which would
-    have no effect, then raise an error.
+    Without a process group it trains like `single`; `offload` and `config`, without effect, then raise an error.
 
     Args:
         device: `"cpu"` (gloo) or `"cuda"` (NCCL, see `devices.rank_device`). Default None: CUDA if available, else the
@@ -122,12 +119,9 @@ class DeepSpeed:
     def prepare(
         self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
     ) -> LocalEngine:
-        """Build the optimizer, then shard; see `base.Strategy.prepare`. Every rank starts with rank 0's weights and
-        buffers.
+        """Build the optimizer, then shard; see `base.Strategy.prepare`. Every rank starts with rank 0's values.
 
-        Raises `StrategyError` for what contradicts `config`, and for a model that cannot be sharded: already wrapped or
-        sharded, with a parameter of no dimension or without a shape yet, a module on the meta device that cannot be
-        initialized, or a SyncBatchNorm on the CPU.
+        Raises `StrategyError` for what contradicts `config`, and a model that cannot be sharded: see `FSDP.prepare`.
         """
         options = Options.of(given)
         zero = self._zero()
@@ -158,7 +152,10 @@ class DeepSpeed:
         with import_deepspeed(device) as deepspeed:
             init = deepspeed.zero.Init(config_dict_or_path=config) if zero.stage == 3 else None
             _place(model, device, init)
-            _exchange(optimizer, before, dict(model.named_parameters()))
+            after = dict(model.named_parameters())
+            now = {parameter: after[name] for name, parameter in before.items()}
+            for group in optimizer.param_groups:
+                group["params"] = [now.get(parameter, parameter) for parameter in group["params"]]
             compile_in_place(model, options.compile)
             groups = [list(group["params"]) for group in optimizer.param_groups]
             wrapper, *_ = deepspeed.initialize(
@@ -170,11 +167,10 @@ class DeepSpeed:
 def step_fused(optimizer: torch.optim.Optimizer) -> None:
     """Make torch's Adam or AdamW step with its fused kernel, unless the factory has selected an implementation.
 
-    DeepSpeed's own DeepSpeedCPUAdam would have to be compiled on each machine, and is slower. ZeRO steps one flat
-    tensor per group. For those of a ResNet-50 and a ViT-B/16 (25.6 and 86.6 million elements, fp32), torch's fused
-    AdamW takes 0.64 and 0.77 of its time (quartiles 0.57 to 0.86 and 0.71 to 0.88; of its CPU time 0.65 and 0.76), and
-    torch's default implementation 7.0 and 9.5 times its time: medians of the ratios of 21 interleaved steps, 2 threads
-    of a busy AMD EPYC, torch 2.15, DeepSpeed 0.19.8. The weights differ by at most 2e-7 after 23 steps.
+    DeepSpeed's own DeepSpeedCPUAdam would have to be compiled on each machine, and is slower. For the flat tensors of a
+    ResNet-50 and a ViT-B/16 (fp32), torch's fused AdamW takes 0.64 and 0.77 of its time (quartiles 0.57 to 0.86 and
+    0.71 to 0.88), and torch's default implementation 7.0 and 9.5 times its time: medians of the ratios of 21
+    interleaved steps, 2 threads of a busy AMD EPYC, torch 2.15, DeepSpeed 0.19.8. Weights differ by at most 2e-7.
     """
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         return
@@ -197,7 +193,6 @@ def _refuse_options(strategy: str, options: Options, zero: Zero) -> None:
 
 
 def _refuse_optimizer(strategy: str, optimizer: torch.optim.Optimizer) -> None:
-    """Raise `StrategyError` for an optimizer whose update of an element depends on others of its matrix."""
     known = type(optimizer) in (torch.optim.Adafactor, getattr(torch.optim, "Muon", None))
     if known or getattr(optimizer, "needs_whole_matrices", False):
         raise StrategyError(
@@ -234,21 +229,10 @@ def _place(model: nn.Module, device: torch.device, init: Any) -> None:
         done.update(own)
 
 
-def _exchange(
-    optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]
-) -> None:
-    now = {parameter: after[name] for name, parameter in before.items()}
-    for group in optimizer.param_groups:
-        group["params"] = [now.get(parameter, parameter) for parameter in group["params"]]
-
-
 @contextmanager
 def import_deepspeed(device: torch.device) -> Iterator[Any]:
-    """Import DeepSpeed inside the block, to prepare an engine on `device`.
-
-    On exit, environment variables and DeepSpeed's global switches are restored. DeepSpeed's choice of the accelerator
-    is kept, because engines query it all the time: a process has one kind of device.
-    """
+    """Import DeepSpeed, and restore environment variables and its global switches at the end of the block. Its choice
+    of the accelerator is kept, because engines query it all the time: a process has one kind of device."""
     with _environment_kept():
         os.environ["DS_ACCELERATOR"] = device.type  # else it uses CUDA if available, also for "cpu"
         # It requires one, even in a group that no launcher started, and uses it as the index of the GPU.
@@ -278,7 +262,6 @@ def _require() -> Any:
 
 
 def reason_without_aio() -> str:
-    """Return why DeepSpeed cannot read and write NVMe here, with the remedy; empty if it can."""
     # DeepSpeed's own check takes seconds: run it only if the library to compile with is installed.
     if find_library("aio") is not None:
         with import_deepspeed(pick_device(None)) as deepspeed:
@@ -289,10 +272,8 @@ def reason_without_aio() -> str:
 
 
 def _import_muon() -> None:
-    """Import DeepSpeed's Muon, which every `initialize` does, such that it is compiled only when it is first called.
-
-    Otherwise the import itself sets up `torch.compile`, which takes each rank 2 s, whatever the optimizer.
-    """
+    """Import DeepSpeed's Muon, as every `initialize` does, such that it is compiled only when it is first called:
+    otherwise the import itself sets up `torch.compile`, which takes each rank 2 s, whatever the optimizer."""
     name = "deepspeed.runtime.zero.muon.original_muon"
     compiler: Any = sys.modules.get("deepspeed.runtime.compiler")
     if name in sys.modules or not hasattr(compiler, "compile"):
@@ -311,10 +292,7 @@ def _deferred(compile_: Callable[..., Any]) -> Callable[..., Any]:
 
     def factory(*options: Any, **named: Any) -> Callable[..., Any]:
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-            @cache
-            def compiled() -> Callable[..., Any]:
-                result: Callable[..., Any] = compile_(*options, **named)(function)
-                return result
+            compiled = cache(lambda: compile_(*options, **named)(function))
 
             @wraps(function)
             def call(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,4 @@
-"""This process's place among the ranks: whether it is one, the first, joining the process group, and how fast the ranks
-of a group exchange tensors."""
-
-from __future__ import annotations
+"""This process's place among the ranks; joining the process group; how fast the ranks exchange tensors."""
 
 import os
 import statistics
@@ -59,7 +56,6 @@ def refuse_lone_task() -> None:
 
 
 def is_main_process() -> bool:
-    """Whether this process is rank 0, or no rank at all."""
     if in_group():
         return dist.get_rank() == 0
     return not under_torchrun() or os.environ["RANK"] == "0"
@@ -76,7 +72,6 @@ def automatic_devices(device: str | None) -> int:
 
 
 def needs_ranks(strategy: object, devices: int) -> bool:
-    """Whether a strategy trains in a process group: on several devices, or with `needs_group` on one, too."""
     return devices > 1 or bool(getattr(strategy, "needs_group", False))
 
 
@@ -92,12 +87,7 @@ def join_group(
     meeting: Meeting | None = None,
 ) -> Meeting | None:
     """Join the process group that RANK and WORLD_SIZE describe; return the meeting, or None with another `init_method`
-    than torch's `env://`.
-
-    Gloo handles CPU tensors and, unless the ranks train on the CPU, NCCL handles CUDA tensors. Without `device`, this
-    rank's GPU becomes CUDA's current device if it has one; a strategy sets it by itself. Joining and each collective
-    may wait `timeout` seconds for the other ranks.
-    """
+    than torch's `env://`. Joining and each collective may wait `timeout` seconds for the other ranks."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     backend = "gloo"
     if device != "cpu" and torch.cuda.is_available():
@@ -106,11 +96,9 @@ def join_group(
         # CPU-only jobs may run more ranks than there are GPUs.
         if own is not None and (here == 1 or own < here):
             torch.cuda.set_device(0 if here == 1 else own)
-    patience = timedelta(seconds=timeout)
+    limit = timedelta(seconds=timeout)
     if init_method != "env://":
-        dist.init_process_group(
-            backend, timeout=patience, init_method=init_method, rank=rank, world_size=ranks
-        )
+        dist.init_process_group(backend, timeout=limit, init_method=init_method, rank=rank, world_size=ranks)
         _wait_until_all_joined(Wait(timeout))
         return None
     meeting = meeting or meet(timeout)
@@ -119,21 +107,16 @@ def join_group(
 
 
 def _connect_all(backend: str, meeting: Meeting, rank: int, timeout: float) -> None:
-    """Create the process group of ranks that have met.
-
-    Gloo applies a time limit to each of its steps, and knows nothing of a rank that has failed in one. A thread calls
-    it, which is left behind then.
-    """
-    wait, ranks = Wait(timeout), len(meeting.ranks)
+    """Create the process group of ranks that have met, in a thread that may be left behind: Gloo applies a time limit
+    to each of its steps, and knows nothing of a rank that has failed in one."""
+    wait, limit, ranks = Wait(timeout), timedelta(seconds=timeout), len(meeting.ranks)
     # A connection of its own: the thread may wait in the other one.
-    watched = dist.PrefixStore(f"drivetrain/{meeting.name}", connect(timedelta(seconds=timeout)))  # type: ignore[attr-defined]
+    watched = dist.PrefixStore(f"drivetrain/{meeting.name}", connect(limit))  # type: ignore[attr-defined]
     ended: list[BaseException] = []
 
     def call() -> None:
         try:
-            dist.init_process_group(
-                backend, timeout=timedelta(seconds=timeout), store=meeting.store, rank=rank, world_size=ranks
-            )
+            dist.init_process_group(backend, timeout=limit, store=meeting.store, rank=rank, world_size=ranks)
         except BaseException as error:
             ended.append(error)
 
@@ -164,13 +147,11 @@ def _connect_all(backend: str, meeting: Meeting, rank: int, timeout: float) -> N
 
 
 def group_store(name: str) -> Any:
-    """Return the process group's store, with keys of its own."""
     return dist.PrefixStore(f"drivetrain/{name}", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
 
 
 def _wait_until_all_joined(wait: Wait, watched: Any = None) -> None:
-    """Wait for all ranks: one that returned at once would close connections that another is still opening. `watched`
-    has the failures of ranks that cannot connect."""
+    """Wait for all ranks: one that returned at once would close connections that another is still opening."""
     store, ranks = group_store("joined"), dist.get_world_size()
     store.set(str(dist.get_rank()), "")
     joined = 0
@@ -192,8 +173,6 @@ def _wait_until_all_joined(wait: Wait, watched: Any = None) -> None:
 
 @dataclass(frozen=True)
 class AllReduce:
-    """What all-reduces of one size took."""
-
     size: int  # bytes of the tensor
     ranks: int
     seconds: tuple[float, ...]  # of each repetition, on the slowest rank

@@ -48,8 +48,6 @@ class Report:
 
 
 class Rank:
-    """One child process, and the file in memory for its answer."""
-
     def __init__(self, number: int, devices: int, job: int) -> None:
         self.number = number
         self.report: Report | None = None
@@ -63,7 +61,6 @@ class Rank:
             raise
 
     def look(self) -> None:
-        """Record how the process ended, if it has answered, or ended without an answer."""
         if self.report is not None:
             return
         ended = self.exited()  # before the answer is looked for: it may come in between
@@ -91,7 +88,6 @@ class Rank:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Reap the process, which has been killed."""
         self._file.close()
         if self.process.stdin is not None:
             self.process.stdin.close()
@@ -135,11 +131,9 @@ def launch(
 
     Outside torchrun every rank is a new interpreter (nothing is forked, and no main guard is needed). The function, its
     arguments and its result are pickled with cloudpickle, so they may be defined in a script or a notebook cell.
-    Results should contain CPU tensors. The ranks share standard output and error. Starting takes as long as importing
-    torch, 4 to 10 s.
+    Results should contain CPU tensors. The ranks share standard output and error. Starting takes 4 to 10 s (torch).
 
-    Under torchrun, or in an existing process group, this process *is* a rank: the function is called here, and its
-    exceptions are raised unchanged.
+    Under torchrun, or in a process group, this process *is* a rank: it calls the function; exceptions stay unchanged.
 
     Ctrl-C is forwarded to the ranks, which have `patience` seconds to answer. If rank 0 answers with a
     KeyboardInterrupt (a subclass that carries what was finished), that object is raised. A rank in a collective
@@ -149,17 +143,14 @@ def launch(
         function: called on every rank.
         args: its arguments.
         devices: number of ranks.
-        timeout: time limit of the launch in seconds, including the start. Default None: no limit, because training may
-            take days. Ignored if this process is a rank.
+        timeout: time limit in seconds, including the start. Default None: no limit. Ignored if this process is a rank.
         device: what the ranks compute on: `"cpu"`, for which only gloo is started and no GPU is used; `"cuda"`; or None
             (default) for CUDA if available. Ignored in an existing process group.
         patience: seconds that the ranks have to answer after Ctrl-C. Default 3; 0 if there is nothing to wait for.
-        collective_timeout: seconds that each collective waits for the other ranks. Default 600. Ignored in an existing
-            process group, which has its own.
+        collective_timeout: seconds that each collective waits for the other ranks. Default 600. Ignored in a group.
         forward: signals to this process that are forwarded to the ranks instead of their usual effect. Ignored if this
             process is a rank, and in other threads than the main one.
-        saves: whether the ranks save at Ctrl-C, and then answer: it is waited for without a limit; at a second Ctrl-C
-            for `patience` seconds. Default False.
+        saves: whether ranks save at Ctrl-C: waits without limit, after a second one for `patience`. Default False.
 
     Returns:
         One result per rank, in order; under torchrun a list with only this rank's.
@@ -238,7 +229,6 @@ def _can_be_pickled(value: object) -> bool:
 
 @contextmanager
 def _started(job: bytes, devices: int, device: str | None, timeout: float) -> Iterator[list[Rank]]:
-    """Start the ranks; kill and reap those that are still running at the end of the block."""
     ranks: list[Rank] = []
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as directory, _file_in_memory("job") as file:
         order = {
@@ -266,7 +256,6 @@ def _look(ranks: list[Rank]) -> None:
 
 
 def _signal(ranks: list[Rank], number: int) -> None:
-    """Send a signal to every rank that has not answered yet."""
     for rank in ranks:
         if rank.report is None:
             with suppress(ProcessLookupError):
@@ -274,7 +263,6 @@ def _signal(ranks: list[Rank], number: int) -> None:
 
 
 def _wait_for_results(ranks: list[Rank], deadline: float | None, timeout: float | None) -> None:
-    """Wait until every rank has a result; if one fails, raise the error of the first cause."""
     waiting = ranks
     while waiting:
         _look(ranks)
@@ -313,17 +301,14 @@ def _first_cause(ranks: list[Rank]) -> StrategyError:
 
 
 def _answer_to_interrupt(ranks: list[Rank], patience: float, saves: bool) -> KeyboardInterrupt | None:
-    """Forward Ctrl-C and wait for `patience` seconds, of ranks that save until one has died; return rank 0's
-    KeyboardInterrupt if it sent one. See `launch`."""
+    """Forward Ctrl-C and wait , as `launch` documents; return rank 0's KeyboardInterrupt if it sent one."""
     if saves:
         with suppress(KeyboardInterrupt):  # the second one, which the ranks receive, too
             return _wait_after_interrupt(ranks, patience, saves=True)
-    return _wait_after_interrupt(ranks, patience) if patience else None
+    return _wait_after_interrupt(ranks, patience, saves=False) if patience else None
 
 
-def _wait_after_interrupt(
-    ranks: list[Rank], patience: float, saves: bool = False
-) -> KeyboardInterrupt | None:
+def _wait_after_interrupt(ranks: list[Rank], patience: float, saves: bool) -> KeyboardInterrupt | None:
     _signal(ranks, signal.SIGINT)
     first = ranks[0]
     deadline = math.inf if saves else time.monotonic() + patience
@@ -377,11 +362,8 @@ def _environment(number: int, devices: int) -> dict[str, str]:
 
 @contextmanager
 def killed_with_agent() -> Iterator[None]:
-    """Inside the block, let the system kill this process when torchrun's agent dies.
-
-    An agent that is killed cannot end its workers, which would go on training, and disturb the ranks that replace them.
-    Nothing happens without an agent, or on other systems than Linux.
-    """
+    """Inside the block, let the system (Linux) kill this process when torchrun's agent dies: an agent that is killed
+    cannot end its workers, which would go on training, and disturb the ranks that replace them."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or not sys.platform.startswith("linux"):
         yield
         return
@@ -400,11 +382,8 @@ class ElasticWarning(UserWarning):
 
 
 def blocked_growth() -> str:
-    """Return why a machine cannot join this job later, and the remedy; "" if it can, or the number is fixed.
-
-    Since torch 2.15, the agents keep the address of their workers' store. One that joins waits for it in vain, and so
-    do the others' workers for its ranks. Only the agent's environment can change that, not a worker.
-    """
+    """Return why a machine cannot join this job later, and the remedy; "" if it can, or the number is fixed. Since
+    torch 2.15, the agents keep the address of their workers' store; one that joins waits for it in vain."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
     try:
@@ -423,7 +402,6 @@ def blocked_growth() -> str:
 
 
 def nodes_of(command: Sequence[str]) -> str:
-    """Return the value of `--nnodes` in a command of torchrun's; "" if it is not given."""
     for word, following in zip(command, [*command[1:], ""], strict=True):
         name, _, value = word.partition("=")
         if name == "--nnodes":

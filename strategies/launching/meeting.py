@@ -10,8 +10,6 @@ their time is up for a rank that has ended, e.g. because its machine lacks the d
 heartbeat in the store. A rank whose collective fails looks whose heartbeat has stopped, or who left an error there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -48,7 +46,6 @@ class FailedRankError(StrategyError):
 
 
 def under_torchrun() -> bool:
-    """Whether torchrun (or another launcher that sets the same variables) started this process."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
@@ -57,18 +54,15 @@ def place() -> str:
 
 
 def own_name() -> str:
-    """Return which rank this is, and its host, for the beginning of a sentence."""
     return f"Rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} ({socket.gethostname()})"
 
 
 def listed(ranks: Sequence[object]) -> str:
-    """Return the numbers of ranks as text: the first few of many."""
     return f"rank(s) {', '.join(map(str, ranks[:8]))}{', …' if len(ranks) > 8 else ''}"
 
 
 def connect(patience: timedelta, *, host: bool = False) -> Any:
-    """Return a connection of its own to the job's store, which waits so long for answers; as `host`, this process
-    serves it."""
+    """Return a new connection to the job's store, which waits so long for answers; a `host` serves it."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(
@@ -78,8 +72,7 @@ def connect(patience: timedelta, *, host: bool = False) -> Any:
 
 
 def connect_to_job(wait: Wait) -> Any:
-    """Return a connection to the store, which torchrun's agent serves, or rank 0, once it can be reached; raise torch's
-    RuntimeError at the end of the wait."""
+    """Return a connection to the store, once it can be reached; raise torch's RuntimeError at the end of the wait."""
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host = os.environ["RANK"] == "0" and not served
     while True:
@@ -102,8 +95,7 @@ def connect_to_job(wait: Wait) -> Any:
 
 
 def arrives(store: Any, key: str) -> bool:
-    """Return whether a key is in the store, or arrives there within half a second. (The store's own `wait` prints a
-    warning when the time is up.)"""
+    """Whether a key is in the store, or arrives within half a second. (Its own `wait` warns when the time is up.)"""
     for pause in _LOOKS:
         if store.check([key]):
             return True
@@ -113,20 +105,14 @@ def arrives(store: Any, key: str) -> bool:
 
 @dataclass(frozen=True)
 class Meeting:
-    """The ranks of one start."""
-
     name: str  # the same on all ranks, and new at every restart
     store: Any  # torch's, whose keys only these ranks see
     ranks: tuple[Mapping[str, Any], ...]  # what each rank has told about itself, in order; always its `host`
 
 
 def meet(timeout: float, about: Mapping[str, Any] | None = None) -> Meeting:
-    """Wait for the other ranks, which RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe, and send them `about`,
-    JSON values by name. Join no process group.
-
-    Raise `StrategyError` on every rank if one has failed before, with its error, or has not arrived in time; rank 0
-    names it.
-    """
+    """Wait for the other ranks, and send them `about`, JSON values by name; join no process group. Raise
+    `StrategyError` on every rank if one has failed before, with its error, or has not arrived in time."""
     import torch.distributed as dist
 
     global _meetings
@@ -150,7 +136,6 @@ def meet(timeout: float, about: Mapping[str, Any] | None = None) -> Meeting:
 
 
 def _gather(store: Any, rank: int, ranks: int, mine: dict[str, Any], wait: Wait) -> Told:
-    """On rank 0: draw a name, wait for all answers to it, and confirm them."""
     name = uuid.uuid4().hex
     store.set(f"{_NAME}/{name}/{rank}", json.dumps(mine))
     store.set(_NAME, name)
@@ -226,7 +211,6 @@ def post(store: Any, key: str, error: BaseException) -> None:
 
 
 def raise_posted(store: Any, key: str) -> None:
-    """Raise a FailedRankError if another rank has left an error under `key`."""
     if not store.check([f"{key}/first"]):
         return
     first = json.loads(store.get(f"{key}/first"))
@@ -237,11 +221,8 @@ def raise_posted(store: Any, key: str) -> None:
 
 @contextmanager
 def failures_posted() -> Iterator[None]:
-    """Inside the block, let the other ranks of the job know of an error before they have met this one.
-
-    Nothing is posted if no rank waits: without torchrun, in a process group, after the meeting, and if torchrun starts
-    all ranks again.
-    """
+    """Inside the block, let the other ranks of the job know of an error before they have met this one. Nothing is
+    posted if no rank waits: without torchrun, in a process group, after the meeting, and before a restart."""
     global _meetings
     begun = _meetings
     try:
@@ -295,16 +276,12 @@ class Peers:
         self._thread.join(_ANSWER if self._answers else 0)
 
     def fail(self, error: BaseException) -> None:
-        """Leave this rank's own error for the others."""
         with suppress(Exception):
             self._post("error", f"{type(error).__name__}: {error}")
 
     def report(self, timeout: float) -> str:
-        """Return, after a few seconds, which ranks failed or are lost, as a sentence.
-
-        Not every call of torch's store has a time limit: when a network is silent, some wait until the system gives up
-        the connection, a quarter of an hour. They are made in a thread that may be left behind.
-        """
+        """Return, after a few seconds, which ranks failed or are lost, as a sentence. A thread that may be left behind
+        asks: when a network is silent, some calls of torch's store wait a quarter of an hour."""
         found: list[str] = []
         asking = threading.Thread(target=lambda: found.append(self._report(timeout)), daemon=True)
         asking.start()

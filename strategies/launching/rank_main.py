@@ -5,8 +5,6 @@ so that standard output and error are the user's. Standard input is a pipe that 
 as late as possible: the parent must be watched during the seconds that takes.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import io
 import mmap
@@ -74,7 +72,6 @@ def _take_stdin() -> int:
 
 
 def _die_with_parent(pipe: int, directory: str) -> None:
-    """Terminate this rank and its children as soon as the parent's end of the pipe closes."""
     os.read(pipe, 1)
     shutil.rmtree(directory, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)

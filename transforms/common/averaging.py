@@ -1,7 +1,5 @@
 """Averages of a model's parameters and buffers during training: shared by EMA, SWA and Lookahead."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -16,18 +14,14 @@ from .tensors import is_dtensor, locals_of
 
 
 class Averages:
-    """An average for each parameter and buffer of a model, stored on the same device.
-
-    Floating-point and complex tensors are averaged; half precision in float32, because an update of 0.001 times a
-    bfloat16 weight would be lost to rounding. Counters (`num_batches_tracked`) and buffers with infinities, such as
-    attention masks, are copied. A DTensor (FSDP2) is averaged shard by shard, without communication. The model is only
-    written in place, so compiled code, wrappers and optimizers keep their tensors.
-    """
+    """An average for each parameter and buffer of a model, on the same device; half precision in float32, because an
+    update of 0.001 times a bfloat16 weight would be lost to rounding. Counters (`num_batches_tracked`) and buffers with
+    infinities, such as attention masks, are copied. A DTensor (FSDP2) is averaged shard by shard. The model is only
+    written in place, so compiled code, wrappers and optimizers keep their tensors."""
 
     @torch.no_grad()
     def __init__(self, model: nn.Module, averaged: list[str] | None = None) -> None:
-        """Start from the model's values. `averaged` is what `averaged_names(model)` has returned earlier, to start
-        inside a step without a device synchronization."""
+        """Start from the model's values. `averaged`, from `averaged_names(model)`, saves a synchronization here."""
         refuse_partitioned(model)
         self._averaged = averaged_names(model) if averaged is None else averaged
         self._sharded = _sharded(model)
@@ -44,7 +38,9 @@ class Averages:
     def add(self, share: float) -> None:
         """Update each average to (1 - share) · average + share · value, and copy what is not averaged."""
         values = self._values()
-        self._follow(values)
+        for name in self._loose:  # a forward may have replaced a buffer by one of another shape: begin again
+            if values[name].shape != self._averages[name].shape:
+                self._averages[name] = _copy(values[name])
         for names in self._moved:
             averages = [self._averages[name] for name in names]
             news = [values[name].to(average.dtype) for name, average in zip(names, averages, strict=True)]
@@ -52,14 +48,7 @@ class Averages:
         for names in self._copied:
             _copy_all([self._averages[name] for name in names], [values[name] for name in names])
 
-    def _follow(self, values: dict[str, Tensor]) -> None:
-        """Begin again with the value of a non-persistent buffer that a forward has replaced by one of another shape."""
-        for name in self._loose:
-            if values[name].shape != self._averages[name].shape:
-                self._averages[name] = _copy(values[name])
-
     def _leave_out(self, names: set[str]) -> None:
-        """Leave out buffers that a forward had not set when the averages began."""
         for name in names:
             del self._averages[name], self._owners[name]
             self._loose.remove(name)
@@ -127,10 +116,7 @@ class Averages:
 
 
 class AveragedSession(Session):
-    """Averages that are used for evaluation: EMA's and Lookahead's.
-
-    Every `every` optimizer steps, `move` updates them; it receives the fraction of training completed (0 to 1).
-    """
+    """Averages for evaluation (EMA, Lookahead): `move` updates them every `every` steps; it receives the progress."""
 
     def __init__(self, model: nn.Module, every: int, move: Callable[[Averages, float], None]) -> None:
         self._averages, self._every, self._move = Averages(model), every, move
@@ -192,7 +178,6 @@ def _copy(value: Tensor) -> Tensor:
 
 
 def _groups(tensors: dict[str, Tensor]) -> list[list[str]]:
-    """Return the names grouped by device and dtype, so that one kernel can process each group."""
     groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault((tensor.device, tensor.dtype), []).append(name)
@@ -200,12 +185,10 @@ def _groups(tensors: dict[str, Tensor]) -> list[list[str]]:
 
 
 def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Overwrite `targets`, all of one device and dtype, in one launch, shard by shard."""
     torch._foreach_copy_(locals_of(targets), locals_of(sources))
 
 
 def _sharded(model: nn.Module) -> list[Any]:
-    """Return the modules that FSDP2 gathers and frees."""
     if not torch.distributed.is_available():
         return []
     from torch.distributed.fsdp import FSDPModule

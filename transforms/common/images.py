@@ -1,9 +1,4 @@
-"""Helpers of the batch transforms: checks, soft targets, draws from a generator, resizing and memory format.
-
-Shapes: B batch, C channels or classes, H and W pixels.
-"""
-
-from __future__ import annotations
+"""Helpers of the batch transforms. Shapes: B batch, C channels or classes, H and W pixels."""
 
 import math
 
@@ -16,7 +11,6 @@ from ...common.transfer import to_device
 
 
 def check_batch(owner: object, images: Tensor, targets: Tensor) -> None:
-    """Raise `DataError` unless images are (B, C, H, W) and targets (B,) or (B, C)."""
     if images.dim() != 4 or targets.dim() not in (1, 2) or len(targets) != len(images):
         raise DataError(
             f"{type(owner).__name__}: unsupported batch of images {tuple(images.shape)} and targets "
@@ -25,16 +19,13 @@ def check_batch(owner: object, images: Tensor, targets: Tensor) -> None:
 
 
 def soft_targets(owner: object, targets: Tensor, classes: int | None) -> Tensor:
-    """Return targets (B, C) in float32 from class indices (B,) or probabilities (B, C).
-
-    Indices on a CUDA device are not checked, because that would synchronize in each step: see `spread_indices`.
-    """
+    """Return targets (B, C) in float32 from class indices (B,) or probabilities (B, C). Indices on a CUDA device are
+    not checked, because that would synchronize in each step: see `spread_indices`."""
     name = type(owner).__name__
     if targets.is_floating_point() and targets.dim() == 2:
         if classes is not None and targets.shape[1] != classes:
             raise DataError(
-                f"{name}: soft targets are {targets.shape[1]} wide, but there are {classes} classes. Make both "
-                "equal."
+                f"{name}: soft targets are {targets.shape[1]} wide, but there are {classes} classes. Make both equal."
             )
         return targets.float()
     if targets.dim() != 1 or targets.is_floating_point():
@@ -73,7 +64,6 @@ def spread_indices(
 
 
 def draw_partners(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Return each image's mixing partner as (B,) indices."""
     return to_device(torch.randperm(len(images), generator=generator), images.device)
 
 
@@ -96,11 +86,8 @@ def keep_format(result: Tensor, images: Tensor) -> Tensor:
 
 
 def draw_beta(alpha: float, generator: torch.Generator) -> float:
-    """Return one draw from Beta(alpha, alpha), which `torch.distributions` cannot draw from a given generator.
-
-    With X and Y from Gamma(alpha), X / (X + Y) is Beta(alpha, alpha). Both are kept as logarithms: at alpha = 0.01 a
-    third of the Gamma draws underflow float32, at 0.001 nearly half underflow float64, and 0 / 0 is NaN.
-    """
+    """Return one draw from Beta(alpha, alpha): X / (X + Y), with X and Y from Gamma(alpha). Both are kept as
+    logarithms: at alpha = 0.01 a third of the Gamma draws underflow float32, and 0 / 0 is NaN."""
     difference = _log_gamma(alpha, generator) - _log_gamma(alpha, generator)
     # The logistic function, evaluated on the negative side so that exp cannot overflow.
     small = math.exp(-abs(difference)) / (1 + math.exp(-abs(difference)))
@@ -108,11 +95,8 @@ def draw_beta(alpha: float, generator: torch.Generator) -> float:
 
 
 def _log_gamma(alpha: float, generator: torch.Generator) -> float:
-    """Return the logarithm of one draw from Gamma(alpha, 1), for any alpha > 0.
-
-    Marsaglia and Tsang 2000, "A simple method for generating gamma variables": their rejection method for alpha + 1,
-    which is above 1 as it must be, and Gamma(alpha) = Gamma(alpha + 1) · U^(1 / alpha).
-    """
+    # Marsaglia and Tsang 2000, "A simple method for generating gamma variables": their rejection method for alpha + 1,
+    # which is above 1 as it must be, and Gamma(alpha) = Gamma(alpha + 1) · U^(1 / alpha).
     d = alpha + 1 - 1 / 3
     c = 1 / math.sqrt(9 * d)
     while True:

@@ -1,9 +1,8 @@
 """The moments of the training loop: what transforms, observers and Composer's algorithms can follow, and what they see.
 
-A step passes, in this order: `on_step_start`; for each microbatch `before_forward`, `after_forward`, `before_loss`,
-`before_backward` and `after_backward`; `should_step`, `after_gradients`, `should_apply`, `before_step`,
-`on_optimizer_step`, `after_step`, `on_step_end`. Around the steps of an epoch are `before_epoch`, `on_epoch_start` and
-`after_epoch`.
+A step passes: `on_step_start`; for each microbatch `before_forward`, `after_forward`, `before_loss`, `before_backward`
+and `after_backward`; `should_step`, `after_gradients`, `should_apply`, `before_step`, `on_optimizer_step`,
+`after_step`, `on_step_end`. Epochs: `before_epoch`, `on_epoch_start` and `after_epoch`.
 """
 
 from __future__ import annotations
@@ -22,26 +21,21 @@ from ...common.errors import PlanError
 class LoopEngine(Protocol):
     """What a session may use of the strategy's engine; see `drivetrain.strategies.Engine`."""
 
-    model: nn.Module
-    """With the strategy's wrapper."""
+    model: nn.Module  # with the strategy's wrapper
     optimizer: torch.optim.Optimizer
     device: torch.device
     rank: int
     world_size: int
 
     @property
-    def plain_model(self) -> nn.Module:
-        """Without the wrapper."""
+    def plain_model(self) -> nn.Module: ...
 
     @property
-    def sharded(self) -> bool:
-        """Whether parameters are sharded."""
+    def sharded(self) -> bool: ...
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the precision's context of a forward."""
+    def forward_context(self) -> AbstractContextManager[Any]: ...
 
-    def zero_grad(self) -> None:
-        """Discard the gradients of this step."""
+    def zero_grad(self) -> None: ...
 
 
 def outside_of_a_step() -> None:
@@ -68,8 +62,7 @@ class Loop:
         outputs: what the model returned for a microbatch; from `before_loss` on in float32, and may be replaced there.
         loss: the mean over a microbatch, a scalar; may be replaced at `before_backward`.
         microbatch: the number of the microbatch over all ranks; outside of microbatches, the rank.
-        gradients: computes the gradients of this step again, for all its microbatches, and adds them to those that are
-            there: call `engine.zero_grad()` first.
+        gradients: computes the gradients of this step again, and adds them: call `engine.zero_grad()` first.
         step_loss: the mean over the microbatches of this rank, `()`, on the device.
         step_images: images of the step, over all ranks.
         norm: of the gradients, as `Engine.step` returned it.
@@ -139,8 +132,7 @@ class Follower(Generic[View]):
     """The moments of the loop. Every rank reaches the same ones in the same order."""
 
     def on_epoch_start(self, loop: View) -> None:
-        """Called before the first step of an epoch, and before the first after resuming within one
-        (`loop.step_in_epoch` is above 0)."""
+        """Called before the first step of an epoch, also after resuming within one (`loop.step_in_epoch` > 0)."""
 
     def on_step_start(self, loop: View) -> None:
         """Called with this rank's batch, before it is split into microbatches. May replace `loop.batch`."""

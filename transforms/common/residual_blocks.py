@@ -1,7 +1,5 @@
 """torchvision's residual blocks with a branch that can be dropped. Imports torchvision, which takes seconds."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch
@@ -16,9 +14,8 @@ class DropBranch(torchvision.ops.StochasticDepth):  # type: ignore[misc]
 
 
 class Shortcut(torch.autograd.Function):
-    """A copy of the shortcut, for a branch that was not computed: its parameters get gradients of 0. Gradients of None
-    would change the training: an optimizer skips such parameters, momentum and weight decay included, DDP waits for
-    them, and FSDP2's ranks disagree on what to reduce."""
+    """A copy of the shortcut, for a branch that was not computed: its parameters get gradients of 0. With None, an
+    optimizer would skip them, weight decay included, DDP wait for them, and FSDP2's ranks disagree."""
 
     @staticmethod
     def forward(shortcut: Tensor, *parameters: Tensor) -> Tensor:  # noqa: ARG004
@@ -96,20 +93,15 @@ def _scaled(norm: nn.Module, x: Tensor, scale: float) -> Tensor:
 
 
 def _may_skip(parts: list[nn.Module], x: Tensor) -> bool:
-    """Whether a dropped branch may be skipped; decided in Python, without communication.
-
-    A graph (torch.compile or CUDA) would bake in one random draw. Hooks gather shards (FSDP around each layer,
-    ZeRO 3) and synchronized BatchNorm sums over ranks: all ranks must take part, but may draw differently. Hooks on
-    parameters (ZeRO 1 and 2) send gradients as they arrive, and a skipped branch changes their order.
-    """
+    """Whether a dropped branch may be skipped. A graph would bake in one random draw. Hooks gather shards (FSDP, ZeRO
+    3), and synchronized BatchNorm sums over ranks: all must take part, but may draw differently. Hooks on parameters
+    (ZeRO 1 and 2) send gradients as they arrive; a skipped branch changes their order."""
     if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     if any(p._post_accumulate_grad_hooks for part in parts for p in part.parameters(recurse=False)):
         return False
     # The attribute is that of layers that `distribute(sync_batchnorm=True)` has changed.
-    sums = any(
-        isinstance(part, nn.SyncBatchNorm) or getattr(part, "sums_over_ranks", False) for part in parts
-    )
+    sums = any(isinstance(p, nn.SyncBatchNorm) or getattr(p, "sums_over_ranks", False) for p in parts)
     return not sums and not any(part._forward_pre_hooks or part._forward_hooks for part in parts)
 
 
@@ -122,8 +114,6 @@ class StochasticBottleneck(_DropsBranch, Bottleneck):  # type: ignore[misc]
 
 
 class StochasticEncoderBlock(EncoderBlock):  # type: ignore[misc]
-    """Drops each of its two branches independently."""
-
     def forward(self, input: Tensor) -> Tensor:
         branch = self.ln_1(input)
         branch, _ = self.self_attention(branch, branch, branch, need_weights=False)

@@ -1,7 +1,5 @@
 """The walk all surgeries share: inspect every module once, change it, report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum, auto
 
@@ -29,11 +27,8 @@ def operate(
     *,
     wrapped: bool = False,
 ) -> Report:
-    """Change every module of `model` that `judge` selects, in place. Call it directly from `apply`.
-
-    All modules are judged before any is changed, so modules that `change` adds are not judged. `looks_for` completes
-    "it looks for …" in a warning. A model wrapped in DDP or sharded is rejected, unless `wrapped`: its parameters stay.
-    """
+    """Change every module that `judge` selects, in place; all are judged before any is changed. Call it directly from
+    `apply`. A model wrapped in DDP or sharded is rejected, unless `wrapped`: its parameters stay."""
     if not wrapped:
         refuse_wrapped(name, model)
     verdicts = [(place, module, judge(module)) for place, module in model.named_modules()]
@@ -65,7 +60,6 @@ def refuse_wrapped(name: str, model: nn.Module) -> None:
 
 
 def judge_class(module: nn.Module, classes: Classes) -> Verdict | str:
-    """Return the verdict of a surgery that only changes the classes of modules."""
     if isinstance(module, tuple(classes.values())):
         return Verdict.DONE
     if _key(module, classes) is not None:
@@ -75,7 +69,6 @@ def judge_class(module: nn.Module, classes: Classes) -> Verdict | str:
 
 
 def change_class(module: nn.Module, classes: Classes) -> None:
-    """Change the class of a module that `judge_class` selects."""
     key = _key(module, classes)
     assert key is not None
     module.__class__ = classes[key]
@@ -111,9 +104,7 @@ def places(model: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...]
 
 
 def children_of(model: nn.Module, kind: type[nn.Module]) -> set[int]:
-    return {
-        id(child) for module in model.modules() if isinstance(module, kind) for child in module.children()
-    }
+    return {id(child) for m in model.modules() if isinstance(m, kind) for child in m.children()}
 
 
 def rename(state: State, old: str, new: str) -> None:

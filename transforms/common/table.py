@@ -13,9 +13,7 @@ from ..base import CHANGES_MODEL, Transform
 
 @dataclass(frozen=True)
 class CatalogueRow:
-    """One transform, by its name in recipes."""
-
-    transform: str
+    transform: str  # its name in recipes
     kind: str
     defaults: str
     renames: str

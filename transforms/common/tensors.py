@@ -1,7 +1,5 @@
 """Tensors of a model in training: shards (FSDP2's DTensors), and norms."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 

@@ -1,21 +1,16 @@
 """An algorithm of Composer's in a run: its events, its state in checkpoints, and what it sees of Composer's `State`,
-`Logger` and `ComposerModel`.
-
-Composer's own classes (`Event`, `Time`, `Timestamp`, …) are taken from the modules that the algorithm's class has
-imported; nothing of Composer is imported here.
-"""
-
-from __future__ import annotations
+`Logger` and `ComposerModel`. Composer's own classes are taken from the modules that the algorithm's class has imported;
+nothing of Composer is imported here."""
 
 import copy
 import random
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -55,17 +50,14 @@ WITHOUT_PLACE: dict[str, tuple[str, ...]] = {
 
 @dataclass
 class Applied:
-    """An algorithm after `Event.INIT`."""
-
-    algorithm: Any  # the copy that was applied; runs begin with copies of it
+    algorithm: Any  # the copy that was applied at `Event.INIT`; runs begin with copies of it
     model: Any  # the `ComposerModel` that it got
     # Of weights before, by those after; new ones are left out, and those that vanished are None.
     names: dict[str, Any]
 
 
 class ComposerSession(Session):
-    """An algorithm in a run: `of` is the name of its class, and `on_shards` the events at which it may run if the model
-    is sharded."""
+    """An algorithm in a run: `of` names its class, and `on_shards` the events at which shards are safe."""
 
     def __init__(self, of: str, model: nn.Module, applied: Applied, on_shards: Collection[str]) -> None:
         self._plain, self._model, self._on_shards = model, applied.model, on_shards
@@ -88,8 +80,7 @@ class ComposerSession(Session):
         self._at("on_fit_end", loop)
 
     def _at(self, moment: str, loop: Loop) -> None:
-        """Run all algorithms of the run at the events of a moment: the first of their sessions does, because at an
-        event after something they run in reverse order."""
+        """Run all algorithms at a moment's events, in the first session: after something, in reverse order."""
         sessions = [session for session in loop.sessions if isinstance(session, ComposerSession)]
         if self is not sessions[0]:
             return
@@ -121,11 +112,8 @@ class ComposerSession(Session):
             self._run("eval_end", algorithm)
             self._run("eval_after_all", algorithm)
 
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        begun = self._loop is not None
-        with self._evaluation(self._algorithm) if begun else nullcontext():
-            yield
+    def evaluating(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._loop is None else self._evaluation(self._algorithm)
 
     def state_dict(self) -> dict[str, Any]:
         tensors: dict[str, Tensor] = {}
@@ -138,7 +126,6 @@ class ComposerSession(Session):
 
     @torch.no_grad()
     def _averages(self) -> dict[str, Tensor]:
-        """Return the weights by name that the algorithm puts into the model for evaluations."""
         if self._loop is None:
             return {}
         state = StateView(self._name, self._model, self._loop, self._algorithm)
@@ -153,7 +140,6 @@ class ComposerSession(Session):
         return {} if all(torch.equal(own[name], found[name]) for name in own) else found
 
     def _copy(self, algorithm: Any) -> Any:
-        """Return a copy that refers to the same model."""
         return copy.deepcopy(algorithm, {id(self._model): self._model, id(self._plain): self._plain})
 
     def _run(self, event: str, algorithm: Any) -> None:
@@ -185,7 +171,6 @@ def no_place(name: str, events: Sequence[str]) -> PlanError:
 
 
 def encoded(name: str, value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a state as JSON values, with its tensors in `tensors`."""
     if isinstance(value, Tensor):
         tensors[path] = value.detach()
         return {"tensor": [path, value.device.type]}
@@ -239,7 +224,7 @@ class Steps:
 
     loop: Loop | None = None
 
-    def __deepcopy__(self, memo: object) -> Steps:
+    def __deepcopy__(self, memo: object) -> Self:
         return self
 
     def forward(self, images: Tensor) -> Any:
@@ -279,8 +264,6 @@ def composer_model(model: nn.Module) -> Any:
 
 
 class DeviceView:
-    """The device of a run, with those methods of Composer's `Device` that algorithms use."""
-
     def __init__(self, device: torch.device) -> None:
         self.name = "gpu" if device.type == "cuda" else device.type
         self._device = device
@@ -296,8 +279,6 @@ class DeviceView:
 
 
 class SilentLogger:
-    """Takes what an algorithm logs, and drops it."""
-
     def __getattr__(self, name: str) -> Callable[..., None]:
         if name.startswith("log_"):
             return lambda *_, **__: None
@@ -314,11 +295,8 @@ class Probe:
 
 
 class StateView:
-    """Composer's `State`, as far as Drivetrain's loop has its parts. Others raise `NoPlace`, which names them.
-
-    `name` is the algorithm's, for messages, and `model` a `composer_model`, or None while events are determined. `loop`
-    may be a `Probe`; it is None at `Event.INIT`.
-    """
+    """Composer's `State`, as far as Drivetrain's loop has its parts. `name` is the algorithm's, for messages. `model`
+    is None while events are determined, and `loop` then a `Probe`; it is None at `Event.INIT`."""
 
     profiler = None
     auto_microbatching = False
@@ -397,10 +375,8 @@ class StateView:
 
 
 _AT_STEPS: dict[str, Callable[[Loop | Probe], Any]] = {
-    "dataloader_len": lambda loop: brought("core.time").Time(loop.steps_per_epoch, "ba"),
-    "max_duration": lambda loop: brought("core.time").Time(
-        max(loop.total_steps // loop.steps_per_epoch, 1), "ep"
-    ),
+    "dataloader_len": lambda at: brought("core.time").Time(at.steps_per_epoch, "ba"),
+    "max_duration": lambda at: brought("core.time").Time(max(at.total_steps // at.steps_per_epoch, 1), "ep"),
 }
 _IN_RUN: dict[str, Callable[[Loop], Any]] = {
     "batch": lambda loop: loop.batch,
@@ -427,11 +403,8 @@ def _precision(loop: Loop) -> Any:
 
 @contextmanager
 def seeded(words: Sequence[int], device: torch.device | None = None) -> Iterator[None]:
-    """Seed the global generators inside the block, and restore their states after it: those of NumPy and Python and,
-    with a device, torch's.
-
-    Composer's algorithms draw from them. Seeded by the position, their numbers do not depend on what else draws.
-    """
+    """Seed the global generators, from which Composer's algorithms draw, inside the block, and restore their states
+    after it: those of NumPy and Python and, with a device, torch's."""
     first, second, third = (int(word) for word in np.random.SeedSequence(words).generate_state(3, np.uint32))
     before = np.random.get_state(), random.getstate()  # noqa: NPY002
     np.random.seed(first)  # noqa: NPY002

@@ -1,7 +1,4 @@
-"""`from_composer`: an algorithm of MosaicML Composer's as a transform.
-
-It runs the algorithm itself, at the events of Composer's that have a place in Drivetrain's loop.
-"""
+"""`from_composer`: an algorithm of MosaicML Composer's as a transform, run at the events that Drivetrain's loop has."""
 
 from __future__ import annotations
 
@@ -25,26 +22,12 @@ from ...common.signals import handlers_kept
 from .. import base
 from ..base import Report, Session, State
 from ..common.surgery import refuse_wrapped
-from .session import (
-    ELSEWHERE,
-    PLACES,
-    Applied,
-    ComposerSession,
-    Probe,
-    SilentLogger,
-    StateView,
-    Unknown,
-    brought,
-    composer_model,
-    no_place,
-    seeded,
-)
+from . import session
+from .session import PLACES, Applied, ComposerSession, Probe, StateView, brought
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of an algorithm of Composer's own."""
-
     touches: str = "model"  # before wrapping; or "batch", which means targets and loss, too, or "weights"
     compile_safe: bool = True
     depends_on_length: bool = False
@@ -121,8 +104,7 @@ def from_composer(
         safe_with: families of sharded strategies ("fsdp", "deepspeed", "fairscale") in which it works, too, although
             ranks have shards of weights and gradients. Not required if it only changes the model at `Event.INIT`, and
             for Composer's own algorithms that only change batches and losses.
-        compile_safe: whether the model compiles with it without graph breaks. Default: that of Composer's own
-            algorithms; else False.
+        compile_safe: whether the model compiles without graph breaks. Default: that of Composer's own; else False.
         depends_on_length: whether its steps depend on the length of training. If not, a checkpoint can be resumed with
             more epochs. Default: that of Composer's own algorithms; else True.
 
@@ -239,31 +221,24 @@ class ComposerTransform(base.Transform):
         )
 
     def apply(self, model: nn.Module) -> Report:
-        """Run the algorithm at `Event.INIT`, and return the modules that it replaced or changed to another class."""
         name = type(self.algorithm).__name__
         refuse_wrapped(name, model)
-        algorithm, wrapped = _copied(self.algorithm), composer_model(model)
+        algorithm, wrapped = _copied(self.algorithm), session.composer_model(model)
         state = StateView(f"Composer's {name}", wrapped, None, algorithm)
         event = brought("core.event").Event.INIT
         modules = {place: (module, type(module)) for place, module in model.named_modules()}
         tensors = model.state_dict(keep_vars=True)
-        with seeded([torch.initial_seed()]):
+        with session.seeded([torch.initial_seed()]):
             if algorithm.match(event, state):
-                algorithm.apply(event, state, SilentLogger())
+                algorithm.apply(event, state, session.SilentLogger())
         if wrapped.module is not model:
             raise PlanError(
                 f"Composer's {name} replaces the model itself, {type(model).__name__}, at Event.INIT. Put the model "
                 "into a module, whose parts it can replace."
             )
-        kept = vars(model).setdefault(_KEPT, _Kept())
-        kept[type(self).__name__] = Applied(
-            algorithm, wrapped, _renamed(tensors, model.state_dict(keep_vars=True))
-        )
-        changed = [
-            place
-            for place, module in model.named_modules()
-            if place not in modules or modules[place] != (module, type(module))
-        ]
+        names = _renamed(tensors, model.state_dict(keep_vars=True))
+        vars(model).setdefault(_KEPT, _Kept())[type(self).__name__] = Applied(algorithm, wrapped, names)
+        changed = [place for place, m in model.named_modules() if modules.get(place) != (m, type(m))]
         return Report(f"Composer's {name}", tuple(changed))
 
     def session(self, model: nn.Module) -> Session:
@@ -273,11 +248,8 @@ class ComposerTransform(base.Transform):
         return ComposerSession(self.of, model, applied, PLACES if self.declared["safe_with"] else places)
 
     def from_plain(self, state: State, model: nn.Module) -> State:
-        """Translate names, if `apply` was called with this model; others stay."""
         names = {plain: name for name, plain in self._names(model).items()}
-        return {
-            (names[key] if names.get(key, key) not in state else key): value for key, value in state.items()
-        }
+        return {(names[key] if names.get(key, key) not in state else key): v for key, v in state.items()}
 
     def to_plain(self, state: State, model: nn.Module) -> State:
         """Translate names, which must follow from the weights before and after `apply`. Weights it adds keep theirs."""
@@ -390,24 +362,23 @@ def _events(algorithm: Any) -> set[str]:
     found, absent = set[str](), set[str]()
     for step in (0, 1, 54, 55, 99):
         trial = _copied(algorithm)  # its match may change it
-        for event in (each for each in events if not each.value.startswith(ELSEWHERE)):
+        for event in (each for each in events if not each.value.startswith(session.ELSEWHERE)):
             state = StateView(name, None, None if event == events.INIT else Probe(step), trial)
             try:
                 matches = certain = bool(trial.match(event, state))
-            except Unknown:
+            except session.Unknown:
                 matches, certain = True, False
             if matches and event.value in PLACES:
                 found.add(event.value)
             elif certain:
                 absent.add(event.value)
     if absent:
-        raise no_place(name, sorted(absent))
+        raise session.no_place(name, sorted(absent))
     return found
 
 
 @functools.cache
 def _class(name: str, **facts: Any) -> type[ComposerTransform]:
-    """Return the subclass with these facts; the same for equal ones."""
     return type(name, (ComposerTransform,), {"__module__": __name__, **facts})
 
 
@@ -426,7 +397,6 @@ def _settings(algorithm: Any) -> dict[str, Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal; objects without a comparison of their own, by their attributes."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -464,18 +434,13 @@ def _restored(algorithm: Any, sets: Sequence[str], declared: Mapping[str, Any]) 
 
 
 def _renamed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the names before, by those after: of the same tensor, or else the only new one with equal values. A weight
-    without a successor is None's."""
+    """Return the names before by those after: of the same tensor, else the only equal new one; None without one."""
     names: dict[str, Any] = {}
     left = {name: tensor for name, tensor in before.items() if name not in after}
     new = {name: tensor for name, tensor in after.items() if name not in before}
     for plain, tensor in left.items():
         same = [name for name, other in new.items() if other is tensor]
-        same = same or [
-            name
-            for name, other in new.items()
-            if name not in names and other.shape == tensor.shape and _equal(other, tensor)
-        ]
+        same = same or [name for name, other in new.items() if name not in names and _equal(other, tensor)]
         names[same[0] if len(same) == 1 else f"?{plain}"] = plain if len(same) == 1 else None
     return names
 
