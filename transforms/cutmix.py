@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .base import AboveZero, BatchContext, Transform
-from .common.images import check_batch, draw_beta, draw_partners, soft_targets
+from .common.draws import draw_beta
+from .common.images import check_batch, draw_partners, soft_targets
 
 Box = tuple[int, int, int, int]
 """(top, bottom, left, right) in pixels; bottom and right are exclusive."""

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..common.errors import DataError
 from .base import AboveZero, BatchContext, Transform
-from .common.images import check_batch, draw_beta, draw_partners, keep_format, soft_targets
+from .common.draws import draw_beta
+from .common.images import check_batch, draw_partners, keep_format, soft_targets
 
 
 @dataclass(frozen=True)

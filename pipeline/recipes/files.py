@@ -1,15 +1,12 @@
 """Read recipes from YAML or JSON, as data only, with errors that name the line; import the modules beside them."""
 
 import json
-import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from ...common.errors import RecipeError
 from .schema import Origin
@@ -22,22 +19,18 @@ def is_file_name(recipe: object) -> bool:
 
 
 def read_recipe(path: str | Path) -> tuple[dict[str, Any], Origin]:
-    """Return the recipe and the lines of its keys. By YAML 1.2's core schema, `1e-4` is a number, `no` and `on` are
-    strings, and `010` is ten; in YAML 1.1, PyYAML's default, they are a string, booleans, and eight."""
+    """Return the recipe and the lines of its keys."""
     file = Path(path)
     text = _text(file)
     try:
         if file.suffix.lower() == ".json":
             recipe, lines = _json(text), dict[str, int]()
         else:
-            recipe, lines = _yaml(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = "" if mark is None else f", line {mark.line + 1}"
-        problem = error.problem or error.context
-        raise RecipeError(f"Recipe {file}{line}: {problem}. Write plain YAML.") from None
-    except yaml.YAMLError as error:  # a control character
-        raise RecipeError(f"Recipe {file}: {error}. Write plain YAML.") from None
+            from .core_yaml import parse  # here: PyYAML takes 30 ms
+
+            recipe, lines = parse(text, f"Recipe {file}")
+    except RecipeError:  # which is a ValueError
+        raise
     except json.JSONDecodeError as error:
         raise RecipeError(f"Recipe {file}, line {error.lineno}: {error.msg}. Write plain JSON.") from None
     except ValueError as error:  # a number of thousands of digits
@@ -45,8 +38,7 @@ def read_recipe(path: str | Path) -> tuple[dict[str, Any], Origin]:
     except RecursionError:
         raise RecipeError(f"Recipe {file}: it is nested too deeply to be a recipe.") from None
     except _Twice as error:
-        where = f"Recipe {file}{error.line}"
-        raise RecipeError(f"{where}: the key {error.key!r} appears twice. Remove one.") from None
+        raise RecipeError(f"Recipe {file}: the key {error.key!r} appears twice. Remove one.") from None
     if not isinstance(recipe, dict):
         raise RecipeError(f"Recipe {file}: it contains {recipe!r:.40}, not keys such as 'model: resnet50'.")
     try:
@@ -75,9 +67,9 @@ def _text(file: Path) -> str:
 class _Twice(Exception):
     """A duplicate key in a mapping."""
 
-    def __init__(self, key: str, line: int | None = None) -> None:
+    def __init__(self, key: str) -> None:
         super().__init__(key)
-        self.key, self.line = key, "" if line is None else f", line {line}"
+        self.key = key
 
 
 def _json(text: str) -> Any:
@@ -101,79 +93,6 @@ def json_or_text(key: str, text: str) -> Any:
         raise RecipeError(f"{key}={text:.200}: the key {error.key!r} appears twice. Remove one.") from None
     except (ValueError, RecursionError):
         return text
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with only the scalars and tags of YAML 1.2's core schema."""
-
-    # These replace PyYAML's, which are those of YAML 1.1.
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
-    yaml_constructors = {  # noqa: RUF012
-        tag: make
-        for tag, make in yaml.SafeLoader.yaml_constructors.items()
-        if tag is None or tag.endswith((":str", ":seq"))
-    }
-
-
-def _problem(text: str, node: yaml.Node) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=text, problem_mark=node.start_mark)
-
-
-def _construct_mapping(loader: _Loader, node: yaml.Node) -> dict[str, Any]:
-    mapping: dict[str, Any] = {}
-    if not isinstance(node, yaml.MappingNode):
-        raise _problem("the tag !!map is not on a mapping", node)
-    for key_node, value_node in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if not isinstance(key, str):
-            raise _problem(f"the key {key!r} is not a string", key_node)
-        if key == "<<":  # YAML 1.1's merge key; in YAML 1.2, it is a plain key
-            raise _problem("YAML 1.2 has no merge key (<<); write its values out", key_node)
-        if key in mapping:
-            raise _Twice(key, key_node.start_mark.line + 1)
-        mapping[key] = loader.construct_object(value_node, deep=True)
-    return mapping
-
-
-_SCALARS: tuple[tuple[str, str, str, Callable[[str], Any]], ...] = (
-    ("null", r"~|null|Null|NULL|", "~nN", lambda text: None),  # noqa: ARG005
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true"),
-    ("int", r"[-+]?[0-9]+", "-+0123456789", int),
-    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789", float),
-)
-
-
-def _add_scalar(tag: str, pattern: str, first: str, make: Callable[[str], Any]) -> None:
-    matches = re.compile(f"(?:{pattern})$")
-
-    def construct(loader: _Loader, node: yaml.ScalarNode) -> Any:
-        text = loader.construct_scalar(node)
-        if not matches.match(text):  # an explicit tag on a value of another type
-            raise _problem(f"{text!r} is not a valid {tag}", node)
-        return make(text)
-
-    name = f"tag:yaml.org,2002:{tag}"
-    starts = [*first, ""] if tag == "null" else [*first]  # null may be empty
-    _Loader.add_implicit_resolver(name, matches, starts)
-    _Loader.add_constructor(name, construct)
-
-
-for _scalar in _SCALARS:
-    _add_scalar(*_scalar)
-_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
-
-
-def _yaml(text: str) -> tuple[Any, dict[str, int]]:
-    loader = _Loader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None, {}
-        recipe = loader.construct_document(node)
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        return recipe, {str(key.value): key.start_mark.line + 1 for key, _ in pairs}
-    finally:
-        loader.dispose()
 
 
 @contextmanager

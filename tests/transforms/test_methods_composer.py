@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from drivetrain import transforms as t
 from drivetrain.transforms.binary_cross_entropy import binary_cross_entropy
-from drivetrain.transforms.common.images import draw_beta
+from drivetrain.transforms.common.draws import draw_beta
 from drivetrain.transforms.cutmix import area, box_around, paste
 from drivetrain.transforms.cutout import inside
 from drivetrain.transforms.label_smoothing import smooth_targets

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from drivetrain.common.errors import DataError
 from drivetrain.transforms import BatchContext, CutMix, LabelSmoothing, MixUp, Transform
-from drivetrain.transforms.common.images import draw_beta
+from drivetrain.transforms.common.draws import draw_beta
 from drivetrain.transforms.cutmix import area, box_around
 
 IMAGES = torch.randn(6, 3, 10, 12, generator=torch.Generator().manual_seed(0))
