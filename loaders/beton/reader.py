@@ -314,7 +314,7 @@ def open_beton(path: str | Path, remote: Remote = Remote()) -> Beton:  # noqa: B
 
     Args:
         path: the file, or its address, such as `s3://bucket/train.beton`: then its tables are fetched here, and samples
-            when they are read; see `loaders.remote`.
+            when they are read; see `load(patience=)`.
         remote: the folder of local copies, its limit, and the patience with servers.
 
     Raises:

@@ -122,11 +122,11 @@ import os, sys
 from drivetrain.common.errors import BetonError
 from drivetrain.loaders import open_beton
 from drivetrain.loaders.beton import reader
-path, inner = sys.argv[1], reader.read_metadata
+path, inner = sys.argv[1], reader.read_columns
 def shrink(*arguments):
     os.truncate(path, 16)
     return inner(*arguments)
-reader.read_metadata = shrink
+reader.read_columns = shrink
 try:
     open_beton(path)
 except BetonError as error:
