@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from command_line import parsed
+from command_line import COMMANDS, parsed
 from drivetrain.loaders import FFCVLoader, convert
-from drivetrain.pipeline.apps.cli.app import program
 from drivetrain.pipeline.recipes.presets import KEYS, parse_overrides
 from loader_pictures import jpeg_bytes, picture
 from PIL import Image
@@ -233,7 +232,7 @@ def test_options_within_sentences_are_options_of_the_command() -> None:
     """`drivetrain train … --resume`, and options alone, such as `--scratch`, of any command."""
     known = {
         name: {word for param in command.params for word in param.opts} | {"--help"}
-        for name, command in program.commands.items()
+        for name, command in COMMANDS.items()
     }
     seen = 0
     for page, text in PAGES.items():

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import process_state
 import pytest
 from drivetrain.pipeline.apps.cli.app import main, program
@@ -34,6 +35,13 @@ for command in commands:
     ends.append((code, out.getvalue(), err.getvalue()))
 print(json.dumps(ends))
 """
+
+
+_CONTEXT = click.Context(program)
+COMMANDS: dict[str, click.Command] = {
+    name: program.get_command(_CONTEXT, name) for name in program.list_commands(_CONTEXT)
+}
+"""All commands, in the order of `--help`."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,7 @@ def run_several(*commands: list[str], blocked: tuple[str, ...] = ()) -> list[End
 
 def parsed(command: str, *arguments: str) -> dict[str, Any]:
     """The values that a command's function gets; fails if it cannot parse the arguments."""
-    return program.commands[command].make_context(command, list(arguments)).params
+    return COMMANDS[command].make_context(command, list(arguments)).params
 
 
 def toy_values(toy: Toy) -> list[str]:

@@ -10,11 +10,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from command_line import ENVIRONMENT, call, call_several, parsed, run, run_several, toy_values
+from command_line import COMMANDS, ENVIRONMENT, call, call_several, parsed, run, run_several, toy_values
 from drivetrain import RECIPES, Pipeline, loaders
 from drivetrain.common.machine import KEEPS_MEMORY
 from drivetrain.common.options.config import options_of
-from drivetrain.pipeline.apps.cli.app import program
 from drivetrain.pipeline.apps.cli.doctor import EXTRAS, memory_kept, reachable_host
 from drivetrain.pipeline.apps.cli.options import say
 from drivetrain.pipeline.models import cifar_resnet
@@ -27,13 +26,13 @@ from pipeline_data import CLASSES, RUN_FILES, Toy, left_in, toy_arrays
 from places import ROOT
 from safetensors.torch import load_file
 
-COMMANDS = ("convert", "inspect", "verify", "advise", "train", "export", "ledger", "job", "recipes", "doctor")
+PAGES = ("convert", "inspect", "verify", "advise", "train", "export", "ledger", "job", "recipes", "doctor")
 
 
 def test_help_describes_every_command_and_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "110")
-    page, *pages = call("--help"), *(call(command, "--help") for command in COMMANDS)
-    for command, own in zip(COMMANDS, pages, strict=True):
+    page, *pages = call("--help"), *(call(command, "--help") for command in PAGES)
+    for command, own in zip(PAGES, pages, strict=True):
         assert re.search(rf"^. {command} +[A-Z].*\w", page.out, re.MULTILINE), page.out
         options = re.findall(r"^  (?:-h, )?(--[a-z-]+)(.*)", own.out, re.MULTILINE)
         assert options, own
@@ -47,10 +46,10 @@ def test_help_describes_every_command_and_option(monkeypatch: pytest.MonkeyPatch
     assert call("--version").out.startswith("drivetrain 0.")
 
 
-@pytest.mark.parametrize("command", program.commands)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_is_printed_as_written(command: str) -> None:
     printed = "".join(call(command, "--help").out.split())
-    for param in program.commands[command].params:
+    for param in COMMANDS[command].params:
         assert "".join(f"{vars(param)['help']}".split()) in printed
 
 

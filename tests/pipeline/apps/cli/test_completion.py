@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import ENVIRONMENT, call
+from command_line import COMMANDS, ENVIRONMENT, call
 from drivetrain import RECIPES
 from drivetrain.pipeline.apps.cli.app import SHELLS, Bash, program
 from drivetrain.pipeline.recipes.presets import KEYS
@@ -46,7 +46,7 @@ OFFERS: list[tuple[str, set[str]]] = [
     ("job slurm mine.yaml --nodes 1 see", {"seed="}),
     ("completion ", {"bash", "zsh", "fish"}),
     ("doctor ", set()),
-    ("nonsense ", {*program.commands}),
+    ("nonsense ", {*COMMANDS}),
 ]  # fmt: skip
 
 
@@ -69,8 +69,8 @@ def test_commands_options_recipes_and_files_are_offered(
 
 
 def test_every_command_and_option_is_offered() -> None:
-    assert offered("") == {*program.commands}
-    for name in program.commands:
+    assert offered("") == {*COMMANDS}
+    for name in COMMANDS:
         shown = {word.rstrip(",") for word in call(name, "--help").out.split() if word.startswith("--")}
         assert offered(f"{name} --") <= shown
         assert "--help" in offered(f"{name} --")
