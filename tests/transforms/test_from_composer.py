@@ -90,6 +90,7 @@ def test_it_trains_as_with_composers_trainer(name: str, accumulate: int, jobs: A
         assert numbers(result) != numbers(fit(pipeline))
 
 
+@pytest.mark.process
 @pytest.mark.usefixtures("one_thread")
 def test_averages_are_evaluated_and_are_the_result(jobs: Any, toy: Toy, tmp_path: Path) -> None:
     """Composer's EMA puts its weights into the model for evaluations."""

@@ -208,6 +208,7 @@ def test_minutes_are_a_positive_number() -> None:
             Checkpoints(every_minutes=value)  # type: ignore[arg-type]
 
 
+@pytest.mark.process
 def test_launch_restores_handlers() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     launch(os.getpid, devices=1, device="cpu", forward=[signal.SIGUSR1])
