@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from ..common.errors import DataError
 
-ORDERS = ("random", "quasi_random", "sequential")
 WINDOW = 16  # number of batches that quasi-random order mixes: the file is read in runs of this many
 
 

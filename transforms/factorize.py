@@ -37,7 +37,7 @@ class _Factorized(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         return self.up(self.down(input))  # type: ignore[no-any-return]
 
-    # For code that reads a child's weight instead of calling it, as nn.TransformerEncoderLayer does; computed anew.
+    # For code that reads a child's weight instead of calling it, as nn.TransformerEncoderLayer does; not stored.
     @property
     def weight(self) -> Tensor:
         return multiply(self.down.weight, self.up.weight)  # type: ignore[arg-type]

@@ -50,7 +50,7 @@ def version_of(info: dict[str, Any]) -> str:
 
 
 class MissingFileError(DataError):
-    """There is no file at the address."""
+    """The address has no file."""
 
 
 class Calls:

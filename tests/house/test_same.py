@@ -1,6 +1,7 @@
 """`make same`: its trainings have every part of the house, and a number that changes is named."""
 
-from drivetrain.loaders.order import ORDERS
+from drivetrain.common.options.config import options_of
+from drivetrain.loaders.options import LoaderOptions
 from drivetrain.pipeline.optim.optimizers import OPTIMIZERS
 from drivetrain.pipeline.tasks import TASKS
 from drivetrain.strategies.registry import STRATEGIES
@@ -23,7 +24,9 @@ def test_every_part_has_a_training() -> None:
     assert tasks == set(TASKS)
     optimizers = {case.optimize.get("optimizer", "sgd") for case in cases}
     assert optimizers == OPTIMIZERS.keys() - {"adam"}  # adamw's
-    assert {case.load.get("order", "random") for case in cases} == set(ORDERS) - {"sequential"}
+    assert {case.load.get("order", "random") for case in cases} == set(
+        options_of(LoaderOptions)["order"].choices
+    ) - {"sequential"}
     assert {case.distribute.get("precision", "fp32") for case in cases} == {"fp32", "bf16"}
     assert any(case.resumed for case in cases)
 

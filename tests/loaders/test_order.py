@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from drivetrain.common.errors import DataError
+from drivetrain.common.options.config import options_of
 from drivetrain.loaders import FFCVLoader, TorchLoader
-from drivetrain.loaders.order import ORDERS, WINDOW, epoch_batches, rank_slice
+from drivetrain.loaders.options import LoaderOptions
+from drivetrain.loaders.order import WINDOW, epoch_batches, rank_slice
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loader_pictures import run_python
@@ -272,7 +274,7 @@ def test_resuming_is_exact(numbered: Path, data: st.DataObject) -> None:
     options = {
         "batch_size": batch, "indices": range(count), "dtype": torch.uint8, "image_size": SIDE,
         "seed": data.draw(st.integers(0, 2**40), label="seed"),
-        "order": data.draw(st.sampled_from(ORDERS), label="order"),
+        "order": data.draw(st.sampled_from(options_of(LoaderOptions)["order"].choices), label="order"),
         **data.draw(
             st.sampled_from([{}, {"drop_last": False}, {"drop_last": True}, {"pad_last": True}]), label="last"
         ),
