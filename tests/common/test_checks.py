@@ -26,7 +26,7 @@ from drivetrain.common.errors import DataError, StrategyError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
 from drivetrain.loaders.options import LoaderOptions
 from drivetrain.strategies.options import Options
-from loader_pictures import raw_pictures
+from loader_pictures import make, raw_beton, raw_pictures
 from pipeline_data import Toy
 
 NEITHER: list[Any] = [True, False, None, "1", "no", [1], (), {}, 1 + 0j, b"1", np.array([1, 2]), object()]
@@ -123,9 +123,7 @@ LOADING: list[tuple[dict[str, Any], str]] = [
 
 @pytest.fixture(scope="module")
 def raws(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checks") / "raws.beton"
-    convert(raw_pictures(6), path, progress=False)
-    return path
+    return raw_beton(tmp_path_factory.mktemp("checks") / "raws.beton", 6)
 
 
 @pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
@@ -138,13 +136,12 @@ def test_both_loaders_refuse(raws: Path, kind: Any, options: dict[str, Any], wor
 def test_settings_hold_pythons_numbers() -> None:
     mean = (np.float32(0.5), 0, 1)
     settings = LoaderOptions(batch_size=np.int64(4), image_size=np.int32(8), mean=mean, verify=np.False_)  # type: ignore[arg-type]
-    assert [type(x) for x in (settings.batch_size, settings.image_size, settings.mean[0], settings.verify)] == [
-        int, int, float, bool,
-    ]  # fmt: skip
+    kept = settings.batch_size, settings.image_size, settings.mean[0], settings.verify
+    assert [*map(type, kept)] == [int, int, float, bool]
 
 
 def test_epochs_of_a_loader(raws: Path) -> None:
-    with TorchLoader(raws, batch_size=2, image_size=12, workers=0) as loader:
+    with make(TorchLoader, raws) as loader:
         for epoch in (True, -1, 2**63, 1.0, "1", None):
             with pytest.raises(DataError, match="epoch="):
                 loader.set_epoch(epoch)  # type: ignore[arg-type]
@@ -155,12 +152,10 @@ def test_epochs_of_a_loader(raws: Path) -> None:
 @pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
 def test_the_number_of_classes_of_vectors_and_targets(tmp_path: Path, kind: Any) -> None:
     images, labels = raw_pictures(6)
-    vectors = np.zeros((6, 5), dtype=np.float32)
-    for name, given, count in (("v", vectors, 5), ("t", labels + 0.5, 1), ("c", labels, 6)):
-        path = tmp_path / f"{name}.beton"
+    for given, count in ((np.zeros((6, 5), dtype=np.float32), 5), (labels + 0.5, 1), (labels, 6)):
+        path = tmp_path / f"{count}.beton"
         convert((images, given), path, progress=False)
-        workers = {"workers": 0} if kind is TorchLoader else {}
-        with kind(path, batch_size=2, image_size=12, **workers) as loader:
+        with make(kind, path) as loader:
             assert (loader.num_classes, loader.beton.files[0].num_classes) == (count, count)
 
 
@@ -178,7 +173,6 @@ def test_options_of_a_step() -> None:
 def test_stages_of_a_pipeline(toy: Toy) -> None:
     pipeline = toy.pipeline()
     loaded = pipeline.load(toy.train, toy.val, batch_size=np.int64(16), image_size=np.int32(16))  # type: ignore[arg-type]
-    assert loaded.data is not None
     assert (type(loaded.data.batch_size), type(loaded.data.image_size)) == (int, int)
     for values, words in (
         ({"keep": True}, "keep=True must be a positive integer"),

@@ -3,13 +3,13 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from drivetrain import Classification, NonFiniteError, strategies
-from drivetrain.pipeline.telemetry import host_copy
 from drivetrain.pipeline.telemetry.host_copy import HostCopy
 from drivetrain.pipeline.telemetry.observer import Observer
 from drivetrain.pipeline.telemetry.progress import Progress
@@ -22,6 +22,7 @@ from drivetrain.strategies.deepspeed.engine import DeepSpeedEngine
 from drivetrain.transforms import EMA, SWA, Lookahead, Transform
 from host_syncs import HostSyncs, SimulatedCuda
 from pipeline_data import batch_norm_model
+from places import ROOT
 from torch import nn
 
 SECOND = torch.device("cuda", 1)
@@ -42,8 +43,7 @@ def test_an_event_is_recorded_on_the_stream_of_the_tensors_device(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
     with SimulatedCuda() as copies:
-        value = torch.zeros((), device=SECOND)
-        copy = HostCopy(value)
+        copy = HostCopy(torch.zeros((), device=SECOND))
         assert copies.found == []
         assert not copy.arrived
     assert calls == [("record", ("stream of", SECOND)), "query"]
@@ -57,10 +57,9 @@ def test_a_copy_on_the_cpu_is_there_and_stays() -> None:
     assert copy.values() == [1.0, 2.0]
 
 
-@contextmanager
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
-    """`torch.cuda.device` keeps a stack of devices, the current one last."""
-    stack = [torch.device("cuda", 0)]
+def test_the_loop_runs_on_its_engines_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after an error the former one is current again."""
+    stack = [torch.device("cuda", 0)]  # the current one last
 
     @contextmanager
     def device(chosen: torch.device) -> Iterator[None]:
@@ -70,20 +69,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
         finally:
             stack.pop()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "device", device)
-        yield stack
-
-
-def test_the_loop_runs_on_its_engines_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also after an error the former one is current again."""
     engine = strategies.get("single", device="cpu").prepare(
         nn.Sequential(nn.Flatten(), nn.Linear(3, 2)), lambda p: torch.optim.SGD(p, lr=0.1)
     )
     engine.device = SECOND
     engine.reduce = lambda value, op="mean": value  # type: ignore[method-assign]  # noqa: ARG005
     batches = [(torch.zeros(2, 3, 1, 1), torch.zeros(2, dtype=torch.long))]
-    with recorded(monkeypatch) as stack:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "device", device)
         seen: list[torch.device] = []
         engine.model.register_forward_hook(lambda *_: seen.append(stack[-1]))
         monkeypatch.setattr(torch, "zeros", lambda *a, device=None, **k: torch.ones(*a, **k) * 0)  # noqa: ARG005
@@ -125,8 +118,7 @@ def late_guard(monkeypatch: pytest.MonkeyPatch) -> tuple[NonFiniteGuard, TrainSt
     """Return a guard on a GPU whose copies are counted, and the position that it reads."""
     monkeypatch.setattr(nonfinite, "HostCopy", Queued)
     monkeypatch.setattr(Queued, "waited", [])
-    engine: Any = SimpleNamespace(world_size=1, device=SECOND)
-    return NonFiniteGuard(engine, "raise", str), TrainState()
+    return NonFiniteGuard(SimpleNamespace(world_size=1, device=SECOND), "raise", str), TrainState()
 
 
 def step(guard: NonFiniteGuard, state: TrainState, loss: float, norm: float) -> None:
@@ -214,11 +206,11 @@ def test_deepspeeds_gradients_are_dropped_after_their_reduction(
         zero_grad=lambda: calls.append("zero_grad"), _release_preflattened_grad_buffers=lambda: None,
         averaged_gradients={}, all_grad_tensors={}, micro_step_id=3, **{name: "DeepSpeed's stream"},
     )  # fmt: skip
-    monkeypatch.setattr(
-        torch.cuda,
-        "current_stream",
-        lambda device: SimpleNamespace(wait_stream=lambda other: calls.append((device, other))),
-    )
+
+    def current_stream(device: torch.device) -> Any:
+        return SimpleNamespace(wait_stream=lambda other: calls.append((device, other)))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     engine = DeepSpeedEngine.__new__(DeepSpeedEngine)
     engine._zero, engine._stage, engine.device, engine._microbatches = zero, stage, SECOND, 1
     engine.zero_grad()
@@ -227,10 +219,5 @@ def test_deepspeeds_gradients_are_dropped_after_their_reduction(
 
 def test_host_copy_is_the_only_one_of_its_kind() -> None:
     """Events are recorded in one place."""
-    from pathlib import Path
-
-    root = Path(host_copy.__file__).parents[2]
-    files = [
-        path for room in ("pipeline", "transforms", "strategies") for path in (root / room).rglob("*.py")
-    ]
+    files = chain(*((ROOT / room).rglob("*.py") for room in ("pipeline", "transforms", "strategies")))
     assert [path.name for path in files if ".record(" in path.read_text()] == ["host_copy.py"]

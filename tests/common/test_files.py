@@ -18,13 +18,10 @@ def test_atomic_file(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), atomic_file(tmp_path / "a") as file:
         file.write(bytes([1 // (file.write(b"half") - 4)]))
     assert (tmp_path / "a").read_bytes() == b"whole"
-    with pytest.raises(DrivetrainError, match="No such file"), atomic_file(tmp_path / "no" / "b"):
-        pass
-    with pytest.raises(DrivetrainError, match="Not a directory"), atomic_file(tmp_path / "a" / "b"):
-        pass
-    with pytest.raises(DrivetrainError, match="too long"), atomic_file(tmp_path / ("x" * 250)):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    for name, words in {"no/b": "No such file", "a/b": "Not a directory", "x" * 250: "too long"}.items():
+        with pytest.raises(DrivetrainError, match=words), atomic_file(tmp_path / name):
+            pass
+    assert names(tmp_path) == ["a"]
 
 
 def names(folder: Path) -> list[str]:
@@ -85,8 +82,7 @@ def test_writers_of_one_path_do_not_disturb_each_other(tmp_path: Path) -> None:
 
 def test_leftovers_of_dead_writers_go_and_others_stay(tmp_path: Path) -> None:
     dead = tmp_path / ".a.7-0123abcd.partial"
-    ends = (".ab.7-0123abcd", ".a.x-0123abcd", "a.7-0123abcd")
-    others = (*(f"{end}.partial" for end in ends), f"{dead.name}.txt")
+    others = [f"{end}-0123abcd.partial" for end in (".ab.7", ".a.x", "a.7")] + [f"{dead.name}.txt"]
     for name in (dead.name, *others):
         (tmp_path / name).write_bytes(b"half")
     (tmp_path / ".a.8-0123abcd.partial").mkdir()

@@ -149,8 +149,7 @@ def test_an_exception_is_that_of_the_work() -> None:
 def test_ctrl_c_is_heard_while_the_work_takes_long() -> None:
     release, pool = threading.Event(), ThreadPoolExecutor(1)
     future = pool.submit(release.wait, 60.0)
-    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
-    timer.start()
+    threading.Timer(0.3, signal.raise_signal, [signal.SIGINT]).start()
     start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         results([future])

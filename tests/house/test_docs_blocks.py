@@ -169,8 +169,7 @@ def test_the_blocks_of_a_page_run_one_after_another(
 
 
 def test_every_page_with_python_is_run() -> None:
-    with_python = {page for page in PAGES if blocks(page)}
-    assert with_python == {*PREPARE, *ELSEWHERE, "docs/index.md"}
+    assert {page for page in PAGES if blocks(page)} == {*PREPARE, *ELSEWHERE, "docs/index.md"}
     for page, test in ELSEWHERE.items():
         assert page in (ROOT / test).read_text().replace('"docs" / "guide"', "docs/guide"), (page, test)
     (example,) = blocks("docs/index.md")

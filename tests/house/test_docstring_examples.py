@@ -124,8 +124,7 @@ pytestmark = pytest.mark.usefixtures("nothing_registered")
 def test_an_example_runs_as_printed(name: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(world.folder)
     value = EXAMPLES[name]
-    package = next(each for each in reversed(PACKAGES) if name.startswith(f"{each}."))
-    names = world.names(package)
+    names = world.names(next(each for each in reversed(PACKAGES) if name.startswith(f"{each}.")))
     test = doctest.DocTestParser().get_doctest(inspect.getdoc(value) or "", names, name, None, None)
     assert test.examples, f"{name} has no example in its docstring"
     told: list[str] = []
@@ -141,5 +140,4 @@ def test_what_has_no_example_is_public_and_has_none() -> None:
 
 def test_an_example_that_is_wrong_fails() -> None:
     test = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, None)
-    runner = doctest.DocTestRunner()
-    assert runner.run(test, out=lambda _: None).failed == 1
+    assert doctest.DocTestRunner().run(test, out=lambda _: None).failed == 1

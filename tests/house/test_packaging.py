@@ -36,8 +36,7 @@ def _required(entries: Iterable[str]) -> set[str]:
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what git would give to a new clone, in a folder whose name is not a package's."""
-    copied: Path = release.copy_tree(tmp_path_factory.mktemp("clone") / "clone-with-another-name")
-    return copied
+    return release.copy_tree(tmp_path_factory.mktemp("clone") / "clone-with-another-name")
 
 
 @pytest.fixture(scope="module")

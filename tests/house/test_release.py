@@ -1,5 +1,7 @@
 """The parts of `make release-check` that need no network and install nothing."""
 
+from __future__ import annotations
+
 import shutil
 from pathlib import Path
 
@@ -95,3 +97,21 @@ def test_the_source_distribution_has_the_files_of_the_tree(tmp_path: Path) -> No
         "common/errors.py of the source distribution differs from the repository's.",
         "The source distribution has common/names.py, which is not in the repository.",
     }
+
+
+wheels = load_script("wheels")
+
+
+def test_missing_programs_are_named_by_their_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("apt-get", "dpkg"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(wheels.MissingError, match="apt-get install gcc-aarch64-linux-gnu qemu-user-static"):
+        wheels.prepare_aarch64(tmp_path / "root")
+    assert not (tmp_path / "apt").exists()
+
+
+def test_the_tests_of_a_trial_exist() -> None:
+    assert all((wheels.ROOT / name).is_file() for name in wheels.PIXELS)

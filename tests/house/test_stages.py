@@ -30,8 +30,7 @@ pathlib.Path(out, "result.json").write_text(json.dumps({"number": int(number), "
 
 
 def read(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "result.json").read_text())
-    return found
+    return json.loads((out / "result.json").read_text())
 
 
 def unit(folder: Path, number: int, seconds: float = 0.0, work: str = WORK, place: str = "H100") -> Any:
@@ -44,8 +43,7 @@ def stage(*units: Any) -> Any:
 
 
 def go(made: Any, folder: Path, seconds: float = 120.0) -> str:
-    outcome: str = run.run_stage(made, folder / "state", folder / "results", seconds)
-    return outcome
+    return run.run_stage(made, folder / "state", folder / "results", seconds)
 
 
 def marks(folder: Path) -> list[str]:
@@ -53,8 +51,7 @@ def marks(folder: Path) -> list[str]:
 
 
 def state(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "state" / "gpu-trial.json").read_text())
-    return found
+    return json.loads((folder / "state" / "gpu-trial.json").read_text())
 
 
 def test_a_stage_runs_once_and_its_result_is_copied(tmp_path: Path) -> None:
@@ -95,8 +92,7 @@ def test_units_that_fail_and_do_not_fit_into_one_call_end(
 
 def test_a_result_of_an_earlier_call_is_not_taken_for_this_ones(tmp_path: Path) -> None:
     assert go(stage(unit(tmp_path, 0, work=f"{WORK}\nraise SystemExit(3)")), tmp_path) == "failed"
-    silent = run.Unit("unit-0", (sys.executable, "-c", "pass"), read)
-    assert go(stage(silent), tmp_path) == "failed"
+    assert go(stage(run.Unit("unit-0", (sys.executable, "-c", "pass"), read)), tmp_path) == "failed"
     assert "left no result" in state(tmp_path)["not_done"]["unit-0"]["what"]
 
 

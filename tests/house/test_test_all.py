@@ -187,8 +187,7 @@ def test_it_continues_where_it_was_stopped(repository: Repository, stop: signal.
         assert process.returncode == 130
         assert "5 never ran" in output  # the sample included
         assert "test_may_hold (alone)" in output
-    journal = next((repository.root / ".build/test-all").glob("*.jsonl"))
-    with journal.open("a") as file:
+    with next((repository.root / ".build/test-all").glob("*.jsonl")).open("a") as file:
         file.write('{"phase": "def')  # as if it had been killed while it wrote
     (repository.folder / "hold").unlink()
     assert repository.call()[0] == 0

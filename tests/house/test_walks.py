@@ -1,21 +1,28 @@
 """The walks of docs/architecture.md: what it says of the code happens, in that order, within few files."""
 
+from __future__ import annotations
+
+import ast
 import re
 import sys
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import drivetrain
+import grimp
 import pytest
 from drivetrain import Pipeline
 from drivetrain.loaders import FFCVLoader
 from pipeline_data import Toy
 from places import ROOT
+from process_state import output_of
 
 STEP = re.compile(r"`([a-z_0-9/]+\.(?:py|c))`(?:\s+\(`(\w+)`\))?")
 PAGE = (ROOT / "docs/architecture.md").read_text()
@@ -91,8 +98,7 @@ def load(toy: Toy, tmp_path: Path) -> None:  # noqa: ARG001
 
 
 def recipe(toy: Toy, tmp_path: Path) -> None:
-    pipeline = Pipeline.from_recipe(_recipe(toy))
-    pipeline.fit(out=tmp_path, progress=False)
+    Pipeline.from_recipe(_recipe(toy)).fit(out=tmp_path, progress=False)
 
 
 def resume(toy: Toy, tmp_path: Path) -> None:
@@ -120,3 +126,57 @@ def test_a_walk_is_what_happens(title: str, toy: Toy, tmp_path: Path) -> None:
     with calls() as seen:
         ACTIONS[title](toy, tmp_path)
     follow(walks()[title], seen)
+
+
+def modules() -> dict[str, set[str]]:
+    """Return what each module imports from the package, inside functions and for type checkers, too."""
+    graph = grimp.build_graph("drivetrain", cache_dir=None)
+    return {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+
+
+def test_there_is_no_circle_of_imports() -> None:
+    graph = modules()
+    assert len(graph) > 150
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names a circle
+
+
+def test_every_module_has_a_layer() -> None:
+    """A new room or helper that the contract does not name would be free to import anything."""
+    (contract, *_) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    named = {name.strip() for layer in contract["layers"] for name in layer.replace("|", ":").split(":")}
+    # These import only at first use; setup.py is not part of the package.
+    packages = {"drivetrain", "drivetrain.pipeline", "drivetrain.__main__", "drivetrain.setup"}
+    for module in modules().keys() - packages:
+        parents = {".".join(module.split(".")[: n + 1]) for n in range(module.count(".") + 1)}
+        assert parents & named, module
+
+
+def test_imports_go_down() -> None:
+    output_of(Path(sys.executable).parent / "lint-imports", "--no-cache", cwd=ROOT)
+
+
+def test_the_package_itself_is_imported_relatively() -> None:
+    """Absolute imports would find another installation of Drivetrain than the file's own."""
+    for stage in ("common", "loaders", "pipeline", "strategies", "transforms"):
+        for path in (ROOT / stage).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.level == 0:
+                    assert not (node.module or "").startswith("drivetrain"), f"{path}: {node.module}"
+
+
+@pytest.mark.parametrize("folder", [".ci", ".ci/gpu", "benchmarks"])
+def test_scripts_do_not_import_in_a_circle(folder: str) -> None:
+    """Scripts are no package; they import those beside them by name, also inside functions."""
+    scripts = {path.stem: ast.parse(path.read_text()) for path in (ROOT / folder).glob("*.py")}
+    imports = {
+        name: {
+            module
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for module in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module])
+            if module in scripts
+        }
+        for name, tree in scripts.items()
+    }
+    assert any(imports.values())
+    TopologicalSorter(imports).prepare()

@@ -27,8 +27,7 @@ class Dropping(nn.Sequential):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if self.training:
             images = images + random.random() * 0.1 + np.random.normal() * 0.1  # noqa: NPY002
-        output: torch.Tensor = super().forward(images)
-        return output
+        return super().forward(images)
 
 
 def outcome(pipeline: Pipeline, **arguments: Any) -> Any:
@@ -85,8 +84,7 @@ def train_and_resume(
     found: dict[str, dict[str, Any]] = {}
     for name, pipeline in pipelines.items():
         seed_by_rank()
-        whole = outcome(pipeline, out=folder / name, checkpoints=ALL)
-        found[name] = {"whole": whole}
+        found[name] = {"whole": outcome(pipeline, out=folder / name, checkpoints=ALL)}
     own = {name: folder / name / "checkpoints" for name in pipelines}
     for name, pipeline in pipelines.items():
         for label, place in {**sources, **own}.items():

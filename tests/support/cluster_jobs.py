@@ -86,8 +86,7 @@ def meet_repeatedly(port: int) -> list[str]:
             time.sleep(0.4 * (rank == late))
             names.append(meet(20, {"own": rank}).name)
         if rank == 1:  # leaves an answer to an old name, as a rank that was killed
-            store = meet(20).store
-            store.set("left", "behind")
+            meet(20).store.set("left", "behind")
         else:
             assert meet(20).store.get("left") == b"behind"
         assert not meet(20).store.check(["left"])

@@ -22,19 +22,16 @@ class Counting(_Wrapped):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         CALLS.append(1)
-        result: torch.Tensor = self.layers(images) + len(CALLS)
-        return result
+        return self.layers(images) + len(CALLS)
 
 
 class FixedBatch(_Wrapped):
     """Uses the batch size as a number of Python."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        rows = [self.layers(images[n : n + 1]) for n in range(len(images))]
-        return torch.cat(rows)
+        return torch.cat([self.layers(images[n : n + 1]) for n in range(len(images))])
 
 
 class TwoOutputs(_Wrapped):
     def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.layers(images)
-        return {"logits": logits, "mean": images.mean((1, 2, 3))}
+        return {"logits": self.layers(images), "mean": images.mean((1, 2, 3))}

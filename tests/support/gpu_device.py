@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from drivetrain import strategies
+from pipeline_data import Toy, numbers
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -65,6 +66,17 @@ def rank_work() -> int:
     return torch.cuda.max_memory_allocated() if COUNT else 1
 
 
+def fitted(toy: Toy, model: Any = None, strategy: str = "single", **distribution: Any) -> Any:
+    """Two epochs of the toy pipeline."""
+    return toy.pipeline(model).distribute(strategy, **distribution).fit(epochs=2, progress=False)
+
+
+def agree(found: Any, expected: Any, **tolerance: float) -> None:
+    """The numbers of two results, epoch by epoch."""
+    for one, other in zip(numbers(found), numbers(expected), strict=True):
+        assert one == pytest.approx(other, **tolerance)
+
+
 STEPS, BATCH, PIXELS = 4, 8, 16
 
 
@@ -113,16 +125,14 @@ def train(name: str, device: str, **options: Any) -> Found:
         found.losses.append(float(engine.reduce(loss.detach())))
     found.state = engine.export_state()
     found.bytes = rank_work()
-    if dist.is_initialized():
-        found.backend = (
-            dist.get_backend_config() if hasattr(dist, "get_backend_config") else dist.get_backend()
-        )
+    found.backend = dist.get_backend_config() if dist.is_initialized() else ""
     return found
+
+
+PRECISIONS = ("fp32", "bf16")
 
 
 def train_all(names: list[str], device: str) -> dict[str, Found]:
-    found: dict[str, Found] = {}
-    for name in names:
-        for precision in ("fp32", "bf16"):
-            found[f"{name} {precision}"] = train(name, device, precision=precision, clip_norm=0.5)
-    return found
+    return {
+        f"{name} {p}": train(name, device, precision=p, clip_norm=0.5) for name in names for p in PRECISIONS
+    }

@@ -76,5 +76,4 @@ class Acting(nn.Module):
         if self.training and len(images) == BATCH:
             self.forwards += 1
             self.act(images)
-        result: torch.Tensor = self.layers(images)
-        return result
+        return self.layers(images)

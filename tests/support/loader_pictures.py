@@ -77,15 +77,13 @@ def jpeg_folder(root: Path, per_class: int = 6, classes: tuple[str, ...] = ("ant
         (root / name).mkdir(parents=True)
         for number in range(per_class):
             seed = label * 1000 + number
-            data = jpeg_bytes(picture(seed, *sizes[seed % 4]))
-            (root / name / f"{number:03}.jpg").write_bytes(data)
+            (root / name / f"{number:03}.jpg").write_bytes(jpeg_bytes(picture(seed, *sizes[seed % 4])))
     return root
 
 
 def raw_pictures(count: int, side: int = 12) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Pictures `(N, side, side, 3)` that are stored raw, and labels that number them."""
-    images = np.stack([picture(seed, side, side) for seed in range(count)])
-    return images, np.arange(count)
+    return np.stack([picture(seed, side, side) for seed in range(count)]), np.arange(count)
 
 
 def raw_beton(path: Path, count: int, side: int = 12) -> Path:

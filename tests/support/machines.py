@@ -52,8 +52,7 @@ class Machine:
         self.name, self.address = f"node{number}", f"10.83.0.{number + 1}"
         self._cluster, self._port = cluster, f"port{number}"
         setup = _SETUP.format(name=self.name, folder=cluster.folder, hold=_HOLD)
-        holder = cluster.hold(_MACHINE, setup)
-        (child,) = psutil.Process(holder.pid).children()
+        (child,) = psutil.Process(cluster.hold(_MACHINE, setup).pid).children()
         self._pid = child.pid
         cluster.run("ip", "link", "add", self._port, "type", "veth", "peer", "eth0", "netns", str(self._pid))
         cluster.run("ip", "link", "set", self._port, "master", "switch", "up")

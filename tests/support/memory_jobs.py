@@ -36,8 +36,7 @@ class Wide(nn.Module):
         x = self.first(self.pool(images).flatten(1))
         for block in self.blocks:
             x = x + 0.1 * block(x)
-        result: torch.Tensor = self.last(x)
-        return result
+        return self.last(x)
 
 
 def digests(state: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -42,8 +42,7 @@ class FadingDropout(Transform):
     depends_on_length = True
 
     def session(self, model: nn.Module) -> Session:
-        layers = [module for module in model.modules() if isinstance(module, nn.Dropout)]
-        return _Fading(layers)
+        return _Fading([module for module in model.modules() if isinstance(module, nn.Dropout)])
 
 
 class _Fading(Session):

@@ -202,8 +202,7 @@ def numbers(case: Case, data: Data, folder: Path) -> dict[str, Any]:
     pipeline = case.pipeline(data)
     options: dict[str, Any] = {"epochs": EPOCHS, "progress": False} | case.fit
     if case.resumed:
-        checkpoints = Checkpoints(every_steps=1, keep=99)
-        pipeline.fit(**options, out=folder, checkpoints=checkpoints)
+        pipeline.fit(**options, out=folder, checkpoints=Checkpoints(every_steps=1, keep=99))
         within = sorted((folder / "checkpoints").iterdir())[-2]  # a step before the end
         options |= {"resume": within}
     result = pipeline.fit(**options)

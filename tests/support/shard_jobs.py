@@ -161,8 +161,7 @@ def everything() -> dict[str, object]:
     results: dict[str, object] = {
         repr(method): train(sharded(), method, rank, ranks) for method in (*LOOPS, t.SAM(rho=0.5, interval=2))
     }
-    ddp = nn.parallel.DistributedDataParallel(net())
-    results["ddp"] = train(ddp, LOOPS[0], rank, ranks)
+    results["ddp"] = train(nn.parallel.DistributedDataParallel(net()), LOOPS[0], rank, ranks)
     results["drops"] = drops(rank)
     results["clip"] = clip(sharded(), rank, ranks)
     results["checkpoint"] = checkpoint(sharded())

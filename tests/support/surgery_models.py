@@ -51,8 +51,7 @@ def vit() -> nn.Module:
 def timm_model(name: str, **options: Any) -> nn.Module:
     import timm
 
-    made: nn.Module = timm.create_model(name, num_classes=5, **options)
-    return made
+    return timm.create_model(name, num_classes=5, **options)
 
 
 def timm_resnet() -> nn.Module:

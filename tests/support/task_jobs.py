@@ -25,14 +25,12 @@ def images(number: int, seed: int) -> NDArray[np.uint8]:
 
 def vectors(pictures: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Whether each channel is bright, `(N, 3)`: what a linear layer can learn."""
-    found: NDArray[np.float32] = (pictures.mean((1, 2)) > 127).astype(np.float32)
-    return found
+    return (pictures.mean((1, 2)) > 127).astype(np.float32)
 
 
 def numbers_of(pictures: NDArray[np.uint8]) -> NDArray[np.float32]:
     """A weighted mean of the channels, `(N,)`."""
-    found: NDArray[np.float32] = (pictures.mean((1, 2)) @ [0.5, 0.3, -0.2] / 100).astype(np.float32)
-    return found
+    return (pictures.mean((1, 2)) @ [0.5, 0.3, -0.2] / 100).astype(np.float32)
 
 
 def write(folder: Path, targets: Any) -> tuple[str, str]:

@@ -28,8 +28,7 @@ class Hungry(nn.Module):
             if self.killed:
                 os.kill(os.getpid(), signal.SIGKILL)
             torch.empty(TOO_MUCH, dtype=torch.uint8)
-        out: torch.Tensor = self.layers(images)
-        return out
+        return self.layers(images)
 
 
 class Informed(nn.Module):
@@ -42,5 +41,4 @@ class Informed(nn.Module):
         self.layers = plain_model(classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers(images)
-        return out
+        return self.layers(images)

@@ -1,12 +1,15 @@
-"""The table of transforms: names, options, and conversion to recipes and back."""
+"""The table of transforms: names, options, conversion to recipes and back, and what all of them share."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -33,17 +36,12 @@ SAMPLES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("transform", SAMPLES, ids=repr)
+@pytest.mark.parametrize("transform", [*SAMPLES, GaussianNoise(0.05)], ids=repr)
 def test_there_and_back_through_json(transform: t.Transform) -> None:
     text = json.dumps(t.to_dict(transform))
     assert t.get(**json.loads(text)) == transform
     assert pickle.loads(pickle.dumps(transform)) == transform
     assert hash(transform) == hash(t.get(**json.loads(text)))
-
-
-def test_the_form_in_a_recipe() -> None:
-    assert t.to_dict(t.LabelSmoothing(0.08)) == {"name": "LabelSmoothing", "smoothing": 0.08}
-    assert t.get("ChannelsLast") == t.ChannelsLast()
 
 
 def test_every_transform_file_is_in_the_table() -> None:
@@ -70,10 +68,6 @@ def test_each_declares_itself(cls: type[t.Transform]) -> None:
         cls().anything = 1  # type: ignore[attr-defined]
 
 
-def test_transforms_that_do_not_touch_the_loss_return_it() -> None:
-    assert t.BlurPool().loss(F.cross_entropy) is F.cross_entropy
-
-
 @pytest.mark.parametrize(("name", "near"), [
     ("blurpool", "BlurPool"), ("BlurPol", "BlurPool"), ("channels_last", "ChannelsLast"),
     ("labelsmoothing", "LabelSmoothing"),
@@ -84,25 +78,20 @@ def test_unknown_name(name: str, near: str) -> None:
     assert f"Known: {', '.join(sorted(t.TRANSFORMS))}." in str(caught.value)
 
 
-def test_unknown_option() -> None:
-    with pytest.raises(PlanError, match=r"BlurPool has no option 'min_chanels'\. Did you mean 'min_ch"):
-        t.get("BlurPool", min_chanels=3)
-    with pytest.raises(PlanError, match=r"ChannelsLast has no option 'kind'\. It has no options"):
-        t.get("ChannelsLast", kind="loss")
-    with pytest.raises(PlanError, match="No transform is named 3"):
-        t.get(3)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="smoothing=2"):
-        t.get("LabelSmoothing", smoothing=2)
-
-
-def test_a_transform_of_ones_own_has_no_name_in_a_recipe() -> None:
-    @dataclass(frozen=True)
-    class Own(t.Transform):
-        kind: ClassVar = "surgery"
-        source: ClassVar[str] = "this test"
-
-    with pytest.raises(PlanError, match="Own cannot be imported by name"):
-        t.to_dict(Own())
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("BlurPool", {"min_chanels": 3}, r"BlurPool has no option 'min_chanels'\. Did you mean 'min_ch"),
+        ("ChannelsLast", {"kind": "loss"}, r"ChannelsLast has no option 'kind'\. It has no options"),
+        (3, {}, "No transform is named 3"),
+        ("LabelSmoothing", {"smoothing": 2}, "smoothing=2"),
+        ("own_transforms:GaussianNoise", {"sdt": 0.1}, "sdt"),
+        ("GaussianNoise", {}, r"A custom one is named package\.module:Class"),
+    ],
+)
+def test_unknown_option(name: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        t.get(name, **options)
 
 
 def test_the_declared_order_has_no_circle() -> None:
@@ -154,10 +143,10 @@ def test_the_catalogue_lists_all_and_what_each_declares() -> None:
 MODEL = "pipeline_data:plain_model"
 
 
-def test_a_custom_transform_there_and_back() -> None:
-    entry = t.to_dict(GaussianNoise(0.05))
-    assert entry == {"name": "own_transforms:GaussianNoise", "std": 0.05}
-    assert t.get(**json.loads(json.dumps(entry))) == GaussianNoise(0.05)
+def test_the_form_in_a_recipe() -> None:
+    assert t.to_dict(t.LabelSmoothing(0.08)) == {"name": "LabelSmoothing", "smoothing": 0.08}
+    assert t.get("ChannelsLast") == t.ChannelsLast()
+    assert t.to_dict(GaussianNoise(0.05)) == {"name": "own_transforms:GaussianNoise", "std": 0.05}
 
 
 def test_what_has_no_name_is_refused() -> None:
@@ -166,12 +155,10 @@ def test_what_has_no_name_is_refused() -> None:
         kind = "batch"
         source = "custom"
 
-    with pytest.raises(PlanError, match="Define it at the top level of a module"):
+    with pytest.raises(
+        PlanError, match=r"Inner cannot be imported by name.*Define it at the top level of a module"
+    ):
         t.to_dict(Inner())
-    with pytest.raises(PlanError, match="sdt"):
-        t.get("own_transforms:GaussianNoise", sdt=0.1)
-    with pytest.raises(PlanError, match=r"A custom one is named package\.module:Class"):
-        t.get("GaussianNoise")
 
 
 @pytest.mark.long
@@ -182,8 +169,7 @@ def test_a_run_is_a_recipe_and_predicts(toy: Toy, tmp_path: Path) -> None:
     result = pipeline.fit(epochs=1, out=tmp_path / "run", progress=False)
     recipe = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
     assert {"name": "own_transforms:GaussianNoise", "std": 0.05} in recipe["transforms"]
-    again = Pipeline.from_recipe(recipe)
-    assert set(again.transforms) == set(pipeline.transforms)
+    assert set(Pipeline.from_recipe(recipe).transforms) == set(pipeline.transforms)
     Image.new("RGB", (8, 8), (200, 30, 40)).save(tmp_path / "a.png")
     (here,) = result.predict([tmp_path / "a.png"])
     (there,) = load_run(tmp_path / "run").predict([tmp_path / "a.png"])
@@ -193,14 +179,9 @@ def test_a_run_is_a_recipe_and_predicts(toy: Toy, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_imports_no_transform() -> None:
-    saved = {
-        "model": "resnet18",
-        "model_options": {},
-        "transforms": [{"name": "own_transforms:Smooth"}],
-        "seed": 0,
-    }
+    saved = {"model": "resnet18", "model_options": {}, "seed": 0}
     with pytest.raises(CheckpointError, match="'own_transforms:Smooth', which would have to be imported"):
-        rebuild_spec(saved)
+        rebuild_spec(saved | {"transforms": [{"name": "own_transforms:Smooth"}]})
 
 
 class StopsAfterAnEpoch(Callback):
@@ -234,3 +215,106 @@ def test_a_schedule_an_evaluation_and_a_gradient_method_are_one_class(
     assert numbers(resumed) == numbers(whole)
     state, expected = resumed.model.state_dict(), whole.model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
+NO_NUMBERS = [-0.1, math.nan, math.inf, "0.1", None, True]
+BAD: dict[type[t.Transform], dict[str, list[object]]] = {
+    t.MixUp: {"alpha": [0, *NO_NUMBERS]},
+    t.CutMix: {"alpha": [0, *NO_NUMBERS]},
+    t.CutOut: {"holes": [0, 1.0, *NO_NUMBERS], "length": [0, 1.1, *NO_NUMBERS]},
+    t.ColOut: {"row": [1, *NO_NUMBERS], "column": [1, *NO_NUMBERS]},
+    t.ProgressiveResizing: {
+        "initial_scale": [0, 1.1, *NO_NUMBERS], "delay": [1.1, *NO_NUMBERS], "finetune": [1.1, *NO_NUMBERS],
+        "size_increment": [0, 4.0, *NO_NUMBERS],
+    },
+    t.SelectiveBackprop: {
+        "start": [0.95, 1.1, *NO_NUMBERS], "end": [0.4, 1.1, *NO_NUMBERS], "keep": [0, 1, *NO_NUMBERS],
+        "scale_factor": [0, 1.1, *NO_NUMBERS], "interrupt": [1, 2.0, *NO_NUMBERS],
+    },
+    t.SeqLengthWarmup: {
+        "duration": [1.1, *NO_NUMBERS], "min_seq_length": [0, 2000, 8.0, *NO_NUMBERS],
+        "max_seq_length": [0, 4, *NO_NUMBERS], "step_size": [0, *NO_NUMBERS], "truncate": [0, "yes", None],
+    },
+    t.EMA: {"half_life": [0, *NO_NUMBERS], "update_every": [0, 1.0, *NO_NUMBERS]},
+    t.SWA: {
+        "start": [1, 0.98, *NO_NUMBERS], "end": [0.6, 1.1, *NO_NUMBERS],
+        "update_every": [0, 1.0, *NO_NUMBERS],
+    },
+    t.SAM: {"rho": [0, *NO_NUMBERS], "interval": [0, 1.0, *NO_NUMBERS]},
+    t.GradientClipping: {"by": ["Norm", None, 2], "threshold": [0, *NO_NUMBERS]},
+    t.LabelSmoothing: {"smoothing": [1, 1.0, 1.5, *NO_NUMBERS]},
+    t.LayerFreezing: {"freeze_start": [1.0], "freeze_level": [1.5]},
+    t.TestTimeFlip: {"shift": [-1]},
+    t.BlurPool: {
+        "replace_convs": [1], "replace_maxpools": ["yes"], "blur_first": [None],
+        "min_channels": [-1, 16.0, True],
+    },
+    t.SqueezeExcite: {"latent_channels": [0, 2.5], "min_channels": [-1]},
+    t.GhostBatchNorm: {"ghost_batch_size": [0]},
+    t.WeightStandardization: {"n_last_layers_ignore": [True]},
+    t.Factorize: {"latent_features": [-0.5], "factorize_convs": [1], "min_features": ["8"]},
+    t.StochasticDepth: {"method": ["batch"], "drop_rate": [1.0], "distribution": ["even"]},
+    t.GyroDropout: {"p": [1.0], "tau": [0], "total_steps": [0]},
+    t.RandAugment: {"magnitude": [9.5]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cls", "field", "value"),
+    [(cls, field, value) for cls, bad in BAD.items() for field, values in bad.items() for value in values],
+)
+def test_bad_values(cls: type[t.Transform], field: str, value: object) -> None:
+    with pytest.raises(PlanError, match=rf"{cls.__name__}\(.*{field}=") as caught:
+        cls(**{field: value})
+    assert repr(value) in str(caught.value)
+
+
+def test_the_message_has_the_place_the_value_and_the_remedy() -> None:
+    for cls, options, message in [
+        (t.RandAugment, {"num_ops": 0}, r"RandAugment\(num_ops=0\): pass an integer from 1 to 32"),
+        (t.RandAugment, {"num_ops": True}, r"num_ops=True"),
+        (t.RandAugment, {"magnitude": 31}, r"magnitude=31\): pass an integer from 0 to 30"),
+        (t.TrivialAugment, {"num_magnitude_bins": 1}, r"num_magnitude_bins=1\): pass an integer from 2 to 1000"),
+        (t.AugMix, {"severity": 11}, r"severity=11\): pass an integer from 1 to 10"),
+        (t.AugMix, {"depth": 0}, r"depth=0\): pass an integer from 1 to 32 or -1"),
+        (t.AugMix, {"alpha": 0}, r"alpha=0\): pass a finite number in \[0.01, 100\]"),
+        (t.AugMix, {"alpha": float("nan")}, r"alpha=nan"),
+        (t.BlurPool, {"replace_convs": False, "replace_maxpools": False}, "replace_convs=False, .* replaces nothing"),
+    ]:  # fmt: skip
+        with pytest.raises(PlanError, match=message):
+            cls(**options)
+
+
+@pytest.mark.parametrize("options", [
+    {"smoothing": 0.9}, {"half_life": None}, {"half_life": None, "smoothing": 1.0},
+    {"half_life": None, "smoothing": 0}, {"half_life": None, "smoothing": True},
+])  # fmt: skip
+def test_ema_takes_one_of_two(options: dict[str, float | None]) -> None:
+    with pytest.raises(PlanError, match=r"EMA\(.*smoothing="):
+        t.EMA(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cls", t.TRANSFORMS.values(), ids=t.TRANSFORMS)
+def test_hooks_of_other_kinds_change_nothing(cls: type[t.Transform]) -> None:
+    transform = cls()
+    images, targets = torch.zeros(2, 3, 8, 8), torch.tensor([0, 1])
+    if cls.kind != "batch":
+        context = t.BatchContext(generator=torch.Generator())
+        assert transform.batch(images, targets, context) == (images, targets)
+    if cls.kind != "loss":
+        assert transform.loss(F.cross_entropy) is F.cross_entropy
+    if cls is not t.NoWeightDecay:
+        assert transform.optimizer(torch.optim.SGD) is torch.optim.SGD
+    own_session = (t.GyroDropout, t.ProgressiveResizing)
+    if cls.kind not in ("loop", "schedule", "optimizer") and cls not in own_session:
+        assert type(transform.session(nn.Linear(1, 1))) is t.Session
+    if cls.kind not in ("surgery", "memory_format"):
+        with pytest.raises(TypeError, match="does not change the model"):
+            transform.apply(nn.Linear(1, 1))
+
+
+def test_mixing_follows_selection_and_selection_follows_resizing() -> None:
+    for cls in (t.MixUp, t.CutMix, t.CutOut, t.ColOut):
+        assert cls.after == ("SelectiveBackprop",)
+    assert t.SelectiveBackprop.after == ("ProgressiveResizing",)
+    assert t.LabelSmoothing.kind == "loss", "and is called after any mixing"

@@ -64,8 +64,7 @@ def test_only_four_dimensions() -> None:
     """`model.to(memory_format=torch.channels_last)` raises on a Conv3d; here it stays as it is."""
     model = nn.ModuleList([nn.Conv3d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.Linear(3, 4), nn.Conv1d(3, 4, 3)])
     before = strides(model)
-    report = ChannelsLast().apply(model)
-    assert report.changed == ("1",)
+    assert ChannelsLast().apply(model).changed == ("1",)
     assert {name for name, stride in strides(model).items() if stride != before[name]} == {"1.weight"}
 
 
@@ -88,9 +87,7 @@ def test_meta_and_lazy_parameters() -> None:
 
 
 def test_nothing_to_change_warns() -> None:
-    with pytest.warns(
-        NothingChanged, match=r"4-D parameters, such as .*Linear is made of 1 Linear"
-    ) as caught:
+    with pytest.warns(NothingChanged, match=r"4-D parameters, such as .*Linear is made of 1 Lin") as caught:
         report = ChannelsLast().apply(nn.Linear(3, 3))
     assert report.changed == ()
     assert caught[0].filename == __file__

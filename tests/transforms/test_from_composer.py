@@ -53,6 +53,11 @@ def fit(pipeline: Pipeline, epochs: int = 2, **options: Any) -> FitResult:
     return pipeline.fit(epochs=epochs, progress=False, **options)
 
 
+def refuses(message: str, pipeline: Pipeline) -> None:
+    with pytest.raises(PlanError, match=message):
+        pipeline.plan()
+
+
 def same(result: FitResult, state: dict[str, torch.Tensor]) -> None:
     """The same weights, bit for bit."""
     weights = result.model.state_dict()
@@ -104,18 +109,20 @@ def test_averages_are_evaluated_and_are_the_result(jobs: Any, toy: Toy, tmp_path
 
 
 @pytest.mark.parametrize(
-    "name", ["BlurPool", "SqueezeExcite", "Factorize", "ChannelsLast", "WeightStandardization"]
+    ("name", "function", "options"),
+    [
+        ("BlurPool", "apply_blurpool", {}),
+        ("SqueezeExcite", "apply_squeeze_excite", {"min_channels": 64}),
+        ("Factorize", "apply_factorization", {"min_channels": 128}),
+        ("ChannelsLast", "apply_channels_last", {}),
+        ("WeightStandardization", "apply_weight_standardization", {}),
+    ],
 )
-def test_surgery_is_that_of_the_functional_form(name: str, composer: ModuleType, jobs: Any) -> None:
+def test_surgery_is_that_of_the_functional_form(
+    name: str, function: str, options: dict[str, int], composer: ModuleType, jobs: Any
+) -> None:
     from torchvision.models import resnet18
 
-    options: dict[str, Any] = {"SqueezeExcite": {"min_channels": 64}, "Factorize": {"min_channels": 128}}.get(
-        name, {}
-    )
-    function = {
-        "BlurPool": "apply_blurpool", "SqueezeExcite": "apply_squeeze_excite", "Factorize": "apply_factorization",
-        "ChannelsLast": "apply_channels_last", "WeightStandardization": "apply_weight_standardization",
-    }[name]  # fmt: skip
     torch.manual_seed(0)
     plain = resnet18(num_classes=4)
     mine, theirs = copy.deepcopy(plain), copy.deepcopy(plain)
@@ -183,11 +190,8 @@ def test_it_is_a_value(jobs: Any, toy: Toy) -> None:
     assert mixing == from_composer(jobs.algorithms.MixUp(0.3)) != from_composer(jobs.algorithms.MixUp(0.4))
     assert hash(mixing) == hash(from_composer(jobs.algorithms.MixUp(0.3)))
     assert f"{mixing}" == "from_composer(MixUp(alpha=0.3))"
-    for each in (
-        mixing,
-        from_composer(jobs.algorithms.ColOut()),
-        from_composer(jobs.Doubles(3.0), safe_with="fsdp"),
-    ):
+    declared = from_composer(jobs.Doubles(3.0), safe_with="fsdp")
+    for each in (mixing, from_composer(jobs.algorithms.ColOut()), declared):
         assert pickle.loads(cloudpickle.dumps(each)) == each == copy.copy(each)
     # A run's numbers do not depend on the global generators.
     np.random.seed(5)  # noqa: NPY002
@@ -195,8 +199,6 @@ def test_it_is_a_value(jobs: Any, toy: Toy) -> None:
 
 
 class StopAt(Callback):
-    """Stop after a step."""
-
     def __init__(self, step: int) -> None:
         self.step = step
 
@@ -207,22 +209,16 @@ class StopAt(Callback):
 
 @pytest.mark.long
 def test_it_resumes_bit_for_bit(jobs: Any, toy: Toy, tmp_path: Path) -> None:
-    made = [
-        jobs.Counts(),
-        jobs.Draws(),
-        jobs.algorithms.EMA(half_life="3ba"),
-        jobs.algorithms.LabelSmoothing(),
-    ]
-    pipeline = toy.pipeline(batch_norm_model).transform(*map(from_composer, made))
+    made = [jobs.Counts(), jobs.Draws(), jobs.algorithms.EMA(half_life="3ba")]
+    begun = toy.pipeline(batch_norm_model).transform(*map(from_composer, made))
+    pipeline = begun.transform(from_composer(jobs.algorithms.LabelSmoothing()))
     whole = fit(pipeline, 3)
     for step in (4, 6):
         fit(pipeline, 3, out=tmp_path / f"{step}", callbacks=[StopAt(step)])
         again = fit(pipeline, 3, out=tmp_path / f"{step}", resume="auto", continue_stopped=True)
         assert numbers(again) == numbers(whole)
         same(again, whole.model.state_dict())
-    other = toy.pipeline(batch_norm_model).transform(
-        *map(from_composer, made[:3]), from_composer(jobs.algorithms.LabelSmoothing(0.3))
-    )
+    other = begun.transform(from_composer(jobs.algorithms.LabelSmoothing(0.3)))
     with pytest.raises(CheckpointError, match=r"smoothing.: 0\.1.*smoothing.: 0\.3"):
         fit(other, 3, out=tmp_path / "4", resume="auto")
     with pytest.raises(CheckpointError, match="depends on the length of the training"):
@@ -266,8 +262,7 @@ def test_ranks_train_as_one_device(jobs: Any, cases: Any, toy: Toy) -> None:
     declared = from_composer(jobs.Doubles(), safe_with=("fsdp",))
     pipelines["sharded declared"] = toy.pipeline().transform(declared).distribute("fsdp", devices=2)
     alone["declared"] = fit(toy.pipeline().transform(declared))
-    ranks = launch(fit_all, pipelines, devices=2, timeout=200)
-    for found in ranks:
+    for found in launch(fit_all, pipelines, devices=2, timeout=200):
         for name in pipelines:
             if name == "sharded late":
                 assert "runs at Event.BATCH_START on shards of the model, which was not known" in found[name]
@@ -280,9 +275,9 @@ def test_ranks_train_as_one_device(jobs: Any, cases: Any, toy: Toy) -> None:
             torch.testing.assert_close(weights, expected.model.state_dict(), rtol=1e-5, atol=1e-5)
 
 
-def refusals(jobs: Any) -> list[tuple[Any, str]]:
+def test_what_has_no_place_is_refused_by_name(jobs: Any) -> None:
     made = jobs.algorithms
-    return [
+    for algorithm, message in [
         (nn.ReLU(), r"takes an algorithm of Composer's \(composer.core.Algorithm\), not ReLU"),
         (ours.MixUp(), "is a transform of Drivetrain's already"),
         (made.MixUp, r"not the class MixUp. Pass MixUp\(\)"),
@@ -294,11 +289,7 @@ def refusals(jobs: Any) -> list[tuple[Any, str]]:
         (made.ColOut(batch=False), r"DataLoader.*Use drivetrain.transforms.ColOut\(\)"),
         (made.LayerFreezing(), "removes parameters from the optimizer"),
         (made.NoOpModel(), "replaces the model itself. Leave it out"),
-    ]
-
-
-def test_what_has_no_place_is_refused_by_name(jobs: Any) -> None:
-    for algorithm, message in refusals(jobs):
+    ]:
         with pytest.raises(PlanError, match=message):
             from_composer(algorithm)
     with pytest.raises(PlanError, match="'ddp' is not one of"):
@@ -351,10 +342,10 @@ def test_the_plan_treats_what_is_undeclared_as_unsafe(jobs: Any, toy: Toy) -> No
     order = list(steps)
     assert order.index("from_composer(BlurPool())") < order.index("ChannelsLast()")
     for strategy in ("fsdp", "deepspeed_stage_3", "fairscale_sharded_ddp"):
-        with pytest.raises(PlanError, match=r"Doubles\(\)\) runs when the strategy .* has sharded"):
-            pipeline.distribute(strategy, devices=2).plan()
-    with pytest.raises(PlanError, match=r"Doubles\(\)\) is not known to compile"):
-        pipeline.distribute("single", compile=True).plan()
+        refuses(
+            r"Doubles\(\)\) runs when the strategy .* has sharded", pipeline.distribute(strategy, devices=2)
+        )
+    refuses(r"Doubles\(\)\) is not known to compile", pipeline.distribute("single", compile=True))
     alone = toy.pipeline().transform(from_composer(jobs.Doubles(), compile_safe=True, safe_with=("fsdp",)))
     alone.distribute("fsdp", devices=2, compile=True).plan()
     smoothing, mixing = from_composer(made.LabelSmoothing()), from_composer(made.MixUp())
@@ -364,21 +355,20 @@ def test_the_plan_treats_what_is_undeclared_as_unsafe(jobs: Any, toy: Toy) -> No
 
 def test_what_cannot_be_together_is_refused(jobs: Any, toy: Toy) -> None:
     made = jobs.algorithms
-    for others, message in [
-        ([from_composer(made.MixUp()), ours.MixUp()], "are the same method"),
-        ([from_composer(made.EMA()), ours.SWA()], "both set the weights to evaluate"),
-        ([from_composer(made.MixUp()), from_composer(made.MixUp(0.5))], "ComposerMixUp appears 2 times"),
-    ]:
-        with pytest.raises(PlanError, match=message):
-            toy.pipeline().transform(*others).plan()  # type: ignore[arg-type]
-    model_loss = toy.pipeline().task(Classification(loss="model"))
+    mixing, plain = from_composer(made.MixUp()), toy.pipeline()
+    refuses("are the same method", plain.transform(mixing, ours.MixUp()))
+    refuses("both set the weights to evaluate", plain.transform(from_composer(made.EMA()), ours.SWA()))
+    with pytest.raises(PlanError, match="ComposerMixUp appears 2 times"):
+        plain.transform(mixing, from_composer(made.MixUp(0.5)))
+    model_loss, itself = (
+        plain.task(Classification(loss="model")),
+        "but with loss='model' the model computes its loss",
+    )
     for algorithm in (made.MixUp(), made.LabelSmoothing(), made.SelectiveBackprop(), jobs.Doubles()):
-        with pytest.raises(PlanError, match="but with loss='model' the model computes its loss itself"):
-            model_loss.transform(from_composer(algorithm)).plan()
+        refuses(itself, model_loss.transform(from_composer(algorithm)))
     model_loss.transform(from_composer(made.BlurPool()), from_composer(made.CutOut())).plan()
-    clipping = toy.pipeline().transform(from_composer(made.GradientClipping("norm", 1.0)))
-    with pytest.raises(PlanError, match="both clip the gradients"):
-        clipping.distribute("single", clip_norm=1.0).plan()
+    clipping = plain.transform(from_composer(made.GradientClipping("norm", 1.0)))
+    refuses("both clip the gradients", clipping.distribute("single", clip_norm=1.0))
     pruning = from_composer(jobs.Once("after_dataloader", "state.batch = tuple(t[:5] for t in state.batch)"))
     with pytest.raises(PlanError, match="cannot be split into accumulate=2"):
         fit(toy.pipeline().transform(pruning).distribute("single", accumulate=2), 1)
@@ -464,10 +454,8 @@ def test_the_guide_runs(jobs: Any, toy: Toy, tmp_path: Path, monkeypatch: pytest
         exec(compile(block, "guide", "exec"), names)
     assert len(names["result"].history.epochs) == 2
     refused = {name for name, known in KNOWN.items() if known.refused}
-    table = guide.partition("## Not run")[2].partition("All others run")[0]
-    assert refused == set(
-        re.findall(r"`(\w+)", "".join(row.split("|")[1] for row in table.splitlines() if "| `" in row))
-    )
+    table = guide.partition("## Not run")[2].partition("All others run")[0].splitlines()
+    assert refused == set(re.findall(r"`(\w+)", "".join(row.split("|")[1] for row in table if "| `" in row)))
     events = guide.partition("## Events")[2].partition("`state` has")[0]
     missing = [place for place in PLACES if place.upper() not in events]
     assert missing == ["after_forward", "before_loss", "after_loss", "before_backward"]  # between those named

@@ -1,18 +1,35 @@
-"""CutOut, ColOut and ProgressiveResizing: pixels, sizes, randomness, dtype and memory format."""
+"""CutOut, ColOut, ProgressiveResizing, MixUp and CutMix: pixels, sizes, randomness, composition, rejected inputs."""
+
+import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from drivetrain.common.errors import DataError, PlanError
-from drivetrain.transforms import BatchContext, ColOut, CutOut, ProgressiveResizing, Transform
+from drivetrain.transforms import (
+    BatchContext,
+    ColOut,
+    CutMix,
+    CutOut,
+    LabelSmoothing,
+    MixUp,
+    ProgressiveResizing,
+    Transform,
+)
+from drivetrain.transforms.common.draws import draw_beta
+from drivetrain.transforms.cutmix import area, box_around
 from drivetrain.transforms.cutout import inside
 
-IMAGES = torch.randn(4, 3, 20, 16, generator=torch.Generator().manual_seed(0)) + 5
-LABELS = torch.tensor([0, 4, 3, 2])
+IMAGES = torch.randn(6, 3, 20, 16, generator=torch.Generator().manual_seed(0)) + 5
+LABELS = torch.tensor([0, 4, 3, 3, 2, 1])
+SOFT = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)).softmax(1)
 METHODS = [CutOut(), CutOut(holes=3, length=0.2), ColOut(), ColOut(row=0, column=0.5), ProgressiveResizing()]
+FORMS = pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+MIXERS = [MixUp(), MixUp(alpha=2.0), CutMix(), CutMix(alpha=0.3)]
 
 
-def context(seed: int = 0, progress: float = 0.0) -> BatchContext:
-    return BatchContext(generator=torch.Generator().manual_seed(seed), progress=progress)
+def context(seed: int = 0, progress: float = 0.0, classes: int | None = 5) -> BatchContext:
+    return BatchContext(torch.Generator().manual_seed(seed), progress=progress, classes=classes)
 
 
 def test_cutout_blanks_one_square_per_image() -> None:
@@ -32,8 +49,7 @@ def test_cutout_squares() -> None:
     expected[0, 1:9, 1:9] = True
     expected[1, 0:4, 11:16] = True  # cut at two edges
     assert torch.equal(mask, expected)
-    two = inside(torch.tensor([[5, 15]]), torch.tensor([[5, 10]]), 20, 16, side=2)
-    assert two.sum() == 8
+    assert inside(torch.tensor([[5, 15]]), torch.tensor([[5, 10]]), 20, 16, side=2).sum() == 8
 
 
 def test_cutout_of_the_whole_side_and_of_less_than_a_pixel() -> None:
@@ -42,9 +58,9 @@ def test_cutout_of_the_whole_side_and_of_less_than_a_pixel() -> None:
 
 
 def test_colout_keeps_rows_and_columns_in_order() -> None:
-    images = (torch.arange(20.0)[:, None] * 100 + torch.arange(16.0)).expand(4, 3, 20, 16)
+    images = (torch.arange(20.0)[:, None] * 100 + torch.arange(16.0)).expand(6, 3, 20, 16)
     small, targets = ColOut().batch(images, LABELS, context(2))
-    assert small.shape == (4, 3, 17, 13)  # int(0.85 · 20), int(0.85 · 16)
+    assert small.shape == (6, 3, 17, 13)  # int(0.85 · 20), int(0.85 · 16)
     assert targets is LABELS
     rows, columns = small[0, 0, :, 0] // 100, small[0, 0, 0] % 100
     assert (rows.diff() > 0).all()
@@ -53,7 +69,7 @@ def test_colout_keeps_rows_and_columns_in_order() -> None:
 
 
 def test_colout_keeps_at_least_one() -> None:
-    assert ColOut(row=0.99, column=0).batch(IMAGES, LABELS, context())[0].shape == (4, 3, 1, 16)
+    assert ColOut(row=0.99, column=0).batch(IMAGES, LABELS, context())[0].shape == (6, 3, 1, 16)
 
 
 def test_the_schedule() -> None:
@@ -84,7 +100,7 @@ def test_schedules_at_the_edges(options: dict[str, float], size: int, progress: 
 def test_resizing_is_bilinear_and_antialiased() -> None:
     small, targets = ProgressiveResizing().batch(IMAGES, LABELS, context(progress=0))
     # The width is the multiple of 4, and the height keeps the proportions.
-    assert small.shape == (4, 3, 10, 8)
+    assert small.shape == (6, 3, 10, 8)
     assert targets is LABELS
     torch.testing.assert_close(small.mean((2, 3)), IMAGES.mean((2, 3)), rtol=0, atol=0.1)
     stripes = torch.tensor([0.0, 1.0]).repeat(16).expand(1, 3, 32, 32)
@@ -96,7 +112,7 @@ def test_resizing_is_bilinear_and_antialiased() -> None:
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
-@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@FORMS
 def test_dtype_and_memory_format_stay(
     method: Transform, dtype: torch.dtype, form: torch.memory_format
 ) -> None:
@@ -110,18 +126,18 @@ def test_dtype_and_memory_format_stay(
     assert torch.equal(images, before), "the batch was written to"
 
 
-@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("method", [*METHODS, *MIXERS], ids=repr)
 def test_the_generator_decides(method: Transform) -> None:
     state = torch.get_rng_state()
-    first, again, other = (method.batch(IMAGES, LABELS, context(seed))[0] for seed in (7, 7, 8))
-    assert torch.equal(first, again)
-    assert torch.equal(first, other) == isinstance(method, ProgressiveResizing)
+    first, again, other = (method.batch(IMAGES, LABELS, context(seed)) for seed in (7, 7, 8))
+    assert all(map(torch.equal, first, again))
+    assert all(map(torch.equal, first, other)) == isinstance(method, ProgressiveResizing)
     assert torch.equal(torch.get_rng_state(), state), "drew from the global generator"
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_refused(method: Transform) -> None:
-    size = (4, 20, 15 if isinstance(method, CutOut) else 16)  # CutOut takes masks of the images' size
+    size = (6, 20, 15 if isinstance(method, CutOut) else 16)  # CutOut takes masks of the images' size
     for images, targets in ((IMAGES[0], LABELS), (IMAGES, LABELS[:3]), (IMAGES, torch.zeros(size))):
         with pytest.raises(DataError, match=rf"{type(method).__name__}: unsupported batch of images"):
             method.batch(images, targets, context())
@@ -130,3 +146,143 @@ def test_refused(method: Transform) -> None:
 def test_more_than_the_whole_training() -> None:
     with pytest.raises(PlanError, match=r"delay=0.9, finetune=0.2\): together they exceed the full training"):
         ProgressiveResizing(delay=0.9, finetune=0.2)
+
+
+# ---- MixUp and CutMix ----
+
+
+@pytest.mark.parametrize("alpha", [0.01, 0.2, 1.0, 4.0, 300.0])
+def test_beta_has_the_moments_and_quantiles_of_torchs(alpha: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.tensor([draw_beta(alpha, generator) for _ in range(4000)], dtype=torch.float64)
+    assert draws.isfinite().all()
+    assert ((draws >= 0) & (draws <= 1)).all()
+    beta = torch.distributions.Beta(torch.tensor(alpha, dtype=torch.float64), alpha)
+    deviation = beta.stddev.item()
+    assert draws.mean().item() == pytest.approx(0.5, abs=4 * deviation / math.sqrt(4000))
+    assert draws.var().item() == pytest.approx(beta.variance.item(), rel=0.1)
+    torch.manual_seed(0)
+    reference = beta.sample((40000,))
+    for bound in (0.001, 0.1, 0.3, 0.45, 0.5, 0.55, 0.7, 0.9, 0.999):
+        share, expected = (float((sample < bound).double().mean()) for sample in (draws, reference))
+        assert share == pytest.approx(expected, abs=0.03), bound
+
+
+def test_mixup_by_hand() -> None:
+    """Every image is a mixture of itself and one other; the targets have the same weights."""
+    mixed, targets = MixUp(alpha=1.0).batch(IMAGES, LABELS, context())
+    generator = torch.Generator().manual_seed(0)
+    z = draw_beta(1.0, generator)
+    share, partner = min(z, 1 - z), torch.randperm(6, generator=generator)
+    assert 0.01 < share <= 0.5
+    torch.testing.assert_close(mixed, (1 - share) * IMAGES + share * IMAGES[partner])
+    hot = F.one_hot(LABELS, 5).float()
+    torch.testing.assert_close(targets, (1 - share) * hot + share * hot[partner])
+
+
+def test_cutmix_by_hand() -> None:
+    """Counting the replaced pixels of each image gives the target's share."""
+    images = torch.arange(6.0)[:, None, None, None].expand(6, 3, 10, 12)
+    for seed in range(20):
+        mixed, targets = CutMix().batch(images, torch.arange(6), context(seed, classes=6))
+        for i in range(6):
+            counts = torch.bincount(mixed[i, 0].flatten().long(), minlength=6) / 120
+            torch.testing.assert_close(targets[i], counts, rtol=0, atol=1e-6)
+
+
+def test_cutmix_boxes() -> None:
+    assert box_around(5, 6, 10, 12, kept=0.75) == (3, 7, 3, 9)  # sides halved: 5 → 4 rows, 6 columns
+    assert box_around(0, 11, 10, 12, kept=0.0) == (0, 5, 5, 12)  # the whole size, cut at two edges
+    assert area(box_around(5, 6, 10, 12, kept=1.0)) == 0
+
+
+@pytest.mark.parametrize("mixer", MIXERS, ids=repr)
+@pytest.mark.parametrize("targets", [LABELS, LABELS.int(), LABELS.to(torch.uint8), SOFT, SOFT.bfloat16()])
+def test_targets_stay_distributions(mixer: Transform, targets: torch.Tensor) -> None:
+    before = IMAGES.clone(), targets.clone()
+    _, mixed = mixer.batch(IMAGES, targets, context())
+    assert mixed.shape == (6, 5)
+    assert mixed.dtype == torch.float32
+    tolerance = 1e-2 if targets.dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(mixed.sum(1), torch.ones(6), rtol=0, atol=tolerance)
+    assert torch.equal(IMAGES, before[0]), "the batch was written to"
+    assert torch.equal(targets, before[1])
+
+
+@pytest.mark.parametrize("order", [(MixUp(1.0), CutMix()), (CutMix(), MixUp(1.0))], ids=repr)
+def test_they_compose_in_either_order(order: tuple[Transform, ...]) -> None:
+    """Image i is a plane of channels, the i-th 1: after any mixing, the mean of plane c is target c's."""
+    images = torch.eye(6)[:, :, None, None].expand(6, 6, 10, 12)
+    shared = context(3, classes=6)
+    targets = torch.arange(6)
+    for mixer in order:
+        images, targets = mixer.batch(images, targets, shared)
+    torch.testing.assert_close(images.mean((2, 3)), targets, rtol=0, atol=1e-6)
+    assert (targets > 0).sum(1).max() > 2, "mixed twice, some image has more than two sources"
+
+
+@pytest.mark.parametrize("mixer", MIXERS, ids=repr)
+def test_a_batch_of_one_stays(mixer: Transform) -> None:
+    images, targets = mixer.batch(IMAGES[:1], LABELS[:1], context())
+    assert torch.equal(images, IMAGES[:1])
+    assert targets.tolist() == [[1, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("mixer", MIXERS, ids=repr)
+def test_a_batch_of_nothing_stays(mixer: Transform) -> None:
+    images, targets = mixer.batch(IMAGES[:0], LABELS[:0], context())
+    assert (images.shape, targets.shape) == ((0, *IMAGES.shape[1:]), (0, 5))
+
+
+@pytest.mark.parametrize("mixer", [MixUp(), CutMix()], ids=repr)
+@pytest.mark.parametrize(("targets", "classes", "message"), [
+    (torch.tensor([0, -100, 3, 3, 2, 1]), 5, r"target -100 is not a class index from 0 to 4.*Drop such rows"),
+    (torch.tensor([0, 5, 3, 3, 2, 1]), 5, r"target 5 is not a class index from 0 to 4"),
+    (LABELS, None, r"number of classes cannot be inferred.*classes="),
+    (SOFT, 6, r"5 wide, but there are 6 classes"),
+    (LABELS.float(), 5, r"neither class indices"),
+    (F.one_hot(LABELS, 5), 5, r"neither class indices"),
+    (LABELS[:5], 5, r"unsupported batch of images .* and targets \(5,\)"),
+    (torch.zeros(6, 20, 16), 5, r"unsupported batch of images .* and targets \(6, 20, 16\)"),
+])  # fmt: skip
+def test_targets_that_cannot_be_mixed(
+    mixer: Transform, targets: torch.Tensor, classes: int | None, message: str
+) -> None:
+    with pytest.raises(DataError, match=f"{type(mixer).__name__}: .*{message}"):
+        mixer.batch(IMAGES, targets, context(classes=classes))
+
+
+@pytest.mark.parametrize("mixer", MIXERS, ids=repr)
+def test_soft_targets_need_no_number_of_classes(mixer: Transform) -> None:
+    assert mixer.batch(IMAGES, SOFT, context(classes=None))[1].shape == (6, 5)
+
+
+@pytest.mark.parametrize("mixer", MIXERS, ids=repr)
+def test_smoothing_after_mixing_reaches_the_whole_mixture(mixer: Transform) -> None:
+    """The other order leaves a smallest target of 0.0089 in Composer, where 0.01 is right."""
+    _, targets = mixer.batch(IMAGES, LABELS, context())
+    seen = []
+    loss = LabelSmoothing(0.1).loss(lambda logits, targets: seen.append(targets) or logits.sum())
+    loss(torch.zeros(6, 5), targets)
+    assert seen[0].min().item() == pytest.approx(0.02, abs=1e-6)
+    assert F.cross_entropy(torch.zeros(6, 5), targets).item() == pytest.approx(math.log(5))
+
+
+@pytest.mark.parametrize("mixer", MIXERS, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@FORMS
+def test_mixing_keeps_dtype_and_memory_format(
+    mixer: Transform, dtype: torch.dtype, form: torch.memory_format
+) -> None:
+    mixed, _ = mixer.batch((IMAGES - 5).to(dtype).contiguous(memory_format=form), LABELS, context())
+    assert mixed.dtype == dtype
+    assert mixed.is_contiguous(memory_format=form)
+    expected, _ = mixer.batch(IMAGES - 5, LABELS, context())
+    torch.testing.assert_close(mixed.float(), expected, rtol=0, atol=0.02)
+
+
+def test_cutmix_takes_integers_and_mixup_does_not() -> None:
+    images = (IMAGES * 10).clamp(0, 255).to(torch.uint8)
+    assert CutMix().batch(images, LABELS, context())[0].dtype == torch.uint8
+    with pytest.raises(DataError, match=r"MixUp: images of torch.uint8 .* Normalize"):
+        MixUp().batch(images, LABELS, context())

@@ -44,8 +44,7 @@ class Everything(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         if inputs.dim() == 2:
             inputs = self.embedding(inputs).transpose(1, 2)[:, :, None].repeat(1, 1, 8, 1)
-        result: Tensor = self.head(self.norm(self.body(inputs)))
-        return result
+        return self.head(self.norm(self.body(inputs)))
 
 
 def run(transform: t.Transform, epochs: int, train: str) -> list[Any]:
@@ -119,72 +118,42 @@ class Bare(t.Transform):
     source: ClassVar[str] = "this test"
 
 
-class Shrinking(Bare):
-    kind: ClassVar = "batch"
-
-    def batch(self, images: Any, targets: Any, context: t.BatchContext) -> Any:
-        return images * (1 - context.progress), targets
-
-
-class Following(Bare):
-    kind: ClassVar = "loop"
-
-    def session(self, model: nn.Module) -> t.Session:  # noqa: ARG002
-        return t.Session()
-
-
-class Beginning(Bare):
-    kind: ClassVar = "surgery"
-
-    def begin(self, model: nn.Module, total_steps: int) -> None: ...
-
-
-class Scheduled(Bare):
-    kind: ClassVar = "schedule"
-
-
-class OwnLoss(Bare):
-    kind: ClassVar = "loss"
-
-    def loss(self, loss: Any) -> Any:
-        return loss
-
-
-class Declared(Shrinking):
-    @property
-    def depends_on_length(self) -> bool:
-        return False
-
-
-class DeclaredOnce(Shrinking):
-    depends_on_length: ClassVar[bool] = False  # type: ignore[misc]
-
-
 @dataclass(frozen=True)
 class OtherDefault(t.MixUp):
     alpha: float = 0.4
 
 
-class OtherLookahead(t.Lookahead):
-    def stays(self, progress: float) -> float:
-        return progress
+def derived(base: type[t.Transform], **members: Any) -> type[t.Transform]:
+    """A subclass with these attributes and methods."""
+    return type("Derived", (base,), members)
 
 
-class OtherFreezing(t.LayerFreezing):
-    def level(self, progress: float) -> float:
-        return progress
+Shrinking = derived(Bare, kind="batch", batch=lambda _, x, y, context: (x * (1 - context.progress), y))
+Declared = derived(Shrinking, depends_on_length=property(lambda _: False))
 
 
-class Undone(Declared):
-    def batch(self, images: Any, targets: Any, context: t.BatchContext) -> Any:
-        return images * context.progress, targets
-
-
-@pytest.mark.parametrize(("transform", "follows", "declares"), [
-    (Shrinking(), True, False), (Following(), True, False), (Beginning(), True, False), (Scheduled(), True, False),
-    (OwnLoss(), False, False), (Declared(), False, True), (DeclaredOnce(), False, True), (OtherDefault(), False, True),
-    (OtherLookahead(), True, False), (OtherFreezing(freeze_level=0.0), True, False), (Undone(), True, False),
-], ids=lambda value: type(value).__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    ("transform", "follows", "declares"),
+    [
+        pytest.param(Shrinking(), True, False, id="Shrinking"),
+        pytest.param(
+            derived(Bare, kind="loop", session=lambda *_: t.Session())(), True, False, id="Following"
+        ),
+        pytest.param(derived(Bare, kind="surgery", begin=lambda *_: None)(), True, False, id="Beginning"),
+        pytest.param(derived(Bare, kind="schedule")(), True, False, id="Scheduled"),
+        pytest.param(derived(Bare, kind="loss", loss=lambda _, loss: loss)(), False, False, id="OwnLoss"),
+        pytest.param(Declared(), False, True, id="Declared"),
+        pytest.param(derived(Shrinking, depends_on_length=False)(), False, True, id="DeclaredOnce"),
+        pytest.param(OtherDefault(), False, True, id="OtherDefault"),
+        pytest.param(derived(t.Lookahead, stays=lambda _, p: p)(), True, False, id="OtherLookahead"),
+        pytest.param(
+            derived(t.LayerFreezing, level=lambda _, p: p)(0.5, 0.0), True, False, id="OtherFreezing"
+        ),
+        pytest.param(
+            derived(Declared, batch=lambda _, x, y, c: (x * c.progress, y))(), True, False, id="Undone"
+        ),
+    ],
+)
 def test_a_custom_transform_is_taken_to_follow_the_length_unless_it_declares(
     transform: t.Transform, follows: bool, declares: bool
 ) -> None:

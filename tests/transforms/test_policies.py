@@ -9,16 +9,12 @@ import torch
 from drivetrain import PlanError
 from drivetrain import transforms as t
 from drivetrain.loaders.decode.policies import complete
+from ledgers import in_process
 from PIL import Image
-from pipeline_data import SIDE, Toy, plain_model
+from pipeline_data import Toy
 from torchvision.transforms import v2
 
 POLICIES = [t.RandAugment, t.TrivialAugment, t.AugMix]
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
-    return Toy(tmp_path_factory.mktemp("toy"))
 
 
 @pytest.mark.parametrize("cls", POLICIES)
@@ -57,43 +53,37 @@ def test_it_stands_in_the_plan_after_loading(toy: Toy) -> None:
 
 
 def test_two_policies_are_refused(toy: Toy) -> None:
-    with pytest.raises(
-        PlanError, match=r"RandAugment.* and AugMix.* both set the loader's policy.* Leave one"
-    ):
+    both = "both set the loader's policy"
+    with pytest.raises(PlanError, match=rf"RandAugment.* and AugMix.* {both}.* Leave one"):
         toy.pipeline().transform(t.RandAugment(), t.AugMix()).plan()
     loaded = toy.pipeline(policy={"name": "trivial_augment"})
     loaded.plan()
-    with pytest.raises(
-        PlanError, match=r"\.load\(policy=…\) and TrivialAugment.* both set the loader's policy"
-    ):
+    with pytest.raises(PlanError, match=rf"\.load\(policy=…\) and TrivialAugment.* {both}"):
         loaded.transform(t.TrivialAugment()).plan()
     with pytest.raises(PlanError, match=r"TrivialAugment appears 2 times"):
         toy.pipeline().transform(t.TrivialAugment(), t.TrivialAugment(9))
 
 
-@pytest.mark.parametrize("loader", ["ffcv", "torch"])
+LOADERS = pytest.mark.parametrize("make", [Toy.pipeline, in_process], ids=["ffcv", "torch"])
+
+
+@LOADERS
 @pytest.mark.parametrize("transform", [cls() for cls in POLICIES], ids=lambda t: type(t).__name__)
 def test_training_images_are_changed_and_evaluation_images_are_not(
-    toy: Toy, loader: str, transform: t.Transform
+    toy: Toy, make: Any, transform: t.Transform
 ) -> None:
-    workers = 0 if loader == "torch" else 1
-    pipeline = toy.pipeline(loader=loader, workers=workers)
+    pipeline = make(toy)
     with pipeline.build() as plain, pipeline.transform(transform).build() as augmented:
-        assert augmented.val is not None
-        assert plain.val is not None
         assert augmented.reports == ()
         assert not torch.equal(next(iter(plain.train))[0], next(iter(augmented.train))[0])
         for one, other in zip(plain.val, augmented.val, strict=True):
             assert torch.equal(one[0], other[0])
 
 
-@pytest.mark.parametrize("loader", ["ffcv", "torch"])
-def test_a_pipeline_trains_with_it(toy: Toy, loader: str) -> None:
+@LOADERS
+def test_a_pipeline_trains_with_it(toy: Toy, make: Any) -> None:
     """Mildly: the toy's classes are places, which strong shears and translations would swap."""
-    pipeline = toy.pipeline(
-        plain_model, loader=loader, workers=0 if loader == "torch" else 1, image_size=SIDE
-    )
-    result = pipeline.transform(t.RandAugment(num_ops=1, magnitude=3)).fit(epochs=6, progress=False)
+    result = make(toy).transform(t.RandAugment(num_ops=1, magnitude=3)).fit(epochs=6, progress=False)
     epochs = result.history.epochs
     assert epochs[-1].loss < epochs[0].loss
     assert epochs[-1].accuracy > 0.5

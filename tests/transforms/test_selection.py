@@ -23,11 +23,9 @@ def context(seed: int = 0, **options) -> BatchContext:
 
 def test_when_it_selects() -> None:
     select = SelectiveBackprop()
-    selected = [select.selects(p, 0) for p in (0, 0.49, 0.5, 0.89, 0.9, 1)]
-    assert selected == [False, False, True, True, False, False]
-    assert [select.selects(0.6, step) for step in range(4)] == [True, False, True, False]
-    selected = [SelectiveBackprop(interrupt=3).selects(0.6, step) for step in range(4)]
-    assert selected == [True, True, False, True]
+    assert [p for p in (0, 0.49, 0.5, 0.89, 0.9, 1) if select.selects(p, 0)] == [0.5, 0.89]
+    assert [step for step in range(4) if select.selects(0.6, step)] == [0, 2]
+    assert [step for step in range(4) if SelectiveBackprop(interrupt=3).selects(0.6, step)] == [0, 1, 3]
     assert all(SelectiveBackprop(interrupt=0).selects(0.6, step) for step in range(4))
     for off in (context(progress=0.2), context(step=1)):
         images, targets = select.batch(IMAGES, LABELS, off)
@@ -39,9 +37,8 @@ def test_high_losses_are_favoured_by_the_published_weights() -> None:
     losses, generator = torch.tensor([3.0, 0.0, 2.0, 1.0]), torch.Generator().manual_seed(0)
     draws = torch.cat([choose(losses, 0.25, generator) for _ in range(4000)])
     weights = torch.tensor([0.875, 0.125, 0.625, 0.375]) ** 3  # quantiles to the power of 1 / keep - 1
-    torch.testing.assert_close(
-        torch.bincount(draws, minlength=4) / 4000, weights / weights.sum(), rtol=0, atol=0.025
-    )
+    found = torch.bincount(draws, minlength=4) / 4000
+    torch.testing.assert_close(found, weights / weights.sum(), rtol=0, atol=0.025)
     for _ in range(20):
         assert len(set(choose(losses, 0.5, generator).tolist())) == 2, "drawn twice"
     assert len(choose(losses, 0.1, generator)) == 1, "at least one"
@@ -90,11 +87,9 @@ def test_dtype_and_memory_format_stay(dtype: torch.dtype, form: torch.memory_for
 
 
 def test_the_generator_decides() -> None:
-    fixed = small()
+    contexts = [context(seed, model=small()) for seed in (7, 7, 8)]
     state = torch.get_rng_state()
-    first, again, other = (
-        SelectiveBackprop().batch(IMAGES, LABELS, context(seed, model=fixed))[1] for seed in (7, 7, 8)
-    )
+    first, again, other = (SelectiveBackprop().batch(IMAGES, LABELS, each)[1] for each in contexts)
     assert torch.equal(torch.get_rng_state(), state), "drew from the global generator"
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

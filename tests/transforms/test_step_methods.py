@@ -2,6 +2,8 @@
 
 import functools
 import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -91,32 +93,39 @@ def test_when_sam_applies() -> None:
     assert all(SAM().applies(step) for step in range(3))
 
 
-@pytest.mark.parametrize("sam", [SAM(), SAM(rho=0.5, interval=4)], ids=repr)
-def test_a_training_with_sam(sam: SAM) -> None:
-    model = net()
+def trained(steps: int, change: Callable[[nn.Module, int], object]) -> float:
+    """The last loss over the first; `change` comes between backward and step."""
+    model, losses = net(), []
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in range(30):
+    for step in range(steps):
         losses.append(gradients(model))
-        if sam.applies(step):
-            statistics = flat([model[1].running_mean, model[1].num_batches_tracked])
-            restore = sam.perturb(model.parameters())
-            model.zero_grad()
-            with buffers_kept(model):
-                gradients(model)
-            restore()
-            assert torch.equal(flat([model[1].running_mean, model[1].num_batches_tracked]), statistics)
+        change(model, step)
         optimizer.step()
         optimizer.zero_grad()
-    assert losses[-1] < 0.7 * losses[0]
+    return losses[-1] / losses[0]
+
+
+@pytest.mark.parametrize("sam", [SAM(), SAM(rho=0.5, interval=4)], ids=repr)
+def test_a_training_with_sam(sam: SAM) -> None:
+    def perturbed(model: nn.Module, step: int) -> None:
+        if not sam.applies(step):
+            return
+        statistics = flat([model[1].running_mean, model[1].num_batches_tracked])
+        restore = sam.perturb(model.parameters())
+        model.zero_grad()
+        with buffers_kept(model):
+            gradients(model)
+        restore()
+        assert torch.equal(flat([model[1].running_mean, model[1].num_batches_tracked]), statistics)
+
+    assert trained(30, perturbed) < 0.7
 
 
 def test_clipping_the_norm() -> None:
     parameters = parameters_with([3.0, 0.0], [0.0, 4.0], None)
     assert GradientClipping("norm", 1.0).clip(iter(parameters)) == pytest.approx(5)
-    torch.testing.assert_close(
-        flat(p.grad for p in parameters[:2]), torch.tensor([0.6, 0, 0, 0.8]), rtol=0, atol=1e-5
-    )
+    clipped = flat(p.grad for p in parameters[:2])
+    torch.testing.assert_close(clipped, torch.tensor([0.6, 0, 0, 0.8]), rtol=0, atol=1e-5)
     assert GradientClipping("norm", 9.0).clip(parameters) == pytest.approx(1, abs=1e-5)
 
 
@@ -152,15 +161,7 @@ def test_a_bias_that_starts_at_zero_still_moves(dtype: torch.dtype) -> None:
     GradientClipping(), GradientClipping("value", 0.01), GradientClipping("adaptive", 0.1),
 ], ids=repr)  # fmt: skip
 def test_a_training_with_clipping(clipping: GradientClipping) -> None:
-    model = net()
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for _ in range(40):
-        losses.append(gradients(model))
-        clipping.clip(model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < 0.8 * losses[0]
+    assert trained(40, lambda model, _: clipping.clip(model.parameters())) < 0.8
 
 
 def sgd(parameters) -> SGD:
@@ -184,11 +185,9 @@ def test_decay_of_the_weights_only() -> None:
 
 def test_groups_keep_their_options() -> None:
     model = net()
-    groups = [
-        {"params": model[0].parameters(), "lr": 0.3},
-        {"params": [*model[1].parameters()], "weight_decay": 0.1},
-    ]
-    optimizer = NoWeightDecay().optimizer(sgd)(iter([*groups, {"params": model[5].weight}]))
+    first = {"params": model[0].parameters(), "lr": 0.3}
+    second = {"params": [*model[1].parameters()], "weight_decay": 0.1}
+    optimizer = NoWeightDecay().optimizer(sgd)(iter([first, second, {"params": model[5].weight}]))
     found = [(group["lr"], group["weight_decay"], len(group["params"])) for group in optimizer.param_groups]
     assert found == [(0.3, 0.5, 1), (0.3, 0.0, 1), (0.1, 0.0, 2), (0.1, 0.5, 1)]
 
@@ -216,19 +215,16 @@ def test_flattened_and_emptied_parameters() -> None:
 
 @pytest.mark.filterwarnings("ignore:FSDP:UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("noted", [False, True])
-def test_parameters_that_fsdp1_has_flattened(one_process_group: None, noted: bool) -> None:  # noqa: ARG001
+@pytest.mark.usefixtures("one_process_group")
+def test_parameters_that_fsdp1_has_flattened(noted: bool) -> None:
     """FSDP1 itself; `test_lightning.py` trains with it on two ranks, whose parts are flat."""
     model = nn.Linear(4, 3)
-    if noted:
-        for parameter in model.parameters():
-            note_shape(parameter)
+    for parameter in model.parameters() if noted else ():
+        note_shape(parameter)
     wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    if noted:
+    with nullcontext() if noted else pytest.raises(PlanError, match="FSDP1 has flattened"):
         groups = NoWeightDecay().optimizer(sgd)(wrapped.parameters()).param_groups
         assert [group["weight_decay"] for group in groups] == [0.5, 0]
-    else:
-        with pytest.raises(PlanError, match="FSDP1 has flattened"):
-            NoWeightDecay().optimizer(sgd)(wrapped.parameters())
 
 
 def test_flip_is_the_mean_of_two() -> None:
@@ -246,12 +242,8 @@ def test_flips_of_shifted_images() -> None:
     def model(images: Tensor) -> Tensor:
         return images[:, 0, 1:3, 2:4].flatten(1)  # off the middle, so that a mirror image differs
 
-    pixels = SAMPLES[:, :, 1:, 1:]
-    up_left = torch.cat([pixels, pixels[:, :, -2:-1]], 2)
-    up_left = torch.cat([up_left, up_left[..., -2:-1]], 3)
-    pixels = SAMPLES[:, :, :-1, :-1]
-    down_right = torch.cat([pixels[:, :, 1:2], pixels], 2)
-    down_right = torch.cat([down_right[..., 1:2], down_right], 3)
+    up_left = F.pad(SAMPLES[:, :, 1:, 1:], (0, 1, 0, 1), "reflect")
+    down_right = F.pad(SAMPLES[:, :, :-1, :-1], (1, 0, 1, 0), "reflect")
     flip = TestTimeFlip()
     expected = flip.predict(model, SAMPLES) / 2
     expected += (flip.predict(model, up_left) + flip.predict(model, down_right)) / 4

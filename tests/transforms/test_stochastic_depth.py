@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import surgery_models as models
-import timm
 import torch
 import torchvision
 from drivetrain.transforms import NothingChanged, StochasticDepth
@@ -100,10 +99,8 @@ def test_rates_and_blocks() -> None:
     assert report.changed == ("features.1.0", "features.3.0", "features.3.1")
     rates = [model.get_submodule(name).stochastic_depth.p for name in report.changed]
     assert rates == pytest.approx([0.1, 0.2, 0.3])
-    built = timm.create_model("test_convnext", num_classes=5, drop_path_rate=0.2)
-    notes = StochasticDepth().apply(built).notes
-    assert len(notes) == 1
-    assert "Replaced the drop rate" in notes[0]
+    (note,) = StochasticDepth().apply(models.timm_model("test_convnext", drop_path_rate=0.2)).notes
+    assert "Replaced the drop rate" in note
 
 
 def test_evaluation_is_that_of_the_plain_model() -> None:
@@ -124,4 +121,4 @@ def test_blocks_without_a_shortcut_are_left_alone() -> None:
     assert len(report.changed) == 9
     assert [why for _, why in report.skipped] == ["it has no shortcut"] * 7
     with pytest.warns(NothingChanged, match="it has no shortcut"):
-        StochasticDepth().apply(timm.create_model("test_efficientnet", num_classes=5))
+        StochasticDepth().apply(models.timm_model("test_efficientnet"))

@@ -1,20 +1,24 @@
-"""Properties of every surgery: names, weights, copies, and a second application."""
+"""Every surgery: names, weights, copies, a second application; compiled, trained, wrapped, and all combined."""
 
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import surgery_models as models
 import torch
+import torch.nn.functional as F
 from drivetrain import transforms as t
 from drivetrain.common.errors import PlanError
-from surgery_cases import CASES, EXCITE, FACTORIZE, Factory, cases, made, same_numbers
+from drivetrain.transforms import BlurPool, StochasticDepth, WeightStandardization
+from surgery_cases import CASES, EXCITE, FACTORIZE, GHOST, Factory, cases, cases_at_length, made, same_numbers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 EACH = {type(transform): transform for transform, _, _ in CASES.values()}.values()
 
 
@@ -109,14 +113,10 @@ def test_round_trip(transform: t.Transform, factory: Factory, count: int) -> Non
 
 BEYOND = ("SqueezeExcite", "GatedLinearUnits", "ALiBi", "BlurPool")
 """What a plain model cannot express."""
-exported = pytest.mark.parametrize(
-    ("transform", "factory", "count"),
-    [case for case in CASES.values() if type(case[0]).__name__ not in BEYOND],
-    ids=[name for name in CASES if not name.startswith(BEYOND)],
-)
+EXPORTED = {name: case for name, case in CASES.items() if not name.startswith(BEYOND)}
 
 
-@exported
+@pytest.mark.parametrize(("transform", "factory", "count"), EXPORTED.values(), ids=EXPORTED)
 def test_a_plain_model_gives_the_same_output(transform: t.Transform, factory: Factory, count: int) -> None:
     model = made(factory)
     assert len(transform.apply(model).changed) == count
@@ -131,9 +131,8 @@ def test_a_plain_model_gives_the_same_output(transform: t.Transform, factory: Fa
 def test_what_a_plain_model_cannot_express_keeps_its_names(transform: t.Transform, factory: Factory) -> None:
     model = made(factory)
     transform.apply(model)
-    missing, unexpected = factory().load_state_dict(
-        transform.to_plain(model.state_dict(), model), strict=False
-    )
+    plain = transform.to_plain(model.state_dict(), model)
+    missing, unexpected = factory().load_state_dict(plain, strict=False)
     assert missing == []
     assert unexpected
     assert all(".se." in name or ".value." in name for name in unexpected)
@@ -206,3 +205,119 @@ def test_a_model_that_is_wrapped_already_is_refused(transform: t.Transform) -> N
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(PlanError, match=f"{type(transform).__name__}: '0.weight' is already sharded"):
         transform.apply(model)
+
+
+@pytest.mark.long
+@cases_at_length
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute:UserWarning"
+)  # dynamo, where it resumes after a break
+def test_compiles_whole(transform: t.Transform, factory: Factory, count: int) -> None:
+    torch._dynamo.reset()
+    model = made(factory)
+    assert len(transform.apply(model).changed) == count
+    safe = type(transform).compile_safe
+    for train in (True, False):
+        compiled = torch.compile(model.train(train), backend="eager", fullgraph=safe)
+        torch.manual_seed(3)
+        state = copy.deepcopy(model.state_dict())
+        found = compiled(models.images())
+        model.load_state_dict(state)
+        torch.manual_seed(3)
+        if safe:
+            torch.testing.assert_close(found, model(models.images()))
+        else:
+            assert found.isfinite().all()
+
+
+@pytest.mark.long
+@cases
+def test_trains(transform: t.Transform, factory: Factory, count: int) -> None:
+    model = made(factory)
+    assert len(transform.apply(model).changed) == count
+    x, labels = models.images(10), torch.arange(10) % 5
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    losses = []
+    for _ in range(20):
+        loss = F.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-3:]) < 0.9 * sum(losses[:3]), losses
+
+
+@cases
+def test_hooks_dtype_and_frozen_weights_stay(transform: t.Transform, factory: Factory, count: int) -> None:
+    model = made(factory).requires_grad_(False).bfloat16()
+    report = transform.apply(copy.deepcopy(model))
+    seen: list[nn.Module] = []
+    changed = [model.get_submodule(name) for name in report.changed]
+    for module in changed:
+        module.register_forward_hook(lambda module, *_: seen.append(module))
+    transform.apply(model)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    learning = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert all(".se." in name or ".value." in name for name in learning)
+    assert model(models.images().bfloat16()).dtype == torch.bfloat16
+    assert {id(module) for module in seen} == {id(module) for module in changed}
+    assert len(changed) == count
+
+
+@cases
+def test_meta_weights_then_to_empty(transform: t.Transform, factory: Factory, count: int) -> None:
+    """The way large models are built under FSDP: nothing but the weights may need to be filled in."""
+    reference = made(factory)
+    transform.apply(reference)
+    with torch.device("meta"):
+        model = factory()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(transform.apply(model).changed) == count
+    model.to_empty(device="cpu").load_state_dict(reference.state_dict())
+    same_numbers(model, reference)
+
+
+# ---- together ----
+
+ORDER = [FACTORIZE, BlurPool(), WeightStandardization(), EXCITE, GHOST, StochasticDepth()]
+
+
+def test_the_declared_order_loses_nothing() -> None:
+    """Each surgery finds, after those it declares to follow, all that it would find alone; Composer's do not."""
+    model = made(models.resnet)
+    alone = {type(one).__name__: len(one.apply(made(models.resnet)).changed) for one in ORDER}
+    together = {type(one).__name__: len(one.apply(model).changed) for one in ORDER}
+    assert together == alone | {"WeightStandardization": alone["WeightStandardization"] + 8}, "both factors"
+    for index, transform in enumerate(ORDER):
+        names = {type(one).__name__ for one in ORDER[:index]}
+        assert set(type(transform).after) <= names
+
+
+def test_the_other_order_is_said() -> None:
+    model = made(models.resnet)
+    WeightStandardization().apply(model)
+    report = BlurPool().apply(model)
+    assert report.changed == ("3",), "the max-pool"
+    assert all("StandardizedConv2d is a subclass" in why for _, why in report.skipped)
+
+
+def test_all_together() -> None:
+    torch._dynamo.reset()
+    weights = made(models.resnet).state_dict()
+    before, after = made(models.resnet), models.resnet()
+    for model in (before, after):
+        torch.manual_seed(1)
+        for transform in ORDER:
+            transform.apply(model)
+    state = weights
+    for transform in ORDER:
+        state = transform.from_plain(state, after)
+    after.load_state_dict(state)
+    same_numbers(before, after)
+    torch.compile(after.train(), backend="eager", fullgraph=True)(models.images()).sum().backward()
+    pickle.loads(pickle.dumps(after))
+    for transform in reversed(ORDER):
+        state = transform.to_plain(state, after)
+    assert {name for name in state if ".se." not in name} == set(weights)
+    assert all(state[name].shape == weights[name].shape for name in weights)

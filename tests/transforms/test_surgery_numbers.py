@@ -70,16 +70,13 @@ def test_ghost_below_its_size_works_in_evaluation_and_training() -> None:
 
 
 def test_ghost_cumulative_statistics() -> None:
-    bn = nn.BatchNorm1d(3, momentum=None)
-    operated(t.GhostBatchNorm(4), bn)
-    x = torch.randn(8, 3)
-    bn(x)
-    torch.testing.assert_close(bn.running_mean, x.mean(0))
+    model, x = operated(t.GhostBatchNorm(4), nn.BatchNorm1d(3, momentum=None)), torch.randn(8, 3)
+    model(x)
+    torch.testing.assert_close(model[0].running_mean, x.mean(0))
 
 
 def test_ghost_without_running_statistics() -> None:
-    bn = nn.BatchNorm3d(3, track_running_stats=False)
-    model = operated(t.GhostBatchNorm(2), bn)
+    model = operated(t.GhostBatchNorm(2), nn.BatchNorm3d(3, track_running_stats=False))
     x = torch.randn(4, 3, 2, 2, 2)
     torch.testing.assert_close(model.eval()(x), model.train()(x))
 
@@ -94,8 +91,7 @@ def test_ghost_leaves_sync_batch_norm() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_standardized_weights_have_mean_0_and_variance_1(dtype: torch.dtype) -> None:
-    weight = (torch.randn(7, 4, 3, 3) * 3 + 1).to(dtype, memory_format=torch.channels_last)
-    out = standardize(weight)
+    out = standardize((torch.randn(7, 4, 3, 3) * 3 + 1).to(dtype, memory_format=torch.channels_last))
     assert out.dtype == dtype
     assert out.is_contiguous(memory_format=torch.channels_last)
     flat = out.double().flatten(1)
@@ -115,8 +111,7 @@ def test_standardization_leaves_the_last_and_the_single_weights() -> None:
 
 @pytest.mark.parametrize("blur_first", [True, False])
 def test_standardization_keeps_blurpool_and_padding_mode(blur_first: bool) -> None:
-    conv = nn.Conv2d(16, 16, 3, 2, 1, padding_mode="reflect")
-    model = nn.Sequential(conv)
+    model = nn.Sequential(nn.Conv2d(16, 16, 3, 2, 1, padding_mode="reflect"))
     t.BlurPool(blur_first=blur_first).apply(model)
     reference = copy.deepcopy(model)
     t.WeightStandardization().apply(model)
@@ -164,9 +159,8 @@ def test_factorize_leaves_what_would_not_gain_or_learn() -> None:
     zero = nn.Linear(32, 32)
     nn.init.zeros_(zero.weight)
     layers = [nn.Linear(32, 32), nn.Conv2d(32, 32, 3, groups=2), shared, tied, zero]
-    report = t.Factorize(min_channels=32, min_features=32, latent_features=16).apply(
-        nn.Sequential(*layers, nn.Conv2d(32, 32, 3))
-    )
+    factorize = t.Factorize(min_channels=32, min_features=32, latent_features=16)
+    report = factorize.apply(nn.Sequential(*layers, nn.Conv2d(32, 32, 3)))
     assert report.changed == ("5",)
     reasons = ["saves no multiplications; use at most 15", "2 groups", *["shares its weight"] * 2]
     assert all(part in why for part, (_, why) in zip(reasons, report.skipped[:4], strict=True))
@@ -180,8 +174,7 @@ def test_factorize_inside_a_layer_that_reads_its_weights() -> None:
     report = t.Factorize(min_features=32, latent_features=8).apply(model)
     assert report.changed == ("linear1", "linear2")
     x = torch.randn(2, 5, 32)
-    with torch.no_grad():
-        fast = model(x)
+    fast = torch.no_grad()(model)(x)
     torch.testing.assert_close(fast, model(x.requires_grad_()), rtol=1e-4, atol=1e-5)
 
 
@@ -190,8 +183,7 @@ def test_factorize_inside_a_layer_that_reads_its_weights() -> None:
 
 def test_subnetworks_are_few_and_held() -> None:
     torch.manual_seed(0)
-    model = operated(t.GyroDropout(p=0.5, sigma=6, tau=3, total_steps=24), nn.Dropout(0.1))
-    layer = model[0]
+    layer = operated(t.GyroDropout(p=0.5, sigma=6, tau=3, total_steps=24), nn.Dropout(0.1))[0]
     assert layer.hold == 12
     steps = torch.stack([layer(torch.ones(7, 32)) for _ in range(48)])
     assert set(steps.unique().tolist()) == {0.0, 2.0}
@@ -235,11 +227,11 @@ def test_the_length_of_the_training_is_given_told_or_asked_for() -> None:
 
 
 def test_ranks_with_one_seed_have_the_same_subnetworks() -> None:
-    outs = []
-    for _ in range(2):
+    def rank() -> torch.Tensor:
         torch.manual_seed(5)
-        outs.append(operated(t.GyroDropout(total_steps=9999), nn.Dropout(0.1))(torch.ones(4, 9)))
-    assert torch.equal(*outs)
+        return operated(t.GyroDropout(total_steps=9999), nn.Dropout(0.1))(torch.ones(4, 9))
+
+    assert torch.equal(rank(), rank())
 
 
 # ---- LowPrecisionLayerNorm and LowPrecisionGroupNorm ----
@@ -307,8 +299,7 @@ def test_both_libraries_attend_alike() -> None:
     ours.fused_attn = False
     torch.testing.assert_close(ours(x), theirs(x, x, x)[0])
     with torch.autocast("cpu", torch.bfloat16):
-        assert one(models.images()).isfinite().all()
-        assert other(models.images()).isfinite().all()
+        assert all(model(models.images()).isfinite().all() for model in (one, other))
 
 
 def test_position_embeddings_are_gone_and_the_image_may_grow() -> None:
@@ -316,8 +307,7 @@ def test_position_embeddings_are_gone_and_the_image_may_grow() -> None:
         "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=24, depth=1, num_heads=3,
         num_classes=5, dynamic_img_size=True,
     ).eval()  # fmt: skip
-    report = t.ALiBi().apply(model)
-    assert report.notes == ("pos_embed is set to 0 and frozen.",)
+    assert t.ALiBi().apply(model).notes == ("pos_embed is set to 0 and frozen.",)
     assert model.pos_embed.eq(0).all()
     assert not model.pos_embed.requires_grad
     assert model(torch.randn(1, 3, 64, 64)).isfinite().all()

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -57,6 +58,11 @@ def tokens(transform: t.SeqLengthWarmup) -> Step:
     return lambda on: transform.batch(on(torch.arange(60).view(3, 20)), on(torch.arange(3)), context())
 
 
+def of_the_loader(transform: t.Transform) -> Step:
+    assert transform.loader_settings
+    return lambda on: transform.batch(on(IMAGES), on(LABELS), context())
+
+
 def loss(transform: t.Transform, base: Callable[..., Tensor] = F.cross_entropy) -> Step:
     return lambda on: [transform.loss(base)(on(LOGITS), on(targets)) for targets in (LABELS, SOFT)]
 
@@ -90,13 +96,9 @@ def session(transform: t.Transform) -> Step:
     return step
 
 
-def clipping(transform: t.GradientClipping) -> Step:
-    def step(on: Callable[[Any], Any]) -> Any:
-        parameters = with_gradients(on(small()))
-        norm = transform.clip(parameters)
-        return norm, [p.grad for p in parameters]
-
-    return step
+def clipping(transform: t.GradientClipping, on: Callable[[Any], Any]) -> Any:
+    parameters = with_gradients(on(small()))
+    return transform.clip(parameters), [p.grad for p in parameters]
 
 
 def perturbing(on: Callable[[Any], Any]) -> Any:
@@ -115,20 +117,8 @@ def freezing(on: Callable[[Any], Any]) -> Any:
 
 def decay(on: Callable[[Any], Any]) -> Any:
     parameters = with_gradients(on(small()))
-    optimizer = t.NoWeightDecay().optimizer(lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1))(
-        parameters
-    )
-    optimizer.step()
+    t.NoWeightDecay().optimizer(partial(torch.optim.SGD, lr=0.1, weight_decay=0.1))(parameters).step()
     return parameters
-
-
-def of_the_loader(transform: t.Transform) -> Step:
-    assert transform.loader_settings
-
-    def step(on: Callable[[Any], Any]) -> Any:
-        return transform.batch(on(IMAGES), on(LABELS), context())
-
-    return step
 
 
 def momentum_none() -> nn.Module:
@@ -155,9 +145,9 @@ STEPS: dict[str, Step] = {
     "LabelSmoothing": loss(t.LabelSmoothing()), "LabelSmoothing, of a loss": loss(t.LabelSmoothing(), focal),
     "LabelSmoothing, of BCE": loss(t.LabelSmoothing(), t.BinaryCrossEntropy().loss(F.cross_entropy)),
     "BinaryCrossEntropy": loss(t.BinaryCrossEntropy()),
-    "GradientClipping": clipping(t.GradientClipping()),
-    "GradientClipping, value": clipping(t.GradientClipping("value", 0.1)),
-    "GradientClipping, adaptive": clipping(t.GradientClipping("adaptive", 0.1)),
+    "GradientClipping": partial(clipping, t.GradientClipping()),
+    "GradientClipping, value": partial(clipping, t.GradientClipping("value", 0.1)),
+    "GradientClipping, adaptive": partial(clipping, t.GradientClipping("adaptive", 0.1)),
     "SAM": perturbing, "LayerFreezing": freezing, "NoWeightDecay": decay,
     "EMA": session(t.EMA()), "Lookahead": session(t.Lookahead(2)), "SWA": session(t.SWA(0.3, 0.9)),
     "TestTimeFlip": lambda on: t.TestTimeFlip(1).predict(on(small()), on(IMAGES)),

@@ -29,20 +29,29 @@ SAMPLES = 60
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of 60 raw images of about 100 KB."""
     made = tmp_path_factory.mktemp("served")
-    random = np.random.default_rng(0)
-    images = random.integers(0, 256, (SAMPLES, 180, 190, 3), dtype=np.uint8)
+    images = np.random.default_rng(0).integers(0, 256, (SAMPLES, 180, 190, 3), dtype=np.uint8)
     convert((images, np.arange(SAMPLES) % 5), made / "train.beton", progress=False)
     return made
 
 
 @pytest.fixture
-def server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
-    """It serves a copy of the file, which a test may change; the cache is empty."""
+def served(folder: Path, tmp_path: Path) -> Path:
+    """A copy of the file, which a test may change."""
+    return Path(shutil.copytree(folder, tmp_path / "served")) / "train.beton"
+
+
+@pytest.fixture
+def server(served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
+    """It serves that; the cache is empty."""
     monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
     monkeypatch.setattr(sources, "_PAUSE", 0.01)
-    shutil.copytree(folder, tmp_path / "served")
-    with serving(tmp_path / "served") as one:
+    with serving(served.parent) as one:
         yield one
+
+
+@pytest.fixture
+def address(server: RangeServer) -> str:
+    return server.address("train.beton")
 
 
 def epochs(loader: Any, number: int = 2) -> list[torch.Tensor]:
@@ -51,20 +60,25 @@ def epochs(loader: Any, number: int = 2) -> list[torch.Tensor]:
 
 
 OPTIONS: dict[str, Any] = {"batch_size": 10, "image_size": 32, "workers": 2, "dtype": torch.uint8}
+SMALL = OPTIONS | {"batch_size": 2, "batches_ahead": 1}
+
+
+@pytest.fixture
+def local(folder: Path) -> torch.Tensor:
+    """What one epoch of the local file has."""
+    return epochs(FFCVLoader(folder / "train.beton", **OPTIONS), 1)[0]
 
 
 @pytest.mark.parametrize("order", ["random", "quasi_random"])
 def test_the_samples_of_the_local_file_each_fetched_once(
-    server: RangeServer, folder: Path, order: str
+    server: RangeServer, address: str, folder: Path, order: str
 ) -> None:
-    address = server.address("train.beton")
     local = epochs(FFCVLoader(folder / "train.beton", order=order, **OPTIONS))
     loader = FFCVLoader(address, order=order, **OPTIONS)
     size = len(loader.beton.files[0].data)
     tables = server.bytes
     assert tables < 8 * BLOCK < size / 8
-    remote = epochs(loader)
-    assert all(torch.equal(one, other) for one, other in zip(local, remote, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(local, epochs(loader), strict=True))
     needed = int(loader.beton.sizes.sum())
     assert needed <= server.bytes <= 1.1 * needed + tables
     before = len(server.requests)
@@ -73,19 +87,17 @@ def test_the_samples_of_the_local_file_each_fetched_once(
     assert [size for _, _, size in server.requests[before:] if size > 0] == []
 
 
-def test_the_first_batch_needs_little(server: RangeServer) -> None:
-    options = OPTIONS | {"batch_size": 2, "batches_ahead": 1}
-    with FFCVLoader(server.address("train.beton"), **options) as loader:
+def test_the_first_batch_needs_little(server: RangeServer, address: str) -> None:
+    with FFCVLoader(address, **SMALL) as loader:
         next(iter(loader))
         assert server.bytes < int(loader.beton.sizes.sum()) / 3
 
 
-def test_torchs_loader_reads_it_too(server: RangeServer, folder: Path) -> None:
+def test_torchs_loader_reads_it_too(address: str, folder: Path) -> None:
     options = OPTIONS | {"dtype": torch.float32, "train": False, "workers": 0}
     local = epochs(TorchLoader(folder / "train.beton", **options), 1)
-    assert torch.equal(epochs(TorchLoader(server.address("train.beton"), **options), 1)[0], local[0])
-    file = pickle.loads(pickle.dumps(open_beton(server.address("train.beton")).file))
-    assert file.mirror.address == server.address("train.beton")
+    assert torch.equal(epochs(TorchLoader(address, **options), 1)[0], local[0])
+    assert pickle.loads(pickle.dumps(open_beton(address).file)).mirror.address == address
 
 
 @pytest.mark.process
@@ -103,19 +115,19 @@ def test_masks_and_boxes_come_with_their_images(server: RangeServer, tmp_path: P
 
 
 @pytest.mark.process
-def test_worker_processes_share_the_copy(server: RangeServer, folder: Path) -> None:
+def test_worker_processes_share_the_copy(server: RangeServer, address: str, folder: Path) -> None:
     options = OPTIONS | {"dtype": torch.float32, "train": False}
     local = epochs(TorchLoader(folder / "train.beton", **options), 1)
-    loader = TorchLoader(server.address("train.beton"), **options)
+    loader = TorchLoader(address, **options)
     tables = server.bytes
     remote = epochs(loader, 1)
     assert torch.equal(local[0], remote[0])
     assert server.bytes - tables <= (folder / "train.beton").stat().st_size  # no block is fetched twice
 
 
-def test_two_jobs_share_what_each_fetches(server: RangeServer, folder: Path) -> None:
+def test_two_jobs_share_what_each_fetches(server: RangeServer, address: str, folder: Path) -> None:
     """Each of the loaders has a descriptor and locks of its own, like one of another process."""
-    loaders = [FFCVLoader(server.address("train.beton"), **OPTIONS) for _ in range(2)]
+    loaders = [FFCVLoader(address, **OPTIONS) for _ in range(2)]
     tables, server.delay = server.bytes, 0.02
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda loader: epochs(loader, 1)[0], loaders)
@@ -123,68 +135,64 @@ def test_two_jobs_share_what_each_fetches(server: RangeServer, folder: Path) -> 
     assert server.bytes - tables <= (folder / "train.beton").stat().st_size
 
 
-def test_a_loader_takes_the_options_of_its_address(server: RangeServer, tmp_path: Path) -> None:
-    with FFCVLoader(
-        server.address("train.beton"), cache=tmp_path / "own", cache_limit=1, **OPTIONS
-    ) as loader:
+def test_a_loader_takes_the_options_of_its_address(address: str, tmp_path: Path) -> None:
+    with FFCVLoader(address, cache=tmp_path / "own", cache_limit=1, **OPTIONS) as loader:
         assert loader.beton.files[0].path.is_relative_to(tmp_path / "own")
         kept = list(Path("/proc/self/fd").iterdir())
         assert sum(str(tmp_path / "own") in os.path.realpath(each) for each in kept) == 1
     for wrong in ({"cache": 5}, {"cache_limit": 0}, {"patience": -1}):
         with pytest.raises(DataError, match=next(iter(wrong))):
-            TorchLoader(server.address("train.beton"), **wrong, **OPTIONS)
+            TorchLoader(address, **wrong, **OPTIONS)
 
 
 def test_an_outage_is_waited_for_and_reported(
-    server: RangeServer, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    server: RangeServer, address: str, local: torch.Tensor, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.setattr(terminal, "_SILENT", 0.1)
-    loader = FFCVLoader(server.address("train.beton"), **OPTIONS)
+    loader = FFCVLoader(address, **OPTIONS)
     server.fail = 10**6
     back = threading.Timer(1.5, lambda: setattr(server, "fail", 0))
     back.start()
-    remote = epochs(loader, 1)
+    assert torch.equal(epochs(loader, 1)[0], local)
     back.join()
-    assert torch.equal(remote[0], epochs(FFCVLoader(folder / "train.beton", **OPTIONS), 1)[0])
     lines = [line for line in capfd.readouterr().err.splitlines() if "does not answer, its requests" in line]
     assert 1 <= len(lines) < 8, lines
     assert "503" in lines[0]
     assert lines[0].endswith("s of at most 300 s)")
 
 
-def test_two_versions_are_not_mixed(server: RangeServer, tmp_path: Path) -> None:
+def test_two_versions_are_not_mixed(address: str, served: Path) -> None:
     """Also where no manifest could tell."""
-    file = tmp_path / "served" / "train.beton"
-    (tmp_path / "served" / "train.beton.json").unlink()
-    options = OPTIONS | {"batch_size": 2, "batches_ahead": 1}
-    with FFCVLoader(server.address("train.beton"), **options) as loader:
+    served.with_name("train.beton.json").unlink()
+    with FFCVLoader(address, **SMALL) as loader:
         batches = iter(loader)
         next(batches)
-        os.utime(file, (1, 1))
+        os.utime(served, (1, 1))
         with pytest.raises(
             DataError, match=r"train.beton was replaced while it was in use.*same command again"
         ):
             list(batches)
 
 
-def test_reading_without_a_loader(server: RangeServer, folder: Path) -> None:
-    beton = open_beton(server.address("train.beton"))
-    assert beton.stored(7) == open_beton(folder / "train.beton").stored(7)
-    assert beton.manifest == open_beton(folder / "train.beton").manifest
-    assert inspect(server.address("train.beton")).samples == SAMPLES
-    assert verify(server.address("train.beton"), progress=False).sound
+def test_reading_without_a_loader(address: str, folder: Path) -> None:
+    beton, local = open_beton(address), open_beton(folder / "train.beton")
+    assert beton.stored(7) == local.stored(7)
+    assert beton.manifest == local.manifest
+    assert inspect(address).samples == SAMPLES
+    assert verify(address, progress=False).sound
 
 
-def test_requests_that_fail_or_break_off_are_repeated(server: RangeServer, folder: Path) -> None:
+def test_requests_that_fail_or_break_off_are_repeated(
+    server: RangeServer, address: str, local: torch.Tensor
+) -> None:
     server.fail = 2
-    loader = FFCVLoader(server.address("train.beton"), **OPTIONS)
+    loader = FFCVLoader(address, **OPTIONS)
     server.fail, server.cut = 3, 3
-    remote = epochs(loader, 1)
-    assert torch.equal(remote[0], epochs(FFCVLoader(folder / "train.beton", **OPTIONS), 1)[0])
+    assert torch.equal(epochs(loader, 1)[0], local)
 
 
-def test_a_source_that_fails_for_good(server: RangeServer) -> None:
-    with FFCVLoader(server.address("train.beton"), patience=0.2, **OPTIONS) as loader:
+def test_a_source_that_fails_for_good(server: RangeServer, address: str) -> None:
+    with FFCVLoader(address, patience=0.2, **OPTIONS) as loader:
         server.fail = 10**6
         with pytest.raises(DataError, match=r"train.beton cannot be read: \d+ requests failed in 0 s, .*503"):
             list(loader)
@@ -192,8 +200,8 @@ def test_a_source_that_fails_for_good(server: RangeServer) -> None:
         assert len(list(loader)) == SAMPLES // 10
 
 
-def test_a_source_that_stalls(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    loader = FFCVLoader(server.address("train.beton"), patience=0.3, **OPTIONS)
+def test_a_source_that_stalls(server: RangeServer, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loader = FFCVLoader(address, patience=0.3, **OPTIONS)
     monkeypatch.setattr(sources, "SECONDS", 0.2)
     server.delay = 1.0
     with loader, pytest.raises(DataError, match=r"2 requests failed.*Timeout"):
@@ -209,28 +217,27 @@ def test_a_server_that_goes_away(folder: Path, tmp_path: Path, monkeypatch: pyte
         list(loader)
 
 
-def test_changed_bytes_are_noticed_and_fetched_again(server: RangeServer, tmp_path: Path) -> None:
+def test_changed_bytes_are_noticed_and_fetched_again(address: str, served: Path) -> None:
     """While the file is read; with the same size and, by a careless server, the same version."""
-    file = tmp_path / "served" / "train.beton"
-    loader = FFCVLoader(server.address("train.beton"), **OPTIONS)
-    at, status, good = int(loader.beton.pointers[5]) + 100, file.stat(), file.read_bytes()
-    changed = bytearray(good)
-    changed[at] ^= 255
-    file.write_bytes(changed)
-    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    loader = FFCVLoader(address, **OPTIONS)
+    at, status, good = int(loader.beton.pointers[5]) + 100, served.stat(), served.read_bytes()
+
+    def write(data: bytes) -> None:
+        served.write_bytes(data)
+        os.utime(served, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    write(good[:at] + bytes([good[at] ^ 255]) + good[at + 1 :])
     with loader:
         with pytest.raises(BetonError, match=r"sample 5: what http.*train.beton sends has another CRC-32"):
             list(loader)
-        file.write_bytes(good)  # repaired: the wrong block does not stay
-        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        write(good)  # repaired: the wrong block does not stay
         assert len(list(loader)) == SAMPLES // 10
 
 
-def test_another_version_is_another_copy(server: RangeServer, tmp_path: Path) -> None:
-    address = server.address("train.beton")
+def test_another_version_is_another_copy(address: str, served: Path) -> None:
     first = local_copy(address)
     assert local_copy(address) == first
-    os.utime(tmp_path / "served" / "train.beton", (1, 1))
+    os.utime(served, (1, 1))
     assert local_copy(address) != first
 
 
@@ -246,30 +253,28 @@ def test_addresses_of_nothing(server: RangeServer, address: str, words: str) -> 
         open_beton(address if "://" in address else server.address(address))
 
 
-def test_a_server_without_ranges_is_refused(server: RangeServer) -> None:
+def test_a_server_without_ranges_is_refused(server: RangeServer, address: str) -> None:
     server.ranges = False
     with pytest.raises(DataError, match="cannot be read in ranges"):
-        open_beton(server.address("train.beton"))
+        open_beton(address)
 
 
-def test_what_is_no_beton(server: RangeServer, tmp_path: Path) -> None:
-    for name, data in {"empty.beton": b"", "short.beton": b"x" * 9, "noise.beton": b"noise" * 40_000}.items():
-        (tmp_path / "served" / name).write_bytes(data)
-        with pytest.raises(BetonError, match=name):
-            open_beton(server.address(name))
-    whole = (tmp_path / "served" / "train.beton").read_bytes()
-    (tmp_path / "served" / "cut.beton").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(BetonError, match="truncated"):
-        open_beton(server.address("cut.beton"))
+@pytest.mark.parametrize("name", ["empty", "short", "noise", "cut"])
+def test_what_is_no_beton(server: RangeServer, served: Path, name: str) -> None:
+    whole = served.read_bytes()
+    kinds = {"empty": b"", "short": b"x" * 9, "noise": b"noise" * 40_000, "cut": whole[: len(whole) // 2]}
+    served.with_name(f"{name}.beton").write_bytes(kinds[name])
+    with pytest.raises(BetonError, match="truncated" if name == "cut" else f"{name}.beton"):
+        open_beton(server.address(f"{name}.beton"))
 
 
-def test_without_a_manifest(server: RangeServer, tmp_path: Path) -> None:
-    (tmp_path / "served" / "train.beton.json").unlink()
-    assert open_beton(server.address("train.beton")).checksums is None
+def test_without_a_manifest(address: str, served: Path) -> None:
+    served.with_name("train.beton.json").unlink()
+    assert open_beton(address).checksums is None
 
 
-def test_threads_that_ask_for_the_same_fetch_it_once(server: RangeServer) -> None:
-    mirror = Mirror(local_copy(server.address("train.beton")))
+def test_threads_that_ask_for_the_same_fetch_it_once(server: RangeServer, address: str) -> None:
+    mirror = Mirror(local_copy(address))
     server.delay = 0.2
     barrier = threading.Barrier(8)
 
@@ -284,8 +289,8 @@ def test_threads_that_ask_for_the_same_fetch_it_once(server: RangeServer) -> Non
     mirror.close()
 
 
-def test_only_the_blocks_of_a_range_are_filled(server: RangeServer, folder: Path) -> None:
-    copy = local_copy(server.address("train.beton"))
+def test_only_the_blocks_of_a_range_are_filled(address: str, folder: Path) -> None:
+    copy = local_copy(address)
     mirror = Mirror(copy)
     mirror.fetch(np.array([4 * BLOCK + 5]), 8 * BLOCK - 5)
     assert np.flatnonzero(np.fromfile(copy.parent / BLOCKS, np.uint8)).tolist() == [*range(4, 12)]
@@ -296,10 +301,10 @@ def test_only_the_blocks_of_a_range_are_filled(server: RangeServer, folder: Path
     mirror.close()
 
 
-def test_the_folder_keeps_to_its_limit(server: RangeServer, tmp_path: Path) -> None:
-    cache, size = tmp_path / "small", (tmp_path / "served" / "train.beton").stat().st_size
+def test_the_folder_keeps_to_its_limit(server: RangeServer, served: Path, tmp_path: Path) -> None:
+    cache, size = tmp_path / "small", served.stat().st_size
     for name in ("one.beton", "two.beton", "three.beton"):
-        shutil.copy(tmp_path / "served" / "train.beton", tmp_path / "served" / name)
+        shutil.copy(served, served.with_name(name))
     limit = 1.5 * size / 1e9
     used = open_beton(local_copy(server.address("one.beton"), Remote(cache, limit)))
     used.file.fetch(np.array([0]), size)
@@ -316,10 +321,10 @@ def test_the_folder_keeps_to_its_limit(server: RangeServer, tmp_path: Path) -> N
         local_copy(server.address("three.beton"), Remote(cache, size / 2e9))
 
 
-def test_a_folder_that_cannot_be_written(server: RangeServer, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(address: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"cannot be made in .*Pass cache=FOLDER"):
-        local_copy(server.address("train.beton"), Remote(tmp_path / "file"))
+        local_copy(address, Remote(tmp_path / "file"))
 
 
 @given(st.sets(st.integers(0, 1000), max_size=200))
