@@ -17,7 +17,7 @@ from drivetrain.common.signals import interrupts_held, raising
 from drivetrain.common.threads import end, in_order, results, wait
 from drivetrain.loaders import FFCVLoader, convert, verify
 from loader_pictures import jpeg_folder
-from pipeline_data import TRAIN, Toy
+from pipeline_data import Toy
 
 IN_TIME = 20.0  # seconds for threads to end
 ABOUT_THREADS = ("threads.py", "signals.py", "threading.py", "thread.py", "_base.py", "ffcv_loader.py")
@@ -65,9 +65,7 @@ def interrupted_everywhere(work: Callable[[], object], stride: int) -> None:
         step += stride
         deadline = time.monotonic() + IN_TIME
         while threading.active_count() > before:
-            assert time.monotonic() < deadline, (
-                f"a thread was left after an interrupt at line {step - stride}"
-            )
+            assert time.monotonic() < deadline, f"a thread was left by an interrupt at line {step - stride}"
             time.sleep(0.001)
     assert step > 50
 
@@ -96,9 +94,7 @@ def test_results_in_order() -> None:
 @pytest.mark.long
 def test_loading(toy: Toy) -> None:
     def work() -> None:
-        with FFCVLoader(
-            toy.train, batch_size=TRAIN // 4, image_size=16, workers=2, batches_ahead=1
-        ) as loader:
+        with FFCVLoader(toy.train, batch_size=32, image_size=16, workers=2, batches_ahead=1) as loader:
             assert len(list(loader)) == 4
 
     interrupted_everywhere(work, 5)

@@ -62,14 +62,20 @@ def test_every_script_runs_small() -> None:
         assert f"from {other} import" in (ROOT / f"benchmarks/{script}.py").read_text()
 
 
+def small(path: Path, count: int) -> Path:
+    """A file of ten classes."""
+    images, numbers = raw_pictures(count, 32)
+    convert((images, numbers % 10), path, progress=False)
+    return path
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of photographs, two small files, and a recipe that trains on them."""
     folder = tmp_path_factory.mktemp("data")
     jpeg_folder(folder / "photos", per_class=90)
-    images, numbers = raw_pictures(640, 32)
     for name in ("train", "val"):
-        convert((images, numbers % 10), folder / f"{name}.beton", progress=False)
+        small(folder / f"{name}.beton", 640)
     (folder / "small.yaml").write_text(RECIPE)
     return folder
 
@@ -112,12 +118,9 @@ def test_bytes_on_the_wire(cluster: Cluster, tmp_path: Path) -> None:
 def test_two_recipes_are_tuned(tmp_path: Path) -> None:
     """cifar10-quickstart and a recipe for photographs, each for 60 s; then both pipelines are measured again."""
     jpeg_folder(tmp_path / "photos", per_class=20)
-    small = tmp_path / "small.beton"
-    images, numbers = raw_pictures(2048, 32)
-    convert((images, numbers % 10), small, progress=False)
-    out = tmp_path / "results"
+    file, out = small(tmp_path / "small.beton", 2048), tmp_path / "results"
     command = [sys.executable, str(ROOT / "benchmarks/tuning.py"), str(tmp_path / "photos"), "--seconds", "60",
-               "--rounds", "2", "--train", str(small), "--val", str(small), "--out", str(out)]  # fmt: skip
+               "--rounds", "2", "--train", str(file), "--val", str(file), "--out", str(out)]  # fmt: skip
     output_of(*command, timeout=280, env=ENVIRONMENT)
     recipes = json.loads((out / "tuning.json").read_text())["recipes"]
     assert recipes.keys() == {"cifar10-quickstart", "ffcv-resnet18-16"}

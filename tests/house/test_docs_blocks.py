@@ -11,6 +11,7 @@ import shlex
 import sys
 import tarfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ ELSEWHERE = {
     "docs/guide/after-the-run.md": "tests/pipeline/apps/exports/test_after_the_run_guide.py",
     "docs/guide/callbacks.md": "tests/pipeline/callbacks/test_callbacks.py",
     "docs/guide/composer.md": "tests/transforms/test_from_composer.py",
-    "docs/guide/how-to.md": "tests/house/test_how_to.py",
+    "docs/guide/how-to.md": "tests/house/test_readme.py",
     "docs/guide/tasks.md": "tests/pipeline/tasks/test_training.py",
 }
 """The pages whose Python blocks other tests run."""
@@ -102,22 +103,15 @@ def toy_pipeline(toy: Toy) -> dict[str, Any]:
     return {"pipeline": toy.pipeline()}
 
 
-def two_files(_: Toy) -> dict[str, Any]:
-    write("train.beton", 64, side=32)
-    write("val.beton", 64, side=32)
+def two_files(_: Toy, classes: int = 10) -> dict[str, Any]:
+    write("train.beton", 64, classes, side=32)
+    write("val.beton", 64, classes, side=32)
     return {"model": convolutions()}
 
 
 def with_loader(toy: Toy) -> dict[str, Any]:
     """The blocks of other libraries have a loader, too."""
-    names = two_files(toy)
-    return names | {"train": FFCVLoader("train.beton", batch_size=32, image_size=32, workers=1)}
-
-
-def three_classes(_: Toy) -> dict[str, Any]:
-    write("train.beton", 64, classes=3, side=32)
-    write("val.beton", 32, classes=3, side=32)
-    return {}
+    return two_files(toy) | {"train": FFCVLoader("train.beton", batch_size=32, image_size=32, workers=1)}
 
 
 PREPARE: dict[str, Callable[[Toy], dict[str, Any]]] = {
@@ -130,7 +124,7 @@ PREPARE: dict[str, Callable[[Toy], dict[str, Any]]] = {
     "docs/stages.md": two_files,
     "docs/strategies.md": toy_pipeline,
     "docs/transforms.md": lambda _: {"model": convolutions()},
-    "docs/tuning.md": three_classes,
+    "docs/tuning.md": partial(two_files, classes=3),
 }
 """The pages that are run here: what makes their files in the current folder, and returns the names that they use."""
 REPLACED = {
@@ -160,9 +154,7 @@ def test_the_blocks_of_a_page_run_one_after_another(
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names = {"__name__": "page", **PREPARE[page](toy)}
-    for excuse, text in blocks(page):
-        if excuse:
-            continue
+    for text in (text for excuse, text in blocks(page) if not excuse):
         for printed, instead in REPLACED.get(page, {}).items():
             text = text.replace(printed, instead)
         exec(compile(text, page, "exec", dont_inherit=True), names)

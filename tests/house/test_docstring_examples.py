@@ -106,11 +106,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         Ledger(rounds, {"recipe": None}).save(folder / f"{name}.json")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        pipeline = (
-            Pipeline("cifar_resnet", num_classes=2, width=4)
-            .load("train.beton", "val.beton", batch_size=16, image_size=32, workers=1)
-            .optimize("sgd", lr=0.1)
-        )
+        pipeline = Pipeline("cifar_resnet", num_classes=2, width=4).optimize("sgd", lr=0.1)
+        pipeline = pipeline.load("train.beton", "val.beton", batch_size=16, image_size=32, workers=1)
         result = pipeline.fit(epochs=1, out="runs/photos", progress=False)
     torch.manual_seed(0)
     vit = torchvision.models.VisionTransformer(32, 8, 2, 2, 64, 128, num_classes=2)

@@ -20,6 +20,9 @@ except MissingExtra as error:
 """
 
 
+SAVE = """from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Trial
+    from drivetrain.pipeline.ledger.ledger import Ledger
+    Ledger([dict.fromkeys([PLAIN, LOADER, MODEL], Trial(1, 1.0, 0.0))]).save('a.png')"""
 OPERATE = "from drivetrain.loaders import FFCVLoader; FFCVLoader({path!r}, batch_size=2, image_size=8, operations=[1])"
 
 
@@ -29,16 +32,9 @@ OPERATE = "from drivetrain.loaders import FFCVLoader; FFCVLoader({path!r}, batch
     [
         (["numba"], OPERATE, "ffcv"),
         (["ffcv"], OPERATE, "ffcv"),
-        (
-            ["matplotlib.figure"],
-            "from drivetrain.pipeline.ledger.ledger import Ledger; "
-            "from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Trial; "
-            "Ledger([dict.fromkeys([PLAIN, LOADER, MODEL], Trial(1, 1.0, 0.0))])"
-            ".save('a.png')",
-            "plot",
-        ),
+        (["matplotlib.figure"], SAVE, "plot"),
     ],
-)  # fmt: skip
+)
 def test_missing_extra(blocked: list[str], statement: str, extra: str, tmp_path: Path) -> None:
     path = str(tmp_path / "a.beton")
     convert((np.zeros((4, 8, 8, 3), np.uint8), np.arange(4)), path, progress=False)

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import process_state
 import pytest
@@ -28,35 +27,31 @@ def made(tmp_path: Path) -> Path:
     for name, size in sizes.items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_bytes(noise.randbytes(1000 * size))
-    wheel(tree / "wheels" / "drivetrain-9.0-py3-none-any.whl", "drivetrain", LIBRARY)
-    wheel(tree / "wheels" / "torch-9.0-py3-none-any.whl", "torch", TORCH)
+    wheel(tree, "drivetrain", LIBRARY)
+    wheel(tree, "torch", TORCH)
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     kit.write_parts(tree, tmp_path / "kit", LIMIT, {"revision": "abc", "python": version})
     return tmp_path / "kit"
 
 
 LIBRARY = {
-    "__init__.py": "__version__ = '9.0'",
-    "loaders/__init__.py": "",
-    "loaders/native/library.py": "library = print",
+    "__init__": "__version__ = '9.0'",
+    "loaders/__init__": "",
+    "loaders/native/library": "library = print",
 }
-TORCH = {
-    "__init__.py": "from types import SimpleNamespace as N\n__version__, cuda = '9', N(is_available=bool)"
-}
+TORCH = {"__init__": "from types import SimpleNamespace as N\n__version__, cuda = '9', N(is_available=bool)"}
 
 
-def wheel(path: Path, name: str, files: dict[str, str]) -> None:
+def wheel(tree: Path, name: str, modules: dict[str, str]) -> None:
     """Stands for the real ones, which take minutes to build: pip installs it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = f"{name}-9.0.dist-info"
-    with zipfile.ZipFile(path, "w") as archive:
-        for file, text in files.items():
-            archive.writestr(f"{name}/{file}", text)
-        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.0\n")
-        archive.writestr(
-            f"{about}/WHEEL", "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{about}/RECORD", "")
+    about = {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.0\n", "RECORD": ""}
+    about["WHEEL"] = "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    (tree / "wheels").mkdir(exist_ok=True)
+    with zipfile.ZipFile(tree / f"wheels/{name}-9.0-py3-none-any.whl", "w") as archive:
+        for module, text in modules.items():
+            archive.writestr(f"{name}/{module}.py", text)
+        for file, text in about.items():
+            archive.writestr(f"{name}-9.0.dist-info/{file}", text)
 
 
 def parts(folder: Path) -> list[Path]:
@@ -65,9 +60,17 @@ def parts(folder: Path) -> list[Path]:
 
 def call(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """As on the machine: the script alone, with the standard library."""
-    return process_state.run(
-        sys.executable, folder / "install.py", *arguments, env={**os.environ, "PYTHONPATH": ""}
-    )
+    command = sys.executable, folder / "install.py", *arguments
+    return process_state.run(*command, env={**os.environ, "PYTHONPATH": ""})
+
+
+def refused(folder: Path, store: Path) -> str:
+    """What is printed where `add` fails."""
+    done = call(folder, "add", "--store", store)
+    assert done.returncode == 1
+    assert done.stderr.startswith("KitError: ")
+    assert "Traceback" not in done.stderr
+    return done.stderr
 
 
 def test_every_part_is_under_the_limit_and_listed(made: Path) -> None:
@@ -82,9 +85,7 @@ def test_every_part_is_under_the_limit_and_listed(made: Path) -> None:
 
 def test_a_file_larger_than_a_part_is_named(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(bytes(LIMIT))
-    with pytest.raises(
-        install.KitError, match=r"large has 67,584 bytes: more than a part, which holds 65,536"
-    ):
+    with pytest.raises(install.KitError, match=r"large has 67,584 bytes: more than a part, .* 65,536"):
         kit.split([tmp_path / "large"], LIMIT)
 
 
@@ -142,11 +143,9 @@ def damage(path: Path, how: str) -> None:
 def test_a_damaged_part_is_named_and_not_kept(made: Path, tmp_path: Path, how: str, said: str) -> None:
     bad = parts(made)[1]
     damage(bad, how)
-    done = call(made, "add", "--store", tmp_path / "store")
-    assert done.returncode == 1
-    assert done.stderr.startswith("KitError: ")
-    assert said in done.stderr
-    assert f"Copy {bad.name} again." in done.stderr
+    told = refused(made, tmp_path / "store")
+    assert said in told
+    assert f"Copy {bad.name} again." in told
     assert not (tmp_path / "store" / "parts" / bad.name).exists()
 
 
@@ -163,17 +162,19 @@ def test_one_missing_part_is_named(made: Path, tmp_path: Path) -> None:
     store, last = tmp_path / "store", parts(made)[-1]
     last.unlink()
     assert install.add(made, store) == [last.name]
-    with pytest.raises(
-        install.KitError, match=rf"1 of \d+ parts are missing in .*: {last.name}\. Put them next"
-    ):
+    with pytest.raises(install.KitError, match=rf"1 of \d+ parts are missing in .*: {last.name}\. Put them"):
         install.install(store)
+
+
+def change_manifest(made: Path, **entries: str) -> None:
+    file = made / "kit.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
 
 
 def test_parts_of_another_kit_are_refused(made: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
     install.add(made, store)
-    manifest = json.loads((made / "kit.json").read_text())
-    (made / "kit.json").write_text(json.dumps({**manifest, "id": "other"}))
+    change_manifest(made, id="other")
     with pytest.raises(install.KitError, match="holds parts of another kit"):
         install.add(made, store)
 
@@ -185,17 +186,12 @@ def test_a_damaged_manifest_is_one_error(made: Path, tmp_path: Path, text: str |
     (made / "kit.json").unlink()
     if text is not None:
         (made / "kit.json").write_text(text)
-    done = call(made, "add", "--store", tmp_path / "store")
-    assert done.returncode == 1
-    assert done.stderr.startswith("KitError: ")
-    assert "kit.json" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "kit.json" in refused(made, tmp_path / "store")
 
 
 def test_another_python_is_named_before_pip_is_tried(made: Path, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    manifest: dict[str, Any] = json.loads((made / "kit.json").read_text())
-    (made / "kit.json").write_text(json.dumps({**manifest, "python": "2.7"}))
+    change_manifest(made, python="2.7")
     install.add(made, store)
     with pytest.raises(install.KitError, match=r"wheels are for Python 2\.7 on x86_64; this is Python 3"):
         install.install(store)
@@ -207,9 +203,7 @@ def test_a_wheel_that_needs_a_library_of_the_system_is_named(tmp_path: Path) -> 
     path = tmp_path / "drivetrain-9.0-py3-none-linux_x86_64.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.write(library._FILE, "drivetrain/loaders/native/libdrivetrain.so")
-    with pytest.raises(
-        install.KitError, match=r"drivetrain-9\.0-.*\.whl needs \['libjpeg\.so\.\d+'\], which"
-    ):
+    with pytest.raises(install.KitError, match=r"drivetrain-9\.0-.*\.whl needs \['libjpeg\.so\.\d+'\], "):
         kit.check_complete(path, tmp_path)
 
 
@@ -225,12 +219,13 @@ def test_cifar10_is_packed_without_loss(cached_cifar10: Path, tmp_path: Path) ->
     from drivetrain.loaders.datasets.names import cifar10
 
     pack = load_script("cifar10_pack", GPU)
-    source, packed, out = cached_cifar10 / "cifar10", tmp_path / "packed", tmp_path / "out"
+    source, packed, out = cached_cifar10 / "cifar10", tmp_path / "packed", tmp_path / "as-root/cifar10"
+    out.parent.mkdir()
     pack.pack(source, packed, LIMIT)
     pack.unpack(packed, out)
     for name in cifar10.MD5S:
         assert (out / name).read_bytes() == (source / name).read_bytes()
-    assert cifar10.fetch_cifar10(_root_of(out)) == _root_of(out) / "cifar10"
+    assert cifar10.fetch_cifar10(out.parent) == out
     with pytest.raises(DataError, match=r"more than part_bytes=10\."):
         pack.pack(source, tmp_path / "small", 10)
     labels = packed / "test_batch.bin.labels"
@@ -240,13 +235,4 @@ def test_cifar10_is_packed_without_loss(cached_cifar10: Path, tmp_path: Path) ->
     assert not (tmp_path / "other" / "test_batch.bin").exists()
     labels.unlink()
     with pytest.raises(DataError, match=r"does not hold test_batch\.bin as it was packed"):
-        pack.unpack(packed, out)
-
-
-def _root_of(folder: Path) -> Path:
-    """The folder under the name that a root has it by."""
-    root = folder.parent / "as-root"
-    root.mkdir(exist_ok=True)
-    if not (root / "cifar10").exists():
-        folder.rename(root / "cifar10")
-    return root
+        pack.unpack(packed, tmp_path / "third")

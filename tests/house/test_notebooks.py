@@ -58,8 +58,7 @@ def kinds(cell: Any) -> set[str]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in LONG else []) for path in NOTEBOOKS],
-    ids=lambda path: path.stem,
+    [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in LONG else []) for p in NOTEBOOKS],
 )
 def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # No npm and no way out: a data set that is not cached is replaced by generated pictures.
@@ -83,8 +82,9 @@ def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_notebook_is_committed_with_the_outputs_of_a_run_in_order(path: Path) -> None:
     cells = code_cells(path)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    assert not any(output.output_type == "error" for cell in cells for output in cell.outputs)
-    assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not any(output.output_type == "error" for output in outputs)
+    assert any("image/png" in output.get("data", {}) for output in outputs)
 
 
 @each_notebook

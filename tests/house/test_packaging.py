@@ -9,7 +9,9 @@ import tomllib
 import zipfile
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, distribution
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 from places import GPU, ROOT, SUPPORT, load_script
@@ -19,10 +21,13 @@ pytestmark = pytest.mark.process
 
 release = load_script("release")
 
+Fresh = tuple[Path, Path]
 STAGES = ("common", "loaders", "pipeline", "strategies", "transforms")
-
-
 BARE = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_LIBRARY_PATH")}
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DEPENDENCIES, EXTRAS = (PROJECT["project"][name] for name in ("dependencies", "optional-dependencies"))
 
 
 def _pins(name: str) -> list[str]:
@@ -54,17 +59,15 @@ def test_the_tests_run_in_a_folder_of_any_name(clone: Path) -> None:
 
 
 def test_the_listed_packages_are_those_of_the_tree() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     rooms = [path.parent for stage in STAGES for path in (ROOT / stage).rglob("__init__.py")]
     found = {"drivetrain"} | {".".join(["drivetrain", *room.relative_to(ROOT).parts]) for room in rooms}
-    assert set(project["tool"]["setuptools"]["packages"]) == found
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found
 
 
 def test_the_wheel_holds_the_package_its_libraries_and_nothing_else(wheel: Path) -> None:
     assert re.fullmatch(r"drivetrain-[\d.]+-py3-none-manylinux_2_\d+_x86_64\.whl", wheel.name)
-    names = {
-        name for name in zipfile.ZipFile(wheel).namelist() if name[-1] != "/" and ".dist-info/" not in name
-    }
+    listed = zipfile.ZipFile(wheel).namelist()
+    names = {name for name in listed if name[-1] != "/" and ".dist-info/" not in name}
     (jpeg,) = (name for name in names if re.fullmatch(r"drivetrain\.libs/libjpeg-[0-9a-f]+\.so[\d.]*", name))
     sources = [ROOT / "py.typed", *ROOT.glob("*.py")]
     sources += [path for stage in STAGES for path in (ROOT / stage).rglob("*.py")]
@@ -85,10 +88,8 @@ def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     environment, lent = folder / "environment", folder / "lent"
     output_of(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
     python = environment / "bin" / "python"
-    uv = Path(sys.executable).parent / "uv"
-    output_of(
-        uv, "pip", "install", "--quiet", "--offline", "--no-deps", "--python", python, wheel, cwd=folder
-    )
+    command = Path(sys.executable).parent / "uv", "pip", "install", "--quiet", "--offline", "--no-deps"
+    output_of(*command, "--python", python, wheel, cwd=folder)
     lent.mkdir()
     for package in {line.split("==")[0] for line in _pins("requirements-run.txt")}:
         with contextlib.suppress(PackageNotFoundError):  # of another version of Python, or another processor
@@ -96,38 +97,38 @@ def fresh(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
             for name in {file.parts[0] for file in found.files or []} - {"..", "__pycache__"}:
                 if not (lent / name).is_symlink():  # several packages are in the folder nvidia
                     (lent / name).symlink_to(found.locate_file(name))
-    site = output_of(
-        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder
-    ).strip()
-    (Path(site) / "lent.pth").write_text(f"{lent}\n")
-    return environment, Path(site)
+    program = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(output_of(python, "-c", program, cwd=folder).strip())
+    (site / "lent.pth").write_text(f"{lent}\n")
+    return environment, site
 
 
-def test_the_wheel_works_in_a_fresh_environment_from_another_folder(
-    fresh: tuple[Path, Path], tmp_path: Path
-) -> None:
-    environment, site = fresh
+def printed_by(fresh: Fresh, folder: Path, program: str, *arguments: str | Path) -> str:
+    """What a program of the fresh environment prints, in a folder of its own."""
+    return output_of(fresh[0] / "bin" / program, *arguments, cwd=folder, env=BARE)
+
+
+def found_by(fresh: Fresh, folder: Path, *extras: str) -> dict[str, Any]:
+    printed = printed_by(fresh, folder, "python", SUPPORT / "wheel_program.py", folder, *extras)
+    return json.loads(printed.splitlines()[-1])
+
+
+def test_the_wheel_works_in_a_fresh_environment_from_another_folder(fresh: Fresh, tmp_path: Path) -> None:
     program = (
         "import drivetrain, drivetrain.loaders, drivetrain.strategies, drivetrain.transforms\n"
         "assert drivetrain.Pipeline and drivetrain.RECIPES\n"
         "assert issubclass(drivetrain.BetonError, drivetrain.DataError)\n"
         "print(drivetrain.__file__)"
     )
-    printed = output_of(environment / "bin" / "python", "-c", program, cwd=tmp_path, env=BARE).strip()
-    assert Path(printed).is_relative_to(site)
-    recipes = output_of(environment / "bin" / "drivetrain", "recipes", cwd=tmp_path, env=BARE)
-    assert "cifar10-quickstart" in recipes
+    printed = printed_by(fresh, tmp_path, "python", "-c", program).strip()
+    assert Path(printed).is_relative_to(fresh[1])
+    assert "cifar10-quickstart" in printed_by(fresh, tmp_path, "drivetrain", "recipes")
 
 
 @pytest.mark.long
-def test_the_wheel_converts_loads_and_trains_with_the_libjpeg_inside(
-    fresh: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_the_wheel_converts_loads_and_trains_with_the_libjpeg_inside(fresh: Fresh, tmp_path: Path) -> None:
     """The libraries that are mapped into the process belong to the wheel, or to the wheels of other packages."""
-    environment, site = fresh
-    program = SUPPORT / "wheel_program.py"
-    printed = output_of(environment / "bin" / "python", program, tmp_path, cwd=tmp_path, env=BARE)
-    found = json.loads(printed.splitlines()[-1])
+    found, site = found_by(fresh, tmp_path), fresh[1]
     assert Path(found["drivetrain"]).is_relative_to(site)
     assert found["batch"] == [[8, 3, 32, 32], [8]]
     assert found["epochs"] == 1
@@ -142,17 +143,12 @@ def test_the_wheel_converts_loads_and_trains_with_the_libjpeg_inside(
 
 
 @pytest.mark.slow
-def test_the_quickstart_needs_no_reference(fresh: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_quickstart_needs_no_reference(fresh: Fresh, tmp_path: Path) -> None:
     """What `make quickstart` runs, on small data, with the packages that it installs."""
-    environment, _ = fresh
     lacking = "import importlib.util as u, sys; sys.exit(any(map(u.find_spec, sys.argv[1:])))"
     references = "ffcv", "numba", "cv2", "composer", "deepspeed", "fairscale", "lightning"
-    output_of(environment / "bin" / "python", "-c", lacking, *references, cwd=tmp_path, env=BARE)
-    program = SUPPORT / "wheel_program.py"
-    printed = output_of(
-        environment / "bin" / "python", program, tmp_path, "quickstart", cwd=tmp_path, env=BARE
-    )
-    found = json.loads(printed.splitlines()[-1])
+    printed_by(fresh, tmp_path, "python", "-c", lacking, *references)
+    found = found_by(fresh, tmp_path, "quickstart")
     assert {"model.safetensors", "ledger.json", "ledger.png", "curves.png"} <= set(found["files"])
     assert found["losses"][0] == pytest.approx(found["losses"][1], abs=1e-4)
     assert found["prediction"]
@@ -208,21 +204,15 @@ def test_install_files_name_no_address_and_no_path_of_a_machine() -> None:
 def test_requirements_pin_every_dependency_exactly() -> None:
     lines = _pins("requirements.txt")
     assert all(re.match(r"^[A-Za-z0-9_.-]+==[^ ;]+( ; .+)?$", line) for line in lines)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = _required(
-        [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
-    )
+    wanted = _required([*DEPENDENCIES, *chain(*EXTRAS.values())])
     assert wanted <= {line.split("==")[0].lower() for line in lines}
 
 
 def test_the_quickstart_installs_the_same_versions_and_no_references() -> None:
     lines = _pins("requirements-run.txt")
-    assert {line.split(" ")[0] for line in lines} <= {
-        line.split(" ")[0] for line in _pins("requirements.txt")
-    }
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
+    ours, all_pins = ({line.split(" ")[0] for line in each} for each in (lines, _pins("requirements.txt")))
+    assert ours <= all_pins
     pinned = {line.split("==")[0].lower() for line in lines}
-    assert _required([*project["dependencies"], *extras["plot"]]) <= pinned
-    others = _required(entry for name, entries in extras.items() if name != "plot" for entry in entries)
+    assert _required([*DEPENDENCIES, *EXTRAS["plot"]]) <= pinned
+    others = _required(entry for name, entries in EXTRAS.items() if name != "plot" for entry in entries)
     assert others & pinned <= {"fsspec", "setuptools"}  # torch needs them

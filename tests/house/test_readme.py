@@ -1,6 +1,4 @@
-"""The README's example and the quickstart work as described."""
-
-from __future__ import annotations
+"""The README's example, the quickstart, and the answers of `docs/guide/how-to.md`, run as printed."""
 
 import ast
 import builtins
@@ -30,9 +28,7 @@ BIN = Path(sys.executable).parent
 
 def _example() -> str:
     """The first Python block: the ten lines."""
-    found = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert found is not None
-    return found.group(1)
+    return re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
 
 
 def _run_script(text: str, folder: Path, timeout: int) -> str:
@@ -46,22 +42,15 @@ def test_the_loaders_example_runs_on_small_data(tmp_path: Path) -> None:
     (text,) = [block for block in blocks if "set_image_size" in block]
     images = np.random.default_rng(0).integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
     convert((images, np.arange(12)), tmp_path / "train.beton", progress=False)
-    told = _run_script(
-        text.replace("256", "4")
-        + "print(state['position'], images.shape, images.dtype, loader.settings.image_size)",
-        tmp_path,
-        100,
-    )
+    shown = "print(state['position'], images.shape, images.dtype, loader.settings.image_size)"
+    told = _run_script(text.replace("256", "4") + shown, tmp_path, 100)
     assert told == "3 torch.Size([4, 3, 176, 176]) torch.bfloat16 208\n"
 
 
 def test_every_name_in_the_snippets_is_imported_or_made_there() -> None:
     """All but the reader's model, loader, pipeline and data. Each import of ours is of something that is there."""
-    nodes = [
-        node
-        for block in re.findall(r"(?<!-->\n)```python\n(.*?)```", DOCS, re.DOTALL)
-        for node in ast.walk(ast.parse(block))
-    ]
+    printed = re.findall(r"(?<!-->\n)```python\n(.*?)```", DOCS, re.DOTALL)
+    nodes = [node for block in printed for node in ast.walk(ast.parse(block))]
     names = [node for node in nodes if isinstance(node, ast.Name)]
     used = {node.id for node in names if isinstance(node.ctx, ast.Load)}
     made = {node.id for node in names if isinstance(node.ctx, ast.Store)}
@@ -114,17 +103,12 @@ def cifar() -> None:
 def test_the_example_runs_on_small_data(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (100, 32, 32, 3), dtype=np.uint8)
     labels = np.arange(100) % 10
-    for name, count in (("train", 100), ("test", 50)):
-        convert(
-            (images[:count], labels[:count]),
-            tmp_path / f"{name}.beton",
-            classes=cifar10.CLASSES,
-            progress=False,
-        )
     text = _example()
     assert "batch_size=500" in text
     text = text.replace("batch_size=500", "batch_size=50")
-    for name in ("train", "test"):
+    for name, count in (("train", 100), ("test", 50)):
+        small = images[:count], labels[:count]
+        convert(small, tmp_path / f"{name}.beton", classes=cifar10.CLASSES, progress=False)
         assert f'"cifar10:{name}"' in text
         text = text.replace(f'"cifar10:{name}"', f'"{name}.beton"')
     told = _run_script(text + "\nprint(len(result.history.epochs), result.accuracy)", tmp_path, 200)
@@ -150,9 +134,8 @@ def test_the_quickstart_trains_evaluates_and_measures(tmp_path: Path) -> None:
     """With half of its epochs, which are minutes."""
     command = [BIN / "drivetrain", "train", "cifar10-quickstart", "epochs=4", "--out", "out"]
     printed = output_of(*command, "--ledger", "--ledger-seconds", "60", cwd=tmp_path, timeout=2600)
-    assert {path.name for path in (tmp_path / "out").iterdir()} >= {
-        "history.json", "model.safetensors", "ledger.json", "ledger.png"
-    }  # fmt: skip
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names >= {"history.json", "model.safetensors", "ledger.json", "ledger.png"}
     last = json.loads((tmp_path / "out" / "history.json").read_text())["epochs"][-1]
     assert last["metrics"]["top1"] >= 0.65
     assert f"{last['metrics']['top1']:.2%}" in printed
@@ -175,9 +158,8 @@ def test_every_answer_runs(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     images, _ = toy_arrays(4, seed=3)
     Path("train.beton").symlink_to(toy.train)
-    from drivetrain.transforms import MixUp
-
-    pipeline = toy.pipeline().transform(MixUp(0.2)).optimize("sgd", lr=0.1, momentum=0.9, warmup=0.25)
+    pipeline = toy.pipeline().transform(transforms.MixUp(0.2))
+    pipeline = pipeline.optimize("sgd", lr=0.1, momentum=0.9, warmup=0.25)
     names: dict[str, Any] = {"pipeline": toy.pipeline(), "images": images, "__name__": "guide"}
     for answer in ANSWERS:
         names["pipeline"] = pipeline if answer == "write my own loop" else toy.pipeline()

@@ -1,7 +1,5 @@
 """The parts of `make release-check` that need no network and install nothing."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -29,6 +29,9 @@ pathlib.Path(out, "result.json").write_text(json.dumps({"number": int(number), "
 """
 
 
+FAILS = f"{WORK}\nraise SystemExit(3)"
+
+
 def read(out: Path) -> dict[str, Any]:
     return json.loads((out / "result.json").read_text())
 
@@ -40,6 +43,10 @@ def unit(folder: Path, number: int, seconds: float = 0.0, work: str = WORK, plac
 
 def stage(*units: Any) -> Any:
     return run.Stage("trial", units, lambda results: {"sum": sum(one["number"] for one in results.values())})
+
+
+def three(folder: Path, seconds: float = 0.0, number: int = 3) -> Any:
+    return stage(*(unit(folder, each, seconds) for each in range(number)))
 
 
 def go(made: Any, folder: Path, seconds: float = 120.0) -> str:
@@ -55,9 +62,7 @@ def state(folder: Path) -> dict[str, Any]:
 
 
 def test_a_stage_runs_once_and_its_result_is_copied(tmp_path: Path) -> None:
-    made = stage(*(unit(tmp_path, number) for number in range(3)))
-    assert go(made, tmp_path) == "complete"
-    assert go(made, tmp_path) == "complete"  # nothing is repeated
+    assert [go(three(tmp_path), tmp_path) for _ in range(2)] == ["complete"] * 2  # nothing is repeated
     assert marks(tmp_path) == ["0", "1", "2"]
     kept = json.loads((tmp_path / "results" / "gpu-trial.json").read_text())
     assert kept == state(tmp_path)
@@ -68,14 +73,14 @@ def test_a_stage_runs_once_and_its_result_is_copied(tmp_path: Path) -> None:
 
 
 def test_a_failed_unit_is_repeated_and_nothing_else(tmp_path: Path) -> None:
-    bad = unit(tmp_path, 1, work=f"{WORK}\nraise SystemExit(3)")
+    bad = unit(tmp_path, 1, work=FAILS)
     assert go(stage(unit(tmp_path, 0), bad, unit(tmp_path, 2)), tmp_path) == "failed"
     assert marks(tmp_path) == ["0", "1", "2"]  # one that fails stops no other
     kept = state(tmp_path)
     assert not kept["complete"]
     assert "exit status 3" in kept["not_done"]["unit-1"]["what"]
     assert not (tmp_path / "results").exists()
-    assert go(stage(*(unit(tmp_path, number) for number in range(3))), tmp_path) == "complete"
+    assert go(three(tmp_path), tmp_path) == "complete"
     assert marks(tmp_path) == ["0", "1", "2", "1"]
     assert state(tmp_path)["not_done"] == {}
 
@@ -85,13 +90,13 @@ def test_units_that_fail_and_do_not_fit_into_one_call_end(
 ) -> None:
     """`make gpu` calls a stage again as long as units are left; each unit gets its turn."""
     monkeypatch.setattr(run, "MARGIN", 1e6)  # of those whose time is known, no second one fits
-    bad = [unit(tmp_path, number, 0.2, work=f"{WORK}\nraise SystemExit(3)") for number in (0, 1)]
+    bad = [unit(tmp_path, number, 0.2, work=FAILS) for number in (0, 1)]
     assert [go(stage(*bad), tmp_path) for _ in range(3)] == ["failed"] * 3
     assert marks(tmp_path) == ["0", "1", "0", "1"]
 
 
 def test_a_result_of_an_earlier_call_is_not_taken_for_this_ones(tmp_path: Path) -> None:
-    assert go(stage(unit(tmp_path, 0, work=f"{WORK}\nraise SystemExit(3)")), tmp_path) == "failed"
+    assert go(stage(unit(tmp_path, 0, work=FAILS)), tmp_path) == "failed"
     assert go(stage(run.Unit("unit-0", (sys.executable, "-c", "pass"), read)), tmp_path) == "failed"
     assert "left no result" in state(tmp_path)["not_done"]["unit-0"]["what"]
 
@@ -118,11 +123,9 @@ def test_the_time_limit_ends_a_unit_and_all_its_processes(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_unit_that_would_not_fit_waits_for_the_next_call(tmp_path: Path) -> None:
-    made = stage(*(unit(tmp_path, number, seconds=3) for number in range(4)))
-    limit = run.GRACE + 6.5  # one fits, and a second does not
-    calls = []
-    while (outcome := go(made, tmp_path, limit)) == "more":
-        calls.append(len(state(tmp_path)["units"]))
+    made, calls = three(tmp_path, seconds=3, number=4), 0
+    while (outcome := go(made, tmp_path, run.GRACE + 6.5)) == "more":  # one fits, and a second does not
+        calls += 1
         assert not state(tmp_path)["complete"]
     assert outcome == "complete"
     assert calls
@@ -180,17 +183,16 @@ def test_a_rehearsal_is_no_measurement(tmp_path: Path) -> None:
 
 def test_the_stages_name_what_there_is(tmp_path: Path) -> None:
     """Surgeries, parts of the loaders' benchmark, and test files: each that exists, and no other."""
-    root = ROOT
-    text = (root / "benchmarks" / "transforms.py").read_text()
+    text = (ROOT / "benchmarks" / "transforms.py").read_text()
     cases = text[text.index("CASES: dict") : text.index("def contenders")]
     assert all(f'"{name}": Case(' in cases for name in stages.SURGERIES)
     assert cases.count(": Case(") == len(stages.SURGERIES)
     parts = f"PARTS = {stages.LOADER_PARTS!r}".replace("'", '"')
-    assert parts in (root / "benchmarks" / "loaders.py").read_text()
+    assert parts in (ROOT / "benchmarks" / "loaders.py").read_text()
     photos = tmp_path / "photos"
     photos.mkdir()
     made = {name: stages.make(name, tmp_path, photos, False) for name in stages.NAMES}
-    files = sorted(path.stem for path in (root / "tests" / "gpu").glob("test_gpu_*.py"))
+    files = sorted(path.stem for path in (ROOT / "tests" / "gpu").glob("test_gpu_*.py"))
     assert [one.name for one in made["tests"].units] == files
     assert len(made["fast"].units) == stages.SEEDS == 10
     units = [one for name in ("loaders", "transforms", "fast") for one in made[name].units]
@@ -198,19 +200,18 @@ def test_the_stages_name_what_there_is(tmp_path: Path) -> None:
 
 
 def test_seeds_are_summarised_with_those_that_missed_the_target() -> None:
-    def seed(ours: float | None, plain: float | None) -> dict[str, Any]:
-        def row(seconds: float | None) -> dict[str, Any]:
-            return {"seconds_to_target": seconds, "accuracy": 0.9, "training_s": 4.0}
-
-        rows = {"Drivetrain": row(ours), "plain PyTorch": row(plain)}
-        return {"contenders": rows, "provenance": {"command": "c"}}
+    def seed(*seconds: float | None) -> dict[str, Any]:
+        """Of both contenders."""
+        rows = [{"seconds_to_target": each, "accuracy": 0.9, "training_s": 4.0} for each in seconds]
+        return {
+            "contenders": {"Drivetrain": rows[0], "plain PyTorch": rows[1]},
+            "provenance": {"command": "c"},
+        }
 
     found = stages.fast_summary({"a": seed(2.0, 4.0), "b": seed(None, 5.0), "c": seed(3.0, None)})
-    rows = found["contenders"]
-    assert rows["Drivetrain"]["reached_target"] == 2
-    assert rows["Drivetrain"]["n"] == 3
-    assert rows["Drivetrain"]["seconds_to_target"]["median"] == 2.5
-    assert rows["plain PyTorch"]["seconds_to_target"]["values"] == [4.0, 5.0]
+    ours, plain = found["contenders"]["Drivetrain"], found["contenders"]["plain PyTorch"]
+    assert (ours["reached_target"], ours["n"], ours["seconds_to_target"]["median"]) == (2, 3, 2.5)
+    assert plain["seconds_to_target"]["values"] == [4.0, 5.0]
     none = stages.fast_summary({"a": seed(None, None), "b": seed(None, None)})
     assert none["contenders"]["Drivetrain"]["seconds_to_target"] is None
     assert found["published"]["airbench94"]["source"]

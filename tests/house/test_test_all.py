@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -107,14 +108,8 @@ class Repository:
     def start(self, *options: str) -> subprocess.Popen[str]:
         command = [sys.executable, ".ci/test_all.py", *options]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-        return subprocess.Popen(
-            command,
-            cwd=self.root,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, cwd=self.root, env=environment, **pipes)
 
     def call(self, *options: str) -> tuple[int, str]:
         process = self.start(*options)

@@ -14,10 +14,10 @@ from itertools import chain
 from pathlib import Path
 
 import psutil
-from cluster_jobs import free_port
 from machines import Machine
 from pipeline_data import TRAIN, Toy
 from places import SUPPORT
+from process_state import free_port
 
 PATIENCE = 90.0  # seconds that anything may take
 RDZV = "last_call_timeout=1,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=6"

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from drivetrain import Callback, DrivetrainError, Pipeline, RunView
+from drivetrain import Callback, Pipeline, RunView
 from drivetrain.pipeline.runs import callbacks, run
 from drivetrain.pipeline.runs.callbacks import RunCallbacks
+from pipeline_data import attempt
 
 
 class Sums(Callback):
@@ -84,16 +86,17 @@ def stop_and_fail(pipeline: Pipeline, out: Path) -> dict[str, Any]:
         epochs=3, progress=False, out=out, callbacks=[two], resume="auto", continue_stopped=True
     )
     whole = pipeline.fit(epochs=3, progress=False)
-    try:
-        pipeline.fit(epochs=3, progress=False, callbacks=[OnRankOne(fail=6)])
-        error = ""
-    except DrivetrainError as failure:
-        error = str(failure)
     return {
         "reason": stopped.stopped, "steps": one.steps, "epochs": len(stopped.history.epochs),
         "stopped": stopped.model.state_dict(), "resumed": resumed.model.state_dict(), "after": two.steps,
-        "whole": whole.model.state_dict(), "error": error, "late": stop_and_fail_late(pipeline),
+        "whole": whole.model.state_dict(), "error": failed(pipeline, 6), "late": stop_and_fail_late(pipeline),
     }  # fmt: skip
+
+
+def failed(pipeline: Pipeline, step: int) -> str:
+    """The error of a run that fails there on rank 1."""
+    error = attempt(lambda: pipeline.fit(epochs=2, progress=False, callbacks=[OnRankOne(fail=step)]))
+    return str(error).removeprefix("DrivetrainError: ")
 
 
 def stop_and_fail_late(pipeline: Pipeline) -> tuple[list[int], str]:
@@ -105,20 +108,12 @@ def stop_and_fail_late(pipeline: Pipeline) -> tuple[list[int], str]:
             super().__init__(*arguments)
             self._reads_late = True
 
-    run.RunCallbacks = Late  # type: ignore[misc]
-    steps = []
-    try:
-        for stop in (2, 4):
-            one = OnRankOne(stop=stop)
+    stopped = [OnRankOne(stop=stop) for stop in (2, 4)]
+    with mock.patch.object(run, "RunCallbacks", Late):
+        for one in stopped:
             pipeline.fit(epochs=2, progress=False, callbacks=[one])
-            steps.append(one.steps)
-        try:
-            pipeline.fit(epochs=1, progress=False, callbacks=[OnRankOne(fail=2)])
-        except DrivetrainError as failure:
-            return steps, str(failure)
-    finally:
-        run.RunCallbacks = RunCallbacks  # type: ignore[misc]
-    return steps, ""
+        error = failed(pipeline, 2)
+    return [one.steps for one in stopped], error
 
 
 def both(pipelines: dict[str, Pipeline], stops: dict[str, Pipeline], out: Path) -> tuple[Any, Any]:

@@ -2,15 +2,16 @@
 
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from drivetrain import DrivetrainError, Pipeline
+from drivetrain import Pipeline
 from drivetrain.pipeline import Checkpoints
-from pipeline_data import batch_norm_model, numbers
+from pipeline_data import attempt, batch_norm_model, numbers
 from torch import nn
 
 ALL = Checkpoints(every_steps=1, keep=1000)
@@ -31,25 +32,22 @@ class Dropping(nn.Sequential):
 
 
 def outcome(pipeline: Pipeline, **arguments: Any) -> Any:
-    try:
-        result = pipeline.fit(epochs=EPOCHS, progress=False, **arguments)
-    except DrivetrainError as error:
-        return f"{type(error).__name__}: {error}"
+    result = attempt(lambda: pipeline.fit(epochs=EPOCHS, progress=False, **arguments))
+    if isinstance(result, str):
+        return result
     if arguments.get("resume") is not None:
         assert result.history.facts["resumed"]  # not started from scratch, which would give the same numbers
     return numbers(result), result.model.state_dict()
 
 
 def train_all(pipelines: dict[str, Pipeline], folder: Path) -> dict[str, Any]:
-    return _without_garbage(
-        lambda: {name: outcome(p, out=folder / name, checkpoints=FEW) for name, p in pipelines.items()}
-    )
+    with _without_garbage():
+        return {name: outcome(p, out=folder / name, checkpoints=FEW) for name, p in pipelines.items()}
 
 
 def resume_all(pipelines: dict[str, Pipeline], moves: list[tuple[str, str, Path]]) -> dict[Any, Any]:
-    return _without_garbage(
-        lambda: {(name, label): outcome(pipelines[name], resume=place) for name, label, place in moves}
-    )
+    with _without_garbage():
+        return {(name, label): outcome(pipelines[name], resume=place) for name, label, place in moves}
 
 
 def train_and_move(
@@ -59,21 +57,15 @@ def train_and_move(
     return train_all(pipelines, folder), resume_all(pipelines, moves)
 
 
-def _without_garbage(work: Callable[[], Any]) -> Any:
+@contextmanager
+def _without_garbage() -> Iterator[None]:
     """DeepSpeed's third stage collects garbage for each engine, which all that is imported makes slow."""
     torch.set_num_threads(1)
     gc.freeze()
     try:
-        return work()
+        yield
     finally:
         gc.unfreeze()
-
-
-def seed_by_rank() -> None:
-    """Python's and numpy's random numbers differ from rank to rank, as torch's do where a model draws some."""
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    random.seed(rank)
-    np.random.seed(rank)  # noqa: NPY002
 
 
 def train_and_resume(
@@ -82,8 +74,11 @@ def train_and_resume(
     """On each rank: each pipeline trained whole, saving into `folder / name`; resumed in its own middle; and
     from each of `sources`, and from what each other pipeline has saved."""
     found: dict[str, dict[str, Any]] = {}
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     for name, pipeline in pipelines.items():
-        seed_by_rank()
+        # Python's and numpy's random numbers differ from rank to rank, as torch's do where a model draws some.
+        random.seed(rank)
+        np.random.seed(rank)  # noqa: NPY002
         found[name] = {"whole": outcome(pipeline, out=folder / name, checkpoints=ALL)}
     own = {name: folder / name / "checkpoints" for name in pipelines}
     for name, pipeline in pipelines.items():

@@ -99,15 +99,6 @@ def train(order: dict[str, Any], rank: int) -> None:
         dist.destroy_process_group()
 
 
-def child(order: dict[str, Any], rank: int) -> int:
-    try:
-        train(order, rank)
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
-
-
 def main() -> None:
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
@@ -116,7 +107,12 @@ def main() -> None:
         for rank in range(order["ranks"]):
             pid = os.fork()
             if pid == 0:
-                os._exit(child(order, rank))
+                try:
+                    train(order, rank)
+                    os._exit(0)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
             pids.append(pid)
         print(json.dumps(pids), flush=True)
         print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)

@@ -2,17 +2,18 @@
 
 import io
 import json
-import socket
 import sys
 import tarfile
 from pathlib import Path
 
 import numpy as np
+import process_state
 import pytest
 from drivetrain.loaders.datasets.cifar10 import FILES, META
 from drivetrain.loaders.datasets.names import cifar10
 from PIL import Image
 
+closed_port = process_state.free_port
 COUNT = 4  # images per file
 PUBLISHED = dict(cifar10.MD5S)
 RNG = np.random.default_rng(0)
@@ -32,12 +33,6 @@ def official_bytes(name: str) -> bytes:
 
 
 FILE_BYTES = {name: official_bytes(name) for name in PUBLISHED}
-
-
-def closed_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 def package_files() -> dict[str, bytes]:

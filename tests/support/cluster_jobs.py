@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,13 +22,8 @@ from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.runs.artifacts import FitJob
 from drivetrain.pipeline.runs.preflight import preflight
 from drivetrain.strategies.launching.meeting import meet
-from pipeline_data import numbers
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+from pipeline_data import attempt, numbers
+from process_state import free_port as free_port
 
 
 class Signals(Callback):
@@ -53,15 +49,12 @@ Case = tuple[Pipeline, Pipeline, dict[str, Any], dict[str, Any]]
 
 
 def compare_before_training(cases: dict[str, Case]) -> dict[str, str]:
-    rank, said = dist.get_rank(), {}
+    rank, said = dist.get_rank(), dict.fromkeys(cases, "")
     for name, case in cases.items():
-        job = FitJob(**{"epochs": 1} | case[2 + rank])
         try:
-            preflight(dataclasses.replace(resolve(case[rank])), job)
+            preflight(dataclasses.replace(resolve(case[rank])), FitJob(**{"epochs": 1} | case[2 + rank]))
         except DrivetrainError as error:
             said[name] = str(error)
-        else:
-            said[name] = ""
     return said
 
 
@@ -86,7 +79,8 @@ def meet_repeatedly(port: int) -> list[str]:
             time.sleep(0.4 * (rank == late))
             names.append(meet(20, {"own": rank}).name)
         if rank == 1:  # leaves an answer to an old name, as a rank that was killed
-            meet(20).store.set("left", "behind")
+            store = meet(20).store
+            store.set("left", "behind")
         else:
             assert meet(20).store.get("left") == b"behind"
         assert not meet(20).store.check(["left"])
@@ -108,18 +102,12 @@ def doctor_of_ranks(port: int) -> dict[str, tuple[Any, str]]:
         for name, case in cases.items():
             if name == "missing" and other:
                 continue
+            patience = 1 if name in ("missing", "no interface") else 20
             with case, redirect_stdout(io.StringIO()) as printed:
-                try:
-                    ends[name] = (
-                        doctor.examine_ranks(1 if name in ("missing", "no interface") else 20),
-                        "",
-                    )
-                except DrivetrainError as error:
-                    ends[name] = f"{type(error).__name__}: {error}", ""
-                finally:
-                    if dist.is_initialized():
-                        dist.destroy_process_group()
-            ends[name] = ends[name][0], printed.getvalue()
+                end = attempt(partial(doctor.examine_ranks, patience))
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+            ends[name] = end, printed.getvalue()
     return ends
 
 

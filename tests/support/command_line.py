@@ -6,9 +6,8 @@ import os
 import sys
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import process_state
@@ -44,8 +43,7 @@ COMMANDS: dict[str, click.Command] = {
 """All commands, in the order of `--help`."""
 
 
-@dataclass(frozen=True)
-class End:
+class End(NamedTuple):
     code: int
     out: str
     err: str
@@ -65,11 +63,8 @@ def run(*command: str, cwd: Path | None = None) -> End:
 
 def call(*command: str) -> End:
     """One command in this process, because starting another one takes seconds."""
-    with (
-        redirect_stdout(io.StringIO()) as out,
-        redirect_stderr(io.StringIO()) as err,
-        pytest.raises(SystemExit) as end,
-    ):
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as end:
         main(command)
     return End(int(end.value.code or 0), out.getvalue(), err.getvalue())
 

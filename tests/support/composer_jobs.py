@@ -113,24 +113,8 @@ class Seeded:
         super().apply(event, state, logger)  # type: ignore[misc]
 
 
-class SeededMixUp(Seeded, algorithms.MixUp):  # type: ignore[misc,name-defined]
-    """MixUp."""
-
-
-class SeededCutMix(Seeded, algorithms.CutMix):  # type: ignore[misc,name-defined]
-    """CutMix."""
-
-
-class SeededCutOut(Seeded, algorithms.CutOut):  # type: ignore[misc,name-defined]
-    """CutOut."""
-
-
-class SeededColOut(Seeded, algorithms.ColOut):  # type: ignore[misc,name-defined]
-    """ColOut."""
-
-
-class SeededSelectiveBackprop(Seeded, algorithms.SelectiveBackprop):  # type: ignore[misc,name-defined]
-    """SelectiveBackprop."""
+DRAWING = ("MixUp", "CutMix", "CutOut", "ColOut", "SelectiveBackprop")
+SEEDED = {name: type(f"Seeded{name}", (Seeded, getattr(algorithms, name)), {}) for name in DRAWING}
 
 
 PLACED = (

@@ -37,9 +37,8 @@ def ddp_everything() -> dict[str, object]:
     results["buffers"] = synced_buffers()
     results["reduced"] = reduced()
     results["barrier"] = barrier_waits()
-    results["sync batch norm"] = refusal(
-        "ddp", nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(nn.SyncBatchNorm(8)))
-    )
+    synced = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(nn.SyncBatchNorm(8)))
+    results["sync batch norm"] = refusal("ddp", synced)
     results["single"] = refusal("single", build(False))
     results["nested launch"] = strategies.launch(dist.get_rank, devices=2)
     return results

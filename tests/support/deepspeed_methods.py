@@ -1,6 +1,7 @@
 """Training methods under DeepSpeed, inside ranks; and the names of its strategies for all of its tests."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import fsdp_models as models
@@ -29,16 +30,14 @@ def prepare(name: str, model: nn.Module, optimizer: str = "sgd", **options: Any)
 
 
 def methods() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name in STAGES:
-        found[f"EMA {name}"] = attempt(lambda name=name: averaged(name))
-        found[f"SWA {name}"] = attempt(lambda name=name: stopped_averaging(name))
-        found[f"SAM {name}"] = attempt(lambda name=name: SAM().perturb(after_backward(name)))
-        found[f"GradientClipping {name}"] = attempt(
-            lambda name=name: GradientClipping("value").clip(after_backward(name))
-        )
-        found[f"LayerFreezing {name}"] = attempt(lambda name=name: frozen_moves(name))
-    return found
+    tried = {
+        "EMA": averaged,
+        "SWA": stopped_averaging,
+        "SAM": lambda name: SAM().perturb(after_backward(name)),
+        "GradientClipping": lambda name: GradientClipping("value").clip(after_backward(name)),
+        "LayerFreezing": frozen_moves,
+    }
+    return {f"{kind} {name}": attempt(partial(one, name)) for name in STAGES for kind, one in tried.items()}
 
 
 def averaged(name: str) -> dict[str, torch.Tensor]:

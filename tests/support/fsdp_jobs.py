@@ -27,9 +27,7 @@ def surgeries() -> list[Case]:
         type(transform): (transform, factory) for transform, factory, _ in reversed(SURGERY_CASES.values())
     }
     firsts[BlurPool] = (BlurPool(), surgery_models.resnet)
-    chosen = [
-        kind for kind in TRANSFORMS.values() if kind.kind == "surgery" and "fsdp" not in kind.unsafe_with
-    ]
+    chosen = [k for k in TRANSFORMS.values() if k.kind == "surgery" and "fsdp" not in k.unsafe_with]
     return [Case(kind.__name__, Changed(*firsts[kind]), steps=3, pixels=32) for kind in chosen]
 
 
@@ -102,16 +100,12 @@ def activation_layouts() -> dict[str, bool]:
     """Whether each convolution's output is channels-last, of a model whose weights were."""
     model = models.channels_last()
     engine = strategies.get("fsdp", device="cpu").prepare(model, make_optimizer("sgd"))
-    found: dict[str, bool] = {}
+    outputs: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d):
-            module.register_forward_hook(
-                lambda _, __, out, name=name: found.update(
-                    {name: out.is_contiguous(memory_format=torch.channels_last)}
-                )
-            )
+            module.register_forward_hook(lambda _, __, out, name=name: outputs.update({name: out}))
     engine.model(batch(0, 16)[0])
-    return found
+    return {name: out.is_contiguous(memory_format=torch.channels_last) for name, out in outputs.items()}
 
 
 def gathered_after_forward(strategy: str) -> tuple[bool, bool]:
@@ -123,15 +117,8 @@ def gathered_after_forward(strategy: str) -> tuple[bool, bool]:
 
 
 def optimizer_kinds() -> list[str]:
-    seen: list[str] = []
-
-    def factory(params):
-        params = list(params)
-        seen.extend(sorted({type(p.data).__name__ for p in params}))
-        return torch.optim.SGD(params, lr=0.1)
-
-    strategies.get("fsdp", device="cpu").prepare(models.resnet(), factory)
-    return seen
+    engine = strategies.get("fsdp", device="cpu").prepare(models.resnet(), make_optimizer("sgd"))
+    return sorted({type(p.data).__name__ for group in engine.optimizer.param_groups for p in group["params"]})
 
 
 def on_meta() -> nn.Module:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import pytest
@@ -133,6 +134,5 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def train_all(names: list[str], device: str) -> dict[str, Found]:
-    return {
-        f"{name} {p}": train(name, device, precision=p, clip_norm=0.5) for name in names for p in PRECISIONS
-    }
+    given = product(names, PRECISIONS)
+    return {f"{name} {p}": train(name, device, precision=p, clip_norm=0.5) for name, p in given}

@@ -31,6 +31,6 @@ def save(folder: Path, kind: str, num_labels: int, **options: Any) -> str:
     """Save a model with random weights, and return `"hf:FOLDER"`."""
     import transformers
 
-    made = config(kind, num_labels=num_labels, **options)
-    transformers.AutoModelForImageClassification.from_config(made).save_pretrained(folder)
+    model = transformers.AutoModelForImageClassification
+    model.from_config(config(kind, num_labels=num_labels, **options)).save_pretrained(folder)
     return f"hf:{folder}"

@@ -74,10 +74,9 @@ class _Lists(TorchFunctionMode):
 
 
 def _is_by_mask(name: str, args: Any) -> bool:
-    return name in ("index", "index_put_", "index_put") and any(
-        isinstance(one, torch.Tensor) and one.dtype in (torch.bool, torch.uint8)
-        for one in tree_leaves(args[1])
-    )
+    if name not in ("index", "index_put_", "index_put"):
+        return False
+    return any(getattr(one, "dtype", None) in (torch.bool, torch.uint8) for one in tree_leaves(args[1]))
 
 
 def _is_sized_by_values(name: str, kwargs: Any) -> bool:

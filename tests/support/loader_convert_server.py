@@ -63,17 +63,14 @@ def child(out: str, stderr: str, limit: int, renames: int, number: int) -> int:
     return 0
 
 
-def start(out: str, stderr: str, limit: int, renames: int, number: int) -> int:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(child(out, stderr, limit, renames, number))
-    return pid
-
-
 if __name__ == "__main__":
     for line in sys.stdin:
         out, stderr, *numbers = line.split()
         limit, renames, count = map(int, numbers)
-        pids = [start(out, stderr, limit, renames, number) for number in range(count)]
+        pids = []
+        for number in range(count):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                os._exit(child(out, stderr, limit, renames, number))
         print(*pids, flush=True)
         print(*[os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids], flush=True)

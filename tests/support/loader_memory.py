@@ -94,10 +94,7 @@ def arrays(folder: Path) -> Iterator[tuple[str, Path, int, dict[str, Any]]]:
 
 
 def peak() -> int:
-    (line,) = (
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
-    )
-    return int(line.split()[1]) << 10
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
 
 
 def coefficients(beton: Path, way: int) -> int:

@@ -40,8 +40,12 @@ def picture(seed: int, height: int, width: int) -> NDArray[np.uint8]:
 def file_bytes(image: Any, form: str, **options: Any) -> bytes:
     """Return an image of Pillow's, or pixels, as a file of this format; `options` are Pillow's."""
     buffer = io.BytesIO()
-    (Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(buffer, form, **options)
+    _pillow(image).save(buffer, form, **options)
     return buffer.getvalue()
+
+
+def _pillow(image: Any) -> Image.Image:
+    return Image.fromarray(image) if isinstance(image, np.ndarray) else image
 
 
 def jpeg_bytes(image: Any, **options: Any) -> bytes:
@@ -66,7 +70,7 @@ def image_folder(root: Path, images: Mapping[str, Any]) -> Path:
         if isinstance(image, bytes):
             (root / "a" / name).write_bytes(image)
         else:
-            (Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(root / "a" / name)
+            _pillow(image).save(root / "a" / name)
     return root
 
 
@@ -125,12 +129,8 @@ def run_python(
 
 def run_script(name: str, *arguments: Any, **environment: str) -> str:
     """Run a script of this folder in a fresh interpreter, which must succeed; return its output."""
-    command = [sys.executable, str(SUPPORT / name), *map(str, arguments)]
-    run = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | environment, check=False
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    return run.stdout
+    command = sys.executable, SUPPORT / name, *map(str, arguments)
+    return process_state.output_of(*command, timeout=300, env=os.environ | environment)
 
 
 def make(kind: Any, source: Any, **options: Any) -> Any:

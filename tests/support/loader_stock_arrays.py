@@ -25,9 +25,8 @@ KINDS = {
 def pixels(name: str) -> NDArray[Any]:
     """The images of one kind, `(COUNT, H, W)` or `(COUNT, H, W, C)`."""
     dtype, shape = KINDS[name]
-    return (
-        np.random.default_rng(len(name)).integers(0, np.iinfo(dtype).max + 1, (COUNT, *shape)).astype(dtype)
-    )
+    values = np.random.default_rng(len(name)).integers(0, np.iinfo(dtype).max + 1, (COUNT, *shape))
+    return values.astype(dtype)
 
 
 if __name__ == "__main__":
@@ -35,9 +34,8 @@ if __name__ == "__main__":
     for name, (dtype, shape) in KINDS.items():
         pairs = list(zip(pixels(name), range(COUNT), strict=True))
         image = NDArrayField(np.dtype(dtype), shape)
-        write(
-            folder / f"theirs-{name}.beton", Samples(COUNT, pairs.__getitem__), image=image, label=IntField()
-        )
+        samples = Samples(COUNT, pairs.__getitem__)
+        write(folder / f"theirs-{name}.beton", samples, image=image, label=IntField())
     for path in sorted(folder.glob("*.beton")):
         parts = zip(*batches(path, {"image": [NDArrayDecoder()], "label": [IntDecoder()]}), strict=True)
         images, labels = map(np.concatenate, parts)

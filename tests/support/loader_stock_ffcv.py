@@ -16,7 +16,6 @@ from ffcv.fields.rgb_image import CenterCropRGBImageDecoder, SimpleRGBImageDecod
 from ffcv.loader import Loader, OrderOption
 from ffcv.writer import DatasetWriter
 from loader_pictures import picture
-from numpy.typing import NDArray
 
 
 class Samples:
@@ -35,9 +34,7 @@ def write(path: Path, samples: Samples, workers: int = 1, **fields: Any) -> None
     writer.from_indexed_dataset(samples, chunksize=3)
 
 
-def batches(
-    path: Path, pipelines: dict[str, Any], batch_size: int = 3, **options: Any
-) -> list[list[NDArray[Any]]]:
+def batches(path: Path, pipelines: Any, batch_size: int = 3, **options: Any) -> list[list[Any]]:
     """Copies of all batches, in the file's order."""
     loader = Loader(
         str(path), batch_size=batch_size, num_workers=1, order=OrderOption.SEQUENTIAL, drop_last=False,
@@ -59,9 +56,8 @@ def read(path: Path) -> None:
     if path.stem == "raw":
         decoders["whole"] = SimpleRGBImageDecoder()
     for name, decoder in decoders.items():
-        images, labels = zip(
-            *batches(path, {"image": [decoder], "label": [IntDecoder()]}, batch_size=4), strict=True
-        )
+        pipelines = {"image": [decoder], "label": [IntDecoder()]}
+        images, labels = zip(*batches(path, pipelines, batch_size=4), strict=True)
         found |= {name: np.concatenate(images), "labels": np.concatenate(labels)[:, 0]}
     np.savez(path.with_suffix(".npz"), **found)
 

@@ -48,10 +48,8 @@ def read(path: Path) -> None:
     pipelines: Any = {name: [BytesDecoder()] for name in names}
     pipelines["image"] = [CenterCropRGBImageDecoder((16, 16), ratio=1.0)]
     read: dict[str, Any] = {}
-    samples = [
-        sample for batch in batches(path, pipelines, batch_size=2) for sample in zip(*batch, strict=True)
-    ]
-    for index, sample in enumerate(samples):
+    found = batches(path, pipelines, batch_size=2)
+    for index, sample in enumerate(sample for batch in found for sample in zip(*batch, strict=True)):
         for name, value in zip(names, sample, strict=True):
             if name == "boxes":
                 read[f"boxes{index}"] = np.array(JSONField.unpack(value[None])[0])

@@ -219,15 +219,12 @@ def trained(strategy: str, name: str, accumulate: int, **options: Any) -> Run:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     case = CASES[name]
-    engine = strategies.get(strategy, device="cpu", **options).prepare(
-        net(case), optimizer, accumulate=accumulate
-    )
+    chosen = strategies.get(strategy, device="cpu", **options)
+    engine = chosen.prepare(net(case), optimizer, accumulate=accumulate)
 
-    def shares(sizes: tuple[int, ...], seed: int) -> list[Batch]:
-        split = [
-            [each.tensor_split(engine.world_size) for each in batch] for batch in batches(case, sizes, seed)
-        ]
-        return [(images[engine.rank], targets[engine.rank]) for images, targets in split]
+    def shares(sizes: tuple[int, ...], seed: int) -> list[Any]:
+        whole = batches(case, sizes, seed)
+        return [[each.tensor_split(engine.world_size)[engine.rank] for each in batch] for batch in whole]
 
     task = case.loss if isinstance(case.loss, Task) else Classification()
     loss = case.loss

@@ -110,9 +110,7 @@ def run(kind: str, executions: int, seed: int, threads: int, folder: Path, round
     if done.returncode:
         print(done.stderr[-4000:], file=sys.stderr)
         done.check_returncode()
-    *memory, counts = (
-        [int(number) for number in re.findall(r"\d+", line)] for line in done.stdout.splitlines()
-    )
+    *memory, counts = ([*map(int, re.findall(r"\d+", line))] for line in done.stdout.splitlines())
     return Result(*counts[:3], *([line[column] for line in memory] for column in (1, 2)))
 
 
@@ -129,9 +127,7 @@ def run_libfuzzer(folder: Path, seconds: int, keep: Path) -> int:
     except FileNotFoundError:
         built = False
     if not built:
-        raise SystemExit(
-            "clang's fuzzer cannot be built: apt-get install clang libclang-rt-dev, or set CC to a clang."
-        )
+        raise SystemExit("clang's fuzzer cannot be built: apt-get install clang libclang-rt-dev, or set CC.")
     options = [f"-max_total_time={seconds}", "-max_len=16384", "-print_final_stats=1", "-timeout=20"]
     fuzzed = [program, *options, f"-artifact_prefix={keep}/failed-", keep, corpus]
     return subprocess.run(fuzzed, check=False, timeout=seconds + 600).returncode
@@ -155,16 +151,10 @@ def main() -> None:
     rounds = 100 if options.kind == "leaks" else 1
     with tempfile.TemporaryDirectory() as folder:
         result = run(options.kind, executions, options.seed, options.threads, Path(folder), rounds)
-    print(
-        f"{result.executions:,} executions, {result.decoded:,} decoded as a whole, {result.loaded:,} loaded"
-    )
+    print(f"{result.executions:,} executions, {result.decoded:,} decoded wholly, {result.loaded:,} loaded")
     if options.kind == "leaks":
-        print(
-            f"allocated after the first round {result.allocated[1]:,} bytes, and in the end {result.allocated[-1]:,}"
-        )
-        print(
-            f"resident after the first round {result.resident[1]:,} bytes, and in the end {result.resident[-1]:,}"
-        )
+        for what, found in (("allocated", result.allocated), ("resident", result.resident)):
+            print(f"{what} after the first round {found[1]:,} bytes, and in the end {found[-1]:,}")
         if result.leaked or result.grown > GROWTH:
             raise SystemExit("Memory is lost.")
 

@@ -8,7 +8,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from unittest import mock
 
 import boto3
@@ -31,7 +31,8 @@ class Store:
         self._server.start()
         # Servers of one process share what they keep: without this, a run is resumed from another test's checkpoint.
         host, port = self._server.get_host_and_port()
-        reset = urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST")
+        self._address = f"http://{host}:{port}"
+        reset = urllib.request.Request(f"{self._address}/moto-api/reset", method="POST")
         urllib.request.urlopen(reset).close()
         self._proxy = socketserver.ThreadingTCPServer(("127.0.0.1", 0), self._handler())
         self._proxy.daemon_threads = True
@@ -45,15 +46,12 @@ class Store:
 
     def names(self, prefix: str) -> list[str]:
         """The names of the objects whose names begin with `prefix`, without it."""
-        found = self._client().list_objects_v2(Bucket="bucket", Prefix=prefix).get("Contents", [])
+        client = boto3.client("s3", endpoint_url=self._address)
+        found = client.list_objects_v2(Bucket="bucket", Prefix=prefix).get("Contents", [])
         return [each["Key"].removeprefix(prefix) for each in found]
 
     def remove(self, name: str) -> None:
-        self._client().delete_object(Bucket="bucket", Key=name)
-
-    def _client(self) -> object:
-        host, port = self._server.get_host_and_port()
-        return boto3.client("s3", endpoint_url=f"http://{host}:{port}")
+        boto3.client("s3", endpoint_url=self._address).delete_object(Bucket="bucket", Key=name)
 
     def close(self) -> None:
         self.gone = True
@@ -94,12 +92,8 @@ class Store:
 @contextmanager
 def object_store() -> Iterator[Store]:
     """A store, whose endpoint and credentials are in the environment inside the block."""
-    store = Store()
-    try:
-        with mock.patch.dict(os.environ, store.environment):
-            s3fs.S3FileSystem.clear_instance_cache()
-            boto3.client("s3").create_bucket(Bucket="bucket")
-            yield store
-    finally:
-        store.close()
+    with closing(Store()) as store, mock.patch.dict(os.environ, store.environment):
         s3fs.S3FileSystem.clear_instance_cache()
+        boto3.client("s3").create_bucket(Bucket="bucket")
+        yield store
+    s3fs.S3FileSystem.clear_instance_cache()

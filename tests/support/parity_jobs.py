@@ -4,7 +4,9 @@ import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import fsdp_models as models
 import pytest
@@ -89,14 +91,10 @@ class Run:
 
 def options_of(strategy: str) -> dict[str, object]:
     """A strategy's options on as many ranks as there are now."""
-    if strategy == "hsdp":
-        return {"shard_size": max(1, dist.get_world_size() // 2)}
-    return {}
+    return {"shard_size": max(1, dist.get_world_size() // 2)} if strategy == "hsdp" else {}
 
 
-def train(
-    strategy: str, case: Case, *, seed: int = 0, parts: int = 1, given: Any = None, **options: object
-) -> Run:
+def train(strategy: str, case: Case, *, seed: int = 0, parts: int = 1, given: Any = None, **options) -> Run:
     """Train on the same global batches on any number of ranks, with weights of `seed`, of which rank 0's must win, and
     `given` further options of `prepare`. One device gets as many microbatches as `parts` ranks do."""
     torch.manual_seed(seed)
@@ -208,10 +206,8 @@ def after_an_error() -> list[list[float]]:
 
 def entries_of_adagrad(strategy: str) -> int:
     """How many parameters this rank has state for, of an optimizer that makes it when it is built."""
-    engine = strategies.get(strategy, device="cpu").prepare(
-        models.resnet(), lambda p: torch.optim.Adagrad(p, lr=0.1)
-    )
-    return len(engine.optimizer.state)
+    adagrad = partial(torch.optim.Adagrad, lr=0.1)
+    return len(strategies.get(strategy, device="cpu").prepare(models.resnet(), adagrad).optimizer.state)
 
 
 def chosen() -> tuple[str, Run]:
@@ -222,24 +218,20 @@ def chosen() -> tuple[str, Run]:
     log = logging.getLogger("drivetrain.strategies.auto")
     log.setLevel(logging.INFO)
     log.addHandler(handler)
-    real = auto.free_bytes
     # Of AdamW's 16 bytes per parameter a rank may have 1.5 times in half of this, another one 0.75 times.
     share = 3 if dist.get_rank() == 0 else 1.5
-    auto.free_bytes = lambda *_: int(share * 16 * sum(p.numel() for p in models.resnet().parameters()))
-    try:
+    free = int(share * 16 * sum(p.numel() for p in models.resnet().parameters()))
+    with mock.patch.object(auto, "free_bytes", return_value=free):
         run = train("auto", CASES[0])
-        return "".join(lines), run
-    finally:
-        auto.free_bytes = real
-        log.removeHandler(handler)
+    log.removeHandler(handler)
+    return "".join(lines), run
 
 
 def held(strategy: str, **options: object) -> tuple[float, float, float]:
     """Bytes per parameter on this rank, AdamW in fp32: parameters, gradients, optimizer."""
     width, depth = 256, 16  # a million parameters, in layers of which the largest is a sixteenth
-    model = nn.Sequential(
-        *(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)), nn.Linear(width, 4)
-    )
+    blocks = (nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(depth))
+    model = nn.Sequential(*blocks, nn.Linear(width, 4))
     count = sum(p.numel() for p in model.parameters())
     engine = strategies.get(strategy, device="cpu", **options).prepare(model, make_optimizer("adamw"))
     for step in range(2):

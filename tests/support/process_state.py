@@ -2,10 +2,12 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,12 @@ def run_json(program: str, folder: Path | None = None) -> Any:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     printed = output_of(sys.executable, "-c", program, timeout=120, cwd=folder, env=environment)
     return json.loads(printed.splitlines()[-1])
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def start_server(script: str) -> subprocess.Popen[str]:
@@ -60,14 +68,12 @@ def running_children(word: str, pid: int | None = None) -> list[psutil.Process]:
 
 
 def _command(process: psutil.Process) -> str:
-    try:
+    with suppress(psutil.NoSuchProcess):  # a ZombieProcess, too
         return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:  # a ZombieProcess, too
-        return ""
+    return ""
 
 
 def _runs(process: psutil.Process) -> bool:
-    try:
+    with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return False

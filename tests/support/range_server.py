@@ -3,8 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -96,10 +95,5 @@ def _tag(file: Path) -> str:
     return f'"{file.stat().st_mtime_ns:x}"'
 
 
-@contextmanager
-def serving(folder: Path) -> Iterator[RangeServer]:
-    server = RangeServer(folder)
-    try:
-        yield server
-    finally:
-        server.close()
+def serving(folder: Path) -> closing[RangeServer]:
+    return closing(RangeServer(folder))

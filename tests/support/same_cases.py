@@ -208,9 +208,8 @@ def numbers(case: Case, data: Data, folder: Path) -> dict[str, Any]:
     result = pipeline.fit(**options)
     digest = hashlib.sha256()
     for name, tensor in sorted(result.model.state_dict().items()):
-        digest.update(
-            name.encode() + tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        )
+        values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        digest.update(name.encode() + values.numpy().tobytes())
     epochs = [
         {"loss": epoch.loss.hex(), "val_loss": float(epoch.val_loss).hex() if epoch.val_loss is not None else None,
          "metrics": {name: float(value).hex() for name, value in epoch.metrics.items()}}

@@ -51,10 +51,8 @@ class Exported:
 def factory(name: str, lr: float):
     if name == "adamw":
         return NoWeightDecay().optimizer(lambda p: torch.optim.AdamW(p, lr=lr, weight_decay=0.1))
-    momentum = 0.9 if name == "momentum" else 0.0
-    return NoWeightDecay().optimizer(
-        lambda p: torch.optim.SGD(p, lr=10 * lr, momentum=momentum, weight_decay=0.01)
-    )
+    options = {"lr": 10 * lr, "momentum": 0.9 if name == "momentum" else 0.0, "weight_decay": 0.01}
+    return NoWeightDecay().optimizer(lambda p: torch.optim.SGD(p, **options))
 
 
 def prepare(strategy: str, optimizer: str, seed: int, lr: float):
@@ -92,9 +90,7 @@ def export_all(names: list[str]) -> dict[tuple[str, str], Exported]:
     return {(name, kind): exported(name, kind) for name in names for kind in OPTIMIZERS}
 
 
-def import_all(
-    names: list[str], given: dict[tuple[object, str], Exported]
-) -> dict[tuple[str, object, str], Exported]:
+def import_all(names: list[str], given: dict[tuple, Exported]) -> dict[tuple, Exported]:
     quiet()
     return {
         (name, source, kind): imported(name, kind, state)
@@ -112,9 +108,7 @@ def everything(names: list[str], from_one_device: dict[tuple[object, str], Expor
         for name, following in zip(names, [*names[1:], names[0]], strict=True):
             results[f"{name} to itself, {kind}"] = imported(name, kind, own[name, kind])
             results[f"{name} to the next, {kind}"] = imported(following, kind, own[name, kind])
-    results["unstepped"] = {
-        name: imported(name, "adamw", exported(name, "adamw", steps=0), steps=0) for name in names
-    }
+    results["unstepped"] = {n: imported(n, "adamw", exported(n, "adamw", steps=0), steps=0) for n in names}
     results["kept"] = {name: kept(name) for name in names}
     return results
 

@@ -1,13 +1,14 @@
 """Models whose state is more than a state dict of real numbers. A module, because ranks import it."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from drivetrain import DrivetrainError, Pipeline
+from drivetrain import Pipeline
 from drivetrain.common.model_state import unlisted_tensors
 from drivetrain.pipeline import Checkpoints
-from pipeline_data import CLASSES
+from pipeline_data import CLASSES, attempt
 from torch import nn
 
 
@@ -73,22 +74,18 @@ def kept(pipelines: dict[str, Pipeline], folder: Path) -> dict[str, Any]:
     and the largest difference of a tensor after the resume; or the error as text.
     """
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
-    for name, pipeline in pipelines.items():
-        out = folder / name
-        try:
-            result = pipeline.fit(
-                epochs=2, progress=False, out=out, checkpoints=Checkpoints(every_steps=3, keep=9)
-            )
-            again = pipeline.fit(epochs=2, progress=False, resume=out / "checkpoints/step-00000003")
-            found[name] = (
-                result.metrics, result.evaluate(), pipeline.evaluate(out),
-                pipeline.evaluate(out / "checkpoints/step-00000008"), again.metrics, again.evaluate(),
-                difference(result.model, again.model),
-            )  # fmt: skip
-        except DrivetrainError as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return {name: attempt(partial(trained, pipeline, folder / name)) for name, pipeline in pipelines.items()}
+
+
+def trained(pipeline: Pipeline, out: Path) -> tuple[Any, ...]:
+    saves = Checkpoints(every_steps=3, keep=9)
+    result = pipeline.fit(epochs=2, progress=False, out=out, checkpoints=saves)
+    again = pipeline.fit(epochs=2, progress=False, resume=out / "checkpoints/step-00000003")
+    return (
+        result.metrics, result.evaluate(), pipeline.evaluate(out),
+        pipeline.evaluate(out / "checkpoints/step-00000008"), again.metrics, again.evaluate(),
+        difference(result.model, again.model),
+    )  # fmt: skip
 
 
 def difference(left: nn.Module, right: nn.Module) -> float:

@@ -16,8 +16,6 @@ OPTIONS: dict[str, tuple[Case, dict[str, Any]]] = {
     "transformer recomputed": (Case("", models.Transformer, "adamw"), {"activation_checkpointing": True}),
     "fp16": (Case("", models.Transformer, "adamw", 0.5, 2, "fp16"), {}),
 }
-
-
 NAMES = [*parity_jobs.NAMES, "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 REFUSED = {(name, "fp16") for name in NAMES if name.startswith("deepspeed")}
 
@@ -36,9 +34,7 @@ def run_all() -> dict[str, Any]:
         if (name, "fp16") not in REFUSED
         for clip_norm in (None, 1.0)
     }
-    results["refused"] = {
-        name: refusal(name, models.resnet(), precision="fp16") for name, _ in sorted(REFUSED)
-    }
+    results["refused"] = {n: refusal(n, models.resnet(), precision="fp16") for n, _ in sorted(REFUSED)}
     return results
 
 

@@ -84,9 +84,8 @@ def passed(layer: Layer, own: slice = slice(None)) -> dict[str, torch.Tensor]:
     for step in range(3):
         images = torch.randn(SAMPLES, *layer.shape, generator=generator, dtype=torch.float64) * (1 + step)
         slopes = torch.randn(SAMPLES, *layer.shape, generator=generator, dtype=torch.float64)
-        images = (images + layer.middle + torch.arange(SAMPLES).view(-1, *[1] * len(layer.shape)))[own].to(
-            layer.dtype
-        )
+        images = images + layer.middle + torch.arange(SAMPLES).view(-1, *[1] * len(layer.shape))
+        images = images[own].to(layer.dtype)
         if layer.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         images.requires_grad_()
@@ -138,22 +137,16 @@ def trained(strategy: str, sizes: Sequence[int], **options: Any) -> tuple[float,
 def refused() -> dict[str, str]:
     ghost = nn.Sequential(nn.BatchNorm2d(CHANNELS))
     GhostBatchNorm(4).apply(ghost)
-    own = Own(CHANNELS)
-    alone = nn.BatchNorm1d(CHANNELS)
-
-    def one_value() -> None:
-        sync_batch_norms(alone)
-        alone(torch.ones(int(dist.get_rank() == 0), CHANNELS))
-
-    def own_forward() -> None:
-        sync_batch_norms(own)
-        own(torch.ones(2, CHANNELS, 2, 2))
-
+    tried = {
+        "ghost": (ghost, torch.ones(2, CHANNELS, 2, 2)),
+        "own": (Own(CHANNELS), torch.ones(2, CHANNELS, 2, 2)),
+        "one value": (nn.BatchNorm1d(CHANNELS), torch.ones(int(dist.get_rank() == 0), CHANNELS)),
+    }
     said = {}
-    attempts = {"ghost": lambda: sync_batch_norms(ghost), "own": own_forward, "one value": one_value}
-    for name, attempt in attempts.items():
+    for name, (module, images) in tried.items():
         try:
-            attempt()
+            sync_batch_norms(module)
+            module(images)
         except (StrategyError, ValueError) as error:
             said[name] = str(error)
     return said

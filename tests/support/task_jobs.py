@@ -1,6 +1,5 @@
 """Models, targets and pipelines of the tests of tasks; ranks import them from here."""
 
-import io
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ from drivetrain import Classification, MultiLabel, Pipeline, Regression, Task
 from drivetrain.loaders import convert
 from loader_pictures import picture
 from numpy.typing import NDArray
-from PIL import Image
 from torch import nn
 
 SIDE, TRAIN, VAL, LABELS = 16, 96, 33, 3
@@ -40,12 +38,6 @@ def write(folder: Path, targets: Any) -> tuple[str, str]:
         convert((pictures, targets(pictures)), folder / f"{name}.beton", progress=False)
         paths.append(str(folder / f"{name}.beton"))
     return paths[0], paths[1]
-
-
-def jpeg(array: NDArray[np.uint8]) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, "JPEG")
-    return buffer.getvalue()
 
 
 class Outputs(nn.Module):

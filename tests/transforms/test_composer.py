@@ -148,12 +148,11 @@ def test_set_batch_sequence_length(composer: ModuleType, truncate: bool) -> None
 @pytest.mark.long
 def test_selection(composer: ModuleType) -> None:
     """The times are the same; the draws, of another generator, are as often the same images."""
+    should = module("selective_backprop").should_selective_backprop
     for interrupt in (0, 2, 3):
         for progress in (0.0, 0.49, 0.5, 0.7, 0.9, 1.0):
             for step in range(7):
-                expected = module("selective_backprop").should_selective_backprop(
-                    progress, step, interrupt=interrupt
-                )
+                expected = should(progress, step, interrupt=interrupt)
                 assert t.SelectiveBackprop(interrupt=interrupt).selects(progress, step) == expected
     losses = torch.tensor([0.3, 2.0, 0.1, 1.0, 0.7, 5.0, 0.2, 4.0])
     generator = torch.Generator().manual_seed(0)
@@ -272,9 +271,7 @@ def test_smooth_labels(composer: ModuleType, smoothing: float) -> None:
     torch.manual_seed(0)
     logits, labels = torch.randn(8, 10), torch.randint(10, (8,))
     for targets in (labels, torch.randn(8, 10).softmax(1)):
-        ours, theirs = (
-            smooth(logits, targets, smoothing) for smooth in (smooth_targets, composer.smooth_labels)
-        )
+        ours, theirs = (f(logits, targets, smoothing) for f in (smooth_targets, composer.smooth_labels))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-7)
 
 

@@ -94,9 +94,7 @@ def test_under_ddp_it_needs_the_search_for_unused_parameters() -> None:
         LayerFreezing(0.0).freeze(model.module, 0.5)
         model(models.images()).sum().backward()
         if search:
-            assert all(
-                parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad
-            )
+            assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
         with nullcontext() if search else pytest.raises(RuntimeError, match="unused parameter detection"):
             model(models.images())
     assert LayerFreezing.unused_parameters

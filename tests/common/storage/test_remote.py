@@ -182,9 +182,7 @@ def test_reading_without_a_loader(address: str, folder: Path) -> None:
     assert verify(address, progress=False).sound
 
 
-def test_requests_that_fail_or_break_off_are_repeated(
-    server: RangeServer, address: str, local: torch.Tensor
-) -> None:
+def test_requests_that_fail_or_break_off_are_repeated(server: RangeServer, address: str, local: Any) -> None:
     server.fail = 2
     loader = FFCVLoader(address, **OPTIONS)
     server.fail, server.cut = 3, 3
