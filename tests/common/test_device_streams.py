@@ -218,6 +218,5 @@ def test_deepspeeds_gradients_are_dropped_after_their_reduction(
 
 
 def test_host_copy_is_the_only_one_of_its_kind() -> None:
-    """Events are recorded in one place."""
     files = chain(*((ROOT / room).rglob("*.py") for room in ("pipeline", "transforms", "strategies")))
     assert [path.name for path in files if ".record(" in path.read_text()] == ["host_copy.py"]

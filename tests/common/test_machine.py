@@ -30,13 +30,11 @@ def tree(root: Path, files: dict[str, str], groups: Groups | None = None) -> Pat
 
 
 def version_2(root: Path, groups: Groups, *, group: str) -> Path:
-    """A system with version 2 alone."""
     mounts = "1 0 8:1 / / rw - ext4 /dev/sda rw\n" + V2.format(shown="/", at="/sys/fs/cgroup")
     return tree(root, {"proc/self/cgroup": f"0::{group}\n", "proc/self/mountinfo": mounts}, groups)
 
 
 def version_1(root: Path, groups: Groups, *, group: str, shown: str = "/") -> Path:
-    """A system with version 1."""
     names = f"12:memory:{group}\n7:cpu,cpuacct:{group}\n3:cpuset:{group}\n0::/\n"
     controllers = {31: "memory", 32: "cpu,cpuacct", 33: "cpuset"}.items()
     mounts = "".join(V1.format(number=number, shown=shown, names=each) for number, each in controllers)

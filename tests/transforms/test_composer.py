@@ -276,7 +276,6 @@ def test_smooth_labels(composer: ModuleType, smoothing: float) -> None:
 
 
 def plain_name(name: str) -> str:
-    """Our name of one of Composer's parameters."""
     for theirs, ours in (
         (".conv.", "."),
         ("se.pool_and_mlp.2", "se.down"),

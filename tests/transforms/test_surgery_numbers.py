@@ -287,7 +287,6 @@ def test_distance_bias() -> None:
 
 
 def test_both_libraries_attend_alike() -> None:
-    """torchvision's and timm's attention with the same weights give the same."""
     one, other = models.vit().eval(), models.timm_vit().eval()
     for model in (one, other):
         assert len(t.ALiBi().apply(model).changed) == 2
