@@ -5,10 +5,12 @@ import math
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import astuple
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import composer_reference
 import gpu_device
@@ -76,9 +78,8 @@ def pictures() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def rank_server() -> Iterator[RankServer]:
     """One for all tests of this process."""
-    server = RankServer()
-    yield server
-    server.close()
+    with closing(RankServer()) as server:
+        yield server
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -116,10 +117,8 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def nothing_registered() -> Iterator[None]:
     """Strategies that a test registers are forgotten after it."""
-    before = dict(registry.REGISTERED)
-    yield
-    registry.REGISTERED.clear()
-    registry.REGISTERED.update(before)
+    with mock.patch.dict(registry.REGISTERED):
+        yield
 
 
 @pytest.fixture
@@ -150,11 +149,8 @@ def cluster(tmp_path: Path) -> Iterator[machines.Cluster]:
     """Two machines, in namespaces of this one; they end with whatever runs on them."""
     if why := machines.why_not():
         pytest.skip(why)
-    made = machines.Cluster(tmp_path, 2)
-    try:
+    with closing(machines.Cluster(tmp_path, 2)) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """GPU checkpoints: bit-for-bit resuming on the GPU, and resuming to and from the CPU."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,9 @@ MIDDLE = "checkpoints/step-00000003"
 
 
 @pytest.fixture
-def exact() -> Iterator[None]:
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Convolutions that give the same sums each time; without it, cuDNN may choose others."""
-    before = torch.backends.cudnn.deterministic
-    torch.backends.cudnn.deterministic = True
-    yield
-    torch.backends.cudnn.deterministic = before
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
 
 
 def dropping_model() -> nn.Module:

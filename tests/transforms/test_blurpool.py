@@ -77,9 +77,8 @@ def test_models(factory: Callable[[], nn.Module], count: int, train: bool) -> No
     report = BlurPool().apply(model)
 
     assert len(report.changed) == count
-    assert list(report.changed) == [
-        name for name, module in model.named_modules() if isinstance(module, BlurConv2d | BlurMaxPool2d)
-    ]
+    blurred = (BlurConv2d, BlurMaxPool2d)
+    assert list(report.changed) == [n for n, module in model.named_modules() if isinstance(module, blurred)]
     assert all(module.training is train for module in model.modules())
     after = dict(model.named_parameters())
     assert list(after) == list(parameters)
@@ -202,10 +201,9 @@ def test_hooks_run() -> None:
     model = nn.Sequential(conv, pool)
     BlurPool().apply(model)
     model(images(2, 16, 8, 8).requires_grad_()).sum().backward()
-    both = ("BlurConv2d", "BlurMaxPool2d")
-    assert seen == [f"{moment} {name}" for name in both for moment in ("before", "after")] + [
-        f"back {name}" for name in reversed(both)
-    ]
+    conv, pool = "BlurConv2d", "BlurMaxPool2d"
+    forward = [f"{moment} {name}" for name in (conv, pool) for moment in ("before", "after")]
+    assert seen == [*forward, f"back {pool}", f"back {conv}"]
 
 
 def test_shared_module_stays_shared() -> None:
@@ -218,10 +216,13 @@ def test_shared_module_stays_shared() -> None:
 @pytest.mark.parametrize("blur_first", [True, False])
 def test_compiles_without_a_break(blur_first: bool) -> None:
     torch._dynamo.reset()
-    model = nn.Sequential(
-        nn.Conv2d(3, 16, 3), nn.MaxPool2d(3, 2, 1, ceil_mode=True), nn.BatchNorm2d(16), BasicBlock(16, 16)
+    layers = (
+        nn.Conv2d(3, 16, 3),
+        nn.MaxPool2d(3, 2, 1, ceil_mode=True),
+        nn.BatchNorm2d(16),
+        BasicBlock(16, 16),
     )
-    model.append(strided(padding_mode="reflect"))
+    model = nn.Sequential(*layers, strided(padding_mode="reflect"))
     assert len(BlurPool(blur_first=blur_first).apply(model).changed) == 2
     compiled = torch.compile(model.eval(), backend="eager", fullgraph=True)
     for size in (16, 20):  # the second size makes the shapes symbolic

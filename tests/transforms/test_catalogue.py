@@ -104,7 +104,7 @@ def test_the_declared_order_has_no_circle() -> None:
 
 
 def test_declared_facts() -> None:
-    """The values that a plan relies on; their proofs are in test_surgery_runs.py and its neighbours."""
+    """The values that a plan relies on; their proofs are in test_surgery.py and its neighbours."""
     assert {n for n, cls in t.TRANSFORMS.items() if not cls.compile_safe} == {"GyroDropout"}
     renaming = {n for n, cls in t.TRANSFORMS.items() if cls.renames}
     assert renaming == {"Factorize", "GatedLinearUnits", "SqueezeExcite"}

@@ -96,11 +96,13 @@ def test_colout(composer: ModuleType, shares: tuple[float, float]) -> None:
 
 def state(steps: int):
     """A real state of Composer's trainer."""
-    core, devices = composer_reference.load("composer.core"), composer_reference.load("composer.devices")
+    core, device = (
+        composer_reference.load("composer.core"),
+        composer_reference.load("composer.devices").DeviceCPU(),
+    )
     return core.State(
-        model=nn.Linear(1, 1), rank_zero_seed=0, run_name="r", device=devices.DeviceCPU(),
-        max_duration=f"{steps}ba",
-    )  # fmt: skip
+        nn.Linear(1, 1), rank_zero_seed=0, run_name="r", device=device, max_duration=f"{steps}ba"
+    )
 
 
 @pytest.mark.parametrize("options", [

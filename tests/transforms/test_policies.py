@@ -46,9 +46,8 @@ def test_alone_it_is_torchvisions(transform: Any, theirs: Any) -> None:
 def test_it_stands_in_the_plan_after_loading(toy: Toy) -> None:
     every = [t.LabelSmoothing(), t.BlurPool(), t.RandAugment(), t.ChannelsLast()]
     steps = toy.pipeline().transform(*every).plan().steps
-    assert [step.what.split("(")[0].split()[0] for step in steps][:5] == [
-        "load", "RandAugment", "build", "BlurPool", "ChannelsLast"
-    ]  # fmt: skip
+    names = [step.what.split("(")[0].split()[0] for step in steps][:5]
+    assert names == ["load", "RandAugment", "build", "BlurPool", "ChannelsLast"]
     assert "evaluation uses the images unchanged" in steps[1].why
 
 

@@ -22,10 +22,8 @@ LABELS = torch.arange(16) % 3
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
-        nn.Linear(16, 3),
-    )  # fmt: skip
+    layers = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+    return nn.Sequential(*layers, nn.Linear(16, 3))
 
 
 def gradients(model: nn.Module) -> float:
@@ -39,11 +37,9 @@ def flat(tensors) -> Tensor:
 
 
 def parameters_with(*grads: list[float] | None, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    made = []
-    for grad in grads:
-        parameter = nn.Parameter(torch.ones(2 if grad is None else len(grad), dtype=dtype))
+    made = [nn.Parameter(torch.ones(2 if grad is None else len(grad), dtype=dtype)) for grad in grads]
+    for parameter, grad in zip(made, grads, strict=True):
         parameter.grad = None if grad is None else torch.tensor(grad, dtype=dtype)
-        made.append(parameter)
     return made
 
 
