@@ -10,7 +10,6 @@ from pathlib import Path
 def library() -> ctypes.CDLL:
     """Return the library, with the argument types of `imdecode` declared; FFCV itself is not imported."""
     spec = importlib.util.find_spec("ffcv")
-    assert spec is not None
     (folder,) = spec.submodule_search_locations or []
     loaded = ctypes.CDLL(str(next(Path(folder).glob("_libffcv*.so"))))
     sizes, flags = [ctypes.c_uint32] * 2, [ctypes.c_bool] * 2

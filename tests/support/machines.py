@@ -124,8 +124,6 @@ class Cluster:
             stderr=subprocess.PIPE, text=True, env=_SYSTEM,
         )  # fmt: skip
         self._holders.append(holder)
-        assert holder.stdout is not None
-        assert holder.stderr is not None
         if holder.stdout.readline() != "ready\n":
             raise RuntimeError(f"unshare {' '.join(how)}: {holder.stderr.read()}")
         return holder

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -56,7 +55,8 @@ def growth(into: list[int]) -> Iterator[None]:
 
 
 def _status(name: str) -> int:
-    return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0]) * 1024
+    line = next(one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(name))
+    return int(line.split()[1]) * 1024
 
 
 def watched(pipeline: Pipeline, epochs: int, torchrun: bool, **arguments: Any) -> dict[str, Any]:
@@ -74,10 +74,15 @@ def watched(pipeline: Pipeline, epochs: int, torchrun: bool, **arguments: Any) -
         exports.append((sum(value.untyped_storage().nbytes() for value in found.values()), held))
         return found
 
-    # The group is there: nothing connects.
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"} if torchrun else {}
-    with mock.patch.object(LocalEngine, "export_state", export_state), mock.patch.dict(os.environ, variables):
+    if torchrun:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the group is there: nothing connects
+    LocalEngine.export_state = export_state  # type: ignore[method-assign]
+    try:
         result = pipeline.fit(epochs=epochs, progress=False, **arguments)
+    finally:
+        LocalEngine.export_state = original  # type: ignore[method-assign]
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            os.environ.pop(name, None)
     weights = digests(result.model.state_dict())
     return {"rank": dist.get_rank(), "exports": exports, "growth": grown, "weights": weights}
 

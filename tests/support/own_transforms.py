@@ -86,7 +86,6 @@ class _SignMomentum(Session):
     @torch.no_grad()
     def before_step(self, loop: Loop) -> None:
         for name, parameter in self._parameters.items():
-            assert parameter.grad is not None
             self._means[name].lerp_(parameter.grad, 0.5)
             parameter.grad.add_(self._means[name].sign(), alpha=self._share * (1 - loop.progress))
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 
 class RangeServer:
-    """Serves the files of a folder on this machine."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.requests: list[tuple[str, int, int]] = []  # path, first byte and length; of a whole file, -1

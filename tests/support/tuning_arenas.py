@@ -94,7 +94,6 @@ def slow_decode(spec: PipelineSpec) -> Mapping[str, float]:
 
 def slow_disk(spec: PipelineSpec) -> Mapping[str, float]:
     """Samples arrive in bursts, which more batches ahead even out."""
-    assert spec.data is not None
     return {"loader": 3.0 if spec.data.batches_ahead < 6 else 2.0, "model": 1.0}
 
 

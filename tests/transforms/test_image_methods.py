@@ -6,17 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from drivetrain import transforms as t
 from drivetrain.common.errors import DataError, PlanError
-from drivetrain.transforms import (
-    BatchContext,
-    ColOut,
-    CutMix,
-    CutOut,
-    LabelSmoothing,
-    MixUp,
-    ProgressiveResizing,
-    Transform,
-)
 from drivetrain.transforms.common.draws import draw_beta
 from drivetrain.transforms.cutmix import area, box_around
 from drivetrain.transforms.cutout import inside
@@ -24,17 +15,23 @@ from drivetrain.transforms.cutout import inside
 IMAGES = torch.randn(6, 3, 20, 16, generator=torch.Generator().manual_seed(0)) + 5
 LABELS = torch.tensor([0, 4, 3, 3, 2, 1])
 SOFT = torch.randn(6, 5, generator=torch.Generator().manual_seed(1)).softmax(1)
-METHODS = [CutOut(), CutOut(holes=3, length=0.2), ColOut(), ColOut(row=0, column=0.5), ProgressiveResizing()]
+METHODS = [
+    t.CutOut(),
+    t.CutOut(holes=3, length=0.2),
+    t.ColOut(),
+    t.ColOut(row=0, column=0.5),
+    t.ProgressiveResizing(),
+]
 FORMS = pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
-MIXERS = [MixUp(), MixUp(alpha=2.0), CutMix(), CutMix(alpha=0.3)]
+MIXERS = [t.MixUp(), t.MixUp(alpha=2.0), t.CutMix(), t.CutMix(alpha=0.3)]
 
 
-def context(seed: int = 0, progress: float = 0.0, classes: int | None = 5) -> BatchContext:
-    return BatchContext(torch.Generator().manual_seed(seed), progress=progress, classes=classes)
+def context(seed: int = 0, progress: float = 0.0, classes: int | None = 5) -> t.BatchContext:
+    return t.BatchContext(torch.Generator().manual_seed(seed), progress=progress, classes=classes)
 
 
 def test_cutout_blanks_one_square_per_image() -> None:
-    cut, targets = CutOut(length=0.5).batch(IMAGES, LABELS, context(1))
+    cut, targets = t.CutOut(length=0.5).batch(IMAGES, LABELS, context(1))
     assert targets is LABELS
     holes = cut == 0
     assert torch.equal(cut[~holes], IMAGES[~holes])
@@ -54,13 +51,13 @@ def test_cutout_squares() -> None:
 
 
 def test_cutout_of_the_whole_side_and_of_less_than_a_pixel() -> None:
-    assert (CutOut(length=1).batch(IMAGES, LABELS, context())[0] == 0).any()
-    assert torch.equal(CutOut(length=0.01).batch(IMAGES, LABELS, context())[0], IMAGES)
+    assert (t.CutOut(length=1).batch(IMAGES, LABELS, context())[0] == 0).any()
+    assert torch.equal(t.CutOut(length=0.01).batch(IMAGES, LABELS, context())[0], IMAGES)
 
 
 def test_colout_keeps_rows_and_columns_in_order() -> None:
     images = (torch.arange(20.0)[:, None] * 100 + torch.arange(16.0)).expand(6, 3, 20, 16)
-    small, targets = ColOut().batch(images, LABELS, context(2))
+    small, targets = t.ColOut().batch(images, LABELS, context(2))
     assert small.shape == (6, 3, 17, 13)  # int(0.85 · 20), int(0.85 · 16)
     assert targets is LABELS
     rows, columns = small[0, 0, :, 0] // 100, small[0, 0, 0] % 100
@@ -70,11 +67,11 @@ def test_colout_keeps_rows_and_columns_in_order() -> None:
 
 
 def test_colout_keeps_at_least_one() -> None:
-    assert ColOut(row=0.99, column=0).batch(IMAGES, LABELS, context())[0].shape == (6, 3, 1, 16)
+    assert t.ColOut(row=0.99, column=0).batch(IMAGES, LABELS, context())[0].shape == (6, 3, 1, 16)
 
 
 def test_the_schedule() -> None:
-    sizes = ProgressiveResizing(initial_scale=0.5, delay=0.5, finetune=0.2, size_increment=4)
+    sizes = t.ProgressiveResizing(initial_scale=0.5, delay=0.5, finetune=0.2, size_increment=4)
     expected = {0: 112, 0.49: 112, 0.5: 112, 0.65: 168, 0.79: 220, 0.8: 224, 0.9: 224, 1: 224}
     assert {progress: sizes.size(224, progress) for progress in expected} == expected
     path = [sizes.size(224, k / 1000) for k in range(1001)]
@@ -95,26 +92,26 @@ def test_the_schedule() -> None:
     ({"initial_scale": 1}, 224, 0.3, 224),
 ])  # fmt: skip
 def test_schedules_at_the_edges(options: dict[str, float], size: int, progress: float, expected: int) -> None:
-    assert ProgressiveResizing(**options).size(size, progress) == expected  # type: ignore[arg-type]
+    assert t.ProgressiveResizing(**options).size(size, progress) == expected  # type: ignore[arg-type]
 
 
 def test_resizing_is_bilinear_and_antialiased() -> None:
-    small, targets = ProgressiveResizing().batch(IMAGES, LABELS, context(progress=0))
+    small, targets = t.ProgressiveResizing().batch(IMAGES, LABELS, context(progress=0))
     # The width is the multiple of 4, and the height keeps the proportions.
     assert small.shape == (6, 3, 10, 8)
     assert targets is LABELS
     torch.testing.assert_close(small.mean((2, 3)), IMAGES.mean((2, 3)), rtol=0, atol=0.1)
     stripes = torch.tensor([0.0, 1.0]).repeat(16).expand(1, 3, 32, 32)
-    grey = ProgressiveResizing().batch(stripes, LABELS[:1], context())[0]
+    grey = t.ProgressiveResizing().batch(stripes, LABELS[:1], context())[0]
     assert grey.shape == (1, 3, 16, 16)
     torch.testing.assert_close(grey[..., 2:-2], torch.full((1, 3, 16, 12), 0.5), rtol=0, atol=0.13)
-    assert ProgressiveResizing().batch(IMAGES, LABELS, context(progress=0.9))[0] is IMAGES
+    assert t.ProgressiveResizing().batch(IMAGES, LABELS, context(progress=0.9))[0] is IMAGES
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
 @FORMS
-def test_dtype_and_memory_format_stay(method: Transform, dtype: torch.dtype, form: Any) -> None:
+def test_dtype_and_memory_format_stay(method: t.Transform, dtype: torch.dtype, form: Any) -> None:
     images = (IMAGES * 10).to(dtype).contiguous(memory_format=form)
     before = images.clone()
     made, _ = method.batch(images, LABELS, context())
@@ -126,17 +123,17 @@ def test_dtype_and_memory_format_stay(method: Transform, dtype: torch.dtype, for
 
 
 @pytest.mark.parametrize("method", [*METHODS, *MIXERS], ids=repr)
-def test_the_generator_decides(method: Transform) -> None:
+def test_the_generator_decides(method: t.Transform) -> None:
     state = torch.get_rng_state()
     first, again, other = (method.batch(IMAGES, LABELS, context(seed)) for seed in (7, 7, 8))
     assert all(map(torch.equal, first, again))
-    assert all(map(torch.equal, first, other)) == isinstance(method, ProgressiveResizing)
+    assert all(map(torch.equal, first, other)) == isinstance(method, t.ProgressiveResizing)
     assert torch.equal(torch.get_rng_state(), state), "drew from the global generator"
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-def test_refused(method: Transform) -> None:
-    size = (6, 20, 15 if isinstance(method, CutOut) else 16)  # CutOut takes masks of the images' size
+def test_refused(method: t.Transform) -> None:
+    size = (6, 20, 15 if isinstance(method, t.CutOut) else 16)  # CutOut takes masks of the images' size
     for images, targets in ((IMAGES[0], LABELS), (IMAGES, LABELS[:3]), (IMAGES, torch.zeros(size))):
         with pytest.raises(DataError, match=rf"{type(method).__name__}: unsupported batch of images"):
             method.batch(images, targets, context())
@@ -144,7 +141,7 @@ def test_refused(method: Transform) -> None:
 
 def test_more_than_the_whole_training() -> None:
     with pytest.raises(PlanError, match=r"delay=0.9, finetune=0.2\): together they exceed the full training"):
-        ProgressiveResizing(delay=0.9, finetune=0.2)
+        t.ProgressiveResizing(delay=0.9, finetune=0.2)
 
 
 # ---- MixUp and CutMix ----
@@ -169,7 +166,7 @@ def test_beta_has_the_moments_and_quantiles_of_torchs(alpha: float) -> None:
 
 def test_mixup_by_hand() -> None:
     """Every image is a mixture of itself and one other; the targets have the same weights."""
-    mixed, targets = MixUp(alpha=1.0).batch(IMAGES, LABELS, context())
+    mixed, targets = t.MixUp(alpha=1.0).batch(IMAGES, LABELS, context())
     generator = torch.Generator().manual_seed(0)
     z = draw_beta(1.0, generator)
     share, partner = min(z, 1 - z), torch.randperm(6, generator=generator)
@@ -183,7 +180,7 @@ def test_cutmix_by_hand() -> None:
     """Counting the replaced pixels of each image gives the target's share."""
     images = torch.arange(6.0)[:, None, None, None].expand(6, 3, 10, 12)
     for seed in range(20):
-        mixed, targets = CutMix().batch(images, torch.arange(6), context(seed, classes=6))
+        mixed, targets = t.CutMix().batch(images, torch.arange(6), context(seed, classes=6))
         for i in range(6):
             counts = torch.bincount(mixed[i, 0].flatten().long(), minlength=6) / 120
             torch.testing.assert_close(targets[i], counts, rtol=0, atol=1e-6)
@@ -197,7 +194,7 @@ def test_cutmix_boxes() -> None:
 
 @pytest.mark.parametrize("mixer", MIXERS, ids=repr)
 @pytest.mark.parametrize("targets", [LABELS, LABELS.int(), LABELS.to(torch.uint8), SOFT, SOFT.bfloat16()])
-def test_targets_stay_distributions(mixer: Transform, targets: torch.Tensor) -> None:
+def test_targets_stay_distributions(mixer: t.Transform, targets: torch.Tensor) -> None:
     before = IMAGES.clone(), targets.clone()
     _, mixed = mixer.batch(IMAGES, targets, context())
     assert mixed.shape == (6, 5)
@@ -208,8 +205,8 @@ def test_targets_stay_distributions(mixer: Transform, targets: torch.Tensor) -> 
     assert torch.equal(targets, before[1])
 
 
-@pytest.mark.parametrize("order", [(MixUp(1.0), CutMix()), (CutMix(), MixUp(1.0))], ids=repr)
-def test_they_compose_in_either_order(order: tuple[Transform, ...]) -> None:
+@pytest.mark.parametrize("order", [(t.MixUp(1.0), t.CutMix()), (t.CutMix(), t.MixUp(1.0))], ids=repr)
+def test_they_compose_in_either_order(order: tuple[t.Transform, ...]) -> None:
     """Image i is a plane of channels, the i-th 1: after any mixing, the mean of plane c is target c's."""
     images = torch.eye(6)[:, :, None, None].expand(6, 6, 10, 12)
     shared = context(3, classes=6)
@@ -221,19 +218,19 @@ def test_they_compose_in_either_order(order: tuple[Transform, ...]) -> None:
 
 
 @pytest.mark.parametrize("mixer", MIXERS, ids=repr)
-def test_a_batch_of_one_stays(mixer: Transform) -> None:
+def test_a_batch_of_one_stays(mixer: t.Transform) -> None:
     images, targets = mixer.batch(IMAGES[:1], LABELS[:1], context())
     assert torch.equal(images, IMAGES[:1])
     assert targets.tolist() == [[1, 0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("mixer", MIXERS, ids=repr)
-def test_a_batch_of_nothing_stays(mixer: Transform) -> None:
+def test_a_batch_of_nothing_stays(mixer: t.Transform) -> None:
     images, targets = mixer.batch(IMAGES[:0], LABELS[:0], context())
     assert (images.shape, targets.shape) == ((0, *IMAGES.shape[1:]), (0, 5))
 
 
-@pytest.mark.parametrize("mixer", [MixUp(), CutMix()], ids=repr)
+@pytest.mark.parametrize("mixer", [t.MixUp(), t.CutMix()], ids=repr)
 @pytest.mark.parametrize(("targets", "classes", "message"), [
     (torch.tensor([0, -100, 3, 3, 2, 1]), 5, r"target -100 is not a class index from 0 to 4.*Drop such rows"),
     (torch.tensor([0, 5, 3, 3, 2, 1]), 5, r"target 5 is not a class index from 0 to 4"),
@@ -245,23 +242,23 @@ def test_a_batch_of_nothing_stays(mixer: Transform) -> None:
     (torch.zeros(6, 20, 16), 5, r"unsupported batch of images .* and targets \(6, 20, 16\)"),
 ])  # fmt: skip
 def test_targets_that_cannot_be_mixed(
-    mixer: Transform, targets: torch.Tensor, classes: int | None, message: str
+    mixer: t.Transform, targets: torch.Tensor, classes: int | None, message: str
 ) -> None:
     with pytest.raises(DataError, match=f"{type(mixer).__name__}: .*{message}"):
         mixer.batch(IMAGES, targets, context(classes=classes))
 
 
 @pytest.mark.parametrize("mixer", MIXERS, ids=repr)
-def test_soft_targets_need_no_number_of_classes(mixer: Transform) -> None:
+def test_soft_targets_need_no_number_of_classes(mixer: t.Transform) -> None:
     assert mixer.batch(IMAGES, SOFT, context(classes=None))[1].shape == (6, 5)
 
 
 @pytest.mark.parametrize("mixer", MIXERS, ids=repr)
-def test_smoothing_after_mixing_reaches_the_whole_mixture(mixer: Transform) -> None:
+def test_smoothing_after_mixing_reaches_the_whole_mixture(mixer: t.Transform) -> None:
     """The other order leaves a smallest target of 0.0089 in Composer, where 0.01 is right."""
     _, targets = mixer.batch(IMAGES, LABELS, context())
     seen = []
-    loss = LabelSmoothing(0.1).loss(lambda logits, targets: seen.append(targets) or logits.sum())
+    loss = t.LabelSmoothing(0.1).loss(lambda logits, targets: seen.append(targets) or logits.sum())
     loss(torch.zeros(6, 5), targets)
     assert seen[0].min().item() == pytest.approx(0.02, abs=1e-6)
     assert F.cross_entropy(torch.zeros(6, 5), targets).item() == pytest.approx(math.log(5))
@@ -270,7 +267,7 @@ def test_smoothing_after_mixing_reaches_the_whole_mixture(mixer: Transform) -> N
 @pytest.mark.parametrize("mixer", MIXERS, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @FORMS
-def test_mixing_keeps_dtype_and_memory_format(mixer: Transform, dtype: Any, form: Any) -> None:
+def test_mixing_keeps_dtype_and_memory_format(mixer: t.Transform, dtype: Any, form: Any) -> None:
     mixed, _ = mixer.batch((IMAGES - 5).to(dtype).contiguous(memory_format=form), LABELS, context())
     assert mixed.dtype == dtype
     assert mixed.is_contiguous(memory_format=form)
@@ -280,6 +277,6 @@ def test_mixing_keeps_dtype_and_memory_format(mixer: Transform, dtype: Any, form
 
 def test_cutmix_takes_integers_and_mixup_does_not() -> None:
     images = (IMAGES * 10).clamp(0, 255).to(torch.uint8)
-    assert CutMix().batch(images, LABELS, context())[0].dtype == torch.uint8
+    assert t.CutMix().batch(images, LABELS, context())[0].dtype == torch.uint8
     with pytest.raises(DataError, match=r"MixUp: images of torch.uint8 .* Normalize"):
-        MixUp().batch(images, LABELS, context())
+        t.MixUp().batch(images, LABELS, context())
