@@ -9,6 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,8 @@ def everything(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
 
 def parity(names: list[str], cases: list[Case]) -> dict[str, Run]:
     """Each rank starts from weights of its own: rank 0's must become everyone's."""
-    return {
-        f"{name} {case.name}": train(name, case, seed=dist.get_rank(), **options_of(name))
-        for name in names
-        for case in cases
-    }
+    seed, pairs = dist.get_rank(), product(names, cases)
+    return {f"{name} {case.name}": train(name, case, seed=seed, **options_of(name)) for name, case in pairs}
 
 
 def every_case() -> dict[str, Any]:

@@ -38,11 +38,9 @@ def main() -> None:
         only = decoder.Workspace()
         decoder.Workspace = lambda: only  # type: ignore[assignment,misc]
     images: list[int] = []
-    options: tuple[dict[str, Any], ...] = (
-        {"policy": {"name": "aug_mix"}, "verify": True},
-        {"policy": {"name": "rand_augment"}, "interpolation": "area"},
-    )
-    threads = [Thread(target=train, args=(Path(path), images), kwargs=chosen) for chosen in options]
+    mixed: dict[str, Any] = {"policy": {"name": "aug_mix"}, "verify": True}
+    plain: dict[str, Any] = {"policy": {"name": "rand_augment"}, "interpolation": "area"}
+    threads = [Thread(target=train, args=(Path(path), images), kwargs=each) for each in (mixed, plain)]
     for thread in threads:
         thread.start()
     for thread in threads:

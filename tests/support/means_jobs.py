@@ -224,7 +224,7 @@ def trained(strategy: str, name: str, accumulate: int, **options: Any) -> Run:
 
     def shares(sizes: tuple[int, ...], seed: int) -> list[Any]:
         whole = batches(case, sizes, seed)
-        return [[each.tensor_split(engine.world_size)[engine.rank] for each in batch] for batch in whole]
+        return [tuple(each.tensor_split(engine.world_size)[engine.rank] for each in batch) for batch in whole]
 
     task = case.loss if isinstance(case.loss, Task) else Classification()
     loss = case.loss

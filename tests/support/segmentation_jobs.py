@@ -33,12 +33,10 @@ def scene(seed: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
 
 def write(folder: Path) -> Files:
-    paths = []
-    for name, number, first in (("train", TRAIN, 0), ("val", VAL, 1000)):
-        path = folder / f"{name}.beton"
-        convert([scene(first + n) for n in range(number)], path, classes=CLASSES, progress=False)
-        paths.append(str(path))
-    return paths[0], paths[1]
+    files = str(folder / "train.beton"), str(folder / "val.beton")
+    for path, seeds in zip(files, (range(TRAIN), range(1000, 1000 + VAL)), strict=True):
+        convert([*map(scene, seeds)], path, classes=CLASSES, progress=False)
+    return files
 
 
 class Net(nn.Module):

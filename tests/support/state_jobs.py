@@ -1,6 +1,7 @@
 """What the tests of exported state run inside ranks, and on one device for comparison."""
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -92,11 +93,8 @@ def export_all(names: list[str]) -> dict[tuple[str, str], Exported]:
 
 def import_all(names: list[str], given: dict[tuple, Exported]) -> dict[tuple, Exported]:
     quiet()
-    return {
-        (name, source, kind): imported(name, kind, state)
-        for name in names
-        for (source, kind), state in given.items()
-    }
+    pairs = product(names, given.items())
+    return {(name, source, kind): imported(name, kind, state) for name, ((source, kind), state) in pairs}
 
 
 def everything(names: list[str], from_one_device: dict[tuple[object, str], Exported]) -> dict[str, object]:

@@ -40,12 +40,10 @@ CASES: dict[str, tuple[t.Transform, Factory, int]] = {
 }  # fmt: skip
 cases = pytest.mark.parametrize(("transform", "factory", "count"), CASES.values(), ids=CASES)
 _FIRST = {type(transform): name for name, (transform, *_) in reversed(CASES.items())}
+_MARKS = {name: [] if name in _FIRST.values() else [pytest.mark.slow] for name in CASES}
 cases_at_length = pytest.mark.parametrize(
     ("transform", "factory", "count"),
-    [
-        pytest.param(*case, id=name, marks=[] if name in _FIRST.values() else [pytest.mark.slow])
-        for name, case in CASES.items()
-    ],
+    [pytest.param(*case, id=name, marks=_MARKS[name]) for name, case in CASES.items()],
 )
 """The same, for tests that take long: one model of each surgery in `make test`, the others in `make test-all`."""
 

@@ -32,12 +32,10 @@ def numbers_of(pictures: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def write(folder: Path, targets: Any) -> tuple[str, str]:
-    paths = []
-    for name, number, seed in (("train", TRAIN, 1), ("val", VAL, 2)):
-        pictures = images(number, seed)
-        convert((pictures, targets(pictures)), folder / f"{name}.beton", progress=False)
-        paths.append(str(folder / f"{name}.beton"))
-    return paths[0], paths[1]
+    files = str(folder / "train.beton"), str(folder / "val.beton")
+    for path, pictures in zip(files, (images(TRAIN, 1), images(VAL, 2)), strict=True):
+        convert((pictures, targets(pictures)), path, progress=False)
+    return files
 
 
 class Outputs(nn.Module):
@@ -45,9 +43,8 @@ class Outputs(nn.Module):
 
     def __init__(self, num_classes: int, container: str = "tensor") -> None:
         super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
-        )
+        layers = nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+        self.features = nn.Sequential(*layers)
         self.head, self.container = nn.Linear(32, num_classes), container
 
     def forward(self, images: torch.Tensor) -> Any:

@@ -60,12 +60,9 @@ class Simulated:
         if self.left < 0:
             raise OutOfTime
         drift = self.random.normal(0, self.drift)
-        return [
-            self.speed(one.spec)
-            * (self.kept if one.variables else 1)
-            * np.exp(drift + self.random.normal(0, self.noise))
-            for one in contenders
-        ]
+        noise = [np.exp(drift + self.random.normal(0, self.noise)) for _ in contenders]
+        kept = [self.kept if one.variables else 1 for one in contenders]
+        return [self.speed(one.spec) * a * b for one, a, b in zip(contenders, kept, noise, strict=True)]
 
     def speed(self, spec: PipelineSpec) -> float:
         cost = self.cost(spec)
@@ -73,12 +70,9 @@ class Simulated:
 
     def limits(self, contender: Any) -> dict[str, float]:
         cost = self.cost(contender.spec)
-        return {
-            "training": self.speed(contender.spec),
-            "loader": 1 / cost["loader"],
-            "model": 1 / (cost["model"] + cost.get("communication", 0.0)),
-            **({"communication": 1 / cost["communication"]} if "communication" in cost else {}),
-        }
+        model = 1 / (cost["model"] + cost.get("communication", 0.0))
+        found = {"training": self.speed(contender.spec), "loader": 1 / cost["loader"], "model": model}
+        return found | ({"communication": 1 / cost["communication"]} if "communication" in cost else {})
 
     def accuracy(self, spec: PipelineSpec, seed: int) -> float:
         self.trained.append((spec, seed))
