@@ -10,7 +10,7 @@ that no pipeline can meet are held elsewhere only:
 | `apply` tells nothing; twice is not once; saving the model fails | test_surgery.py |
 | StochasticDepth breaks graphs, leaves gradients out | test_stochastic_depth.py, …_sharded.py |
 | norms in low precision stay fp32 on the CPU | test_surgery_numbers.py: test_low_precision_under_autocast |
-| what torch.compile cannot take | test_surgery_runs.py: test_compiles_whole, by `compile_safe` |
+| what torch.compile cannot take | test_surgery.py: test_compiles_whole, by `compile_safe` |
 | a target of -100 is smoothed | test_losses.py: test_ignored_rows_drop_out_of_the_mean |
 | resizing by the nearest pixel | test_image_methods.py: test_resizing_is_bilinear… |
 | selection without a loss for each image | test_selection.py: test_losses_that_cannot |
