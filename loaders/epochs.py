@@ -208,7 +208,7 @@ class EpochLoader(ABC):
             f"{batch:,} bytes, {share} images of {size_text(own.image_size)} pixels each"
         )
 
-    def _shares(self, epoch: int) -> list[NDArray[np.int64]]:
+    def shares(self, epoch: int) -> list[NDArray[np.int64]]:
         """Return this rank's samples for each batch of an epoch; for repeated ones, see `mixed`."""
         own, indices = self.settings, self.indices
         if self._parts:

@@ -119,7 +119,7 @@ class FFCVLoader(EpochLoader):
 
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         ahead = self._ahead = deque()
-        shares = self._shares(epoch)[start:]
+        shares = self.shares(epoch)[start:]
         stop = Stop()
         self._stops.add(stop)
         try:

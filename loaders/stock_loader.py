@@ -178,7 +178,7 @@ class StockFFCVLoader(EpochLoader):
             return _Run(self._loader, indices, self.beton.name)
 
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        shares = self._shares(epoch)[start:]
+        shares = self.shares(epoch)[start:]
         if not shares:
             return
         self._release()  # an epoch that was left, but is still referenced

@@ -108,7 +108,7 @@ class TorchLoader(EpochLoader):
             self.dataset.transforms = StandardTransform(self.dataset.transform)
 
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
-        shares = self._shares(epoch)[start:]
+        shares = self.shares(epoch)[start:]
         self._keys[:] = [[(epoch, index) for index in share.tolist()] for share in shares]
         if self._loader is None:
             self._loader = self._make_loader()

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ..common.errors import require
+from ..common.checks import check_whole
+from ..common.errors import PlanError, require
 from ..common.options.signatures import built_from
 from .describe.pipeline_spec import PipelineSpec
 from .describe.plan import Plan
@@ -16,6 +17,7 @@ from .recipes.presets import Completed
 from .runs.config import FitConfig
 
 if TYPE_CHECKING:
+    from .analysis.batch import ShownBatch
     from .ledger.ledger import Ledger
     from .lightning.hand_over import HandOver
     from .runs.initial import WeightsArg
@@ -180,6 +182,33 @@ class Pipeline(PipelineSpec):
         from .runs.result import evaluate_weights
 
         return evaluate_weights(self, weights)
+
+    def show_batch(self, epoch: int = 0, *, samples: int = 24, epochs: int | None = None) -> ShownBatch:
+        """Return images of the first batch of an epoch as the step gets them: after crop, colors, policy, MixUp and
+        CutMix, at the epoch's size, with class names and shares, masks and views.
+
+        A notebook displays it; `save("batch.png")` writes it. The strategy's ranks are not started: their microbatches
+        are computed here. Nothing is trained, so what depends on the trained weights shows those of the beginning.
+
+        Args:
+            epoch: counted from 0.
+            samples: how many images of the batch, at most.
+            epochs: of the training; None: the recipe's, else one more than `epoch`. Transforms may depend on it.
+
+        Raises:
+            PlanError, DataError, StrategyError: as `fit`; also for an `epoch` that there is not.
+            MissingExtra: where it is drawn, without matplotlib.
+
+        Example::
+
+            >>> pipeline.show_batch(samples=8).texts[0]
+            'cat'
+        """
+        for name, value, least in (("epoch", epoch, 0), ("samples", samples, 1)):
+            check_whole(name, value, PlanError, least)
+        from .analysis.batch import batch_of
+
+        return batch_of(self, epoch, samples, epochs)
 
     def to_lightning(self, *, epochs: int | None = None, **trainer: Any) -> HandOver:
         """Return this pipeline for Lightning: `module, data, trainer, reports`; `Trainer(**trainer).fit(module, data)`.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,7 +15,10 @@ from torch import nn
 
 from ...common.errors import CheckpointError, DataError, PlanError
 from ...common.model_state import ModelState, unlisted_tensors
+from ...loaders.sources import files_of
 from ...transforms import Report, Transform
+from ..analysis.errors import Errors
+from ..analysis.judge import judge
 from ..checkpoints.remote import opened
 from ..checkpoints.weights import load_model, plain_state
 from ..describe.config import source_name
@@ -37,6 +40,7 @@ from .ranks import built_here, on_ranks
 if TYPE_CHECKING:
     from ...loaders.decode.preprocess import Evaluation
 
+Result = TypeVar("Result")
 BATCH = 32  # images that `predict` takes at once: enough for speed, little memory
 
 
@@ -85,6 +89,30 @@ class FitResult:
         if self.spec is None:
             raise PlanError("This result is not from Pipeline.fit. Use Pipeline.evaluate(weights).")
         return evaluate_weights(self.spec, self._state.all(), data)
+
+    def errors(self, data: str | Path | None = None) -> Errors:
+        """Return what the model gets wrong on data that `Pipeline.load` takes as `val`, computed in one pass.
+
+        For `Classification`: the `confusion` matrix, precision, recall and F1 per class with intervals, `calibration`;
+        for `MultiLabel`: the same per label, and curves of precision and recall; for `Regression`: residuals; for
+        `Segmentation`: intersection over union per class. For each: the loss of every sample, and the worst and the
+        least certain with their pictures. Printed, it is a table; `save` writes a picture (`.png`) or JSON.
+
+        Args:
+            data: as `evaluate` takes it.
+
+        Raises:
+            PlanError, DataError: without data, or if it does not match the model.
+
+        Example::
+
+            >>> errors = result.errors("val.beton")
+            >>> errors.confusion.shape
+            (2, 2)
+        """
+        if self.spec is None:
+            raise PlanError("This result is not from Pipeline.fit. Use Pipeline.evaluate(weights).")
+        return errors_of_weights(self.spec, self._state.all(), data)
 
     @property
     def task(self) -> Task:
@@ -230,13 +258,24 @@ def load_run(folder: str | Path) -> FitResult:
 def evaluate_weights(
     spec: PipelineSpec, weights: WeightsArg, data: str | Path | None = None
 ) -> dict[str, float]:
+    return _on_validation_data(spec, weights, data, _evaluate_rank)
+
+
+@plain_torch()
+def errors_of_weights(spec: PipelineSpec, weights: WeightsArg, data: str | Path | None = None) -> Errors:
+    return _on_validation_data(spec, weights, data, _errors_of_rank)
+
+
+def _on_validation_data(
+    spec: PipelineSpec, weights: WeightsArg, data: str | Path | None, function: Callable[..., Result]
+) -> Result:
     if spec.data is not None and data is not None:
         spec = spec.replace(data=replace(spec.data, val=source_name(data, "data")))
     plan = resolve(spec)
     if plan.data.val is None:
         raise PlanError("There is no validation data to evaluate. Pass a second file to load() (--val).")
     check_source(weights)
-    return on_ranks(resolve_data(plan, progress=False), _evaluate_rank, weights)
+    return on_ranks(resolve_data(plan, progress=False), function, weights)
 
 
 def _evaluate_rank(plan: ResolvedPlan, weights: WeightsArg) -> dict[str, float]:
@@ -244,6 +283,14 @@ def _evaluate_rank(plan: ResolvedPlan, weights: WeightsArg) -> dict[str, float]:
     with built_here(plan, initial) as built:
         assert built.val is not None
         return evaluate(built.engine, built.val, built.hooks, plan.task)
+
+
+def _errors_of_rank(plan: ResolvedPlan, weights: WeightsArg) -> Errors:
+    """Judge each sample of this rank; every rank returns the errors of all."""
+    initial = InitialWeights(weights, plan.transforms, strict=True)
+    with built_here(plan, initial) as built:
+        assert built.val is not None
+        return judge(built.engine, built.val, built.hooks, plan.task, str(files_of(plan.data.val or "")))
 
 
 @plain_torch()

@@ -274,8 +274,9 @@ class EvaluationSums:
         self._mean, self._meters = task.mean(task.move(device)), dict[str, Any]()
         self._sums = torch.zeros(2, device=device, dtype=torch.float64)
 
-    def add(self, images: torch.Tensor, labels: torch.Tensor) -> None:
-        """A rank may have no share of a small last batch, but gathering sharded parameters needs all ranks."""
+    def add(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[Any, Any]:
+        """Return what `predict` does. A rank may have no share of a small last batch, but gathering sharded parameters
+        needs all ranks."""
         if empty := len(images) == 0:
             images, labels = (each.new_zeros(1, *each.shape[1:]) for each in (images, labels))
         judged, outputs = self._predict(images, labels)
@@ -286,13 +287,14 @@ class EvaluationSums:
             meters = self._task.meters(width)
             self._meters = {name: meter.to(self._device) for name, meter in meters.items()}
         if empty:
-            return
+            return judged, outputs
         count = self._mean.denominator(labels)
         self._sums[0] += self._mean.numerator(judged, labels, count)
         self._sums[1] += count
         targets = self._task.metric_targets(labels)
         for meter in self._meters.values():
             meter.update(outputs, targets)
+        return judged, outputs
 
     def result(self, add_ranks: Callable[[torch.Tensor], torch.Tensor], ranks: int) -> dict[str, float]:
         numerator, denominator = add_ranks(self._sums).tolist()

@@ -75,7 +75,7 @@ def test_torchs_loader_reads_parts_too(folder: Path) -> None:
 
 def test_quasi_random_order_runs_through_all_files(folder: Path) -> None:
     with FFCVLoader(folder / "part-{0..2}.beton", order="quasi_random", **OPTIONS) as loader:
-        assert sorted(np.concatenate(loader._shares(0)).tolist()) == list(range(SAMPLES))
+        assert sorted(np.concatenate(loader.shares(0)).tolist()) == list(range(SAMPLES))
         assert len(np.unique(loader.beton.pages)) == 3
         epochs = loaded(loader)
     assert sorted(epochs[0][1].tolist()) == sorted(np.arange(SAMPLES) % 5)
@@ -110,7 +110,7 @@ def test_a_mix_has_exact_shares(folder: Path, order: str) -> None:
     mix = {str(folder / "part-{0..2}.beton"): 1, str(folder / "other.beton"): 3}
     with FFCVLoader(mix, order=order, **OPTIONS) as loader:
         assert len(loader) * 10 == 80
-        drawn = [np.concatenate(loader._shares(epoch)) for epoch in range(6)]
+        drawn = [np.concatenate(loader.shares(epoch)) for epoch in range(6)]
         for epoch in drawn:
             assert Counter((epoch % 80 >= 60).tolist()) == {False: 20, True: 60}
             assert len(np.unique(epoch)) == 80  # each repetition has its own augmentation
@@ -136,7 +136,7 @@ def test_a_mix_has_exact_shares(folder: Path, order: str) -> None:
 def test_repetitions_within_an_epoch_differ(folder: Path) -> None:
     mix = {str(folder / "whole.beton"): 1, str(folder / "other.beton"): 3}
     with FFCVLoader(mix, **OPTIONS) as loader:
-        numbers = np.concatenate(loader._shares(0))
+        numbers = np.concatenate(loader.shares(0))
         images = loaded(loader, 1)[0][0]
     one = np.flatnonzero(numbers % 80 == 70)
     assert len(one) == 3
@@ -169,7 +169,7 @@ def test_shares_and_turns_of_any_mix(sets: list[tuple[int, float]], epoch: int, 
 def test_selected_samples_of_a_mix(folder: Path) -> None:
     mix = {str(folder / "whole.beton"): 1, str(folder / "other.beton"): 1}
     with FFCVLoader(mix, indices=[0, 1, 2, 3, 4, 5, 6, 60, 61, 62], **OPTIONS) as loader:
-        drawn = np.concatenate(loader._shares(0)) % 80
+        drawn = np.concatenate(loader.shares(0)) % 80
     assert Counter((drawn >= 60).tolist()) == {True: 5, False: 5}
     assert set(drawn.tolist()) <= {0, 1, 2, 3, 4, 5, 6, 60, 61, 62}
     with pytest.raises(DataError, match="no sample of the data set with the samples 60 to 79"):

@@ -1,0 +1,156 @@
+"""A batch as the step gets it: after cropping, colors, policies, MixUp and CutMix, at the epoch's size."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...common.errors import DataError, PlanError, require
+from ...common.storage.files import atomic_file
+from ..describe.pipeline_spec import PipelineSpec
+from ..describe.resolve import resolve
+from ..tasks.standard import IGNORED
+from ..training.build import build, fork_rng, resolve_data
+from .errors import names_of
+from .judge import shown
+from .picture import INK, colored
+
+COLUMNS = 8
+LIKELY = 0.01  # shares below are not named
+
+
+@dataclass(frozen=True, eq=False)
+class ShownBatch:
+    """Images of a training batch, as the first step of an epoch gets them.
+
+    Attributes:
+        title: what it is.
+        pictures: for each sample its views, each `(H, W, 3)` uint8, normalization undone.
+        texts: the target of each sample: class names with their shares, numbers; "" for masks.
+        masks: of each sample, `(H, W)`; empty without masks.
+    """
+
+    title: str
+    pictures: tuple[tuple[NDArray[np.uint8], ...], ...]
+    texts: tuple[str, ...]
+    masks: tuple[NDArray[Any], ...] = ()
+
+    def show(self) -> Any:
+        """Return the picture, which a notebook displays: a matplotlib figure.
+
+        Raises:
+            MissingExtra: without matplotlib.
+        """
+        figure_class = require("matplotlib.figure", "plot", "draw a batch").Figure
+        views = len(self.pictures[0])
+        columns = max(COLUMNS // views, 1) * views
+        rows = -(-len(self.pictures) * views // columns)
+        figure = figure_class(figsize=(1.35 * columns, 0.5 + 1.5 * rows), layout="constrained")
+        figure.suptitle(self.title, x=0.01, ha="left", fontsize=10, color=INK)
+        panels = figure.subplots(rows, columns, squeeze=False).ravel()
+        for axes in panels:
+            axes.axis("off")
+        for sample, (pictures, text) in enumerate(zip(self.pictures, self.texts, strict=True)):
+            for view, picture in enumerate(pictures):
+                axes = panels[sample * views + view]
+                if self.masks:
+                    counts = self.masks[sample] != IGNORED
+                    picture = colored(picture, np.where(counts, self.masks[sample], 0), 0.5 * counts)
+                axes.imshow(picture)
+                axes.set_title(
+                    text if view == 0 else f"view {view + 1}", fontsize=7, loc="left", color=INK, pad=2
+                )
+        return figure
+
+    def save(self, path: str | Path) -> Path:
+        """Write the picture.
+
+        Raises:
+            DataError: unless it ends in `.png`, `.svg` or `.pdf`.
+            MissingExtra: without matplotlib.
+        """
+        path = Path(path)
+        if path.suffix not in (".png", ".svg", ".pdf"):
+            raise DataError(f"{path} must end in .png, .svg or .pdf.")
+        content = self._drawn(path.suffix[1:])
+        with atomic_file(path) as file:
+            file.write(content)
+        return path
+
+    def _drawn(self, format: str) -> bytes:
+        buffer = io.BytesIO()
+        self.show().savefig(buffer, format=format, dpi=110)
+        return buffer.getvalue()
+
+    def __repr__(self) -> str:
+        return f"ShownBatch({self.title!r}, {len(self.pictures)} samples)"
+
+    def _repr_html_(self) -> str:
+        return f'<img alt="{self.title}" src="data:image/png;base64,{base64.b64encode(self._drawn("png")).decode()}">'
+
+
+def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> ShownBatch:
+    """Return the first batch of an epoch; see `Pipeline.show_batch`.
+
+    It is computed in this process: the microbatches of all ranks are those of one process with as many.
+
+    Raises:
+        PlanError, DataError, StrategyError: as `fit`; also for an epoch that the pipeline does not have.
+    """
+    how, epochs = spec.distributed, epochs or spec.epochs or epoch + 1
+    if epoch >= epochs:
+        raise PlanError(f"epoch={epoch} is not one of the pipeline's {epochs} epochs, counted from 0.")
+    alone = dataclasses.replace(
+        how, strategy="single", devices=1, accumulate=how.accumulate * how.ranks, compile=False,
+        activation_checkpointing=False, sync_batchnorm=False,
+        options={} if how.device is None else {"device": how.device},
+    )  # fmt: skip
+    plan = resolve_data(resolve(spec.replace(distribution=alone, epochs=epochs)), progress=False)
+    with fork_rng(plan.seed), build(plan) as built:
+        built.begin(epochs)
+        state = built.hooks.state
+        state.epoch, state.step = epoch, epoch * len(built.train)
+        built.begin_epoch()
+        built.train.set_epoch(epoch)
+        images, targets = next(iter(built.train))[:2]
+        parts = built.hooks.microbatches(built.engine, images, targets, built.loss)
+        views = [_joined([part for part, _ in parts])] if isinstance(images, torch.Tensor) else [*images]
+        targets = torch.cat([part for _, part in parts])[:count].cpu()
+        if isinstance(views[0], torch.Tensor) and views[0].dim() == 5:
+            views = [*views[0].unbind(1)]
+        pictures = tuple(
+            tuple(shown(image, built.train) for image in sample)
+            for sample in zip(*(view[:count] for view in views), strict=True)
+        )
+        masks = tuple(targets.numpy()) if built.train.has_masks else ()
+        texts = tuple("" if masks else _text(target, built.train.classes) for target in targets)
+        size = "×".join(map(str, views[0].shape[-2:]))
+        title = f"epoch {epoch} of {epochs}, step {state.step}: {len(pictures)} of {len(images)} images, {size} pixels"
+    return ShownBatch(title, pictures, texts, masks)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _text(target: torch.Tensor, classes: list[str]) -> str:
+    """Return a target in words."""
+    if not target.dim() and not target.is_floating_point():
+        return names_of(len(classes), classes)[int(target)] if classes else str(int(target))
+    if not target.dim() or len(classes) != len(target):
+        soft = target.dim() == 1 and bool((target >= 0).all()) and abs(float(target.sum()) - 1) < 1e-3
+        if not soft:
+            return ", ".join(f"{value:.3g}" for value in target.reshape(-1).tolist()[:4])
+    names = names_of(len(target), classes)
+    chosen = [(float(share), names[at]) for at, share in enumerate(target) if share >= LIKELY]
+    chosen.sort(key=lambda pair: -pair[0])
+    whole = all(share == 1 for share, _ in chosen)
+    return ", ".join(name if whole else f"{name} {share:.0%}" for share, name in chosen[:3]) or "none"

@@ -1,0 +1,247 @@
+"""Judge every sample of the validation data once: the pass behind `FitResult.errors`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ...loaders.epochs import EpochLoader
+from ...strategies import Engine
+from ...strategies.devices import current_device
+from ..tasks.nests import map_tensors
+from ..tasks.standard import IGNORED
+from ..tasks.task import Task
+from ..training.hooks import TrainingHooks
+from ..training.loop import EvaluationSums
+from .errors import ClassErrors, Errors, LabelErrors, PixelErrors, ValueErrors, names_of
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass
+class Judged:
+    """What a rank has judged so far: arrays of a row per sample, and sums over the samples."""
+
+    rows: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
+    sums: Arrays = field(default_factory=dict)
+
+    def add(self, rows: Mapping[str, NDArray[Any]], sums: Mapping[str, NDArray[Any]]) -> None:
+        """Add a batch."""
+        for name, values in rows.items():
+            self.rows.setdefault(name, []).append(values)
+        for name, values in sums.items():
+            self.sums[name] = self.sums[name] + values if name in self.sums else values
+
+    def joined(self, ranks: int) -> tuple[Arrays, Arrays]:
+        """Return the rows of all ranks, in the order of the samples, and the sums. Every rank must call it."""
+        everyone: list[Any] = [(self.rows, self.sums)]
+        if ranks > 1:
+            everyone = [None] * ranks
+            dist.all_gather_object(everyone, (self.rows, self.sums))
+        names = next(rows for rows, _ in everyone if rows)
+        rows = {
+            name: np.concatenate([part for own, _ in everyone for part in own.get(name, [])])
+            for name in names
+        }
+        order = np.argsort(rows["samples"], kind="stable")
+        sums: Arrays = {}
+        for _, own in everyone:
+            for name, values in own.items():
+                sums[name] = sums[name] + values if name in sums else values
+        return {name: values[order] for name, values in rows.items()}, sums
+
+
+@dataclass
+class Sheet:
+    """The samples with the highest scores so far, with their pictures.
+
+    Attributes:
+        most: how many are kept.
+        kept: `(score, sample, pictures by name)`, the highest score first.
+    """
+
+    most: int
+    kept: list[tuple[float, int, Arrays]] = field(default_factory=list)
+
+    def offer(
+        self, scores: NDArray[Any], samples: NDArray[np.int64], pictures: Callable[[int], Arrays]
+    ) -> None:
+        """Keep those of a batch whose scores are among the highest; `pictures(n)` is called for these only."""
+        scores = np.nan_to_num(scores.astype(np.float64), nan=np.inf)
+        least = self.kept[-1][0] if len(self.kept) == self.most else -np.inf
+        for n in np.argsort(-scores, kind="stable")[: self.most].tolist():
+            if scores[n] > least:
+                self.kept.append((float(scores[n]), int(samples[n]), pictures(n)))
+        self._cut()
+
+    def joined(self, ranks: int) -> dict[int, Arrays]:
+        """Return the pictures by sample, of all ranks. Every rank must call it."""
+        if ranks > 1:
+            everyone: list[Any] = [None] * ranks
+            dist.all_gather_object(everyone, self.kept)
+            self.kept = [one for kept in everyone for one in kept]
+            self._cut()
+        return {sample: pictures for _, sample, pictures in self.kept}
+
+    def _cut(self) -> None:
+        self.kept = sorted(self.kept, key=lambda one: (-one[0], one[1]))[: self.most]
+
+
+@torch.no_grad()
+def judge(
+    engine: Engine, loader: EpochLoader, hooks: TrainingHooks, task: Task, source: str, *, pictures: int = 24
+) -> Errors:
+    """Evaluate, and keep what is known of each sample. Every rank must call it; all return the whole.
+
+    Args:
+        engine: the model.
+        loader: of the data, in order, in evaluation.
+        hooks: predict the outputs.
+        task: what is judged.
+        source: the data's name.
+        pictures: how many of the worst and of the least certain samples are kept as pictures.
+    """
+    engine.model.eval()
+
+    def predict(images: torch.Tensor, targets: torch.Tensor) -> tuple[Any, Any]:
+        with engine.forward_context():
+            return hooks.predict(engine.plain_model, images, targets, task)
+
+    sums, judged = EvaluationSums(task, engine.device, predict), Judged()
+    loss = task.move(engine.device)
+    kind = KINDS.get(task.kind, Kind())
+    worst, unsure = Sheet(pictures), Sheet(pictures)
+    width = None
+    with current_device(engine.device):
+        for samples, (images, targets, *_) in zip(loader.shares(0), loader, strict=True):
+            judged_by, outputs = sums.add(images, targets)
+            width = outputs.shape[1] if isinstance(outputs, torch.Tensor) and outputs.dim() > 1 else 1
+            if len(images) == 0:
+                continue
+            losses = _losses(task, loss, judged_by, outputs, targets)
+            rows, totals, drawn, certainty = kind.of(task, outputs, targets)
+            judged.add({"samples": samples, "losses": losses, **rows}, totals)
+
+            def picture(n: int, images: Any = images, drawn: Mapping[str, torch.Tensor] = drawn) -> Arrays:
+                return {"image": shown(images[n], loader)} | {
+                    k: each[n].cpu().numpy() for k, each in drawn.items()
+                }
+
+            worst.offer(losses, samples, picture)
+            if certainty is not None:
+                unsure.offer(-certainty, samples, picture)
+    metrics = sums.result(lambda values: engine.reduce(values, "sum"), engine.world_size)
+    each, total = judged.joined(engine.world_size)
+    kept = unsure.joined(engine.world_size) | worst.joined(engine.world_size)
+    names = names_of(getattr(task, "classes", width or 1), loader.classes)
+    return kind.errors(source, metrics, names, kept, each, total)
+
+
+def shown(image: torch.Tensor, loader: EpochLoader) -> NDArray[np.uint8]:
+    """Return a loaded image `(C, H, W)` as a picture, `(H, W, 3)`: normalization undone, one channel repeated."""
+    own = loader.settings
+    if image.dtype != torch.uint8:
+        mean, std = (torch.tensor(each, device=image.device).view(-1, 1, 1) for each in (own.mean, own.std))
+        image = ((image.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+    image = image[:3] if image.shape[0] >= 3 else image[:1].expand(3, -1, -1)
+    return image.permute(1, 2, 0).contiguous().cpu().numpy()
+
+
+def _losses(
+    task: Task, loss: Any, judged_by: Any, outputs: Any, targets: torch.Tensor
+) -> NDArray[np.float32]:
+    """Return the loss of each sample, `(B,)`; where the model computes it, the task's default, of its outputs."""
+    if task.loss_in_model:
+        loss, judged_by = next(iter(getattr(task, "LOSSES", {}).values())), outputs
+        targets = getattr(task, "loss_targets", lambda same: same)(targets)
+    each = [
+        loss(map_tensors(itemgetter(slice(n, n + 1)), judged_by), targets[n : n + 1])
+        for n in range(len(targets))
+    ]
+    values: NDArray[np.float32] = torch.stack(each).float().cpu().numpy()
+    return values
+
+
+Kept = tuple[Arrays, Arrays, dict[str, torch.Tensor], NDArray[Any] | None]
+"""Of a batch: a row per sample, sums, what is drawn beside the image, and the certainty of each sample."""
+
+
+class Kind:
+    """What is kept of each sample, by the kind of the targets; of others, the loss."""
+
+    def of(self, task: Task, outputs: Any, targets: torch.Tensor) -> Kept:  # noqa: ARG002
+        return {}, {}, {}, None
+
+    def errors(
+        self, source: str, metrics: dict[str, float], classes: Sequence[str], kept: dict[int, Arrays], each: Arrays,
+        total: Arrays,
+    ) -> Errors:  # fmt: skip
+        made: Errors = self.made(source, metrics, tuple(classes), **each, pictures=kept, **total)
+        return made
+
+    made: Any = Errors
+
+
+class _Classes(Kind):
+    made = ClassErrors
+
+    def of(self, task: Task, outputs: Any, targets: torch.Tensor) -> Kept:
+        probabilities, predictions = task.predict(outputs).max(1)
+        rows = {
+            "targets": targets.long().cpu().numpy(),
+            "predictions": predictions.cpu().numpy(),
+            "probabilities": probabilities.float().cpu().numpy(),
+        }
+        return rows, {}, {}, rows["probabilities"]
+
+
+class _Labels(Kind):
+    made = LabelErrors
+
+    def of(self, task: Task, outputs: Any, targets: torch.Tensor) -> Kept:
+        probabilities = task.predict(outputs).float().cpu().numpy()
+        rows = {"targets": (targets > 0.5).cpu().numpy(), "probabilities": probabilities}
+        return rows, {}, {}, np.abs(probabilities - 0.5).min(1)
+
+
+class _Values(Kind):
+    made = ValueErrors
+
+    def of(self, task: Task, outputs: Any, targets: torch.Tensor) -> Kept:
+        values = task.predict(outputs).double().cpu().numpy().reshape(len(targets), -1)
+        return (
+            {"targets": targets.double().cpu().numpy().reshape(values.shape), "values": values},
+            {},
+            {},
+            None,
+        )
+
+
+class _Pixels(Kind):
+    made = PixelErrors
+
+    def of(self, task: Task, outputs: Any, targets: torch.Tensor) -> Kept:
+        classes, predictions, targets = outputs.shape[1], task.predict(outputs), targets.long()
+        counts = (targets != IGNORED) & (targets < classes)
+        pairs = torch.bincount(targets[counts] * classes + predictions[counts], minlength=classes**2)
+        rows = {
+            "right": ((predictions == targets) & counts).flatten(1).sum(1).cpu().numpy(),
+            "counted": counts.flatten(1).sum(1).cpu().numpy(),
+        }
+        confusion = {"confusion": pairs.view(classes, classes).cpu().numpy()}
+        return rows, confusion, {"truth": targets, "prediction": predictions}, None
+
+
+KINDS: dict[str, Kind] = {
+    "class indices": _Classes(),
+    "labels": _Labels(),
+    "values": _Values(),
+    "masks": _Pixels(),
+}

@@ -1,0 +1,187 @@
+"""Pictures of errors: the worst samples, the confusion of classes, calibration, curves of labels, residuals."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...common.errors import require
+from ...loaders.beton.targets import NOT_COUNTED, palette
+from .errors import ClassErrors, Errors, LabelErrors, PixelErrors, ValueErrors
+
+INK, BAR, WRONG, PALE = "#222222", "#2f6f9f", "#b5452c", "#e4e8ea"
+CLASSES = 30
+"""Classes in the picture of a confusion: of more, those with the most mistakes."""
+COLUMNS = 6
+
+
+def figure_of(errors: Errors) -> Any:
+    """Return a matplotlib figure of a data set's errors: the overview of its kind, then the worst samples.
+
+    Raises:
+        MissingExtra: without matplotlib.
+    """
+    figure_class = require("matplotlib.figure", "plot", "draw the errors").Figure
+    worst = [int(errors.samples[at]) for at in errors.worst() if int(errors.samples[at]) in errors.pictures]
+    rows = -(-len(worst) // COLUMNS)
+    overview = 0.0 if type(errors) is Errors else 4.6
+    figure = figure_class(figsize=(10, 0.6 + overview + 2.0 * rows), layout="constrained")
+    figure.suptitle(_title(errors), x=0.01, ha="left", fontsize=11, color=INK)
+    top, bottom = figure.subfigures(2, 1, height_ratios=(max(overview, 0.1), max(2.0 * rows, 0.1)))
+    for kind, draw in _OVERVIEWS.items():
+        if isinstance(errors, kind):
+            draw(top, errors)
+    if worst:
+        sheet(bottom, errors, worst, "highest loss")
+    return figure
+
+
+def sheet(figure: Any, errors: Errors, samples: list[int], title: str) -> None:
+    """Draw samples with truth, prediction and loss; masks over their images."""
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, color=INK)
+    rows = -(-len(samples) // COLUMNS)
+    panels = figure.subplots(rows, COLUMNS, squeeze=False).ravel()
+    places = {int(sample): place for place, sample in enumerate(errors.samples)}
+    for axes in panels:
+        axes.axis("off")
+    for axes, sample in zip(panels, samples, strict=False):
+        axes.imshow(overlaid(errors.pictures[sample]))
+        about = errors.of(places[sample])
+        texts = [about.get("truth", ""), about.get("prediction", "")]
+        said = [f"{name} {text}" for name, text in zip(("is", "→"), texts, strict=True) if text]
+        lines = [
+            f"#{sample}  loss {about['loss']:.3g}",
+            *(textwrap.shorten(line, 28, placeholder="…") for line in said),
+        ]
+        axes.set_title("\n".join(lines), fontsize=7, loc="left", color=INK, pad=2)
+
+
+def overlaid(pictures: Any) -> NDArray[np.uint8]:
+    """Return an image; with masks, half transparent, beside each other: the truth, and the prediction with what is
+    wrong in full color."""
+    image: NDArray[np.uint8] = pictures["image"]
+    if "truth" not in pictures:
+        return image
+    truth, prediction = pictures["truth"], pictures["prediction"]
+    counts = truth != NOT_COUNTED
+    left = colored(image, np.where(counts, truth, 0), 0.5 * counts)
+    right = colored(image, prediction, np.where(counts & (truth != prediction), 1.0, 0.4))
+    return np.concatenate([left, right], axis=1)
+
+
+def colored(image: NDArray[np.uint8], classes: NDArray[Any], strength: Any) -> NDArray[np.uint8]:
+    """Return an image `(H, W, 3)` under the colors of the classes `(H, W)`, as strong as `strength`, 0 to 1."""
+    weight = np.asarray(strength, np.float32)[..., None] * np.ones((*classes.shape, 1), np.float32)
+    colors = palette()[classes.astype(np.int64) % 256]
+    return (image * (1 - weight) + colors * weight).round().astype(np.uint8)
+
+
+def _title(errors: Errors) -> str:
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in errors.metrics.items())
+    return textwrap.fill(f"{errors.source}  ·  {len(errors):,} samples  ·  {figures}", 110)
+
+
+def _classes(figure: Any, errors: ClassErrors) -> None:
+    matrix, curve = figure.subplots(1, 2, width_ratios=(1.5, 1))
+    chosen = np.arange(len(errors.classes))
+    if len(chosen) > CLASSES:
+        wrong = errors.targets != errors.predictions
+        mistakes = sum(
+            np.bincount(each[wrong], minlength=len(chosen)) for each in (errors.targets, errors.predictions)
+        )
+        chosen = np.sort(np.argsort(-mistakes, kind="stable")[:CLASSES])
+    _matrix(matrix, errors.confusion[np.ix_(chosen, chosen)], [errors.classes[at] for at in chosen])
+    left = len(errors.classes) - len(chosen)
+    matrix.set_title(
+        f"truth × prediction, share of the truth{f'; without {left} classes' if left else ''}",
+        loc="left",
+        fontsize=9,
+    )
+    calibration = errors.calibration
+    curve.plot([0, 1], [0, 1], color=PALE, zorder=0)
+    there = calibration.samples > 0
+    curve.plot(calibration.probability[there], calibration.right[there], color=BAR, marker="o", markersize=4)
+    curve.set(xlim=(0, 1), ylim=(0, 1), xlabel="probability of the prediction", ylabel="share that is right")
+    curve.set_title(f"calibration, expected error {calibration.error:.3f}", loc="left", fontsize=9)
+    _plain(curve)
+
+
+def _matrix(axes: Any, counts: NDArray[np.int64], names: list[str]) -> None:
+    """Draw a confusion: colors are shares of each row; numbers stand in it if there is room."""
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    size = 8 if len(names) <= 12 else 6
+    if len(names) <= 12:
+        for row, column in np.ndindex(counts.shape):
+            if counts[row, column]:
+                light = shares[row, column] > 0.5
+                axes.text(
+                    column, row, f"{counts[row, column]:,}", ha="center", va="center", fontsize=size,
+                    color="white" if light else INK,
+                )  # fmt: skip
+    short = [textwrap.shorten(name, 16, placeholder="…") or name[:16] for name in names]
+    axes.set_xticks(range(len(names)), short, rotation=60, ha="right", fontsize=size)
+    axes.set_yticks(range(len(names)), short, fontsize=size)
+    axes.set(xlabel="prediction", ylabel="truth")
+
+
+def _labels(figure: Any, errors: LabelErrors) -> None:
+    axes = figure.subplots()
+    order = np.argsort(errors.scores(), kind="stable")[:8]
+    for at in order:
+        if errors.targets[:, at].any():
+            precision, recall, _ = errors.curve(int(at))
+            axes.step(
+                recall,
+                precision,
+                where="post",
+                label=f"{errors.classes[at]} {errors.average_precision(int(at)):.2f}",
+            )
+    axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="recall", ylabel="precision")
+    axes.set_title(
+        "precision and recall of the labels with the lowest average precision", loc="left", fontsize=9
+    )
+    axes.legend(frameon=False, fontsize=8)
+    _plain(axes)
+
+
+def _values(figure: Any, errors: ValueErrors) -> None:
+    panels = figure.subplots(1, min(len(errors.classes), 4), squeeze=False)[0]
+    for k, axes in enumerate(panels):
+        target, off = errors.targets[:, k], errors.residuals[:, k]
+        axes.axhline(0, color=PALE, zorder=0)
+        axes.scatter(target, off, s=6, alpha=0.4, color=BAR, linewidths=0)
+        axes.set(xlabel="target", ylabel="prediction − target" if k == 0 else "")
+        axes.set_title(errors.classes[k], loc="left", fontsize=9)
+        _plain(axes)
+
+
+def _pixels(figure: Any, errors: PixelErrors) -> None:
+    matrix, bars = figure.subplots(1, 2, width_ratios=(1.5, 1))
+    names = [*errors.classes]
+    _matrix(matrix, errors.confusion, names)
+    for text in [*matrix.texts]:
+        text.remove()  # numbers of pixels are too long
+    matrix.set_title("truth × prediction, share of the truth's pixels", loc="left", fontsize=9)
+    scores = errors.scores()
+    bars.barh(range(len(names)), np.nan_to_num(scores), color=BAR, height=0.7)
+    bars.set_yticks(range(len(names)), names, fontsize=8)
+    bars.set(xlim=(0, 1), xlabel="intersection over union")
+    bars.invert_yaxis()
+    _plain(bars)
+
+
+def _plain(axes: Any) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8)
+
+
+_OVERVIEWS: dict[Any, Any] = {
+    ClassErrors: _classes,
+    LabelErrors: _labels,
+    ValueErrors: _values,
+    PixelErrors: _pixels,
+}

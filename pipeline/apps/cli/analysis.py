@@ -1,0 +1,41 @@
+"""`drivetrain errors`: what one would look at."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from .options import FILES, Command, File, Place, argument, option
+
+SHOWN = 20
+"""Rows of a table of errors: of more classes, those with the lowest scores."""
+
+
+@click.command(cls=Command)
+@argument("run", "Folder or address of a finished run (train --out).", Place())
+@option("--data FILE", "Data to judge. Default: the run's validation data.", FILES)
+@option("--out FILE", "Also write a picture (.png, .svg, .pdf) with the worst samples, or .json.", File())
+@option("--all", "Print all classes, not only the worst 20.", name="everything")
+@option(
+    "--json", "Print one JSON object: the table, the worst and the least certain samples.", name="as_json"
+)
+def errors(run: Path | str, data: str | None, out: Path | None, everything: bool, as_json: bool) -> None:
+    """Show what a trained model gets wrong: a table per class, the worst samples, calibration.
+
+    Every validation sample is judged once, with the weights and the pixels of the run's evaluation.
+    """
+    from json import dumps
+
+    from ...recipes.files import modules_of
+    from ...runs.result import load_run
+
+    with modules_of():
+        found = load_run(run).errors(data)
+    if as_json:
+        print(dumps(found.to_dict(), ensure_ascii=False))
+    else:
+        print(found.table(None if everything else SHOWN) if found.heads else found)
+    if out is not None:
+        print(found.save(out), file=sys.stderr if as_json else sys.stdout)

@@ -1,0 +1,156 @@
+"""Which samples are held out, folded, few, limited and balanced: exact shares, and functions of seed and sample."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from drivetrain.common.errors import DataError
+from drivetrain.loaders import selection
+from hypothesis import given
+from hypothesis import strategies as st
+
+counts_of = st.lists(st.integers(1, 40), min_size=1, max_size=8)
+
+
+def data(counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Samples with so many of each class, mixed up."""
+    classes = np.repeat(np.arange(len(counts)), counts)
+    return np.arange(len(classes)), np.random.default_rng(0).permutation(classes)
+
+
+@given(counts_of, st.floats(0.05, 0.95), st.integers(0, 5))
+def test_each_class_is_held_out_by_its_share(counts: list[int], share: float, seed: int) -> None:
+    samples, classes = data(counts)
+    try:
+        held = selection.held_out(samples, classes, share, seed)
+    except DataError:
+        assert all(count == 1 or count * share < 1 for count in counts)
+        return
+    for each, count in enumerate(counts):
+        found = held[classes == each].sum()
+        assert found <= count - 1
+        assert abs(found - count * share) < 1 or found == count - 1
+    if all(count * (1 - share) >= 1 for count in counts):
+        assert held.sum() == round(len(samples) * share)
+
+
+@given(counts_of, st.integers(2, 6), st.integers(0, 5))
+def test_each_sample_is_in_one_fold(counts: list[int], folds: int, seed: int) -> None:
+    samples, classes = data(counts)
+    if folds > len(samples):
+        with pytest.raises(DataError, match=rf"folds={folds} is more than the {len(samples)} samples"):
+            selection.folds_of(samples, classes, folds, seed)
+        return
+    fold = selection.folds_of(samples, classes, folds, seed)
+    sizes = np.bincount(fold[fold >= 0], minlength=folds)
+    assert sizes.max() - sizes.min() <= 1
+    for each, count in enumerate(counts):
+        own = fold[classes == each]
+        assert (own == -1).all() if count == 1 else (own >= 0).all()
+        per_fold = np.bincount(own[own >= 0], minlength=folds)
+        assert per_fold.max() - per_fold.min() <= 1
+
+
+@pytest.mark.parametrize("classes", [True, False])
+def test_the_choice_depends_on_seed_and_sample_alone(*, classes: bool) -> None:
+    """Not on the order of the samples, and not on samples of other classes."""
+    samples, labels = data([50, 70, 30])
+    known = labels if classes else None
+    order = np.random.default_rng(1).permutation(len(samples))
+    shuffled = None if known is None else known[order]
+    held = selection.held_out(samples, known, 0.2, 3)
+    assert (selection.held_out(samples[order], shuffled, 0.2, 3) == held[order]).all()
+    assert (
+        selection.folds_of(samples[order], shuffled, 5, 3) == selection.folds_of(samples, known, 5, 3)[order]
+    ).all()
+    assert (selection.held_out(samples, known, 0.2, 4) != held).any()
+    assert set(selection.limited(samples[order], shuffled, 20, 3)) == set(
+        selection.limited(samples, known, 20, 3)
+    )
+    if classes:
+        own = samples[labels == 1]
+        fewer = selection.few(own, labels[labels == 1], 9, 3)
+        assert set(fewer) == set(selection.few(samples, labels, 9, 3)) & set(own)
+
+
+def test_a_larger_share_holds_out_the_same_samples_and_more() -> None:
+    samples, classes = data([100, 100])
+    small, large = (selection.held_out(samples, classes, share, 0) for share in (0.1, 0.3))
+    assert (large | ~small).all()
+
+
+@given(counts_of, st.integers(1, 100), st.integers(0, 3))
+def test_a_limit_leaves_each_class_its_share(counts: list[int], limit: int, seed: int) -> None:
+    samples, classes = data(counts)
+    chosen = selection.limited(samples, classes, limit, seed)
+    assert len(chosen) == min(limit, len(samples))
+    assert (np.diff(chosen) > 0).all()
+    for each, count in enumerate(counts):
+        assert abs((classes[chosen] == each).sum() - count * len(chosen) / len(samples)) <= max(
+            1, len(counts) / 2
+        )
+
+
+def test_so_many_of_each_class() -> None:
+    samples, classes = data([5, 9, 7])
+    chosen = selection.few(samples, classes, 5, 0)
+    assert np.bincount(classes[chosen]).tolist() == [5, 5, 5]
+    with pytest.raises(DataError, match=r"per_class=6: class 0 has only 5 samples .* at most 5\."):
+        selection.few(samples, classes, 6, 0)
+    with pytest.raises(DataError, match=r"needs labels that are class indices"):
+        selection.few(samples, None, 1, 0)
+
+
+@pytest.mark.parametrize("counts", [[1], [1, 1, 1], [3, 2]])
+def test_a_split_that_holds_out_nothing_is_refused(counts: list[int]) -> None:
+    with pytest.raises(DataError, match=r"val_split=0.01 holds out none of"):
+        selection.held_out(*data(counts), 0.01, 0)
+
+
+def test_labels_that_are_no_classes_are_not_stratified() -> None:
+    samples = np.arange(4)
+    for labels in (None, np.zeros(4), np.zeros((4, 2), np.int64)):
+        assert selection.classes_of(labels, samples) is None
+    assert selection.classes_of(np.array([7, 8, 9]), np.array([2, 0])).tolist() == [9, 7]  # type: ignore[union-attr]
+
+
+@given(st.lists(st.floats(0, 5), min_size=1, max_size=40).filter(any), st.integers(0, 3), st.integers(0, 9))
+def test_each_epoch_has_each_samples_share(weights: list[float], seed: int, epoch: int) -> None:
+    """Rounded up or down; and the repetitions of a sample have numbers of their own."""
+    samples, array = np.arange(len(weights)) + 3, np.array(weights)
+    drawn = selection.by_weight(samples, array, seed=seed, epoch=epoch, repeats=100)
+    assert len(drawn) == len(set(drawn.tolist())) == len(samples)
+    exact = array / array.sum() * len(samples)
+    found = np.bincount(drawn % 100 - 3, minlength=len(samples))
+    assert (np.abs(found - exact) < 1 + 1e-9).all()
+    assert (found[array == 0] == 0).all()
+
+
+def test_over_the_epochs_the_mean_is_the_share() -> None:
+    weights = np.random.default_rng(0).random(50)
+    samples, epochs = np.arange(50), 200
+    total = sum(
+        np.bincount(selection.by_weight(samples, weights, seed=0, epoch=epoch, repeats=50) % 50, minlength=50)
+        for epoch in range(epochs)
+    )
+    assert np.abs(total / epochs - weights / weights.sum() * 50).max() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ([1, 2], r"balance has 2 weights, but the data set has 3 samples"),
+        ([1, -1, 2], r"the weight of sample 1 is -1\.0"),
+        ([1, 2, float("nan")], r"the weight of sample 2 is nan"),
+        ([0, 0, 0], r"all weights are 0"),
+    ],
+)
+def test_weights_are_checked(weights: list[float], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        selection.check_weights(weights, 3)
+
+
+def test_samples_by_class() -> None:
+    samples = np.array([4, 5, 6, 7])
+    parts = selection.by_class(samples, np.array([1, 0, 1, 5]))
+    assert [part.tolist() for part in parts] == [[5], [4, 6], [7]]
