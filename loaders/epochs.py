@@ -33,6 +33,7 @@ from .order import (
     require_pages,
     shares,
 )
+from .selection import Selection, by_weight
 
 Batch = tuple[Any, ...]
 """Images `(B, 3, H, W)`, with `views` `(B, V, 3, H, W)` or a tuple of them; labels `(B,)`, `(B, K)` or, of masks,
@@ -62,6 +63,7 @@ class EpochLoader(ABC):
             )
         self.replaced: list[int] = []
         """Samples of this rank for which others were loaded (`on_error="skip"`), since the list was last emptied."""
+        self._drawn_by: NDArray[np.float64] | None = None  # weights of `indices`
         self.set_indices(indices)
         if settings.order == "quasi_random":
             require_pages(self._pages)
@@ -211,7 +213,9 @@ class EpochLoader(ABC):
     def shares(self, epoch: int) -> list[NDArray[np.int64]]:
         """Return this rank's samples for each batch of an epoch; for repeated ones, see `mixed`."""
         own, indices = self.settings, self.indices
-        if self._parts:
+        if self._drawn_by is not None:
+            indices = by_weight(indices, self._drawn_by, seed=own.seed, epoch=epoch, repeats=self.samples)
+        elif self._parts:
             indices = mixed(self._parts, self._weights, seed=own.seed, epoch=epoch, samples=self.samples)
         batches = epoch_batches(
             indices, order=own.order, seed=own.seed, epoch=epoch,
@@ -244,7 +248,23 @@ class EpochLoader(ABC):
                     f"{first} to {end - 1}. Leave it out, or raise its weight."
                 )
         self.indices: NDArray[np.int64] = chosen
-        self._parts = parts
+        self._parts, self._drawn_by = parts, None
+
+    def select(self, selection: Selection) -> None:
+        """Train on the samples of a selection, with the shares that it gives them.
+
+        Raises:
+            DataError: as `set_indices`; or if the data set is a mix, whose shares are its weights.
+        """
+        if self._weighted and (selection.parts or selection.weights is not None):
+            raise DataError(
+                "balance= and the weights of a mix both determine how often a sample is trained on. Leave one out: "
+                "'{a,b}.beton' is the same data set without weights."
+            )
+        self.set_indices(selection.train)
+        if selection.parts:
+            self._parts, self._weights = list(selection.parts), [1.0] * len(selection.parts)
+        self._drawn_by = selection.weights
 
     def set_image_size(self, image_size: ImageSize) -> None:
         """Set the size of the images for the following epochs (progressive resizing).

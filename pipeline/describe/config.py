@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 from urllib.parse import urlsplit
@@ -36,7 +36,8 @@ from ...common.options.config import (
 from ...common.storage.addresses import is_address
 from ...loaders.image_size import ImageSize, usual_size
 from ...loaders.options import SIZE, ImageKeywords, ImageOptions, LoaderOptions, ReadKeywords, ReadOptions
-from ...loaders.sources import Files, files_of
+from ...loaders.selection import SampleKeywords, SampleOptions
+from ...loaders.sources import Files, Part, files_of
 from ...strategies.options import Options, Precision, StepOptions
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def _check_val(name: str, value: Any) -> None:
 
 
 @dataclass(frozen=True)
-class DataConfig(ReadOptions):
+class DataConfig(ReadOptions, SampleOptions):
     """The options of `Pipeline.load`."""
 
     error: ClassVar[type[DrivetrainError]] = PlanError
@@ -112,6 +113,9 @@ class DataConfig(ReadOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.splits and self.val is None:
+            files = files_of(self.train)
+            object.__setattr__(self, "val", Files((Part(str(files), files.names),)))
         for name in ("image_size", "eval_image_size"):
             object.__setattr__(self, name, usual_size(getattr(self, name)))
         if self.workers is not None:
@@ -130,6 +134,16 @@ class DataConfig(ReadOptions):
     def loading_from(cls, train: object, val: object, options: Mapping[str, Any]) -> Self:
         """Return the config of `load`'s arguments; a mix is a dict of sources and weights."""
         named = None if val is None else source_name(val, "val")
+        made = cls._of(train, named, options)
+        if made.splits and named is not None and not made.held_out:
+            option = "val_split" if made.val_split is not None else "folds"
+            raise PlanError(
+                f"val={named!r} and {option}={getattr(made, option)} are both data to evaluate on. Leave one out."
+            )
+        return made
+
+    @classmethod
+    def _of(cls, train: object, named: str | None, options: Mapping[str, Any]) -> Self:
         if not isinstance(train, Mapping):
             return cls(source_name(train, "train"), named, **cls.split(options))
         mix = {source_name(each, "train"): weight for each, weight in train.items()}
@@ -139,18 +153,27 @@ class DataConfig(ReadOptions):
     def read_options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in options_of(ReadOptions)}
 
+    def evaluated_on(self, source: str | Path) -> Self:
+        """Return these options with all samples of other validation data, or of the training data itself."""
+        return replace(self, val=source_name(source, "data"), val_split=None, folds=None, fold=0)
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the validation data is a part of the training data."""
+        return self.splits and self.val is not None and files_of(self.val).names == files_of(self.train).names
+
     @property
     def eval_size(self) -> ImageSize:
         """In pixels."""
         return self.image_size if self.eval_image_size is None else self.eval_image_size
 
     def arguments(self) -> Arguments:
-        sources: list[object] = [self.train] if self.val is None else [self.train, self.val]
+        sources: list[object] = [self.train] if self.val is None or self.held_out else [self.train, self.val]
         named = {name: value for name, value in self.changed().items() if name not in ("train", "val")}
         return [*map(repr, sources)], named | dict(self.settings)
 
 
-class DataKeywords(ReadKeywords, ImageKeywords, total=False):
+class DataKeywords(ReadKeywords, SampleKeywords, ImageKeywords, total=False):
     """The options of `Pipeline.load` as keywords, for type checkers."""
 
     # keywords of DataConfig

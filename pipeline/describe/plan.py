@@ -20,7 +20,7 @@ from .config import PRECISIONS, DataConfig, DistributedConfig
 from .cuda_settings import choose_benchmark, uses_gpu
 from .pipeline_spec import KIND_ORDER, PipelineSpec
 from .rules import family
-from .sources import same_data_caution
+from .sources import same_data_caution, sample_counts
 
 KIND_REASON = {
     "image": "in the loader, on each training image; evaluation uses the images unchanged",
@@ -99,8 +99,9 @@ def lay_out(
     split = batch_norm_caution(how, data.batch_size, built)
     steps = [
         Step(f"load {files_of(data.train)}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
-             f"{_pixels(data.image_size)} px{eval_size}{data.for_plan()}; every rank loads its slice of each "
-             f"batch{_UNSEEDED * (data.loader == 'ffcv_stock')}{same_data_caution(data)}"),
+             f"{_pixels(data.image_size)} px{eval_size}{data.for_plan()}{data.describe()}{sample_counts(data)}; "
+             f"every rank loads its slice of each batch{_UNSEEDED * (data.loader == 'ffcv_stock')}"
+             f"{same_data_caution(data)}"),
         *(_transform_step(t) for t in transforms if t.kind == "image"),
         Step(f"build {spec.model_name}", "Pipeline()", f"with seed {spec.seed}, the same on every rank"),
     ]  # fmt: skip

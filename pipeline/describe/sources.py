@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,11 @@ def check_loader(data: DataConfig, settings: Mapping[str, Any]) -> None:
     """Raise DataError for a source or a setting that FFCV's own loader lacks."""
     if data.loader != "ffcv_stock":
         return
+    if data.balance is not None:
+        raise DataError(
+            "balance= is not available with loader='ffcv_stock', whose augmentation would be the same for each "
+            "repetition. Use loader='ffcv'."
+        )
     from ...loaders.stock_loader import check_stock_source, stock_options  # here: it imports torch
 
     given: Any = data.read_options | {"rank": 0, "world_size": 1} | dict(settings)
@@ -47,6 +53,22 @@ def _samples(path: Path) -> int:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
 
 
+def sample_counts(data: DataConfig) -> str:
+    """Return how many samples are trained on and evaluated, if some are selected and the files are here; the labels
+    are read. A selection that cannot be made raises here, before any work."""
+    files = files_of(data.train)
+    if not data.selects or not all(name.endswith(".beton") and Path(name).is_file() for name in files.names):
+        return ""
+    from ...loaders.beton.data_set import open_files
+
+    with closing(open_files(files)) as beton:
+        masks = beton.label_name in beton.targets
+        count = len(beton)
+        chosen = data.select(count, lambda: None if masks else beton.labels)
+    evaluated = "" if chosen.val is None else f", {len(chosen.val):,} evaluated"
+    return f" ({len(chosen.train):,} of {count:,} samples trained on{evaluated})"
+
+
 _EDGE = 1 << 16  # bytes of a file's both ends that are compared; a `.beton` file ends with a digest of all
 
 
@@ -65,7 +87,7 @@ def trained_on(train: Source, val: Source) -> list[str]:
 
 
 def same_data_caution(data: DataConfig) -> str:
-    shared = [] if data.val is None else trained_on(data.train, data.val)
+    shared = [] if data.val is None or data.held_out else trained_on(data.train, data.val)
     if not shared:
         return ""
     return (

@@ -74,7 +74,7 @@ def to_recipe(pipeline: PipelineSpec) -> dict[str, Any]:
         raise RecipeError("The pipeline has no data, but a recipe needs some. Add .load('train.beton', …).")
     recipe: dict[str, Any] = {} if pipeline.recipe is None else {"name": pipeline.recipe}
     recipe |= {"model": _model(pipeline), "model_options": _plain("model_options", pipeline.model_options)}
-    recipe |= _values(data)
+    recipe |= _values(data, val=None if data.held_out else data.val)
     try:
         task = None if pipeline.goal is None else tasks.to_dict(pipeline.goal)
         entries = [transforms.to_dict(transform) for transform in pipeline.transforms]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,7 +21,6 @@ from ..analysis.errors import Errors
 from ..analysis.judge import judge
 from ..checkpoints.remote import opened
 from ..checkpoints.weights import load_model, plain_state
-from ..describe.config import source_name
 from ..describe.inputs import Inputs
 from ..describe.pipeline_spec import PipelineSpec, sort_transforms
 from ..describe.plan import Plan
@@ -270,7 +269,7 @@ def _on_validation_data(
     spec: PipelineSpec, weights: WeightsArg, data: str | Path | None, function: Callable[..., Result]
 ) -> Result:
     if spec.data is not None and data is not None:
-        spec = spec.replace(data=replace(spec.data, val=source_name(data, "data")))
+        spec = spec.replace(data=spec.data.evaluated_on(data))
     plan = resolve(spec)
     if plan.data.val is None:
         raise PlanError("There is no validation data to evaluate. Pass a second file to load() (--val).")

@@ -23,6 +23,7 @@ from ...common.model_state import ModelState, load_state
 from ...common.storage.cache import Remote
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width
+from ...loaders.selection import selection_of
 from ...loaders.sources import Files, Source, files_of
 from ...strategies import Engine, OptimizerFactory
 from ...strategies.devices import rank_device
@@ -254,6 +255,10 @@ def make_loader(
     kind: Any = getattr(loaders, LOADERS[data.loader])
     given = data.read_options | own | dict(plan.train_settings if train else data.settings)
     loader: EpochLoader = kind(source_files(data, source), device=device, **given)
+    if train and data.selects:
+        loader.select(selection_of(data, loader))
+    elif not train and data.held_out:
+        loader.set_indices(selection_of(data, loader).val)
     return loader
 
 
