@@ -33,7 +33,7 @@ from .order import (
     require_pages,
     shares,
 )
-from .selection import Selection, by_weight
+from .selection import SampleOptions, Selection, by_weight
 
 Batch = tuple[Any, ...]
 """Images `(B, 3, H, W)`, with `views` `(B, V, 3, H, W)` or a tuple of them; labels `(B,)`, `(B, K)` or, of masks,
@@ -249,6 +249,10 @@ class EpochLoader(ABC):
                 )
         self.indices: NDArray[np.int64] = chosen
         self._parts, self._drawn_by = parts, None
+
+    def selection(self, options: SampleOptions) -> Selection:
+        """Return which of the data set's samples the options select."""
+        return options.select(self.samples, lambda: None if self.has_masks else self.labels)
 
     def select(self, selection: Selection) -> None:
         """Train on the samples of a selection, with the shares that it gives them.

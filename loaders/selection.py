@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,19 +19,20 @@ from ..common.checks import is_number
 from ..common.errors import DataError
 from ..common.options.config import IN_WORDS, NONE, Config, Kind, Natural, PathText, Positive, Whole, Within
 
-if TYPE_CHECKING:
-    from .epochs import EpochLoader
-
 Indices = NDArray[np.int64]
 FILE = Kind(lambda value: isinstance(value, str | Path) and str(value) != "", "the path of a file")
 INDICES = Kind(
     lambda value: (
-        isinstance(value, tuple | list) and len(value) > 0 and all(type(each) in (int, bool) for each in value)
+        isinstance(value, tuple | list)
+        and len(value) > 0
+        and all(type(each) in (int, bool) for each in value)
     ),
     "a list of indices or of true and false",
 )
 WEIGHTS = Kind(
-    lambda value: isinstance(value, tuple | list) and len(value) > 0 and all(is_number(each) for each in value),
+    lambda value: (
+        isinstance(value, tuple | list) and len(value) > 0 and all(is_number(each) for each in value)
+    ),
     "a list of weights",
 )
 
@@ -211,10 +212,6 @@ class Selection:
     val: Indices | None = None  # held out; None: none
     parts: tuple[Indices, ...] = ()  # of `train`, each with the same share of an epoch
     weights: NDArray[np.float64] | None = None  # of `train`
-
-
-def selection_of(options: SampleOptions, loader: EpochLoader) -> Selection:
-    return options.select(loader.samples, lambda: None if loader.has_masks else loader.labels)
 
 
 _READERS: dict[str, Callable[[Path], Any]] = {

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from ..common.lazy import exports
 
 if TYPE_CHECKING:
+    from .analysis.batch import ShownBatch as ShownBatch
+    from .analysis.errors import Errors as Errors
     from .apps.exports.export import Exported as Exported
     from .apps.exports.export import export as export
     from .callbacks.callback import Callback as Callback
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from .optim.groups import layerwise_decay as layerwise_decay
     from .pipeline import Pipeline as Pipeline
     from .recipes.presets import RECIPES as RECIPES
+    from .runs.folds import CrossValidation as CrossValidation
     from .runs.result import FitResult as FitResult
     from .runs.result import TrainingInterrupted as TrainingInterrupted
     from .runs.result import TrainingPreempted as TrainingPreempted

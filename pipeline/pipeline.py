@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .analysis.batch import ShownBatch
     from .ledger.ledger import Ledger
     from .lightning.hand_over import HandOver
+    from .runs.folds import CrossValidation
     from .runs.initial import WeightsArg
     from .runs.result import FitResult
     from .training.build import Built
@@ -182,6 +183,30 @@ class Pipeline(PipelineSpec):
         from .runs.result import evaluate_weights
 
         return evaluate_weights(self, weights)
+
+    def cross_validate(self, folds: int = 5, **options: Any) -> CrossValidation:
+        """Train once for each of `folds` parts of the training data, which is held out and evaluated; see
+        `load(folds=…, fold=…)`.
+
+        Validation data of the pipeline is not used: it stays for a test of the final model. With `out`, each fold has
+        its folder, `out/fold-0`, …; with `resume="auto"`, finished folds are not trained again.
+
+        Args:
+            folds: the number of parts, at least 2. Default 5, the custom.
+            options: those of `fit`.
+
+        Raises:
+            PlanError, DataError, StrategyError: as `fit`.
+
+        Example::
+
+            >>> found = pipeline.cross_validate(folds=3, epochs=1, progress=False)
+            >>> sorted(found.mean), len(found.metrics)
+            (['top1', 'val_loss'], 3)
+        """
+        from .runs.folds import cross_validate
+
+        return cross_validate(self, folds, self.fit_defaults() | options)
 
     def show_batch(self, epoch: int = 0, *, samples: int = 24, epochs: int | None = None) -> ShownBatch:
         """Return images of the first batch of an epoch as the step gets them: after crop, colors, policy, MixUp and

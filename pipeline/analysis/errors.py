@@ -6,6 +6,7 @@ Intervals of shares are Wilson's (1927, "Probable inference, the law of successi
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -159,6 +160,26 @@ class Errors:
 
     def _repr_html_(self) -> str:
         return self.table().html() if self.heads else f"<pre>{self}</pre>"
+
+
+def pooled(parts: Sequence[Errors]) -> Errors:
+    """Return the errors of several parts of one data set, such as the folds of a cross-validation, as one: the values
+    of each sample in the data's order. `metrics` are the means, weighted by the samples of each part."""
+    first, total = parts[0], sum(map(len, parts))
+    order = np.argsort(np.concatenate([each.samples for each in parts]), kind="stable")
+    changed: dict[str, Any] = {}
+    for name in (each.name for each in dataclasses.fields(first)):
+        values = [getattr(each, name) for each in parts]
+        if isinstance(values[0], np.ndarray):
+            of_samples = all(len(value) == len(each) for value, each in zip(values, parts, strict=True))
+            changed[name] = (
+                np.concatenate(values)[order] if of_samples and name != "confusion" else sum(values)
+            )
+    kept = {sample: each for part in parts for sample, each in part.pictures.items()}
+    metrics = {
+        name: float(sum(part.metrics[name] * len(part) for part in parts) / total) for name in first.metrics
+    }
+    return dataclasses.replace(first, metrics=metrics, pictures=kept, **changed)
 
 
 @dataclass(frozen=True, eq=False)

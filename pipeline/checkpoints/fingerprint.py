@@ -21,7 +21,6 @@ from torch import nn
 from ... import transforms
 from ...common.errors import CheckpointError
 from ...loaders.epochs import EpochLoader
-from ...loaders.selection import selection_of
 from ...loaders.sources import files_of
 from ...strategies.common.optimizer_state import IMPLEMENTATION
 from ...transforms import Transform, declares_length, follows_length
@@ -144,7 +143,7 @@ def _selected(data: DataConfig, loader: EpochLoader) -> int | None:
     """Return the CRC-32 of the samples trained on and their shares; None, as in older versions, if it is all once."""
     if not data.selects:
         return None
-    chosen = selection_of(data, loader)
+    chosen = loader.selection(data)
     parts = [np.array([len(part) for part in chosen.parts], np.int64), chosen.weights, chosen.train]
     return zlib.crc32(b"".join(part.tobytes() for part in parts if part is not None))
 

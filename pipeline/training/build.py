@@ -23,7 +23,6 @@ from ...common.model_state import ModelState, load_state
 from ...common.storage.cache import Remote
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width
-from ...loaders.selection import selection_of
 from ...loaders.sources import Files, Source, files_of
 from ...strategies import Engine, OptimizerFactory
 from ...strategies.devices import rank_device
@@ -256,9 +255,9 @@ def make_loader(
     given = data.read_options | own | dict(plan.train_settings if train else data.settings)
     loader: EpochLoader = kind(source_files(data, source), device=device, **given)
     if train and data.selects:
-        loader.select(selection_of(data, loader))
+        loader.select(loader.selection(data))
     elif not train and data.held_out:
-        loader.set_indices(selection_of(data, loader).val)
+        loader.set_indices(loader.selection(data).val)
     return loader
 
 

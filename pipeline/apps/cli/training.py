@@ -252,6 +252,38 @@ def what_is_left(interrupt: TrainingInterrupted, out: Path | str | None) -> str:
 
 
 @click.command(cls=Command)
+@recipe_arguments()
+@option("--folds N", "Parts of the training data, of which each is held out once.", int, default=5)
+@out_folder
+@option(
+    "--json",
+    "Print one JSON object: the metrics of each fold, mean and spread, and the pooled errors.",
+    name="as_json",
+)
+@quiet
+def folds(
+    recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, folds: int, out: Path | str | None,
+    as_json: bool, quiet: bool,
+) -> None:  # fmt: skip
+    """Cross-validate a recipe: train once for each part of its training data that is held out.
+
+    Validation data of the recipe is not used. With --out, each fold is a run in a folder of its own, fold-0, fold-1, …;
+    the same command again continues where it was stopped.
+    """
+    from json import dumps
+
+    checked = _completed(recipe, overrides, train, val)
+    from ...pipeline import Pipeline
+    from ...recipes.files import modules_of
+
+    with modules_of(recipe):
+        pipeline = Pipeline.from_recipe(checked)
+        given = {} if out is None else {"out": out, "resume": "auto"}
+        found = pipeline.cross_validate(folds, progress=not quiet and not as_json, **given)
+    print(dumps(found.to_dict(), ensure_ascii=False) if as_json else found)
+
+
+@click.command(cls=Command)
 @argument("run", "Folder or address of a finished run (train --out).", Place())
 @argument("image", "Image files.", FILES, nargs=-1)
 @option("--json", "Print one JSON object per image, with all probabilities.", name="as_json")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from drivetrain import DataError, Pipeline, PlanError
 from drivetrain.loaders import FFCVLoader, convert
-from drivetrain.loaders.selection import SampleOptions, selection_of
+from drivetrain.loaders.selection import SampleOptions
 from pipeline_data import CLASSES, SIDE, TRAIN, Toy, plain_model, toy_arrays
 
 
@@ -115,7 +115,7 @@ def test_ranks_share_a_balanced_epoch(unequal: str) -> None:
             with FFCVLoader(
                 unequal, batch_size=16, image_size=SIDE, workers=1, rank=rank, world_size=ranks
             ) as loader:
-                loader.select(selection_of(SampleOptions(balance="class"), loader))
+                loader.select(loader.selection(SampleOptions(balance="class")))
                 batches.append(loader.shares(2))
         orders.append([np.concatenate(batch).tolist() for batch in zip(*batches, strict=True)])
     assert orders[0] == orders[1]
@@ -126,9 +126,7 @@ def test_a_balanced_run_resumes_bit_for_bit_and_only_with_its_balance(unequal: s
     whole = pipeline.fit(epochs=3, progress=False)
     pipeline.fit(epochs=1, progress=False, out=tmp_path / "run")
     resumed = pipeline.fit(epochs=3, progress=False, out=tmp_path / "run", resume="auto")
-    assert [epoch.loss for epoch in resumed.history.epochs] == [
-        e.loss for e in whole.history.epochs
-    ]
+    assert [epoch.loss for epoch in resumed.history.epochs] == [e.loss for e in whole.history.epochs]
     for name, value in whole.model.state_dict().items():
         assert (value == resumed.model.state_dict()[name]).all()
     with pytest.raises(Exception, match=r"selected samples \(CRC-32\)"):

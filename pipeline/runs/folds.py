@@ -1,0 +1,96 @@
+"""Cross-validation: a training for each part of the data that is held out, and what they say together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from ...common.checks import check_whole
+from ...common.errors import PlanError
+from ...common.storage.addresses import is_address
+from ...common.table import Table
+from ..analysis.errors import Errors, pooled
+from ..describe.pipeline_spec import PipelineSpec
+from ..telemetry.history import History, Units, format_metric
+from .config import FitConfig
+from .fit import fit
+
+
+@dataclass(frozen=True, eq=False)
+class CrossValidation:
+    """What the trainings of all folds reached.
+
+    Attributes:
+        metrics: of each fold, `val_loss` and the task's metrics on its part.
+        histories: of each fold's training.
+        errors: the predictions of all folds together: every sample was predicted once, by a model that was not trained
+            on it. `errors.samples` has its index in the training data. The only sample of a class is in no fold.
+        units: units of the metrics that are shares, by name.
+    """
+
+    metrics: tuple[Mapping[str, float], ...]
+    histories: tuple[History, ...] = field(repr=False)
+    errors: Errors = field(repr=False)
+    units: Units = field(default_factory=dict, repr=False)
+
+    @property
+    def mean(self) -> dict[str, float]:
+        """The mean of each metric over the folds."""
+        return {name: fmean(self._values(name)) for name in self.metrics[0]}
+
+    @property
+    def std(self) -> dict[str, float]:
+        """The standard deviation of each metric over the folds, with n - 1. The folds share training data, so it is
+        not that of independent trainings (Bengio and Grandvalet 2004)."""
+        return {name: stdev(self._values(name)) for name in self.metrics[0]}
+
+    def _values(self, name: str) -> list[float]:
+        return [each[name] for each in self.metrics]
+
+    def table(self) -> Table:
+        names = tuple(self.metrics[0])
+        rows = [(f"fold {n}", *self._shown(each)) for n, each in enumerate(self.metrics)]
+        last = [("mean", *self._shown(self.mean)), ("std", *self._shown(self.std))]
+        return Table(("", *names), [*rows, *last], figures=True, line_after=len(rows))
+
+    def _shown(self, metrics: Mapping[str, float]) -> list[str]:
+        return [format_metric(value, self.units.get(name)) for name, value in metrics.items()]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        folds = [dict(each) for each in self.metrics]
+        return {"folds": folds, "mean": self.mean, "std": self.std, "errors": self.errors.to_dict()}
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table().html()
+
+
+def cross_validate(spec: PipelineSpec, folds: int, options: Mapping[str, Any]) -> CrossValidation:
+    """See `Pipeline.cross_validate`."""
+    check_whole("folds", folds, PlanError, 2)
+    if spec.data is None:
+        raise PlanError("The pipeline has no data. Add .load('train.beton', batch_size=…, image_size=…).")
+    out = options.get("out")
+    configs = []
+    for fold in range(folds):
+        data = dataclasses.replace(spec.data, val=None, val_split=None, folds=folds, fold=fold)
+        place = (
+            None if out is None else f"{out}/fold-{fold}" if is_address(out) else Path(out) / f"fold-{fold}"
+        )
+        configs.append((spec.replace(data=data), FitConfig.of({**options, "out": place})))
+    found = [_trained(*each) for each in configs]  # the models of earlier folds are not kept
+    histories = tuple(each for each, *_ in found)
+    metrics = tuple(each for _, each, _ in found)
+    return CrossValidation(metrics, histories, pooled([each for *_, each in found]), histories[0].units)
+
+
+def _trained(spec: PipelineSpec, config: FitConfig) -> tuple[History, dict[str, float], Errors]:
+    result = fit(spec, config)
+    return result.history, result.metrics, result.errors()
