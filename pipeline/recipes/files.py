@@ -12,6 +12,8 @@ from ...common.errors import RecipeError
 from .schema import Origin
 
 SUFFIXES = (".yaml", ".yml", ".json")
+RECIPE = "recipe.yaml"
+"""The recipe in the folder of its run."""
 
 
 def is_file_name(recipe: object) -> bool:

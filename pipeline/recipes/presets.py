@@ -12,7 +12,7 @@ from typing import Any
 from ...common.errors import RecipeError, suggest
 from ...common.frozen import FrozenDict
 from ...common.options.config import Config
-from .files import is_file_name, json_or_text, read_recipe
+from .files import RECIPE, is_file_name, json_or_text, read_recipe
 from .named import RECIPES
 from .schema import DEFAULTS, KEYS, Origin, check_key, check_values, keys_of
 
@@ -80,7 +80,7 @@ def _find(recipe: object) -> tuple[dict[str, Any], Origin]:
         return {"name": Path(recipe).name} | given, origin
     if isinstance(recipe, str):
         if recipe not in RECIPES:
-            file = os.path.join(recipe, "recipe.yaml")  # noqa: PTH118 - of a run's folder
+            file = os.path.join(recipe, RECIPE)  # noqa: PTH118 - of a run's folder
             # pathlib would raise for what cannot be a path, such as the text of a recipe.
             hint = f" Did you mean {file!r}?" if os.path.isfile(file) else suggest(recipe, RECIPES)  # noqa: PTH113
             raise RecipeError(f"No recipe is named {recipe!r:.200}.{hint}")

@@ -12,12 +12,12 @@ from ...common.model_state import ModelState
 from ...common.signals import interrupts_held
 from ..checkpoints.weights import load_model, save_model
 from ..describe.inputs import metadata
-from ..telemetry.history import Epoch, Evaluation, History
+from ..telemetry.history import HISTORY, Epoch, Evaluation, History, read_history
 from ..telemetry.observer import Observer
 from ..telemetry.progress import echo
 from ..telemetry.state import TrainState
 from .config import FitConfig
-from .folder import HISTORY, MODEL, clear_results, draw_curves, read_history, with_trained, write
+from .folder import MODEL, clear_results, draw_curves, with_trained, write
 
 PICTURE = 30.0  # seconds between two plots of the curves
 Weights = Callable[[], ModelState]

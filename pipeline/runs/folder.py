@@ -1,7 +1,6 @@
 """A run's folder: its lock, the remains of earlier runs, and its recipe, plan and curves. If it is at an address, its
 files are taken up when a run begins, and uploaded while it trains and when it ends."""
 
-import json
 import os
 import shutil
 import tempfile
@@ -22,12 +21,13 @@ from ..checkpoints.remote import CHECKPOINTS, RemoteRun, shown
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan
 from ..recipes.convert import to_recipe
-from ..telemetry.history import Epoch, Evaluation, History
+from ..recipes.files import RECIPE
+from ..telemetry.history import HISTORY, Epoch, Evaluation, read_history
 from ..telemetry.loggers import METRICS
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
 
-PLAN, RECIPE, HISTORY, CURVES = "plan.txt", "recipe.yaml", "history.json", "curves.png"
+PLAN, CURVES = "plan.txt", "curves.png"
 MODEL, UNLISTED = "model.safetensors", "model.unlisted.safetensors"
 _PATIENCE = 3.0  # seconds that a failing run waits for an upload
 
@@ -130,13 +130,6 @@ def _remove(path: Path) -> None:
         ) from None
     if (remote := RemoteRun.at(path.parent)) is not None:
         remote.files.remove([path.name])
-
-
-def read_history(folder: Path) -> History | None:
-    try:
-        return History.from_dict(json.loads((folder / HISTORY).read_bytes()))
-    except (OSError, ValueError, RecursionError):
-        return None
 
 
 def draw_curves(folder: Path) -> str:

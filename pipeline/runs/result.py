@@ -26,13 +26,14 @@ from ..describe.pipeline_spec import PipelineSpec, sort_transforms
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan, resolve
 from ..recipes.convert import build_pipeline
+from ..recipes.files import RECIPE
 from ..tasks.nests import map_tensors, to_float
 from ..tasks.standard import Classification
 from ..tasks.task import Task
-from ..telemetry.history import History
+from ..telemetry.history import HISTORY, History, read_history
 from ..training.build import plain_torch, rebuild_model, resolve_data
 from ..training.loop import evaluate
-from .folder import HISTORY, MODEL, RECIPE, UNLISTED, read_history
+from .folder import MODEL, UNLISTED
 from .initial import InitialWeights, WeightsArg, check_source
 from .ranks import built_here, on_ranks
 

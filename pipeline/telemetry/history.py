@@ -15,6 +15,8 @@ from ...common.table import Table
 from ..tasks.metrics import Unit
 
 Units = Mapping[str, Unit]
+HISTORY = "history.json"
+"""The history in the folder of its run."""
 
 
 @dataclass(frozen=True)
@@ -292,6 +294,14 @@ class History:
         measured = [name for name in names if any(name in row for row in values)]
         rows = [[_cell(name, row.get(name), units.get(name)) for name in measured] for row in values]
         return Table([COLUMNS.get(name, (name,))[0] for name in measured], rows, figures=True).html()
+
+
+def read_history(folder: Path) -> History | None:
+    """Return the history of the run in a folder; None if it has none, or a damaged one."""
+    try:
+        return History.from_dict(json.loads((folder / HISTORY).read_bytes()))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _cell(name: str, value: float | None, unit: Unit | None) -> str:

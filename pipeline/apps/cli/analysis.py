@@ -1,4 +1,4 @@
-"""`drivetrain errors`: what one would look at."""
+"""`drivetrain errors | compare`: what one would look at."""
 
 from __future__ import annotations
 
@@ -37,5 +37,31 @@ def errors(run: Path | str, data: str | None, out: Path | None, everything: bool
         print(dumps(found.to_dict(), ensure_ascii=False))
     else:
         print(found.table(None if everything else SHOWN) if found.heads else found)
+    if out is not None:
+        print(found.save(out), file=sys.stderr if as_json else sys.stdout)
+
+
+@click.command(cls=Command)
+@argument(
+    "runs", "Folders of runs (train --out), any number.", File(), nargs=-1, required=True, metavar="RUN..."
+)
+@option("--out FILE", "Also draw the curves: .png, .svg or .pdf.", File())
+@option(
+    "--json",
+    "Print one JSON object: the figures of each run, and what differs in its recipe.",
+    name="as_json",
+)
+def compare(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
+    """Compare runs: epochs, best and last metric, time, and only what differs between their recipes.
+
+    Unfinished and damaged runs are named. The curves are those of the monitored metric and of the loss, by epoch and by
+    time.
+    """
+    from json import dumps
+
+    from ...analysis.compare import compare_runs
+
+    found = compare_runs(runs)
+    print(dumps(found.to_dict(), ensure_ascii=False) if as_json else found)
     if out is not None:
         print(found.save(out), file=sys.stderr if as_json else sys.stdout)

@@ -20,8 +20,7 @@ from ...checkpoints.remote import STATE, opened
 from ...checkpoints.state import ModelArg, chosen, evaluated_state, plain_names, rebuild
 from ...checkpoints.weights import save_model
 from ...describe.inputs import Inputs, metadata
-from ...recipes.files import read_recipe
-from ...runs.folder import RECIPE
+from ...recipes.files import RECIPE, read_recipe
 from .card import CARD, LEDGER, check_card, write_card
 from .programs import Difference, write_program
 

@@ -10,7 +10,8 @@ from drivetrain import CheckpointError, DataError, DrivetrainError
 from drivetrain.pipeline import Checkpoints, TrainingInterrupted
 from drivetrain.pipeline.apps.cli.training import what_is_left
 from drivetrain.pipeline.checkpoints.weights import save_weights
-from drivetrain.pipeline.runs.folder import draw_curves, read_history
+from drivetrain.pipeline.runs.folder import draw_curves
+from drivetrain.pipeline.telemetry.history import read_history
 from pipeline_data import BATCH, TRAIN, FailsAt, Sleepy, Toy, numbers, plain_model
 from safetensors.torch import load_file
 

@@ -1,0 +1,279 @@
+"""Compare finished and unfinished runs by their folders: results, what differs between their recipes, curves."""
+
+from __future__ import annotations
+
+import html
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import DataError, RecipeError
+from ...common.storage.addresses import is_address
+from ...common.storage.files import atomic_file
+from ...common.table import Table
+from ..recipes.files import RECIPE, read_recipe
+from ..recipes.flat import flattened
+from ..telemetry.history import HISTORY, Epoch, History, Monitor, format_metric, read_history
+
+WIDTH = 80  # of a printed table, if it can be
+KEYS = 4
+"""Differing keys up to which each has a column of its own; of more, a row has those of its run as a text."""
+ABSENT = "–"
+
+
+@dataclass(frozen=True, eq=False)
+class RunSummary:
+    """What the folder of a run says about it.
+
+    Attributes:
+        name: how the table names it.
+        folder: where it is.
+        history: its finished epochs; empty if there are none.
+        recipe: the values of its recipe by dotted key; empty if it has none.
+        problem: why it is not a finished run, as a sentence's end; "" if it is.
+    """
+
+    name: str
+    folder: Path
+    history: History
+    recipe: dict[str, Any]
+    problem: str = ""
+
+    @property
+    def epochs(self) -> int:
+        """Finished epochs."""
+        return len(self.history.epochs)
+
+    @property
+    def planned(self) -> int | None:
+        """Epochs that the recipe trains; None if it is unknown."""
+        planned = self.recipe.get("epochs")
+        return planned if isinstance(planned, int) else None
+
+    @property
+    def monitor(self) -> Monitor:
+        """What decides which of its epochs is best."""
+        return self.history.monitor
+
+    @property
+    def best(self) -> Epoch | None:
+        """The epoch with the best monitored value; None if none was evaluated."""
+        rated = [
+            (score, epoch)
+            for epoch in self.history.epochs
+            if (score := self.monitor.score(epoch)) is not None
+        ]
+        return max(rated, key=lambda pair: pair[0])[1] if rated else None
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the finished epochs, with their evaluations."""
+        return sum(epoch.seconds for epoch in self.history.epochs)
+
+    @property
+    def images_per_s(self) -> float | None:
+        """Median of the epochs' training throughput over all ranks; None without a finished epoch."""
+        return statistics.median(e.images_per_s for e in self.history.epochs) if self.epochs else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON types."""
+        best, last = self.best, self.history.epochs[-1] if self.epochs else None
+        return {
+            "run": self.name, "folder": str(self.folder), "problem": self.problem, "epochs": self.epochs,
+            "planned": self.planned, "monitor": self.monitor.name,
+            "best": None if best is None else self.monitor.of(best), "best_epoch": best and best.epoch,
+            "last": self.history.monitored, "loss": last and last.loss, "val_loss": last and last.val_loss,
+            "seconds": self.seconds, "images_per_s": self.images_per_s,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class RunComparison:
+    """Runs beside each other; `compare_runs` returns it. It prints as a table.
+
+    Attributes:
+        runs: in the order given.
+        differences: the recipes' values by dotted key, one per run, of the keys that differ; None where a recipe does
+            not have the key.
+    """
+
+    runs: tuple[RunSummary, ...]
+    differences: dict[str, tuple[Any, ...]]
+
+    def table(self) -> Table:
+        """Return the results, one row per run."""
+        monitors = {run.monitor.name for run in self.runs if run.epochs}
+        same = len(monitors) < 2
+        name = str(next((run.monitor for run in self.runs if run.epochs), "")) if same else ""
+        rows = []
+        for run in self.runs:
+            best, last = run.best, run.history.epochs[-1] if run.epochs else None
+            planned = "" if run.planned in (None, run.epochs) else f"/{run.planned}"
+            rows.append((
+                run.name, f"{run.epochs}{planned}", _value(run, None if best is None else run.monitor.of(best), same),
+                "" if best is None else str(best.epoch), _value(run, run.history.monitored, same),
+                "" if last is None else f"{last.loss:.4f}", _time(run.seconds) if run.epochs else "",
+                "" if run.images_per_s is None else f"{run.images_per_s:,.0f}",
+            ))  # fmt: skip
+        heads = "run", "epochs", f"best {name}".strip(), "in epoch", "last", "loss", "time", "images/s"
+        return Table(heads, rows, figures=True)
+
+    def recipes(self) -> Table | None:
+        """Return what differs between the recipes, one row per run; None if nothing does."""
+        keys = [*self.differences]
+        if not keys:
+            return None
+        rows = [
+            [run.name, *(_text(self.differences[key][n]) for key in keys)] for n, run in enumerate(self.runs)
+        ]
+        table = Table(["run", *keys], rows, figures=True)
+        if len(keys) <= KEYS and len(table.text(WIDTH).split("\n")[0]) <= WIDTH:
+            return table
+        texts = [
+            (run.name, ", ".join(f"{key}={_text(self.differences[key][n])}" for key in keys))
+            for n, run in enumerate(self.runs)
+        ]
+        return Table(("run", "what differs in its recipe"), texts, spaced=True)
+
+    def show(self) -> Any:
+        """Return the curves of all runs, which a notebook displays: a matplotlib figure with the monitored metric and
+        the training loss, by epoch and by time.
+
+        Raises:
+            DataError: if no run has a finished epoch.
+            MissingExtra: without matplotlib.
+        """
+        from .run_curves import figure_of
+
+        return figure_of(self)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the curves.
+
+        Raises:
+            DataError: unless `path` ends in `.png`, `.svg` or `.pdf`; if no run has a finished epoch.
+            MissingExtra: without matplotlib.
+        """
+        path = Path(path)
+        if path.suffix not in (".png", ".svg", ".pdf"):
+            raise DataError(f"{path} must end in .png, .svg or .pdf.")
+        figure = self.show()
+        with atomic_file(path) as file:
+            figure.savefig(file, format=path.suffix[1:], dpi=120)
+        return path
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as JSON types."""
+        own = [{key: values[n] for key, values in self.differences.items()} for n in range(len(self.runs))]
+        return {"runs": [run.to_dict() | {"recipe": each} for run, each in zip(self.runs, own, strict=True)]}
+
+    def _sentences(self) -> list[str]:
+        sentences = [f"{run.name}: {run.problem}." for run in self.runs if run.problem]
+        if not self.differences and sum(bool(run.recipe) for run in self.runs) > 1:
+            sentences.append("The recipes are the same.")
+        return sentences
+
+    def __repr__(self) -> str:
+        tables = [table.text(WIDTH) for table in (self.table(), self.recipes()) if table is not None]
+        return "\n".join([*tables, *self._sentences()])
+
+    def _repr_html_(self) -> str:
+        tables = [table.html() for table in (self.table(), self.recipes()) if table is not None]
+        return "".join([*tables, *(f"<p>{html.escape(each)}</p>" for each in self._sentences())])
+
+
+def compare_runs(runs: Sequence[str | Path]) -> RunComparison:
+    """Compare runs by their folders (`fit(out=…)`): results, time, and only what differs between their recipes.
+
+    No weights are read, and no code of a recipe is run. A run that is unfinished, damaged or missing has a row, too,
+    and a sentence says what is wrong with it.
+
+    Args:
+        runs: folders, any number.
+
+    Raises:
+        DataError: without a folder; for an address, or if none of the folders has a run.
+
+    Example::
+
+        >>> comparison = compare_runs(["runs/photos", "runs/other"])
+        >>> [run.epochs for run in comparison.runs], comparison.differences["seed"]
+        ([1, 1], (0, 1))
+    """
+    places = [str(run) for run in ([runs] if isinstance(runs, str | Path) else runs)]
+    if not places:
+        raise DataError("There is no run to compare. Pass the folders of runs (fit(out=…), --out).")
+    for place in places:
+        if is_address(place):
+            raise DataError(
+                f"{place} is an address. Copy its {HISTORY} and {RECIPE} to a folder, and pass that."
+            )
+    folders = [Path(place) for place in places]
+    found = tuple(read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True))
+    if not any(run.epochs or run.recipe for run in found):
+        raise DataError(
+            f"None of these is the folder of a run: {', '.join(places)}. Pass those of fit(out=…), --out."
+        )
+    known = [run.recipe for run in found if run.recipe]
+    differences = {
+        key: tuple(run.recipe.get(key) for run in found)
+        for key in dict.fromkeys(key for recipe in known for key in recipe)
+        if any(recipe.get(key) != known[0].get(key) for recipe in known)
+    }
+    return RunComparison(found, differences)
+
+
+def read_run(folder: Path, name: str = "") -> RunSummary:
+    """Return what a folder says about its run; what is wrong with it is its `problem`."""
+    name, history, recipe, problem = name or folder.name, read_history(folder), dict[str, Any](), ""
+    try:
+        recipe = flattened(read_recipe(folder / RECIPE)[0])
+    except RecipeError as error:
+        if (folder / RECIPE).exists():
+            problem = f"its {RECIPE} is damaged: {str(error).rstrip('.')}"
+    if not folder.is_dir():
+        problem = "there is no such folder"
+    elif history is None and (folder / HISTORY).exists():
+        problem = f"its {HISTORY} is damaged"
+    elif history is None:
+        problem = (
+            "it ended before its first epoch did"
+            if recipe
+            else problem or f"it is no run: it has no {HISTORY}"
+        )
+    elif history.stopped is None and not problem:
+        planned = recipe.get("epochs")
+        if isinstance(planned, int) and len(history.epochs) < planned:
+            problem = f"it is unfinished, {len(history.epochs)} of {planned} epochs"
+    return RunSummary(name, folder, history or History(), recipe, problem)
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return short names: the folders, without what all of them begin with."""
+    whole = [Path(os.path.abspath(folder)) for folder in folders]  # noqa: PTH100 - `resolve` would follow links
+    above = Path(os.path.commonpath([each.parent for each in whole]))
+    return [str(each.relative_to(above)) for each in whole]
+
+
+def _value(run: RunSummary, value: float | None, same: bool) -> str:
+    if value is None:
+        return ""
+    text = format_metric(value, run.monitor.unit)
+    return text if same else f"{run.monitor} {text}"
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ABSENT
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _time(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}"

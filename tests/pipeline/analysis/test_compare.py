@@ -1,0 +1,85 @@
+"""Runs beside each other: their figures, what differs, unfinished and damaged ones, curves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import call
+from drivetrain import DataError, Pipeline
+from drivetrain.pipeline import compare_runs
+from drivetrain.pipeline.recipes.flat import flattened
+from drivetrain.transforms import LabelSmoothing
+from pipeline_data import SIDE, Toy
+
+
+@pytest.fixture(scope="module")
+def runs(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    base = Pipeline("cifar_resnet", num_classes=4, width=4).load(
+        toy.train, toy.val, batch_size=32, image_size=SIDE, workers=1
+    )
+    smooth = base.transform(LabelSmoothing(0.2)).optimize("sgd", lr=0.05)
+    for name, pipeline, epochs in (("plain", base.optimize("sgd", lr=0.1), 2), ("smooth", smooth, 1)):
+        pipeline.fit(epochs=epochs, out=folder / name, progress=False)
+    return folder
+
+
+def test_figures_and_only_what_differs(runs: Path) -> None:
+    comparison = compare_runs([runs / "plain", runs / "smooth"])
+    plain, smooth = comparison.runs
+    assert (plain.name, plain.epochs, smooth.epochs, plain.problem) == ("plain", 2, 1, "")
+    assert comparison.differences == {
+        "epochs": (2, 1), "optimizer.lr": (0.1, 0.05), "transforms": ([], None),
+        "transforms.LabelSmoothing.smoothing": (None, 0.2),
+    }  # fmt: skip
+    assert plain.best is not None
+    assert plain.best.metrics["top1"] == max(epoch.metrics["top1"] for epoch in plain.history.epochs)
+    assert plain.seconds == sum(epoch.seconds for epoch in plain.history.epochs)
+    assert max(map(len, str(comparison).splitlines())) <= 80
+    assert "best top1" in str(comparison)
+    assert comparison._repr_html_().count("<table>") == 2
+
+
+def test_unfinished_and_damaged_runs_have_a_row_and_a_reason(runs: Path, tmp_path: Path) -> None:
+    for name in ("short", "broken", "begun"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.yaml").write_text((runs / "plain" / "recipe.yaml").read_text())
+    history = json.loads((runs / "plain" / "history.json").read_text())
+    (tmp_path / "short" / "history.json").write_text(json.dumps(history | {"epochs": history["epochs"][:1]}))
+    (tmp_path / "broken" / "history.json").write_text("{")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "recipe.yaml").write_text("model: [")
+    names = ("short", "broken", "begun", "odd", "none")
+    text = str(compare_runs([tmp_path / name for name in names] + [runs / "plain"]))
+    for words in (
+        "short: it is unfinished, 1 of 2 epochs.", "broken: its history.json is damaged.",
+        "begun: it ended before its first epoch did.", "odd: its recipe.yaml is damaged",
+        "none: there is no such folder.",
+    ):  # fmt: skip
+        assert words in text
+    with pytest.raises(DataError, match="None of these is the folder of a run"):
+        compare_runs([tmp_path / "none", tmp_path])
+    with pytest.raises(DataError, match="is an address"):
+        compare_runs(["s3://bucket/run"])
+
+
+def test_the_command_and_the_curves(runs: Path, tmp_path: Path) -> None:
+    end = call("compare", str(runs / "plain"), str(runs / "smooth"), "--out", str(tmp_path / "c.png"))
+    assert (end.code, end.err) == (0, "")
+    assert (tmp_path / "c.png").stat().st_size > 10_000
+    end = call("compare", str(runs / "plain"), str(runs / "smooth"), "--json")
+    assert [run["recipe"]["optimizer.lr"] for run in json.loads(end.out)["runs"]] == [0.1, 0.05]
+    assert "must end in .png" in call("compare", str(runs / "plain"), "--out", "c.gif").err
+
+
+def test_flattened() -> None:
+    recipe = {
+        "a": {"b": 1, "c": {}},
+        "l": [1, 2],
+        "transforms": [{"name": "X"}, {"name": "Y", "k": 2}, {"name": "X"}],
+    }
+    assert flattened(recipe | {"trained": {"x": 1}}) == {
+        "a.b": 1, "a.c": {}, "l": [1, 2], "transforms.X": True, "transforms.Y.k": 2, "transforms.X#2": True,
+    }  # fmt: skip
