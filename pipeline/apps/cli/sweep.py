@@ -1,0 +1,67 @@
+"""`drivetrain sweep`: one recipe with many values."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from ....common.errors import PlanError
+from .options import FILES, RECIPE, Command, File, Override, argument, option
+
+
+@click.command(cls=Command)
+@argument("recipe", "Name of a recipe (see: drivetrain recipes), or a .yaml or .json file.", RECIPE)
+@argument(
+    "overrides",
+    "Values of the recipe: optimizer.lr=0.1,0.3 seed=0..4 epochs=16. Commas within JSON do not separate; 0..4 are the "
+    "whole numbers from 0 to 4; with --random, 1e-4..1e-1 are all numbers between.",
+    Override(), nargs=-1, metavar="KEY=VALUES...",
+)  # fmt: skip
+@option("--train DATA", "Training data: a .beton file, or a name such as cifar10:train.", FILES)
+@option("--val DATA", "Validation data, likewise.", FILES)
+@option("--out FOLDER", "Folder of the sweep; each run has a folder in it.", File(), required=True)
+@option("--jobs N", "Runs at a time. They share the machine and its device.", int, default=1)
+@option(
+    "--random N", "Draw N combinations instead of all. Each is trained with every seed=….", int, name="count"
+)
+@option("--seed S", "Seed of --random.", int, default=0)
+@option("--json", "Print one JSON object instead of the table.", name="as_json")
+def sweep(
+    recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, out: Path, jobs: int,
+    count: int | None, seed: int, as_json: bool,
+) -> int:  # fmt: skip
+    """Train a recipe with many values, and print a table: mean and spread over the seeds, and time.
+
+    Every combination is a run of drivetrain train in a process of its own, in --out/NAME, with its output in output.txt
+    there. The same command again skips the finished runs, resumes the interrupted ones, and repeats those that failed.
+    A run that fails does not stop the others; the exit status is then 1. Ctrl-C lets the running ones save, and ends
+    them.
+
+    \b
+    drivetrain sweep cifar10-quickstart optimizer.lr=0.1,0.3,1 seed=0..2 --out sweeps/lr
+    drivetrain sweep mine.yaml optimizer.lr=0.01..1 --random 20 --out sweeps/random
+    """
+    from json import dumps
+
+    from ...runs.folder import lock_run_dir, make_folder
+    from ..sweeps.space import space
+    from ..sweeps.sweep import sweep
+
+    for name, value in (("--jobs", jobs), ("--random", 1 if count is None else count)):
+        if value < 1:
+            raise PlanError(f"{name} {value} must be 1 or more.")
+    what = space(overrides, count, seed)
+    for name, source in (("train", train), ("val", val)):
+        if source is not None and any(pair.startswith(f"{name}=") for pair in overrides):
+            raise PlanError(f"--{name} and {name}= are both given. Pass only one of them.")
+    sources = [
+        text for name, one in (("--train", train), ("--val", val)) if one is not None for text in (name, one)
+    ]
+    with lock_run_dir(make_folder(out)):
+        done = sweep(
+            recipe, what, out, sources, jobs=jobs, said=lambda line: print(line, file=sys.stderr, flush=True)
+        )
+    print(dumps(done.to_dict(), ensure_ascii=False) if as_json else done)
+    return 1 if done.failed else 0

@@ -1,0 +1,301 @@
+"""Run a sweep: each run in a process of its own, several at a time, and a table of what came out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ....common.errors import PlanError
+from ....common.signals import handled
+from ....common.storage.files import atomic_file
+from ....common.table import Table
+from ...analysis.compare import RunSummary, read_run
+from ...recipes.presets import completed, parse_overrides
+from ...telemetry.history import format_metric
+from .space import SEED, Space, Values, name_of
+
+RECORD, OUTPUT = "sweep.json", "output.txt"
+PATIENCE = 60.0  # seconds for a run to save after Ctrl-C, before it is killed
+_LOOK = 0.05  # seconds between two looks at the processes
+WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run of a sweep.
+
+    Attributes:
+        name: of its folder.
+        values: texts by key that differ between the runs.
+        run: what its folder says.
+        failure: why it is not finished; "" if it is.
+    """
+
+    name: str
+    values: Values
+    run: RunSummary
+    failure: str = ""
+
+    @property
+    def value(self) -> float | None:
+        """The monitored metric of the last evaluation; None if the run failed, or has no validation data."""
+        return None if self.failure else self.run.history.monitored
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "run": self.name, "seed": self.values.get(SEED), "value": self.value, "failure": self.failure,
+            "epochs": self.run.epochs, "seconds": self.run.seconds,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Combination:
+    """The runs of the same values, which differ in their seed."""
+
+    values: Values
+    runs: tuple[Outcome, ...]
+
+    @property
+    def results(self) -> list[float]:
+        return [run.value for run in self.runs if run.value is not None]
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.results) if self.results else None
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation over the seeds, with n - 1; None of fewer than two."""
+        return statistics.stdev(self.results) if len(self.results) > 1 else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Mean duration of the finished runs."""
+        done = [run.run.seconds for run in self.runs if not run.failure]
+        return statistics.fmean(done) if done else None
+
+    @property
+    def failures(self) -> list[str]:
+        return [run.failure for run in self.runs if run.failure]
+
+    @property
+    def name(self) -> str:
+        return ", ".join(f"{key}={text}" for key, text in self.values.items()) or "the recipe"
+
+    def to_dict(self) -> dict[str, Any]:
+        runs = [run.to_dict() for run in self.runs]
+        return {
+            "values": self.values, "mean": self.mean, "spread": self.spread, "seconds": self.seconds, "runs": runs,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Swept:
+    """The outcome of a sweep; printed, a table with the best combination first."""
+
+    combinations: list[Combination] = field(default_factory=list)
+
+    @property
+    def failed(self) -> int:
+        return sum(len(one.failures) for one in self.combinations)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"monitor": self._monitor.name, "combinations": [one.to_dict() for one in self._sorted()]}
+
+    @property
+    def _monitor(self) -> Any:
+        runs = [run.run for one in self.combinations for run in one.runs]
+        return next((run for run in runs if run.epochs), runs[0]).monitor
+
+    def _sorted(self) -> list[Combination]:
+        sign = -1 if self._monitor.higher_is_better else 1
+        return sorted(self.combinations, key=lambda one: (one.mean is None, sign * (one.mean or 0.0)))
+
+    def __str__(self) -> str:
+        monitor, rows, reasons = self._monitor, [], []
+        for one in self._sorted():
+            text = "failed" if one.mean is None and one.failures else ""
+            text = text if one.mean is None else format_metric(one.mean, monitor.unit)
+            spread = "" if one.spread is None else f"± {format_metric(one.spread, monitor.unit)}"
+            seconds = "" if one.seconds is None else f"{one.seconds:,.1f} s"
+            done = f"{len(one.runs) - len(one.failures)}/{len(one.runs)}"
+            rows.append((one.name, text, spread, done, seconds))
+            reasons += [f"{run.name}: {run.failure}" for run in one.runs if run.failure]
+        heads = "", f"{monitor}, mean", "spread", "runs", "time"
+        caption = "Mean and standard deviation over the seeds, of the last evaluation; mean time of a run."
+        return "\n".join([Table(heads, rows, caption=caption, figures=True).text(WIDTH), *reasons])
+
+
+def sweep(
+    recipe: str, what: Space, folder: Path, sources: Sequence[str] = (), *, jobs: int = 1,
+    said: Callable[[str], None] = lambda _: None,
+) -> Swept:  # fmt: skip
+    """Train every run of a space in `folder/NAME`, `jobs` at a time. Finished runs are taken as they are, interrupted
+    ones resumed; a run that fails does not stop the others.
+
+    Args:
+        recipe: as `drivetrain train` takes it.
+        what: the values.
+        folder: of the sweep.
+        sources: the options `--train`, `--val` with their values.
+        jobs: processes at a time. They share the device.
+        said: gets a line for every run that ends.
+
+    Raises:
+        PlanError, RecipeError: before any run, for values that the recipe does not take, or if a run in `folder` had
+            other values.
+        KeyboardInterrupt: on Ctrl-C, once all processes have ended; each saves a checkpoint first. Its note says how to
+            go on.
+    """
+    given = dict(zip(sources[::2], sources[1::2], strict=True))
+    data = {option.removeprefix("--"): value for option, value in given.items()}
+    runs = {name_of(values): values for values in what.runs()}
+    pairs = {
+        name: [f"{key}={text}" for key, text in (what.fixed | values).items()]
+        for name, values in runs.items()
+    }
+    wanted = {name: completed(recipe, parse_overrides(each) | data).values for name, each in pairs.items()}
+    if any(values["epochs"] is None for values in wanted.values()):
+        raise PlanError(f"Number of epochs not set by {recipe}. Pass epochs=….")
+    _record(folder, wanted)
+    commands = {}
+    for name, overrides in pairs.items():
+        if not _is_done(read_run(folder / name)):
+            command = [sys.executable, "-m", "drivetrain", "train", recipe, *overrides, *sources]
+            if any((folder / name / "checkpoints").glob("*")):
+                command.append("--resume")
+                if wanted[name]["init_from"] is not None:  # the checkpoint has what came of it
+                    command.append("init_from=null")
+            commands[name] = [*command, "--out", str(folder / name)]
+    if kept := len(runs) - len(commands):
+        said(f"{kept} of {len(runs)} runs are finished already.")
+    failures = _run_all(folder, commands, jobs, said)
+    outcomes = {}
+    for name, values in runs.items():
+        run = read_run(folder / name)
+        failure = failures.get(name, "") or ("" if _is_done(run) else run.problem)
+        outcomes[name] = Outcome(name, values, run, failure)
+    grouped: dict[str, list[Outcome]] = {}
+    for outcome in outcomes.values():
+        grouped.setdefault(name_of(_without_seed(outcome.values)), []).append(outcome)
+    return Swept([Combination(_without_seed(each[0].values), tuple(each)) for each in grouped.values()])
+
+
+def _without_seed(values: Values) -> Values:
+    return {key: text for key, text in values.items() if key != SEED}
+
+
+def _is_done(run: RunSummary) -> bool:
+    return run.epochs > 0 and not run.problem
+
+
+def _record(folder: Path, wanted: dict[str, dict[str, Any]]) -> None:
+    """Keep the values of each run, and refuse to take up a run of other values."""
+    try:
+        known = json.loads((folder / RECORD).read_bytes())
+    except (OSError, ValueError):
+        known = {}
+    known = known if isinstance(known, dict) else {}
+    for name, values in wanted.items():
+        before, now = known.get(name), json.loads(json.dumps(values))
+        if isinstance(before, dict) and before != now:
+            keys = [key for key in now if before.get(key) != now[key]]
+            what = ", ".join(f"{key}={before.get(key)!r:.60}, not {now[key]!r:.60}" for key in keys[:3])
+            raise PlanError(f"{folder / name} is a run of other values: {what}. Pass another folder: --out.")
+    with atomic_file(folder / RECORD) as file:
+        file.write(json.dumps(known | wanted, indent=1).encode())
+
+
+def _run_all(
+    folder: Path, commands: dict[str, list[str]], jobs: int, said: Callable[[str], None]
+) -> dict[str, str]:
+    """Run the commands; return why runs failed. However this ends, no process is left."""
+    failures: dict[str, str] = {}
+    waiting, running, ended = [*commands], dict[str, subprocess.Popen[bytes]](), 0
+    with _ended_with(running), _terminating():
+        try:
+            while waiting or running:
+                while waiting and len(running) < jobs:
+                    name = waiting.pop(0)
+                    running[name] = _start(folder / name, commands[name])
+                for name in [name for name, process in running.items() if process.poll() is not None]:
+                    ended += 1
+                    reason = _reason(folder / name, running.pop(name).returncode)
+                    if reason:
+                        failures[name] = reason
+                    said(f"{ended}/{len(commands)}  {name}: {reason or _shown(read_run(folder / name))}")
+                time.sleep(_LOOK)
+        except KeyboardInterrupt as interrupt:
+            interrupt.add_note(
+                f"{ended} of {len(commands)} runs have ended; the same command continues the others."
+            )
+            raise
+    return failures
+
+
+def _start(folder: Path, command: list[str]) -> subprocess.Popen[bytes]:
+    """A process group of its own: Ctrl-C in a terminal reaches only the sweep, which passes it on, once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / OUTPUT).open("ab") as output:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
+        )
+
+
+@contextmanager
+def _ended_with(running: dict[str, subprocess.Popen[bytes]]) -> Iterator[None]:
+    """After the block, end the processes that still run: by Ctrl-C, at which they save, or else by force."""
+    try:
+        yield
+    finally:
+        with ExitStack() as stack:
+            for process in running.values():
+                stack.callback(_kill, process)
+            for process in running.values():
+                with suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGINT)
+            deadline = time.monotonic() + PATIENCE
+            while any(process.poll() is None for process in running.values()) and time.monotonic() < deadline:
+                time.sleep(_LOOK)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # with its ranks and loaders, if some are left
+    process.wait()
+
+
+@contextmanager
+def _terminating() -> Iterator[None]:
+    """Let SIGTERM and a closed terminal end the sweep as Ctrl-C does."""
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    with handled((signal.SIGTERM, signal.SIGHUP), interrupt):
+        yield
+
+
+def _reason(folder: Path, status: int) -> str:
+    if status == 0:
+        return ""
+    if status < 0:
+        return f"it was ended by {signal.Signals(-status).name}"
+    lines = (folder / OUTPUT).read_text(errors="replace").splitlines()
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return last or f"it ended with the exit status {status}"
+
+
+def _shown(run: RunSummary) -> str:
+    return ", ".join(filter(None, [run.history.latest, f"{run.seconds:,.1f} s"]))

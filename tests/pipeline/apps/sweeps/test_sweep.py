@@ -1,0 +1,154 @@
+"""`drivetrain sweep`: its values, its processes, what is skipped, resumed and reported."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import process_state
+import psutil
+import pytest
+from command_line import ENVIRONMENT, call, toy_values
+from drivetrain import PlanError
+from drivetrain.pipeline.apps.sweeps.space import Axis, name_of, space, split
+from pipeline_data import Toy
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("1,2", ["1", "2"]),
+        ('["a,b"],[]', ['["a,b"]', "[]"]),
+        ("{a,b}.beton", ["{a,b}.beton"]),
+        ('"\\",",2', ['"\\","', "2"]),
+    ],
+)
+def test_values_are_divided_outside_of_json(text: str, parts: list[str]) -> None:
+    assert split(text) == parts
+
+
+def test_a_grid_has_all_combinations_and_a_random_search_its_number() -> None:
+    grid = space(["a=1,2", "b=x,y,z", "seed=0..2", "epochs=3"])
+    assert (len(grid.combinations), grid.seeds, grid.fixed) == (6, ("0", "1", "2"), {"epochs": "3"})
+    assert len(grid.runs()) == 18
+    drawn = space(["a=1,2", "b=1e-4..1e-1", "seed=0,1"], 20, seed=3)
+    assert drawn == space(["a=1,2", "b=1e-4..1e-1", "seed=0,1"], 20, seed=3)
+    assert drawn != space(["a=1,2", "b=1e-4..1e-1", "seed=0,1"], 20, seed=4)
+    values = [float(one["b"]) for one in drawn.combinations]
+    assert len(set(values)) == 20
+    assert all(1e-4 <= value <= 1e-1 for value in values)
+    assert sum(value < 3e-3 for value in values) > 4  # by logarithm
+    assert len(space(["a=1,2", "b=0,1"], 100).combinations) == 4
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [
+        (["lr"], "is not KEY=VALUES"), (["a=1,1"], "given twice"), (["a=1", "a=2"], "given twice"),
+        (["lr=0.1..1"], "--random N"), (["a=4..1"], "from a smaller number"), (["a=0..99999"], "more than 10,000"),
+        (["a=0..999", "b=0..999"], "more than 10,000 runs"), (["a=0.1..1,2"], "cannot be one of several"),
+        (["seed=0.5..2"], "whole numbers"),
+    ],
+)  # fmt: skip
+def test_what_is_no_space(pairs: list[str], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        space(pairs)
+
+
+def test_names_of_folders() -> None:
+    assert name_of({"optimizer.lr": "0.1", "seed": "0"}) == "optimizer.lr=0.1,seed=0"
+    odd = [
+        name_of({"transforms": text})
+        for text in ('[{"name": "EMA"}]', '[{"name": "SWA"}]', "../..", "x" * 900)
+    ]
+    assert len(set(odd)) == 4
+    assert not any("/" in name or len(name) > 120 for name in odd)
+    assert Axis.parse("a=-1..1").texts == ("-1", "0", "1")
+
+
+def test_bad_values_end_the_sweep_before_it_begins(toy: Toy, tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    end = call("sweep", "cifar10-quickstart", "optimzer.lr=0.1,1", "--out", str(out))
+    assert "optimizer" in end.line
+    assert not any(out.iterdir())
+
+
+@pytest.mark.process
+@pytest.mark.long
+def test_runs_are_trained_skipped_and_their_failures_reported(toy: Toy, tmp_path: Path) -> None:
+    out = tmp_path / "sweep"
+    values = [one for one in toy_values(toy) if one != "epochs=2"]
+    command = [
+        "sweep",
+        "cifar10-quickstart",
+        *values,
+        "epochs=1",
+        "transforms=[]",
+        "--out",
+        str(out),
+        "--json",
+    ]
+    end = call(*command, "optimizer.lr=0.01,1e30", "seed=0", "--jobs", "2")
+    assert end.code == 1, end
+    good, bad = json.loads(end.out)["combinations"]
+    assert (good["values"], len(good["runs"]), good["runs"][0]["failure"]) == (
+        {"optimizer.lr": "0.01"},
+        1,
+        "",
+    )
+    assert bad["mean"] is None
+    assert "NonFiniteError" in bad["runs"][0]["failure"]
+    history = (out / "optimizer.lr=0.01" / "history.json").stat().st_mtime_ns
+
+    end = call(*command[:-1], "optimizer.lr=0.01", "seed=0", "--jobs", "1")
+    # A fixed value gives the run another name.
+    assert "the recipe" in end.out
+    end = call(*command[:-1], "optimizer.lr=0.01,0.02", "seed=0")
+    assert "1 of 2 runs are finished already." in end.err
+    assert (out / "optimizer.lr=0.01" / "history.json").stat().st_mtime_ns == history
+    assert "top1, mean" in end.out
+    assert max(map(len, end.out.splitlines())) <= 100
+    other = ["epochs=2" if one == "epochs=1" else one for one in command]
+    assert "epochs=1, not 2" in call(*other, "optimizer.lr=0.01,0.02", "seed=0").line
+
+
+def _wait(condition: Any, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.process
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_sweep_leaves_no_process_and_goes_on(
+    toy: Toy, tmp_path: Path, number: signal.Signals
+) -> None:
+    out = tmp_path / "sweep"
+    values = [one for one in toy_values(toy) if one != "epochs=2"]
+    command = [
+        sys.executable, "-m", "drivetrain", "sweep", "cifar10-quickstart", *values, "epochs=3000", "transforms=[]",
+        "seed=0,1", "--out", str(out),
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        _wait((out / "seed=0" / "history.json").exists)
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "0 of 2 runs have ended; the same command continues the others." in error
+    assert children
+    assert process_state.wait_until_ended(children, 5) == []
+    assert "--resume" in (out / "seed=0" / "output.txt").read_text()
+    assert any((out / "seed=0" / "checkpoints").iterdir())
