@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .runs.initial import WeightsArg
     from .runs.result import FitResult
     from .training.build import Built
+    from .tuning.lr_range import LRRange
     from .tuning.result import Tuned
 
 
@@ -234,6 +235,33 @@ class Pipeline(PipelineSpec):
         from .analysis.batch import batch_of
 
         return batch_of(self, epoch, samples, epochs)
+
+    def lr_range(self, *, lowest: float = 1e-6, highest: float = 10.0, steps: int = 100) -> LRRange:
+        """Run Smith's learning-rate range test: train a copy for some steps while the learning rate grows from `lowest`
+        to `highest` by equal factors, and return the losses.
+
+        The strategy's ranks, transforms, and the optimizer's other options are those of the training; parameter groups
+        keep their ratio to the first. The test ends early where the loss diverges: where it is not finite, or the
+        smoothed one is four times its lowest. The pipeline and its model stay as they are. Printed, the result names
+        the suggestion, `result.suggestion`; `show()` and `save("lr.png")` draw it.
+
+        Args:
+            lowest: learning rate of the first step. The default is below what any optimizer here trains with.
+            highest: learning rate of the last step. The default is above it.
+            steps: optimizer steps, 10 or more. With the default, 14 to each power of 10.
+
+        Raises:
+            PlanError, DataError, StrategyError: as `fit`; also if the loss diverges within the first steps.
+
+        Example::
+
+            >>> found = pipeline.lr_range(steps=12)
+            >>> len(found.lrs) <= 12
+            True
+        """
+        from .tuning.lr_range import lr_range
+
+        return lr_range(self, lowest, highest, steps)
 
     def to_lightning(self, *, epochs: int | None = None, **trainer: Any) -> HandOver:
         """Return this pipeline for Lightning: `module, data, trainer, reports`; `Trainer(**trainer).fit(module, data)`.

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from types import FrameType
 from typing import Any
 
 from ....common.errors import PlanError
-from ....common.signals import handled
+from ....common.signals import handled, interrupts_held
 from ....common.storage.files import atomic_file
 from ....common.table import Table
 from ...analysis.compare import RunSummary, read_run
@@ -131,7 +132,9 @@ class Swept:
             seconds = "" if one.seconds is None else f"{one.seconds:,.1f} s"
             done = f"{len(one.runs) - len(one.failures)}/{len(one.runs)}"
             rows.append((one.name, text, spread, done, seconds))
-            reasons += [f"{run.name}: {run.failure}" for run in one.runs if run.failure]
+            for reason in dict.fromkeys(one.failures):
+                times = one.failures.count(reason)
+                reasons.append(f"{one.name}: {times} of {len(one.runs)} failed: {reason}")
         heads = "", f"{monitor}, mean", "spread", "runs", "time"
         caption = "Mean and standard deviation over the seeds, of the last evaluation; mean time of a run."
         return "\n".join([Table(heads, rows, caption=caption, figures=True).text(WIDTH), *reasons])
@@ -228,13 +231,15 @@ def _run_all(
             while waiting or running:
                 while waiting and len(running) < jobs:
                     name = waiting.pop(0)
-                    running[name] = _start(folder / name, commands[name])
+                    with interrupts_held():  # else one that has just started could be forgotten
+                        running[name] = _start(folder / name, commands[name])
                 for name in [name for name, process in running.items() if process.poll() is not None]:
                     ended += 1
                     reason = _reason(folder / name, running.pop(name).returncode)
                     if reason:
                         failures[name] = reason
-                    said(f"{ended}/{len(commands)}  {name}: {reason or _shown(read_run(folder / name))}")
+                    shown = shorten(reason, 110, placeholder=" …") or _shown(read_run(folder / name))
+                    said(f"{ended}/{len(commands)}  {name}: {shown}")
                 time.sleep(_LOOK)
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(
