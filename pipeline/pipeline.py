@@ -232,6 +232,8 @@ class Pipeline(PipelineSpec):
         """
         for name, value, least in (("epoch", epoch, 0), ("samples", samples, 1)):
             check_whole(name, value, PlanError, least)
+        if epochs is not None:
+            check_whole("epochs", epochs, PlanError, 1)
         from .analysis.batch import batch_of
 
         return batch_of(self, epoch, samples, epochs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import html
 import io
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +78,7 @@ class ShownBatch:
             DataError: unless it ends in `.png`, `.svg` or `.pdf`.
             MissingExtra: without matplotlib.
         """
-        path = Path(path)
-        if path.suffix not in (".png", ".svg", ".pdf"):
-            raise DataError(f"{path} must end in .png, .svg or .pdf.")
+        path = check_picture(path)
         content = self._drawn(path.suffix[1:])
         with atomic_file(path) as file:
             file.write(content)
@@ -94,7 +93,16 @@ class ShownBatch:
         return f"ShownBatch({self.title!r}, {len(self.pictures)} samples)"
 
     def _repr_html_(self) -> str:
-        return f'<img alt="{self.title}" src="data:image/png;base64,{base64.b64encode(self._drawn("png")).decode()}">'
+        content = base64.b64encode(self._drawn("png")).decode()
+        return f'<img alt="{html.escape(self.title)}" src="data:image/png;base64,{content}">'
+
+
+def check_picture(path: str | Path) -> Path:
+    """Return the path of a picture; DataError unless its suffix is that of one."""
+    path = Path(path)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise DataError(f"{path} must end in .png, .svg or .pdf.")
+    return path
 
 
 def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> ShownBatch:
@@ -131,7 +139,9 @@ def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> 
             for sample in zip(*(view[:count] for view in views), strict=True)
         )
         masks = tuple(targets.numpy()) if built.train.has_masks else ()
-        texts = tuple("" if masks else _text(target, built.train.classes) for target in targets)
+        texts = tuple(
+            "" if masks else _text(target, built.train.classes, plan.task.kind) for target in targets
+        )
         size = "×".join(map(str, views[0].shape[-2:]))
         title = f"epoch {epoch} of {epochs}, step {state.step}: {len(pictures)} of {len(images)} images, {size} pixels"
     return ShownBatch(title, pictures, texts, masks)
@@ -141,14 +151,12 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _text(target: torch.Tensor, classes: list[str]) -> str:
+def _text(target: torch.Tensor, classes: list[str], kind: str) -> str:
     """Return a target in words."""
     if not target.dim() and not target.is_floating_point():
         return names_of(len(classes), classes)[int(target)] if classes else str(int(target))
-    if not target.dim() or len(classes) != len(target):
-        soft = target.dim() == 1 and bool((target >= 0).all()) and abs(float(target.sum()) - 1) < 1e-3
-        if not soft:
-            return ", ".join(f"{value:.3g}" for value in target.reshape(-1).tolist()[:4])
+    if not target.dim() or kind not in ("class indices", "labels"):
+        return ", ".join(f"{value:.3g}" for value in target.reshape(-1).tolist()[:4])
     names = names_of(len(target), classes)
     chosen = [(float(share), names[at]) for at, share in enumerate(target) if share >= LIKELY]
     chosen.sort(key=lambda pair: -pair[0])

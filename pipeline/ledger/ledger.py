@@ -221,6 +221,10 @@ class Ledger(LedgerData):
             else:
                 drawn.savefig(file, format=path.suffix[1:], dpi=150, bbox_inches="tight")
 
+    def show(self) -> Any:
+        """Return the picture, which a notebook displays: a matplotlib figure. Raise MissingExtra without matplotlib."""
+        return picture(self)
+
     def __repr__(self) -> str:
         return text(self)
 

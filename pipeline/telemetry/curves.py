@@ -9,7 +9,14 @@ from .history import Epoch, History, format_metric
 INK, TRAIN, VAL = "#222222", "#2f6f9f", "#b5452c"
 
 
-def draw(history: History) -> bytes:
+def draw(history: History, format: str = "png") -> bytes:
+    buffer = io.BytesIO()
+    figure_of(history).savefig(buffer, format=format, dpi=120)
+    return buffer.getvalue()
+
+
+def figure_of(history: History) -> Any:
+    """Return the plot as a matplotlib figure. Raise MissingExtra without matplotlib."""
     figure = require("matplotlib.figure", "plot", "draw the curves of a training").Figure(figsize=(9, 5.6))
     ticker = require("matplotlib.ticker", "plot", "draw the curves of a training")
     # The layout and the titles' heights are set by hand: finding them takes matplotlib longer than the drawing.
@@ -41,9 +48,7 @@ def draw(history: History) -> bytes:
         axes.set_ylim(0, 1.12 * max(axes.lines[0].get_ydata()) or 1)  # at a rate of 0 both ends would be 0
         axes.set_xlabel("epoch")
     figure.suptitle(_title(history), x=0.01, y=0.985, ha="left", va="top", fontsize=11, color=INK)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    return buffer.getvalue()
+    return figure
 
 
 def _curve(axes: Any, epochs: list[Epoch], values: list[float | None], color: str, label: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
-from ...common.errors import DrivetrainError, require_suffix
+from ...common.errors import DrivetrainError
 from ...common.storage.files import atomic_file
 from ...common.storage.json_files import convert
 from ...common.table import Table
@@ -223,20 +223,40 @@ class History:
         return cls([replace(epoch, units=units) for epoch in typed["epochs"]], facts, within)
 
     def save(self, path: str | Path) -> None:
-        """Write the history as JSON, atomically.
+        """Write the history as `.json`, or its curves as `.png`, `.svg` or `.pdf`; atomically.
 
         Raises:
-            DrivetrainError: if `path` does not end in `.json`.
+            DrivetrainError: for another suffix, or curves without a finished epoch.
+            MissingExtra: for curves, without matplotlib.
         """
         path = Path(path)
         if path.suffix in (".png", ".svg", ".pdf"):
-            raise DrivetrainError(
-                f"{path}: a history is saved as JSON, so pass a name that ends in .json. Its curves are curves.png in "
-                "the folder of the run, fit(out=…)."
-            )
-        require_suffix(path, ".json", DrivetrainError)
+            from .curves import draw
+
+            self._require_epoch()
+            content = draw(self, path.suffix[1:])
+        elif path.suffix == ".json":
+            content = json.dumps(self.to_dict(), indent=1).encode()
+        else:
+            raise DrivetrainError(f"{path} must end in .json, .png, .svg or .pdf.")
         with atomic_file(path) as file:
-            file.write(json.dumps(self.to_dict(), indent=1).encode())
+            file.write(content)
+
+    def show(self) -> Any:
+        """Return the curves, which a notebook displays: a matplotlib figure, as in the run's `curves.png`.
+
+        Raises:
+            DrivetrainError: without a finished epoch.
+            MissingExtra: without matplotlib.
+        """
+        from .curves import figure_of
+
+        self._require_epoch()
+        return figure_of(self)
+
+    def _require_epoch(self) -> None:
+        if not self.epochs:
+            raise DrivetrainError("No epoch has finished, so there are no curves. Train for one epoch at least.")
 
     @property
     def last(self) -> Epoch | Evaluation | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -188,15 +189,22 @@ class Tuned:
         axes.set_title(self._title)
         return figure
 
-    def __str__(self) -> str:
+    def _table(self) -> Table:
         rows = [(one.name, one.bottleneck, one.outcome, one.figure) for one in self.trials]
         notes = [self.bound, self.stopped]
         if self.trades:
             names = " and ".join(one.name for one in self.trades)
             notes.append(f"Faster, but not shown to keep the accuracy, and so not accepted: {names}.")
         columns = ("change", "bottleneck", "outcome", "speed with it")
-        table = Table(columns, rows, self._title, " ".join(notes))
-        return f"{table}\n{self._exports()}" if self.variables else str(table)
+        return Table(columns, rows, self._title, " ".join(notes))
+
+    def __str__(self) -> str:
+        table = str(self._table())
+        return f"{table}\n{self._exports()}" if self.variables else table
+
+    def _repr_html_(self) -> str:
+        exports = f"<pre>{html.escape(self._exports())}</pre>" if self.variables else ""
+        return self._table().html() + exports
 
     @property
     def _title(self) -> str:

@@ -1,4 +1,4 @@
-"""`drivetrain errors | compare`: what one would look at."""
+"""`drivetrain errors | compare | show`: what one would look at."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from .options import FILES, Command, File, Place, argument, option
+from .options import FILES, Command, File, Place, argument, option, recipe_arguments
 
 SHOWN = 20
 """Rows of a table of errors: of more classes, those with the lowest scores."""
@@ -65,3 +65,29 @@ def compare(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     print(dumps(found.to_dict(), ensure_ascii=False) if as_json else found)
     if out is not None:
         print(found.save(out), file=sys.stderr if as_json else sys.stdout)
+
+
+@click.command(cls=Command)
+@recipe_arguments()
+@option("--out FILE", "The picture to write: .png, .svg or .pdf.", File(), default="batch.png")
+@option("--epoch N", "The epoch, counted from 0, whose first batch is shown.", int, default=0)
+@option("--samples N", "How many images of the batch, at most.", int, default=24)
+def show(
+    recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, out: Path, epoch: int, samples: int
+) -> None:  # fmt: skip
+    """Draw a training batch as the step gets it.
+
+    The images are shown after crop, colors, policy, MixUp and CutMix, at the epoch's size, with class names and
+    shares, masks and views. Nothing is trained.
+    """
+    from .training import completed_recipe
+
+    checked = completed_recipe(recipe, overrides, train, val)
+    from ...analysis.batch import check_picture
+    from ...pipeline import Pipeline
+    from ...recipes.files import modules_of
+
+    check_picture(out)
+    with modules_of(recipe):
+        batch = Pipeline.from_recipe(checked).show_batch(epoch, samples=samples)
+    print(f"{batch.save(out)}: {batch.title}")

@@ -32,8 +32,8 @@ class Bash(BashComplete):
 
 
 MODULES = {
-    "convert": "data", "inspect": "data", "verify": "data", "advise": "data", "train": "training",
-    "folds": "training", "sweep": "sweep", "predict": "training", "errors": "analysis",
+    "convert": "data", "inspect": "data", "verify": "data", "advise": "data", "show": "analysis",
+    "train": "training", "folds": "training", "sweep": "sweep", "predict": "training", "errors": "analysis",
     "compare": "analysis", "export": "training", "ledger": "training", "tune": "training", "job": "job",
 }  # fmt: skip
 """The module of each command that is not here. It is imported for its own commands and for the list of all: `recipes`

@@ -107,7 +107,7 @@ def train(
     \b
     torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=auto
     """
-    checked = _completed(recipe, overrides, train, val)
+    checked = completed_recipe(recipe, overrides, train, val)
     from ....strategies.launching.group import is_main_process
     from ...checkpoints.directory import Checkpoints
     from ...pipeline import Pipeline
@@ -208,7 +208,7 @@ def tune(
     batch does not fit. Each is trained in turns with the best so far, and accepted only if its interval shows
     that it is faster. With --out, a second call continues from the first's trials.
     """
-    checked = _completed(recipe, overrides, train, val)
+    checked = completed_recipe(recipe, overrides, train, val)
     from ...measuring.runner import check_measurable
     from ...pipeline import Pipeline
     from ...recipes.files import modules_of
@@ -428,7 +428,7 @@ def ledger(
         )
     if epochs is not None and not accuracy:
         raise PlanError("--epochs sets how long --accuracy trains each variant. Pass both or neither.")
-    checked = _completed(recipe, overrides, train, val)
+    checked = completed_recipe(recipe, overrides, train, val)
     from ...pipeline import Pipeline
     from ...recipes.files import modules_of
 
@@ -498,7 +498,7 @@ def check_sources(overrides: Mapping[str, Any], train: str | None, val: str | No
     return given
 
 
-def _completed(recipe: str, pairs: Sequence[str], train: str | None, val: str | None) -> Completed:
+def completed_recipe(recipe: str, pairs: Sequence[str], train: str | None, val: str | None) -> Completed:
     """Return a recipe with its overrides, checked before torch is imported."""
     from ...recipes.presets import completed, parse_overrides
 

@@ -393,13 +393,15 @@ def test_a_relative_folder_and_another_working_directory(
     assert not list((tmp_path / "at8").iterdir())
 
 
-def test_a_history_is_saved_as_json_only(toy: Toy, tmp_path: Path) -> None:
+def test_a_history_is_saved_by_its_suffix(toy: Toy, tmp_path: Path) -> None:
     history = toy.pipeline().fit(epochs=1, progress=False).history
-    history.save(tmp_path / "h.json")
-    for name, remedy in (
-        ("h.png", r"ends in \.json. Its curves are curves\.png"),
-        ("h.txt", r"does not end in \.json"),
-    ):
-        with pytest.raises(DrivetrainError, match=remedy):
-            history.save(tmp_path / name)
-    assert [path.name for path in tmp_path.iterdir()] == ["h.json"]
+    for name, start in (("h.json", b"{"), ("h.png", b"\x89PNG"), ("h.svg", b"<?xml"), ("h.pdf", b"%PDF")):
+        history.save(tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(start)
+    assert len(history.show().axes) == 4
+    with pytest.raises(DrivetrainError, match=r"h\.txt must end in \.json, \.png"):
+        history.save(tmp_path / "h.txt")
+    for draw in (History().show, lambda: History().save(tmp_path / "empty.png")):
+        with pytest.raises(DrivetrainError, match="No epoch has finished"):
+            draw()
+    assert len([*tmp_path.iterdir()]) == 4
