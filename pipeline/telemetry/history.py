@@ -256,7 +256,9 @@ class History:
 
     def _require_epoch(self) -> None:
         if not self.epochs:
-            raise DrivetrainError("No epoch has finished, so there are no curves. Train for one epoch at least.")
+            raise DrivetrainError(
+                "No epoch has finished, so there are no curves. Train for one epoch at least."
+            )
 
     @property
     def last(self) -> Epoch | Evaluation | None:

@@ -1,4 +1,4 @@
-"""`drivetrain errors | compare | show`: what one would look at."""
+"""`drivetrain errors | compare | show | report`: what one would look at."""
 
 from __future__ import annotations
 
@@ -91,3 +91,19 @@ def show(
     with modules_of(recipe):
         batch = Pipeline.from_recipe(checked).show_batch(epoch, samples=samples)
     print(f"{batch.save(out)}: {batch.title}")
+
+
+@click.command(cls=Command)
+@argument("run", "Folder or address of a run (train --out).", Place())
+@option("--out FILE", "The file to write, .html.", File(), default="report.html")
+@option("--data FILE", "Data whose errors are shown. Default: the run's validation data.", FILES)
+def report(run: Path | str, out: Path, data: str | None) -> None:
+    """Write a run as one HTML file: curves, metrics, errors with the worst samples, ledger, plan, recipe.
+
+    The file needs no network and runs no scripts. An unfinished run is reported as such.
+    """
+    from ...recipes.files import modules_of
+    from ..report import write_report
+
+    with modules_of():
+        print(write_report(run, out, data))

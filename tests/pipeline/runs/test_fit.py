@@ -23,7 +23,7 @@ from drivetrain import Callback, DrivetrainError, Pipeline, PlanError, RunView
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline import FitResult
 from drivetrain.pipeline.optim.config import OptimizerConfig
-from drivetrain.pipeline.telemetry.history import COLUMNS
+from drivetrain.pipeline.telemetry.history import COLUMNS, History
 from drivetrain.pipeline.telemetry.progress import Progress
 from drivetrain.pipeline.telemetry.state import EpochMeter, TrainState
 from drivetrain.pipeline.training.schedule import Schedule

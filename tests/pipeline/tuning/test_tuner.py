@@ -14,7 +14,7 @@ from drivetrain.pipeline.describe.pipeline_spec import PipelineSpec
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.measuring.statistics import LOOKS, MARGIN, judge, judge_accuracy
 from drivetrain.pipeline.tuning.candidates import ALLOW, allowed, candidates, fitting
-from drivetrain.pipeline.tuning.result import Tuned, read_trials
+from drivetrain.pipeline.tuning.result import Tried, Tuned, read_trials
 from drivetrain.pipeline.tuning.tune import Tuner
 from drivetrain.transforms import ChannelsLast
 from pipeline_data import Toy, plain_model
@@ -324,6 +324,13 @@ def test_a_row_has_the_interval_that_decided(spec: PipelineSpec) -> None:
 def test_measurements_that_contradict_each_other_name_no_bottleneck(spec: PipelineSpec) -> None:
     for training, sentence in ((320.0, "is not known"), (96.0, "The model is the bottleneck")):
         assert sentence in Tuned(spec, [], {"training": training, "loader": 900.0, "model": 94.0}).bound
+
+
+def test_a_notebook_shows_the_table(spec: PipelineSpec) -> None:
+    page = Tuned(spec, [Tried("a<b", "data", "dropped")], variables={"NAME": "1"})._repr_html_()
+    assert page.startswith("<table>")
+    assert "a&lt;b" in page
+    assert "NAME=1" in page
 
 
 def test_no_gain_is_reported_if_nothing_was_measured(spec: PipelineSpec) -> None:
