@@ -11,9 +11,9 @@ from ..common.lazy import exports
 
 if TYPE_CHECKING:
     from .analysis.batch import ShownBatch as ShownBatch
-    from .analysis.errors import Errors as Errors
     from .analysis.compare import RunComparison as RunComparison
     from .analysis.compare import compare_runs as compare_runs
+    from .analysis.errors import Errors as Errors
     from .apps.exports.export import Exported as Exported
     from .apps.exports.export import export as export
     from .callbacks.callback import Callback as Callback

@@ -272,7 +272,7 @@ def folds(
     """
     from json import dumps
 
-    checked = _completed(recipe, overrides, train, val)
+    checked = completed_recipe(recipe, overrides, train, val)
     from ...pipeline import Pipeline
     from ...recipes.files import modules_of
 
