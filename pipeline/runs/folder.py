@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from ...common.errors import CheckpointError, DrivetrainError, RecipeError
+from ...common.names import name_of
 from ...common.signals import interrupts_held
 from ...common.storage.files import acquire, atomic_file, release
 from ...strategies.launching.group import is_main_process
@@ -22,6 +23,7 @@ from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan
 from ..recipes.convert import to_recipe
 from ..recipes.files import RECIPE
+from ..recipes.flat import flattened
 from ..telemetry.history import HISTORY, Epoch, Evaluation, read_history
 from ..telemetry.loggers import METRICS
 from ..telemetry.observer import Observer
@@ -99,6 +101,23 @@ def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
     else:
         texts[RECIPE] = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
     return texts, note
+
+
+def hyperparameters(plan: ResolvedPlan, epochs: int) -> dict[str, Any]:
+    """Return the values of the recipe by dotted key; of a pipeline that no recipe can express, those that are known."""
+    try:
+        values = to_recipe(plan.spec)
+    except RecipeError:
+        data, optimization = plan.data, plan.optimization
+        kind = optimization.optimizer
+        values = {
+            "model": plan.spec.model_name, "task": type(plan.task).__name__, "train": str(data.train),
+            "val": None if data.val is None else str(data.val), "batch_size": data.batch_size,
+            "image_size": data.image_size, "optimizer": {"name": kind if isinstance(kind, str) else name_of(kind) or repr(kind), **optimization.options},
+            "transforms": [{"name": type(each).__name__, "value": repr(each)} for each in plan.transforms],
+            "precision": plan.distribution.precision, "seed": plan.seed,
+        }  # fmt: skip
+    return flattened(values | {"epochs": epochs})
 
 
 def with_trained(texts: dict[str, str], facts: Mapping[str, Any]) -> dict[str, str]:

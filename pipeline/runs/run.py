@@ -38,7 +38,7 @@ from ..training.loop import EpochStats, evaluate, train_epoch
 from ..training.schedule import Schedule
 from .artifacts import FitJob, RankResult, RunArtifacts
 from .callbacks import RunCallbacks
-from .folder import PublishResults
+from .folder import PublishResults, hyperparameters
 from .initial import Matched
 from .result import TrainingInterrupted, TrainingPreempted
 
@@ -78,7 +78,10 @@ class Run(Observer):
             facts["init_from"] = initial.to_dict()
         self._artifacts = RunArtifacts(job, outcome, self._lead, facts)
         self._echo = self._artifacts.echo
-        self._metrics = Metrics(job.logger if self._lead else (), job.folder, job.log_every)
+        loggers = job.logger if self._lead else ()
+        self._metrics = Metrics(
+            loggers, job.folder, job.log_every, hyperparameters(plan, job.epochs) if loggers else {}
+        )
         view = RunView(
             self._engine, lambda: self.state, job.epochs, job.folder, self._metrics.log, self._echo
         )

@@ -1,9 +1,10 @@
-"""Log a run's metrics without waiting for the device. Weights & Biases and MLflow need no adapter:
-`logger=wandb.init(project=…)`, `logger=mlflow`."""
+"""Log a run's metrics and hyperparameters without waiting for the device. Runs of Weights & Biases and MLflow's module
+need no adapter: `logger=wandb.init(project=…)`, `logger=mlflow`; by name, they are begun and ended here."""
 
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import math
 import warnings
@@ -11,12 +12,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 
 from ...common.checks import check_picklable
-from ...common.errors import PlanError, require, suggest
+from ...common.errors import MissingExtra, PlanError, require, suggest
+from ...common.frozen import FrozenDict
 from ...common.storage.files import atomic_file
 from .history import COLUMNS, Epoch, Evaluation
 from .host_copy import HostCopy
@@ -26,7 +29,8 @@ from .state import TrainState
 Values = dict[str, float]
 """Metrics by name. Of a step: `step/loss` and so on; of an epoch: the fields of its `Epoch` that are not None."""
 
-NAMES, METRICS = ("csv", "tensorboard"), "metrics.csv"
+NAMES, METRICS = ("csv", "tensorboard", "wandb", "mlflow"), "metrics.csv"
+_SERVICES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
 STEP = ("step/loss", "step/lr", "step/images_per_s", "step/data_wait_fraction")
 
 
@@ -82,6 +86,9 @@ def check(choice: LoggerArg, folder: Path | None, *, pickled: bool) -> tuple[obj
 def _check_name(name: str, folder: Path | None) -> None:
     if name not in NAMES:
         raise PlanError(f"No logger is named {name!r}.{suggest(name, NAMES)}")
+    if name in _SERVICES:
+        _service(name)
+        return
     if folder is None:
         raise PlanError(f"logger={name!r} writes to the folder of the run. Pass fit(out=…) (--out).")
     if name == "tensorboard":
@@ -97,13 +104,26 @@ class Loggers:
     """The loggers of one run, on rank 0; one that fails is disabled, with a warning. The run resumes from `step`:
     `metrics.csv` loses its lines of later steps, and TensorBoard ignores them."""
 
-    def __init__(self, chosen: tuple[object, ...], folder: Path | None, step: int) -> None:
+    def __init__(
+        self, chosen: tuple[object, ...], folder: Path | None, step: int, values: Mapping[str, Any] = FrozenDict()
+    ) -> None:  # fmt: skip
         self._all: list[tuple[object, Any]] = []
         for one in chosen:
-            if isinstance(one, str):
-                assert folder is not None  # `check` ensures it
-                one = (CSVLogger if one == "csv" else TensorBoardLogger)(folder, step)
-            self._all.append((one, _method(one)))
+            try:
+                if isinstance(one, str):
+                    one = _by_name(one, folder, step)
+                if values:
+                    _give(one, values)
+            except Exception as error:  # as in `log`
+                name = one if isinstance(one, str) else type(one).__name__
+                warnings.warn(
+                    f"{name} did not take the hyperparameters{' and is disabled' * isinstance(one, str)}: "
+                    f"{type(error).__name__}: {error}",
+                    LoggerWarning,
+                    stacklevel=2,
+                )
+            if not isinstance(one, str):
+                self._all.append((one, _method(one)))
 
     def __bool__(self) -> bool:
         return bool(self._all)
@@ -125,11 +145,34 @@ class Loggers:
     def close(self) -> None:
         """Close the loggers created here; the user's own objects stay open."""
         for one, _ in self._all:
-            if isinstance(one, TensorBoardLogger):
+            if isinstance(one, TensorBoardLogger | WandbLogger | MLflowLogger):
                 one.close()
 
 
+def _by_name(name: str, folder: Path | None, step: int) -> object:
+    if name == "wandb":
+        return WandbLogger(folder, step)
+    if name == "mlflow":
+        return MLflowLogger(folder, step)
+    assert folder is not None  # `check` ensures it
+    return (CSVLogger if name == "csv" else TensorBoardLogger)(folder, step)
+
+
+def _give(one: object, values: Mapping[str, Any]) -> None:
+    """Give a logger the hyperparameters, by the first method that it has: those of Lightning's loggers, of MLflow's
+    module, or of a run of Weights & Biases. Another logger gets none."""
+    for name in ("log_hyperparams", "log_params"):
+        if callable(method := getattr(one, name, None)):
+            method(dict(values))
+            return
+    config = getattr(one, "config", None)
+    if callable(update := getattr(config, "update", None)):
+        update(dict(values), **({} if isinstance(config, dict) else {"allow_val_change": True}))
+
+
 class CSVLogger:
+    """The hyperparameters are in the folder's `recipe.yaml`."""
+
     """Writes `metrics.csv`, one line per entry, without buffering; the file is written again for a new column."""
 
     COLUMNS = ("step", *COLUMNS, *STEP)
@@ -170,6 +213,10 @@ class TensorBoardLogger:
         module = require("torch.utils.tensorboard", "tensorboard", "write files for TensorBoard")
         self._writer = module.SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
+    def log_params(self, values: Mapping[str, Any]) -> None:
+        rows = [f"| {name} | {value} |" for name, value in values.items()]
+        self._writer.add_text("hyperparameters", "\n".join(["| name | value |", "|---|---|", *rows]), 0)
+
     def log(self, values: Values, step: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
@@ -180,19 +227,83 @@ class TensorBoardLogger:
         self._writer.close()
 
 
+class WandbLogger:
+    """A run of Weights & Biases, in the project of `$WANDB_PROJECT`, which a resumed run continues."""
+
+    def __init__(self, folder: Path | None, step: int) -> None:
+        module = _service("wandb")
+        known = _known_run("wandb", folder, step)
+        place = None if folder is None else str(folder)
+        self._run = module.init(id=known, resume=None if known is None else "allow", dir=place)
+        self.config = self._run.config
+        _keep_run("wandb", folder, str(self._run.id))
+
+    def log(self, values: Values, step: int) -> None:
+        self._run.log(values, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflowLogger:
+    """A run of MLflow, in the experiment of `$MLFLOW_EXPERIMENT_NAME`, which a resumed run continues."""
+
+    def __init__(self, folder: Path | None, step: int) -> None:
+        self._module = _service("mlflow")
+        run = self._module.start_run(run_id=_known_run("mlflow", folder, step), nested=True)
+        _keep_run("mlflow", folder, run.info.run_id)
+
+    def log_params(self, values: Mapping[str, Any]) -> None:
+        self._module.log_params(dict(values))
+
+    def log(self, values: Values, step: int) -> None:
+        self._module.log_metrics(values, step=step)
+
+    def close(self) -> None:
+        self._module.end_run()
+
+
+def _service(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingExtra(
+            f"{name} is needed to log to {_SERVICES[name]}, and could not be imported ({error}). Install it with: "
+            f"pip install {name}"
+        ) from error
+
+
+def _known_run(service: str, folder: Path | None, step: int) -> str | None:
+    """Return the service's run of a run that is resumed, from the file in its folder."""
+    if folder is None or not step:
+        return None
+    try:
+        return (folder / f"{service}-run.txt").read_text().strip() or None
+    except OSError:
+        return None
+
+
+def _keep_run(service: str, folder: Path | None, run: str) -> None:
+    if folder is not None:
+        with atomic_file(folder / f"{service}-run.txt") as file:
+            file.write(f"{run}\n".encode())
+
+
 class Metrics(Observer):
     """Log every `every` steps and after each epoch; without loggers, as on all ranks but 0, do nothing. A loss on CUDA
     is copied asynchronously, and logged once it has arrived: at the latest with the next entry."""
 
-    def __init__(self, chosen: tuple[object, ...], folder: Path | None, every: int) -> None:
-        self._chosen, self._folder, self._every = chosen, folder, every
+    def __init__(
+        self, chosen: tuple[object, ...], folder: Path | None, every: int, values: Mapping[str, Any] = FrozenDict()
+    ) -> None:  # fmt: skip
+        self._chosen, self._folder, self._every, self._values = chosen, folder, every, values
         self._loggers = Loggers((), None, 0)
         self._late: tuple[int, dict[str, float], HostCopy] | None = None
         self._extra: list[tuple[int, list[str], HostCopy]] = []
         self._since = 0.0, 0, 0.0
 
     def on_start(self, state: TrainState) -> None:
-        self._loggers = Loggers(self._chosen, self._folder, state.step)
+        self._loggers = Loggers(self._chosen, self._folder, state.step, self._values)
 
     def on_epoch_start(self, state: TrainState) -> None:
         self._since = self._now(state)  # without the time of the preceding evaluation

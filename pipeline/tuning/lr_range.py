@@ -89,7 +89,7 @@ class LRRange:
             axes.plot(
                 self.lrs[at], self.smoothed[at], "o", color=MARK, label=f"falls fastest: {self.lrs[at]:.2g}"
             )
-        low, high = min(self.smoothed), max(self.smoothed[: int(np.argmin(self.smoothed)) + 1])
+        low, high = min(self.losses), max(self.smoothed[: int(np.argmin(self.smoothed)) + 1])
         axes.set_ylim(
             low - 0.1 * (high - low), high + 0.5 * (high - low) or None
         )  # else what diverges hides the rest

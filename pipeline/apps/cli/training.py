@@ -70,8 +70,9 @@ def fit_options(function: F) -> F:
 @option("--every-steps N", "Save a checkpoint after every N steps, too, not only after each epoch.", int)
 @option("--every-minutes N", "Save a checkpoint N minutes after the last one, too.", float)
 @option(
-    "--logger NAME", "Log the metrics of steps and epochs to --out: csv or tensorboard. May be repeated.",
-    Text("csv", "tensorboard"), multiple=True,
+    "--logger NAME",
+    "Log the metrics of steps and epochs: csv or tensorboard, to --out; wandb or mlflow. May be repeated.",
+    Text("csv", "tensorboard", "wandb", "mlflow"), multiple=True,
 )  # fmt: skip
 @option(
     "--tune N",

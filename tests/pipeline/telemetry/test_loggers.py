@@ -4,13 +4,14 @@ import csv
 import io
 import json
 import math
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from drivetrain import DrivetrainError, PlanError
+from drivetrain import DrivetrainError, MissingExtra, PlanError
 from drivetrain.pipeline import Checkpoints, History, LoggerWarning
 from drivetrain.pipeline.telemetry.curves import draw
 from drivetrain.pipeline.telemetry.history import Epoch
@@ -127,6 +128,58 @@ def test_a_run_that_begins_again_or_goes_on_doubles_nothing(toy: Toy, tmp_path: 
     assert [float(row["loss"]) for row in rows_of(tmp_path) if row["loss"]] == losses
     assert list(points_of(tmp_path, "loss").values()) == pytest.approx(losses)
     assert list(points_of(tmp_path, "step/loss")) == list(range(1, 9))
+
+
+class Run(Notebook):
+    """A run of Weights & Biases has its hyperparameters in `config`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config: dict[str, Any] = {}
+
+
+class Module(Server):
+    def __init__(self) -> None:
+        super().__init__()
+        self.params: dict[str, Any] = {}
+
+    def log_params(self, params: dict[str, Any]) -> None:
+        self.params |= params
+
+
+def test_loggers_get_the_hyperparameters(toy: Toy, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run, module = Run(), Module()
+    fit(toy.pipeline(), 1, out=tmp_path, logger=["tensorboard", run, module])
+    assert run.config == module.params
+    assert (run.config["optimizer.lr"], run.config["epochs"], run.config["batch_size"]) == (0.1, 1, BATCH)
+    reader = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert reader.Tags()["tensors"] == ["hyperparameters/text_summary"]
+
+    unnamed = Run()  # no recipe can express it
+    fit(toy.pipeline(lambda: plain_model()), 1, logger=unnamed)
+    assert unnamed.config["batch_size"] == BATCH
+    assert unnamed.config["optimizer.name"] == "sgd"
+    assert unnamed.config["optimizer.lr"] == 0.1
+
+
+def test_a_logger_that_refuses_hyperparameters_still_logs(toy: Toy) -> None:
+    class Strict(Module):
+        def log_params(self, params: dict[str, Any]) -> None:
+            raise ValueError(f"{len(params)} are too many")
+
+    strict = Strict()
+    with pytest.warns(LoggerWarning, match="Strict did not take the hyperparameters: ValueError"):
+        fit(toy.pipeline(), 1, logger=strict)
+    assert strict.entries
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_service_that_is_not_installed(toy: Toy, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtra, match=f"Install it with: pip install {name}"):
+        fit(toy.pipeline(), 1, logger=name)
 
 
 def test_logging_changes_no_number(toy: Toy) -> None:
