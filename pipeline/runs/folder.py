@@ -110,10 +110,11 @@ def hyperparameters(plan: ResolvedPlan, epochs: int) -> dict[str, Any]:
     except RecipeError:
         data, optimization = plan.data, plan.optimization
         kind = optimization.optimizer
+        name = kind if isinstance(kind, str) else name_of(kind) or repr(kind)
         values = {
             "model": plan.spec.model_name, "task": type(plan.task).__name__, "train": str(data.train),
             "val": None if data.val is None else str(data.val), "batch_size": data.batch_size,
-            "image_size": data.image_size, "optimizer": {"name": kind if isinstance(kind, str) else name_of(kind) or repr(kind), **optimization.options},
+            "image_size": data.image_size, "optimizer": {"name": name, **optimization.options},
             "transforms": [{"name": type(each).__name__, "value": repr(each)} for each in plan.transforms],
             "precision": plan.distribution.precision, "seed": plan.seed,
         }  # fmt: skip
