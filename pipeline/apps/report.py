@@ -96,7 +96,9 @@ def _state(history: History, recipe: str) -> str:
     figures = [] if last is None else [f"val_loss {last.val_loss:.4f}", *shown(last.metrics, history.units)]
     found = f"<p>{html.escape(', '.join(figures) or 'no validation data')}</p>"
     if history.stopped is not None:
-        return f'<p class="unfinished">Stopped in epoch {done + 1} or after {done}: {html.escape(history.stopped)}</p>{found}'
+        finished = f"{done} epoch{'s' * (done != 1)} finished"
+        reason = html.escape(history.stopped)
+        return f'<p class="unfinished">Stopped, {finished}: {reason}</p>{found}'
     if planned is not None and done < planned:
         return f'<p class="unfinished">Unfinished: {done} of {planned} epochs.</p>{found}'
     return f"<p>{done} epoch{'s' * (done != 1)}, finished.</p>{found}"

@@ -9,7 +9,12 @@ from .history import Epoch, History, format_metric
 INK, TRAIN, VAL = "#222222", "#2f6f9f", "#b5452c"
 
 
-def draw(history: History, format: str = "png") -> bytes:
+def draw(history: History) -> bytes:
+    return drawn_as(history, "png")
+
+
+def drawn_as(history: History, format: str) -> bytes:
+    """Return the plot in one of matplotlib's formats."""
     buffer = io.BytesIO()
     figure_of(history).savefig(buffer, format=format, dpi=120)
     return buffer.getvalue()

@@ -231,10 +231,10 @@ class History:
         """
         path = Path(path)
         if path.suffix in (".png", ".svg", ".pdf"):
-            from .curves import draw
+            from .curves import drawn_as
 
             self._require_epoch()
-            content = draw(self, path.suffix[1:])
+            content = drawn_as(self, path.suffix[1:])
         elif path.suffix == ".json":
             content = json.dumps(self.to_dict(), indent=1).encode()
         else:
