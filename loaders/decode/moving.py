@@ -46,6 +46,17 @@ class Motion:
             moved[:, columns < 0] = NOT_COUNTED
         return moved
 
+    def back(self, mask: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
+        """Return class indices `(H, W)` of an image in evaluation as those of its source `(h, w)` of this size: the
+        nearest ones, and 255 outside of the crop."""
+        found = np.full(size, NOT_COUNTED, mask.dtype)
+        (top, left, height, width), (first, begin, rows, columns) = self.box, self.place
+        shown = mask[first : first + rows, begin : begin + columns]
+        found[top : top + height, left : left + width] = shown[nearest_places(rows, height)][
+            :, nearest_places(columns, width)
+        ]
+        return found
+
     def _line(self, axis: int) -> NDArray[np.int64]:
         """Return the source row (or column) of each output row (or column); -1 where there is none."""
         start, length, size = self.box[axis], self.box[axis + 2], self.size[axis]

@@ -19,7 +19,7 @@ from ..native import jpegs, library
 from ..options import LoaderOptions
 from .augmentation import draw_choices
 from .decoder import Group, Workspaces
-from .moving import motions
+from .moving import Motion, motions
 from .pictures import JPEG_FORMATS, LONGEST, UnreadableError, pixels_of, reading, turn_of
 
 
@@ -38,6 +38,14 @@ class Evaluation:
     def __call__(self, picture: Any, *masks: torch.Tensor) -> Any:
         """Return the image of a file (path or bytes, made upright), a PIL image, or an array or tensor `(h, w)`, `(h,
         w, c)` or `(c, h, w)` of uint8 or uint16; with masks `(h, w)` of the picture, also those, moved."""
+        image, size = self.measured(picture)
+        if not masks:
+            return image
+        motion = self._motion(size)
+        return image, *(torch.from_numpy(motion.mask(mask.numpy()).copy()) for mask in masks)
+
+    def measured(self, picture: Any) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Return the image of a picture, and the picture's height and width."""
         if not isinstance(picture, str | Path | bytes | Image.Image | np.ndarray | torch.Tensor):
             raise DataError(
                 "The preprocessing takes the path or the bytes of an image file, a PIL image, or an array, not a "
@@ -47,17 +55,21 @@ class Evaluation:
         try:
             if isinstance(picture, str | Path):  # not by Pillow, whose decoder is another one than FFCV's
                 picture = Path(picture).read_bytes()
-            image, size = self._image(picture)
+            return self._image(picture)
         except (OSError, UnreadableError) as error:
             raise DataError(f"{name} cannot be read as an image: {error}.") from error
         except DataError as error:
             raise DataError(f"{name} does not suit the model: {error}.") from None
-        if not masks:
-            return image
+
+    def back(self, mask: NDArray[Any], size: tuple[int, int]) -> NDArray[Any]:
+        """Return class indices `(H, W)` of the image as those of its picture of this height and width: the nearest
+        ones, and 255 where the image shows nothing of the picture."""
+        return self._motion(size).back(mask, size)
+
+    def _motion(self, size: tuple[int, int]) -> Motion:
         keys, (height, width) = np.zeros(1, np.uint64), size
         choices = draw_choices(self.settings, keys, np.array([height]), np.array([width]))
-        motion = next(motions(self.settings, choices, slice(0, 1)))
-        return image, *(torch.from_numpy(motion.mask(mask.numpy()).copy()) for mask in masks)
+        return next(iter(motions(self.settings, choices, slice(0, 1))))
 
     def _image(self, picture: Any) -> tuple[torch.Tensor, tuple[int, int]]:
         """Return the image, and the picture's height and width."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import nn
 
 from ...common.errors import CheckpointError, DataError, PlanError
@@ -27,21 +24,21 @@ from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan, resolve
 from ..recipes.convert import build_pipeline
 from ..recipes.files import RECIPE
-from ..tasks.nests import map_tensors, to_float
-from ..tasks.standard import Classification
+from ..tasks.standard import Classification, Segmentation
 from ..tasks.task import Task
 from ..telemetry.history import HISTORY, History, read_history
 from ..training.build import plain_torch, rebuild_model, resolve_data
 from ..training.loop import evaluate
 from .folder import MODEL, UNLISTED
 from .initial import InitialWeights, WeightsArg, check_source
+from .prediction import BATCH, OnError, predicted
+from .predictions import check_out, write_masks, write_table
 from .ranks import built_here, on_ranks
 
 if TYPE_CHECKING:
     from ...loaders.decode.preprocess import Evaluation
 
 Result = TypeVar("Result")
-BATCH = 32  # images that `predict` takes at once: enough for speed, little memory
 
 
 @dataclass
@@ -139,19 +136,31 @@ class FitResult:
         `eval_crop`, resized to `eval_image_size`, and normalized. It takes what `predict` takes, one at a time."""
         return self.inputs.transform()
 
-    def predict(self, images: Any, *, batch_size: int = BATCH) -> list[dict[str, Any]]:
+    @plain_torch()
+    def predict(
+        self, images: Any, *, batch_size: int = BATCH, out: str | Path | None = None, on_error: OnError = "raise",
+        progress: bool = False,
+    ) -> list[dict[str, Any]]:  # fmt: skip
         """Return one dict per image: `image` (its path or number) and the prediction by name.
 
         For `Classification`: `class`, `probability` and all `probabilities`; for `MultiLabel`: `labels` and
         `probabilities`; for `Regression`: `value`; for other tasks: `prediction`. All are JSON values.
 
         Args:
-            images: a path, a PIL image, an array `(H, W, 3)` of uint8, or several of these. For a model of other
-                images, those that `convert` takes with their `image_mode`; others are refused.
-            batch_size: images at once.
+            images: a path, a PIL image, an array `(H, W, 3)` of uint8, or several of these. A path may be that of an
+                image, a folder (all images below it, sorted), a pattern (`photos/**/*.jpg`), or a `.beton` file, whose
+                samples are named `val.beton[0]`. For a model of other images, those that `convert` takes with their
+                `image_mode`; others are refused.
+            batch_size: images at once. Default 32: enough for speed, with little memory.
+            out: also write them: a table (`.csv`, or `.parquet`, which needs pyarrow), or, for `Segmentation`, a new
+                folder of PNG masks, colored by class and of each image's size; the rows have `mask`, its path, instead
+                of the prediction, and pixels that the model did not see are 255. What exists is complete.
+            on_error: `"raise"`, the default, or `"skip"`: a damaged image has `error` instead of a prediction.
+            progress: show a bar in a terminal or a notebook. Default False, because single images take no time.
 
         Raises:
-            DataError: for a file that is not an image.
+            DataError: for a file that is not an image, or an `out` that does not suit the task.
+            MissingExtra: for Parquet, without pyarrow.
 
         Example::
 
@@ -159,7 +168,17 @@ class FitResult:
             >>> sorted(row)
             ['class', 'image', 'probabilities', 'probability']
         """
-        return _predict(self.model, self.task, self.inputs, images, batch_size)
+        task, inputs = self.task, self.inputs
+        place = None if out is None else Path(out)
+        if place is not None:
+            check_out(place, task)
+        found = predicted(self.model, task, inputs, images, batch_size, on_error, progress)
+        if place is not None and isinstance(task, Segmentation):
+            return write_masks(place, found, inputs)
+        rows = [one.row(task, inputs) for one in found]
+        if place is not None:
+            write_table(place, rows, inputs.classes)
+        return rows
 
     def plain_state(self) -> dict[str, torch.Tensor]:
         """Return the weights by the names of the model before surgery, for use without Drivetrain.
@@ -291,41 +310,6 @@ def _errors_of_rank(plan: ResolvedPlan, weights: WeightsArg) -> Errors:
     with built_here(plan, initial) as built:
         assert built.val is not None
         return judge(built.engine, built.val, built.hooks, plan.task, str(files_of(plan.data.val or "")))
-
-
-@plain_torch()
-def _predict(
-    model: nn.Module, task: Task, inputs: Inputs, images: Any, batch_size: int
-) -> list[dict[str, Any]]:
-    given = _listed(images, inputs.channels)
-    if not given:
-        return []
-    transform, rows = inputs.transform(), []
-    training, device = model.training, next((p.device for p in model.parameters()), torch.device("cpu"))
-    model.eval()
-    try:
-        for start in range(0, len(given), batch_size):
-            part = given[start : start + batch_size]
-            batch = torch.stack([transform(image) for image in part]).to(device)
-            with torch.no_grad():
-                predictions = task.predict(to_float(task.outputs(model(batch))))
-            predictions = map_tensors(torch.Tensor.cpu, predictions)
-            for n, image in enumerate(part):
-                name = str(image) if isinstance(image, str | Path) else start + n
-                row = task.row(map_tensors(itemgetter(n), predictions), inputs.classes)
-                rows.append({"image": name, **row})
-    finally:
-        model.train(training)
-    return rows
-
-
-def _listed(images: Any, channels: int) -> list[Any]:
-    one = isinstance(images, str | Path | bytes | Image.Image)
-    if isinstance(images, np.ndarray):  # of one channel, (N, H, W) are several
-        one = images.ndim == 2 or (images.ndim == 3 and (channels > 1 or images.shape[2] == 1))
-    if not one and not isinstance(images, Iterable):
-        raise DataError(f"predict() takes paths or images, not a {type(images).__name__}.")
-    return [images] if one else list(images)
 
 
 class TrainingPreempted(SystemExit):

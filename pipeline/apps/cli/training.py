@@ -286,9 +286,17 @@ def folds(
 
 @click.command(cls=Command)
 @argument("run", "Folder or address of a finished run (train --out).", Place())
-@argument("image", "Image files.", FILES, nargs=-1)
+@argument("image", "Images, folders of images, patterns, or .beton files.", FILES, nargs=-1)
+@option("--out PLACE", "Write a table (.csv, .parquet), or a new folder of masks (segmentation).", File())
+@option(
+    "--on-error HOW",
+    "raise (default), or skip: a damaged image gets a row with the error.",
+    Text("raise", "skip"),
+)
 @option("--json", "Print one JSON object per image, with all probabilities.", name="as_json")
-def predict(run: Path | str, image: tuple[str, ...], as_json: bool) -> None:
+def predict(
+    run: Path | str, image: tuple[str, ...], out: Path | None, on_error: str | None, as_json: bool
+) -> None:
     """Predict images with a trained model.
 
     Each image is cropped, resized and normalized as in the run's evaluation.
@@ -300,21 +308,26 @@ def predict(run: Path | str, image: tuple[str, ...], as_json: bool) -> None:
 
     if not image:
         raise DataError("predict needs at least one image: drivetrain predict RUN image.jpg …")
-    missing = [path for path in image if not Path(path).is_file()]
-    if missing:
-        folder = f", e.g. {missing[0].rstrip('/')}/*.jpg" if Path(missing[0]).is_dir() else ""
-        raise DataError(f"{missing[0]} is not a file. Pass the paths of images{folder}.")
+    if on_error not in (None, "raise", "skip"):
+        raise PlanError(f"--on-error {on_error} must be raise or skip.")
     with modules_of():
         result = load_run(run)
-    rows = result.predict(list(image))
+    rows = result.predict(
+        list(image), out=out, on_error="skip" if on_error == "skip" else "raise", progress=True
+    )
     if as_json:
         for row in rows:
             print(dumps(row, ensure_ascii=False))
-        return
-    print(Table(("image", "prediction"), [(str(row["image"]), _prediction_text(row)) for row in rows]))
+    elif out is None:
+        print(Table(("image", "prediction"), [(str(row["image"]), _prediction_text(row)) for row in rows]))
+    else:
+        failed = sum("error" in row for row in rows)
+        print(f"{out}: {len(rows):,} images" + (f", {failed:,} of them damaged" if failed else ""))
 
 
 def _prediction_text(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"error: {row['error']}"
     if "class" in row:  # the three most probable ones
         best = [*row["probabilities"].items()][:3]
         return ", ".join(f"{name} {probability:.1%}" for name, probability in best)

@@ -1,6 +1,7 @@
 """Single images through a trained model: the loader's own pixels, answers with names, and a run's folder; a run that
 evaluates full images predicts, exports and describes them the same way."""
 
+import csv
 import dataclasses
 import io
 import json
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as parquet
 import pytest
 import torch
 from command_line import call
@@ -180,11 +182,68 @@ def test_the_command(run: tuple[FitResult, Path, str], folder: Path) -> None:
     assert [json.loads(line) for line in lines] == result.predict(images)
     assert "needs at least one image" in call("predict", str(out)).line
     assert "is not a file" in call("predict", str(out), "nothing.jpg").line
-    assert call("predict", str(out), f"{out}/").line.endswith(
-        f"Pass the paths of images, e.g. {out}/*.jpg.\n"
-    )
+    assert "has no images" in call("predict", str(out), f"{out}/checkpoints").line
     assert "cannot be read as an image" in call("predict", str(out), str(out / "history.json")).line
     assert "no finished epoch" in call("predict", str(folder), images[0]).line
+
+
+def test_sources_of_images(run: tuple[FitResult, Path, str], folder: Path) -> None:
+    """A folder, a pattern and the `.beton` of the same files give the same rows."""
+    result, _, data = run
+    files = [str(path) for path in sorted(folder.glob("*/*.jpg"))]
+    expected = result.predict(files)
+    assert [row["image"] for row in expected] == files
+    assert result.predict(folder, batch_size=7, progress=True) == expected
+    assert result.predict(f"{folder}/**/*.jpg") == expected
+    samples = result.predict(data)
+    assert [row.pop("image") for row in samples] == [f"{data}[{n}]" for n in range(24)]
+    assert samples == [{key: row[key] for key in row if key != "image"} for row in expected]
+    with pytest.raises(DataError, match="No file matches"):
+        result.predict(f"{folder}/*.jpg")
+
+
+def test_stored_pixels_are_predicted(run: tuple[FitResult, Path, str], tmp_path: Path) -> None:
+    pixels = np.stack([picture(seed, 40, 50) for seed in range(3)])
+    convert((pixels, np.arange(3) % 2), tmp_path / "raw.beton", write_mode="raw", progress=False)
+    found, expected = run[0].predict(tmp_path / "raw.beton"), run[0].predict(pixels)
+    assert [row["probabilities"] for row in found] == [row["probabilities"] for row in expected]
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_tables(run: tuple[FitResult, Path, str], folder: Path, tmp_path: Path, suffix: str) -> None:
+    """With a damaged image between whole ones; without `skip`, nothing is written."""
+    result, runs, _ = run
+    images = [tmp_path / name for name in ("a.jpg", "b.jpg", "c.jpg")]
+    for path, source in zip(images, sorted(folder.glob("*/*.jpg")), strict=False):
+        shutil.copy(source, path)
+    images[1].write_bytes(images[1].read_bytes()[:200])
+    out = tmp_path / f"p{suffix}"
+    with pytest.raises(DataError, match=r"b.jpg cannot be read.*on_error='skip'"):
+        result.predict(tmp_path, out=out)
+    assert sorted(tmp_path.iterdir()) == images
+    end = call("predict", str(runs), str(tmp_path), "--out", str(out), "--on-error", "skip")
+    assert (end.code, end.out) == (0, f"{out}: 3 images, 1 of them damaged\n"), end.err
+    expected = result.predict(tmp_path, on_error="skip")
+    if suffix == ".csv":
+        with out.open(newline="", encoding="utf-8") as file:
+            rows: list[dict[str, Any]] = list(csv.DictReader(file))
+    else:
+        rows = parquet.read_table(out).to_pylist()
+    assert set(rows[0]) == {
+        "image",
+        "class",
+        "probability",
+        "probabilities.bird",
+        "probabilities.cat",
+        "error",
+    }
+    for row, want in zip(rows, expected, strict=True):
+        assert (row["image"], row["error"] or "") == (want["image"], want.get("error", ""))
+        if "class" in want:
+            assert row["class"] == want["class"]
+            assert float(row["probabilities.cat"]) == want["probabilities"]["cat"]
+    with pytest.raises(DataError, match="must end in"):
+        result.predict(tmp_path, out=tmp_path / "folder")
 
 
 def test_bad_images_are_named(run: tuple[FitResult, Path, str], tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drivetrain import Classification, Pipeline, PlanError, Segmentation
+from drivetrain import Classification, DataError, Pipeline, PlanError, Segmentation
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
 from drivetrain.pipeline import load_run
 from drivetrain.strategies import launch
@@ -184,3 +184,33 @@ def test_class_indices_without_names_are_looked_at(tmp_path: Path) -> None:
 def test_names_are_those_of_the_classes(files: Files) -> None:
     with FFCVLoader(files[0], batch_size=4, image_size=SIDE) as loader:
         assert (loader.classes, loader.num_classes, loader.has_masks) == (list(CLASSES), 3, True)
+
+
+def test_masks_as_files(files: Files, tmp_path: Path) -> None:
+    """Of the pictures' sizes and folders; what the crop leaves out does not count."""
+    result = pipeline_of(files).fit(epochs=4, progress=False)
+    for n in range(3):
+        (tmp_path / "in" / "xyz"[n]).mkdir(parents=True)
+        Image.fromarray(scene(1000 + n)[0]).save(tmp_path / "in" / "xyz"[n] / "a.png")
+    rows = result.predict(tmp_path / "in", out=tmp_path / "out")
+    for n, row in enumerate(rows):
+        assert row == {
+            "image": str(tmp_path / "in" / "xyz"[n] / "a.png"),
+            "mask": str(tmp_path / "out" / "xyz"[n] / "a.png"),
+        }
+        with Image.open(row["mask"]) as image:
+            assert image.mode == "P"
+            found = np.asarray(image)
+        truth = scene(1000 + n)[1]
+        assert found.shape == truth.shape
+        seen = (found != 255) & (truth != 255)
+        assert 0.3 < seen.mean() < 1
+        assert (found == truth)[seen].mean() > 0.75
+    with pytest.raises(DataError, match="exists"):
+        result.predict(tmp_path / "in", out=tmp_path / "out")
+    with pytest.raises(DataError, match="Pass a folder"):
+        result.predict(tmp_path / "in", out=tmp_path / "p.csv")
+    (tmp_path / "in" / "bad.png").write_bytes(b"no")
+    with pytest.raises(DataError, match=r"bad\.png"):
+        result.predict(tmp_path / "in", out=tmp_path / "more")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]

@@ -1,0 +1,168 @@
+"""Predict pictures with a trained model, in batches: which pictures a source names, and one row for each."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+from tqdm.auto import tqdm
+
+from ...common.errors import DataError, PlanError
+from ...common.terminal import is_interactive
+from ...loaders.beton.data_set import BetonFiles, open_files
+from ...loaders.beton.layout import MODE_RAW
+from ...loaders.conversion.folders import EXTENSIONS, files_below
+from ..describe.inputs import Inputs
+from ..tasks.nests import map_tensors, to_float
+from ..tasks.task import Task
+
+BATCH = 32  # images that `predict` takes at once: enough for speed, little memory
+OnError = Literal["raise", "skip"]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture to predict: its name (path, or number), how to get it, and whether a user can leave it out by name."""
+
+    name: str | int
+    read: Callable[[], Any]
+    named: bool = True
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the model says of a picture: `prediction`, its part of what `Task.predict` returned, or why there is none.
+    `size`: height and width of the picture."""
+
+    name: str | int
+    prediction: Any = None
+    size: tuple[int, int] = (0, 0)
+    error: str = ""
+
+    def row(self, task: Task, inputs: Inputs) -> dict[str, Any]:
+        if self.error:
+            return {"image": self.name, "error": self.error}
+        return {"image": self.name, **task.row(self.prediction, inputs.classes)}
+
+
+def predicted(
+    model: nn.Module, task: Task, inputs: Inputs, images: Any, batch_size: int, on_error: OnError, progress: bool
+) -> Iterator[Predicted]:  # fmt: skip
+    """Yield what the model says of each picture, in order."""
+    if on_error not in ("raise", "skip"):
+        raise PlanError(f"predict(on_error={on_error!r}) must be 'raise' or 'skip'.")
+    given = listed(images, inputs.channels)
+    transform, shown = inputs.transform(), progress and is_interactive()
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    with tqdm(
+        total=len(given), desc="predict", unit=" images", disable=not shown, leave=False, dynamic_ncols=True
+    ) as bar:
+        for start in range(0, len(given), batch_size):
+            part = given[start : start + batch_size]
+            pixels: list[torch.Tensor] = []
+            found: list[Predicted] = []
+            for each in part:
+                try:
+                    image, size = transform.measured(each.read())
+                except DataError as error:
+                    if on_error == "raise":
+                        raise _refusal(each, error) from error
+                    found.append(Predicted(each.name, error=str(error)))
+                else:
+                    pixels.append(image)
+                    found.append(Predicted(each.name, size=size))
+            outputs = _forward(model, task, torch.stack(pixels).to(device)) if pixels else None
+            at = 0
+            for one in found:
+                if one.error:
+                    yield one
+                    continue
+                yield Predicted(one.name, map_tensors(itemgetter(at), outputs), one.size)
+                at += 1
+            bar.update(len(part))
+
+
+def _forward(model: nn.Module, task: Task, batch: torch.Tensor) -> Any:
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            predictions = task.predict(to_float(task.outputs(model(batch))))
+    finally:
+        model.train(training)
+    return map_tensors(torch.Tensor.cpu, predictions)
+
+
+def _refusal(picture: Picture, error: DataError) -> DataError:
+    if not picture.named:
+        return error
+    where = "" if str(error).startswith(str(picture.name)) else f"{picture.name}: "
+    return DataError(f"{where}{error} Leave it out, or pass on_error='skip' (--on-error skip).")
+
+
+def listed(images: Any, channels: int) -> list[Picture]:
+    """Return the pictures that `predict` was given: one, or several, of which each path may be a folder, a pattern or
+    a `.beton` file."""
+    one = isinstance(images, str | Path | bytes | Image.Image)
+    if isinstance(images, np.ndarray):  # of one channel, (N, H, W) are several
+        one = images.ndim == 2 or (images.ndim == 3 and (channels > 1 or images.shape[2] == 1))
+    if not one and not isinstance(images, Iterable):
+        raise DataError(f"predict() takes paths or images, not a {type(images).__name__}.")
+    found: list[Picture] = []
+    for image in [images] if one else images:
+        if isinstance(image, str | Path):
+            found += _at(str(image), channels)
+        else:
+            found.append(Picture(len(found), partial(_itself, image), named=False))
+    return found
+
+
+def _at(path: str, channels: int) -> list[Picture]:
+    if path.lower().endswith(".beton"):
+        return _samples(path, channels)
+    place = Path(path)
+    if place.is_dir():
+        paths = files_below(place)[0]
+        if not paths:
+            raise DataError(f"{path} has no images. Pass a folder with {', '.join(EXTENSIONS)}.")
+    elif not place.exists() and glob.has_magic(path):
+        paths = sorted(each for each in glob.glob(path, recursive=True) if Path(each).is_file())  # noqa: PTH207
+        if not paths:
+            raise DataError(
+                f"No file matches {path}. Pass a folder, or quote a pattern such as 'photos/**/*.jpg'."
+            )
+    elif not place.exists():
+        raise DataError(f"{path} is not a file or folder. Pass images, a folder, a pattern or a .beton file.")
+    else:
+        paths = [path]
+    return [Picture(each, partial(_itself, each)) for each in paths]
+
+
+def _samples(path: str, channels: int) -> list[Picture]:
+    beton = open_files(path)
+    if beton.channels != channels:
+        raise DataError(f"{path} has images of {beton.channels} channels; the model takes {channels}.")
+    return [Picture(f"{path}[{n}]", partial(_stored, beton, n)) for n in range(len(beton))]
+
+
+def _itself(image: Any) -> Any:
+    return image
+
+
+def _stored(beton: BetonFiles, index: int) -> Any:
+    """Return a sample's file, or its pixels `(h, w, c)` if they are stored."""
+    (stored,) = beton.read("image", np.array([index]))
+    if beton.modes[index] != MODE_RAW:
+        return stored
+    kind = np.uint8 if beton.depth == 8 else np.uint16
+    shape = int(beton.heights[index]), int(beton.widths[index]), beton.channels
+    return np.frombuffer(stored, kind).reshape(shape)

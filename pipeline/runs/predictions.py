@@ -1,0 +1,122 @@
+"""Write predictions: a table as CSV or Parquet, or masks as a folder of PNG files. Never half of one."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from ...common.errors import DataError, require
+from ...common.storage.files import atomic_file
+from ...loaders.beton.targets import palette
+from ..describe.inputs import Inputs
+from ..tasks.standard import Segmentation
+from ..tasks.task import Task
+from .prediction import Predicted
+
+TABLES = (".csv", ".parquet")
+
+
+def check_out(out: Path, task: Task) -> None:
+    """Raise unless the predictions of this task can be written there: before anything is predicted."""
+    masks = isinstance(task, Segmentation)
+    if out.suffix.lower() in TABLES:
+        if masks:
+            raise DataError(
+                f"{out} is a table, but the predictions are masks. Pass a folder, e.g. {out.stem}/."
+            )
+        if out.suffix.lower() == ".parquet":
+            require("pyarrow.parquet", "parquet", "write Parquet")
+    elif not masks:
+        raise DataError(
+            f"{out} must end in {' or '.join(TABLES)}; a folder is for the masks of Segmentation."
+        )
+    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} exists. Pass a new folder for the masks.")
+
+
+def write_table(out: Path, rows: Sequence[Mapping[str, Any]], classes: Sequence[str]) -> None:
+    """Write a row per picture. Values by name become a column each: `probabilities.cat`."""
+    flat = [_flat(row, classes) for row in rows]
+    columns = list(dict.fromkeys(name for row in flat for name in row)) or ["image"]
+    with atomic_file(out) as file:
+        if out.suffix.lower() == ".parquet":
+            arrow = require("pyarrow", "parquet", "write Parquet")
+            table = arrow.table({name: [row.get(name) for row in flat] for name in columns})
+            require("pyarrow.parquet", "parquet", "write Parquet").write_table(table, file)
+            return
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        writer = csv.DictWriter(text, columns)
+        writer.writeheader()
+        for row in flat:
+            writer.writerow({name: _cell(value) for name, value in row.items()})
+        text.flush()
+        text.detach()
+
+
+def _flat(row: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+    places = {name: number for number, name in enumerate(classes)}
+    flat: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            names = sorted(value, key=lambda name: places.get(name, int(name) if name.isdigit() else 0))
+            flat |= {f"{key}.{name}": value[name] for name in names}
+        else:
+            flat[key] = str(value) if key == "image" else value
+    return flat
+
+
+def _cell(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
+
+
+def write_masks(out: Path, masks: Iterable[Predicted], inputs: Inputs) -> list[dict[str, Any]]:
+    """Write each mask as a PNG file with a palette, of the picture's size: its values are the classes, and 255 where
+    the model saw nothing. It is under the path of the picture below the folder that all have in common. The folder
+    appears when all are written. Return a row per picture: `image` and `mask`, or `error`."""
+    transform, rows, names = inputs.transform(), [], []
+    colors = palette().astype(np.uint8).tobytes()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        for number, one in enumerate(masks):
+            names.append(str(one.name))
+            if not one.error:
+                found = transform.back(one.prediction.numpy().astype(np.uint8), one.size)
+                image = Image.fromarray(found)
+                image.putpalette(colors)
+                image.save(partial / f"{number}.tmp", format="PNG")
+            rows.append({"image": one.name, **({"error": one.error} if one.error else {})})
+        for number, name in enumerate(_below(names)):
+            if "error" in rows[number]:
+                continue
+            target = partial / name
+            if target.exists():
+                raise DataError(
+                    f"{names[number]}: another image has the same mask, {name}. Rename one of them."
+                )
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (partial / f"{number}.tmp").replace(target)
+            rows[number]["mask"] = str(out / name)
+        partial.chmod(0o755)
+        partial.replace(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return rows
+
+
+def _below(names: Sequence[str]) -> list[str]:
+    """Return the mask's path of each picture: below the folder that all have in common."""
+    paths = [os.path.abspath(name) for name in names]  # noqa: PTH100  resolves no links
+    common = os.path.commonpath([os.path.dirname(path) for path in paths]) if paths else ""  # noqa: PTH120
+    return [str(Path(os.path.relpath(path, common)).with_suffix(".png")) if "[" not in Path(path).name
+            else f"{os.path.relpath(path, common)}.png" for path in paths]  # fmt: skip
