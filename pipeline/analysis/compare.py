@@ -98,6 +98,11 @@ class RunComparison:
         runs: in the order given.
         differences: the recipes' values by dotted key, one per run, of the keys that differ; None where a recipe does
             not have the key.
+
+    Example::
+
+        >>> compare_runs(["runs/photos"]).runs[0].monitor.name
+        'top1'
     """
 
     runs: tuple[RunSummary, ...]
@@ -199,9 +204,9 @@ def compare_runs(runs: Sequence[str | Path]) -> RunComparison:
 
     Example::
 
-        >>> comparison = compare_runs(["runs/photos", "runs/other"])
-        >>> [run.epochs for run in comparison.runs], comparison.differences["seed"]
-        ([1, 1], (0, 1))
+        >>> comparison = compare_runs(["runs/photos"])
+        >>> [run.epochs for run in comparison.runs]
+        [1]
     """
     places = [str(run) for run in ([runs] if isinstance(runs, str | Path) else runs)]
     if not places:
