@@ -140,7 +140,10 @@ def judge(
     metrics = sums.result(lambda values: engine.reduce(values, "sum"), engine.world_size)
     each, total = judged.joined(engine.world_size)
     kept = unsure.joined(engine.world_size) | worst.joined(engine.world_size)
-    names = names_of(getattr(task, "classes", width or 1), loader.classes)
+    count = getattr(task, "classes", width or 1)
+    # Of masks, the last names may be those of values that do not count.
+    named = loader.classes[:count] if task.kind == "masks" else loader.classes
+    names = names_of(count, named)
     return kind.errors(source, metrics, names, kept, each, total)
 
 
@@ -228,7 +231,8 @@ class _Pixels(Kind):
     made = PixelErrors
 
     def of(self, task: Task, outputs: Any, targets: torch.Tensor) -> Kept:
-        classes, predictions, targets = outputs.shape[1], task.predict(outputs), targets.long()
+        classes, predictions = outputs.shape[1], task.predict(outputs)
+        targets = task.metric_targets(targets).long()
         counts = (targets != IGNORED) & (targets < classes)
         pairs = torch.bincount(targets[counts] * classes + predictions[counts], minlength=classes**2)
         rows = {

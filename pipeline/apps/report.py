@@ -16,10 +16,11 @@ from ...common.storage.files import atomic_file
 from ...common.table import Table
 from ..checkpoints.remote import opened
 from ..ledger.ledger import Ledger
-from ..runs.folder import HISTORY, MODEL, PLAN, RECIPE, UNLISTED, read_history
+from ..recipes.files import RECIPE
+from ..runs.folder import MODEL, PLAN, UNLISTED
 from ..runs.result import load_run
 from ..telemetry.curves import draw
-from ..telemetry.history import History, shown
+from ..telemetry.history import HISTORY, History, read_history, shown
 
 LEDGER = "ledger.json"
 STYLE = """

@@ -270,6 +270,9 @@ class Segmentation(StandardTask):
 
     Args:
         classes: number of classes C.
+        ignore_index: one or several more values of the masks that do not count, such as a "void" class: the loss (also
+            one of your own) and the metrics receive 255 instead. Values from C on do not need an output of the model;
+            a smaller one keeps its output, which is never right. Default None: only 255.
         metrics: of `"miou"` (mean intersection over union over the classes, of all pixels of the data) and
             `"pixel_accuracy"`, or torchmetrics objects. Default `("miou", "pixel_accuracy")`.
         loss: default cross entropy over the pixels that count; `"model"`: the one that the model computes.
@@ -278,6 +281,8 @@ class Segmentation(StandardTask):
     Example::
 
         >>> pipeline = pipeline.task(Segmentation(classes=21))
+        >>> Segmentation(11, ignore_index=11).ignored  # CamVid, whose class 11 is void
+        (255, 11)
     """
 
     kind: ClassVar[Kind] = "masks"
@@ -289,30 +294,56 @@ class Segmentation(StandardTask):
     DEFAULT_METRICS = ("miou", "pixel_accuracy")
 
     def __init__(
-        self, classes: int, *, metrics: Any = None, loss: Any = None, monitor: str | None = None
-    ) -> None:
+        self, classes: int, *, ignore_index: int | Sequence[int] | None = None, metrics: Any = None, loss: Any = None,
+        monitor: str | None = None,
+    ) -> None:  # fmt: skip
         if not is_whole(classes, 2):
             raise PlanError(f"Segmentation: classes={classes!r} must be an integer of at least 2.")
+        also = _label_values(ignore_index)
+        if classes - sum(value < classes for value in also) < 2:
+            raise PlanError(
+                f"Segmentation: of classes={classes}, ignore_index={ignore_index!r} leaves fewer than 2 to learn. "
+                "Ignore fewer, or pass more classes."
+            )
         super().__init__(metrics=metrics, loss=loss, monitor=monitor)
-        vars(self).update(classes=classes, _given={"classes": classes, **self._given})
+        given = {"classes": classes, "ignore_index": (also[0] if len(also) == 1 else also) if also else None}
+        vars(self).update(classes=classes, ignored=(IGNORED, *also), _given={**given, **self._given})
 
     classes: int
+    ignored: tuple[int, ...]
+
+    @property
+    def about(self) -> str:
+        also = ", ".join(map(str, self.ignored[1:]))
+        return f"{super().about}; as 255, pixels of {also} do not count" if also else super().about
 
     def meters(self, width: int | None) -> dict[str, Metric]:  # noqa: ARG002
-        return super().meters(self.classes)
+        meters = super().meters(self.classes)
+        never = [value for value in self.ignored[1:] if value < self.classes]
+        return {
+            name: mean_iou(self.classes, never) if never and self._metrics[name] == "miou" else meter
+            for name, meter in meters.items()
+        }
+
+    def _counted(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return masks as int64, in which 255 stands for all values that do not count."""
+        targets = targets.long()
+        for value in self.ignored[1:]:
+            targets = targets.masked_fill(targets == value, IGNORED)
+        return targets
 
     def predict(self, outputs: Any) -> torch.Tensor:
         """Return the class of each pixel, `(B, H, W)`."""
         return torch.argmax(outputs, 1)
 
     def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
-        return targets.long()
+        return self._counted(targets)
 
     def loss_targets(self, targets: torch.Tensor) -> torch.Tensor:
-        return targets.long()
+        return self._counted(targets)
 
     def model_inputs(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {name: value.long() for name, value in super().model_inputs(targets).items()}
+        return {name: self._counted(value) for name, value in super().model_inputs(targets).items()}
 
     def check(self, train: Targets, val: Targets | None) -> int:
         for targets in (train, val):
@@ -323,11 +354,13 @@ class Segmentation(StandardTask):
                     f"{targets.source} has one label per image, but Segmentation needs a mask per image. Convert it "
                     "from pairs of an image and a mask, or with labels=FOLDER_OF_MASKS."
                 )
-            found = max(targets.largest + 1, len(targets.classes))
+            named = [value + 1 for value in range(len(targets.classes)) if value not in self.ignored]
+            found = max([targets.largest + 1, *named[-1:]])
             if found > self.classes:
                 raise PlanError(
                     f"{targets.source} has {found} classes, but the task has classes={self.classes}. Pass "
-                    f"Segmentation({found}); {IGNORED} is for pixels that do not count."
+                    f"Segmentation({found}); {IGNORED} is for pixels that do not count, as are the values of "
+                    "ignore_index."
                 )
         check_names(train, val, "classes")
         return self.classes
@@ -341,3 +374,30 @@ class Segmentation(StandardTask):
             f"(2, {self.classes}, H, W). Build it with num_classes={self.classes}; in a recipe: "
             f"model_options.num_classes={self.classes}."
         )
+
+
+def _label_values(given: Any) -> tuple[int, ...]:
+    values = () if given is None else (given,) if is_whole(given, 0) else given
+    if not isinstance(values, Sequence) or not all(is_whole(value, 0, 65535) for value in values):
+        raise PlanError(
+            f"Segmentation: ignore_index={given!r:.80} must be a value of the masks, 0 to 65535, or a list of them."
+        )
+    return tuple(sorted({int(value) for value in values} - {IGNORED}))
+
+
+def mean_iou(classes: int, never: Sequence[int]) -> Metric:
+    """Return torchmetrics' mean intersection over union, without the classes `never` in the mean."""
+    from torchmetrics.classification import MulticlassJaccardIndex
+
+    class MeanIoU(MulticlassJaccardIndex):
+        unit = "fraction"
+
+        def compute(self) -> torch.Tensor:
+            confusion: Any = self.confmat
+            right = confusion.diagonal()
+            union = confusion.sum(0) + confusion.sum(1) - right
+            union[list(never)] = 0
+            ratios: torch.Tensor = right[union > 0] / union[union > 0]
+            return ratios.sum() / max(len(ratios), 1)
+
+    return MeanIoU(classes, ignore_index=IGNORED, validate_args=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from numbers import Real
@@ -43,14 +43,16 @@ def targets_of(loader: EpochLoader, source: str, task: Task) -> Targets:
             f"{source} has a mask per image, but {type(task).__name__} trains on {task.kind}. Pass "
             "task(Segmentation(classes))."
         )
-    return Targets(source, np.empty(0), names, _largest(loader.beton))
+    return Targets(
+        source, np.empty(0), names, _largest(loader.beton, getattr(task, "ignored", (NOT_COUNTED,)))
+    )
 
 
-def _largest(files: BetonFiles) -> int:
+def _largest(files: BetonFiles, ignored: Sequence[int]) -> int:
     """Of masks all over the data: to read all would take minutes."""
     some = np.unique(np.linspace(0, len(files) - 1, _MASKS).astype(np.int64))
     masks = (beton.mask(files.label_name, own) for beton, own in map(files.locate, some.tolist()))
-    return max(int(mask.max(where=mask != NOT_COUNTED, initial=0)) for mask in masks)
+    return max(int(mask.max(where=~np.isin(mask, ignored), initial=0)) for mask in masks)
 
 
 def check_output(

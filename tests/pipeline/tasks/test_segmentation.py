@@ -214,3 +214,44 @@ def test_masks_as_files(files: Files, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"bad\.png"):
         result.predict(tmp_path / "in", out=tmp_path / "more")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+@pytest.mark.parametrize("value", [3, 0])
+def test_more_values_that_do_not_count(value: int, tmp_path: Path) -> None:
+    """The same as masks in which they are 255; a class that the model has is not in the mean."""
+    pairs = [scene(seed) for seed in range(20)]
+    classes = 3 if value == 3 else 4
+    names = ("ground", "red", "green", "void")
+    for name, mark in (("marked", value), ("plain", 255)):
+        shifted = [(image, np.where(mask == 255, mark, mask + (value == 0))) for image, mask in pairs]
+        shifted = [(i, np.where(m == 256, 255, m).astype(np.uint8)) for i, m in shifted]
+        convert(shifted, tmp_path / f"{name}.beton", classes=names, progress=False)
+    results = []
+    for name, task in (
+        ("marked", Segmentation(classes, ignore_index=value)),
+        ("plain", Segmentation(classes if value == 0 else 4, metrics=("pixel_accuracy", "miou"))),
+    ):
+        files = (str(tmp_path / f"{name}.beton"),) * 2
+        pipeline = pipeline_of(files).replace(model_options={"num_classes": task.classes}).task(task)
+        results.append(pipeline.replace(epochs=1).fit(epochs=1, progress=False))
+    marked, plain = results
+    errors: Any = marked.errors()
+    assert errors.metrics == pytest.approx(marked.metrics, abs=1e-6)
+    assert errors.classes == names[:classes]
+    assert errors.confusion[value].sum() == 0 if value < classes else True
+    counted = [score for at, score in enumerate(errors.scores()) if at != value]
+    assert marked.metrics["miou"] == pytest.approx(np.nanmean(counted), abs=1e-5)
+    if value == 0:  # the same model on the same pixels
+        assert marked.metrics["val_loss"] == pytest.approx(plain.metrics["val_loss"], abs=1e-6)
+        assert marked.metrics["pixel_accuracy"] == pytest.approx(plain.metrics["pixel_accuracy"], abs=1e-6)
+    assert Pipeline.from_recipe(
+        pipeline_of(files).task(Segmentation(4, ignore_index=[9, 7])).replace(epochs=1).to_recipe()
+    ).goal == Segmentation(4, ignore_index=(7, 9))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(-1, "must be a value of the masks"), ([0, 1], "fewer than 2"), ("a", "must be")]
+)
+def test_values_that_cannot_be_ignored(value: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Segmentation(3, ignore_index=value)
