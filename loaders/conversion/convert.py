@@ -23,7 +23,16 @@ from ..options import check_workers
 from ..sources import expand
 from .encode import Encoded, Encoding, encode_image, image_field
 from .sample_source import SampleSource, open_source
-from .values import Stored, infer_field, label_field, requested_fields, store_label, store_target, store_value
+from .values import (
+    Stored,
+    check_mask_map,
+    infer_field,
+    label_field,
+    requested_fields,
+    store_label,
+    store_target,
+    store_value,
+)
 from .writer import Sample, Skipped, write_betons
 
 _MOST = 256  # files of a conversion: all are open until the last is complete, and systems allow 1,024
@@ -123,6 +132,7 @@ def convert(
     workers: int | None = None,
     on_error: Literal["raise", "skip"] = "raise",
     classes: Sequence[str] | None = None,
+    mask_map: Mapping[int, int] | None = None,
     progress: bool = True,
 ) -> ConvertReport:
     """Convert a data set to a `.beton` file that FFCV and `FFCVLoader` can read.
@@ -181,6 +191,9 @@ def convert(
         classes: class names in label order, for sources without names (arrays, shards), or for the names in
             `labels`. Those of masks name their indices; 255, for pixels that do not count, needs none. Default None:
             the source's, and none for masks.
+        mask_map: values of masks to replace, old to new, in the labels and in further fields of kind mask; all at
+            once, so `{1: 2, 2: 1}` exchanges two. `{11: 255}`: pixels of class 11 do not count. The classes are those
+            after it. Of palette PNGs, values are the indices, not the colors. Default None: none.
         progress: whether to show a bar with images/s and the time left.
 
     Raises:
@@ -200,6 +213,7 @@ def convert(
         optimize, keep_bytes, image_mode,
     )  # fmt: skip
     _check_arguments(outs, on_error)
+    changes = check_mask_map(mask_map)
     threads = check_workers(workers)
     wanted = requested_fields(fields)
     samples = open_source(source, list(wanted), labels, list(classes or ()))
@@ -212,12 +226,16 @@ def convert(
     names = list(classes or (() if masks else samples.classes))
     targets = {"label": "mask"} if masks else {}
     targets |= {name: kind for name, kind in wanted.items() if kind in MOVING}
-    conversion = Conversion(samples, encoding, stored, on_error, targets, len(names))
+    if changes and "mask" not in targets.values():
+        raise DataError(
+            "mask_map replaces values of masks (--map, --ignore), and this data has none. Leave it out."
+        )
+    conversion = Conversion(samples, encoding, stored, on_error, targets, len(names), changes)
     about = {
         "classes": names,
         **({"targets": targets} if targets else {}),
         "source": f"{samples.kind} {source}" if isinstance(source, str | Path) else samples.kind,
-        "settings": asdict(encoding),
+        "settings": asdict(encoding) | ({"mask_map": changes} if changes else {}),
         "drivetrain": _version(),
     }
     with closing(encoded_samples(conversion, threads, progress)) as encoded:
@@ -263,6 +281,7 @@ class Conversion:
     on_error: str
     targets: Mapping[str, str] = field(default_factory=dict)  # name to kind of those that move with the image
     classes: int = 0  # number of classes that labels which are masks may have; 0: any
+    mask_map: Mapping[int, int] = field(default_factory=dict)  # values of masks to replace
 
 
 def first_fields(
@@ -327,7 +346,9 @@ def _encode(conversion: Conversion, index: int) -> Sample | Skipped:
 def _store(conversion: Conversion, own: Field, value: Any, encoded: Encoded) -> Stored:
     is_label = own.name == "label"
     if (kind := conversion.targets.get(own.name)) is not None:
-        return store_target(own.name, kind, value, encoded, conversion.classes if is_label else 0)
+        return store_target(
+            own.name, kind, value, encoded, conversion.classes if is_label else 0, conversion.mask_map
+        )
     return store_label(own, value) if is_label else store_value(own, value)
 
 

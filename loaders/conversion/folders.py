@@ -145,6 +145,9 @@ class MaskFolder(PictureFiles):
         image, mask = self._files[index], self._masks[index]
         return _read_file(image, image), _read_file(mask, mask)
 
+    def describe(self, index: int) -> str:
+        return f"{self._files[index]}, mask {self._masks[index]}"
+
 
 def _match_masks(root: Path, folder: Path, images: list[str], masks: list[str]) -> None:
     there = {path for path in files_below(folder)[0] if path.endswith(".png")}

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from ...common.checks import is_whole
 from ...common.errors import DataError
 from ..beton import targets
 from ..beton.layout import KINDS, Field
@@ -195,14 +196,26 @@ def _short(value: Any) -> str:
     return f"{value!r:.80}"
 
 
-def store_target(name: str, kind: str, value: Any, encoded: Encoded, classes: int) -> bytes:
+def check_mask_map(given: Mapping[int, int] | None) -> dict[int, int]:
+    """Return the values of masks to replace, old to new."""
+    if given is not None and not isinstance(given, Mapping):
+        raise DataError(f"mask_map={given!r:.80} must map values of masks to others, such as {{11: 255}}.")
+    for value in (each for pair in (given or {}).items() for each in pair):
+        if not is_whole(value, 0, 0xFFFF):
+            raise DataError(f"mask_map={given!r:.80}: {value!r} must be an integer from 0 to 65535.")
+    return {int(old): int(new) for old, new in (given or {}).items()}
+
+
+def store_target(
+    name: str, kind: str, value: Any, encoded: Encoded, classes: int, mask_map: Mapping[int, int]
+) -> bytes:
     """Return a mask, boxes or keypoints of the upright image, before it was scaled, as stored in the file. `classes`:
-    number of classes that a mask's indices may have, besides 255; 0: any."""
+    number of classes that a mask's indices may have, besides 255; 0: any. `mask_map`: its values to replace."""
     stored = encoded.width, encoded.height
     try:
         if kind != "mask":
             return _json_bytes(_scaled_coordinates(kind, value, encoded.upright, stored))
-        indices = _indices(value, encoded.upright)
+        indices = _mapped(_indices(value, encoded.upright), mask_map)
         if classes:
             targets.check_classes(indices, classes)
         return targets.encode_mask(indices if stored == encoded.upright else _nearest(indices, stored))
@@ -236,6 +249,17 @@ def _indices(value: Any, size: Size) -> NDArray[Any]:
         )
     targets.check_size(indices.shape[::-1], size)
     return indices
+
+
+def _mapped(indices: NDArray[Any], mask_map: Mapping[int, int]) -> NDArray[Any]:
+    """Return a mask with all values replaced at once, so that two can change places."""
+    if not mask_map:
+        return indices
+    wide = indices.astype(np.int64)
+    changed = wide.copy()
+    for old, new in mask_map.items():
+        changed[wide == old] = new
+    return changed
 
 
 def _numbers(value: Any) -> NDArray[Any]:

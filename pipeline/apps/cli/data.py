@@ -31,6 +31,13 @@ verbose = option("--verbose", "Print long lists in full.")
     "Class names in label order, for shards, masks, and the names in a CSV: A,B,C; or a text file, one per line.",
     FILES,
 )
+@option(
+    "--ignore VALUE",
+    "A value of the masks that does not count: 255 is stored. May be repeated.",
+    int,
+    multiple=True,
+)
+@option("--map OLD:NEW", "Replace a value of the masks by another. May be repeated.", multiple=True)
 @option("--max-resolution PIXELS", "Scale down to this longest side. Default: none.", int)
 @option("--min-resolution PIXELS", "Scale down to this shortest side instead.", int)
 @option("--quality N", "JPEG quality, 1-100, for images that must be encoded.", int, default=90)
@@ -69,7 +76,7 @@ verbose = option("--verbose", "Print long lists in full.")
 @verbose
 def convert(
     source: str, out: Path, field: tuple[str, ...], skip_bad: bool, classes: str | None, quiet: bool,
-    verbose: bool, **options: Any,
+    verbose: bool, ignore: tuple[int, ...], map: tuple[str, ...], **options: Any,
 ) -> None:  # fmt: skip
     """Convert a folder of images, or tar shards, to FFCV's .beton format.
 
@@ -84,10 +91,21 @@ def convert(
         raise DataError(f"--field names one field twice: {' '.join(field)}.")
     report = run(
         source, out, fields=kinds, on_error="skip" if skip_bad else "raise", classes=_class_names(classes),
-        progress=not quiet, **options,
+        progress=not quiet, mask_map=_mask_map(ignore, map), **options,
     )  # fmt: skip
     text = report.text(verbose=verbose)
     print(text.partition("\n")[0] if quiet else text)
+
+
+def _mask_map(ignored: tuple[int, ...], pairs: tuple[str, ...]) -> dict[int, int] | None:
+    changes = dict.fromkeys(ignored, 255)
+    for pair in pairs:
+        old, colon, new = pair.partition(":")
+        if not (colon and old.isdecimal() and new.isdecimal()):
+            raise DataError(f"--map {pair} must be two values of masks, such as 3:1.")
+        if changes.setdefault(int(old), int(new)) != int(new):
+            raise DataError(f"--map {pair}: {old} also becomes {changes[int(old)]}. Keep one of the two.")
+    return changes or None
 
 
 def _class_names(text: str | None) -> list[str] | None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import call
-from drivetrain.common.errors import BetonError
+from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import contact_sheet, convert, inspect, open_beton, verify
 from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.beton.manifest import manifest_path
@@ -435,3 +435,41 @@ def test_files_of_a_data_set_must_have_the_same_targets(tmp_path: Path) -> None:
     for index in range(COUNT):
         beton, own = several.locate(index)
         assert np.array_equal(beton.mask("label", own), mask(index))
+
+
+def palette_folder(folder: Path) -> tuple[Path, Path]:
+    """Two pictures and their masks, PNGs with a palette in which colors say nothing of the values 0, 1, 2 and 11."""
+    for name in ("photos", "masks"):
+        (folder / name).mkdir()
+    for number in range(2):
+        Image.fromarray(picture(number, 20, 30)).save(folder / f"photos/{number}.jpg")
+        values = np.arange(600).reshape(20, 30) % 4
+        shown = Image.fromarray(np.array([0, 1, 2, 11], np.uint8)[values])
+        shown.putpalette(bytes(range(255, -1, -1)) * 3)
+        shown.save(folder / f"masks/{number}.png")
+    return folder / "photos", folder / "masks"
+
+
+def test_values_of_masks_are_replaced(tmp_path: Path) -> None:
+    photos, masks = palette_folder(tmp_path)
+    expected = np.array([1, 0, 2, 255])[np.arange(600).reshape(20, 30) % 4]
+    options = {"classes": ["a", "b", "c"], "progress": False}
+    convert(photos, tmp_path / "a.beton", labels=masks, mask_map={11: 255, 0: 1, 1: 0}, **options)
+    assert np.array_equal(open_beton(tmp_path / "a.beton").mask("label", 1), expected)
+    flags = ["--ignore", "11", "--map", "0:1", "--map", "1:0", "--classes", "a,b,c", "--quiet"]
+    end = call("convert", str(photos), str(tmp_path / "b.beton"), "--labels", str(masks), *flags)
+    assert end.code == 0, end.err
+    assert (tmp_path / "b.beton").read_bytes() == (tmp_path / "a.beton").read_bytes()
+    with pytest.raises(
+        DataError, match=r"0\.jpg, mask .*masks/0\.png: its mask 'label': it has the class index 11"
+    ):
+        convert(photos, tmp_path / "c.beton", labels=masks, mask_map={0: 1}, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({11: 70000}, "70000 must be an integer"), ([11], "must map values"), ({1: 0}, "this data has none")],
+)
+def test_changes_of_masks_that_cannot_be(changes: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        convert([(picture(0, 20, 30), 0)], tmp_path / "a.beton", mask_map=changes, progress=False)
