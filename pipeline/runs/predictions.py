@@ -24,6 +24,7 @@ from ..tasks.task import Task
 from .prediction import Predicted
 
 TABLES = (".csv", ".parquet")
+UNSEEN = 255  # of a mask where the model saw nothing
 
 
 def check_out(out: Path, task: Task) -> None:
@@ -91,7 +92,13 @@ def write_masks(out: Path, masks: Iterable[Predicted], inputs: Inputs) -> list[d
         for number, one in enumerate(masks):
             names.append(str(one.name))
             if not one.error:
-                found = transform.back(one.prediction.numpy().astype(np.uint8), one.size)
+                values = one.prediction.numpy()
+                if values.max(initial=0) >= UNSEEN:
+                    raise DataError(
+                        f"{one.name}: class {values.max()} does not fit into a mask file, which has 0 to {UNSEEN - 1}. "
+                        "Use predict() without out=."
+                    )
+                found = transform.back(values.astype(np.uint8), one.size)
                 image = Image.fromarray(found)
                 image.putpalette(colors)
                 image.save(partial / f"{number}.tmp", format="PNG")
