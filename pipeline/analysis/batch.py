@@ -37,6 +37,12 @@ class ShownBatch:
         pictures: for each sample its views, each `(H, W, 3)` uint8, normalization undone.
         texts: the target of each sample: class names with their shares, numbers; "" for masks.
         masks: of each sample, `(H, W)`; empty without masks.
+
+    Example::
+
+        >>> batch = pipeline.show_batch(samples=8)
+        >>> len(batch.pictures)
+        8
     """
 
     title: str

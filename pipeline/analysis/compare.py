@@ -16,7 +16,8 @@ from ...common.storage.files import atomic_file
 from ...common.table import Table
 from ..recipes.files import RECIPE, read_recipe
 from ..recipes.flat import flattened
-from ..telemetry.history import HISTORY, Epoch, History, Monitor, format_metric, read_history
+from ..tasks.metrics import format_metric
+from ..telemetry.history import HISTORY, Epoch, History, Monitor, read_history
 
 WIDTH = 80  # of a printed table, if it can be
 KEYS = 4

@@ -54,6 +54,12 @@ class Errors:
         losses: `(N,)` float32, the task's loss of each sample alone.
         pictures: of the worst and the least certain samples, by sample: `image` `(H, W, 3)` uint8, as the model saw
             it; of masks also `truth` and `prediction`, `(H, W)`.
+
+    Example::
+
+        >>> errors = result.errors("val.beton")
+        >>> len(errors) == len(errors.losses)
+        True
     """
 
     source: str
@@ -64,6 +70,7 @@ class Errors:
     pictures: Mapping[int, Mapping[str, NDArray[Any]]] = field(kw_only=True, repr=False)
 
     heads: ClassVar[tuple[str, ...]] = ()
+    kind: ClassVar[str] = ""  # of the picture
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -195,6 +202,7 @@ class ClassErrors(Errors):
     predictions: NDArray[np.int64] = field(kw_only=True)
     probabilities: NDArray[np.float32] = field(kw_only=True)
 
+    kind: ClassVar[str] = "classes"
     heads: ClassVar[tuple[str, ...]] = (
         "class",
         "samples",
@@ -319,6 +327,7 @@ class LabelErrors(Errors):
     targets: NDArray[np.bool_] = field(kw_only=True)
     probabilities: NDArray[np.float32] = field(kw_only=True)
 
+    kind: ClassVar[str] = "labels"
     heads: ClassVar[tuple[str, ...]] = ("label", "samples", "precision", "95 %", "recall", "95 %", "F1", "AP")
 
     def curve(self, label: int) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float32]]:
@@ -384,6 +393,7 @@ class ValueErrors(Errors):
     targets: NDArray[np.float64] = field(kw_only=True)
     values: NDArray[np.float64] = field(kw_only=True)
 
+    kind: ClassVar[str] = "values"
     heads: ClassVar[tuple[str, ...]] = (
         "value",
         "mean",
@@ -438,6 +448,7 @@ class PixelErrors(Errors):
     right: NDArray[np.int64] = field(kw_only=True)
     counted: NDArray[np.int64] = field(kw_only=True)
 
+    kind: ClassVar[str] = "pixels"
     heads: ClassVar[tuple[str, ...]] = ("class", "pixels", "precision", "recall", "IoU", "mistaken for")
 
     def rows(self) -> Sequence[tuple[str, ...]]:

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from ...common.errors import require
 from ...loaders.beton.targets import NOT_COUNTED, palette
-from .errors import ClassErrors, Errors, LabelErrors, PixelErrors, ValueErrors
 
 INK, BAR, WRONG, PALE = "#222222", "#2f6f9f", "#b5452c", "#e4e8ea"
 CLASSES = 30
@@ -18,8 +17,9 @@ CLASSES = 30
 COLUMNS = 6
 
 
-def figure_of(errors: Errors) -> Any:
-    """Return a matplotlib figure of a data set's errors: the overview of its kind, then the worst samples.
+def figure_of(errors: Any) -> Any:
+    """Return a matplotlib figure of the `Errors` of a data set, whose class imports this file: first the overview of its
+    kind, then the worst samples.
 
     Raises:
         MissingExtra: without matplotlib.
@@ -27,19 +27,18 @@ def figure_of(errors: Errors) -> Any:
     figure_class = require("matplotlib.figure", "plot", "draw the errors").Figure
     worst = [int(errors.samples[at]) for at in errors.worst() if int(errors.samples[at]) in errors.pictures]
     rows = -(-len(worst) // COLUMNS)
-    overview = 0.0 if type(errors) is Errors else 4.6
+    overview = 4.6 if errors.kind else 0.0
     figure = figure_class(figsize=(10, 0.6 + overview + 2.0 * rows), layout="constrained")
     figure.suptitle(_title(errors), x=0.01, ha="left", fontsize=11, color=INK)
     top, bottom = figure.subfigures(2, 1, height_ratios=(max(overview, 0.1), max(2.0 * rows, 0.1)))
-    for kind, draw in _OVERVIEWS.items():
-        if isinstance(errors, kind):
-            draw(top, errors)
+    if errors.kind:
+        _OVERVIEWS[errors.kind](top, errors)
     if worst:
         sheet(bottom, errors, worst, "highest loss")
     return figure
 
 
-def sheet(figure: Any, errors: Errors, samples: list[int], title: str) -> None:
+def sheet(figure: Any, errors: Any, samples: list[int], title: str) -> None:
     """Draw samples with truth, prediction and loss; masks over their images."""
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, color=INK)
     rows = -(-len(samples) // COLUMNS)
@@ -79,12 +78,12 @@ def colored(image: NDArray[np.uint8], classes: NDArray[Any], strength: Any) -> N
     return (image * (1 - weight) + colors * weight).round().astype(np.uint8)
 
 
-def _title(errors: Errors) -> str:
+def _title(errors: Any) -> str:
     figures = ", ".join(f"{name} {value:.4g}" for name, value in errors.metrics.items())
     return textwrap.fill(f"{errors.source}  ·  {len(errors):,} samples  ·  {figures}", 110)
 
 
-def _classes(figure: Any, errors: ClassErrors) -> None:
+def _classes(figure: Any, errors: Any) -> None:
     matrix, curve = figure.subplots(1, 2, width_ratios=(1.5, 1))
     chosen = np.arange(len(errors.classes))
     if len(chosen) > CLASSES:
@@ -128,7 +127,7 @@ def _matrix(axes: Any, counts: NDArray[np.int64], names: list[str]) -> None:
     axes.set(xlabel="prediction", ylabel="truth")
 
 
-def _labels(figure: Any, errors: LabelErrors) -> None:
+def _labels(figure: Any, errors: Any) -> None:
     axes = figure.subplots()
     order = np.argsort(errors.scores(), kind="stable")[:8]
     for at in order:
@@ -148,7 +147,7 @@ def _labels(figure: Any, errors: LabelErrors) -> None:
     _plain(axes)
 
 
-def _values(figure: Any, errors: ValueErrors) -> None:
+def _values(figure: Any, errors: Any) -> None:
     panels = figure.subplots(1, min(len(errors.classes), 4), squeeze=False)[0]
     for k, axes in enumerate(panels):
         target, off = errors.targets[:, k], errors.residuals[:, k]
@@ -159,7 +158,7 @@ def _values(figure: Any, errors: ValueErrors) -> None:
         _plain(axes)
 
 
-def _pixels(figure: Any, errors: PixelErrors) -> None:
+def _pixels(figure: Any, errors: Any) -> None:
     matrix, bars = figure.subplots(1, 2, width_ratios=(1.5, 1))
     names = [*errors.classes]
     _matrix(matrix, errors.confusion, names)
@@ -179,9 +178,4 @@ def _plain(axes: Any) -> None:
     axes.tick_params(labelsize=8)
 
 
-_OVERVIEWS: dict[Any, Any] = {
-    ClassErrors: _classes,
-    LabelErrors: _labels,
-    ValueErrors: _values,
-    PixelErrors: _pixels,
-}
+_OVERVIEWS: dict[str, Any] = {"classes": _classes, "labels": _labels, "values": _values, "pixels": _pixels}

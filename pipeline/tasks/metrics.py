@@ -175,3 +175,9 @@ def _is_metric(value: object) -> bool:
     from torchmetrics import Metric
 
     return isinstance(value, Metric)
+
+
+def format_metric(value: float, unit: Unit | None) -> str:
+    if unit is None:
+        return f"{value:.4g}"
+    return f"{value:.2%}" if unit == "fraction" else f"{value:.2f}%"

@@ -1,26 +1,38 @@
 """The plot of a run: loss, monitored metric, learning rate and throughput over its epochs."""
 
 import io
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from ...common.errors import require
-from .history import Epoch, History, format_metric
+from ..tasks.metrics import format_metric
 
 INK, TRAIN, VAL = "#222222", "#2f6f9f", "#b5452c"
 
 
-def draw(history: History) -> bytes:
+class Drawn(Protocol):
+    """What is drawn of a `History`, which imports this file."""
+
+    @property
+    def epochs(self) -> Sequence[Any]: ...
+    @property
+    def monitor(self) -> Any: ...
+    @property
+    def facts(self) -> Any: ...
+
+
+def draw(history: Drawn) -> bytes:
     return drawn_as(history, "png")
 
 
-def drawn_as(history: History, format: str) -> bytes:
+def drawn_as(history: Drawn, format: str) -> bytes:
     """Return the plot in one of matplotlib's formats."""
     buffer = io.BytesIO()
     figure_of(history).savefig(buffer, format=format, dpi=120)
     return buffer.getvalue()
 
 
-def figure_of(history: History) -> Any:
+def figure_of(history: Drawn) -> Any:
     """Return the plot as a matplotlib figure. Raise MissingExtra without matplotlib."""
     figure = require("matplotlib.figure", "plot", "draw the curves of a training").Figure(figsize=(9, 5.6))
     ticker = require("matplotlib.ticker", "plot", "draw the curves of a training")
@@ -56,7 +68,7 @@ def figure_of(history: History) -> Any:
     return figure
 
 
-def _curve(axes: Any, epochs: list[Epoch], values: list[float | None], color: str, label: str) -> None:
+def _curve(axes: Any, epochs: Sequence[Any], values: list[float | None], color: str, label: str) -> None:
     """Plot a line with a dot per epoch, without which a single epoch would be invisible; None makes a gap."""
     if any(value is not None for value in values):
         numbers = [epoch.epoch for epoch in epochs]
@@ -66,7 +78,7 @@ def _curve(axes: Any, epochs: list[Epoch], values: list[float | None], color: st
         axes.plot([], [])
 
 
-def _name_the_best(axes: Any, history: History) -> None:
+def _name_the_best(axes: Any, history: Drawn) -> None:
     monitor = history.monitor
     known = [(score, epoch) for epoch in history.epochs if (score := monitor.score(epoch)) is not None]
     if not known:
@@ -81,7 +93,7 @@ def _name_the_best(axes: Any, history: History) -> None:
     )  # fmt: skip
 
 
-def _title(history: History) -> str:
+def _title(history: Drawn) -> str:
     machine = history.facts.get("provenance", {})
     hardware = machine.get("hardware", {})
     where = ", ".join(hardware.get("gpus", [])) or hardware.get("processor", "")

@@ -12,7 +12,7 @@ from ...common.errors import DrivetrainError
 from ...common.storage.files import atomic_file
 from ...common.storage.json_files import convert
 from ...common.table import Table
-from ..tasks.metrics import Unit
+from ..tasks.metrics import Unit, format_metric
 
 Units = Mapping[str, Unit]
 HISTORY = "history.json"
@@ -125,12 +125,6 @@ def _saved(one: Epoch | Evaluation) -> dict[str, Any]:
 
 def shown(metrics: Mapping[str, float], units: Units) -> list[str]:
     return [f"{name} {format_metric(value, units.get(name))}" for name, value in metrics.items()]
-
-
-def format_metric(value: float, unit: Unit | None) -> str:
-    if unit is None:
-        return f"{value:.4g}"
-    return f"{value:.2%}" if unit == "fraction" else f"{value:.2f}%"
 
 
 COLUMNS = {

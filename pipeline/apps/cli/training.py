@@ -337,7 +337,9 @@ def _prediction_text(row: dict[str, Any]) -> str:
         return ", ".join(f"{name} {each:.4g}" for name, each in row["values"].items())
     value = row.get("value", row.get("prediction"))
     if isinstance(value, list) and value and isinstance(value[0], list):
-        return f"a mask of {len(value)} × {len(value[0])} pixels: write it with --out, or print it with --json"
+        return (
+            f"a mask of {len(value)} × {len(value[0])} pixels: write it with --out, or print it with --json"
+        )
     return ", ".join(f"{each:.4g}" for each in value) if isinstance(value, list) else f"{value:.4g}"
 
 

@@ -23,7 +23,7 @@ from ....common.storage.files import atomic_file
 from ....common.table import Table
 from ...analysis.compare import RunSummary, read_run
 from ...recipes.presets import completed, parse_overrides
-from ...telemetry.history import format_metric
+from ...tasks.metrics import format_metric
 from .space import SEED, Space, Values, name_of
 
 RECORD, OUTPUT = "sweep.json", "output.txt"

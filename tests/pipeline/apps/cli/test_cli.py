@@ -112,8 +112,8 @@ def test_output_that_nobody_reads_is_no_error() -> None:
 def test_the_defaults_of_convert_are_its_owners() -> None:
     owner = inspect.signature(loaders.convert).parameters
     for name, value in parsed("convert", "photos", "out.beton").items():
-        # Called fields=, on_error= and progress=; the last is of the report's text.
-        if name not in ("source", "out", "field", "skip_bad", "quiet", "verbose"):
+        # Called fields=, mask_map=, on_error= and progress=; the last is of the report's text.
+        if name not in ("source", "out", "field", "ignore", "map", "skip_bad", "quiet", "verbose"):
             assert owner[name].default == value, name
 
 
