@@ -18,8 +18,8 @@ COLUMNS = 6
 
 
 def figure_of(errors: Any) -> Any:
-    """Return a matplotlib figure of the `Errors` of a data set, whose class imports this file: first the overview of its
-    kind, then the worst samples.
+    """Return a matplotlib figure of the `Errors` of a data set, whose class imports this file: the overview of
+    its kind, then the worst samples.
 
     Raises:
         MissingExtra: without matplotlib.

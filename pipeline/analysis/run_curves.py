@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...common.errors import DataError, require
 from .picture import INK, PALE
-
-if TYPE_CHECKING:
-    from .compare import RunComparison
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's, which people with any color vision tell apart; without yellow, which is pale on white."""
@@ -18,7 +15,8 @@ NAMED = 28
 """Runs that colors and lines tell apart, and that the legend names."""
 
 
-def figure_of(comparison: RunComparison) -> Any:
+def figure_of(comparison: Any) -> Any:
+    """Return a matplotlib figure of a `RunComparison`, whose file imports this one."""
     runs = [run for run in comparison.runs if run.epochs]
     if not runs:
         raise DataError("No run has a finished epoch, so there are no curves.")
