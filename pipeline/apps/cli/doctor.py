@@ -31,6 +31,7 @@ EXTRAS = {
     "deepspeed": (("deepspeed",), "train with the strategies deepspeed_stage_1 to 3"),
     "fairscale": (("fairscale",), "train with the strategies fairscale_oss and fairscale_sharded_ddp"),
     "plot": (("matplotlib",), "draw the ledger, and the curves of a training"),
+    "parquet": (("pyarrow",), "write predictions as Parquet"),
     "tensorboard": (("tensorboard",), "write files for TensorBoard"),
     "lightning": (("lightning",), "hand a pipeline over to Lightning"),
     "timm": (("timm",), "build timm's models by name"),
