@@ -53,7 +53,7 @@ def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert names["classes"] == ["cat", "dog"]
     assert names["row"]["class"] in names["classes"]
     assert "largest difference" in str(names["exported"].difference)
-    assert len(printed) == 9
+    assert len(printed) == 11
     inputs = names["result"].inputs
     for size in ((50, 40), (41, 64), (24, 24), (300, 201), (17, 90)):
         for ratio in (inputs.eval_ratio, 1.0, 0.65):
