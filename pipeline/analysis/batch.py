@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import html
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...common.errors import DataError, PlanError, require
-from ...common.storage.files import atomic_file
+from ...common.errors import PlanError, require
+from ...common.pictures import check_picture, drawn, image_tag, save_picture
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import resolve
 from ..tasks.standard import IGNORED
@@ -85,30 +82,13 @@ class ShownBatch:
             MissingExtra: without matplotlib.
         """
         path = check_picture(path)
-        content = self._drawn(path.suffix[1:])
-        with atomic_file(path) as file:
-            file.write(content)
-        return path
-
-    def _drawn(self, format: str) -> bytes:
-        buffer = io.BytesIO()
-        self.show().savefig(buffer, format=format, dpi=110)
-        return buffer.getvalue()
+        return save_picture(self.show(), path)
 
     def __repr__(self) -> str:
         return f"ShownBatch({self.title!r}, {len(self.pictures)} samples)"
 
     def _repr_html_(self) -> str:
-        content = base64.b64encode(self._drawn("png")).decode()
-        return f'<img alt="{html.escape(self.title)}" src="data:image/png;base64,{content}">'
-
-
-def check_picture(path: str | Path) -> Path:
-    """Return the path of a picture; DataError unless its suffix is that of one."""
-    path = Path(path)
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise DataError(f"{path} must end in .png, .svg or .pdf.")
-    return path
+        return image_tag(drawn(self.show(), dpi=110), self.title)
 
 
 def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> ShownBatch:

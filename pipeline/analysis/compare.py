@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import DataError, RecipeError
+from ...common.pictures import check_picture, save_picture
 from ...common.storage.addresses import is_address
-from ...common.storage.files import atomic_file
 from ...common.table import Table
 from ..recipes.files import RECIPE, read_recipe
 from ..recipes.flat import flattened
@@ -62,12 +62,7 @@ class RunSummary:
     @property
     def best(self) -> Epoch | None:
         """The epoch with the best monitored value; None if none was evaluated."""
-        rated = [
-            (score, epoch)
-            for epoch in self.history.epochs
-            if (score := self.monitor.score(epoch)) is not None
-        ]
-        return max(rated, key=lambda pair: pair[0])[1] if rated else None
+        return self.history.best
 
     @property
     def seconds(self) -> float:
@@ -163,13 +158,8 @@ class RunComparison:
             DataError: unless `path` ends in `.png`, `.svg` or `.pdf`; if no run has a finished epoch.
             MissingExtra: without matplotlib.
         """
-        path = Path(path)
-        if path.suffix not in (".png", ".svg", ".pdf"):
-            raise DataError(f"{path} must end in .png, .svg or .pdf.")
-        figure = self.show()
-        with atomic_file(path) as file:
-            figure.savefig(file, format=path.suffix[1:], dpi=120)
-        return path
+        path = check_picture(path)
+        return save_picture(self.show(), path, dpi=120)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON types."""

@@ -7,7 +7,6 @@ Intervals of shares are Wilson's (1927, "Probable inference, the law of successi
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.errors import DataError
+from ...common.pictures import SUFFIXES, drawn
 from ...common.storage.files import atomic_file
 from ...common.table import Table
 
@@ -144,10 +144,8 @@ class Errors:
         path = Path(path)
         if path.suffix == ".json":
             content = json.dumps(self.to_dict(), ensure_ascii=False, indent=1).encode()
-        elif path.suffix in (".png", ".svg", ".pdf"):
-            buffer = io.BytesIO()
-            self.show().savefig(buffer, format=path.suffix[1:], dpi=110)
-            content = buffer.getvalue()
+        elif path.suffix in SUFFIXES:
+            content = drawn(self.show(), path.suffix, dpi=110)
         else:
             raise DataError(f"{path} must end in .json, .png, .svg or .pdf.")
         with atomic_file(path) as file:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import yaml
 
 from ...common.errors import CheckpointError, DrivetrainError, require_suffix
+from ...common.pictures import drawn, image_tag
 from ...common.storage.files import atomic_file
 from ...common.table import Table
 from ..checkpoints.remote import opened
@@ -23,6 +22,7 @@ from ..telemetry.curves import draw
 from ..telemetry.history import HISTORY, History, read_history, shown
 
 LEDGER = "ledger.json"
+STILL: dict[str, Any] = {"dpi": 110, "bbox_inches": "tight"}
 STYLE = """
 :root { color-scheme: light dark; --ink: #222; --paper: #fff; --line: #d5dadd; --mark: #b5452c }
 @media (prefers-color-scheme: dark) { :root { --ink: #ddd; --paper: #16191b; --line: #3a4145; --mark: #e8886f } }
@@ -72,7 +72,7 @@ def write_report(run: str | Path, out: str | Path, data: str | Path | None = Non
     title = str(history.facts.get("recipe") or Path(str(run)).name)
     parts = [
         f"<h1>{html.escape(title)}</h1>", _state(history, described),
-        _section("Curves", lambda: _image(draw(history), "loss, metric, learning rate and throughput by epoch")),
+        _section("Curves", lambda: image_tag(draw(history), "loss, metric, learning rate and throughput by epoch")),
         _section("Epochs", history._repr_html_),
         _section("Errors", lambda: _errors(run, data)) if data is None else f"<h2>Errors</h2>{_errors(run, data)}",
         *([_section("Ledger", lambda: _ledger(folder))] if (folder / LEDGER).exists() else []),
@@ -119,24 +119,15 @@ def _text(title: str, file: Path) -> str:
     return f"<h2>{title}</h2><pre>{inner}</pre>"
 
 
-def _image(png: bytes, about: str) -> str:
-    return f'<img alt="{html.escape(about)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-
-
-def _drawn(figure: Any) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=110, bbox_inches="tight")
-    return buffer.getvalue()
-
-
 def _errors(run: str | Path, data: str | Path | None) -> str:
     errors = load_run(run).errors(data)
-    return f'<div class="wide">{errors._repr_html_()}</div>{_image(_drawn(errors.show()), "errors and worst samples")}'
+    picture = image_tag(drawn(errors.show(), **STILL), "errors and worst samples")
+    return f'<div class="wide">{errors._repr_html_()}</div>{picture}'
 
 
 def _ledger(folder: Path) -> str:
     ledger = Ledger.load(folder / LEDGER)
-    return ledger._repr_html_() + _image(_drawn(ledger.show()), "throughput of each stage")
+    return ledger._repr_html_() + image_tag(drawn(ledger.show(), **STILL), "throughput of each stage")
 
 
 def _facts(facts: Mapping[str, Any]) -> str:

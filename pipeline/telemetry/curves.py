@@ -1,10 +1,10 @@
 """The plot of a run: loss, monitored metric, learning rate and throughput over its epochs."""
 
-import io
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ...common.errors import require
+from ...common.pictures import drawn
 from ..tasks.metrics import format_metric
 
 INK, TRAIN, VAL = "#222222", "#2f6f9f", "#b5452c"
@@ -16,20 +16,15 @@ class Drawn(Protocol):
     @property
     def epochs(self) -> Sequence[Any]: ...
     @property
+    def best(self) -> Any: ...
+    @property
     def monitor(self) -> Any: ...
     @property
     def facts(self) -> Any: ...
 
 
 def draw(history: Drawn) -> bytes:
-    return drawn_as(history, "png")
-
-
-def drawn_as(history: Drawn, format: str) -> bytes:
-    """Return the plot in one of matplotlib's formats."""
-    buffer = io.BytesIO()
-    figure_of(history).savefig(buffer, format=format, dpi=120)
-    return buffer.getvalue()
+    return drawn(figure_of(history), dpi=120)
 
 
 def figure_of(history: Drawn) -> Any:
@@ -80,12 +75,11 @@ def _curve(axes: Any, epochs: Sequence[Any], values: list[float | None], color: 
 
 def _name_the_best(axes: Any, history: Drawn) -> None:
     monitor = history.monitor
-    known = [(score, epoch) for epoch in history.epochs if (score := monitor.score(epoch)) is not None]
-    if not known:
+    best = history.best
+    if best is None:
         axes.text(0.5, 0.5, "no validation data", transform=axes.transAxes, ha="center", color=INK)
         axes.set_yticks([])
         return
-    best = max(known, key=lambda pair: pair[0])[1]
     text = format_metric(monitor.of(best) or 0.0, monitor.unit)
     axes.text(
         1.0, 1.02, f"best {text}, epoch {best.epoch}", transform=axes.transAxes, ha="right", va="bottom",

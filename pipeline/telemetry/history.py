@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from ...common.errors import DrivetrainError
+from ...common.pictures import SUFFIXES, drawn
 from ...common.storage.files import atomic_file
 from ...common.storage.json_files import convert
 from ...common.table import Table
@@ -224,11 +225,8 @@ class History:
             MissingExtra: for curves, without matplotlib.
         """
         path = Path(path)
-        if path.suffix in (".png", ".svg", ".pdf"):
-            from .curves import drawn_as
-
-            self._require_epoch()
-            content = drawn_as(self, path.suffix[1:])
+        if path.suffix in SUFFIXES:
+            content = drawn(self.show(), path.suffix, dpi=120)
         elif path.suffix == ".json":
             content = json.dumps(self.to_dict(), indent=1).encode()
         else:
@@ -245,14 +243,17 @@ class History:
         """
         from .curves import figure_of
 
-        self._require_epoch()
-        return figure_of(self)
-
-    def _require_epoch(self) -> None:
         if not self.epochs:
             raise DrivetrainError(
                 "No epoch has finished, so there are no curves. Train for one epoch at least."
             )
+        return figure_of(self)
+
+    @property
+    def best(self) -> Epoch | None:
+        """The first epoch with the best monitored value; None if none was evaluated."""
+        rated = [(score, epoch) for epoch in self.epochs if (score := self.monitor.score(epoch)) is not None]
+        return max(rated, key=lambda pair: pair[0])[1] if rated else None
 
     @property
     def last(self) -> Epoch | Evaluation | None:

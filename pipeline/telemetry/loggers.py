@@ -171,9 +171,8 @@ def _give(one: object, values: Mapping[str, Any]) -> None:
 
 
 class CSVLogger:
-    """The hyperparameters are in the folder's `recipe.yaml`."""
-
-    """Writes `metrics.csv`, one line per entry, without buffering; the file is written again for a new column."""
+    """Writes `metrics.csv`, one line per entry, without buffering; the file is written again for a new column. The
+    hyperparameters are in the folder's `recipe.yaml`."""
 
     COLUMNS = ("step", *COLUMNS, *STEP)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from ...common.checks import check_whole, is_number
-from ...common.errors import DataError, PlanError, require
-from ...common.storage.files import atomic_file
+from ...common.errors import PlanError, require
+from ...common.pictures import check_picture, drawn, image_tag, save_picture
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
 from ..runs.ranks import built_here, on_ranks
@@ -107,18 +105,8 @@ class LRRange:
             DataError: unless `path` ends in `.png`, `.svg` or `.pdf`.
             MissingExtra: without matplotlib.
         """
-        path = Path(path)
-        if path.suffix not in (".png", ".svg", ".pdf"):
-            raise DataError(f"{path} must end in .png, .svg or .pdf.")
-        content = self._drawn(path.suffix[1:])
-        with atomic_file(path) as file:
-            file.write(content)
-        return path
-
-    def _drawn(self, format: str) -> bytes:
-        buffer = io.BytesIO()
-        self.show().savefig(buffer, format=format, dpi=110)
-        return buffer.getvalue()
+        path = check_picture(path)
+        return save_picture(self.show(), path)
 
     def __repr__(self) -> str:
         end = f"{'diverged' if self.diverged else 'ended'} at {self.lrs[-1]:.2g}"
@@ -127,7 +115,7 @@ class LRRange:
         return f"LRRange({len(self.lrs)} steps, {end}; the loss falls fastest at {self.suggestion:.2g})"
 
     def _repr_html_(self) -> str:
-        return f'<img alt="{self!r}" src="data:image/png;base64,{base64.b64encode(self._drawn("png")).decode()}">'
+        return image_tag(drawn(self.show(), dpi=110), repr(self))
 
 
 @plain_torch()

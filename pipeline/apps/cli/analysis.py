@@ -83,7 +83,7 @@ def show(
     from .training import completed_recipe
 
     checked = completed_recipe(recipe, overrides, train, val)
-    from ...analysis.batch import check_picture
+    from ....common.pictures import check_picture
     from ...pipeline import Pipeline
     from ...recipes.files import modules_of
 

@@ -185,9 +185,9 @@ def _text(value: object) -> str:
 def _results(checkpoint: Checkpoint) -> Iterator[str]:
     history = checkpoint.content.history
     rated = [epoch for epoch in history.epochs if history.monitor.score(epoch) is not None]
-    if not rated:
+    best = history.best
+    if best is None:
         return
-    best = max(rated, key=lambda epoch: (history.monitor.score(epoch), -epoch.epoch))
     rows = [_row(f"last, epoch {rated[-1].epoch}", rated[-1])]
     if best is not rated[-1]:
         rows.append(_row(f"best {history.monitor}, epoch {best.epoch}", best))
