@@ -33,7 +33,7 @@ from .order import (
     require_pages,
     shares,
 )
-from .selection import SampleOptions, Selection, by_weight
+from .selection import SampleOptions, Selection, by_weight, check_indices
 
 Batch = tuple[Any, ...]
 """Images `(B, 3, H, W)`, with `views` `(B, V, 3, H, W)` or a tuple of them; labels `(B,)`, `(B, K)` or, of masks,
@@ -63,7 +63,6 @@ class EpochLoader(ABC):
             )
         self.replaced: list[int] = []
         """Samples of this rank for which others were loaded (`on_error="skip"`), since the list was last emptied."""
-        self._drawn_by: NDArray[np.float64] | None = None  # weights of `indices`
         self.set_indices(indices)
         if settings.order == "quasi_random":
             require_pages(self._pages)
@@ -213,8 +212,10 @@ class EpochLoader(ABC):
     def shares(self, epoch: int) -> list[NDArray[np.int64]]:
         """Return this rank's samples for each batch of an epoch; for repeated ones, see `mixed`."""
         own, indices = self.settings, self.indices
-        if self._drawn_by is not None:
-            indices = by_weight(indices, self._drawn_by, seed=own.seed, epoch=epoch, repeats=self.samples)
+        if self.selected is not None and self.selected.weights is not None:
+            indices = by_weight(
+                indices, self.selected.weights, seed=own.seed, epoch=epoch, repeats=self.samples
+            )
         elif self._parts:
             indices = mixed(self._parts, self._weights, seed=own.seed, epoch=epoch, samples=self.samples)
         batches = epoch_batches(
@@ -248,7 +249,9 @@ class EpochLoader(ABC):
                     f"{first} to {end - 1}. Leave it out, or raise its weight."
                 )
         self.indices: NDArray[np.int64] = chosen
-        self._parts, self._drawn_by = parts, None
+        self._parts = parts
+        self.selected: Selection | None = None
+        """What `select` was given, until the indices are set again."""
 
     def selection(self, options: SampleOptions) -> Selection:
         """Return which of the data set's samples the options select."""
@@ -268,7 +271,7 @@ class EpochLoader(ABC):
         self.set_indices(selection.train)
         if selection.parts:
             self._parts, self._weights = list(selection.parts), [1.0] * len(selection.parts)
-        self._drawn_by = selection.weights
+        self.selected = selection
 
     def set_image_size(self, image_size: ImageSize) -> None:
         """Set the size of the images for the following epochs (progressive resizing).
@@ -390,22 +393,6 @@ def check_device(device: torch.device | str) -> torch.device:
         found = torch.cuda.device_count()
         raise DataError(f"device={device!r} does not exist: torch finds {found} CUDA devices.")
     return parsed
-
-
-def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
-    """Return the indices to load, or all of them; for a boolean mask `(samples,)`, those that are True."""
-    if indices is None:
-        return np.arange(samples, dtype=np.int64)
-    chosen = np.asarray(indices)
-    if chosen.dtype == np.bool_ and chosen.shape == (samples,):
-        chosen = np.flatnonzero(chosen)
-    if chosen.ndim != 1 or len(chosen) == 0 or not np.issubdtype(chosen.dtype, np.integer):
-        raise DataError(f"indices must be a non-empty list of sample indices, not {indices!r:.80}.")
-    outside = (chosen < 0) | (chosen >= samples)
-    if outside.any():
-        wrong = f"indices contains {chosen[outside][0]}"
-        raise DataError(f"{wrong}, but the data set has samples 0 to {samples - 1}.")
-    return chosen.astype(np.int64)
 
 
 def check_images(options: LoaderOptions, channels: int, depth: int, source: str) -> None:

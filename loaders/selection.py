@@ -153,11 +153,7 @@ class SampleOptions(Config):
             )
         if len(values) == 0:
             raise DataError("indices selects no sample.")
-        outside = (values < 0) | (values >= samples)
-        if outside.any():
-            raise DataError(
-                f"indices contains {values[outside][0]}, but the data set has samples 0 to {samples - 1}."
-            )
+        values = check_indices(values, samples)
         sorted_values = np.sort(values)
         again = sorted_values[1:][sorted_values[1:] == sorted_values[:-1]]
         if len(again):
@@ -165,7 +161,7 @@ class SampleOptions(Config):
                 f"indices contains {again[0]} more than once. Leave the repetition out; to train on some samples more "
                 "often than on others, use balance=."
             )
-        return values.astype(np.int64)
+        return values
 
     def describe(self) -> str:
         """Return what is selected, for the plan; empty if nothing is."""
@@ -187,6 +183,22 @@ class SampleOptions(Config):
                 f"each {'class' if self.balance == 'class' else 'sample'} with {share} of every epoch"
             )
         return "".join(f"; {each}" for each in chosen)
+
+
+def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
+    """Return the indices to load, or all of them; for a boolean mask `(samples,)`, those that are True."""
+    if indices is None:
+        return np.arange(samples, dtype=np.int64)
+    chosen = np.asarray(indices)
+    if chosen.dtype == np.bool_ and chosen.shape == (samples,):
+        chosen = np.flatnonzero(chosen)
+    if chosen.ndim != 1 or len(chosen) == 0 or not np.issubdtype(chosen.dtype, np.integer):
+        raise DataError(f"indices must be a non-empty list of sample indices, not {indices!r:.80}.")
+    outside = (chosen < 0) | (chosen >= samples)
+    if outside.any():
+        wrong = f"indices contains {chosen[outside][0]}"
+        raise DataError(f"{wrong}, but the data set has samples 0 to {samples - 1}.")
+    return chosen.astype(np.int64)
 
 
 class SampleKeywords(TypedDict, total=False):

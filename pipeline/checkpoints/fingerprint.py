@@ -21,10 +21,10 @@ from torch import nn
 from ... import transforms
 from ...common.errors import CheckpointError
 from ...loaders.epochs import EpochLoader
+from ...loaders.selection import Selection
 from ...loaders.sources import files_of
 from ...strategies.common.optimizer_state import IMPLEMENTATION
 from ...transforms import Transform, declares_length, follows_length
-from ..describe.config import DataConfig
 from ..describe.pipeline_spec import PipelineSpec, sort_transforms
 from ..describe.resolve import ResolvedPlan
 from ..models.factories import LIBRARIES, name_of_factory
@@ -47,7 +47,7 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "training samples": len(train.indices),
         "training data (CRC-32)": _identity(train),
         "weights of the training data": list(files_of(data.train).weights or ()),
-        "selected samples (CRC-32)": _selected(data, train),
+        "selected samples (CRC-32)": _selected(train.selected),
         "batch_size": data.batch_size,
         "image_size": data.image_size,
         "loader": data.loader,
@@ -139,11 +139,10 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
     return {key: v.item() if isinstance(v, torch.Tensor) and v.dim() == 0 else v for key, v in plain.items()}
 
 
-def _selected(data: DataConfig, loader: EpochLoader) -> int | None:
+def _selected(chosen: Selection | None) -> int | None:
     """Return the CRC-32 of the samples trained on and their shares; None, as in older versions, if it is all once."""
-    if not data.selects:
+    if chosen is None:
         return None
-    chosen = loader.selection(data)
     parts = [np.array([len(part) for part in chosen.parts], np.int64), chosen.weights, chosen.train]
     return zlib.crc32(b"".join(part.tobytes() for part in parts if part is not None))
 
