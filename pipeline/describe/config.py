@@ -134,20 +134,18 @@ class DataConfig(ReadOptions, SampleOptions):
     def loading_from(cls, train: object, val: object, options: Mapping[str, Any]) -> Self:
         """Return the config of `load`'s arguments; a mix is a dict of sources and weights."""
         named = None if val is None else source_name(val, "val")
-        made = cls._of(train, named, options)
+        source: Any = (
+            source_name(train, "train")
+            if not isinstance(train, Mapping)
+            else {source_name(each, "train"): weight for each, weight in train.items()}
+        )
+        made = cls(source, named, **cls.split(options))
         if made.splits and named is not None and not made.held_out:
             option = "val_split" if made.val_split is not None else "folds"
             raise PlanError(
                 f"val={named!r} and {option}={getattr(made, option)} are both data to evaluate on. Leave one out."
             )
         return made
-
-    @classmethod
-    def _of(cls, train: object, named: str | None, options: Mapping[str, Any]) -> Self:
-        if not isinstance(train, Mapping):
-            return cls(source_name(train, "train"), named, **cls.split(options))
-        mix = {source_name(each, "train"): weight for each, weight in train.items()}
-        return cls(mix, named, **cls.split(options))
 
     @property
     def read_options(self) -> dict[str, Any]:

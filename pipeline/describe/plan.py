@@ -20,7 +20,7 @@ from .config import PRECISIONS, DataConfig, DistributedConfig
 from .cuda_settings import choose_benchmark, uses_gpu
 from .pipeline_spec import KIND_ORDER, PipelineSpec
 from .rules import family
-from .sources import same_data_caution, sample_counts
+from .sources import same_data_caution
 
 KIND_REASON = {
     "image": "in the loader, on each training image; evaluation uses the images unchanged",
@@ -89,8 +89,10 @@ def lay_out(
     transforms: tuple[Transform, ...],
     strategy: Strategy,
     precision: str = "",
+    counts: str = "",
 ) -> tuple[Step, ...]:
-    """`transforms` are sorted, and `precision` is the reason for it, or empty."""
+    """`transforms` are sorted, `precision` is the reason for it, and `counts` says how many samples go where, or
+    empty."""
     how, optimization = spec.distributed, spec.optimized
     devices = f"{how.ranks} device(s)" + (' ("auto")' if how.devices == "auto" else "")
     eval_size = f" ({_pixels(data.eval_size)} px in evaluation)" if data.eval_size != data.image_size else ""
@@ -99,7 +101,7 @@ def lay_out(
     split = batch_norm_caution(how, data.batch_size, built)
     steps = [
         Step(f"load {files_of(data.train)}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
-             f"{_pixels(data.image_size)} px{eval_size}{data.for_plan()}{data.describe()}{sample_counts(data)}; "
+             f"{_pixels(data.image_size)} px{eval_size}{data.for_plan()}{data.describe()}{counts}; "
              f"every rank loads its slice of each batch{_UNSEEDED * (data.loader == 'ffcv_stock')}"
              f"{same_data_caution(data)}"),
         *(_transform_step(t) for t in transforms if t.kind == "image"),

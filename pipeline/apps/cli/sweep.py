@@ -56,9 +56,7 @@ def sweep(
     for name, source in (("train", train), ("val", val)):
         if source is not None and any(pair.startswith(f"{name}=") for pair in overrides):
             raise PlanError(f"--{name} and {name}= are both given. Pass only one of them.")
-    sources = [
-        text for name, one in (("--train", train), ("--val", val)) if one is not None for text in (name, one)
-    ]
+    sources = {name: one for name, one in (("train", train), ("val", val)) if one is not None}
     with lock_run_dir(make_folder(out)):
         done = sweep(
             recipe, what, out, sources, jobs=jobs, said=lambda line: print(line, file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from ....common.errors import PlanError
+from ....common.frozen import FrozenDict
 from ....common.signals import handled, interrupts_held
 from ....common.storage.files import atomic_file
 from ....common.table import Table
@@ -141,7 +142,7 @@ class Swept:
 
 
 def sweep(
-    recipe: str, what: Space, folder: Path, sources: Sequence[str] = (), *, jobs: int = 1,
+    recipe: str, what: Space, folder: Path, sources: Mapping[str, str] = FrozenDict(), *, jobs: int = 1,
     said: Callable[[str], None] = lambda _: None,
 ) -> Swept:  # fmt: skip
     """Train every run of a space in `folder/NAME`, `jobs` at a time. Finished runs are taken as they are, interrupted
@@ -151,7 +152,7 @@ def sweep(
         recipe: as `drivetrain train` takes it.
         what: the values.
         folder: of the sweep.
-        sources: the options `--train`, `--val` with their values.
+        sources: the data by key, `train` and `val`.
         jobs: processes at a time. They share the device.
         said: gets a line for every run that ends.
 
@@ -161,21 +162,22 @@ def sweep(
         KeyboardInterrupt: on Ctrl-C, once all processes have ended; each saves a checkpoint first. Its note says how to
             go on.
     """
-    given = dict(zip(sources[::2], sources[1::2], strict=True))
-    data = {option.removeprefix("--"): value for option, value in given.items()}
     runs = {name_of(values): values for values in what.runs()}
     pairs = {
         name: [f"{key}={text}" for key, text in (what.fixed | values).items()]
         for name, values in runs.items()
     }
-    wanted = {name: completed(recipe, parse_overrides(each) | data).values for name, each in pairs.items()}
+    wanted = {
+        name: completed(recipe, parse_overrides(each) | dict(sources)).values for name, each in pairs.items()
+    }
     if any(values["epochs"] is None for values in wanted.values()):
         raise PlanError(f"Number of epochs not set by {recipe}. Pass epochs=….")
     _record(folder, wanted)
+    flags = [text for key, source in sources.items() for text in (f"--{key}", source)]
     commands = {}
     for name, overrides in pairs.items():
         if not _is_done(read_run(folder / name)):
-            command = [sys.executable, "-m", "drivetrain", "train", recipe, *overrides, *sources]
+            command = [sys.executable, "-m", "drivetrain", "train", recipe, *overrides, *flags]
             if any((folder / name / "checkpoints").glob("*")):
                 command.append("--resume")
                 if wanted[name]["init_from"] is not None:  # the checkpoint has what came of it
