@@ -40,7 +40,7 @@ class RayReport(Callback):
         if not isinstance(metrics, list | tuple) or not all(isinstance(name, str) for name in metrics):
             raise PlanError(f"RayReport: metrics={metrics!r:.60} must be a list of names of metrics.")
         self.metrics = tuple(metrics)
-        self._needed: tuple[str, ...] = ()
+        self._needs_evaluation = False
         self._ended: SystemExit | None = None
         self._tune: Any = None
 
@@ -50,7 +50,7 @@ class RayReport(Callback):
             if name not in known:
                 raise PlanError(f"RayReport: no metric is named {name!r}.{suggest(name, known)}")
         check_same_process("RayReport", run, "its trial")
-        self._needed = self.metrics or run.metrics
+        self._needs_evaluation = any(name in run.metrics for name in self.metrics or run.metrics)
         self._tune = require("ray.tune", "ray", "report to Ray Tune")
         with warnings.catch_warnings(action="ignore"):
             trial = self._tune.get_context().get_trial_id()
@@ -62,10 +62,10 @@ class RayReport(Callback):
 
     def on_epoch_end(self, view: RunView) -> None:
         values = view.history[-1].values()
-        if view.rank or not values.keys() >= set(self._needed):
+        if view.rank or (self._needs_evaluation and "val_loss" not in values):
             return
         try:
-            self._tune.report({name: values[name] for name in self.metrics or values})
+            self._tune.report({name: values[name] for name in self.metrics or values if name in values})
         except SystemExit as end:  # how Tune ends a function
             self._ended = end
             view.stop(f"Ray Tune ended the trial after epoch {view.epoch}")
