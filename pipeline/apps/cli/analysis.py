@@ -43,7 +43,12 @@ def errors(run: Path | str, data: str | None, out: Path | None, everything: bool
 
 @click.command(cls=Command)
 @argument(
-    "runs", "Folders or addresses of runs (train --out), any number.", Place(), nargs=-1, required=True, metavar="RUN..."
+    "runs",
+    "Folders or addresses of runs (train --out), any number.",
+    Place(),
+    nargs=-1,
+    required=True,
+    metavar="RUN...",
 )
 @option("--out FILE", "Also draw the curves: .png, .svg or .pdf.", File())
 @option(
