@@ -126,7 +126,10 @@ def _frozen_names(module: nn.Module, name: str) -> list[str]:
         return [name or "all parameters"]
     dot = f"{name}." if name else ""
     own = [f"{dot}{leaf}" for leaf, each in module.named_parameters(recurse=False) if not each.requires_grad]
-    return [*own, *(each for leaf, child in module.named_children() for each in _frozen_names(child, f"{dot}{leaf}"))]
+    return [
+        *own,
+        *(each for leaf, child in module.named_children() for each in _frozen_names(child, f"{dot}{leaf}")),
+    ]
 
 
 class BufferCopies:

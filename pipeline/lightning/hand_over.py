@@ -190,7 +190,7 @@ class LitModule(pl.LightningModule):
         logits: torch.Tensor = self.model(images)
         return logits
 
-    def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002
+    def train(self, mode: bool = True) -> Self:
         """Set the mode, but not that of frozen BatchNorm layers, as `fit` does."""
         super().train(mode)
         if mode:

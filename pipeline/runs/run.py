@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ...common.errors import CheckpointError, NonFiniteError
 from ...common.model_state import ModelState, buffers_kept, describe_frozen, split_state, train_mode

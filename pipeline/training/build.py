@@ -122,8 +122,8 @@ class Built:
         return Schedule(self.plan.optimization, self.engine.optimizer, steps, scale)
 
     def begin_epoch(self) -> None:
-        """Set training mode (frozen BatchNorm layers stay in evaluation), and what transforms change between epochs: the
-        image size, frozen layers. Call it before each epoch."""
+        """Set training mode, in which frozen BatchNorm layers stay in evaluation, and what transforms change between
+        epochs: the image size, frozen layers. Call it before each epoch."""
         self.hooks.begin_epoch(self.train, self.plan.data.image_size)
         train_mode(self.engine.model)
 
