@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .training.build import Built as Built
     from .training.loop import evaluate as evaluate
     from .training.loop import train_epoch as train_epoch
+    from .training.summary import ModelSummary as ModelSummary
     from .tuning.lr_range import LRRange as LRRange
     from .tuning.result import Tuned as Tuned
     from .tuning.result import TuneInterrupted as TuneInterrupted

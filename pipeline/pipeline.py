@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .runs.initial import WeightsArg
     from .runs.result import FitResult
     from .training.build import Built
+    from .training.summary import ModelSummary
     from .tuning.lr_range import LRRange
     from .tuning.result import Tuned
 
@@ -118,6 +119,29 @@ class Pipeline(PipelineSpec):
             LabelSmoothing(smoothing=0.1)
         """
         return Plan(resolve(self).steps)
+
+    def summary(self) -> ModelSummary:
+        """Return a summary of the model as it is trained, after the transforms: parameters, those that are trained,
+        operations of a forward, and what it keeps for the backward. It prints as a table.
+
+        The model is built, as by `fit`, but with random weights where files would be read; only shapes pass through it,
+        so this takes about a second, and the memory of the weights. No data file needs to exist. The batch is that of a
+        forward in the training: a rank's microbatch, at `load(image_size=…)`. Activation checkpointing, which keeps
+        less, and the loss are not counted; a GPU's kernels may keep a little more or less. Where the model refuses such
+        a forward, e.g. because it needs more than images, the summary names the reason and has the parameters only.
+
+        Raises:
+            PlanError, StrategyError: as `fit`, if the pipeline cannot work.
+
+        Example::
+
+            >>> summary = pipeline.summary()
+            >>> summary.parameters, summary.trained
+            (175258, 175258)
+        """
+        from .training.summary import summarize
+
+        return summarize(self)
 
     def build(self) -> Built:
         """Build the loaders, model and engine of this process for a custom loop; docs/guide/how-to.md has one.

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from ...common.errors import CheckpointError, NonFiniteError, first_of
-from ...common.model_state import ModelState, buffers_kept, split_state, train_mode
+from ...common.errors import CheckpointError, NonFiniteError
+from ...common.model_state import ModelState, buffers_kept, describe_frozen, split_state, train_mode
 from ..callbacks.callback import RunView
 from ..checkpoints import state as states
 from ..checkpoints.directory import CheckpointDir, ResumePoint, begin_run, choose_start
@@ -102,7 +101,8 @@ class Run(Observer):
 
     def train(self) -> None:
         initial = "" if self._initial is None else str(self._initial)
-        for note in filter(None, [*self._notes.values(), initial, frozen(self._engine.plain_model)]):
+        frozen = describe_frozen(self._engine.plain_model)
+        for note in filter(None, [*self._notes.values(), initial, frozen and f"Frozen: {frozen}."]):
             self._echo(note)
         choice = choose_start(self._engine, self._job.resume, self._store)
         self._name = choice.run
@@ -398,13 +398,3 @@ class Run(Observer):
         good = f"The last good checkpoint is {shown(last)}." if last else "There is no earlier checkpoint."
         rate = self._plan.optimization.describe()
         return f"{good} Lower the learning rate ({rate}), add warm-up, or set clip_norm."
-
-
-def frozen(model: nn.Module) -> str:
-    layers = {
-        name: any(each.requires_grad for each in module.parameters(recurse=False))
-        for name, module in model.named_modules()
-        if any(True for _ in module.parameters(recurse=False))
-    }
-    names = [name or "the model" for name, trained in layers.items() if not trained]
-    return f"Frozen, with the statistics of their BatchNorm: {first_of(names, 8)}." if names else ""

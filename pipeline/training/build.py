@@ -19,7 +19,7 @@ from torch import nn
 
 from ... import loaders
 from ...common.errors import PlanError, StrategyError
-from ...common.model_state import ModelState, load_state
+from ...common.model_state import ModelState, load_state, train_mode
 from ...common.storage.cache import Remote
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width
@@ -122,8 +122,10 @@ class Built:
         return Schedule(self.plan.optimization, self.engine.optimizer, steps, scale)
 
     def begin_epoch(self) -> None:
-        """Set what transforms change between epochs: the image size, frozen layers. Call it before each epoch."""
+        """Set training mode, in which frozen BatchNorm layers stay in evaluation, and what transforms change between
+        epochs: the image size, frozen layers. Call it before each epoch."""
         self.hooks.begin_epoch(self.train, self.plan.data.image_size)
+        train_mode(self.engine.model)
 
     def step_loss(self, microbatches: Sequence[Microbatch]) -> StepLoss:
         """Return the loss of one step in a loop of your own: the shares that the microbatches of all ranks have in its

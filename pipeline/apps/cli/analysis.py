@@ -1,4 +1,4 @@
-"""`drivetrain errors | compare | show | report`: what one would look at."""
+"""`drivetrain errors | compare | show | plan | report`: what one would look at."""
 
 from __future__ import annotations
 
@@ -91,6 +91,30 @@ def show(
     with modules_of(recipe):
         batch = Pipeline.from_recipe(checked).show_batch(epoch, samples=samples)
     print(f"{batch.save(out)}: {batch.title}")
+
+
+@click.command(cls=Command)
+@recipe_arguments()
+@option("--summary", "Also print the model: parameters, what is frozen, operations, activations.")
+def plan(
+    recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, summary: bool
+) -> None:  # fmt: skip
+    """Print the plan of a training: each step, and why it is there.
+
+    Whatever `train` would reject before the model is built is rejected here. Only the headers of data files are read.
+    With --summary, the model is built.
+    """
+    from .training import completed_recipe
+
+    checked = completed_recipe(recipe, overrides, train, val)
+    from ...pipeline import Pipeline
+    from ...recipes.files import modules_of
+
+    with modules_of(recipe):
+        pipeline = Pipeline.from_recipe(checked)
+        print(pipeline.plan())
+        if summary:
+            print(f"\n{pipeline.summary()}")
 
 
 @click.command(cls=Command)

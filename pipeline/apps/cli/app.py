@@ -32,7 +32,7 @@ class Bash(BashComplete):
 
 
 MODULES = {
-    "convert": "data", "inspect": "data", "verify": "data", "advise": "data", "show": "analysis",
+    "convert": "data", "inspect": "data", "verify": "data", "advise": "data", "show": "analysis", "plan": "analysis",
     "train": "training", "folds": "training", "sweep": "sweep", "predict": "training", "errors": "analysis",
     "compare": "analysis", "report": "analysis", "export": "training", "ledger": "training",
     "tune": "training", "job": "job",
