@@ -33,7 +33,7 @@ from .order import (
     require_pages,
     shares,
 )
-from .selection import SampleOptions, Selection, by_weight, check_indices
+from .selection import SampleOptions, Selection, by_weight, check_indices, frequencies
 
 Batch = tuple[Any, ...]
 """Images `(B, 3, H, W)`, with `views` `(B, V, 3, H, W)` or a tuple of them; labels `(B,)`, `(B, K)` or, of masks,
@@ -252,6 +252,12 @@ class EpochLoader(ABC):
         self._parts = parts
         self.selected: Selection | None = None
         """What `select` was given, until the indices are set again."""
+
+    @property
+    def frequencies(self) -> NDArray[np.float64]:
+        """How often each of `indices` is trained on, relative to the others, `(n,)`."""
+        weights = None if self.selected is None else self.selected.weights
+        return frequencies(self.indices, self._parts, self._weights if self._parts else (), weights)
 
     def selection(self, options: SampleOptions) -> Selection:
         """Return which of the data set's samples the options select."""

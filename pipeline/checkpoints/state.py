@@ -20,6 +20,7 @@ from ...strategies.engine import copied
 from ...transforms import Transform
 from ..models.factories import model_factory
 from ..models.weights import weights_omitted
+from ..tasks.target_scale import adopt_scale
 from ..telemetry.state import EpochMeter
 from ..training.build import Built, rebuild_model
 from ..training.hooks import TrainingHooks
@@ -302,9 +303,12 @@ def rebuild(
         spec, transforms = rebuild_spec(saved, model, otherwise)
     if model is None:
         with restoring(checkpoint), weights_omitted():
-            return rebuild_model(spec, transforms)[0], transforms
+            built, _ = rebuild_model(spec, transforms)
+            adopt_scale(built, state)
+            return built, transforms
     with weights_omitted():
         built, _ = rebuild_model(spec, transforms)
+    adopt_scale(built, state)
     _check_fits(built, state, spec.model_name, checkpoint.path)
     return built, transforms
 

@@ -97,9 +97,10 @@ def lay_out(
     strategy: Strategy,
     precision: str = "",
     counts: str = "",
+    targets: str = "",
 ) -> tuple[Step, ...]:
-    """`transforms` are sorted, `precision` is the reason for it, and `counts` says how many samples go where, or
-    empty."""
+    """`transforms` are sorted, `precision` is the reason for it, `counts` says how many samples go where, and `targets`
+    is a note on their scale; both may be empty."""
     how, optimization = spec.distributed, spec.optimized
     devices = f"{how.ranks} device(s)" + (' ("auto")' if how.devices == "auto" else "")
     eval_size = f" ({_pixels(data.eval_size)} px in evaluation)" if data.eval_size != data.image_size else ""
@@ -138,7 +139,8 @@ def lay_out(
     mixing = [type(t).__name__ for t in later if t.kind == "batch" and t.soft_targets]
     steps += [_transform_step(t, mixing=mixing) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
     asked_by = "default" if spec.goal is None else ".task()"
-    steps.append(Step(f"loss: {spec.target.loss_name}", asked_by, spec.target.about + _assumed_mean(spec)))
+    about = f"{spec.target.about}{_assumed_mean(spec)}{'. ' * bool(targets)}{targets}"
+    steps.append(Step(f"loss: {spec.target.loss_name}", asked_by, about))
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] >= KIND_ORDER["loss"]]
     return tuple(steps)
 

@@ -18,6 +18,7 @@ from ..checkpoints.state import evaluated_state
 from ..checkpoints.weights import open_model
 from ..models.weights import SUFFIXES
 from ..models.weights import read_weights as read_file
+from ..tasks.target_scale import BUFFERS, carried_scale
 from .folder import MODEL, UNLISTED
 
 State = Mapping[str, torch.Tensor]
@@ -32,6 +33,7 @@ class Matched:
     missing: tuple[str, ...]  # not in the source; they keep the model's values
     unexpected: tuple[str, ...]  # not in the model
     reshaped: tuple[str, ...]  # of another shape in the source, such as a last layer for other classes
+    caution: str = ""
 
     def __str__(self) -> str:
         parts = [f"loaded {len(self.loaded)} of {len(self.loaded) + len(self.missing) + len(self.reshaped)}"]
@@ -40,7 +42,7 @@ class Matched:
             "there, but not in the model": self.unexpected,
         }  # fmt: skip
         parts += [f"{first_of(names, 3)} {what}" for what, names in kinds.items() if names]
-        return f"Weights from {self.source}: {'; '.join(parts)}."
+        return f"Weights from {self.source}: {'; '.join(parts)}.{self.caution}"
 
     def to_dict(self) -> dict[str, Any]:
         names = {name: list(getattr(self, name)) for name in ("missing", "unexpected", "reshaped")}
@@ -63,6 +65,14 @@ class InitialWeights:
             state = transform.from_plain(state, model)
         unlisted = unlisted_tensors(model)
         own = {**model.state_dict(), **unlisted}
+        caution = ""
+        if not self._strict and carried_scale(model) is not None:  # that of the new run's targets
+            if BUFFERS[0] not in state and own.keys() - {*BUFFERS} <= state.keys():
+                caution = (
+                    " They have the last layer, but not target_mean: if its outputs were in the units of the targets, "
+                    "remove its weights, since scale_targets=True needs others."
+                )
+            own, state = ({n: v for n, v in each.items() if n not in BUFFERS} for each in (own, state))
         if any(value.is_meta for value in own.values()):
             raise PlanError(
                 f"{source} cannot be loaded into a model on the meta device. Build the model on the CPU."
@@ -75,7 +85,7 @@ class InitialWeights:
         matched = Matched(
             source, same, tuple(name for name in own if name not in state and name not in unlisted),
             tuple(name for name in state if name not in own and name not in vacant),
-            tuple(name for name in shared if name not in same),
+            tuple(name for name in shared if name not in same), caution,
         )  # fmt: skip
         required = ((own.keys() - unlisted.keys()) | state.keys()) - vacant
         if not same or (self._strict and not required <= set(same)):

@@ -301,7 +301,7 @@ def _evaluate_rank(plan: ResolvedPlan, weights: WeightsArg) -> dict[str, float]:
     initial = InitialWeights(weights, plan.transforms, strict=True)
     with built_here(plan, initial) as built:
         assert built.val is not None
-        return evaluate(built.engine, built.val, built.hooks, plan.task)
+        return evaluate(built.engine, built.val, built.hooks, built.plan.task)
 
 
 def _errors_of_rank(plan: ResolvedPlan, weights: WeightsArg) -> Errors:
@@ -309,7 +309,9 @@ def _errors_of_rank(plan: ResolvedPlan, weights: WeightsArg) -> Errors:
     initial = InitialWeights(weights, plan.transforms, strict=True)
     with built_here(plan, initial) as built:
         assert built.val is not None
-        return judge(built.engine, built.val, built.hooks, plan.task, str(files_of(plan.data.val or "")))
+        return judge(
+            built.engine, built.val, built.hooks, built.plan.task, str(files_of(plan.data.val or ""))
+        )
 
 
 class TrainingPreempted(SystemExit):

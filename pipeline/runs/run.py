@@ -71,6 +71,7 @@ class Run(Observer):
         }  # fmt: skip
         self._notes = {
             "strategy": built.engine.note, "parameter groups": built.note, "BatchNorm": built.split_batch_norm,
+            "targets": built.targets,
         }  # fmt: skip
         facts |= {name: note for name, note in self._notes.items() if note}
         if initial is not None:
@@ -264,7 +265,7 @@ class Run(Observer):
 
     def _evaluate(self, number: int) -> Evaluation:
         assert self._built.val is not None
-        metrics = evaluate(self._engine, self._built.val, self._hooks, self._plan.task)
+        metrics = evaluate(self._engine, self._built.val, self._hooks, self._built.plan.task)
         return Evaluation(number, self.state.step, metrics.pop("val_loss"), metrics, self._units)
 
     def _evaluate_within(self) -> None:
