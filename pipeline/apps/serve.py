@@ -53,7 +53,7 @@ def serve_app(
 
     `POST /predict` takes an image file as its body and answers what `FitResult.predict` returns for it, as JSON, but
     for `image`. For `Segmentation`, the answer has `pixels`, their number by class in the image's own size, and `mask`,
-    a PNG file as a `data:` address; with `Accept: image/png`, it is that file. `GET /health` answers what is served, and
+    a PNG file as a `data:` address; with `Accept: image/png`, it is that file. `GET /health` answers what is served,
     `GET /` is a page in which one drops a picture. An error is `{"error": …}`, with its reason and remedy: 400 (not an
     image, or a damaged one), 408 (sent too slowly), 413 (too large), 415 (a form, or a format that is not read), 503
     with `Retry-After` (busy, or the prediction took too long).
@@ -64,7 +64,7 @@ def serve_app(
     Args:
         run: the folder of a run, or its address, or a result. A run's recipe may name a module, which is imported:
             serve only runs that you trust.
-        device: `"cpu"`, `"cuda"`, `"cuda:1"`. Default None: the GPU if there is one.
+        device: `"cpu"`, `"cuda"`, `"cuda:1"`, to which the model is moved. Default None: the GPU if there is one.
         max_bytes: largest body, in bytes. Default 20 MiB: the photographs of telephones.
         max_pixels: most pixels of an image, read from its header: a small file cannot claim memory. Default 64 million.
         timeout: seconds that a client may take to send an image, and that its prediction may take, the time in the
