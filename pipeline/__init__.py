@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .analysis.errors import Errors as Errors
     from .apps.exports.export import Exported as Exported
     from .apps.exports.export import export as export
+    from .apps.serve import serve_app as serve_app
     from .callbacks.callback import Callback as Callback
     from .callbacks.callback import RunOptions as RunOptions
     from .callbacks.callback import RunView as RunView

@@ -192,8 +192,9 @@ class Pipeline(PipelineSpec):
         It computes what `fit` computes after an epoch. The training data is opened, too: it defines the classes.
 
         Args:
-            weights: the folder of a run or of a checkpoint (the evaluated weights: averages with EMA or SWA), a
-                `.safetensors` file, or a state dict; under the names before or after the transforms.
+            weights: the folder of a run or of a checkpoint (the evaluated weights: averages with EMA or SWA), a file
+                of weights (`.safetensors`, or of `torch.save`), or a state dict; under the names before or after the
+                transforms.
 
         Raises:
             PlanError, DataError, StrategyError: if the pipeline cannot work, has no validation data, or the weights are

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from ...common.errors import CheckpointError, DrivetrainError
 from ...common.model_state import ModelState, buffers_kept, split_state, unlisted_tensors
+from ...common.storage.tensors import Tensors
 from ...strategies import Engine
 from ...strategies.common.optimizer_state import Homes, Keep, OptimizerState, home_of
 from ...strategies.engine import copied
@@ -41,7 +42,7 @@ from .format import (
     grouped,
     key_of,
 )
-from .weights import Tensors, plain_state
+from .weights import plain_state
 
 
 def capture_state(

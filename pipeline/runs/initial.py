@@ -1,4 +1,4 @@
-"""Weights for a model before training or evaluation: of a run, a checkpoint, a safetensors file, or a state dict."""
+"""Weights for a model before training or evaluation: of a run, a checkpoint, a file, or a state dict."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +15,16 @@ from ..checkpoints.directory import find
 from ..checkpoints.format import Checkpoint
 from ..checkpoints.remote import STATE, opened
 from ..checkpoints.state import evaluated_state
-from ..checkpoints.weights import open_model
-from ..models.weights import SUFFIXES
+from ..checkpoints.weights import open_model, open_unlisted
+from ..models.weights import SOURCES, SUFFIXES
 from ..models.weights import read_weights as read_file
 from ..tasks.target_scale import BUFFERS, carried_scale
 from .folder import MODEL, UNLISTED
 
 State = Mapping[str, torch.Tensor]
 WeightsArg = str | Path | State
-"""The folder of a run or of a checkpoint, a `.safetensors` file, the address of one of them, or a state dict."""
+"""The folder of a run or of a checkpoint, a file of weights (`.safetensors`, `.pth`, `.pt`, `.bin`), the address of one
+of them, or a state dict. Files are read as `models.weights.read_weights` does."""
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,13 @@ def check_source(weights: WeightsArg) -> Path:
         return Path()
     if not isinstance(weights, str | Path) or weights == "":
         raise PlanError(
-            f"{weights!r:.80} is not a source of weights. Pass the folder of a run or of a checkpoint, a .safetensors "
-            "file, or a state dict."
+            f"{weights!r:.80} is not a source of weights. Pass the folder of a run or of a checkpoint, "
+            f"{SOURCES}, or a state dict."
         )
     place = opened(weights, MODEL, UNLISTED)
     if not place.exists():
         raise PlanError(
-            f"{weights} does not exist. Pass the folder of a run or of a checkpoint, or a .safetensors file."
+            f"{weights} does not exist. Pass the folder of a run or of a checkpoint, or {SOURCES}."
         )
     if place.is_file() and place.suffix not in SUFFIXES:
         raise PlanError(f"{place} is not a file of weights: its name ends in none of {', '.join(SUFFIXES)}.")
@@ -128,10 +129,9 @@ def read_weights(weights: WeightsArg) -> State:
     place = check_source(weights)
     if isinstance(weights, Mapping):
         return weights
-    if place.is_file() and place.suffix != ".safetensors":
-        return read_file(place, "this pipeline")  # only tensors and plain values are unpickled
     if place.is_file():
-        return open_model(place).all()
+        state = read_file(place, "this pipeline's model")
+        return state | open_unlisted(place) if place.suffix == ".safetensors" else state
     if (place / STATE).exists():
         checkpoint = Checkpoint(place)
         checkpoint.verify()

@@ -63,7 +63,7 @@ def fit_options(function: F) -> F:
 @out_folder
 @option(
     "--init-from RUN_OR_FILE",
-    "Begin with these weights: the folder of a run or of a checkpoint, or a .safetensors file.",
+    "Begin with these weights: the folder of a run or of a checkpoint, or a file (.safetensors, .pth, .pt, .bin).",
     Place(),
 )
 @option("--resume", "Resume from the newest checkpoint in --out, if there is one.")
