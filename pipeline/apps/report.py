@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ table { border-collapse: collapse; font-size: 13px } th, td { padding: 3px 9px; 
 """
 
 
-def write_report(run: str | Path, out: str | Path, data: str | Path | None = None) -> Path:
+def write_report(
+    run: str | Path, out: str | Path, data: str | Path | None = None, *, trust_code: bool = False
+) -> Path:
     """Write a run as one HTML file without scripts that needs no network, and return its path.
 
     It has the final metrics, the curves, every epoch, the errors on the validation data with the worst samples, the
@@ -47,6 +50,7 @@ def write_report(run: str | Path, out: str | Path, data: str | Path | None = Non
         run: the run's folder, or its address.
         out: the file, `.html`.
         data: data whose errors are shown. Default None: the run's validation data.
+        trust_code: as `load_run` takes it.
 
     Raises:
         DrivetrainError: unless `out` ends in `.html`; for `data` that cannot be judged.
@@ -69,12 +73,13 @@ def write_report(run: str | Path, out: str | Path, data: str | Path | None = Non
         )
     recipe = folder / RECIPE
     described = recipe.read_text() if recipe.exists() else ""
+    errors = partial(_errors, run, data, trust_code)
     title = str(history.facts.get("recipe") or Path(str(run)).name)
     parts = [
         f"<h1>{html.escape(title)}</h1>", _state(history, described),
         _section("Curves", lambda: image_tag(draw(history), "loss, metric, learning rate and throughput by epoch")),
         _section("Epochs", history._repr_html_),
-        _section("Errors", lambda: _errors(run, data)) if data is None else f"<h2>Errors</h2>{_errors(run, data)}",
+        _section("Errors", errors) if data is None else f"<h2>Errors</h2>{errors()}",
         *([_section("Ledger", lambda: _ledger(folder))] if (folder / LEDGER).exists() else []),
         _text("Plan", folder / PLAN),
         _section("Machine and versions", lambda: _facts(history.facts.get("provenance", {}))),
@@ -119,8 +124,8 @@ def _text(title: str, file: Path) -> str:
     return f"<h2>{title}</h2><pre>{inner}</pre>"
 
 
-def _errors(run: str | Path, data: str | Path | None) -> str:
-    errors = load_run(run).errors(data)
+def _errors(run: str | Path, data: str | Path | None, trust_code: bool) -> str:
+    errors = load_run(run, trust_code=trust_code).errors(data)
     picture = image_tag(drawn(errors.show(), **STILL), "errors and worst samples")
     return f'<div class="wide">{errors._repr_html_()}</div>{picture}'
 

@@ -23,7 +23,8 @@ from ..describe.pipeline_spec import PipelineSpec, sort_transforms
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan, resolve
 from ..recipes.convert import build_pipeline
-from ..recipes.files import RECIPE
+from ..recipes.files import RECIPE, read_recipe
+from ..recipes.script import modules_named, provide
 from ..tasks.standard import Classification, Segmentation
 from ..tasks.task import Task
 from ..telemetry.history import HISTORY, History, read_history
@@ -226,16 +227,20 @@ class FitResult:
         return self.history._repr_html_() + folded
 
 
-def load_run(folder: str | Path) -> FitResult:
+def load_run(folder: str | Path, *, trust_code: bool = False) -> FitResult:
     """Return the result of a run, from `recipe.yaml`, `model.safetensors` and `history.json` in its folder.
 
-    The recipe may name a model in a module, which is imported: load only runs that you trust.
+    The recipe may name a model in a module, which is imported: load only runs that you trust. What the training script
+    itself defined is in the folder, in a file `script_….py`; if the running script defines the same, that is taken.
 
     Args:
         folder: the run's folder, or its address.
+        trust_code: whether to execute that file. Default False: a folder may come from somebody else, so its code is
+            executed only when you have read it.
 
     Raises:
-        CheckpointError: if one of these files is missing or damaged, or they are not of one run.
+        CheckpointError: if one of these files is missing or damaged, or they are not of one run; if code of the folder
+            is needed without `trust_code`.
         RecipeError: if the recipe cannot be built.
 
     Example::
@@ -256,6 +261,7 @@ def load_run(folder: str | Path) -> FitResult:
             f"{place} has no {RECIPE}, because its pipeline could not be written as one. Build the pipeline again, "
             "and load model.safetensors into its model."
         )
+    provide_code(place, folder, trust=trust_code)
     spec = build_pipeline(folder / RECIPE, {}, PipelineSpec)
     transforms = sort_transforms(spec.transforms)
     state = load_model(folder / MODEL, epochs=len(history.epochs))
@@ -271,6 +277,15 @@ def load_run(folder: str | Path) -> FitResult:
             f"{folder / MODEL} does not fit the model of {folder / RECIPE}: {error}"
         ) from error
     return FitResult(model.eval(), history, reports, Plan(()), transforms, spec)
+
+
+def provide_code(place: str | Path, folder: Path, *, trust: bool) -> dict[str, Any]:
+    """Make importable what the run's recipe names of its folder, and return the recipe."""
+    recipe, _ = read_recipe(folder / RECIPE)
+    if modules := modules_named(recipe):
+        opened(place, *(f"{module}.py" for module in modules))
+        provide(recipe, folder, place, trust=trust)
+    return recipe
 
 
 @plain_torch()
