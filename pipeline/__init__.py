@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from .callbacks.callback import RunView as RunView
     from .callbacks.early_stopping import EarlyStopping as EarlyStopping
     from .callbacks.gradient_norms import GradientNorms as GradientNorms
+    from .callbacks.optuna_pruning import OptunaPruning as OptunaPruning
     from .callbacks.profile import Profile as Profile
+    from .callbacks.ray_report import RayReport as RayReport
     from .checkpoints.directory import Checkpoints as Checkpoints
     from .checkpoints.directory import CheckpointWarning as CheckpointWarning
     from .describe.plan import Plan as Plan

@@ -18,6 +18,7 @@ from .runs.config import FitConfig
 
 if TYPE_CHECKING:
     from .analysis.batch import ShownBatch
+    from .analysis.compare import RunArg, RunComparison
     from .ledger.ledger import Ledger
     from .lightning.hand_over import HandOver
     from .runs.folds import CrossValidation
@@ -233,6 +234,31 @@ class Pipeline(PipelineSpec):
         from .runs.folds import cross_validate
 
         return cross_validate(self, folds, self.fit_defaults() | options)
+
+    @staticmethod
+    def compare(*runs: RunArg) -> RunComparison:
+        """Compare runs: results, time, and only what differs between their recipes.
+
+        Printed, it is a table, which a notebook displays; `show()` and `save("curves.png")` draw the curves of all. A run
+        that is unfinished, damaged or missing has a row, too, and a sentence says what is wrong with it. Of folders,
+        neither weights are read nor code is run.
+
+        Args:
+            runs: any number of folders of runs (`fit(out=…)`), their addresses, such as `"s3://bucket/run"`, results of
+                `fit`, or histories.
+
+        Raises:
+            DataError: without a run, or for what is not one; if none of the folders has a run.
+
+        Example::
+
+            >>> comparison = pipeline.compare("runs/photos", result)
+            >>> [run.epochs for run in comparison.runs]
+            [1, 1]
+        """
+        from .analysis.compare import compare_runs
+
+        return compare_runs(runs)
 
     def show_batch(self, epoch: int = 0, *, samples: int = 24, epochs: int | None = None) -> ShownBatch:
         """Return images of the first batch of an epoch as the step gets them: after crop, colors, policy, MixUp and

@@ -5,15 +5,19 @@ from __future__ import annotations
 import html
 import os
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from ...common.errors import DataError, RecipeError
+from ...common.errors import CheckpointError, DataError, RecipeError
 from ...common.pictures import check_picture, save_picture
 from ...common.storage.addresses import is_address
 from ...common.table import Table
+from ..checkpoints.remote import opened
+from ..describe.pipeline_spec import PipelineSpec
+from ..recipes.convert import to_recipe
 from ..recipes.files import RECIPE, read_recipe
 from ..recipes.flat import flattened
 from ..tasks.metrics import format_metric
@@ -31,14 +35,14 @@ class RunSummary:
 
     Attributes:
         name: how the table names it.
-        folder: where it is.
+        folder: where it is: a path, an address, or None of a result in memory.
         history: its finished epochs; empty if there are none.
         recipe: the values of its recipe by dotted key; empty if it has none.
         problem: why it is not a finished run, as a sentence's end; "" if it is.
     """
 
     name: str
-    folder: Path
+    folder: str | Path | None
     history: History
     recipe: dict[str, Any]
     problem: str = ""
@@ -78,7 +82,7 @@ class RunSummary:
         """Return the figures as JSON types."""
         best, last = self.best, self.history.epochs[-1] if self.epochs else None
         return {
-            "run": self.name, "folder": str(self.folder), "problem": self.problem, "epochs": self.epochs,
+            "run": self.name, "folder": self.folder and str(self.folder), "problem": self.problem, "epochs": self.epochs,
             "planned": self.planned, "monitor": self.monitor.name,
             "best": None if best is None else self.monitor.of(best), "best_epoch": best and best.epoch,
             "last": self.history.monitored, "loss": last and last.loss, "val_loss": last and last.val_loss,
@@ -181,37 +185,47 @@ class RunComparison:
         return "".join([*tables, *(f"<p>{html.escape(each)}</p>" for each in self._sentences())])
 
 
-def compare_runs(runs: Sequence[str | Path]) -> RunComparison:
-    """Compare runs by their folders (`fit(out=…)`): results, time, and only what differs between their recipes.
+class Result(Protocol):
+    """What `compare_runs` reads of a `FitResult`."""
 
-    No weights are read, and no code of a recipe is run. A run that is unfinished, damaged or missing has a row, too,
-    and a sentence says what is wrong with it.
+    @property
+    def history(self) -> History: ...
+    @property
+    def spec(self) -> PipelineSpec | None: ...
+
+
+RunArg = str | Path | History | Result
+"""A run: its folder (`fit(out=…)`, `--out`) or address, its result, or its history."""
+
+
+def compare_runs(runs: Iterable[RunArg]) -> RunComparison:
+    """Compare runs: results, time, and only what differs between their recipes.
+
+    Of a folder, no weights are read, and no code of a recipe is run. A run that is unfinished, damaged or missing has a
+    row, too, and a sentence says what is wrong with it.
 
     Args:
-        runs: folders, any number.
+        runs: any number of folders of runs (`fit(out=…)`), their addresses, such as `"s3://bucket/run"`, results of
+            `fit`, or histories, of which no recipe is known.
 
     Raises:
-        DataError: without a folder; for an address, or if none of the folders has a run.
+        DataError: without a run, or for what is not one; if none of the folders has a run.
 
     Example::
 
-        >>> comparison = compare_runs(["runs/photos"])
-        >>> [run.epochs for run in comparison.runs]
-        [1]
+        >>> comparison = compare_runs(["runs/photos", result])
+        >>> [run.name for run in comparison.runs]
+        ['photos', 'result 2']
     """
-    places = [str(run) for run in ([runs] if isinstance(runs, str | Path) else runs)]
-    if not places:
-        raise DataError("There is no run to compare. Pass the folders of runs (fit(out=…), --out).")
-    for place in places:
-        if is_address(place):
-            raise DataError(
-                f"{place} is an address. Copy its {HISTORY} and {RECIPE} to a folder, and pass that."
-            )
-    folders = [Path(place) for place in places]
-    found = tuple(read_run(folder, name) for folder, name in zip(folders, _names(folders), strict=True))
-    if not any(run.epochs or run.recipe for run in found):
+    given = [*runs] if isinstance(runs, Iterable) and not isinstance(runs, str) else [runs]
+    if not given:
         raise DataError(
-            f"None of these is the folder of a run: {', '.join(places)}. Pass those of fit(out=…), --out."
+            "There is no run to compare. Pass the folders of runs (fit(out=…), --out), or results of fit."
+        )
+    found = tuple(_read(run, name) for run, name in zip(given, _names(given), strict=True))
+    if not any(run.epochs or run.recipe or run.folder is None for run in found):
+        raise DataError(
+            f"None of these is the folder of a run: {', '.join(map(str, given))}. Pass those of fit(out=…), --out."
         )
     known = [run.recipe for run in found if run.recipe]
     differences = {
@@ -220,6 +234,29 @@ def compare_runs(runs: Sequence[str | Path]) -> RunComparison:
         if any(recipe.get(key) != known[0].get(key) for recipe in known)
     }
     return RunComparison(found, differences)
+
+
+def _read(run: RunArg, name: str) -> RunSummary:
+    if isinstance(run, str | Path):
+        try:
+            return replace(read_run(opened(run, RECIPE, HISTORY), name), folder=run)
+        except CheckpointError as error:  # of an address that cannot be reached
+            return RunSummary(name, run, History(), {}, f"it cannot be read: {str(error).rstrip('.')}")
+    history, spec = (run, None) if isinstance(run, History) else (_history(run), getattr(run, "spec", None))
+    recipe: dict[str, Any] = {}
+    with suppress(RecipeError):  # of a custom model
+        recipe = {} if spec is None else flattened(to_recipe(spec))
+    left = history.unfinished(recipe.get("epochs"))
+    return RunSummary(name, None, history, recipe, f"it is unfinished, {left}" if left else "")
+
+
+def _history(run: Any) -> History:
+    history = getattr(run, "history", None)
+    if not isinstance(history, History):
+        raise DataError(
+            f"{run!r:.80} is not a run. Pass a folder of fit(out=…) or its address, a result of fit, or a history."
+        )
+    return history
 
 
 def read_run(folder: Path, name: str = "") -> RunSummary:
@@ -240,18 +277,29 @@ def read_run(folder: Path, name: str = "") -> RunSummary:
             if recipe
             else problem or f"it is no run: it has no {HISTORY}"
         )
-    elif history.stopped is None and not problem:
-        planned = recipe.get("epochs")
-        if isinstance(planned, int) and len(history.epochs) < planned:
-            problem = f"it is unfinished, {len(history.epochs)} of {planned} epochs"
+    elif not problem and (left := history.unfinished(recipe.get("epochs"))):
+        problem = f"it is unfinished, {left}"
     return RunSummary(name, folder, history or History(), recipe, problem)
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
-    """Return short names: the folders, without what all of them begin with."""
-    whole = [Path(os.path.abspath(folder)) for folder in folders]  # noqa: PTH100 - `resolve` would follow links
-    above = Path(os.path.commonpath([each.parent for each in whole]))
-    return [str(each.relative_to(above)) for each in whole]
+def _names(runs: Sequence[RunArg]) -> list[str]:
+    """Return short names, each once: folders and addresses without what all of a kind begin with; `result 2`."""
+    places = [str(run) if isinstance(run, str | Path) else None for run in runs]
+    whole = [
+        place and (place.rstrip("/") if is_address(place) else os.path.abspath(place))  # noqa: PTH100 - not `resolve`
+        for place in places
+    ]
+    found = [f"result {number}" for number in range(1, len(runs) + 1)]
+    for remote in (False, True):
+        own = [n for n, place in enumerate(whole) if place is not None and is_address(place) is remote]
+        if own:
+            above = os.path.commonpath([os.path.dirname(str(whole[n])) for n in own])  # noqa: PTH120
+            for n in own:
+                found[n] = os.path.relpath(str(whole[n]), above)
+    return [
+        f"{name} ({found[: n + 1].count(name)})" if found.count(name) > 1 else name
+        for n, name in enumerate(found)
+    ]
 
 
 def _value(run: RunSummary, value: float | None, same: bool) -> str:

@@ -105,8 +105,8 @@ def _state(history: History, recipe: str) -> str:
         finished = f"{done} epoch{'s' * (done != 1)} finished"
         reason = html.escape(history.stopped)
         return f'<p class="unfinished">Stopped, {finished}: {reason}</p>{found}'
-    if planned is not None and done < planned:
-        return f'<p class="unfinished">Unfinished: {done} of {planned} epochs.</p>{found}'
+    if left := history.unfinished(planned):
+        return f'<p class="unfinished">Unfinished: {left}.</p>{found}'
     return f"<p>{done} epoch{'s' * (done != 1)}, finished.</p>{found}"
 
 

@@ -26,6 +26,7 @@ class RunOptions:
         logs: whether the run has a logger, to which `RunView.log` passes values.
         higher_is_better: the direction of each metric and of the losses, by name, as the task or the torchmetrics class
             declares it; None if neither does.
+        starts_ranks: whether `fit` starts the ranks in other processes, which get copies of the callbacks.
 
     Example::
 
@@ -38,6 +39,7 @@ class RunOptions:
     metrics: tuple[str, ...]
     logs: bool
     higher_is_better: Mapping[str, bool | None] = field(default_factory=dict)
+    starts_ranks: bool = False
 
 
 class RunView:
@@ -258,6 +260,10 @@ class Callback:
     def on_fit_end(self, view: RunView) -> None:
         """Called once at the end, also after an error or Ctrl-C (`view.failed`). The model has the weights of the
         result."""
+
+    def on_return(self) -> None:
+        """Called in the process that called `fit`, when the run is over, its ranks have ended and all files are written.
+        What it raises, `fit` raises instead of returning the result. Not called after an error or Ctrl-C."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in checkpoints: a dict of JSON values (texts, numbers, booleans, None, lists and

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from ...common.checks import check_number, check_whole
 from ...common.errors import PlanError, suggest
 from .callback import Callback, RunOptions, RunView
+from .monitor import LOSS, check_monitor, direction
 
 Mode = Literal["auto", "min", "max"]
 
@@ -56,29 +57,19 @@ class EarlyStopping(Callback):
         self.waited = 0
 
     def check(self, run: RunOptions) -> None:
-        known = ("loss", *run.metrics)
-        if self.monitor in known:
-            if self.mode == "auto":
-                self.lower_is_better = not self._declared(run)
-        elif not run.metrics:
-            raise PlanError(
-                f"EarlyStopping monitors {self.monitor!r}, but the run has no validation data. Pass a second file to "
-                "load() (--val), or use EarlyStopping('loss')."
-            )
-        else:
-            raise PlanError(
-                f"EarlyStopping: no metric is named {self.monitor!r}.{suggest(self.monitor, known)}"
-            )
+        check_monitor("EarlyStopping", self.monitor, run)
+        if self.mode == "auto":
+            self.lower_is_better = not self._declared(run)
 
     def on_fit_start(self, view: RunView) -> None:  # noqa: ARG002
         self.best, self.waited = None, 0
 
     def on_evaluation_end(self, view: RunView) -> None:
-        if self.monitor != "loss":
+        if self.monitor != LOSS:
             self._look(view, view.metrics.get(self.monitor))
 
     def on_epoch_end(self, view: RunView) -> None:
-        if self.monitor == "loss":
+        if self.monitor == LOSS:
             self._look(view, view.history[-1].loss)
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,9 +94,7 @@ class EarlyStopping(Callback):
             )
 
     def _declared(self, run: RunOptions) -> bool:
-        if self.monitor == "loss":  # of the training: there may be no validation data
-            return False
-        higher = run.higher_is_better.get(self.monitor)
+        higher = direction(self.monitor, run)
         if higher is None:
             raise PlanError(
                 f"EarlyStopping: the metric {self.monitor!r} does not declare whether higher is better. Pass "

@@ -18,6 +18,7 @@ from ..telemetry.history import Epoch, Evaluation
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
 from ..training.agreement import Exchange, broadcast_text
+from .ranks import trains_here
 
 STOP, FAILED = 1, 2
 PATIENCE = 10.0  # seconds; longer than ranks that compute the same usually drift apart
@@ -27,7 +28,8 @@ States = dict[str, dict[str, Any]]
 def run_options(plan: ResolvedPlan, logs: bool) -> RunOptions:
     names = () if plan.data.val is None else ("val_loss", *plan.task.names)
     known = scales(plan.task) if names else {}
-    return RunOptions(names, logs, {name: scale.higher_is_better for name, scale in known.items()})
+    directions = {name: scale.higher_is_better for name, scale in known.items()}
+    return RunOptions(names, logs, directions, starts_ranks=not trains_here(plan))
 
 
 def check_callbacks(callbacks: Sequence[Callback], options: RunOptions, *, pickled: bool) -> None:

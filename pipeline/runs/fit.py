@@ -66,7 +66,10 @@ def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False) -> Fi
         for text in (note, uploaded, "" if folder is None else replaced(folder, job.resume)):
             _echo(text, progress)
         with published(folder):
-            return _fit(plan, job)
+            result = _fit(plan, job)
+    for one in config.callbacks:
+        one.on_return()
+    return result
 
 
 def _check_evaluation(plan: ResolvedPlan, config: FitConfig) -> None:

@@ -297,6 +297,13 @@ class History:
         stopped: dict[str, Any] | None = self.facts.get("stopped")
         return None if stopped is None else str(stopped["reason"])
 
+    def unfinished(self, planned: Any) -> str:
+        """Return `"1 of 3 epochs"` if the run left off before the `planned` last epoch without having been stopped by a
+        callback; "" otherwise, or if the plan is unknown."""
+        done = len(self.epochs)
+        ended = self.stopped is not None or not isinstance(planned, int) or done >= planned
+        return "" if ended else f"{done} of {planned} epochs"
+
     def __repr__(self) -> str:
         return "\n".join(map(str, self.epochs)) or "no finished epoch"
 

@@ -4,7 +4,6 @@ need no adapter: `logger=wandb.init(project=…)`, `logger=mlflow`; by name, the
 from __future__ import annotations
 
 import csv
-import importlib
 import io
 import math
 import warnings
@@ -18,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from ...common.checks import check_picklable
-from ...common.errors import MissingExtra, PlanError, require, suggest
+from ...common.errors import PlanError, require, suggest
 from ...common.frozen import FrozenDict
 from ...common.storage.files import atomic_file
 from .history import COLUMNS, Epoch, Evaluation
@@ -251,9 +250,10 @@ class MLflowLogger:
         self._module = _service("mlflow")
         run = self._module.start_run(run_id=_known_run("mlflow", folder, step), nested=True)
         _keep_run("mlflow", folder, run.info.run_id)
+        self._known = run.data.params  # which MLflow does not let a resumed run change, such as `epochs`
 
     def log_params(self, values: Mapping[str, Any]) -> None:
-        self._module.log_params(dict(values))
+        self._module.log_params({name: value for name, value in values.items() if name not in self._known})
 
     def log(self, values: Values, step: int) -> None:
         self._module.log_metrics(values, step=step)
@@ -263,13 +263,7 @@ class MLflowLogger:
 
 
 def _service(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingExtra(
-            f"{name} is needed to log to {_SERVICES[name]}, and could not be imported ({error}). Install it with: "
-            f"pip install {name}"
-        ) from error
+    return require(name, name, f"log to {_SERVICES[name]}")
 
 
 def _known_run(service: str, folder: Path | None, step: int) -> str | None:

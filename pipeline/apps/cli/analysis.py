@@ -46,7 +46,7 @@ def errors(
 
 @click.command(cls=Command)
 @argument(
-    "runs", "Folders of runs (train --out), any number.", File(), nargs=-1, required=True, metavar="RUN..."
+    "runs", "Folders or addresses of runs (train --out), any number.", Place(), nargs=-1, required=True, metavar="RUN..."
 )
 @option("--out FILE", "Also draw the curves: .png, .svg or .pdf.", File())
 @option(
@@ -54,7 +54,7 @@ def errors(
     "Print one JSON object: the figures of each run, and what differs in its recipe.",
     name="as_json",
 )
-def compare(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
+def compare(runs: tuple[Path | str, ...], out: Path | None, as_json: bool) -> None:
     """Compare runs: epochs, best and last metric, time, and only what differs between their recipes.
 
     Unfinished and damaged runs are named. The curves are those of the monitored metric and of the loss, by epoch and by

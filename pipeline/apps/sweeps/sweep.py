@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,7 +153,7 @@ def sweep(
         what: the values.
         folder: of the sweep.
         sources: the data by key, `train` and `val`.
-        jobs: processes at a time. They share the device.
+        jobs: processes at a time. They share the visible GPUs: equal parts, or one each if there are more jobs.
         said: gets a line for every run that ends.
 
     Raises:
@@ -227,16 +227,21 @@ def _run_all(
 ) -> dict[str, str]:
     """Run the commands; return why runs failed. However this ends, no process is left."""
     failures: dict[str, str] = {}
+    gpus, free, slots = visible_gpus() if jobs > 1 else [], [*range(jobs)], dict[str, int]()
     waiting, running, ended = [*commands], dict[str, subprocess.Popen[bytes]](), 0
     with _ended_with(running), _terminating():
         try:
             while waiting or running:
                 while waiting and len(running) < jobs:
                     name = waiting.pop(0)
+                    slots[name] = free.pop(0)
                     with interrupts_held():  # else one that has just started could be forgotten
-                        running[name] = _start(folder / name, commands[name])
+                        running[name] = _start(
+                            folder / name, commands[name], job_environment(gpus, slots[name], jobs)
+                        )
                 for name in [name for name, process in running.items() if process.poll() is not None]:
                     ended += 1
+                    free.append(slots[name])
                     reason = _reason(folder / name, running.pop(name).returncode)
                     if reason:
                         failures[name] = reason
@@ -251,13 +256,33 @@ def _run_all(
     return failures
 
 
-def _start(folder: Path, command: list[str]) -> subprocess.Popen[bytes]:
+def visible_gpus() -> list[str]:
+    """Return the GPUs of this process as `CUDA_VISIBLE_DEVICES` names them."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    count = torch.cuda.device_count()
+    return named[:count] if named[0] else [str(number) for number in range(count)]
+
+
+def job_environment(gpus: Sequence[str], slot: int, jobs: int) -> dict[str, str]:
+    """Return the variables of the process in `slot`, 0 to `jobs` - 1: equal parts of the GPUs, so that runs can be
+    compared, or one GPU each if there are more jobs than GPUs."""
+    if jobs == 1 or len(gpus) < 2:
+        return {}
+    share = max(len(gpus) // jobs, 1)
+    first = slot * share % len(gpus)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + share])}
+
+
+def _start(folder: Path, command: list[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """A process group of its own: Ctrl-C in a terminal reaches only the sweep, which passes it on, once."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / OUTPUT).open("ab") as output:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
-        )
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0,
+            env=os.environ | variables,
+        )  # fmt: skip
 
 
 @contextmanager

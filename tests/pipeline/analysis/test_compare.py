@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import call
-from drivetrain import DataError, Pipeline
-from drivetrain.pipeline import compare_runs
+from drivetrain import DataError, Pipeline, Regression
+from drivetrain.pipeline import compare_runs, load_run
 from drivetrain.pipeline.recipes.flat import flattened
 from drivetrain.transforms import LabelSmoothing
-from pipeline_data import SIDE, Toy
+from pipeline_data import SIDE, Toy, plain_model
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +63,34 @@ def test_unfinished_and_damaged_runs_have_a_row_and_a_reason(runs: Path, tmp_pat
         assert words in text
     with pytest.raises(DataError, match="None of these is the folder of a run"):
         compare_runs([tmp_path / "none", tmp_path])
-    with pytest.raises(DataError, match="is an address"):
-        compare_runs(["s3://bucket/run"])
+
+
+def test_addresses_results_and_histories(runs: Path, toy: Toy, tmp_path: Path) -> None:
+    """Of another task, too, with one name, and twice; a store that is not there has a row."""
+    numbers = toy.pipeline(lambda: plain_model(1)).task(Regression()).fit(epochs=1, progress=False)
+    plain, saved = load_run(runs / "plain"), f"file://{runs}/plain"
+    for number in range(3):
+        shutil.copytree(runs / "plain", tmp_path / f"{number}" / "plain")
+    given = [saved, f"file://{tmp_path}/none", plain, numbers, plain.history, *tmp_path.glob("*/plain")]
+    comparison = Pipeline.compare(*given, runs / "plain", runs / "plain")
+    names = [run.name for run in comparison.runs]
+    assert len(set(names)) == len(names) == 10
+    assert names[2:5] == ["result 3", "result 4", "result 5"]
+    assert comparison.runs[0].recipe == comparison.runs[2].recipe == comparison.runs[9].recipe
+    assert comparison.runs[0].to_dict()["folder"] == saved
+    assert comparison.runs[2].to_dict()["folder"] is None
+    text = str(comparison)
+    assert " mae " in text or "val loss" in text, text
+    assert f"{names[1]}: it is no run: it has no history.json." in text
+    assert comparison.show() is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [((), "There is no run"), ((None,), "None is not a run"), ((["a"],), r"\['a'\] is not a run")]
+)
+def test_what_is_not_a_run(given: Any, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        Pipeline.compare(*given)
 
 
 def test_the_command_and_the_curves(runs: Path, tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ import csv
 import io
 import json
 import math
+import struct
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -130,42 +133,78 @@ def test_a_run_that_begins_again_or_goes_on_doubles_nothing(toy: Toy, tmp_path: 
     assert list(points_of(tmp_path, "step/loss")) == list(range(1, 9))
 
 
-class Run(Notebook):
-    """A run of Weights & Biases has its hyperparameters in `config`."""
+def wandb_values(folder: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """The configuration and the history in the files of offline runs of Weights & Biases, by its own messages."""
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.config: dict[str, Any] = {}
+    config, history = dict[str, Any](), dict[int, dict[str, Any]]()
+    for file in sorted(folder.rglob("*.wandb")):
+        data, at, content = file.read_bytes(), 7, b""
+        while at < len(data):  # LevelDB's log: blocks of 32 KiB; CRC, length and kind before each fragment
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+            length, kind = struct.unpack_from("<HB", data, at + 4)
+            content, at = content + data[at + 7 : at + 7 + length], at + 7 + length
+            if kind in (1, 4):  # a full one, or the last fragment
+                record, content = Record.FromString(content), b""
+                update = [*record.run.config.update, *record.config.update]
+                config |= {item.key or item.nested_key[0]: json.loads(item.value_json) for item in update}
+                items = record.history.item
+                row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in items}
+                history |= {row["_step"]: row} if row else {}
+    return config, history
 
 
-class Module(Server):
-    def __init__(self) -> None:
-        super().__init__()
-        self.params: dict[str, Any] = {}
+@pytest.fixture
+def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, ModuleType]]:
+    """Weights & Biases without its server, and MLflow with a folder of files."""
+    settings = {
+        "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path), "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_TRACKING_URI": f"{tmp_path.as_uri()}/mlruns",
+    }  # fmt: skip
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    wandb, mlflow = (pytest.importorskip(name) for name in ("wandb", "mlflow"))
+    yield wandb, mlflow
+    wandb.teardown()
 
-    def log_params(self, params: dict[str, Any]) -> None:
-        self.params |= params
 
-
-def test_loggers_get_the_hyperparameters(toy: Toy, tmp_path: Path) -> None:
+@pytest.mark.process
+@pytest.mark.long
+def test_loggers_get_the_hyperparameters(
+    toy: Toy, tmp_path: Path, services: tuple[ModuleType, ModuleType]
+) -> None:
+    """The services are real; a run that is resumed goes on there, too."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run, module = Run(), Module()
-    fit(toy.pipeline(), 1, out=tmp_path, logger=["tensorboard", run, module])
-    assert run.config == module.params
-    assert (run.config["optimizer.lr"], run.config["epochs"], run.config["batch_size"]) == (0.1, 1, BATCH)
-    reader = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    wandb, mlflow = services
+    out, names = tmp_path / "run", ["tensorboard", "wandb", "mlflow"]
+    fit(toy.pipeline(), 1, out=out, logger=names)
+    known = {name: (out / f"{name}-run.txt").read_text() for name in names[1:]}
+    last = fit(toy.pipeline(), 2, out=out, logger=names, resume="auto").history.epochs[-1]
+    assert known == {name: (out / f"{name}-run.txt").read_text() for name in known}
+    config, history = wandb_values(out)
+    assert (config["optimizer.lr"], config["epochs"], config["batch_size"]) == (0.1, 2, BATCH)
+    assert {step: row["epoch"] for step, row in history.items()} == {4: 1, 8: 2}
+    assert history[8]["top1"] == last.accuracy
+    run = mlflow.get_run(known["mlflow"].strip())
+    assert (run.data.params["optimizer.lr"], run.data.params["epochs"]) == ("0.1", "1")  # as it began
+    points = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+    assert [point.step for point in points] == [4, 8]
+    assert (run.info.status, run.data.metrics["loss"]) == ("FINISHED", last.loss)
+    reader = EventAccumulator(str(out / "tensorboard")).Reload()
     assert reader.Tags()["tensors"] == ["hyperparameters/text_summary"]
 
-    unnamed = Run()  # no recipe can express it
-    fit(toy.pipeline(lambda: plain_model()), 1, logger=unnamed)
-    assert unnamed.config["batch_size"] == BATCH
-    assert unnamed.config["optimizer.name"] == "sgd"
-    assert unnamed.config["optimizer.lr"] == 0.1
+    own = wandb.init()  # objects of the user, which stay open; no recipe can express this pipeline
+    with mlflow.start_run() as begun:
+        fit(toy.pipeline(lambda: plain_model()), 1, logger=[own, mlflow])
+        assert (own.config["optimizer.name"], own.config["optimizer.lr"]) == ("sgd", 0.1)
+        own.finish()
+    assert mlflow.get_run(begun.info.run_id).data.params["optimizer.name"] == "sgd"
 
 
 def test_a_logger_that_refuses_hyperparameters_still_logs(toy: Toy) -> None:
-    class Strict(Module):
+    class Strict(Server):
         def log_params(self, params: dict[str, Any]) -> None:
             raise ValueError(f"{len(params)} are too many")
 
@@ -178,7 +217,7 @@ def test_a_logger_that_refuses_hyperparameters_still_logs(toy: Toy) -> None:
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_service_that_is_not_installed(toy: Toy, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtra, match=f"Install it with: pip install {name}"):
+    with pytest.raises(MissingExtra, match=rf"Install it with: pip install 'drivetrain\[{name}\]'"):
         fit(toy.pipeline(), 1, logger=name)
 
 

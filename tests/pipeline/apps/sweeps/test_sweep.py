@@ -16,6 +16,7 @@ import pytest
 from command_line import ENVIRONMENT, call, toy_values
 from drivetrain import PlanError
 from drivetrain.pipeline.apps.sweeps.space import Axis, name_of, space, split
+from drivetrain.pipeline.apps.sweeps.sweep import _start, job_environment
 from pipeline_data import Toy
 
 
@@ -76,6 +77,23 @@ def test_bad_values_end_the_sweep_before_it_begins(tmp_path: Path) -> None:
     end = call("sweep", "cifar10-quickstart", "optimzer.lr=0.1,1", "--out", str(out))
     assert "optimizer" in end.line
     assert not any(out.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "jobs", "parts"),
+    [
+        ("01234567", 4, ["0,1", "2,3", "4,5", "6,7"]), ("01", 3, ["0", "1", "0"]), ("012", 2, ["0", "1"]),
+        ("01", 1, ["unset"]), ("0", 2, ["unset"] * 2), ("", 2, ["unset"] * 2),
+    ],
+)  # fmt: skip
+def test_jobs_share_the_gpus(
+    gpus: str, jobs: int, parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    command = ["sh", "-c", "echo ${CUDA_VISIBLE_DEVICES-unset}"]
+    for slot in range(jobs):
+        _start(tmp_path / f"{slot}", command, job_environment(gpus, slot, jobs)).wait()
+    assert [(tmp_path / f"{slot}" / "output.txt").read_text().strip() for slot in range(jobs)] == parts
 
 
 @pytest.mark.process
