@@ -7,6 +7,7 @@ Intervals of shares are Wilson's (1927, "Probable inference, the law of successi
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -164,7 +165,11 @@ class Errors:
         )
 
     def _repr_html_(self) -> str:
-        return self.table().html() if self.heads else f"<pre>{self}</pre>"
+        from .picture import thumbnails
+
+        return (self.table().html() if self.heads else f"<pre>{html.escape(str(self))}</pre>") + thumbnails(
+            self
+        )
 
 
 def pooled(parts: Sequence[Errors]) -> Errors:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.errors import require
+from ...common.pictures import gallery
 from ...loaders.beton.targets import NOT_COUNTED, palette
 
 INK, BAR, WRONG, PALE = "#222222", "#2f6f9f", "#b5452c", "#e4e8ea"
@@ -17,15 +18,15 @@ CLASSES = 30
 COLUMNS = 6
 
 
-def figure_of(errors: Any) -> Any:
+def figure_of(errors: Any, samples: bool = True) -> Any:
     """Return a matplotlib figure of the `Errors` of a data set, whose class imports this file: the overview of
-    its kind, then the worst samples.
+    its kind, then, with `samples`, the worst.
 
     Raises:
         MissingExtra: without matplotlib.
     """
     figure_class = require("matplotlib.figure", "plot", "draw the errors").Figure
-    worst = [int(errors.samples[at]) for at in errors.worst() if int(errors.samples[at]) in errors.pictures]
+    worst = worst_of(errors) if samples else []
     rows = -(-len(worst) // COLUMNS)
     overview = 4.6 if errors.kind else 0.0
     figure = figure_class(figsize=(10, 0.6 + overview + 2.0 * rows), layout="constrained")
@@ -38,24 +39,35 @@ def figure_of(errors: Any) -> Any:
     return figure
 
 
-def sheet(figure: Any, errors: Any, samples: list[int], title: str) -> None:
+def sheet(figure: Any, errors: Any, places: list[int], title: str) -> None:
     """Draw samples with truth, prediction and loss; masks over their images."""
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, color=INK)
-    rows = -(-len(samples) // COLUMNS)
+    rows = -(-len(places) // COLUMNS)
     panels = figure.subplots(rows, COLUMNS, squeeze=False).ravel()
-    places = {int(sample): place for place, sample in enumerate(errors.samples)}
     for axes in panels:
         axes.axis("off")
-    for axes, sample in zip(panels, samples, strict=False):
-        axes.imshow(overlaid(errors.pictures[sample]))
-        about = errors.of(places[sample])
-        texts = [about.get("truth", ""), about.get("prediction", "")]
-        said = [f"{name} {text}" for name, text in zip(("is", "→"), texts, strict=True) if text]
-        lines = [
-            f"#{sample}  loss {about['loss']:.3g}",
-            *(textwrap.shorten(line, 28, placeholder="…") for line in said),
-        ]
+    for axes, place in zip(panels, places, strict=False):
+        axes.imshow(overlaid(errors.pictures[int(errors.samples[place])]))
+        lines = [textwrap.shorten(line, 28, placeholder="…") for line in about(errors, place)]
         axes.set_title("\n".join(lines), fontsize=7, loc="left", color=INK, pad=2)
+
+
+def worst_of(errors: Any) -> list[int]:
+    """Return the places of the worst samples that have pictures."""
+    return [int(at) for at in errors.worst() if int(errors.samples[at]) in errors.pictures]
+
+
+def about(errors: Any, place: int) -> list[str]:
+    """Return what is known of a sample, as lines."""
+    known = errors.of(place)
+    said = [f"{mark} {known[name]}" for name, mark in (("truth", "is"), ("prediction", "→")) if name in known]
+    return [f"#{known['sample']} loss {known['loss']:.3g}", *said]
+
+
+def thumbnails(errors: Any) -> str:
+    """Return the worst samples as HTML."""
+    pictures = ((overlaid(errors.pictures[int(errors.samples[at])]), at) for at in worst_of(errors))
+    return gallery(((picture,), "\n".join(about(errors, at))) for picture, at in pictures)
 
 
 def overlaid(pictures: Any) -> NDArray[np.uint8]:
@@ -66,9 +78,19 @@ def overlaid(pictures: Any) -> NDArray[np.uint8]:
         return image
     truth, prediction = pictures["truth"], pictures["prediction"]
     counts = truth != NOT_COUNTED
-    left = colored(image, np.where(counts, truth, 0), 0.5 * counts)
+    left = masked(image, truth)
     right = colored(image, prediction, np.where(counts & (truth != prediction), 1.0, 0.4))
     return np.concatenate([left, right], axis=1)
+
+
+def masked(image: NDArray[np.uint8], mask: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return an image `(H, W, 3)` under its mask `(H, W)`: half transparent in the colors of the classes, and hatched
+    in gray where pixels do not count."""
+    counts = mask != NOT_COUNTED
+    rows, columns = np.indices(mask.shape)
+    stripes = (rows + columns) // max(min(mask.shape) // 40, 1) % 2
+    gray = np.where(stripes, 225, 120)[..., None].astype(np.uint8)
+    return np.where(counts[..., None], colored(image, np.where(counts, mask, 0), 0.5), gray)
 
 
 def colored(image: NDArray[np.uint8], classes: NDArray[Any], strength: Any) -> NDArray[np.uint8]:

@@ -19,6 +19,7 @@ from ...common.storage.files import acquire, atomic_file, release
 from ...strategies.launching.group import is_main_process
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.remote import CHECKPOINTS, RemoteRun, shown
+from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan
 from ..recipes.convert import to_recipe
@@ -91,7 +92,7 @@ def clear_results(folder: Path) -> None:
 def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
     texts, note = {PLAN: f"{Plan(plan.steps)!r}\n"}, ""
     try:
-        recipe = to_recipe(plan.spec)
+        recipe = recipe_text(plan.spec)
     except RecipeError as error:  # e.g. a custom model
         note = (
             f"There is no {RECIPE}: {error} Without it, Pipeline.evaluate, init_from= and resume= still take the "
@@ -99,8 +100,13 @@ def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
             "pipeline (load_run, drivetrain predict) needs it."
         )
     else:
-        texts[RECIPE] = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+        texts[RECIPE] = recipe
     return texts, note
+
+
+def recipe_text(spec: PipelineSpec) -> str:
+    """Return the recipe of a pipeline as YAML; RecipeError if it cannot be written as one."""
+    return yaml.safe_dump(to_recipe(spec), sort_keys=False, allow_unicode=True)
 
 
 def hyperparameters(plan: ResolvedPlan, epochs: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -52,6 +53,7 @@ class FitResult:
         plan: the steps of the run.
         transforms: the pipeline's transforms, in the plan's order.
         spec: the pipeline's description.
+        folder: the run's folder or address; None without `fit(out=…)`.
 
     Example::
 
@@ -66,6 +68,7 @@ class FitResult:
     plan: Plan
     transforms: tuple[Transform, ...] = ()
     spec: PipelineSpec | None = None
+    folder: str | Path | None = None
 
     def evaluate(self, data: str | Path | None = None) -> dict[str, float]:
         """Return the metrics of the model on data that `Pipeline.load` takes as `val`, by name; see
@@ -110,6 +113,41 @@ class FitResult:
         if self.spec is None:
             raise PlanError("This result is not from Pipeline.fit. Use Pipeline.evaluate(weights).")
         return errors_of_weights(self.spec, self._state.all(), data)
+
+    def report(self, out: str | Path, data: str | Path | None = None) -> Path:
+        """Write the run as one HTML file without scripts that needs no network, as `drivetrain report` does, and return
+        its path.
+
+        It has the final metrics, curves and epochs, a training batch, the errors with the worst samples, the plan with
+        its cautions, machine and versions, the recipe, and the ledger if `ledger.json` is in the run's folder. What
+        cannot be shown is named, with the reason.
+
+        Args:
+            out: the file, `.html`.
+            data: data whose errors are shown, as `evaluate` takes it. Default None: the pipeline's validation data.
+
+        Raises:
+            DrivetrainError: unless `out` ends in `.html`; for `data` that cannot be judged.
+
+        Example::
+
+            >>> result.report("report.html").name
+            'report.html'
+        """
+        from .report import Report, check_report
+
+        check_report(out)
+        errors = None if data is None else self.errors(data)  # rejected here, and not in the report
+
+        def judged() -> Errors:
+            return errors or self.errors()
+
+        if self.folder is not None:
+            with suppress(CheckpointError):
+                report = Report.of(self.folder, judged)
+                if report.history.epochs == self.history.epochs:  # else another run has replaced it
+                    return report.write(out)
+        return Report.unsaved(self.history, self.plan, self.spec, judged).write(out)
 
     @property
     def task(self) -> Task:
@@ -270,7 +308,7 @@ def load_run(folder: str | Path) -> FitResult:
         raise CheckpointError(
             f"{folder / MODEL} does not fit the model of {folder / RECIPE}: {error}"
         ) from error
-    return FitResult(model.eval(), history, reports, Plan(()), transforms, spec)
+    return FitResult(model.eval(), history, reports, Plan(()), transforms, spec, place)
 
 
 @plain_torch()
