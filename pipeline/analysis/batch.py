@@ -152,12 +152,13 @@ def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> 
         built.train.set_epoch(epoch)
         images, targets = next(iter(built.train))[:2]
         parts = built.hooks.microbatches(built.engine, images, targets, built.loss)
+        own = built.train.settings
         views = [_joined([part for part, _ in parts])] if isinstance(images, torch.Tensor) else [*images]
         targets = torch.cat([part for _, part in parts])[:count].cpu()
         if isinstance(views[0], torch.Tensor) and views[0].dim() == 5:
             views = [*views[0].unbind(1)]
         pictures = tuple(
-            tuple(shown(image, built.train) for image in sample)
+            tuple(shown(image, own.mean, own.std) for image in sample)
             for sample in zip(*(view[:count] for view in views), strict=True)
         )
         classes = built.train.classes

@@ -225,6 +225,14 @@ class ClassErrors(Errors):
         np.add.at(found, (self.targets, self.predictions), 1)
         return found
 
+    def confusion_of(self, classes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the rows and columns of some classes `(k,)` of `confusion`, `(k, k)`, without all others."""
+        place, count = np.full(len(self.classes), -1), len(classes)
+        place[classes] = np.arange(count)
+        truth, said = place[self.targets], place[self.predictions]
+        there = (truth >= 0) & (said >= 0)
+        return np.bincount(truth[there] * count + said[there], minlength=count**2).reshape(count, count)
+
     @cached_property
     def _counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """The samples of each class, those predicted as it, and those rightly."""

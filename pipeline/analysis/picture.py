@@ -65,9 +65,11 @@ def about(errors: Any, place: int) -> list[str]:
 
 
 def thumbnails(errors: Any) -> str:
-    """Return the worst samples as HTML."""
+    """Return the worst samples as HTML; "" without pictures."""
     pictures = ((overlaid(errors.pictures[int(errors.samples[at])]), at) for at in worst_of(errors))
-    return gallery(((picture,), "\n".join(about(errors, at))) for picture, at in pictures)
+    tiles = [((picture,), "\n".join(about(errors, at))) for picture, at in pictures]
+    sides = ": the truth, then the prediction" if errors.kind == "pixels" else ""
+    return f"<p>Highest loss{sides}</p>{gallery(tiles)}" if tiles else ""
 
 
 def overlaid(pictures: Any) -> NDArray[np.uint8]:
@@ -114,13 +116,9 @@ def _classes(figure: Any, errors: Any) -> None:
             np.bincount(each[wrong], minlength=len(chosen)) for each in (errors.targets, errors.predictions)
         )
         chosen = np.sort(np.argsort(-mistakes, kind="stable")[:CLASSES])
-    _matrix(matrix, errors.confusion[np.ix_(chosen, chosen)], [errors.classes[at] for at in chosen])
-    left = len(errors.classes) - len(chosen)
-    matrix.set_title(
-        f"truth × prediction, share of the truth{f'; without {left} classes' if left else ''}",
-        loc="left",
-        fontsize=9,
-    )
+    samples = np.bincount(errors.targets, minlength=len(errors.classes))[chosen]
+    _matrix(matrix, errors.confusion_of(chosen), samples, [errors.classes[at] for at in chosen])
+    matrix.set_title(f"truth × prediction, share of the truth{_of(chosen, errors)}", loc="left", fontsize=9)
     calibration = errors.calibration
     curve.plot([0, 1], [0, 1], color=PALE, zorder=0)
     there = calibration.samples > 0
@@ -130,9 +128,15 @@ def _classes(figure: Any, errors: Any) -> None:
     _plain(curve)
 
 
-def _matrix(axes: Any, counts: NDArray[np.int64], names: list[str]) -> None:
-    """Draw a confusion: colors are shares of each row; numbers stand in it if there is room."""
-    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+def _of(chosen: NDArray[Any], errors: Any) -> str:
+    classes = len(errors.classes)
+    return f"; {len(chosen)} of {classes:,} classes" if len(chosen) < classes else ""
+
+
+def _matrix(axes: Any, counts: NDArray[np.int64], there: NDArray[np.int64], names: list[str]) -> None:
+    """Draw a confusion `(k, k)`: colors are shares of the samples `(k,)` of each row's class, also of those taken for
+    classes that are left out; numbers stand in it if there is room."""
+    shares = counts / np.maximum(there, 1)[:, None]
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     size = 8 if len(names) <= 12 else 6
     if len(names) <= 12:
@@ -143,7 +147,7 @@ def _matrix(axes: Any, counts: NDArray[np.int64], names: list[str]) -> None:
                     column, row, f"{counts[row, column]:,}", ha="center", va="center", fontsize=size,
                     color="white" if light else INK,
                 )  # fmt: skip
-    short = [textwrap.shorten(name, 16, placeholder="…") or name[:16] for name in names]
+    short = [name if len(name) <= 16 else f"{name[:9]}…{name[-6:]}" for name in names]
     axes.set_xticks(range(len(names)), short, rotation=60, ha="right", fontsize=size)
     axes.set_yticks(range(len(names)), short, fontsize=size)
     axes.set(xlabel="prediction", ylabel="truth")
@@ -182,14 +186,18 @@ def _values(figure: Any, errors: Any) -> None:
 
 def _pixels(figure: Any, errors: Any) -> None:
     matrix, bars = figure.subplots(1, 2, width_ratios=(1.5, 1))
-    names = [*errors.classes]
-    _matrix(matrix, errors.confusion, names)
+    lowest = np.argsort(np.nan_to_num(errors.scores(), nan=1.0), kind="stable")
+    chosen = np.sort(lowest[:CLASSES])
+    names = [errors.classes[at] for at in chosen]
+    confusion = errors.confusion
+    _matrix(matrix, confusion[np.ix_(chosen, chosen)], confusion.sum(1)[chosen], names)
     for text in [*matrix.texts]:
         text.remove()  # numbers of pixels are too long
-    matrix.set_title("truth × prediction, share of the truth's pixels", loc="left", fontsize=9)
-    scores = errors.scores()
+    title = f"truth × prediction, share of the truth's pixels{_of(chosen, errors)}"
+    matrix.set_title(title, loc="left", fontsize=9)
+    scores = errors.scores()[chosen]
     bars.barh(range(len(names)), np.nan_to_num(scores), color=BAR, height=0.7)
-    bars.set_yticks(range(len(names)), names, fontsize=8)
+    bars.set_yticks(range(len(names)), names, fontsize=8 if len(names) <= 12 else 6)
     bars.set(xlim=(0, 1), xlabel="intersection over union")
     bars.invert_yaxis()
     _plain(bars)

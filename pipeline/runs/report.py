@@ -42,7 +42,7 @@ th, td { padding: 3px 9px; border-bottom: 1px solid var(--line) } .facts td { ov
 .unfinished { border-left: 4px solid var(--mark); padding-left: .7rem; font-weight: 600 }
 @media (max-width: 42rem) { .plot img { max-width: none; width: 40rem } }
 @media (prefers-color-scheme: dark) {
-  :root { --ink: #ddd; --paper: #16191b; --line: #3a4145; --mark: #e8886f }
+  :root { --ink: #ddd; --paper: #171717; --line: #3a4145; --mark: #e8886f }
   .plot img { filter: invert(.91) hue-rotate(180deg) } }
 """
 """Plots keep their size on a telephone and scroll; in the dark, their white becomes the page's color."""

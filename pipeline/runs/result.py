@@ -32,7 +32,7 @@ from ..training.build import plain_torch, rebuild_model, resolve_data
 from ..training.loop import evaluate
 from .folder import MODEL, UNLISTED
 from .initial import InitialWeights, WeightsArg, check_source
-from .prediction import BATCH, OnError, predicted
+from .prediction import BATCH, OnError, Predictions, predicted
 from .predictions import check_out, write_masks, write_table
 from .ranks import built_here, on_ranks
 
@@ -179,7 +179,8 @@ class FitResult:
         self, images: Any, *, batch_size: int = BATCH, out: str | Path | None = None, on_error: OnError = "raise",
         progress: bool = False,
     ) -> list[dict[str, Any]]:  # fmt: skip
-        """Return one dict per image: `image` (its path or number) and the prediction by name.
+        """Return one dict per image: `image` (its path or number) and the prediction by name. A notebook shows the
+        first with their images.
 
         For `Classification`: `class`, `probability` and all `probabilities`; for `MultiLabel`: `labels` and
         `probabilities`; for `Regression`: `value`; for other tasks: `prediction`. All are JSON values.
@@ -212,8 +213,10 @@ class FitResult:
             check_out(place, task)
         found = predicted(self.model, task, inputs, images, batch_size, on_error, progress)
         if place is not None and isinstance(task, Segmentation):
-            return write_masks(place, found, inputs)
-        rows = [one.row(task, inputs) for one in found]
+            return Predictions(write_masks(place, found, inputs))
+        rows = Predictions()
+        for one in found:
+            rows.add(one, one.row(task, inputs))
         if place is not None:
             write_table(place, rows, inputs.classes)
         return rows
