@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from .pipeline import EarlyStopping as EarlyStopping
     from .pipeline import GradientNorms as GradientNorms
     from .pipeline import MultiLabel as MultiLabel
-    from .pipeline import Pipeline as Pipeline
     from .pipeline import OptunaPruning as OptunaPruning
+    from .pipeline import Pipeline as Pipeline
     from .pipeline import Profile as Profile
     from .pipeline import Regression as Regression
     from .pipeline import RunView as RunView

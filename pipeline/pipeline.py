@@ -239,8 +239,8 @@ class Pipeline(PipelineSpec):
     def compare(*runs: RunArg) -> RunComparison:
         """Compare runs: results, time, and only what differs between their recipes.
 
-        Printed, it is a table, which a notebook displays; `show()` and `save("curves.png")` draw the curves of all. A run
-        that is unfinished, damaged or missing has a row, too, and a sentence says what is wrong with it. Of folders,
+        Printed, it is a table, which a notebook displays; `show()` and `save("curves.png")` draw the curves of all. A
+        run that is unfinished, damaged or missing has a row, too, and a sentence says what is wrong with it. Of folders,
         neither weights are read nor code is run.
 
         Args:

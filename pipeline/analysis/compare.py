@@ -82,8 +82,8 @@ class RunSummary:
         """Return the figures as JSON types."""
         best, last = self.best, self.history.epochs[-1] if self.epochs else None
         return {
-            "run": self.name, "folder": self.folder and str(self.folder), "problem": self.problem, "epochs": self.epochs,
-            "planned": self.planned, "monitor": self.monitor.name,
+            "run": self.name, "folder": self.folder and str(self.folder), "problem": self.problem,
+            "epochs": self.epochs, "planned": self.planned, "monitor": self.monitor.name,
             "best": None if best is None else self.monitor.of(best), "best_epoch": best and best.epoch,
             "last": self.history.monitored, "loss": last and last.loss, "val_loss": last and last.val_loss,
             "seconds": self.seconds, "images_per_s": self.images_per_s,

@@ -31,6 +31,6 @@ def check_same_process(callback: str, run: RunOptions, what: str) -> None:
     """Raise PlanError if `fit` starts the ranks, which would have only a copy of the search's object."""
     if run.starts_ranks:
         raise PlanError(
-            f"{callback} talks to {what} in this process, but fit would start the ranks in others. Let each trial train "
-            "on one device (distribute('single')), with several trials at a time, or start this program with torchrun."
+            f"{callback} talks to {what} in this process, but fit would start the ranks in others. Let each trial "
+            "train on one device (distribute('single')), with several trials at a time, or start this program with torchrun."
         )

@@ -11,11 +11,11 @@ from .monitor import check_monitor, check_same_process, direction
 
 
 class OptunaPruning(Callback):
-    """Report a metric to a trial of Optuna after each evaluated epoch, and end the run if the study's pruner decides so.
+    """Report a metric to a trial of Optuna after each evaluated epoch, and end the run if the study's pruner says so.
 
     A pruned run ends like any run that a callback stops: its weights, history and checkpoint are complete, and
-    `history.stopped` names Optuna. Then `fit` raises `optuna.TrialPruned`, also when that run is resumed. After the last
-    epoch nothing is pruned: the trial is complete.
+    `history.stopped` names Optuna. Then `fit` raises `optuna.TrialPruned`, also when that run is resumed. After the
+    last epoch nothing is pruned: the trial is complete.
 
     Args:
         trial: the trial that Optuna passes to the objective. On ranks that torchrun started, only rank 0's is used, and
@@ -60,16 +60,16 @@ class OptunaPruning(Callback):
         directions = [] if study is None else [each.name.lower() for each in study.directions]
         if len(directions) > 1:
             raise PlanError(
-                f"OptunaPruning: Optuna does not prune a study with {len(directions)} objectives. Leave the callback out, "
-                "or create a study with one direction."
+                f"OptunaPruning: Optuna does not prune a study with {len(directions)} objectives. Leave the callback "
+                "out, or create a study with one direction."
             )
         higher = direction(self.monitor, run)
         wanted = "maximize" if higher else "minimize"
         if directions and higher is not None and directions != [wanted]:
             raise PlanError(
                 f"OptunaPruning: the study's direction is {directions[0]!r}, but of {self.monitor!r}, "
-                f"{'higher' if higher else 'lower'} is better. Use optuna.create_study(direction={wanted!r}), or monitor "
-                "another metric."
+                f"{'higher' if higher else 'lower'} is better. Use optuna.create_study(direction={wanted!r}), or "
+                "monitor another metric."
             )
 
     def on_fit_start(self, view: RunView) -> None:

@@ -18,12 +18,12 @@ from ...common.signals import interrupts_held
 from ...common.storage.files import acquire, atomic_file, release
 from ...strategies.launching.group import is_main_process
 from ..checkpoints.directory import CheckpointDir
-from ..checkpoints.remote import CHECKPOINTS, RemoteRun, shown
+from ..checkpoints.remote import CHECKPOINTS, RemoteRun, opened, shown
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan
-from ..recipes.files import RECIPE
+from ..recipes.files import RECIPE, read_recipe
 from ..recipes.flat import flattened
-from ..recipes.script import FILES, recipe_and_files
+from ..recipes.script import FILES, modules_named, provide, recipe_and_files
 from ..telemetry.history import HISTORY, Epoch, Evaluation, read_history
 from ..telemetry.loggers import METRICS
 from ..telemetry.observer import Observer
@@ -99,8 +99,21 @@ def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
             "pipeline (load_run, drivetrain predict) needs it."
         )
     else:
-        texts |= files | {RECIPE: yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)}
+        texts |= files | {RECIPE: recipe_text(recipe)}
     return texts, note
+
+
+def recipe_text(recipe: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+
+
+def provide_code(place: str | Path, folder: Path, *, trust: bool) -> dict[str, Any]:
+    """Make importable what the run's recipe names of its folder, and return the recipe."""
+    recipe, _ = read_recipe(folder / RECIPE)
+    if modules := modules_named(recipe):
+        opened(place, *(f"{module}.py" for module in modules))
+        provide(recipe, folder, place, trust=trust)
+    return recipe
 
 
 def hyperparameters(plan: ResolvedPlan, epochs: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,16 +24,15 @@ from ..describe.pipeline_spec import PipelineSpec, sort_transforms
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan, resolve
 from ..recipes.convert import build_pipeline
-from ..recipes.files import RECIPE, read_recipe
-from ..recipes.script import modules_named, provide
+from ..recipes.files import RECIPE
 from ..tasks.standard import Classification, Segmentation
 from ..tasks.task import Task
 from ..telemetry.history import HISTORY, History, read_history
 from ..training.build import plain_torch, rebuild_model, resolve_data
 from ..training.loop import evaluate
-from .folder import MODEL, UNLISTED
+from .folder import MODEL, UNLISTED, provide_code
 from .initial import InitialWeights, WeightsArg, check_source
-from .prediction import BATCH, OnError, predicted
+from .prediction import BATCH, OnError, Predictions, predicted
 from .predictions import check_out, write_masks, write_table
 from .ranks import built_here, on_ranks
 
@@ -53,6 +53,7 @@ class FitResult:
         plan: the steps of the run.
         transforms: the pipeline's transforms, in the plan's order.
         spec: the pipeline's description.
+        folder: the run's folder or address; None without `fit(out=…)`.
 
     Example::
 
@@ -67,6 +68,7 @@ class FitResult:
     plan: Plan
     transforms: tuple[Transform, ...] = ()
     spec: PipelineSpec | None = None
+    folder: str | Path | None = None
 
     def evaluate(self, data: str | Path | None = None) -> dict[str, float]:
         """Return the metrics of the model on data that `Pipeline.load` takes as `val`, by name; see
@@ -112,6 +114,41 @@ class FitResult:
             raise PlanError("This result is not from Pipeline.fit. Use Pipeline.evaluate(weights).")
         return errors_of_weights(self.spec, self._state.all(), data)
 
+    def report(self, out: str | Path, data: str | Path | None = None) -> Path:
+        """Write the run as one HTML file without scripts that needs no network, as `drivetrain report` does, and return
+        its path.
+
+        It has the final metrics, curves and epochs, a training batch, the errors with the worst samples, the plan with
+        its cautions, machine and versions, the recipe, and the ledger if `ledger.json` is in the run's folder. What
+        cannot be shown is named, with the reason.
+
+        Args:
+            out: the file, `.html`.
+            data: data whose errors are shown, as `evaluate` takes it. Default None: the pipeline's validation data.
+
+        Raises:
+            DrivetrainError: unless `out` ends in `.html`; for `data` that cannot be judged.
+
+        Example::
+
+            >>> result.report("report.html").name
+            'report.html'
+        """
+        from .report import Report, check_report
+
+        check_report(out)
+        errors = None if data is None else self.errors(data)  # rejected here, and not in the report
+
+        def judged() -> Errors:
+            return errors or self.errors()
+
+        if self.folder is not None:
+            with suppress(CheckpointError):
+                report = Report.of(self.folder, judged)
+                if report.history.epochs == self.history.epochs:  # else another run has replaced it
+                    return report.write(out)
+        return Report.unsaved(self.history, self.plan, self.spec, judged).write(out)
+
     @property
     def task(self) -> Task:
         """What the model was trained for."""
@@ -142,7 +179,8 @@ class FitResult:
         self, images: Any, *, batch_size: int = BATCH, out: str | Path | None = None, on_error: OnError = "raise",
         progress: bool = False,
     ) -> list[dict[str, Any]]:  # fmt: skip
-        """Return one dict per image: `image` (its path or number) and the prediction by name.
+        """Return one dict per image: `image` (its path or number) and the prediction by name. A notebook shows the
+        first with their images.
 
         For `Classification`: `class`, `probability` and all `probabilities`; for `MultiLabel`: `labels` and
         `probabilities`; for `Regression`: `value`; for other tasks: `prediction`. All are JSON values.
@@ -175,8 +213,10 @@ class FitResult:
             check_out(place, task)
         found = predicted(self.model, task, inputs, images, batch_size, on_error, progress)
         if place is not None and isinstance(task, Segmentation):
-            return write_masks(place, found, inputs)
-        rows = [one.row(task, inputs) for one in found]
+            return Predictions(write_masks(place, found, inputs))
+        rows = Predictions()
+        for one in found:
+            rows.add(one, one.row(task, inputs))
         if place is not None:
             write_table(place, rows, inputs.classes)
         return rows
@@ -276,16 +316,7 @@ def load_run(folder: str | Path, *, trust_code: bool = False) -> FitResult:
         raise CheckpointError(
             f"{folder / MODEL} does not fit the model of {folder / RECIPE}: {error}"
         ) from error
-    return FitResult(model.eval(), history, reports, Plan(()), transforms, spec)
-
-
-def provide_code(place: str | Path, folder: Path, *, trust: bool) -> dict[str, Any]:
-    """Make importable what the run's recipe names of its folder, and return the recipe."""
-    recipe, _ = read_recipe(folder / RECIPE)
-    if modules := modules_named(recipe):
-        opened(place, *(f"{module}.py" for module in modules))
-        provide(recipe, folder, place, trust=trust)
-    return recipe
+    return FitResult(model.eval(), history, reports, Plan(()), transforms, spec, place)
 
 
 @plain_torch()

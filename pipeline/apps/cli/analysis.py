@@ -46,7 +46,12 @@ def errors(
 
 @click.command(cls=Command)
 @argument(
-    "runs", "Folders or addresses of runs (train --out), any number.", Place(), nargs=-1, required=True, metavar="RUN..."
+    "runs",
+    "Folders or addresses of runs (train --out), any number.",
+    Place(),
+    nargs=-1,
+    required=True,
+    metavar="RUN...",
 )
 @option("--out FILE", "Also draw the curves: .png, .svg or .pdf.", File())
 @option(

@@ -22,7 +22,12 @@ from .options import FILES, RECIPE, Command, File, Override, argument, option
 @option("--train DATA", "Training data: a .beton file, or a name such as cifar10:train.", FILES)
 @option("--val DATA", "Validation data, likewise.", FILES)
 @option("--out FOLDER", "Folder of the sweep; each run has a folder in it.", File(), required=True)
-@option("--jobs N", "Runs at a time. They share the machine. Each gets an equal part of the GPUs, or one if there are more runs.", int, default=1)
+@option(
+    "--jobs N",
+    "Runs at a time. They share the machine. Each gets an equal part of the GPUs, or one if there are more runs.",
+    int,
+    default=1,
+)
 @option(
     "--random N", "Draw N combinations instead of all. Each is trained with every seed=….", int, name="count"
 )

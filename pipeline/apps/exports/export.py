@@ -22,7 +22,7 @@ from ...checkpoints.weights import save_model
 from ...describe.inputs import Inputs, metadata
 from ...recipes.files import RECIPE, read_recipe
 from ...recipes.script import modules_named
-from ...runs.result import provide_code
+from ...runs.folder import provide_code
 from .card import CARD, LEDGER, check_card, write_card
 from .programs import Difference, write_program
 

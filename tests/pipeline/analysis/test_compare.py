@@ -86,7 +86,8 @@ def test_addresses_results_and_histories(runs: Path, toy: Toy, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("given", "words"), [((), "There is no run"), ((None,), "None is not a run"), ((["a"],), r"\['a'\] is not a run")]
+    ("given", "words"),
+    [((), "There is no run"), ((None,), "None is not a run"), ((["a"],), r"\['a'\] is not a run")],
 )
 def test_what_is_not_a_run(given: Any, words: str) -> None:
     with pytest.raises(DataError, match=words):

@@ -33,7 +33,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 def pipeline_of(files: Files, *, scaled: bool = True, **load: Any) -> Pipeline:
     start = Pipeline(jobs.Outputs, num_classes=3).task(Regression(scale_targets=scaled))
-    start = start.load(files[0], files[1], **{"batch_size": 32, "image_size": jobs.SIDE, "flip": False, **load})
+    start = start.load(
+        files[0], files[1], **{"batch_size": 32, "image_size": jobs.SIDE, "flip": False, **load}
+    )
     return start.optimize("sgd", lr=0.05 if scaled else 1e-12, momentum=0.9, schedule="constant")
 
 
@@ -118,7 +120,7 @@ def test_the_fit() -> None:
             fitted([1.0, bad])
 
 
-Pair = namedtuple("Pair", "main other")  # noqa: PYI024
+Pair = namedtuple("Pair", "main other")
 
 
 @pytest.mark.parametrize(
