@@ -240,8 +240,8 @@ class Pipeline(PipelineSpec):
         """Compare runs: results, time, and only what differs between their recipes.
 
         Printed, it is a table, which a notebook displays; `show()` and `save("curves.png")` draw the curves of all. A
-        run that is unfinished, damaged or missing has a row, too, and a sentence says what is wrong with it. Of folders,
-        neither weights are read nor code is run.
+        run that is unfinished, damaged or missing has a row, too, and a sentence says what is wrong with it. Of
+        folders, neither weights are read nor code is run.
 
         Args:
             runs: any number of folders of runs (`fit(out=…)`), their addresses, such as `"s3://bucket/run"`, results of

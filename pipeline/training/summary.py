@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...common.model_state import describe_frozen, train_mode
 from ...common.table import Table
 from ...loaders.image_size import height_width, size_text
-from ...strategies.options import half_dtype
+from ...strategies.options import Precision, half_dtype
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import resolve
 from ..models.weights import weights_omitted
@@ -151,7 +151,8 @@ def summarize(spec: PipelineSpec) -> ModelSummary:
     with weights_omitted():
         model, _ = rebuild_model(plan.spec, plan.transforms)
     data, how = plan.data, plan.distribution
-    microbatch = data.batch_size // (how.ranks * how.accumulate) * data.loading.views
+    views = data.loading.views
+    microbatch = data.batch_size // (how.ranks * how.accumulate) * (views if isinstance(views, int) else 1)
     size, precision = height_width(data.image_size), how.step_options["precision"]
     for transform in plan.transforms:
         transform.begin(model, 1)
@@ -165,8 +166,8 @@ def summarize(spec: PipelineSpec) -> ModelSummary:
             _forward(model, counts, (microbatch, len(data.loading.mean), *size), precision)
         except Exception as error:  # a model may raise anything
             unknown = _reason(error)
-    known = {} if unknown else {"microbatch": microbatch, "counts": counts}
-    return ModelSummary(_rows(model, **known), describe_frozen(model), microbatch, size, precision, unknown)
+    rows = _rows(model) if unknown else _rows(model, microbatch=microbatch, counts=counts)
+    return ModelSummary(rows, describe_frozen(model), microbatch, size, precision, unknown)
 
 
 def _groups(model: nn.Module) -> dict[str, nn.Module]:
@@ -186,13 +187,13 @@ class _Counts:
     def __init__(self) -> None:
         self.flops, self.kept = defaultdict[str, int](int), defaultdict[str, int](int)
         self.counter = FlopCounterMode(display=False)
-        self.known: dict[
-            int, torch.UntypedStorage
-        ] = {}  # by address, which is unique while they are referred to
+        # By address, which is unique while they are referred to.
+        self.known: dict[int, torch.UntypedStorage] = {}
         self._group, self._outer, self._counted = REST, list[str](), 0
 
     def follow(self, groups: Mapping[str, nn.Module]) -> None:
-        names = {module: name for name, group in reversed(groups.items()) for module in group.modules()}
+        # The first group of a module that several share.
+        names = {module: name for name, group in [*groups.items()][::-1] for module in group.modules()}
         for module, name in names.items():
             module.register_forward_pre_hook(partial(self._enter, name))
             module.register_forward_hook(self._leave)
@@ -220,13 +221,13 @@ class _Counts:
         return tensor
 
 
-def _forward(model: nn.Module, counts: _Counts, shape: tuple[int, ...], precision: str) -> None:
+def _forward(model: nn.Module, counts: _Counts, shape: tuple[int, ...], precision: Precision) -> None:
     """Run a forward in training mode on tensors without values."""
     train_mode(model)
     half = None if precision == "fp32" else half_dtype(precision)
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
         own = chain(model.named_parameters(), model.named_buffers())
-        tensors = {name: fakes.from_tensor(tensor) for name, tensor in own}
+        tensors: dict[str, torch.Tensor] = {name: fakes.from_tensor(tensor) for name, tensor in own}
         for tensor in tensors.values():
             counts.known[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         call = partial(torch.func.functional_call, model, tensors)

@@ -56,7 +56,7 @@ def trained(pipeline: Any, epochs: int, *callbacks: Any, **more: Any) -> tuple[A
     found: list[dict[str, float]] = []
 
     class Keeps(pl.Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002  # noqa: ARG002
             found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
     every = [Keeps(), *callbacks]

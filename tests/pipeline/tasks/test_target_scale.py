@@ -100,7 +100,7 @@ def test_a_run_without_a_scale_is_as_before(files: Files, tmp_path: Path) -> Non
     assert "scale_targets" not in (tmp_path / "recipe.yaml").read_text()
     assert not {*BUFFERS} & result.model.state_dict().keys()
     assert load_run(tmp_path).predict(pictures) == result.predict(pictures)
-    with pytest.raises(PlanError, match="These are not weights of this model.* target_mean"):
+    with pytest.raises(PlanError, match=r"These are not weights of this model.* target_mean"):
         pipeline_of(files).evaluate(tmp_path)
 
 
