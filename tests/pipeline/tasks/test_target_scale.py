@@ -33,7 +33,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 def pipeline_of(files: Files, *, scaled: bool = True, **load: Any) -> Pipeline:
     start = Pipeline(jobs.Outputs, num_classes=3).task(Regression(scale_targets=scaled))
-    start = start.load(files[0], files[1], **{"batch_size": 32, "image_size": jobs.SIDE, "flip": False, **load})
+    start = start.load(
+        files[0], files[1], **{"batch_size": 32, "image_size": jobs.SIDE, "flip": False, **load}
+    )
     return start.optimize("sgd", lr=0.05 if scaled else 1e-12, momentum=0.9, schedule="constant")
 
 
@@ -98,7 +100,7 @@ def test_a_run_without_a_scale_is_as_before(files: Files, tmp_path: Path) -> Non
     assert "scale_targets" not in (tmp_path / "recipe.yaml").read_text()
     assert not {*BUFFERS} & result.model.state_dict().keys()
     assert load_run(tmp_path).predict(pictures) == result.predict(pictures)
-    with pytest.raises(PlanError, match="These are not weights of this model.* target_mean"):
+    with pytest.raises(PlanError, match=r"These are not weights of this model.* target_mean"):
         pipeline_of(files).evaluate(tmp_path)
 
 
@@ -118,7 +120,7 @@ def test_the_fit() -> None:
             fitted([1.0, bad])
 
 
-Pair = namedtuple("Pair", "main other")  # noqa: PYI024
+Pair = namedtuple("Pair", "main other")
 
 
 @pytest.mark.parametrize(
