@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .pipeline import OptunaPruning as OptunaPruning
     from .pipeline import Pipeline as Pipeline
     from .pipeline import Profile as Profile
+    from .pipeline import RayReport as RayReport
     from .pipeline import Regression as Regression
     from .pipeline import RunView as RunView
     from .pipeline import Segmentation as Segmentation

@@ -16,7 +16,8 @@ class RayReport(Callback):
     """Report the values of each epoch to a trial of Ray Tune: `ray.tune.report({...})`.
 
     If Tune's scheduler or stop condition ends the trial, the run stops after that epoch like any run that a callback
-    stops, and `fit` ends the trial's function instead of returning. Epochs without an evaluation (`fit(eval_every=…)`)
+    stops, and `fit` ends the trial's function instead of returning. Tune does not wait for it: its process may be gone
+    before all files of the run are written. Epochs without an evaluation (`fit(eval_every=…)`)
     are reported only if `metrics` needs none.
 
     Args:

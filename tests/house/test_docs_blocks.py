@@ -39,6 +39,7 @@ ELSEWHERE = {
     "docs/guide/callbacks.md": "tests/pipeline/callbacks/test_callbacks.py",
     "docs/guide/composer.md": "tests/transforms/test_from_composer.py",
     "docs/guide/how-to.md": "tests/house/test_readme.py",
+    "docs/guide/search.md": "tests/pipeline/callbacks/test_search.py",
     "docs/guide/tasks.md": "tests/pipeline/tasks/test_training.py",
 }
 """The pages whose Python blocks other tests run."""
