@@ -270,6 +270,7 @@ def serve(
             app, http=_impatient(timeout), ws="none", lifespan="off", log_config=None, access_log=False,
             limit_concurrency=CONNECTIONS, server_header=False, timeout_graceful_shutdown=int(timeout) + 1,
         )  # fmt: skip
+        listener.listen()  # so that who reads the next line can connect
         shown = f"[{host}]" if ":" in host else host
         print(f"{run}: http://{shown}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
         # uvicorn repeats a signal when it has ended; here nothing is left to do then.
