@@ -33,9 +33,8 @@ def imported(what: str, name: str, error: type[DrivetrainError] = PlanError) -> 
             f"The {what} {name!r} is defined in the running script, which other processes cannot import. Move it to a "
             "separate module, and write module:name."
         )
-    if (
-        module != "__main__" and module.split(".")[0] in sys.stdlib_module_names
-    ):  # a recipe could call any of its functions
+    # A recipe could call any of its functions.
+    if module != "__main__" and module.split(".")[0] in sys.stdlib_module_names:
         kinds = f"{what}{'es' if what.endswith('s') else 's'}"
         raise error(
             f"The {what} {name!r} names Python's standard library, which has no {kinds}. Write package.module:name."

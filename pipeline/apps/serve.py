@@ -48,6 +48,7 @@ SEND = "Send the bytes of one image file as the body: curl --data-binary @cat.jp
 def serve_app(
     run: str | Path | FitResult, *, device: str | None = None, max_bytes: int = MAX_BYTES,
     max_pixels: int = MAX_PIXELS, timeout: float = TIMEOUT, max_in_flight: int = MAX_IN_FLIGHT,
+    trust_code: bool = False,
 ) -> Starlette:  # fmt: skip
     """Return an ASGI application that predicts with a trained model; `drivetrain serve` runs it with uvicorn.
 
@@ -70,6 +71,7 @@ def serve_app(
         timeout: seconds that a client may take to send an image, and that its prediction may take, the time in the
             queue included. Default 30.
         max_in_flight: requests that are received, wait or are computed at once; the next one gets 503. Default 16.
+        trust_code: as `load_run` takes it.
 
     Raises:
         MissingExtra: without starlette (`pip install 'drivetrain[serve]'`).
@@ -96,7 +98,8 @@ def serve_app(
     ):
         check_number(name, value, PlanError, "[1, inf)")
     check_number("timeout", timeout, PlanError, "(0, inf)")
-    model = _Model(run, device, max_pixels)
+    result = run if isinstance(run, FitResult) else load_run(run, trust_code=trust_code)
+    model = _Model(result, "model" if result is run else Path(str(run)).name or str(run), device, max_pixels)
     pool = ThreadPoolExecutor(1, "drivetrain-serve")
     slots = threading.BoundedSemaphore(int(max_in_flight))
     page = PAGE.replace("{name}", html.escape(model.name))
@@ -154,12 +157,10 @@ async def _fail(_: Request, error: Exception) -> Response:
 class _Model:
     """One model on one device, for one thread."""
 
-    def __init__(self, run: str | Path | FitResult, device: str | None, max_pixels: int) -> None:
+    def __init__(self, result: FitResult, name: str, device: str | None, max_pixels: int) -> None:
         place = pick_device(device)
-        result = run if isinstance(run, FitResult) else load_run(run)
         self.model, self.task, self.inputs = result.model.to(place), result.task, result.inputs
-        self.name = "model" if isinstance(run, FitResult) else Path(str(run)).name or str(run)
-        self.max_pixels = max_pixels
+        self.name, self.max_pixels = name, max_pixels
         self.about = {
             "run": self.name, "task": type(self.task).__name__, "classes": list(self.inputs.classes),
             "device": str(place),
@@ -250,13 +251,14 @@ async def _body(request: Request, most: int, seconds: float) -> bytes:
 
 def serve(
     run: str | Path, *, host: str = HOST, port: int = PORT, device: str | None = None, max_bytes: int = MAX_BYTES,
-    timeout: float = TIMEOUT,
+    timeout: float = TIMEOUT, trust_code: bool = False,
 ) -> None:  # fmt: skip
     """Serve `serve_app(run)` with uvicorn, until SIGINT (Ctrl-C) or SIGTERM; requests in work are finished.
 
     Args:
         host: address to listen at. Default 127.0.0.1: this machine only, because there is no password.
         port: port, of 0 a free one. Default 8000.
+        device, max_bytes, timeout, trust_code: as `serve_app` takes them.
 
     Raises:
         PlanError: if the port cannot be opened.
@@ -265,7 +267,7 @@ def serve(
     uvicorn = require("uvicorn", "serve", "serve a model")
     check_number("port", port, PlanError, "[0, 65535]")
     with closing(_bound(host, port)) as listener:
-        app = _in_time(run, device, max_bytes, timeout)
+        app = _in_time(run, device=device, max_bytes=max_bytes, timeout=timeout, trust_code=trust_code)
         config = uvicorn.Config(
             app, http=_impatient(timeout), ws="none", lifespan="off", log_config=None, access_log=False,
             limit_concurrency=CONNECTIONS, server_header=False, timeout_graceful_shutdown=int(timeout) + 1,
@@ -300,13 +302,13 @@ def _bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _in_time(run: str | Path, device: str | None, max_bytes: int, timeout: float) -> Any:
+def _in_time(run: str | Path, **options: Any) -> Any:
     """Return the application, unless a store or a file system does not answer."""
     found: list[Any] = []
 
     def load() -> None:
         try:
-            found.append(serve_app(run, device=device, max_bytes=max_bytes, timeout=timeout))
+            found.append(serve_app(run, **options))
         except BaseException as error:
             found.append(error)
 

@@ -29,10 +29,7 @@ from .convert import to_recipe
 
 _NAME = re.compile(r"(__main__|script_[0-9a-f]{16}):(\w+)(.*)", re.DOTALL)
 FILES = "script_*.py"
-_OF_A_RUN = {
-    "fit": "trains", "input": "asks for input",
-    "parse_args": "reads the command line", "argv": "reads the command line",
-}  # fmt: skip
+_OF_A_RUN = {"fit": "trains", "parse_args": "reads the command line", "argv": "reads the command line"}
 _SLACK = 2.0  # seconds by which the start of a process may be known too early
 _texts: dict[str, str] = {}  # of the modules that were made here, by name
 
@@ -98,13 +95,13 @@ def definitions(names: Iterable[str]) -> str:
     title, sources = _sources()
     main = vars(sys.modules["__main__"])
     every = [each for text, last in sources for each in _statements(text, last, main.get("__package__"))]
-    modules = {name for each in every if each.text.startswith(("import ", "from ")) for name in each.binds}
+    modules = {name for each in every if each.imports for name in each.binds}
     kept, needed = _slice(every, names, modules)
     used = needed & main.keys() - modules
     outside = {name: how for each in every for name, how in each.outside.items()}
     known = {name for each in kept for name in each.binds} | {"__name__", "__doc__"}
-    if not any(each.always for each in kept):
-        outside |= dict.fromkeys(used - known, "its top level does not define")
+    if not any(each.binds_unknown for each in kept):
+        outside = dict.fromkeys(used - known, "its top level does not define") | outside
     reasons = [f"{name}, which {outside[name]}" for name in sorted(used & outside.keys())]
     reasons += [f"what line {each.line} defines, which {each.runs}" for each in kept if each.runs]
     if reasons:
@@ -132,6 +129,8 @@ class _Statement:
     changes: frozenset[str]
     outside: Mapping[str, str]
     always: bool = False
+    imports: bool = False
+    binds_unknown: bool = False  # from module import *
     block: bool = False
     runs: str = ""
 
@@ -175,7 +174,7 @@ def _statements(text: str, last: int, package: str | None) -> Iterator[_Statemen
         nodes = [node for node in ast.parse(text).body if node.lineno <= last]
     except SyntaxError:  # a cell that failed
         return
-    lines = text.splitlines()
+    lines = text.split("\n")
     spans = [
         (min([n.lineno, *(d.lineno for d in getattr(n, "decorator_list", ()))]), n.end_lineno or 0)
         for n in nodes
@@ -187,7 +186,7 @@ def _statements(text: str, last: int, package: str | None) -> Iterator[_Statemen
             name = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
             node, shares = ast.ImportFrom(name, node.names, 0), True
         above = first
-        while above > 1 and lines[above - 2].startswith("#"):
+        while above > spans[number - 1][1] * bool(number) + 1 and lines[above - 2].startswith("#"):
             above -= 1
         yield _read(node, ast.unparse(node) if shares else "\n".join(lines[above - 1 : end]), first)
 
@@ -210,11 +209,11 @@ def _read(node: ast.stmt, text: str, line: int) -> _Statement:
         return _Statement(text, line, frozenset(), frozenset(), frozenset(), guarded)
     inner = [] if is_block else [*ast.walk(node)]
     words = [getattr(each, "attr", "") for each in inner]
-    words += [getattr(each.func, "id", "") for each in inner if isinstance(each, ast.Call)]
+    star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
     return _Statement(
         text, line, frozenset(binds), frozenset(uses), frozenset(() if is_block else _changed(node)), outside,
-        always=isinstance(node, ast.ImportFrom) and (node.module == "__future__" or node.names[0].name == "*"),
-        block=is_block, runs=next((_OF_A_RUN[word] for word in words if word in _OF_A_RUN), ""),
+        always=star or (isinstance(node, ast.ImportFrom) and node.module == "__future__"), binds_unknown=star,
+        imports=isinstance(node, ast.Import | ast.ImportFrom), block=is_block, runs=next((_OF_A_RUN[word] for word in words if word in _OF_A_RUN), ""),
     )  # fmt: skip
 
 

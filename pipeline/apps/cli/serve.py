@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from .options import Command, Place, argument, option
+from .options import Command, Place, argument, option, trust_code
 
 
 @click.command(cls=Command)
@@ -22,8 +22,9 @@ from .options import Command, Place, argument, option
 @option(
     "--timeout SECONDS", "Most seconds to receive an image, and again to predict it.", float, default=30.0
 )
+@trust_code
 def serve(
-    run: Path | str, host: str, port: int, device: str | None, max_bytes: int, timeout: float
+    run: Path | str, host: str, port: int, device: str | None, max_bytes: int, timeout: float, trust_code: bool
 ) -> None:  # fmt: skip
     """Serve a trained model over HTTP, with a page to try it.
 
@@ -37,4 +38,6 @@ def serve(
     from ..serve import serve
 
     with modules_of():
-        serve(run, host=host, port=port, device=device, max_bytes=max_bytes, timeout=timeout)
+        serve(
+            run, host=host, port=port, device=device, max_bytes=max_bytes, timeout=timeout, trust_code=trust_code
+        )  # fmt: skip
