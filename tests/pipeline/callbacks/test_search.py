@@ -42,9 +42,13 @@ def test_a_pruned_run_is_a_stopped_run(toy: Toy, tmp_path: Path) -> None:
     assert saved.stopped == f"Optuna pruned the trial after epoch 1, at top1 {saved.metrics['top1']:.6g}"
     assert trial.study.trials[0].intermediate_values == {1: saved.metrics["top1"]}
     assert len(list((out / "checkpoints").glob("step-*/state.json"))) == 1
-    more = fit(**own, resume="auto", continue_stopped=True, callbacks=[OptunaPruning(trial_of(threshold=0), "top1")])
+    more = fit(
+        **own, resume="auto", continue_stopped=True, callbacks=[OptunaPruning(trial_of(threshold=0), "top1")]
+    )
     assert (len(more.history.epochs), more.stopped) == (3, None)
-    done = fit(epochs=1, progress=False, callbacks=[OptunaPruning(trial_of(), "top1")])  # nothing is left to prune
+    done = fit(
+        epochs=1, progress=False, callbacks=[OptunaPruning(trial_of(), "top1")]
+    )  # nothing is left to prune
     assert done.stopped is None
 
 
@@ -91,7 +95,11 @@ def test_the_script_for_optuna() -> None:
     assert "best top1" in printed.getvalue()
     states = [trial.state.name for trial in names["study"].trials]
     assert states[:2] == ["COMPLETE"] * 2
-    assert {len(load_run(f"search/{n}").history.epochs) == 4 for n, state in enumerate(states) if state == "COMPLETE"}
+    assert {
+        len(load_run(f"search/{n}").history.epochs) == 4
+        for n, state in enumerate(states)
+        if state == "COMPLETE"
+    }
 
 
 @pytest.fixture
@@ -99,14 +107,23 @@ def ray_environment() -> Iterator[dict[str, str]]:
     """Of Ray that writes to a short path only, because its sockets are below it; its processes end with the test."""
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
     paths = os.pathsep.join(path for path in sys.path if path)
-    yield os.environ | {"HOME": folder, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": paths}
+    yield os.environ | {
+        "HOME": folder,
+        "RAY_TMPDIR": folder,
+        "RAY_AUTH_MODE": "disabled",
+        "PYTHONPATH": paths,
+    }
     for process in left(folder):
         process.kill()
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def left(folder: str) -> list[psutil.Process]:
-    return [each for each in psutil.process_iter(["environ"]) if (each.info["environ"] or {}).get("HOME") == folder]
+    return [
+        each
+        for each in psutil.process_iter(["environ"])
+        if (each.info["environ"] or {}).get("HOME") == folder
+    ]
 
 
 @pytest.mark.process
@@ -114,7 +131,12 @@ def left(folder: str) -> list[psutil.Process]:
 def test_the_script_for_ray_tune(here: Path, ray_environment: dict[str, str]) -> None:
     pytest.importorskip("ray.tune")
     done = subprocess.run(
-        [sys.executable, "-c", RAY], env=ray_environment, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, "-c", RAY],
+        env=ray_environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "{'lr': 0.1}" in done.stdout
