@@ -213,7 +213,8 @@ def _read(node: ast.stmt, text: str, line: int) -> _Statement:
     return _Statement(
         text, line, frozenset(binds), frozenset(uses), frozenset(() if is_block else _changed(node)), outside,
         always=star or (isinstance(node, ast.ImportFrom) and node.module == "__future__"), binds_unknown=star,
-        imports=isinstance(node, ast.Import | ast.ImportFrom), block=is_block, runs=next((_OF_A_RUN[word] for word in words if word in _OF_A_RUN), ""),
+        imports=isinstance(node, ast.Import | ast.ImportFrom), block=is_block,
+        runs=next((_OF_A_RUN[word] for word in words if word in _OF_A_RUN), ""),
     )  # fmt: skip
 
 

@@ -384,7 +384,7 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], message: str, toy:
 
 def test_what_needs_validation_data_is_refused_without(toy: Toy) -> None:
     pipeline = toy.pipeline().load(toy.train, batch_size=BATCH, image_size=16, workers=1)
-    with pytest.raises(PlanError, match="has no validation data.*monitor 'loss'"):
+    with pytest.raises(PlanError, match=r"has no validation data.*monitor 'loss'"):
         pipeline.fit(epochs=1, progress=False, callbacks=[EarlyStopping()])
     with pytest.raises(PlanError, match=r"eval_every=2\) needs validation data"):
         pipeline.fit(epochs=1, progress=False, eval_every=2)
