@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -22,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...common.model_state import describe_frozen, train_mode
 from ...common.table import Table
 from ...loaders.image_size import height_width, size_text
-from ...strategies.options import half_dtype
+from ...strategies.options import Precision, half_dtype
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import resolve
 from ..models.weights import weights_omitted
@@ -83,7 +84,7 @@ class ModelSummary:
     frozen: str
     microbatch: int
     image_size: tuple[int, int]
-    precision: str
+    precision: Precision
     unknown: str = ""
 
     @property
@@ -151,12 +152,14 @@ def summarize(spec: PipelineSpec) -> ModelSummary:
     with weights_omitted():
         model, _ = rebuild_model(plan.spec, plan.transforms)
     data, how = plan.data, plan.distribution
-    microbatch = data.batch_size // (how.ranks * how.accumulate) * data.loading.views
+    views = data.loading.views
+    assert isinstance(views, int), "a pipeline takes no views of several sizes"
+    microbatch = data.batch_size // (how.ranks * how.accumulate) * views
     size, precision = height_width(data.image_size), how.step_options["precision"]
     for transform in plan.transforms:
         transform.begin(model, 1)
     counts, unknown = _Counts(), ""
-    with fork_rng(plan.seed):
+    with fork_rng(plan.seed), _not_logged():
         try:
             if any(map(is_lazy, model.parameters())):  # they get their shapes by a forward
                 with torch.no_grad():
@@ -165,8 +168,19 @@ def summarize(spec: PipelineSpec) -> ModelSummary:
             _forward(model, counts, (microbatch, len(data.loading.mean), *size), precision)
         except Exception as error:  # a model may raise anything
             unknown = _reason(error)
-    known = {} if unknown else {"microbatch": microbatch, "counts": counts}
-    return ModelSummary(_rows(model, **known), describe_frozen(model), microbatch, size, precision, unknown)
+    rows = _rows(model, None if unknown else counts, microbatch)
+    return ModelSummary(rows, describe_frozen(model), microbatch, size, precision, unknown)
+
+
+@contextmanager
+def _not_logged() -> Iterator[None]:
+    """Inside the block, torch does not print a traceback for shapes that do not fit, besides raising."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _groups(model: nn.Module) -> dict[str, nn.Module]:
@@ -192,7 +206,7 @@ class _Counts:
         self._group, self._outer, self._counted = REST, list[str](), 0
 
     def follow(self, groups: Mapping[str, nn.Module]) -> None:
-        names = {module: name for name, group in reversed(groups.items()) for module in group.modules()}
+        names = {module: name for name, group in [*groups.items()][::-1] for module in group.modules()}
         for module, name in names.items():
             module.register_forward_pre_hook(partial(self._enter, name))
             module.register_forward_hook(self._leave)
@@ -220,13 +234,13 @@ class _Counts:
         return tensor
 
 
-def _forward(model: nn.Module, counts: _Counts, shape: tuple[int, ...], precision: str) -> None:
+def _forward(model: nn.Module, counts: _Counts, shape: tuple[int, ...], precision: Precision) -> None:
     """Run a forward in training mode on tensors without values."""
     train_mode(model)
     half = None if precision == "fp32" else half_dtype(precision)
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
         own = chain(model.named_parameters(), model.named_buffers())
-        tensors = {name: fakes.from_tensor(tensor) for name, tensor in own}
+        tensors: dict[str, torch.Tensor] = {name: fakes.from_tensor(tensor) for name, tensor in own}
         for tensor in tensors.values():
             counts.known[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         call = partial(torch.func.functional_call, model, tensors)
@@ -239,7 +253,7 @@ def _forward(model: nn.Module, counts: _Counts, shape: tuple[int, ...], precisio
             counts.settle()
 
 
-def _rows(model: nn.Module, counts: _Counts | None = None, microbatch: int = 1) -> tuple[ModuleSummary, ...]:
+def _rows(model: nn.Module, counts: _Counts | None, microbatch: int) -> tuple[ModuleSummary, ...]:
     groups, seen = _groups(model), set[nn.Parameter]()
     rows = []
     for name, module in [*groups.items(), (REST, model)]:

@@ -70,7 +70,7 @@ def test_a_frozen_batch_norm_stays(toy: Toy) -> None:
     import lightning.pytorch as pl
 
     class Trains(pl.Callback):
-        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
             pl_module.train()
 
     def frozen() -> nn.Module:

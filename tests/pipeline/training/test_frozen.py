@@ -21,7 +21,9 @@ def half_frozen() -> nn.Module:
 
 
 def statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.named_buffers() if ".num" in name or "running" in name}
+    return {
+        name: value.clone() for name, value in model.named_buffers() if ".num" in name or "running" in name
+    }
 
 
 def check(model: nn.Module) -> None:
@@ -64,4 +66,7 @@ def test_what_is_frozen_is_named(toy: Toy) -> None:
     assert "1,156 parameters, 1,036 trained; frozen: 0 (2 BatchNorm" in row.why
     groups = {"1.0.*": {"lr": 0.0}, "1.2.*": {"lr": 1.0}}
     steps = toy.pipeline(half_frozen).optimize("sgd", lr=0.1, groups=groups).plan().steps
-    assert ["lr=0 the weights stay" in step.why for step in steps if step.what.startswith("parameter")] == [True, False]
+    assert ["lr=0 the weights stay" in step.why for step in steps if step.what.startswith("parameter")] == [
+        True,
+        False,
+    ]

@@ -40,7 +40,9 @@ def test_figures_and_nothing_changed() -> None:
     model.eval()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
-    start = Pipeline(model).load("absent.beton", batch_size=32, image_size=16).distribute("single", accumulate=2)
+    start = (
+        Pipeline(model).load("absent.beton", batch_size=32, image_size=16).distribute("single", accumulate=2)
+    )
     summary = start.summary()
     assert torch.equal(random, torch.get_rng_state())
     assert not any(module.training for module in model.modules())
@@ -76,10 +78,15 @@ class Looks(nn.Linear):
 
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [(Refuses, "missing 1 required positional argument: 'prompt'"), (Looks, "depends on the values of tensors")],
+    [
+        (Refuses, "missing 1 required positional argument: 'prompt'"),
+        (Looks, "depends on the values of tensors"),
+    ],
 )
 def test_a_model_that_refuses_has_parameters(make: Callable[..., nn.Module], reason: str) -> None:
-    summary = Pipeline(make, in_features=3, out_features=4).load("a.beton", batch_size=4, image_size=8).summary()
+    summary = (
+        Pipeline(make, in_features=3, out_features=4).load("a.beton", batch_size=4, image_size=8).summary()
+    )
     assert reason in summary.unknown
     assert (summary.parameters, summary.flops, summary.activation_bytes) == (16, None, None)
     assert "not known" in " ".join(str(summary).split())
