@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -83,7 +84,7 @@ class ModelSummary:
     frozen: str
     microbatch: int
     image_size: tuple[int, int]
-    precision: str
+    precision: Precision
     unknown: str = ""
 
     @property
@@ -152,12 +153,13 @@ def summarize(spec: PipelineSpec) -> ModelSummary:
         model, _ = rebuild_model(plan.spec, plan.transforms)
     data, how = plan.data, plan.distribution
     views = data.loading.views
-    microbatch = data.batch_size // (how.ranks * how.accumulate) * (views if isinstance(views, int) else 1)
+    assert isinstance(views, int), "a pipeline takes no views of several sizes"
+    microbatch = data.batch_size // (how.ranks * how.accumulate) * views
     size, precision = height_width(data.image_size), how.step_options["precision"]
     for transform in plan.transforms:
         transform.begin(model, 1)
     counts, unknown = _Counts(), ""
-    with fork_rng(plan.seed):
+    with fork_rng(plan.seed), _not_logged():
         try:
             if any(map(is_lazy, model.parameters())):  # they get their shapes by a forward
                 with torch.no_grad():
@@ -166,8 +168,19 @@ def summarize(spec: PipelineSpec) -> ModelSummary:
             _forward(model, counts, (microbatch, len(data.loading.mean), *size), precision)
         except Exception as error:  # a model may raise anything
             unknown = _reason(error)
-    rows = _rows(model) if unknown else _rows(model, microbatch=microbatch, counts=counts)
+    rows = _rows(model, None if unknown else counts, microbatch)
     return ModelSummary(rows, describe_frozen(model), microbatch, size, precision, unknown)
+
+
+@contextmanager
+def _not_logged() -> Iterator[None]:
+    """Inside the block, torch does not print a traceback for shapes that do not fit, besides raising."""
+    logger = logging.getLogger(FakeTensorMode.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _groups(model: nn.Module) -> dict[str, nn.Module]:
@@ -187,12 +200,12 @@ class _Counts:
     def __init__(self) -> None:
         self.flops, self.kept = defaultdict[str, int](int), defaultdict[str, int](int)
         self.counter = FlopCounterMode(display=False)
-        # By address, which is unique while they are referred to.
-        self.known: dict[int, torch.UntypedStorage] = {}
+        self.known: dict[
+            int, torch.UntypedStorage
+        ] = {}  # by address, which is unique while they are referred to
         self._group, self._outer, self._counted = REST, list[str](), 0
 
     def follow(self, groups: Mapping[str, nn.Module]) -> None:
-        # The first group of a module that several share.
         names = {module: name for name, group in [*groups.items()][::-1] for module in group.modules()}
         for module, name in names.items():
             module.register_forward_pre_hook(partial(self._enter, name))
@@ -240,7 +253,7 @@ def _forward(model: nn.Module, counts: _Counts, shape: tuple[int, ...], precisio
             counts.settle()
 
 
-def _rows(model: nn.Module, counts: _Counts | None = None, microbatch: int = 1) -> tuple[ModuleSummary, ...]:
+def _rows(model: nn.Module, counts: _Counts | None, microbatch: int) -> tuple[ModuleSummary, ...]:
     groups, seen = _groups(model), set[nn.Parameter]()
     rows = []
     for name, module in [*groups.items(), (REST, model)]:
