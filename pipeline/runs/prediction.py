@@ -85,9 +85,9 @@ class Predictions(list[dict[str, Any]]):
         tiles = []
         for one, row in zip(self._first, self, strict=False):
             if one.pixels is not None:
-                mask = one.prediction if "class" not in row else None
-                is_mask = isinstance(mask, torch.Tensor) and mask.shape == one.pixels.shape[:2]
-                picture = masked(one.pixels, mask.numpy()) if is_mask else one.pixels
+                mask, picture = one.prediction, one.pixels
+                if isinstance(mask, torch.Tensor) and mask.shape == picture.shape[:2]:
+                    picture = masked(picture, mask.numpy())
                 tiles.append(((picture,), _caption(row)))
         failed = [f"{row['image']}: {row['error']}" for row in self if "error" in row]
         left = len(self) - len(failed) - len(tiles)
