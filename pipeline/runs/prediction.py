@@ -85,8 +85,7 @@ class Predictions(list[dict[str, Any]]):
         tiles = []
         for one, row in zip(self._first, self, strict=False):
             if one.pixels is not None:
-                mask = one.prediction if "class" not in row else None
-                picture = one.pixels
+                mask, picture = one.prediction, one.pixels
                 if isinstance(mask, torch.Tensor) and mask.shape == picture.shape[:2]:
                     picture = masked(picture, mask.numpy())
                 tiles.append(((picture,), _caption(row)))
