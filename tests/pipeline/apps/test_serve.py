@@ -55,6 +55,7 @@ def image_file(kind: str) -> bytes:
 def serving(app: Any, seconds: float = 0.6) -> Iterator[str]:
     """The address of the application, on a real port."""
     listener = _bound("127.0.0.1", 0)
+    listener.listen()
     config = uvicorn.Config(app, http=_impatient(seconds), ws="none", lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],))
