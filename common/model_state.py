@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from .errors import first_of
+
 
 @dataclass(frozen=True)
 class ModelState:
@@ -79,12 +81,55 @@ def set_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 def train_mode(model: nn.Module) -> None:
-    """Set training mode, but not for frozen BatchNorm layers: their statistics must not drift from their weights."""
+    """Set training mode, but not for frozen BatchNorm layers. Every loop calls this instead of `model.train()`."""
     model.train()
-    for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        if isinstance(module, _BatchNorm) and own and not any(each.requires_grad for each in own):
-            module.eval()
+    keep_frozen_statistics(model)
+
+
+def keep_frozen_statistics(model: nn.Module) -> None:
+    """Set frozen BatchNorm layers to evaluation: their running statistics must not drift from their weights."""
+    for norm in frozen_norms(model):
+        norm.eval()
+
+
+def frozen_norms(model: nn.Module) -> list[nn.Module]:
+    """Return the BatchNorm layers without a trained parameter; of those without parameters (`affine=False`), the ones
+    in a module that has parameters, none of them trained."""
+    found: list[nn.Module] = []
+
+    def walk(module: nn.Module, around: bool) -> None:
+        own = list(module.parameters())
+        frozen = not any(each.requires_grad for each in own) if own else around
+        if isinstance(module, _BatchNorm) and frozen:
+            found.append(module)
+        for child in module.children():
+            walk(child, frozen)
+
+    walk(model, around=False)
+    return list(dict.fromkeys(found))
+
+
+def describe_frozen(model: nn.Module, most: int = 8) -> str:
+    """Return the names of what is frozen, for a sentence: of modules without a trained parameter, only the outermost.
+    Empty if all parameters are trained."""
+    names = _frozen_names(model, "")
+    if not names:
+        return ""
+    norms = len(frozen_norms(model))
+    kept = f" ({norms} BatchNorm layer{'s' * (norms > 1)} in evaluation mode)" if norms else ""
+    return first_of(names, most) + kept
+
+
+def _frozen_names(module: nn.Module, name: str) -> list[str]:
+    parameters = list(module.parameters())
+    if parameters and not any(each.requires_grad for each in parameters):
+        return [name or "all parameters"]
+    dot = f"{name}." if name else ""
+    own = [f"{dot}{leaf}" for leaf, each in module.named_parameters(recurse=False) if not each.requires_grad]
+    return [
+        *own,
+        *(each for leaf, child in module.named_children() for each in _frozen_names(child, f"{dot}{leaf}")),
+    ]
 
 
 class BufferCopies:

@@ -3,13 +3,18 @@
 import base64
 import html
 import io
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .errors import DataError
 from .storage.files import atomic_file
 
 SUFFIXES = (".png", ".svg", ".pdf")
+SIDE = 160  # pixels of a thumbnail: sharp where it is shown, and two dozen are a megabyte at most
 
 
 def check_picture(path: str | Path) -> Path:
@@ -35,6 +40,42 @@ def save_picture(figure: Any, path: Path, dpi: int = 110) -> Path:
     return path
 
 
-def image_tag(png: bytes, about: str) -> str:
+def image_tag(png: bytes, about: str, style: str = "") -> str:
     """Return an `<img>` that contains the picture; `about` describes it to those who do not see it."""
-    return f'<img alt="{html.escape(about)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    style = style and f' style="{style}"'
+    return f'<img alt="{html.escape(about)}" src="data:image/png;base64,{base64.b64encode(png).decode()}"{style}>'
+
+
+def gallery(samples: Iterable[tuple[Sequence[NDArray[np.uint8]], str]]) -> str:
+    """Return samples as HTML: the pictures of each, `(H, W, 3)`, beside each other, and a text below. It wraps to the
+    width of the page, and takes the page's colors."""
+    return f'<div style="display:flex;flex-wrap:wrap;gap:8px">{"".join(map(_tile, samples))}</div>'
+
+
+def _tile(sample: tuple[Sequence[NDArray[np.uint8]], str]) -> str:
+    pictures, text = sample
+    tags = []
+    for each in pictures:
+        style = "height:112px;max-width:100%;object-fit:contain"
+        style += ";image-rendering:pixelated" if len(each) < SIDE // 2 else ""
+        tags.append(image_tag(_thumbnail(each), text or "a sample", style))
+    caption = html.escape(text).replace("\n", "<br>")
+    return (
+        '<figure style="margin:0;max-width:100%">'
+        f'<div style="display:flex;flex-wrap:wrap;gap:2px">{"".join(tags)}</div>'
+        # The caption wraps to the width of the pictures.
+        '<figcaption style="width:0;min-width:100%;font-size:11px;line-height:1.3;overflow-wrap:anywhere">'
+        f"{caption}</figcaption></figure>"
+    )
+
+
+def _thumbnail(picture: NDArray[np.uint8]) -> bytes:
+    from PIL import Image
+
+    image = Image.fromarray(np.ascontiguousarray(picture))
+    scale = SIDE / image.height
+    if scale < 1:
+        image = image.resize((max(round(image.width * scale), 1), SIDE))
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()

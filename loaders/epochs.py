@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from ..common.checks import check_whole, plain
 from ..common.errors import DataError, suggest
 from ..common.exhaustion import exhaustion, is_exhaustion
+from ..common.table import Table
 from .beton.data_set import BetonFiles
 from .beton.image_modes import RGB, channels_text
 from .beton.reader import count_classes
@@ -33,7 +34,7 @@ from .order import (
     require_pages,
     shares,
 )
-from .selection import SampleOptions, Selection, by_weight, check_indices
+from .selection import SampleOptions, Selection, by_weight, check_indices, frequencies
 
 Batch = tuple[Any, ...]
 """Images `(B, 3, H, W)`, with `views` `(B, V, 3, H, W)` or a tuple of them; labels `(B,)`, `(B, K)` or, of masks,
@@ -86,6 +87,30 @@ class EpochLoader(ABC):
         """Release threads and processes. Iterating again starts new ones."""
         self._running += 1
         self._release()
+
+    def _repr_html_(self) -> str:
+        own, samples = self.settings, len(self.indices)
+        root = getattr(getattr(self, "dataset", None), "root", "a data set")  # of torchvision's
+        views = "" if own.views == 1 else f", {own.views if isinstance(own.views, int) else 'several'} views"
+        ranks = (
+            f", of which rank {own.rank} of {own.world_size} loads its share" if own.world_size > 1 else ""
+        )
+        memory = getattr(self, "memory", None)  # of FFCV's loaders, which know it
+        rows = [
+            ("data", str(root) if self.beton is None else self.beton.name),
+            ("samples", f"{samples:,}" + (f" of {self.samples:,}" if samples < self.samples else "")),
+            ("batches", f"{len(self):,} of {own.batch_size:,} samples{ranks}"),
+            (
+                "images",
+                f"{size_text(own.image_size)} pixels, {channels_text(self.channels, self.depth)}{views}",
+            ),
+            ("classes", f"{len(self.classes):,}" if self.classes else ""),
+            ("order", f"{own.order}, seed {own.seed}" + ("" if own.train else "; evaluation")),
+            ("workers", str(self.workers)),
+            ("memory", "" if memory is None else f"{memory / 2**20:,.0f} MiB for its batches and workers"),
+            ("device", str(self.device)),
+        ]
+        return Table((type(self).__name__, ""), [row for row in rows if row[1]]).html()
 
     @property
     def device(self) -> torch.device:
@@ -252,6 +277,12 @@ class EpochLoader(ABC):
         self._parts = parts
         self.selected: Selection | None = None
         """What `select` was given, until the indices are set again."""
+
+    @property
+    def frequencies(self) -> NDArray[np.float64]:
+        """How often each of `indices` is trained on, relative to the others, `(n,)`."""
+        weights = None if self.selected is None else self.selected.weights
+        return frequencies(self.indices, self._parts, self._weights if self._parts else (), weights)
 
     def selection(self, options: SampleOptions) -> Selection:
         """Return which of the data set's samples the options select."""

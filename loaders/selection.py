@@ -37,6 +37,22 @@ WEIGHTS = Kind(
 )
 
 
+def frequencies(
+    indices: Indices,
+    parts: Sequence[Indices],
+    shares: Sequence[float],
+    weights: NDArray[np.float64] | None = None,
+) -> NDArray[np.float64]:
+    """Return how often each of `indices` is trained on, relative to the others: by `weights`, or by the shares of the
+    `parts` that they are divided into; without both, equally often."""
+    if weights is not None:
+        return weights
+    often = np.ones(len(indices))
+    for part, share in zip(parts, shares, strict=True):
+        often[np.isin(indices, part)] = share / max(len(part), 1)
+    return often
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions(Config):
     """Which samples of the training data are trained on, how often, and which are held out for evaluation."""

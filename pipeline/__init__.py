@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .analysis.errors import Errors as Errors
     from .apps.exports.export import Exported as Exported
     from .apps.exports.export import export as export
+    from .apps.serve import serve_app as serve_app
     from .callbacks.callback import Callback as Callback
     from .callbacks.callback import RunOptions as RunOptions
     from .callbacks.callback import RunView as RunView
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from .training.build import Built as Built
     from .training.loop import evaluate as evaluate
     from .training.loop import train_epoch as train_epoch
+    from .training.summary import ModelSummary as ModelSummary
     from .tuning.lr_range import LRRange as LRRange
     from .tuning.result import Tuned as Tuned
     from .tuning.result import TuneInterrupted as TuneInterrupted

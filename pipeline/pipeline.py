@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .runs.initial import WeightsArg
     from .runs.result import FitResult
     from .training.build import Built
+    from .training.summary import ModelSummary
     from .tuning.lr_range import LRRange
     from .tuning.result import Tuned
 
@@ -120,6 +121,29 @@ class Pipeline(PipelineSpec):
         """
         return Plan(resolve(self).steps)
 
+    def summary(self) -> ModelSummary:
+        """Return a summary of the model as it is trained, after the transforms: parameters, those that are trained,
+        operations of a forward, and what it keeps for the backward. It prints as a table.
+
+        The model is built, as by `fit`, but with random weights where files would be read; only shapes pass through it,
+        so this takes about a second, and the memory of the weights. No data file needs to exist. The batch is that of a
+        forward in the training: a rank's microbatch, at `load(image_size=…)`. Activation checkpointing, which keeps
+        less, and the loss are not counted; a GPU's kernels may keep a little more or less. Where the model refuses such
+        a forward, e.g. because it needs more than images, the summary names the reason and has the parameters only.
+
+        Raises:
+            PlanError, StrategyError: as `fit`, if the pipeline cannot work.
+
+        Example::
+
+            >>> summary = pipeline.summary()
+            >>> summary.parameters, summary.trained
+            (175258, 175258)
+        """
+        from .training.summary import summarize
+
+        return summarize(self)
+
     def build(self) -> Built:
         """Build the loaders, model and engine of this process for a custom loop; docs/guide/how-to.md has one.
 
@@ -169,8 +193,9 @@ class Pipeline(PipelineSpec):
         It computes what `fit` computes after an epoch. The training data is opened, too: it defines the classes.
 
         Args:
-            weights: the folder of a run or of a checkpoint (the evaluated weights: averages with EMA or SWA), a
-                `.safetensors` file, or a state dict; under the names before or after the transforms.
+            weights: the folder of a run or of a checkpoint (the evaluated weights: averages with EMA or SWA), a file
+                of weights (`.safetensors`, or of `torch.save`), or a state dict; under the names before or after the
+                transforms.
 
         Raises:
             PlanError, DataError, StrategyError: if the pipeline cannot work, has no validation data, or the weights are
@@ -214,9 +239,9 @@ class Pipeline(PipelineSpec):
     def compare(*runs: RunArg) -> RunComparison:
         """Compare runs: results, time, and only what differs between their recipes.
 
-        Printed, it is a table, which a notebook displays; `show()` and `save("curves.png")` draw all curves. A run that
-        is unfinished, damaged or missing has a row, too, and a sentence says what is wrong with it. Of folders,
-        neither weights are read nor code is run.
+        Printed, it is a table, which a notebook displays; `show()` and `save("curves.png")` draw the curves of all. A
+        run that is unfinished, damaged or missing has a row, too, and a sentence says what is wrong with it. Of
+        folders, neither weights are read nor code is run.
 
         Args:
             runs: any number of folders of runs (`fit(out=…)`), their addresses, such as `"s3://bucket/run"`, results of

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..common.checks import check_fields
 from ..common.errors import PlanError, suggest
-from ..common.names import name_of
+from ..common.names import name_of, unnamed
 from .base import CHANGES_MODEL as CHANGES_MODEL
 from .base import BatchContext as BatchContext
 from .base import Kind as Kind
@@ -138,7 +138,6 @@ def to_dict(transform: Transform) -> dict[str, Any]:
     name = kind.__name__ if TRANSFORMS.get(kind.__name__) is kind else name_of(kind)
     if name is None:
         raise PlanError(
-            f"{kind.__name__} cannot be imported by name, so a recipe cannot name it. Define it at the top level of a "
-            "module of its own, not in the running script."
+            f"The transform {kind.__qualname__} cannot be imported by name, so a recipe cannot name it. {unnamed(kind)}"
         )
     return {"name": name, **dataclasses.asdict(transform)}

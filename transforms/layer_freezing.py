@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..common.errors import PlanError
+from ..common.model_state import keep_frozen_statistics
 from .base import Fraction, FractionBelowOne, Loop, Report, Session, Transform
 
 
@@ -21,7 +22,8 @@ class LayerFreezing(Transform):
     The frozen layers follow from the progress alone, so `freeze` has no state, and a resumed run just calls it again.
     It sets requires_grad to False and the gradient to None, and every PyTorch optimizer skips a parameter without a
     gradient, momentum and weight decay included, so the optimizer does not change. The running statistics of a frozen
-    BatchNorm stay, too (Drivetrain's loop keeps it in evaluation mode): in Composer they drift away from the weights.
+    BatchNorm stay, too: `freeze` sets it to evaluation mode, and so does Drivetrain's loop. In a custom loop, call
+    `freeze` after `model.train()`, which ends it. In Composer the statistics drift away from the weights.
 
     DDP waits for the gradients of frozen parameters unless find_unused_parameters is set. FSDP2 reads requires_grad in
     every forward, and FairScale's ShardedDDP does not wait for gradients. DeepSpeed would keep updating frozen
@@ -82,6 +84,7 @@ class LayerFreezing(Transform):
                 parameter.grad = None
             if learning:
                 changed.append(name)
+        keep_frozen_statistics(model)
         note = f"{depth} of {len(layers)} layers are frozen at progress {progress:g}."
         return Report("LayerFreezing", tuple(changed), (), (note,))
 

@@ -336,7 +336,7 @@ def _tuple(inner: tuple[Any, ...], marks: Sequence[Any]) -> Kind:
 
 
 def _instance(hint: Any) -> Kind:
-    if isinstance(hint, type) and hint is not object and hint is not _Unknown and get_origin(hint) is None:
+    if isinstance(hint, type) and hint not in (object, Any, _Unknown) and get_origin(hint) is None:
         return Kind(lambda value: isinstance(value, hint), f"a {hint.__name__}", json=False)
     return Kind(lambda _: True, "an object", json=False)
 

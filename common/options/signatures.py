@@ -1,7 +1,8 @@
 """Signatures from options: what `help()` shows, what type checkers read, and the documentation of arguments.
 
 What type checkers must find as text is written by `python -m drivetrain.common.options.signatures`, between a comment
-`# keywords of CONFIG` (fields of a TypedDict) or `# parameters of CONFIG` (of a method) and the comment `# end`.
+`# keywords of CONFIG` (fields of a TypedDict), `# parameters of CONFIG` (of a method) or `# values of CONFIG` (what the
+method passes on) and the comment `# end`.
 """
 
 import ast
@@ -109,7 +110,7 @@ class _Plain(ast.NodeTransformer):
         return node
 
 
-_REGION = re.compile(r"(?ms)^( *)# (keywords|parameters) of (\w+)\n(.*?)^ *# end\n")
+_REGION = re.compile(r"(?ms)^( *)# (keywords|parameters|values) of (\w+)\n(.*?)^ *# end\n")
 
 
 def complete_text(text: str, module: object) -> str:
@@ -138,7 +139,9 @@ def _parameter(option: Option) -> str:
     return f"{option.name}: {_type(option)}{'' if option.required else f' = {shown}'},"
 
 
-_LINES: dict[str, Callable[[Option], str]] = {"keywords": _keyword, "parameters": _parameter}
+_LINES: dict[str, Callable[[Option], str]] = {
+    "keywords": _keyword, "parameters": _parameter, "values": lambda option: f"{option.name}={option.name},",
+}  # fmt: skip
 
 
 def outdated(root: Path, package: str) -> dict[Path, str]:

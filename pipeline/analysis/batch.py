@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import html
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,15 @@ import torch
 from numpy.typing import NDArray
 
 from ...common.errors import PlanError, require
-from ...common.pictures import check_picture, drawn, image_tag, save_picture
+from ...common.pictures import check_picture, gallery, save_picture
+from ...loaders.beton.targets import palette
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import resolve
 from ..tasks.standard import IGNORED
 from ..training.build import build, fork_rng, resolve_data
 from .errors import names_of
 from .judge import shown
-from .picture import INK, colored
+from .picture import INK, masked
 
 COLUMNS = 8
 LIKELY = 0.01  # shares below are not named
@@ -33,7 +36,8 @@ class ShownBatch:
         title: what it is.
         pictures: for each sample its views, each `(H, W, 3)` uint8, normalization undone.
         texts: the target of each sample: class names with their shares, numbers; "" for masks.
-        masks: of each sample, `(H, W)`; empty without masks.
+        masks: of each sample, `(H, W)`, 255 where pixels do not count; empty without masks.
+        classes: names of the classes; their numbers if the data has none.
 
     Example::
 
@@ -46,6 +50,7 @@ class ShownBatch:
     pictures: tuple[tuple[NDArray[np.uint8], ...], ...]
     texts: tuple[str, ...]
     masks: tuple[NDArray[Any], ...] = ()
+    classes: tuple[str, ...] = ()
 
     def show(self) -> Any:
         """Return the picture, which a notebook displays: a matplotlib figure.
@@ -62,17 +67,43 @@ class ShownBatch:
         panels = figure.subplots(rows, columns, squeeze=False).ravel()
         for axes in panels:
             axes.axis("off")
-        for sample, (pictures, text) in enumerate(zip(self.pictures, self.texts, strict=True)):
+        for sample, (pictures, text) in enumerate(self._drawn()):
             for view, picture in enumerate(pictures):
                 axes = panels[sample * views + view]
-                if self.masks:
-                    counts = self.masks[sample] != IGNORED
-                    picture = colored(picture, np.where(counts, self.masks[sample], 0), 0.5 * counts)
                 axes.imshow(picture)
-                axes.set_title(
-                    text if view == 0 else f"view {view + 1}", fontsize=7, loc="left", color=INK, pad=2
+                title = (
+                    textwrap.fill(text, 24, max_lines=3, placeholder="…") if view == 0 else f"view {view + 1}"
                 )
+                axes.set_title(title, fontsize=7, loc="left", color=INK, pad=2)
+        if self.masks:
+            patch = require("matplotlib.patches", "plot", "draw a batch").Patch
+            handles = [
+                patch(label=name, facecolor=color, edgecolor="#888888", hatch=None if counts else "////")
+                for name, color, counts in self._legend()
+            ]
+            figure.legend(handles=handles, loc="outside lower left", ncols=8, fontsize=8, frameon=False)
         return figure
+
+    def _drawn(self) -> list[tuple[tuple[NDArray[np.uint8], ...], str]]:
+        """Return of each sample its views, under their masks, and the text."""
+        pictures = self.pictures
+        if self.masks:
+            pictures = tuple(
+                (masked(views[0], mask),) for views, mask in zip(pictures, self.masks, strict=True)
+            )
+        return list(zip(pictures, self.texts, strict=True))
+
+    def _legend(self) -> list[tuple[str, str, bool]]:
+        """Return of each class in the masks its name, its color, and whether it counts."""
+        there = np.unique(np.concatenate([np.unique(mask) for mask in self.masks])).tolist()
+        names, colors = self.classes, palette()
+        found = []
+        for at in there:
+            counts = at != IGNORED
+            name = "not counted" if not counts else names[at] if at < len(names) else str(at)
+            color = "#{:02x}{:02x}{:02x}".format(*colors[at % 256]) if counts else "#dddddd"
+            found.append((name, color, counts))
+        return found
 
     def save(self, path: str | Path) -> Path:
         """Write the picture.
@@ -88,7 +119,12 @@ class ShownBatch:
         return f"ShownBatch({self.title!r}, {len(self.pictures)} samples)"
 
     def _repr_html_(self) -> str:
-        return image_tag(drawn(self.show(), dpi=110), self.title)
+        legend = "".join(
+            f'<span style="display:inline-block;margin-right:1em"><span style="display:inline-block;width:.8em;height:'
+            f'.8em;border:1px solid;background:{color}"></span> {html.escape(name)}</span>'
+            for name, color, _ in (self._legend() if self.masks else ())
+        )
+        return f"<p>{html.escape(self.title)}</p>{gallery(self._drawn())}<p>{legend}</p>"
 
 
 def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> ShownBatch:
@@ -116,21 +152,23 @@ def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> 
         built.train.set_epoch(epoch)
         images, targets = next(iter(built.train))[:2]
         parts = built.hooks.microbatches(built.engine, images, targets, built.loss)
+        own = built.train.settings
         views = [_joined([part for part, _ in parts])] if isinstance(images, torch.Tensor) else [*images]
         targets = torch.cat([part for _, part in parts])[:count].cpu()
         if isinstance(views[0], torch.Tensor) and views[0].dim() == 5:
             views = [*views[0].unbind(1)]
         pictures = tuple(
-            tuple(shown(image, built.train) for image in sample)
+            tuple(shown(image, own.mean, own.std) for image in sample)
             for sample in zip(*(view[:count] for view in views), strict=True)
         )
-        masks = tuple(targets.numpy()) if built.train.has_masks else ()
-        texts = tuple(
-            "" if masks else _text(target, built.train.classes, plan.task.kind) for target in targets
-        )
+        classes = built.train.classes
+        masks: tuple[NDArray[Any], ...] = ()
+        if built.train.has_masks:
+            masks = tuple(plan.task.metric_targets(targets).numpy())
+        texts = tuple("" if masks else _text(target, classes, plan.task.kind) for target in targets)
         size = "×".join(map(str, views[0].shape[-2:]))
         title = f"epoch {epoch} of {epochs}, step {state.step}: {len(pictures)} of {len(images)} images, {size} pixels"
-    return ShownBatch(title, pictures, texts, masks)
+    return ShownBatch(title, pictures, texts, masks, tuple(classes))
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -7,6 +7,7 @@ Intervals of shares are Wilson's (1927, "Probable inference, the law of successi
 from __future__ import annotations
 
 import dataclasses
+import html
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -164,7 +165,11 @@ class Errors:
         )
 
     def _repr_html_(self) -> str:
-        return self.table().html() if self.heads else f"<pre>{self}</pre>"
+        from .picture import thumbnails
+
+        return (self.table().html() if self.heads else f"<pre>{html.escape(str(self))}</pre>") + thumbnails(
+            self
+        )
 
 
 def pooled(parts: Sequence[Errors]) -> Errors:
@@ -219,6 +224,14 @@ class ClassErrors(Errors):
         found = np.zeros((len(self.classes), len(self.classes)), np.int64)
         np.add.at(found, (self.targets, self.predictions), 1)
         return found
+
+    def confusion_of(self, classes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the rows and columns of some classes `(k,)` of `confusion`, `(k, k)`, without all others."""
+        place, count = np.full(len(self.classes), -1), len(classes)
+        place[classes] = np.arange(count)
+        truth, said = place[self.targets], place[self.predictions]
+        there = (truth >= 0) & (said >= 0)
+        return np.bincount(truth[there] * count + said[there], minlength=count**2).reshape(count, count)
 
     @cached_property
     def _counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

@@ -118,7 +118,7 @@ def judge(
     loss = task.move(engine.device)
     kind = KINDS.get(task.kind, Kind())
     worst, unsure = Sheet(pictures), Sheet(pictures)
-    width = None
+    width, own = None, loader.settings
     with current_device(engine.device):
         for samples, (images, targets, *_) in zip(loader.shares(0), loader, strict=True):
             judged_by, outputs = sums.add(images, targets)
@@ -130,7 +130,7 @@ def judge(
             judged.add({"samples": samples, "losses": losses, **rows}, totals)
 
             def picture(n: int, images: Any = images, drawn: Mapping[str, torch.Tensor] = drawn) -> Arrays:
-                return {"image": shown(images[n], loader)} | {
+                return {"image": shown(images[n], own.mean, own.std)} | {
                     k: each[n].cpu().numpy() for k, each in drawn.items()
                 }
 
@@ -147,12 +147,11 @@ def judge(
     return kind.errors(source, metrics, names, kept, each, total)
 
 
-def shown(image: torch.Tensor, loader: EpochLoader) -> NDArray[np.uint8]:
+def shown(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> NDArray[np.uint8]:
     """Return a loaded image `(C, H, W)` as a picture, `(H, W, 3)`: normalization undone, one channel repeated."""
-    own = loader.settings
     if image.dtype != torch.uint8:
-        mean, std = (torch.tensor(each, device=image.device).view(-1, 1, 1) for each in (own.mean, own.std))
-        image = ((image.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+        middle, spread = (torch.tensor(each, device=image.device).view(-1, 1, 1) for each in (mean, std))
+        image = ((image.float() * spread + middle) * 255).round().clamp(0, 255).to(torch.uint8)
     image = image[:3] if image.shape[0] >= 3 else image[:1].expand(3, -1, -1)
     return image.permute(1, 2, 0).contiguous().cpu().numpy()
 

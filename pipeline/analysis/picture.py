@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.errors import require
+from ...common.pictures import gallery
 from ...loaders.beton.targets import NOT_COUNTED, palette
 
 INK, BAR, WRONG, PALE = "#222222", "#2f6f9f", "#b5452c", "#e4e8ea"
@@ -17,15 +18,15 @@ CLASSES = 30
 COLUMNS = 6
 
 
-def figure_of(errors: Any) -> Any:
+def figure_of(errors: Any, samples: bool = True) -> Any:
     """Return a matplotlib figure of the `Errors` of a data set, whose class imports this file: the overview of
-    its kind, then the worst samples.
+    its kind, then, with `samples`, the worst.
 
     Raises:
         MissingExtra: without matplotlib.
     """
     figure_class = require("matplotlib.figure", "plot", "draw the errors").Figure
-    worst = [int(errors.samples[at]) for at in errors.worst() if int(errors.samples[at]) in errors.pictures]
+    worst = worst_of(errors) if samples else []
     rows = -(-len(worst) // COLUMNS)
     overview = 4.6 if errors.kind else 0.0
     figure = figure_class(figsize=(10, 0.6 + overview + 2.0 * rows), layout="constrained")
@@ -38,24 +39,37 @@ def figure_of(errors: Any) -> Any:
     return figure
 
 
-def sheet(figure: Any, errors: Any, samples: list[int], title: str) -> None:
+def sheet(figure: Any, errors: Any, places: list[int], title: str) -> None:
     """Draw samples with truth, prediction and loss; masks over their images."""
     figure.suptitle(title, x=0.01, ha="left", fontsize=10, color=INK)
-    rows = -(-len(samples) // COLUMNS)
+    rows = -(-len(places) // COLUMNS)
     panels = figure.subplots(rows, COLUMNS, squeeze=False).ravel()
-    places = {int(sample): place for place, sample in enumerate(errors.samples)}
     for axes in panels:
         axes.axis("off")
-    for axes, sample in zip(panels, samples, strict=False):
-        axes.imshow(overlaid(errors.pictures[sample]))
-        about = errors.of(places[sample])
-        texts = [about.get("truth", ""), about.get("prediction", "")]
-        said = [f"{name} {text}" for name, text in zip(("is", "→"), texts, strict=True) if text]
-        lines = [
-            f"#{sample}  loss {about['loss']:.3g}",
-            *(textwrap.shorten(line, 28, placeholder="…") for line in said),
-        ]
+    for axes, place in zip(panels, places, strict=False):
+        axes.imshow(overlaid(errors.pictures[int(errors.samples[place])]))
+        lines = [textwrap.shorten(line, 28, placeholder="…") for line in about(errors, place)]
         axes.set_title("\n".join(lines), fontsize=7, loc="left", color=INK, pad=2)
+
+
+def worst_of(errors: Any) -> list[int]:
+    """Return the places of the worst samples that have pictures."""
+    return [int(at) for at in errors.worst() if int(errors.samples[at]) in errors.pictures]
+
+
+def about(errors: Any, place: int) -> list[str]:
+    """Return what is known of a sample, as lines."""
+    known = errors.of(place)
+    said = [f"{mark} {known[name]}" for name, mark in (("truth", "is"), ("prediction", "→")) if name in known]
+    return [f"#{known['sample']} loss {known['loss']:.3g}", *said]
+
+
+def thumbnails(errors: Any) -> str:
+    """Return the worst samples as HTML; "" without pictures."""
+    pictures = ((overlaid(errors.pictures[int(errors.samples[at])]), at) for at in worst_of(errors))
+    tiles = [((picture,), "\n".join(about(errors, at))) for picture, at in pictures]
+    sides = ": the truth, then the prediction" if errors.kind == "pixels" else ""
+    return f"<p>Highest loss{sides}</p>{gallery(tiles)}" if tiles else ""
 
 
 def overlaid(pictures: Any) -> NDArray[np.uint8]:
@@ -66,9 +80,19 @@ def overlaid(pictures: Any) -> NDArray[np.uint8]:
         return image
     truth, prediction = pictures["truth"], pictures["prediction"]
     counts = truth != NOT_COUNTED
-    left = colored(image, np.where(counts, truth, 0), 0.5 * counts)
+    left = masked(image, truth)
     right = colored(image, prediction, np.where(counts & (truth != prediction), 1.0, 0.4))
     return np.concatenate([left, right], axis=1)
+
+
+def masked(image: NDArray[np.uint8], mask: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return an image `(H, W, 3)` under its mask `(H, W)`: half transparent in the colors of the classes, and hatched
+    in gray where pixels do not count."""
+    counts = mask != NOT_COUNTED
+    rows, columns = np.indices(mask.shape)
+    stripes = (rows + columns) // max(min(mask.shape) // 40, 1) % 2
+    gray = np.where(stripes, 225, 120)[..., None].astype(np.uint8)
+    return np.where(counts[..., None], colored(image, np.where(counts, mask, 0), 0.5), gray)
 
 
 def colored(image: NDArray[np.uint8], classes: NDArray[Any], strength: Any) -> NDArray[np.uint8]:
@@ -92,13 +116,9 @@ def _classes(figure: Any, errors: Any) -> None:
             np.bincount(each[wrong], minlength=len(chosen)) for each in (errors.targets, errors.predictions)
         )
         chosen = np.sort(np.argsort(-mistakes, kind="stable")[:CLASSES])
-    _matrix(matrix, errors.confusion[np.ix_(chosen, chosen)], [errors.classes[at] for at in chosen])
-    left = len(errors.classes) - len(chosen)
-    matrix.set_title(
-        f"truth × prediction, share of the truth{f'; without {left} classes' if left else ''}",
-        loc="left",
-        fontsize=9,
-    )
+    samples = np.bincount(errors.targets, minlength=len(errors.classes))[chosen]
+    _matrix(matrix, errors.confusion_of(chosen), samples, [errors.classes[at] for at in chosen])
+    matrix.set_title(f"truth × prediction, share of the truth{_of(chosen, errors)}", loc="left", fontsize=9)
     calibration = errors.calibration
     curve.plot([0, 1], [0, 1], color=PALE, zorder=0)
     there = calibration.samples > 0
@@ -108,9 +128,15 @@ def _classes(figure: Any, errors: Any) -> None:
     _plain(curve)
 
 
-def _matrix(axes: Any, counts: NDArray[np.int64], names: list[str]) -> None:
-    """Draw a confusion: colors are shares of each row; numbers stand in it if there is room."""
-    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+def _of(chosen: NDArray[Any], errors: Any) -> str:
+    classes = len(errors.classes)
+    return f"; {len(chosen)} of {classes:,} classes" if len(chosen) < classes else ""
+
+
+def _matrix(axes: Any, counts: NDArray[np.int64], there: NDArray[np.int64], names: list[str]) -> None:
+    """Draw a confusion `(k, k)`: colors are shares of the samples `(k,)` of each row's class, also of those taken for
+    classes that are left out; numbers stand in it if there is room."""
+    shares = counts / np.maximum(there, 1)[:, None]
     axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     size = 8 if len(names) <= 12 else 6
     if len(names) <= 12:
@@ -121,7 +147,7 @@ def _matrix(axes: Any, counts: NDArray[np.int64], names: list[str]) -> None:
                     column, row, f"{counts[row, column]:,}", ha="center", va="center", fontsize=size,
                     color="white" if light else INK,
                 )  # fmt: skip
-    short = [textwrap.shorten(name, 16, placeholder="…") or name[:16] for name in names]
+    short = [name if len(name) <= 16 else f"{name[:9]}…{name[-6:]}" for name in names]
     axes.set_xticks(range(len(names)), short, rotation=60, ha="right", fontsize=size)
     axes.set_yticks(range(len(names)), short, fontsize=size)
     axes.set(xlabel="prediction", ylabel="truth")
@@ -160,14 +186,18 @@ def _values(figure: Any, errors: Any) -> None:
 
 def _pixels(figure: Any, errors: Any) -> None:
     matrix, bars = figure.subplots(1, 2, width_ratios=(1.5, 1))
-    names = [*errors.classes]
-    _matrix(matrix, errors.confusion, names)
+    lowest = np.argsort(np.nan_to_num(errors.scores(), nan=1.0), kind="stable")
+    chosen = np.sort(lowest[:CLASSES])
+    names = [errors.classes[at] for at in chosen]
+    confusion = errors.confusion
+    _matrix(matrix, confusion[np.ix_(chosen, chosen)], confusion.sum(1)[chosen], names)
     for text in [*matrix.texts]:
         text.remove()  # numbers of pixels are too long
-    matrix.set_title("truth × prediction, share of the truth's pixels", loc="left", fontsize=9)
-    scores = errors.scores()
+    title = f"truth × prediction, share of the truth's pixels{_of(chosen, errors)}"
+    matrix.set_title(title, loc="left", fontsize=9)
+    scores = errors.scores()[chosen]
     bars.barh(range(len(names)), np.nan_to_num(scores), color=BAR, height=0.7)
-    bars.set_yticks(range(len(names)), names, fontsize=8)
+    bars.set_yticks(range(len(names)), names, fontsize=8 if len(names) <= 12 else 6)
     bars.set(xlim=(0, 1), xlabel="intersection over union")
     bars.invert_yaxis()
     _plain(bars)

@@ -262,8 +262,8 @@ class Callback:
         result."""
 
     def on_return(self) -> None:
-        """Called in the process that called `fit`, when the run is over and all files are written. What it raises,
-        `fit` raises instead of returning the result. Not called after an error or Ctrl-C."""
+        """Called in the process that called `fit`, when the run is over, its ranks have ended and all files are
+        written. What it raises, `fit` raises instead of returning the result. Not called after an error or Ctrl-C."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save in checkpoints: a dict of JSON values (texts, numbers, booleans, None, lists and

@@ -32,6 +32,6 @@ def check_same_process(callback: str, run: RunOptions, what: str) -> None:
     if run.starts_ranks:
         raise PlanError(
             f"{callback} talks to {what} in this process, but fit would start the ranks in others. Let each trial "
-            "train on one device (distribute('single')), with several trials at a time, or start this program "
-            "with torchrun."
+            "train on one device (distribute('single')), with several trials at a time, or start this program with "
+            "torchrun."
         )

@@ -11,7 +11,7 @@ from .monitor import check_monitor, check_same_process, direction
 
 
 class OptunaPruning(Callback):
-    """Report a metric to a trial of Optuna after each evaluated epoch, and end the run if the pruner decides so.
+    """Report a metric to a trial of Optuna after each evaluated epoch, and end the run if the study's pruner says so.
 
     A pruned run ends like any run that a callback stops: its weights, history and checkpoint are complete, and
     `history.stopped` names Optuna. Then `fit` raises `optuna.TrialPruned`, also when that run is resumed. After the
@@ -68,8 +68,8 @@ class OptunaPruning(Callback):
         if directions and higher is not None and directions != [wanted]:
             raise PlanError(
                 f"OptunaPruning: the study's direction is {directions[0]!r}, but of {self.monitor!r}, "
-                f"{'higher' if higher else 'lower'} is better. Use create_study(direction={wanted!r}), or monitor "
-                "another metric."
+                f"{'higher' if higher else 'lower'} is better. Use optuna.create_study(direction={wanted!r}), or "
+                "monitor another metric."
             )
 
     def on_fit_start(self, view: RunView) -> None:

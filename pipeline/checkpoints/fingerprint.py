@@ -67,6 +67,8 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "epochs": epochs,
         MODEL: built.identity,
     }
+    if (scale := getattr(built.plan.task, "scale", None)) is not None:  # of older runs there is none
+        facts["scale of the targets"] = [[f"{value:.5g}" for value in each.tolist()] for each in scale]
     return dict(json.loads(json.dumps(facts, default=identity)))
 
 

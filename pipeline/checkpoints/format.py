@@ -28,10 +28,10 @@ from msgspec import Meta, Struct, structs
 from ...common.errors import CheckpointError, DrivetrainError
 from ...common.storage.files import atomic_file, sha256, sync
 from ...common.storage.json_files import ShapeError, convert
+from ...common.storage.tensors import Tensors, open_tensors, save_weights
 from ...common.version import __version__
 from ..telemetry.history import History
 from .remote import STATE, RemoteRun, shown
-from .weights import Tensors, open_tensors, save_weights
 
 UNLISTED, OWN = "unlisted", "rank"
 SHARED = ("model", "optimizer", "methods", UNLISTED)  # by all ranks; the kind `OWN` is of one rank

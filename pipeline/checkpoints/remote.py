@@ -17,12 +17,12 @@ from ...common.errors import CheckpointError
 from ...common.storage.addresses import RemoteFolder, is_address
 from ...common.storage.files import atomic_file, cache_folder, locked
 from ...common.storage.json_files import ShapeError, parse
+from ..models.weights import SUFFIXES
 from .weights import unlisted_path
 
 RUN, CHECKPOINTS, STATE = "run.json", "checkpoints", "state.json"
 STEP = re.compile(r"step-(\d{8,})")
 _ADDRESS, _SEEN, _LOCK = ".address", ".uploaded.json", ".lock"
-_WEIGHTS = ".safetensors"
 
 
 class RemoteRun:
@@ -169,13 +169,13 @@ def opened(place: str | Path, *names: str) -> Path:
     head, _, tail = address.rpartition("/")
     if STEP.fullmatch(tail) and head.endswith(f"/{CHECKPOINTS}"):
         address, checkpoint = head.removesuffix(f"/{CHECKPOINTS}"), tail
-    elif tail.endswith(_WEIGHTS):
+    elif tail.endswith(SUFFIXES):
         address, names = head, (tail, unlisted_path(Path(tail)).name)
     run = RemoteRun.create(cache_folder() / "copies" / _name(address), address)
     run.pull(names)
     if checkpoint:
         return run.folder / CHECKPOINTS / checkpoint
-    return run.folder / tail if tail.endswith(_WEIGHTS) else run.folder
+    return run.folder / tail if tail.endswith(SUFFIXES) else run.folder
 
 
 def shown(path: Path) -> str:

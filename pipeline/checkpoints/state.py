@@ -14,12 +14,14 @@ from torch.nn.parameter import is_lazy
 
 from ...common.errors import CheckpointError, DrivetrainError
 from ...common.model_state import ModelState, buffers_kept, split_state, unlisted_tensors
+from ...common.storage.tensors import Tensors
 from ...strategies import Engine
 from ...strategies.common.optimizer_state import Homes, Keep, OptimizerState, home_of
 from ...strategies.engine import copied
 from ...transforms import Transform
 from ..models.factories import model_factory
 from ..models.weights import weights_omitted
+from ..tasks.target_scale import adopt_scale
 from ..telemetry.state import EpochMeter
 from ..training.build import Built, rebuild_model
 from ..training.hooks import TrainingHooks
@@ -40,7 +42,7 @@ from .format import (
     grouped,
     key_of,
 )
-from .weights import Tensors, plain_state
+from .weights import plain_state
 
 
 def capture_state(
@@ -302,9 +304,12 @@ def rebuild(
         spec, transforms = rebuild_spec(saved, model, otherwise)
     if model is None:
         with restoring(checkpoint), weights_omitted():
-            return rebuild_model(spec, transforms)[0], transforms
+            built, _ = rebuild_model(spec, transforms)
+            adopt_scale(built, state)
+            return built, transforms
     with weights_omitted():
         built, _ = rebuild_model(spec, transforms)
+    adopt_scale(built, state)
     _check_fits(built, state, spec.model_name, checkpoint.path)
     return built, transforms
 

@@ -299,13 +299,14 @@ class FitOptions(Config):
     `checkpoints/`. With several machines, it must be shared. Files of an address are written to a local folder and
     uploaded in the background (extra `remote`)."""
     init_from: Annotated[
-        str | Path | None, Kind(_is_path, "the path of a run, a checkpoint or a .safetensors file"), NONE
+        str | Path | None, Kind(_is_path, "the path of a run, a checkpoint or a file of weights"), NONE
     ] = None
-    """Weights to begin with: the folder of a run or of a checkpoint, or a `.safetensors` file; None: the model's own.
-    From a run or a checkpoint, the weights used for evaluation are loaded: averages with EMA or SWA. Names may be those
-    before or after the transforms. What does not match, such as a last layer for other classes, keeps the model's own
-    values and is reported (`History.facts['init_from']`). Optimizer, schedule and position begin from scratch, unlike
-    with `resume`."""
+    """Weights to begin with: the folder of a run or of a checkpoint, or a file of weights, `.safetensors`, or of
+    `torch.save` (`.pth`, `.pt`, `.bin`), of which only tensors and plain values are read (`weights_only=True`); None:
+    the model's own. From a run or a checkpoint, the weights used for evaluation are loaded: averages with EMA or SWA.
+    Names may be those before or after the transforms. What does not match, such as a last layer for other classes,
+    keeps the model's own values and is reported (`History.facts['init_from']`). Optimizer, schedule and position begin
+    from scratch, unlike with `resume`."""
     on_nonfinite: OnNonFinite = "raise"
     """What happens at a non-finite loss: `"raise"`: an error with step, rank and the last good checkpoint; `"skip"`:
     all ranks skip the steps whose loss or gradients are not finite. Non-finite weights raise before they are evaluated,

@@ -16,7 +16,6 @@ from torch import nn
 from ...common.checks import is_whole
 from ...common.errors import PlanError
 from ...common.frozen import FrozenDict
-from ...common.options.config import options_of
 from ...common.options.signatures import documented
 from ...loaders.options import ImageOptions
 from ...strategies import ModuleFilter, OptimizerFactory, Precision, Strategy
@@ -245,8 +244,18 @@ class PipelineSpec:
         """
         if scale_lr is True and base_batch_size is None and self.recipe is not None and self.data is not None:
             base_batch_size = self.optimized.base_batch_size or self.data.batch_size
-        given = locals()  # the parameters are the config's options
-        config = OptimizerConfig(**{name: given[name] for name in options_of(OptimizerConfig)})
+        config = OptimizerConfig(
+            optimizer=optimizer,
+            options=options,
+            # values of OptimizerConfig
+            schedule=schedule,
+            schedule_options=schedule_options,
+            warmup=warmup,
+            groups=groups,
+            base_batch_size=base_batch_size,
+            scale_lr=scale_lr,
+            # end
+        )
         return self.replace(optimization=config)
 
     @documented(DistributedConfig)
@@ -278,8 +287,22 @@ class PipelineSpec:
 
             >>> pipeline = pipeline.distribute("ddp", devices=4, precision="bf16", accumulate=2, clip_norm=1.0)
         """
-        given = locals()  # as in `optimize`
-        config = DistributedConfig(**{name: given[name] for name in options_of(DistributedConfig)})
+        config = DistributedConfig(
+            strategy=strategy,
+            options=options,
+            # values of DistributedConfig
+            devices=devices,
+            precision=precision,
+            cudnn_benchmark=cudnn_benchmark,
+            matmul_precision=matmul_precision,
+            timeout=timeout,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            activation_checkpointing=activation_checkpointing,
+            compile=compile,
+            sync_batchnorm=sync_batchnorm,
+            # end
+        )
         return self.replace(distribution=config)
 
     def __repr__(self) -> str:

@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 
 from ... import strategies
 from ...common import machine
+from ...common.model_state import describe_frozen
 from ...common.table import Table
 from ...loaders.image_size import ImageSize, size_text
 from ...loaders.sources import files_of
@@ -35,6 +37,11 @@ KIND_REASON = {
     "evaluation": "in evaluation only",
 }
 _UNSEEDED = "; FFCV's random crops and flips have no seed, so no two runs are equal, also not after a resume"
+
+_STILL_TRAINED = (
+    "; caution: with lr=0 the weights stay, but gradients are computed, and BatchNorm's statistics change. "
+    "requires_grad_(False) freezes both"
+)
 
 
 @dataclass(frozen=True)
@@ -90,9 +97,10 @@ def lay_out(
     strategy: Strategy,
     precision: str = "",
     counts: str = "",
+    targets: str = "",
 ) -> tuple[Step, ...]:
-    """`transforms` are sorted, `precision` is the reason for it, and `counts` says how many samples go where, or
-    empty."""
+    """`transforms` are sorted, `precision` is the reason for it, `counts` says how many samples go where, and `targets`
+    is a note on their scale; both may be empty."""
     how, optimization = spec.distributed, spec.optimized
     devices = f"{how.ranks} device(s)" + (' ("auto")' if how.devices == "auto" else "")
     eval_size = f" ({_pixels(data.eval_size)} px in evaluation)" if data.eval_size != data.image_size else ""
@@ -105,7 +113,8 @@ def lay_out(
              f"every rank loads its slice of each batch{_UNSEEDED * (data.loader == 'ffcv_stock')}"
              f"{same_data_caution(data)}"),
         *(_transform_step(t) for t in transforms if t.kind == "image"),
-        Step(f"build {spec.model_name}", "Pipeline()", f"with seed {spec.seed}, the same on every rank"),
+        Step(f"build {spec.model_name}", "Pipeline()",
+             f"with seed {spec.seed}, the same on every rank{'' if built is None else _about(built)}"),
     ]  # fmt: skip
     steps += [_transform_step(t, how.name) for t in transforms if t.kind in CHANGES_MODEL]
     steps += _wrapping_steps(how)
@@ -122,16 +131,27 @@ def lay_out(
     ]  # fmt: skip
     steps += [
         Step(f"parameter group {pattern}: {', '.join(f'{name}={value}' for name, value in options.items())}",
-             ".optimize()", "parameters whose names match, and no earlier pattern; all follow the schedule")
+             ".optimize()", "parameters whose names match, and no earlier pattern; all follow the schedule"
+             + _STILL_TRAINED * (options.get("lr") == 0))
         for pattern, options in scaled.groups.items()
     ]  # fmt: skip
     later = [t for t in transforms if t.kind not in ("image", *CHANGES_MODEL)]
     mixing = [type(t).__name__ for t in later if t.kind == "batch" and t.soft_targets]
     steps += [_transform_step(t, mixing=mixing) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
     asked_by = "default" if spec.goal is None else ".task()"
-    steps.append(Step(f"loss: {spec.target.loss_name}", asked_by, spec.target.about + _assumed_mean(spec)))
+    about = f"{spec.target.about}{_assumed_mean(spec)}{'. ' * bool(targets)}{targets}"
+    steps.append(Step(f"loss: {spec.target.loss_name}", asked_by, about))
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] >= KIND_ORDER["loss"]]
     return tuple(steps)
+
+
+def _about(model: nn.Module) -> str:
+    sizes = [(each.numel(), each.requires_grad) for each in model.parameters() if not is_lazy(each)]
+    frozen = describe_frozen(model)
+    trained = f", {sum(size for size, is_trained in sizes if is_trained):,} trained; frozen: {frozen}" * bool(
+        frozen
+    )
+    return f"; {sum(size for size, _ in sizes):,} parameters{trained}"
 
 
 def _pixels(image_size: ImageSize) -> str:

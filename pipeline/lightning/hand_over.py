@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import lightning.pytorch as pl
 import torch
@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ... import strategies
 from ...common.errors import PlanError, suggest
+from ...common.model_state import keep_frozen_statistics
 from ...loaders.epochs import EpochLoader
 from ...loaders.sources import Source
 from ...strategies.common.sharding import give_channels_last_inputs, make_contiguous
@@ -189,6 +190,13 @@ class LitModule(pl.LightningModule):
         logits: torch.Tensor = self.model(images)
         return logits
 
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, but not that of frozen BatchNorm layers, as `fit` does."""
+        super().train(mode)
+        if mode:
+            keep_frozen_statistics(self.model)
+        return self
+
     def setup(self, stage: str) -> None:
         data: Any = getattr(self.trainer, "datamodule", None)
         ours = self._plan.data, self._plan.seed
@@ -209,8 +217,9 @@ class LitModule(pl.LightningModule):
         self._random.enter_context(fork_rng(self._plan.seed))
 
     def on_train_epoch_start(self) -> None:
-        """A callback may have changed the accumulation."""
+        """A callback may have changed the accumulation, or frozen layers; Lightning does not call `train()`."""
         check_trainer(self._plan, self._epochs, self.trainer)
+        self.train()
 
     def on_fit_end(self) -> None:
         self._random.close()

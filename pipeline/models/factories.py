@@ -103,8 +103,8 @@ def vit_s16(num_classes: int = 1000, image_size: int = 224) -> nn.Module:
 
 def pretrained(name: str, num_classes: int, weights: str | Path | None = "DEFAULT") -> nn.Module:
     """Build a torchvision model with a new last layer and pretrained weights: published ones by name, downloaded once
-    to `torch.hub.get_dir()` ("DEFAULT": the best); a file, `.safetensors` or a state dict saved by `torch.save`, whose
-    last layer is loaded if it fits; or None for random ones."""
+    to `torch.hub.get_dir()` ("DEFAULT": the best); a file, `.safetensors` or of `torch.save`, whose last layer is
+    loaded if it fits; or None for random ones."""
     models, known = _torchvision(), _names()
     if name not in known:
         raise RecipeError(f"No model is named {name!r}.{suggest(name, known)}")

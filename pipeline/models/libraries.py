@@ -232,7 +232,7 @@ def _transformers() -> Any:
 @dataclass(frozen=True)
 class TimmModel:
     """Takes the options of timm's `create_model`. `pretrained`: True for timm's weights (its cache, or downloaded), or
-    a file (.safetensors or .pth). A classifier for another `num_classes` keeps its initialization."""
+    a file (.safetensors, or of torch.save). A classifier for another `num_classes` keeps its initialization."""
 
     name: str
 

@@ -1,19 +1,27 @@
-"""Weights of a file for a new model, with another last layer where the number of outputs differs."""
+"""Weights of files: the one place that reads them, and a new model that begins with them."""
 
+import re
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import nn
 
-from ...common.errors import DataError
+from ...common.errors import CheckpointError, DataError
+from ...common.storage.tensors import open_tensors
 
-SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")  # any but the first are torch's own format
-_INSIDE = ("state_dict", "model_state_dict", "model")  # where torchvision's and timm's scripts keep it
+SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar")  # any but the first are torch's own format
+SOURCES = "a file of weights (.safetensors, .pth, .pt, .bin)"
+_INSIDE = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model")
+_WRAPPERS = (
+    "_orig_mod.",
+    "module.",
+    "_orig_mod.",
+)  # of torch.compile and DistributedDataParallel, in any order
 _omitted: ContextVar[bool] = ContextVar("omitted", default=False)
 
 
@@ -38,17 +46,32 @@ def is_file_name(weights: str | Path) -> bool:
 
 
 def read_weights(path: Path, model: str) -> dict[str, torch.Tensor]:
-    """Return the state dict of a file (safetensors, or of `torch.save`), on the CPU, without DistributedDataParallel's
-    `module.`. Only tensors and plain values are unpickled (`weights_only=True`), so no code runs."""
+    """Return the state dict in a file, on the CPU: of safetensors by its suffix, else of `torch.save`.
+
+    Nothing is unpickled but tensors and plain values (`weights_only=True`), and an `argparse.Namespace`, in which
+    scripts keep their options: no code runs. As in timm, of a training script's checkpoint the first of
+    `state_dict_ema`, `model_ema`, `state_dict`, `model_state_dict` and `model` is taken, so that averages go first; and
+    `module.` and `_orig_mod.`, the prefixes of DistributedDataParallel and `torch.compile`, are removed from names.
+
+    Args:
+        path: the file.
+        model: for messages, the model that shall take the weights.
+
+    Raises:
+        DataError: if it is damaged, has other objects, or no state dict.
+    """
     if not path.is_file():
         raise DataError(f"The weights {path} of {model} are not a file.")
     try:
         if path.suffix == ".safetensors":
-            state: Any = safetensors.torch.load_file(path)
+            state: Any = dict(open_tensors(path))
         else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals([Namespace]):
+                state = torch.load(path, map_location="cpu", weights_only=True)
+    except CheckpointError as error:
+        raise unusable(path, model, str(error).rstrip(".")) from error
     except Exception as error:  # a damaged file makes torch's reader raise many types
-        raise unusable(path, model, _first_line(error)) from error
+        raise unusable(path, model, _reason(error)) from error
     if isinstance(state, Mapping):
         state = next((state[key] for key in _INSIDE if isinstance(state.get(key), Mapping)), state)
     if not isinstance(state, Mapping) or not state:
@@ -56,9 +79,17 @@ def read_weights(path: Path, model: str) -> dict[str, torch.Tensor]:
     odd = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if odd:
         raise unusable(path, model, f"its entry {odd[0]!r} is not a tensor, so it is not a state dict")
-    if all(str(name).startswith("module.") for name in state):
-        return {name.removeprefix("module."): value for name, value in state.items()}
-    return dict(state)
+    return _unwrapped(dict(state))
+
+
+def _unwrapped(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    for wrapper in _WRAPPERS:
+        plain = {
+            name: value for name, value in state.items() if name != "n_averaged"
+        }  # of torch's AveragedModel
+        if plain and all(str(name).startswith(wrapper) for name in plain):
+            state = {name.removeprefix(wrapper): value for name, value in plain.items()}
+    return state
 
 
 def load_weights(model: nn.Module, path: Path, name: str, heads: Sequence[str]) -> None:
@@ -91,12 +122,14 @@ def unusable(source: object, model: str, reason: str) -> DataError:
     )
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """Return one short line: messages of torch's reader fill a page."""
     if "weights_only" in str(error):
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"it has more than tensors, an object of {found[1]}," if found else "it has more than tensors,"
         return (
-            "it has more than tensors, and unpickling that could run code, or it is damaged. Save the state dict "
-            "alone: safetensors.torch.save_file(model.state_dict(), path)"
+            f"{what} and unpickling that could run code, or it is damaged. Save the state dict alone, where you trust "
+            "it: safetensors.torch.save_file(model.state_dict(), path), or torch.save(model.state_dict(), path)"
         )
     text = next(iter(str(error).strip().splitlines()), "").rstrip(".")
     return f"{type(error).__name__}: {text[:200]}"

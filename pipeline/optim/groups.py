@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ...common.checks import check_number
 from ...common.errors import PlanError
@@ -86,16 +87,22 @@ def layerwise_decay(model: nn.Module, lr: float, factor: float = 0.75) -> dict[s
     transformer, the residual blocks of a ResNet. A parameter between two blocks belongs to the earlier one. Parameters
     that do not require gradients have no group.
 
-    Source: Clark et al., "ELECTRA", 2020, arXiv:2003.10555; Bao et al., "BEiT", 2022, arXiv:2106.08254.
+    A model without blocks, such as VGG or an `nn.Sequential` of layers, decays by layer: each module with a matrix or a
+    kernel of its own begins one, to which the norms and biases up to the next belong. The last layer has `lr`.
+
+    The order is that in which the modules are registered, which need not be that of the forward.
+
+    Source: Clark et al., "ELECTRA", 2020, arXiv:2003.10555; Bao et al., "BEiT", 2022, arXiv:2106.08254. timm decays by
+    blocks, too; where it knows none, by every 12 parameters.
 
     Args:
-        model: has the names of the trained one; only names are read, so it may be on the meta device.
+        model: has the names of the trained one; only names and shapes are read, so it may be on the meta device.
         lr: the learning rate of the last layers.
         factor: from each block to the one before it, in (0, 1]. Default 0.75, that of He et al. 2022,
             arXiv:2111.06377, for ViT-L; they use 0.65 for ViT-B.
 
     Raises:
-        PlanError: for an invalid number, or a model without blocks.
+        PlanError: for an invalid number, or a model without trained parameters, or with lazy layers.
 
     Example::
 
@@ -104,22 +111,44 @@ def layerwise_decay(model: nn.Module, lr: float, factor: float = 0.75) -> dict[s
     """
     check_number("layerwise_decay: lr", lr, PlanError, "[0, inf)")
     check_number("layerwise_decay: factor", factor, PlanError, "(0, 1]")
-    found = set(find_blocks(model))
-    names = [name for name, module in model.named_modules() if module in found]
-    # Large layers inside a block are units for sharding only.
-    blocks = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
-    if not blocks:
+    if any(map(is_lazy, model.parameters())):
         raise PlanError(
-            f"layerwise_decay: {type(model).__name__} has no blocks, modules of the same class in a row. Write the "
-            "groups by hand: groups={'stem.*': {'lr': …}, …}."
+            f"layerwise_decay: {type(model).__name__} has lazy layers, without shapes. Call it on an image first."
         )
-    groups: dict[str, dict[str, Any]] = {}
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise PlanError(
+            f"layerwise_decay: no parameter of {type(model).__name__} is trained. Set requires_grad on those to train."
+        )
+    # Large layers, alone or inside a block, are units for sharding only.
+    found = {module for module in find_blocks(model) if any(module.children())}
+    names = [name for name, module in model.named_modules() if module in found]
+    blocks = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    depths = _by_block(model, blocks) if blocks else _by_layer(model)
+    last = len(blocks) + 1 if blocks else max(depths.values())
+    return {
+        pattern: {"lr": lr * factor ** (last - depth)} for pattern, depth in depths.items() if depth < last
+    }
+
+
+def _by_block(model: nn.Module, blocks: list[str]) -> dict[str, int]:
+    """Return the depth of each pattern of trained parameters, from 1; what follows the last block is the deepest."""
+    depths: dict[str, int] = {}
     begun = 0  # blocks whose parameters have begun
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    for name in trained:
+    for name in (name for name, parameter in model.named_parameters() if parameter.requires_grad):
         inside = next((number for number, block in enumerate(blocks) if name.startswith(f"{block}.")), None)
         begun = begun if inside is None else max(begun, inside + 1)
         pattern = name if inside is None else f"{blocks[inside]}.*"
-        if inside is not None or begun < len(blocks):
-            groups[pattern] = {"lr": lr * factor ** (len(blocks) + 1 - begun)}
-    return groups
+        depths[pattern] = begun if inside is not None or begun < len(blocks) else begun + 1
+    return depths
+
+
+def _by_layer(model: nn.Module) -> dict[str, int]:
+    depths: dict[str, int] = {}
+    depth = 0
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(path, recurse=False))
+        depth += any(each.dim() > 1 for each in own.values())
+        whole = "" if any(module.children()) else path  # whose pattern has all of its parameters
+        trained = [name for name, each in own.items() if each.requires_grad]
+        depths |= dict.fromkeys([f"{path}.*"] if trained and whole else trained, max(depth, 1))
+    return depths

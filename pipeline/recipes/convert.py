@@ -11,7 +11,7 @@ from torch import nn
 
 from ... import strategies, transforms
 from ...common.errors import DataError, PlanError, RecipeError, StrategyError
-from ...common.names import name_of
+from ...common.names import name_of, title, unnamed
 from ...common.options.config import Config, options_of
 from ...loaders.sources import Files
 from .. import tasks
@@ -111,42 +111,36 @@ def _model(pipeline: PipelineSpec) -> str:
             "Pass the factory and its arguments to Pipeline()."
         )
     name = name_of_factory(pipeline.model)
-    if name is None and getattr(pipeline.model, "__module__", "") in ("__main__", "__mp_main__"):
-        title = getattr(pipeline.model, "__qualname__", type(pipeline.model).__name__)
-        raise RecipeError(
-            f"The model's factory {title} is defined in the script or notebook that is running, which a recipe cannot "
-            f"import. Move it to a file of its own, such as net.py, and write from net import {title}; its name in a "
-            f"recipe is then net:{title}."
-        )
     if name is None:
         raise RecipeError(
-            f"The model's factory {pipeline.model!r:.80} cannot be imported by name. Define it at the top level of a "
-            "module; its name in a recipe is then package.module:factory."
+            f"The model's factory {title(pipeline.model)} cannot be imported by name. {unnamed(pipeline.model)} In a "
+            "recipe, it is named package.module:factory."
         )
     return name
 
 
-def _name(target: Any, refusal: str) -> str:
+def _name(role: str, target: Any, remedy: str) -> str:
     name = target if isinstance(target, str) else name_of(target)
     if name is None:
-        raise RecipeError(refusal)
+        raise RecipeError(
+            f"The {role} {title(target)} cannot be imported by name. {unnamed(target)} {remedy}"
+        )
     return name
 
 
 def _optimizer(optimization: OptimizerConfig) -> str:
     return _name(
+        "optimizer",
         optimization.optimizer,
-        f"The optimizer is built by {optimization.optimizer!r:.80}, which a recipe cannot name. Pass .optimize() the "
-        "name of an optimizer, such as 'sgd', and its options; or define a function or class at the top level of a "
-        "module.",
+        "Or pass .optimize() the name of an optimizer, such as 'sgd', and its options.",
     )
 
 
 def _schedule(optimization: OptimizerConfig) -> str:
     return _name(
+        "schedule",
         optimization.schedule,
-        f"The schedule {optimization.schedule!r:.80} cannot be imported by name. Define it at the top level of a "
-        "module; its name in a recipe is then package.module:function, and its arguments are schedule_options.",
+        "Its name in a recipe is package.module:function, and its arguments are schedule_options.",
     )
 
 

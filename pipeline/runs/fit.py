@@ -89,7 +89,7 @@ def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
         outcome = on_ranks(plan, train_rank, job, forward=job.stop_on, patience=patience, saves=job.saves)
     except KeyboardInterrupt as interrupt:
         outcome = getattr(interrupt, "outcome", None) or RankResult()
-        result = _finish(plan, outcome) if outcome.state else None
+        result = _finish(plan, outcome, job.out) if outcome.state else None
         saved = getattr(interrupt, "checkpoint", None)
         interrupted = TrainingInterrupted(None, result, len(outcome.history.epochs), saved)
     except LostRankError as error:
@@ -99,7 +99,7 @@ def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
             for one in job.callbacks:
                 if state := outcome.callbacks.get(type(one).__name__):
                     one.load_state_dict(state)
-        return _finish(plan, outcome)
+        return _finish(plan, outcome, job.out)
     finally:
         if folder is not None and (interrupted is None or "matplotlib.backends.backend_agg" in sys.modules):
             _echo(draw_curves(folder), progress)  # after Ctrl-C, only if it takes no time
@@ -143,6 +143,7 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
     return outcome
 
 
-def _finish(plan: ResolvedPlan, outcome: RankResult) -> FitResult:
+def _finish(plan: ResolvedPlan, outcome: RankResult, folder: str | Path | None) -> FitResult:
     model, reports = rebuild_model(plan.spec, plan.transforms, outcome.state)
-    return FitResult(model.eval(), outcome.history, reports, Plan(plan.steps), plan.transforms, plan.spec)
+    steps = Plan(plan.steps)
+    return FitResult(model.eval(), outcome.history, reports, steps, plan.transforms, plan.spec, folder)

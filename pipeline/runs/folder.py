@@ -18,12 +18,12 @@ from ...common.signals import interrupts_held
 from ...common.storage.files import acquire, atomic_file, release
 from ...strategies.launching.group import is_main_process
 from ..checkpoints.directory import CheckpointDir
-from ..checkpoints.remote import CHECKPOINTS, RemoteRun, shown
+from ..checkpoints.remote import CHECKPOINTS, RemoteRun, opened, shown
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan
-from ..recipes.convert import to_recipe
-from ..recipes.files import RECIPE
+from ..recipes.files import RECIPE, read_recipe
 from ..recipes.flat import flattened
+from ..recipes.script import FILES, modules_named, provide, recipe_and_files
 from ..telemetry.history import HISTORY, Epoch, Evaluation, read_history
 from ..telemetry.loggers import METRICS
 from ..telemetry.observer import Observer
@@ -91,7 +91,7 @@ def clear_results(folder: Path) -> None:
 def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
     texts, note = {PLAN: f"{Plan(plan.steps)!r}\n"}, ""
     try:
-        recipe = to_recipe(plan.spec)
+        recipe, files = recipe_and_files(plan.spec)
     except RecipeError as error:  # e.g. a custom model
         note = (
             f"There is no {RECIPE}: {error} Without it, Pipeline.evaluate, init_from= and resume= still take the "
@@ -99,14 +99,27 @@ def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
             "pipeline (load_run, drivetrain predict) needs it."
         )
     else:
-        texts[RECIPE] = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+        texts |= files | {RECIPE: recipe_text(recipe)}
     return texts, note
+
+
+def recipe_text(recipe: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
+
+
+def provide_code(place: str | Path, folder: Path, *, trust: bool) -> dict[str, Any]:
+    """Make importable what the run's recipe names of its folder, and return the recipe."""
+    recipe, _ = read_recipe(folder / RECIPE)
+    if modules := modules_named(recipe):
+        opened(place, *(f"{module}.py" for module in modules))
+        provide(recipe, folder, place, trust=trust)
+    return recipe
 
 
 def hyperparameters(plan: ResolvedPlan, epochs: int) -> dict[str, Any]:
     """Return the values of the recipe by dotted key; of a pipeline that no recipe can express, those that are known."""
     try:
-        values = to_recipe(plan.spec)
+        values, _ = recipe_and_files(plan.spec)
     except RecipeError:
         data, optimization = plan.data, plan.optimization
         kind = optimization.optimizer
@@ -133,7 +146,7 @@ def with_trained(texts: dict[str, str], facts: Mapping[str, Any]) -> dict[str, s
 
 
 def write(folder: Path, texts: dict[str, str]) -> None:
-    for name in {PLAN, RECIPE} - set(texts):
+    for name in {PLAN, RECIPE, *(each.name for each in folder.glob(FILES))} - set(texts):
         _remove(folder / name)
     for name, text in texts.items():
         with atomic_file(folder / name) as file:

@@ -1,4 +1,4 @@
-"""Weights for a model before training or evaluation: of a run, a checkpoint, a safetensors file, or a state dict."""
+"""Weights for a model before training or evaluation: of a run, a checkpoint, a file, or a state dict."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,14 +15,16 @@ from ..checkpoints.directory import find
 from ..checkpoints.format import Checkpoint
 from ..checkpoints.remote import STATE, opened
 from ..checkpoints.state import evaluated_state
-from ..checkpoints.weights import open_model
-from ..models.weights import SUFFIXES
+from ..checkpoints.weights import open_model, open_unlisted
+from ..models.weights import SOURCES, SUFFIXES
 from ..models.weights import read_weights as read_file
+from ..tasks.target_scale import BUFFERS, carried_scale
 from .folder import MODEL, UNLISTED
 
 State = Mapping[str, torch.Tensor]
 WeightsArg = str | Path | State
-"""The folder of a run or of a checkpoint, a `.safetensors` file, the address of one of them, or a state dict."""
+"""The folder of a run or of a checkpoint, a file of weights (`.safetensors`, `.pth`, `.pt`, `.bin`), the address of one
+of them, or a state dict. Files are read as `models.weights.read_weights` does."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class Matched:
     missing: tuple[str, ...]  # not in the source; they keep the model's values
     unexpected: tuple[str, ...]  # not in the model
     reshaped: tuple[str, ...]  # of another shape in the source, such as a last layer for other classes
+    caution: str = ""
 
     def __str__(self) -> str:
         parts = [f"loaded {len(self.loaded)} of {len(self.loaded) + len(self.missing) + len(self.reshaped)}"]
@@ -40,7 +43,7 @@ class Matched:
             "there, but not in the model": self.unexpected,
         }  # fmt: skip
         parts += [f"{first_of(names, 3)} {what}" for what, names in kinds.items() if names]
-        return f"Weights from {self.source}: {'; '.join(parts)}."
+        return f"Weights from {self.source}: {'; '.join(parts)}.{self.caution}"
 
     def to_dict(self) -> dict[str, Any]:
         names = {name: list(getattr(self, name)) for name in ("missing", "unexpected", "reshaped")}
@@ -63,6 +66,14 @@ class InitialWeights:
             state = transform.from_plain(state, model)
         unlisted = unlisted_tensors(model)
         own = {**model.state_dict(), **unlisted}
+        caution = ""
+        if not self._strict and carried_scale(model) is not None:  # that of the new run's targets
+            if BUFFERS[0] not in state and own.keys() - {*BUFFERS} <= state.keys():
+                caution = (
+                    " They have the last layer, but not target_mean: if its outputs were in the units of the targets, "
+                    "remove its weights, since scale_targets=True needs others."
+                )
+            own, state = ({n: v for n, v in each.items() if n not in BUFFERS} for each in (own, state))
         if any(value.is_meta for value in own.values()):
             raise PlanError(
                 f"{source} cannot be loaded into a model on the meta device. Build the model on the CPU."
@@ -75,7 +86,7 @@ class InitialWeights:
         matched = Matched(
             source, same, tuple(name for name in own if name not in state and name not in unlisted),
             tuple(name for name in state if name not in own and name not in vacant),
-            tuple(name for name in shared if name not in same),
+            tuple(name for name in shared if name not in same), caution,
         )  # fmt: skip
         required = ((own.keys() - unlisted.keys()) | state.keys()) - vacant
         if not same or (self._strict and not required <= set(same)):
@@ -101,13 +112,13 @@ def check_source(weights: WeightsArg) -> Path:
         return Path()
     if not isinstance(weights, str | Path) or weights == "":
         raise PlanError(
-            f"{weights!r:.80} is not a source of weights. Pass the folder of a run or of a checkpoint, a .safetensors "
-            "file, or a state dict."
+            f"{weights!r:.80} is not a source of weights. Pass the folder of a run or of a checkpoint, "
+            f"{SOURCES}, or a state dict."
         )
     place = opened(weights, MODEL, UNLISTED)
     if not place.exists():
         raise PlanError(
-            f"{weights} does not exist. Pass the folder of a run or of a checkpoint, or a .safetensors file."
+            f"{weights} does not exist. Pass the folder of a run or of a checkpoint, or {SOURCES}."
         )
     if place.is_file() and place.suffix not in SUFFIXES:
         raise PlanError(f"{place} is not a file of weights: its name ends in none of {', '.join(SUFFIXES)}.")
@@ -118,10 +129,9 @@ def read_weights(weights: WeightsArg) -> State:
     place = check_source(weights)
     if isinstance(weights, Mapping):
         return weights
-    if place.is_file() and place.suffix != ".safetensors":
-        return read_file(place, "this pipeline")  # only tensors and plain values are unpickled
     if place.is_file():
-        return open_model(place).all()
+        state = read_file(place, "this pipeline's model")
+        return state | open_unlisted(place) if place.suffix == ".safetensors" else state
     if (place / STATE).exists():
         checkpoint = Checkpoint(place)
         checkpoint.verify()

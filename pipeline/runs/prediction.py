@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Iterable, Iterator
+import html
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -12,19 +13,24 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 from tqdm.auto import tqdm
 
 from ...common.errors import DataError, PlanError
+from ...common.pictures import gallery
 from ...common.terminal import is_interactive
 from ...loaders.beton.data_set import BetonFiles, open_files
 from ...loaders.beton.layout import MODE_RAW
 from ...loaders.conversion.folders import EXTENSIONS, files_below
+from ..analysis.judge import shown
+from ..analysis.picture import masked
 from ..describe.inputs import Inputs
 from ..tasks.nests import map_tensors, to_float
 from ..tasks.task import Task
 
+SHOWN = 24  # predictions that a notebook shows with pictures
 BATCH = 32  # images that `predict` takes at once: enough for speed, little memory
 OnError = Literal["raise", "skip"]
 
@@ -41,17 +47,64 @@ class Picture:
 @dataclass(frozen=True)
 class Predicted:
     """What the model says of a picture: `prediction`, its part of what `Task.predict` returned, or why there is none.
-    `size`: height and width of the picture."""
+    `size`: height and width of the picture; `pixels`: of the first pictures, what the model saw, `(H, W, 3)`."""
 
     name: str | int
     prediction: Any = None
     size: tuple[int, int] = (0, 0)
     error: str = ""
+    pixels: NDArray[np.uint8] | None = None
 
     def row(self, task: Task, inputs: Inputs) -> dict[str, Any]:
         if self.error:
             return {"image": self.name, "error": self.error}
         return {"image": self.name, **task.row(self.prediction, inputs.classes)}
+
+
+class Predictions(list[dict[str, Any]]):
+    """Predictions, a dict per image, which a notebook shows with the first images as the model saw them.
+
+    Example::
+
+        >>> predictions = result.predict(["photos/cat/0.jpg"])
+        >>> len(predictions)
+        1
+    """
+
+    def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:
+        super().__init__(rows)
+        self._first: list[Predicted] = []
+
+    def add(self, one: Predicted, row: dict[str, Any]) -> None:
+        """Append a row; keep the pictures of the first."""
+        self.append(row)
+        if len(self) <= SHOWN:
+            self._first.append(one)
+
+    def _repr_html_(self) -> str:
+        tiles = []
+        for one, row in zip(self._first, self, strict=False):
+            if one.pixels is not None:
+                mask, picture = one.prediction, one.pixels
+                if isinstance(mask, torch.Tensor) and mask.shape == picture.shape[:2]:
+                    picture = masked(picture, mask.numpy())
+                tiles.append(((picture,), _caption(row)))
+        failed = [f"{row['image']}: {row['error']}" for row in self if "error" in row]
+        left = len(self) - len(failed) - len(tiles)
+        notes = ([f"and {left:,} more"] if left else []) + failed[:SHOWN]
+        return gallery(tiles) + "".join(f"<p>{html.escape(note)}</p>" for note in notes)
+
+
+def _caption(row: Mapping[str, Any]) -> str:
+    name = row["image"] if isinstance(row["image"], int) else Path(row["image"]).name
+    if "class" in row:
+        return f"{row['class']} {row['probability']:.0%}\n{name}"
+    if "labels" in row:
+        return f"{', '.join(row['labels']) or 'none'}\n{name}"
+    if "value" in row:
+        values = row["value"] if isinstance(row["value"], list) else [row["value"]]
+        return f"{', '.join(f'{value:.4g}' for value in values)}\n{name}"
+    return str(name)
 
 
 def predicted(
@@ -61,10 +114,10 @@ def predicted(
     if on_error not in ("raise", "skip"):
         raise PlanError(f"predict(on_error={on_error!r}) must be 'raise' or 'skip'.")
     given = listed(images, inputs.channels)
-    transform, shown = inputs.transform(), progress and is_interactive()
+    transform, bars = inputs.transform(), progress and is_interactive()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with tqdm(
-        total=len(given), desc="predict", unit=" images", disable=not shown, leave=False, dynamic_ncols=True
+        total=len(given), desc="predict", unit=" images", disable=not bars, leave=False, dynamic_ncols=True
     ) as bar:
         for start in range(0, len(given), batch_size):
             part = given[start : start + batch_size]
@@ -86,7 +139,8 @@ def predicted(
                 if one.error:
                     yield one
                     continue
-                yield Predicted(one.name, map_tensors(itemgetter(at), outputs), one.size)
+                seen = shown(pixels[at], inputs.mean, inputs.std) if start + at < SHOWN else None
+                yield Predicted(one.name, map_tensors(itemgetter(at), outputs), one.size, pixels=seen)
                 at += 1
             bar.update(len(part))
 

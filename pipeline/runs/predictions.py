@@ -84,24 +84,14 @@ def write_masks(out: Path, masks: Iterable[Predicted], inputs: Inputs) -> list[d
     """Write each mask as a PNG file with a palette, of the picture's size: its values are the classes, and 255 where
     the model saw nothing. It is under the path of the picture below the folder that all have in common. The folder
     appears when all are written. Return a row per picture: `image` and `mask`, or `error`."""
-    transform, rows, names = inputs.transform(), [], []
-    colors = palette().astype(np.uint8).tobytes()
+    rows, names = [], []
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         for number, one in enumerate(masks):
             names.append(str(one.name))
             if not one.error:
-                values = one.prediction.numpy()
-                if values.max(initial=0) >= UNSEEN:
-                    raise DataError(
-                        f"{one.name}: class {values.max()} does not fit into a mask file, which has 0 to {UNSEEN - 1}. "
-                        "Use predict() without out=."
-                    )
-                found = transform.back(values.astype(np.uint8), one.size)
-                image = Image.fromarray(found)
-                image.putpalette(colors)
-                image.save(partial / f"{number}.tmp", format="PNG")
+                mask_of(one, inputs).save(partial / f"{number}.tmp", format="PNG")
             rows.append({"image": one.name, **({"error": one.error} if one.error else {})})
         for number, name in enumerate(_below(names)):
             if "error" in rows[number]:
@@ -119,6 +109,19 @@ def write_masks(out: Path, masks: Iterable[Predicted], inputs: Inputs) -> list[d
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return rows
+
+
+def mask_of(one: Predicted, inputs: Inputs) -> Image.Image:
+    """Return the mask of a picture, in its size and with a palette: classes, and 255 where the model saw nothing."""
+    values = one.prediction.numpy()
+    if values.max(initial=0) >= UNSEEN:
+        raise DataError(
+            f"{one.name}: class {values.max()} does not fit into a mask file, which has 0 to {UNSEEN - 1}. "
+            "Use predict() without out=."
+        )
+    image = Image.fromarray(inputs.transform().back(values.astype(np.uint8), one.size))
+    image.putpalette(palette().tobytes())
+    return image
 
 
 def _below(names: Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,9 +30,9 @@ from ..tasks.task import Task
 from ..telemetry.history import HISTORY, History, read_history
 from ..training.build import plain_torch, rebuild_model, resolve_data
 from ..training.loop import evaluate
-from .folder import MODEL, UNLISTED
+from .folder import MODEL, UNLISTED, provide_code
 from .initial import InitialWeights, WeightsArg, check_source
-from .prediction import BATCH, OnError, predicted
+from .prediction import BATCH, OnError, Predictions, predicted
 from .predictions import check_out, write_masks, write_table
 from .ranks import built_here, on_ranks
 
@@ -52,6 +53,7 @@ class FitResult:
         plan: the steps of the run.
         transforms: the pipeline's transforms, in the plan's order.
         spec: the pipeline's description.
+        folder: the run's folder or address; None without `fit(out=…)`.
 
     Example::
 
@@ -66,6 +68,7 @@ class FitResult:
     plan: Plan
     transforms: tuple[Transform, ...] = ()
     spec: PipelineSpec | None = None
+    folder: str | Path | None = None
 
     def evaluate(self, data: str | Path | None = None) -> dict[str, float]:
         """Return the metrics of the model on data that `Pipeline.load` takes as `val`, by name; see
@@ -111,6 +114,41 @@ class FitResult:
             raise PlanError("This result is not from Pipeline.fit. Use Pipeline.evaluate(weights).")
         return errors_of_weights(self.spec, self._state.all(), data)
 
+    def report(self, out: str | Path, data: str | Path | None = None) -> Path:
+        """Write the run as one HTML file without scripts that needs no network, as `drivetrain report` does, and return
+        its path.
+
+        It has the final metrics, curves and epochs, a training batch, the errors with the worst samples, the plan with
+        its cautions, machine and versions, the recipe, and the ledger if `ledger.json` is in the run's folder. What
+        cannot be shown is named, with the reason.
+
+        Args:
+            out: the file, `.html`.
+            data: data whose errors are shown, as `evaluate` takes it. Default None: the pipeline's validation data.
+
+        Raises:
+            DrivetrainError: unless `out` ends in `.html`; for `data` that cannot be judged.
+
+        Example::
+
+            >>> result.report("report.html").name
+            'report.html'
+        """
+        from .report import Report, check_report
+
+        check_report(out)
+        errors = None if data is None else self.errors(data)  # rejected here, and not in the report
+
+        def judged() -> Errors:
+            return errors or self.errors()
+
+        if self.folder is not None:
+            with suppress(CheckpointError):
+                report = Report.of(self.folder, judged)
+                if report.history.epochs == self.history.epochs:  # else another run has replaced it
+                    return report.write(out)
+        return Report.unsaved(self.history, self.plan, self.spec, judged).write(out)
+
     @property
     def task(self) -> Task:
         """What the model was trained for."""
@@ -141,7 +179,8 @@ class FitResult:
         self, images: Any, *, batch_size: int = BATCH, out: str | Path | None = None, on_error: OnError = "raise",
         progress: bool = False,
     ) -> list[dict[str, Any]]:  # fmt: skip
-        """Return one dict per image: `image` (its path or number) and the prediction by name.
+        """Return one dict per image: `image` (its path or number) and the prediction by name. A notebook shows the
+        first with their images.
 
         For `Classification`: `class`, `probability` and all `probabilities`; for `MultiLabel`: `labels` and
         `probabilities`; for `Regression`: `value`; for other tasks: `prediction`. All are JSON values.
@@ -174,8 +213,10 @@ class FitResult:
             check_out(place, task)
         found = predicted(self.model, task, inputs, images, batch_size, on_error, progress)
         if place is not None and isinstance(task, Segmentation):
-            return write_masks(place, found, inputs)
-        rows = [one.row(task, inputs) for one in found]
+            return Predictions(write_masks(place, found, inputs))
+        rows = Predictions()
+        for one in found:
+            rows.add(one, one.row(task, inputs))
         if place is not None:
             write_table(place, rows, inputs.classes)
         return rows
@@ -226,16 +267,20 @@ class FitResult:
         return self.history._repr_html_() + folded
 
 
-def load_run(folder: str | Path) -> FitResult:
+def load_run(folder: str | Path, *, trust_code: bool = False) -> FitResult:
     """Return the result of a run, from `recipe.yaml`, `model.safetensors` and `history.json` in its folder.
 
-    The recipe may name a model in a module, which is imported: load only runs that you trust.
+    The recipe may name a model in a module, which is imported: load only runs that you trust. What the training script
+    itself defined is in the folder, in a file `script_….py`; if the running script defines the same, that is taken.
 
     Args:
         folder: the run's folder, or its address.
+        trust_code: whether to execute that file. Default False: a folder may come from somebody else, so its code is
+            executed only when you have read it.
 
     Raises:
-        CheckpointError: if one of these files is missing or damaged, or they are not of one run.
+        CheckpointError: if one of these files is missing or damaged, or they are not of one run; if code of the folder
+            is needed without `trust_code`.
         RecipeError: if the recipe cannot be built.
 
     Example::
@@ -256,6 +301,7 @@ def load_run(folder: str | Path) -> FitResult:
             f"{place} has no {RECIPE}, because its pipeline could not be written as one. Build the pipeline again, "
             "and load model.safetensors into its model."
         )
+    provide_code(place, folder, trust=trust_code)
     spec = build_pipeline(folder / RECIPE, {}, PipelineSpec)
     transforms = sort_transforms(spec.transforms)
     state = load_model(folder / MODEL, epochs=len(history.epochs))
@@ -270,7 +316,7 @@ def load_run(folder: str | Path) -> FitResult:
         raise CheckpointError(
             f"{folder / MODEL} does not fit the model of {folder / RECIPE}: {error}"
         ) from error
-    return FitResult(model.eval(), history, reports, Plan(()), transforms, spec)
+    return FitResult(model.eval(), history, reports, Plan(()), transforms, spec, place)
 
 
 @plain_torch()
@@ -301,7 +347,7 @@ def _evaluate_rank(plan: ResolvedPlan, weights: WeightsArg) -> dict[str, float]:
     initial = InitialWeights(weights, plan.transforms, strict=True)
     with built_here(plan, initial) as built:
         assert built.val is not None
-        return evaluate(built.engine, built.val, built.hooks, plan.task)
+        return evaluate(built.engine, built.val, built.hooks, built.plan.task)
 
 
 def _errors_of_rank(plan: ResolvedPlan, weights: WeightsArg) -> Errors:
@@ -309,7 +355,9 @@ def _errors_of_rank(plan: ResolvedPlan, weights: WeightsArg) -> Errors:
     initial = InitialWeights(weights, plan.transforms, strict=True)
     with built_here(plan, initial) as built:
         assert built.val is not None
-        return judge(built.engine, built.val, built.hooks, plan.task, str(files_of(plan.data.val or "")))
+        return judge(
+            built.engine, built.val, built.hooks, built.plan.task, str(files_of(plan.data.val or ""))
+        )
 
 
 class TrainingPreempted(SystemExit):

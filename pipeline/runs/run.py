@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from ...common.errors import CheckpointError, NonFiniteError, first_of
-from ...common.model_state import ModelState, buffers_kept, split_state, train_mode
+from ...common.errors import CheckpointError, NonFiniteError
+from ...common.model_state import ModelState, buffers_kept, describe_frozen, split_state, train_mode
 from ..callbacks.callback import RunView
 from ..checkpoints import state as states
 from ..checkpoints.directory import CheckpointDir, ResumePoint, begin_run, choose_start
@@ -72,6 +71,7 @@ class Run(Observer):
         }  # fmt: skip
         self._notes = {
             "strategy": built.engine.note, "parameter groups": built.note, "BatchNorm": built.split_batch_norm,
+            "targets": built.targets,
         }  # fmt: skip
         facts |= {name: note for name, note in self._notes.items() if note}
         if initial is not None:
@@ -102,7 +102,8 @@ class Run(Observer):
 
     def train(self) -> None:
         initial = "" if self._initial is None else str(self._initial)
-        for note in filter(None, [*self._notes.values(), initial, frozen(self._engine.plain_model)]):
+        frozen = describe_frozen(self._engine.plain_model)
+        for note in filter(None, [*self._notes.values(), initial, frozen and f"Frozen: {frozen}."]):
             self._echo(note)
         choice = choose_start(self._engine, self._job.resume, self._store)
         self._name = choice.run
@@ -264,7 +265,7 @@ class Run(Observer):
 
     def _evaluate(self, number: int) -> Evaluation:
         assert self._built.val is not None
-        metrics = evaluate(self._engine, self._built.val, self._hooks, self._plan.task)
+        metrics = evaluate(self._engine, self._built.val, self._hooks, self._built.plan.task)
         return Evaluation(number, self.state.step, metrics.pop("val_loss"), metrics, self._units)
 
     def _evaluate_within(self) -> None:
@@ -398,13 +399,3 @@ class Run(Observer):
         good = f"The last good checkpoint is {shown(last)}." if last else "There is no earlier checkpoint."
         rate = self._plan.optimization.describe()
         return f"{good} Lower the learning rate ({rate}), add warm-up, or set clip_norm."
-
-
-def frozen(model: nn.Module) -> str:
-    layers = {
-        name: any(each.requires_grad for each in module.parameters(recurse=False))
-        for name, module in model.named_modules()
-        if any(True for _ in module.parameters(recurse=False))
-    }
-    names = [name or "the model" for name, trained in layers.items() if not trained]
-    return f"Frozen, with the statistics of their BatchNorm: {first_of(names, 8)}." if names else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import PlanError, suggest
-from ...common.names import imported, name_of
+from ...common.names import imported, name_of, title, unnamed
 
 if TYPE_CHECKING:
     from .task import Task
@@ -34,9 +34,16 @@ def to_dict(task: Task) -> dict[str, Any]:
     except PlanError:
         known = False
     if not known:
+        own = next(
+            (each for each in (kind, *options.values()) if callable(each) and name_of(each) is None), None
+        )
         raise PlanError(
-            f"The task {task!r:.120} cannot be named. Use names of metrics and losses, and define a task or a loss of "
-            "your own at the top level of a module."
+            f"The task {task!r:.120} cannot be named in a recipe. "
+            + (
+                "Use names of metrics and losses, and a task of your own for metrics of your own."
+                if own is None or _known(kind.__name__) is own
+                else f"{title(own)} cannot be imported by name. {unnamed(own)}"
+            )
         )
     return {"name": name, **options}
 

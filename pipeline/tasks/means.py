@@ -73,13 +73,14 @@ def mean_of(loss: LossFunction, *, checked: bool = False) -> Mean:
 class Adapted:
     base: LossFunction
     adapt: Callable[[torch.Tensor], torch.Tensor]
+    outputs: Callable[[Any], Any]
 
     def __call__(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        return self.base(outputs, self.adapt(targets))
+        return self.base(self.outputs(outputs), self.adapt(targets))
 
     def as_mean(self) -> Mean:
         base = mean_of(self.base)
-        total = None if base.total is None else Adapted(base.total, self.adapt)
+        total = None if base.total is None else Adapted(base.total, self.adapt, self.outputs)
         return Mean(self, lambda targets: base.denominator(self.adapt(targets)), total, base.known)
 
 

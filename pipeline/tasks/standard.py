@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from ...common.checks import is_whole
 from ...common.errors import PlanError
 from .means import CLASS_LOSSES, LossFunction
 from .metrics import maker, top
+from .target_scale import TargetScale, fit_scale
 from .task import Kind, StandardTask, Targets, check_names, names_of, shape_of, vectors
 
 if TYPE_CHECKING:
@@ -191,10 +194,20 @@ class Regression(StandardTask):
             `("mae", "r2")`.
         loss: `"mse"` (the default), `"l1"`, `"huber"`, a function or a module, or `"model"`.
         monitor: default the first metric.
+        scale_targets: compute the loss of `(value - mean) / std`, with the mean and the standard deviation of each
+            number over the samples that are trained on. They are buffers of the model, `target_mean` and `target_std`,
+            `(K,)` float32, and its outputs, the predictions and the metrics are in the units of the targets. Default
+            False, because the loss would be another than that of earlier runs and recipes; the plan recommends it for
+            targets that are far from 0 or whose standard deviation is far from 1, which a model learns slowly or not
+            at all.
+
+    Raises:
+        PlanError: for `scale_targets` with `loss="model"`; while building, for targets that are not finite in float32.
 
     Example::
 
         >>> pipeline = pipeline.task(Regression(loss="huber", metrics=("mae",)))
+        >>> prices = pipeline.task(Regression(scale_targets=True))
     """
 
     kind: ClassVar[Kind] = "values"
@@ -206,6 +219,62 @@ class Regression(StandardTask):
         "r2": maker("R2Score"),
     }
     DEFAULT_METRICS = ("mae", "r2")
+    scale_targets: bool = False
+    scale: TargetScale | None = None  # once it is fitted
+
+    def __init__(
+        self, *, metrics: Any = None, loss: Any = None, monitor: str | None = None, scale_targets: bool = False
+    ) -> None:  # fmt: skip
+        super().__init__(metrics=metrics, loss=loss, monitor=monitor)
+        if not isinstance(scale_targets, bool):
+            raise PlanError(f"Regression: scale_targets={scale_targets!r:.80} must be True or False.")
+        if scale_targets and self.loss_in_model:
+            raise PlanError(
+                "Regression: scale_targets=True scales what a loss receives, but with loss='model' the model computes "
+                "its loss itself. Leave one of the two out."
+            )
+        vars(self).update(
+            scale_targets=scale_targets, _given={**self._given, "scale_targets": scale_targets or None}
+        )
+
+    def with_scale(self, scale: TargetScale | None) -> Self:
+        """Return the same task, whose loss is of values scaled by `scale`."""
+        changed = copy.copy(self)
+        vars(changed)["scale"] = scale
+        return changed
+
+    def fit_scale(
+        self, labels: NDArray[Any], indices: NDArray[np.int64], weights: NDArray[np.float64], source: str
+    ) -> TargetScale | None:
+        """Return the scale of the targets `indices`; see `target_scale.fit_scale`. Without `scale_targets`, it is only
+        for `note`: None if the loss is the model's, or the targets are not finite."""
+        if self.loss_in_model:
+            return None
+        try:
+            return fit_scale(labels, indices, weights, source)
+        except PlanError:
+            if self.scale_targets:
+                raise
+            return None
+
+    def note(self, scale: TargetScale | None) -> str:
+        """Return what the plan and the run print of the targets' scale; "" if there is nothing to note."""
+        if scale is None or not (self.scale_targets or scale.needed):
+            return ""
+        if self.scale_targets:
+            return f"Targets scaled: {scale}."
+        return (
+            f"The targets have {scale}, but a new model's outputs are near 0, so it may learn slowly or not at all. "
+            "Regression(scale_targets=True) scales them for the loss."
+        )
+
+    @property
+    def about(self) -> str:
+        return super().about + "; the loss is of scaled targets" * self.scale_targets
+
+    def move(self, device: torch.device) -> LossFunction:
+        moved = None if self.scale is None else self.scale.to(device)
+        return StandardTask.move(self.with_scale(moved), device)
 
     def outputs(self, outputs: Any) -> Any:
         """Return the main tensor of a model's output; `(B, 1)` becomes `(B,)`."""
@@ -220,7 +289,13 @@ class Regression(StandardTask):
         return {name: flat(value) for name, value in super().model_inputs(targets).items()}
 
     def loss_targets(self, targets: torch.Tensor) -> torch.Tensor:
-        return flat(targets).float()
+        return self._scaled(flat(targets).float())
+
+    def loss_outputs(self, outputs: Any) -> Any:
+        return self._scaled(outputs)
+
+    def _scaled(self, values: torch.Tensor) -> torch.Tensor:
+        return values if self.scale is None else self.scale.scaled(values)
 
     def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
         """Return the `value`, a number or a list; and of a list whose numbers have names, `values`."""

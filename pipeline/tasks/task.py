@@ -267,7 +267,13 @@ class StandardTask(Task):
         return loss  # type: ignore[no-any-return]
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        return self._criterion(outputs, targets if self.loss_in_model else self.loss_targets(targets))
+        if self.loss_in_model:
+            return self._criterion(outputs, targets)
+        return self._criterion(self.loss_outputs(outputs), self.loss_targets(targets))
+
+    def loss_outputs(self, outputs: Any) -> Any:
+        """Return the outputs as a loss by name, a function or a module takes them. The base class returns them."""
+        return outputs
 
     def loss_targets(self, targets: torch.Tensor) -> torch.Tensor:
         """Return the targets as a loss by name, a function or a module takes them. The base class returns them."""
@@ -323,17 +329,13 @@ class StandardTask(Task):
             return self.loss
         if self.loss_in_model or type(self).loss_targets is StandardTask.loss_targets:
             return criterion
-        return Adapted(criterion, self.loss_targets)
+        return Adapted(criterion, self.loss_targets, self.loss_outputs)
 
     def outputs(self, outputs: Any) -> Any:
         """Return the main tensor of a model's output: itself; `logits` or `out` of a dict; the first of a tuple."""
-        if isinstance(outputs, Mapping):
-            for name in ("logits", "out"):
-                if name in outputs:
-                    return outputs[name]
-            return next(iter(outputs.values()), None)
-        if isinstance(outputs, Sequence):
-            return outputs[0] if outputs else None
+        key = main_key(outputs)
+        if isinstance(outputs, Mapping | Sequence):
+            return None if key is None else outputs[key]
         return getattr(outputs, "logits", outputs)
 
     def meters(self, width: int | None) -> dict[str, Metric]:
@@ -342,6 +344,13 @@ class StandardTask(Task):
     @property
     def options(self) -> dict[str, Any]:
         return {name: value for name, value in self._given.items() if value is not None}
+
+
+def main_key(outputs: Any) -> Any:
+    """Return where a dict or a tuple that a model returns has its main tensor; None if it is empty, or neither."""
+    if isinstance(outputs, Mapping):
+        return next((name for name in ("logits", "out") if name in outputs), next(iter(outputs), None))
+    return 0 if isinstance(outputs, Sequence) and outputs else None
 
 
 def loss_of_model(outputs: Any, targets: torch.Tensor) -> torch.Tensor:  # noqa: ARG001

@@ -8,7 +8,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -19,7 +19,7 @@ from torch import nn
 
 from ... import loaders
 from ...common.errors import PlanError, StrategyError
-from ...common.model_state import ModelState, load_state
+from ...common.model_state import ModelState, load_state, train_mode
 from ...common.storage.cache import Remote
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width
@@ -37,7 +37,8 @@ from ..optim.groups import GroupedFactory
 from ..tasks.means import LossFunction, mean_of
 from ..tasks.nests import map_tensors
 from ..tasks.scales import Scale, scale_of
-from ..tasks.standard import Classification
+from ..tasks.standard import Classification, Regression
+from ..tasks.target_scale import adopt_scale, attach_scale, carried_scale
 from ..tasks.task import TaskLoss
 from ..telemetry.history import Monitor
 from .checks import check_loss, check_metrics, check_output, targets_of
@@ -81,7 +82,7 @@ class Built:
     """What one process trains with. Close it, or use it as a context manager, to end the loaders' threads.
 
     Attributes:
-        plan: the resolved pipeline.
+        plan: the resolved pipeline, whose task knows the scale of the targets.
         engine: the wrapped model and its optimizer; see `strategies.Engine`.
         train, val: loaders of `(images (B, 3, H, W), labels (B,) or (B, K))`, where B is this rank's share of the
             batch.
@@ -92,6 +93,7 @@ class Built:
         note: a sentence for the user about the parameter groups; "" without.
         identity: what the model is; see `model_identity`.
         split_batch_norm: a sentence about BatchNorm layers that see a part of the batch; "" if there are none.
+        targets: the scale of the targets of `Regression`, if it is fitted or should be; else "".
 
     Example::
 
@@ -111,6 +113,7 @@ class Built:
     monitor: Monitor
     note: str = ""
     split_batch_norm: str = ""
+    targets: str = ""
     identity: dict[str, str] = field(default_factory=dict)
 
     def begin(self, epochs: int) -> Schedule:
@@ -122,8 +125,10 @@ class Built:
         return Schedule(self.plan.optimization, self.engine.optimizer, steps, scale)
 
     def begin_epoch(self) -> None:
-        """Set what transforms change between epochs: the image size, frozen layers. Call it before each epoch."""
+        """Set training mode, in which frozen BatchNorm layers stay in evaluation, and what transforms change between
+        epochs: the image size, frozen layers. Call it before each epoch."""
         self.hooks.begin_epoch(self.train, self.plan.data.image_size)
+        train_mode(self.engine.model)
 
     def step_loss(self, microbatches: Sequence[Microbatch]) -> StepLoss:
         """Return the loss of one step in a loop of your own: the shares that the microbatches of all ranks have in its
@@ -153,6 +158,8 @@ def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None
     parts = make_parts(plan, train, val)
     if initial is not None:
         initial(parts.model)
+        parts = replace(parts, plan=_scaled(plan, parts.model))  # of weights that are evaluated, theirs
+    plan = parts.plan
     factory = optimizer_factory(plan, parts.model)
     split = batch_norm_caution(how, plan.data.batch_size, parts.model)
     engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
@@ -165,7 +172,7 @@ def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None
     hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes, how.precision)
     return Built(
         plan, engine, train, val, parts.loss(engine.device), hooks, parts.reports, parts.monitor,
-        note, split, parts.identity,
+        note, split, parts.targets, parts.identity,
     )  # fmt: skip
 
 
@@ -180,6 +187,7 @@ class Parts:
     example: tuple[Any, torch.Tensor]  # outputs for two images, as the loss receives them, and their targets
     monitor: Monitor
     identity: dict[str, str]
+    targets: str  # a note on their scale, or ""
 
     @property
     def classes(self) -> int | None:
@@ -210,12 +218,26 @@ def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) 
     two = targets.two(height_width(data.eval_size))
     with fork_rng(plan.seed):
         outputs, used = check_output(plan, model, width, targets)
+    note = ""
+    if isinstance(task, Regression):
+        fitted = task.fit_scale(targets.values, train.indices, train.frequencies, targets.source)
+        note = task.note(fitted)
+        if fitted is not None and task.scale_targets:
+            attach_scale(model, fitted)
     meters = task.meters(width)
     check_metrics(task, meters, used, two)
     known = {name: scale_of(task, name, meter) for name, meter in meters.items()}
     scale = known.get(task.monitor, Scale(higher_is_better=False))
     monitor = Monitor(task.monitor, scale.higher_is_better is not False, scale.unit)
-    return Parts(plan, model, reports, width, (outputs, two), monitor, identity)
+    return Parts(_scaled(plan, model), model, reports, width, (outputs, two), monitor, identity, note)
+
+
+def _scaled(plan: ResolvedPlan, model: nn.Module) -> ResolvedPlan:
+    """Return the plan of a task that knows the scale of the targets, if the model has one."""
+    task = plan.task
+    if not isinstance(task, Regression) or not task.scale_targets:
+        return plan
+    return replace(plan, spec=plan.spec.replace(goal=task.with_scale(carried_scale(model))))
 
 
 def expected_device(how: DistributedConfig) -> torch.device:
@@ -308,6 +330,7 @@ def rebuild_model(
         warnings.simplefilter("ignore", NothingChanged)  # training has issued this warning already
         model, reports = build_model(spec, transforms)
     if state:
+        adopt_scale(model, state.weights)
         load_state(model, state)
     return model, reports
 

@@ -1,4 +1,4 @@
-"""`drivetrain errors | compare | show | report`: what one would look at."""
+"""`drivetrain errors | compare | show | plan | report`: what one would look at."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from .options import FILES, Command, File, Place, argument, option, recipe_arguments
+from .options import FILES, Command, File, Place, argument, option, recipe_arguments, trust_code
 
 SHOWN = 20
 """Rows of a table of errors: of more classes, those with the lowest scores."""
@@ -21,7 +21,10 @@ SHOWN = 20
 @option(
     "--json", "Print one JSON object: the table, the worst and the least certain samples.", name="as_json"
 )
-def errors(run: Path | str, data: str | None, out: Path | None, everything: bool, as_json: bool) -> None:
+@trust_code
+def errors(
+    run: Path | str, data: str | None, out: Path | None, everything: bool, as_json: bool, trust_code: bool
+) -> None:  # fmt: skip
     """Show what a trained model gets wrong: a table per class, the worst samples, calibration.
 
     Every validation sample is judged once, with the weights and the pixels of the run's evaluation.
@@ -32,7 +35,7 @@ def errors(run: Path | str, data: str | None, out: Path | None, everything: bool
     from ...runs.result import load_run
 
     with modules_of():
-        found = load_run(run).errors(data)
+        found = load_run(run, trust_code=trust_code).errors(data)
     if as_json:
         print(dumps(found.to_dict(), ensure_ascii=False))
     else:
@@ -99,10 +102,35 @@ def show(
 
 
 @click.command(cls=Command)
+@recipe_arguments()
+@option("--summary", "Also print the model: parameters, what is frozen, operations, activations.")
+def plan(
+    recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, summary: bool
+) -> None:  # fmt: skip
+    """Print the plan of a training: each step, and why it is there.
+
+    Whatever `train` would reject before the model is built is rejected here. Only the headers of data files are read.
+    With --summary, the model is built.
+    """
+    from .training import completed_recipe
+
+    checked = completed_recipe(recipe, overrides, train, val)
+    from ...pipeline import Pipeline
+    from ...recipes.files import modules_of
+
+    with modules_of(recipe):
+        pipeline = Pipeline.from_recipe(checked)
+        print(pipeline.plan())
+        if summary:
+            print(f"\n{pipeline.summary()}")
+
+
+@click.command(cls=Command)
 @argument("run", "Folder or address of a run (train --out).", Place())
 @option("--out FILE", "The file to write, .html.", File(), default="report.html")
 @option("--data FILE", "Data whose errors are shown. Default: the run's validation data.", FILES)
-def report(run: Path | str, out: Path, data: str | None) -> None:
+@trust_code
+def report(run: Path | str, out: Path, data: str | None, trust_code: bool) -> None:
     """Write a run as one HTML file: curves, metrics, errors with the worst samples, ledger, plan, recipe.
 
     The file needs no network and runs no scripts. An unfinished run is reported as such.
@@ -111,4 +139,4 @@ def report(run: Path | str, out: Path, data: str | None) -> None:
     from ..report import write_report
 
     with modules_of():
-        print(write_report(run, out, data))
+        print(write_report(run, out, data, trust_code=trust_code))

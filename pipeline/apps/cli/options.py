@@ -157,6 +157,10 @@ out_folder = option(
     Place(),
 )
 workers = option("--workers N", "Threads. Default: one per core.", int)
+trust_code = option(
+    "--trust-code",
+    "Execute the file script_….py in the run's folder, what its training script defined. Read it first.",
+)
 quiet = option("--quiet", "Print only errors, the result and what was requested: no progress, no warnings.")
 
 

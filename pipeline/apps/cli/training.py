@@ -29,6 +29,7 @@ from .options import (
     out_folder,
     quiet,
     recipe_arguments,
+    trust_code,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def fit_options(function: F) -> F:
 @out_folder
 @option(
     "--init-from RUN_OR_FILE",
-    "Begin with these weights: the folder of a run or of a checkpoint, or a .safetensors file.",
+    "Begin with these weights: the folder of a run or of a checkpoint, or a file (.safetensors, .pth, .pt, .bin).",
     Place(),
 )
 @option("--resume", "Resume from the newest checkpoint in --out, if there is one.")
@@ -294,9 +295,11 @@ def folds(
     Text("raise", "skip"),
 )
 @option("--json", "Print one JSON object per image, with all probabilities.", name="as_json")
+@trust_code
 def predict(
-    run: Path | str, image: tuple[str, ...], out: Path | None, on_error: str | None, as_json: bool
-) -> None:
+    run: Path | str, image: tuple[str, ...], out: Path | None, on_error: str | None, as_json: bool,
+    trust_code: bool,
+) -> None:  # fmt: skip
     """Predict images with a trained model.
 
     Each image is cropped, resized and normalized as in the run's evaluation.
@@ -311,7 +314,7 @@ def predict(
     if on_error not in (None, "raise", "skip"):
         raise PlanError(f"--on-error {on_error} must be raise or skip.")
     with modules_of():
-        result = load_run(run)
+        result = load_run(run, trust_code=trust_code)
     rows = result.predict(
         list(image), out=out, on_error="skip" if on_error == "skip" else "raise", progress=True
     )
@@ -373,6 +376,7 @@ def _prediction_text(row: dict[str, Any]) -> str:
     "Largest difference of a program's outputs, relative to the largest one. Default: 0.001.",
     float,
 )
+@trust_code
 @quiet
 def export(
     place: Path | str, out: Path, names: str, tolerance: float | None, quiet: bool, **options: Any

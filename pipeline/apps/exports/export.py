@@ -21,6 +21,8 @@ from ...checkpoints.state import ModelArg, chosen, evaluated_state, plain_names,
 from ...checkpoints.weights import save_model
 from ...describe.inputs import Inputs, metadata
 from ...recipes.files import RECIPE, read_recipe
+from ...recipes.script import modules_named
+from ...runs.folder import provide_code
 from .card import CARD, LEDGER, check_card, write_card
 from .programs import Difference, write_program
 
@@ -63,6 +65,7 @@ class Exported:
 def export(
     place: str | Path, out: str | Path, *, format: Format | None = None, names: Names = "plain",
     best: bool = False, model: ModelArg = None, data: str | Path | None = None, tolerance: float = TOLERANCE,
+    trust_code: bool = False,
 ) -> Exported:  # fmt: skip
     """Write a trained model as one file, with the evaluated weights: averages (EMA, SWA) if there are any. Next to it,
     write its model card, `MODEL_CARD.md`.
@@ -88,6 +91,7 @@ def export(
             the run's `recipe.yaml` names, or random images if it is not a `.beton` file that exists.
         tolerance: largest difference between a program's outputs and the model's, relative to the largest output, or to
             1 if all are smaller. In (0, 1].
+        trust_code: as `load_run` takes it, for a run whose model its training script defined.
 
     Returns:
         What was written, and from which checkpoint.
@@ -105,7 +109,7 @@ def export(
         >>> exported.path.name
         'photos.safetensors'
     """
-    place, out = opened(place, RECIPE, LEDGER), Path(out)
+    where, place, out = place, opened(place, RECIPE, LEDGER), Path(out)
     kind = _format(format, out)
     check_number("tolerance", tolerance, CheckpointError, "(0, 1]")
     if kind != "safetensors" and names != "plain":
@@ -122,6 +126,9 @@ def export(
     folder = run_folder(checkpoint)
     recipe, difference = _recipe(folder), None
     facts = checkpoint.content.history.facts
+    if model is None and names == "plain" and modules_named({"model": recipe.get("model")}):
+        assert folder is not None
+        model = provide_code(where, folder, trust=trust_code)["model"]
     if kind == "safetensors":
         state = plain_names(checkpoint, model) if names == "plain" else evaluated_state(checkpoint)
         save_model(state, out, about=metadata(facts))

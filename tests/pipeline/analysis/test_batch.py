@@ -129,11 +129,14 @@ def test_masks_are_those_of_the_loader(tmp_path: Path) -> None:
     convert([*zip(images, masks, strict=True)], file, progress=False)
     pipeline = Pipeline(nn.Conv2d, in_channels=3, out_channels=3, kernel_size=1).load(
         str(file), batch_size=8, image_size=SIDE, workers=1
-    ).task(Segmentation(classes=3))  # fmt: skip
+    ).task(Segmentation(classes=3, ignore_index=1))  # fmt: skip
     batch = pipeline.show_batch(samples=5)
     with FFCVLoader(file, batch_size=8, image_size=SIDE, workers=1) as loader:
         _, own = next(iter(loader))
-    assert (np.stack(batch.masks) == own[:5].numpy()).all()
+    assert (np.stack(batch.masks) == own[:5].masked_fill(own[:5] == 1, 255).numpy()).all()
+    assert [name for name, _, _ in batch._legend()] == ["0", "not counted"]
+    (drawn,), _ = batch._drawn()[0]
+    assert set(drawn[batch.masks[0] == 255].ravel()) == {120, 225}  # hatched
     assert batch.texts == ("",) * 5
     assert len(batch.show().axes) == 8
 
@@ -175,7 +178,9 @@ def test_it_is_saved_and_shown_in_notebooks(toy: Toy, tmp_path: Path) -> None:
         assert batch.save(tmp_path / name).stat().st_size > 1000
     with pytest.raises(DataError, match=r"b\.jpg must end in \.png, \.svg or \.pdf"):
         batch.save(tmp_path / "b.jpg")
-    assert batch._repr_html_().startswith('<img alt="epoch 0 of 1, step 0')
+    page = batch._repr_html_()
+    assert page.startswith("<p>epoch 0 of 1, step 0")
+    assert page.count("<img") == 4
     with Image.open(io.BytesIO((tmp_path / "b.png").read_bytes())) as drawn:
         assert drawn.size[0] > 100
 

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import signal
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from command_line import call
-from drivetrain import CheckpointError, DrivetrainError, Pipeline
+from drivetrain import Callback, CheckpointError, DrivetrainError, Pipeline
+from drivetrain.pipeline import RunView, TrainingInterrupted
 from drivetrain.pipeline.apps.report import write_report
 from drivetrain.pipeline.measuring.variant import PLAIN, in_turn
 from ledgers import of_speeds
 from pipeline_data import BATCH, SIDE, Toy, write_toy
 
+FRAME = """<title></title><script>addEventListener("message", each => document.title = each.data)</script>
+<iframe src="copy.html" style="width: 390px; height: 800px"></iframe>"""  # Chromium's windows are wider
+MEASURE = """<script>
+const images = [...document.images], root = document.documentElement
+addEventListener("load", () => parent.postMessage([
+  root.clientWidth, root.scrollWidth, images.length, images.filter(each => !each.naturalWidth).length,
+  images.filter(each => !each.alt).length, performance.getEntriesByType("resource").filter(each =>
+    !each.name.startsWith("data:")).length].join(" "), "*"))
+</script></body>"""
 VOID = {"meta", "img", "br"}
 
 
@@ -36,6 +50,12 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
+class Leave(Callback):
+    def on_step_end(self, view: RunView) -> None:
+        if view.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 def checked(page: str) -> Balanced:
     parser = Balanced()
     parser.feed(page)
@@ -46,11 +66,15 @@ def checked(page: str) -> Balanced:
     return parser
 
 
-def trained(toy: Toy, folder: Path) -> Path:
+def small(toy: Toy) -> Pipeline:
     pipeline = Pipeline("cifar_resnet", num_classes=4, width=4).load(
         toy.train, toy.val, batch_size=BATCH, image_size=SIDE, workers=1
     )
-    pipeline.optimize("sgd", lr=0.1).fit(epochs=1, out=folder, progress=False)
+    return pipeline.optimize("sgd", lr=0.1)
+
+
+def trained(toy: Toy, folder: Path) -> Path:
+    small(toy).fit(epochs=1, out=folder, progress=False)
     return folder
 
 
@@ -61,7 +85,7 @@ def test_a_finished_run(toy: Toy, tmp_path: Path) -> None:
     end = call("report", str(run), "--out", str(tmp_path / "r.html"))
     assert (end.code, end.err) == (0, "")
     page = (tmp_path / "r.html").read_text()
-    assert len(checked(page).links) == 3
+    assert len(checked(page).links) == 3 + 2 * 24  # a batch, and the worst samples
     for text in (
         "1 epoch, finished",
         "top1",
@@ -87,9 +111,54 @@ def test_everything_is_escaped_and_what_is_missing_is_named(toy: Toy, tmp_path: 
     Path(tmp_path / "gone.beton").rename(toy.val)
     checked(page)
     assert "Unfinished: 1 of 3 epochs." in page
-    assert page.count("Not available") == 2  # errors and ledger
+    assert page.count("Not available") == 3  # a batch, errors and ledger
     with pytest.raises(DrivetrainError):
         write_report(run, tmp_path / "r.html", other)
+
+
+def test_before_the_first_epoch_it_has_what_is_there(toy: Toy, tmp_path: Path) -> None:
+    with pytest.raises(TrainingInterrupted):
+        small(toy).fit(epochs=2, out=tmp_path / "run", progress=False, callbacks=[Leave()])
+    page = write_report(tmp_path / "run", tmp_path / "r.html").read_text()
+    checked(page)
+    for text in ("Unfinished: 0 of 2 epochs.", "No epoch has finished", "wrap with single", "versions torch"):
+        assert text in page, text
+
+
+def test_a_result_reports_itself(toy: Toy, tmp_path: Path) -> None:
+    """As the command does, and from what it has itself once its folder is gone."""
+    result = small(toy).fit(epochs=1, out=tmp_path / "run", progress=False)
+    page = write_report(tmp_path / "run", tmp_path / "r.html").read_text()
+    assert result.report(tmp_path / "own.html").read_text() == page
+    shutil.rmtree(tmp_path / "run")
+    alone = result.report(tmp_path / "alone.html").read_text()
+    assert "wrap with single" in alone
+    assert "Not available" not in alone
+
+
+@pytest.mark.process
+def test_in_a_browser(toy: Toy, tmp_path: Path) -> None:
+    """On a telephone nothing is wider than the page but what scrolls, every picture is drawn and has a text."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    browser = next(filter(None, map(shutil.which, names)), None)
+    if browser is None:
+        pytest.skip(f"none of {', '.join(names)} is installed")
+    run = trained(toy, tmp_path / ("a-long-name-" * 8))
+    of_speeds({PLAIN: 100.0, in_turn("compile"): 200.0}).save(run / "ledger.json")
+    page = write_report(run, tmp_path / "r.html").read_text()
+    (tmp_path / "copy.html").write_text(page.replace("</body>", MEASURE))
+    frame = tmp_path / "frame.html"
+    frame.write_text(FRAME)
+    command = [
+        browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+        "--virtual-time-budget=5000", "--dump-dom", frame.as_uri(),
+    ]  # fmt: skip
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    found = re.search(r"<title>(.*?)</title>", dom)
+    assert found is not None
+    width, scrolled, pictures, undrawn, mute, requests = map(int, found[1].split())
+    assert scrolled <= width <= 390
+    assert (pictures, undrawn, mute, requests) == (3 + 2 * 24, 0, 0, 0)
 
 
 def test_what_cannot_be_reported(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ def test_a_pruned_run_is_a_stopped_run(toy: Toy, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: OptunaPruning(trial_of(), "val_top1"), "no metric is named 'val_top1'"),
-        (lambda: OptunaPruning(trial_of("minimize"), "top1"), "'minimize', but of 'top1', higher is better"),
+        (lambda: OptunaPruning(trial_of(), "val_top1"), "no metric is named 'val_top1'. Did you mean 'top1'"),
+        (lambda: OptunaPruning(trial_of("minimize"), "top1"), "is 'minimize', but of 'top1', higher is better"),
         (lambda: OptunaPruning(trial_of().study, "top1"), "is not a trial"),
         (lambda: OptunaPruning(trial_of(), 3), "monitor=3 must be the name"),  # type: ignore[arg-type]
         (lambda: OptunaPruning(None, "top1"), "trial=None on rank 0"),

@@ -15,12 +15,13 @@ import torchvision
 from command_line import call_several, toy_values
 from drivetrain import CheckpointError, Pipeline, PlanError
 from drivetrain.common.model_state import BufferCopies
+from drivetrain.common.storage.tensors import Tensors, open_tensors, save_weights
 from drivetrain.pipeline import Checkpoints, Epoch, export
 from drivetrain.pipeline.checkpoints.directory import CheckpointDir
 from drivetrain.pipeline.checkpoints.fingerprint import rebuild_spec
-from drivetrain.pipeline.checkpoints.format import TENSORS, CheckpointContent, Tensors, key_of
+from drivetrain.pipeline.checkpoints.format import TENSORS, CheckpointContent, key_of
 from drivetrain.pipeline.checkpoints.state import evaluated_state
-from drivetrain.pipeline.checkpoints.weights import load_model, open_tensors, save_weights
+from drivetrain.pipeline.checkpoints.weights import load_model
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.runs.result import load_run
 from drivetrain.strategies import launch

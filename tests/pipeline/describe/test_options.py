@@ -130,10 +130,12 @@ ADDED = {
 FOUND = """
 import contextlib, inspect, io, json, sys
 import drivetrain
+import numpy as np
 from drivetrain import Pipeline, PlanError, RecipeError
 from drivetrain.common.errors import DataError, StrategyError
-from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader
+from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert
 from drivetrain.pipeline.apps.cli.app import main
+from drivetrain.pipeline.checkpoints.fingerprint import fingerprint
 from drivetrain.pipeline.describe.config import FitOptions
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.runs.config import FitConfig
@@ -174,11 +176,16 @@ keys = ("oriole", "daisy", "finch")
 found["recipe refused"] = [error(lambda: Pipeline.from_recipe(recipe, **{n: "x"})) for n in keys]
 def command(*arguments):
     sys.argv[1:] = arguments
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), contextlib.suppress(SystemExit):
         main()
-    return out.getvalue()
+    return printed.getvalue()
 listed, shown = command("recipes", "--keys"), command("recipes", "baseline")
 found["command line"] = [f"number of {n}s" in listed and f"number of {n}s" in shown for n in keys]
+found["command line refused"] = "lantern='x'" in command("train", "baseline", "loading.lantern=x", "--train", "a.beton")
+convert((np.zeros((10, 16, 16, 3), np.uint8), np.arange(10)), "a.beton", progress=False)
+with made.build() as built:
+    found["fingerprint"] = fingerprint(resolve(made), built, 1)["load settings"]["lantern"] == 5
 print(json.dumps(found))
 """
 
@@ -215,4 +222,4 @@ def test_an_option_that_is_added_in_one_place_is_found_everywhere(tmp_path: Path
         assert f"{name}='x' must be a positive integer: number of {name}s." in message
     for place in ("documented", "repr", "plan", "command line"):
         assert all(found.pop(place)), place
-    assert found == {"comes back": True, "default": True}
+    assert found == dict.fromkeys(("comes back", "default", "command line refused", "fingerprint"), True)

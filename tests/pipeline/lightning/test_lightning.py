@@ -48,7 +48,7 @@ pytestmark = pytest.mark.filterwarnings(*IGNORED)
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
 
-def trained(pipeline: Any, epochs: int, *callbacks: Any) -> tuple[Any, list[dict[str, float]]]:
+def trained(pipeline: Any, epochs: int, *callbacks: Any, **more: Any) -> tuple[Any, list[dict[str, float]]]:
     """The module after Lightning's training, and what it logged of each epoch."""
     import lightning.pytorch as pl
 
@@ -60,9 +60,29 @@ def trained(pipeline: Any, epochs: int, *callbacks: Any) -> tuple[Any, list[dict
             found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
     every = [Keeps(), *callbacks]
-    module, data, arguments, _ = pipeline.to_lightning(epochs=epochs, callbacks=every, **QUIET)
+    module, data, arguments, _ = pipeline.to_lightning(epochs=epochs, callbacks=every, **QUIET, **more)
     pl.Trainer(**arguments).fit(module, data)
     return module, found
+
+
+def test_a_frozen_batch_norm_stays(toy: Toy) -> None:
+    """Also with validation within the epoch, after which Lightning restores the mode, and if a callback sets it."""
+    import lightning.pytorch as pl
+
+    class Trains(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+            pl_module.train()
+
+    def frozen() -> nn.Module:
+        model = nn.Sequential(nn.BatchNorm2d(3), batch_norm_model())
+        model[0].requires_grad_(False)
+        return model
+
+    module, found = trained(toy.pipeline(frozen), 2, Trains(), val_check_interval=2)
+    assert len(found) == 2
+    assert module.model[0].num_batches_tracked == 0
+    assert torch.equal(module.model[0].running_mean, torch.zeros(3))
+    assert module.model[1][1].num_batches_tracked == 8
 
 
 @pytest.mark.parametrize("case", ["plain", "everything", "dropout", "letterbox"])

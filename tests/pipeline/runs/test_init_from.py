@@ -1,6 +1,8 @@
 """`fit(init_from=…)`, `Pipeline.evaluate` and `FitResult.evaluate`: weights of runs, checkpoints and files."""
 
 import json
+import os
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,13 @@ def run(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, FitRe
     return out, averaged(toy).fit(epochs=2, out=out, **OPTIONS)
 
 
+class Code(str):
+    """A pickled object that would make a folder."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self),)
+
+
 def averaged(toy: Toy) -> Pipeline:
     return toy.pipeline(batch_norm_model).transform(EMA(half_life=3))
 
@@ -41,18 +50,28 @@ def started_from(pipeline: Pipeline, source: str | Path) -> FitResult:
     return pipeline.optimize("sgd", lr=0.0, schedule="constant").fit(epochs=1, init_from=source, **OPTIONS)
 
 
-@pytest.mark.parametrize("kind", ["a run", "a checkpoint", "a file"])
+@pytest.mark.parametrize("kind", ["a run", "a checkpoint", "a file", "x.pth", "script.bin", "timm.pth.tar"])
 def test_a_run_begins_with_weights(kind: str, toy: Toy, run: tuple[Path, FitResult]) -> None:
     folder, first = run
     places = {
         "a run": folder, "a checkpoint": folder / "checkpoints/step-00000008", "a file": folder / "model.safetensors",
-    }  # fmt: skip
+    } | {name: folder.parent / name for name in ("x.pth", "script.bin", "timm.pth.tar")}  # fmt: skip
+    state = first.model.state_dict()
+    mean = {"n_averaged": torch.ones(1)} | {f"module.{name}": value for name, value in state.items()}
+    zeros = {name: torch.zeros_like(value) for name, value in state.items()}
+    torch.save(state, places["x.pth"])
+    options = Namespace(lr=0.1, device=torch.device("cpu"))
+    torch.save({"model": zeros, "model_ema": mean, "args": options}, places["script.bin"])
+    torch.save(
+        {"epoch": 3, "state_dict": {f"_orig_mod.module.{n}": v for n, v in state.items()}},
+        places["timm.pth.tar"],
+    )
     second = started_from(toy.pipeline(batch_norm_model), places[kind])
     for name, value in first.model.named_parameters():
         torch.testing.assert_close(second.model.get_parameter(name), value, rtol=0, atol=0)
     report = second.history.facts["init_from"]
     assert report == {
-        "source": str(places[kind]), "loaded": len(first.model.state_dict()), "missing": [], "unexpected": [],
+        "source": str(places[kind]), "loaded": len(state), "missing": [], "unexpected": [],
         "reshaped": [],
     }  # fmt: skip
 
@@ -140,9 +159,12 @@ def factorized_like(source: torch.nn.Module, result: FitResult) -> torch.nn.Modu
         ({"init_from": "RUN", "resume": "auto", "out": "OUT"}, PlanError, "begins a new run, and resume='auto' contin"),
         ({"init_from": "nowhere"}, PlanError, "nowhere does not exist"),
         ({"init_from": "FILE.pt"}, DataError, "it has more than tensors.*save_file"),
+        ({"init_from": "MODEL.pth"}, DataError, "an object of torch.nn.modules.*Save the state dict alone"),
+        ({"init_from": "CODE.pth"}, DataError, r"an object of posix\.mkdir.*Save the state dict alone"),
+        ({"init_from": "WORDS.txt"}, PlanError, r"WORDS.txt is not a file of weights.*\.safetensors, \.pth"),
         ({"init_from": "RUN/model.safetensors", "out": "RUN"}, PlanError, "which the new run would overwrite"),
         ({"init_from": "OUT"}, CheckpointError, "has no model.safetensors"),
-        ({"init_from": "DAMAGED.safetensors"}, CheckpointError, "safetensors"),
+        ({"init_from": "DAMAGED.safetensors"}, DataError, "not a complete safetensors file"),
         ({"init_from": "OTHER.safetensors"}, PlanError, "Nothing to begin with.*loaded 0 of"),
         ({"init_from": 3}, PlanError, "init_from=3 must be the path of a run"),
     ],
@@ -152,8 +174,10 @@ def test_what_cannot_begin_a_run_is_refused(
     options: dict[str, Any], error: type[Exception], message: str, toy: Toy, run: tuple[Path, FitResult], tmp_path: Path
 ) -> None:  # fmt: skip
     (tmp_path / "OUT").mkdir()
-    for name in ("FILE.pt", "DAMAGED.safetensors"):
+    for name in ("FILE.pt", "DAMAGED.safetensors", "WORDS.txt"):
         (tmp_path / name).write_bytes(b"damaged")
+    torch.save(batch_norm_model(), tmp_path / "MODEL.pth")
+    torch.save({"state_dict": {}, "code": Code(str(tmp_path / "proof"))}, tmp_path / "CODE.pth")
     save_file({"other": torch.zeros(3)}, tmp_path / "OTHER.safetensors")
 
     def place(value: Any) -> Any:
@@ -166,6 +190,7 @@ def test_what_cannot_begin_a_run_is_refused(
             epochs=1, progress=False, **{name: place(value) for name, value in options.items()}
         )
     assert list((tmp_path / "OUT").iterdir()) == []
+    assert not (tmp_path / "proof").exists()
     assert (run[0] / "model.safetensors").exists()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import DrivetrainError
-from drivetrain.pipeline.checkpoints.weights import save_weights
+from drivetrain.common.storage.tensors import save_weights
 from drivetrain.pipeline.runs import fit as fitting
 from drivetrain.pipeline.runs import ranks as run_ranks
 from drivetrain.pipeline.runs.artifacts import FitJob

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import CheckpointError, DataError, DrivetrainError
+from drivetrain.common.storage.tensors import save_weights
 from drivetrain.pipeline import Checkpoints, TrainingInterrupted
 from drivetrain.pipeline.apps.cli.training import what_is_left
-from drivetrain.pipeline.checkpoints.weights import save_weights
 from drivetrain.pipeline.runs.folder import draw_curves
 from drivetrain.pipeline.telemetry.history import read_history
 from pipeline_data import BATCH, TRAIN, FailsAt, Sleepy, Toy, numbers, plain_model

@@ -16,7 +16,7 @@ from drivetrain.strategies import launch
 from drivetrain.transforms import NoWeightDecay, SqueezeExcite
 from pipeline_data import Toy, batch_norm_model, numbers, plain_model
 from torch import nn
-from torchvision.models import resnet18, vit_b_16
+from torchvision.models import resnet18, vgg11, vit_b_16
 
 Groups = dict[str, dict[str, Any]]
 
@@ -168,8 +168,23 @@ def test_layerwise_decay() -> None:
     assert "conv1.weight" not in layerwise_decay(resnet, 0.1)
     with pytest.raises(PlanError, match=r"factor=1.5 must be a finite number in \(0, 1\]"):
         layerwise_decay(resnet, 0.1, 1.5)
-    with pytest.raises(PlanError, match="Sequential has no blocks"):
-        layerwise_decay(plain_model(), 0.1)
+    layers = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.Conv2d(4, 4, 3)), nn.Linear(4, 2)
+    )
+    assert layerwise_decay(layers, 1.0, 0.5) == {
+        "0.*": {"lr": 0.25},
+        "1.*": {"lr": 0.25},
+        "2.0.*": {"lr": 0.5},
+    }
+    with torch.device("meta"):
+        deep = layerwise_decay(vgg11(), 1.0, 0.5)
+    assert (deep["features.0.*"]["lr"], deep["classifier.3.*"]["lr"], len(deep)) == (2**-10, 0.5, 10)
+    for made, error in (
+        (nn.LazyLinear(2), "lazy layers"),
+        (nn.Linear(2, 2).requires_grad_(False), "is trained"),
+    ):
+        with pytest.raises(PlanError, match=error):
+            layerwise_decay(made, 0.1)
 
 
 ADAMW = ("fsdp", "zero_redundancy", "deepspeed_stage_2", "deepspeed_stage_3")

@@ -247,6 +247,11 @@ def test_equal_denominators_cost_nothing() -> None:
         step = StepLoss(mean, parts, ranks, equal=equal)
         assert step.share(1, outputs, targets).item() == pytest.approx(mean.loss(outputs, targets).item())
         assert (ranks.exchanged, float(step.weight)) == (exchanges, 16)
+    unchecked = StepLoss(
+        mean_of(functional.cross_entropy), parts, linear(), equal=False
+    )  # one process on the CPU
+    assert torch.equal(unchecked.share(1, outputs, targets), mean.loss(outputs, targets))
+    assert unchecked.weight == 8
 
 
 def test_a_weighted_loss_never_makes_the_host_wait() -> None:
@@ -254,7 +259,7 @@ def test_a_weighted_loss_never_makes_the_host_wait() -> None:
     targets, outputs = torch.tensor([0, 1, 2, 3]), torch.randn(4, 5)
     with HostSyncs() as syncs:
         for loss in (nn.CrossEntropyLoss(weight=WEIGHTS), Focal()):
-            step = StepLoss(mean_of(loss), [(outputs, targets)] * 2, linear(), equal=False)
+            step = StepLoss(mean_of(loss), [(outputs, targets)] * 2, Two(torch.device("cpu")), equal=False)
             step.share(1, outputs, targets)
     assert syncs.found == []
     with SimulatedCuda() as copies:

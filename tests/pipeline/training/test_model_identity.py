@@ -239,7 +239,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics(toy: Toy, capsys: pytest.Captu
     result = toy.pipeline(frozen_norm).fit(epochs=1)
     assert result.model[1].num_batches_tracked == 0
     torch.testing.assert_close(result.model[1].running_mean, torch.zeros(8))
-    assert "Frozen, with the statistics of their BatchNorm: 1." in capsys.readouterr().out
+    assert "Frozen: 1 (1 BatchNorm layer in evaluation mode)." in capsys.readouterr().out
     model = batch_norm_model()
     model[1].weight.requires_grad_(False)  # and its bias is trained
     train_mode(model)

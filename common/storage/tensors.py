@@ -1,0 +1,107 @@
+"""Tensors by name in safetensors files: read one by one, written as a whole or not at all."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import CheckpointError, DrivetrainError
+from .files import atomic_file
+
+
+class Tensors(Mapping[str, torch.Tensor]):
+    """Tensors by name, each read from its file on access."""
+
+    def __init__(
+        self, readers: Mapping[str, Callable[[], torch.Tensor]], metadata: Mapping[str, str] | None = None
+    ) -> None:
+        self.readers, self.metadata = readers, metadata or {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.readers[name]()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.readers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.readers)
+
+    def __len__(self) -> int:
+        return len(self.readers)
+
+
+def open_tensors(path: Path) -> Tensors:
+    with _safetensors_errors(path):
+        file: Any = safe_open(path, framework="pt")
+        metadata = file.metadata() or {}
+        wide = json.loads(metadata.get("complex", "{}"))
+        keys = file.keys()
+        return Tensors({key: partial(_tensor, path, file, key, wide.get(key)) for key in keys}, metadata)
+
+
+def _tensor(path: Path, file: Any, key: str, wide: str | None) -> torch.Tensor:
+    with _safetensors_errors(path):
+        value: torch.Tensor = file.get_tensor(key)
+        return value if wide is None else torch.view_as_complex(value).to(_COMPLEX[wide])
+
+
+@contextmanager
+def _safetensors_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{path} is not a complete safetensors file: {error}.") from error
+
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.uint32: "U32",
+    torch.uint64: "U64", torch.complex64: "C64",
+}  # fmt: skip
+# Not in safetensors: real and imaginary parts are in another dimension, name and dtype in the metadata `complex`.
+_COMPLEX = {"complex128": torch.complex128}
+
+
+def save_weights(
+    state: Mapping[str, torch.Tensor],
+    path: str | Path,
+    *,
+    epochs: int | str | None = None,
+    about: Mapping[str, str] | None = None,
+) -> None:
+    """Write CPU tensors as safetensors, atomically, with `about` as metadata. `epochs` is the epoch of the history that
+    they belong to (within one, a text): a process killed between the two files leaves newer weights."""
+    metadata = {**(about or {}), **({} if epochs is None else {"epochs": str(epochs)})}
+    kinds = {kind: name for name, kind in _COMPLEX.items()}
+    wide = {name: kinds[value.dtype] for name, value in state.items() if value.dtype in kinds}
+    if wide:
+        metadata["complex"] = json.dumps(wide, sort_keys=True)
+    # Sorted, so that equal tensors with equal metadata are equal files.
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    end = 0
+    plain = {name: torch.view_as_real(value) if name in wide else value for name, value in state.items()}
+    # Larger elements first, so that each tensor is aligned.
+    ordered = sorted(plain.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    for name, value in ordered:
+        if value.dtype not in _NAMES:
+            raise DrivetrainError(f"{path} cannot hold {name!r}: safetensors has no {value.dtype}.")
+        begin, end = end, end + value.numel() * value.element_size()
+        header[name] = {
+            "dtype": _NAMES[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    # One by one: safetensors' `save` copies all in memory, and its `save_file` replaces the file that is open here.
+    with atomic_file(Path(path)) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, value in ordered:
+            if value.numel():
+                file.write(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,113 @@
+"""What a script defines itself is saved with its run, and executed on request only."""
+
+import os
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import process_state
+import pytest
+from command_line import ENVIRONMENT, run
+from drivetrain import CheckpointError, RecipeError
+from drivetrain.pipeline import load_run
+from drivetrain.pipeline.recipes.files import read_recipe
+from pipeline_data import Toy
+
+NET = """from torch import nn
+{before}
+class Net(nn.Module):
+    def __init__(self, classes=4):
+        super().__init__()
+        self.layer = nn.Linear(3, classes)
+
+    def forward(self, images):
+        result = self.layer(images.mean((2, 3))){after}
+        return result
+"""
+FIRST = """
+from drivetrain import Pipeline
+from drivetrain.pipeline import Classification, load_run
+
+def smooth(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1)
+
+pipeline = Pipeline(Net, classes=4).load({train!r}, {val!r}, batch_size=32, image_size=16, workers=1)
+result = pipeline.task(Classification(loss=smooth)).optimize("sgd", lr=0.1).fit(epochs=1, out="run")
+SCALES["all"] = 3.0
+assert load_run("run").metrics == result.metrics
+"""
+SCALES = '\n# A scale.\nSCALES = {}\nSCALES["all"] = 2.0\n\n'
+
+
+@pytest.mark.process
+@pytest.mark.long
+def test_the_first_script(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains at its top level, and another process opens its run and predicts; a changed copy is refused."""
+    net = NET.format(before=SCALES, after=' * SCALES["all"]')
+    (tmp_path / "first.py").write_text(net + FIRST.format(train=toy.train, val=toy.val))
+    process_state.output_of(sys.executable, "first.py", cwd=tmp_path, env=ENVIRONMENT)
+    monkeypatch.chdir(tmp_path)
+    (file,) = Path("run").glob("script_*.py")
+    assert read_recipe("run/recipe.yaml")[0]["model"] == f"{file.stem}:Net"
+    assert "fit" not in file.read_text().split('"""', 2)[2]
+    end = run("predict", "run", toy.val, cwd=tmp_path)
+    assert re.search(rf"run needs Net, smooth of its {file.name}.*--trust-code", end.line)
+    end = run("predict", "run", toy.val, "--trust-code", "--json", cwd=tmp_path)
+    assert end.code == 0, end
+    shutil.copytree("run", "other")
+    Path("other", file.name).write_text(file.read_text() + "raise SystemExit\n")
+    with pytest.raises(CheckpointError, match="its name has the digest of another text"):
+        load_run("other", trust_code=True)
+    Path("other", file.name).unlink()
+    with pytest.raises(CheckpointError, match=r"cannot be read.*Copy the whole folder"):
+        load_run("other", trust_code=True)
+    result = load_run("run", trust_code=True)
+    assert result.evaluate() == result.metrics
+    rows = [row["class"] for row in result.predict(toy.val)]
+    assert rows == [re.search(r'"class": "(\w)"', line)[1] for line in end.out.splitlines()]  # type: ignore[index]
+    assert load_run("run").metrics == result.metrics  # its code runs already
+
+
+def defined(folder: Path, script: str) -> str:
+    """What would be saved of a script's Net."""
+    file = folder / "train.py"
+    file.write_text(
+        f"{script}\nfrom drivetrain.pipeline.recipes.script import definitions\nfound = definitions(['Net'])\n"
+    )
+    os.utime(file, (0, 0))  # before this process started
+    return str(runpy.run_path(str(file), run_name="__main__")["found"])
+
+
+def test_what_is_saved(tmp_path: Path) -> None:
+    """Comments and order are kept; what has the name of a local variable only, and what is changed later, is not."""
+    script = NET.format(before=SCALES, after=' * SCALES["all"]')
+    text = defined(tmp_path, f"import json, torch\ntorch.manual_seed(1); result = open\n{script}")
+    head = '"""What recipe.yaml names of train.py, and what that uses: saved by fit(out=…)."""'
+    assert re.sub(r"\n+", "\n", text) == re.sub(r"\n+", "\n", f"{head}\n{script}")
+    later = 'if __name__ == "__main__":\n    other = 3\n'
+    assert defined(tmp_path, f"from torch.nn import *\n{script}{later}") == text.replace(
+        "from torch import", "from torch.nn import *\nfrom torch import"
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "later", "words"),
+    [
+        (
+            "import sys\nn = int(sys.argv[1:] == 0)",
+            " * n",
+            "",
+            "line 3 defines, which reads the command line",
+        ),
+        ("teacher = open\nif 0:\n    teacher = teacher.fit()", " * teacher", "", "which trains"),
+        ("", " * n", "if __name__ == '__main__':\n    n = 3", "uses n, which is set under if __name__"),
+        ("n = 1\ndef main():\n    global n\n    n = 2", " * n", "main()", r"uses n, which main\(\) sets"),
+        ("exec('n = 3')", " * n", "", "uses n, which its top level does not define"),
+        ("", " * len(__file__)", "", "uses __file__"),
+    ],
+)
+def test_what_cannot_be_saved(before: str, after: str, later: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=f"Net of train.py cannot be saved with the run, because.*{words}"):
+        defined(tmp_path, f"{NET.format(before=before, after=after)}{later}")
