@@ -138,7 +138,7 @@ class Pipeline(PipelineSpec):
 
             >>> summary = pipeline.summary()
             >>> summary.parameters, summary.trained
-            (175258, 175258)
+            (9830, 9830)
         """
         from .training.summary import summarize
 
