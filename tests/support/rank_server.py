@@ -1,5 +1,7 @@
 """Forks the ranks of `forked_ranks.py`: it has imported what each of them would import for seconds, computed nothing.
 
+torchmetrics alone takes seconds where transformers and matplotlib are installed, which it imports.
+
 `python rank_server.py FD`: each message to that socket is an order, `{"environment", "folder"}`, with the descriptors
 of the rank's stdin, stdout and stderr, and of its job and its answer. The reply is the rank's process id, sent when the
 rank has become a child of the process that asked (`PR_SET_CHILD_SUBREAPER` of prctl(2)).
@@ -11,7 +13,9 @@ import socket
 import sys
 from typing import Any
 
+import torchmetrics  # noqa: F401
 import torchvision  # noqa: F401
+from drivetrain.pipeline.runs import fit  # noqa: F401
 from drivetrain.strategies.launching.rank_main import BOOT
 
 FREE = 200  # this process itself has no descriptor from here on

@@ -35,7 +35,7 @@ EXTRAS = {
     "serve": (("starlette", "uvicorn"), "serve a trained model over HTTP"),
     "optuna": (("optuna",), "search with Optuna"),
     "wandb": (("wandb",), "log to Weights & Biases"),
-    "mlflow": (("mlflow",), "log to MLflow"),
+    "mlflow": (("mlflow-skinny",), "log to MLflow"),
     "tensorboard": (("tensorboard",), "write files for TensorBoard"),
     "lightning": (("lightning",), "hand a pipeline over to Lightning"),
     "timm": (("timm",), "build timm's models by name"),
