@@ -35,7 +35,6 @@ def smooth(outputs, targets):
 
 pipeline = Pipeline(Net, classes=4).load({train!r}, {val!r}, batch_size=32, image_size=16, workers=1)
 result = pipeline.task(Classification(loss=smooth)).optimize("sgd", lr=0.1).fit(epochs=1, out="run")
-SCALES["all"] = 3.0
 assert load_run("run").metrics == result.metrics
 """
 SCALES = '\n# A scale.\nSCALES = {}\nSCALES["all"] = 2.0\n\n'
