@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from ctypes.util import find_library
@@ -233,7 +234,8 @@ def _place(model: nn.Module, device: torch.device, init: Any) -> None:
 def import_deepspeed(device: torch.device) -> Iterator[Any]:
     """Import DeepSpeed, and restore environment variables and its global switches at the end of the block. Its choice
     of the accelerator is kept, because engines query it all the time: a process has one kind of device."""
-    with _environment_kept():
+    # Weights & Biases, which it imports where it is installed, adds filters of warnings.
+    with _environment_kept(), warnings.catch_warnings():
         os.environ["DS_ACCELERATOR"] = device.type  # else it uses CUDA if available, also for "cpu"
         # It requires one, even in a group that no launcher started, and uses it as the index of the GPU.
         os.environ["LOCAL_RANK"] = str(local_rank() or 0 if device.index is None else device.index)
