@@ -17,11 +17,8 @@ from ...common.storage.tensors import open_tensors
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".tar")  # any but the first are torch's own format
 SOURCES = "a file of weights (.safetensors, .pth, .pt, .bin)"
 _INSIDE = ("state_dict_ema", "model_ema", "state_dict", "model_state_dict", "model")
-_WRAPPERS = (
-    "_orig_mod.",
-    "module.",
-    "_orig_mod.",
-)  # of torch.compile and DistributedDataParallel, in any order
+# Of torch.compile and DistributedDataParallel, in any order.
+_WRAPPERS = ("_orig_mod.", "module.", "_orig_mod.")
 _omitted: ContextVar[bool] = ContextVar("omitted", default=False)
 
 
@@ -84,9 +81,8 @@ def read_weights(path: Path, model: str) -> dict[str, torch.Tensor]:
 
 def _unwrapped(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     for wrapper in _WRAPPERS:
-        plain = {
-            name: value for name, value in state.items() if name != "n_averaged"
-        }  # of torch's AveragedModel
+        # Without the counter of torch's AveragedModel.
+        plain = {name: value for name, value in state.items() if name != "n_averaged"}
         if plain and all(str(name).startswith(wrapper) for name in plain):
             state = {name.removeprefix(wrapper): value for name, value in plain.items()}
     return state

@@ -27,7 +27,9 @@ class Net(nn.Module):
         return result
 """
 FIRST = """
+import sys
 from drivetrain import Pipeline
+from drivetrain.common.errors import CheckpointError
 from drivetrain.pipeline import Classification, load_run
 
 def smooth(outputs, targets):
@@ -36,6 +38,15 @@ def smooth(outputs, targets):
 pipeline = Pipeline(Net, classes=4).load({train!r}, {val!r}, batch_size=32, image_size=16, workers=1)
 result = pipeline.task(Classification(loss=smooth)).optimize("sgd", lr=0.1).fit(epochs=1, out="run")
 assert load_run("run").metrics == result.metrics
+for name in [name for name in sys.modules if name.startswith("script_")]:
+    del sys.modules[name]
+SCALES["all"] = 3.0
+try:
+    load_run("run")
+except CheckpointError as error:
+    assert "trust_code=True" in str(error)
+else:
+    raise AssertionError("what the script defines now is not what was trained")
 """
 SCALES = '\n# A scale.\nSCALES = {}\nSCALES["all"] = 2.0\n\n'
 

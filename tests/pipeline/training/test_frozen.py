@@ -1,4 +1,4 @@
-"""The running statistics of frozen BatchNorm layers stay, whoever trains; what is frozen is named."""
+"""The running statistics of frozen BatchNorm layers stay, in every loop; what is frozen is named."""
 
 from typing import Any
 
