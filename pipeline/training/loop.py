@@ -57,8 +57,7 @@ class StepLoss:
     def __init__(self, mean: Mean, microbatches: Sequence[Microbatch], ranks: Ranks, *, equal: bool) -> None:
         self.mean = mean
         self._counts = [mean.denominator(targets) for _, targets in microbatches]
-        if ranks.world_size == 1 and ranks.device.type == "cpu":
-            # Reading them waits for nothing, and saves operations.
+        if _reads_are_free(ranks):
             read: list[Count] = [float(count) for count in self._counts]
             self._counts = read if all(count > 0 for count in read) else self._counts
         self._scale: Count | None = None
@@ -78,6 +77,11 @@ class StepLoss:
         if self._scale is None:
             return self.mean.loss(outputs, targets)
         return self.mean.numerator(outputs, targets, self._counts[number - 1]) * self._scale
+
+
+def _reads_are_free(ranks: Ranks) -> bool:
+    """Whether reading a denominator waits for nothing; it saves operations."""
+    return ranks.world_size == 1 and ranks.device.type == "cpu"
 
 
 def _on(device: torch.device, count: Count) -> torch.Tensor:

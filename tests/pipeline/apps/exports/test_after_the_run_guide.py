@@ -40,7 +40,7 @@ def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     built = Pipeline(batch_norm_model(2)).load("val.beton", "val.beton", **load)
     built.fit(epochs=1, out="runs/own", progress=False)
     with Image.open("cat.jpg") as image:
-        names: dict[str, Any] = {"picture": image.convert("RGB")}
+        names: dict[str, Any] = {"picture": image.convert("RGB"), "pipeline": named}
     printed = []
     for kind, block in re.findall(r"```(python|console)\n(.*?)```", GUIDE, re.DOTALL):
         if kind == "python":
