@@ -171,7 +171,7 @@ def test_the_bar_waits_for_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("method", [None, EMA(half_life=5), Lookahead(2), SWA(start=0.5, end=0.9)], ids=str)
 def test_a_step_reads_nothing_from_the_device(method: Transform | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, backward, clipping, step and averages, with and without accumulation; fp16 reads one number."""
-    monkeypatch.setattr("drivetrain.pipeline.training.loop._reads_are_free", lambda ranks: False)  # as on a GPU
+    monkeypatch.setattr("drivetrain.pipeline.training.loop._reads_are_free", lambda _: False)  # as on a GPU
     torch.manual_seed(0)
     batches = [(torch.randn(8, 3, 16, 16), torch.arange(8) % 4) for _ in range(8)]
     for precision, reads in (("fp32", 0), ("bf16", 0), ("fp16", len(batches))):
