@@ -21,7 +21,7 @@ from .cuda_settings import uses_gpu
 from .pipeline_spec import PipelineSpec, sort_transforms
 from .plan import Step, lay_out
 from .rules import check_epochs, check_rules
-from .sources import check_loader, check_sources, sample_counts, target_note
+from .sources import check_loader, check_sources, sample_notes
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,11 @@ def resolve(
     settings = train_settings(data, transforms)
     check_rules(spec)
     check_loader(data, settings)
-    counts = sample_counts(data) if files else ""
+    counts, targets = sample_notes(data, spec.target) if files else ("", "")
     if spec.epochs is not None:
         check_epochs(spec, spec.epochs)
     if files:
         check_sources(data, devices)
-    targets = target_note(data, spec.target) if files else ""
     steps = lay_out(spec, data, transforms, strategy, why, counts, targets)
     scaled = spec.optimized.at(data.batch_size)
     return ResolvedPlan(spec, data, transforms, strategy, scaled, how, settings, steps)
