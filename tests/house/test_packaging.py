@@ -53,6 +53,7 @@ def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_the_tests_run_in_a_folder_of_any_name(clone: Path) -> None:
     told = output_of(sys.executable, "-m", "pytest", "-q", "tests/common/test_checks.py", cwd=clone)
     assert " passed" in told

@@ -187,7 +187,7 @@ PAIRS = [
 
 
 @pytest.mark.process
-@pytest.mark.long
+@pytest.mark.slow
 def test_under_every_strategy_that_takes_it(one_thread: None) -> None:  # noqa: ARG001
     """One device's losses, on shards too, also after a resume."""
     alone = group_jobs.all_of([("single", "muon")])
