@@ -98,9 +98,10 @@ def lay_out(
     precision: str = "",
     counts: str = "",
     targets: str = "",
+    classes: str = "",
 ) -> tuple[Step, ...]:
-    """`transforms` are sorted, `precision` is the reason for it, `counts` says how many samples go where, and `targets`
-    is a note on their scale; both may be empty."""
+    """`transforms` are sorted, `precision` is the reason for it, `counts` says how many samples go where, `targets`
+    is a note on their scale, and `classes` one on the number of classes; each may be empty."""
     how, optimization = spec.distributed, spec.optimized
     devices = f"{how.ranks} device(s)" + (' ("auto")' if how.devices == "auto" else "")
     eval_size = f" ({_pixels(data.eval_size)} px in evaluation)" if data.eval_size != data.image_size else ""
@@ -114,7 +115,7 @@ def lay_out(
              f"{same_data_caution(data)}"),
         *(_transform_step(t) for t in transforms if t.kind == "image"),
         Step(f"build {spec.model_name}", "Pipeline()",
-             f"with seed {spec.seed}, the same on every rank{'' if built is None else _about(built)}"),
+             f"with seed {spec.seed}, the same on every rank{classes}{'' if built is None else _about(built)}"),
     ]  # fmt: skip
     steps += [_transform_step(t, how.name) for t in transforms if t.kind in CHANGES_MODEL]
     steps += _wrapping_steps(how)

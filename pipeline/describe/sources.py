@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import DataError, first_of
+from ...common.errors import DataError, PlanError, first_of
 from ...common.storage.addresses import is_address
 from ...loaders.beton.layout import read_header
 from ...loaders.order import check_batch_size
@@ -88,6 +88,31 @@ def sample_notes(data: DataConfig, task: Task) -> tuple[str, str]:
 
 def _all_here(files: Files) -> bool:
     return all(name.endswith(".beton") and Path(name).is_file() for name in files.names)
+
+
+def number_of_classes(data: DataConfig, task: Task) -> int:
+    """Return how many values per image, or per pixel, the training data needs of a model: of the names of
+    its classes, else of its labels. To read all masks would take minutes."""
+    files = files_of(data.train)
+    if any(is_address(name) or not name.endswith(".beton") for name in files.names):
+        raise PlanError(
+            f"The number of classes is 'auto', that of the training data, but {files} is not a .beton file on this "
+            "machine. Pass the number: num_classes=10; in a recipe: model_options.num_classes=10."
+        )
+    from ...loaders.beton.data_set import open_files
+    from ...loaders.beton.reader import count_classes
+
+    with closing(open_files(files)) as beton:
+        if beton.label_name not in beton.targets:
+            return len(beton.classes) or count_classes([], beton.labels)
+        ignored = getattr(task, "ignored", ())
+        counted = [value + 1 for value in range(len(beton.classes)) if value not in ignored]
+    if not counted:
+        raise PlanError(
+            f"The number of classes is 'auto', but {files} has masks without names of their classes. Convert it with "
+            "classes= (--classes A,B,C), or pass the number to Segmentation and to the model."
+        )
+    return counted[-1]
 
 
 _EDGE = 1 << 16  # bytes of a file's both ends that are compared; a `.beton` file ends with a digest of all
