@@ -66,7 +66,7 @@ def test_a_project_trains_as_it_is(task: str, tmp_path: Path, monkeypatch: pytes
     assert "runs/first: curves.png" in trained.out
     recipe = yaml.safe_load((project / "runs" / "first" / "recipe.yaml").read_text())
     assert (recipe["model"], recipe["model_options"]["num_classes"]) == ("model:Net", 3)
-    assert (recipe["task"] or {"classes": 3})["classes"] == 3
+    assert recipe.get("task", {"classes": 3})["classes"] == 3
     predicted = run("predict", "runs/first", str(photos[0]), "--json", cwd=project)
     assert predicted.code == 0, predicted.err
     row = json.loads(predicted.out)
