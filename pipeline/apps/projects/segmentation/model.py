@@ -12,7 +12,7 @@ from torch import nn
 class Net(nn.Module):
     """A small U-Net. Its arguments are the model_options in recipe.yaml."""
 
-    def __init__(self, num_classes, width=32):
+    def __init__(self, num_classes, width=16):
         super().__init__()
         widths = [width, 2 * width, 4 * width, 8 * width]
         self.first = convs(3, width)
