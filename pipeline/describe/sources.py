@@ -91,8 +91,8 @@ def _all_here(files: Files) -> bool:
 
 
 def number_of_classes(data: DataConfig, task: Task) -> int:
-    """Return how many values per image, or per pixel, the training data needs of a model: of the names of
-    its classes, else of its labels. To read all masks would take minutes."""
+    """Return how many values per image, or per pixel, a model of the training data returns, from the names of the
+    classes, else the labels. Of masks only the names are used, because to read all masks would take minutes."""
     files = files_of(data.train)
     if any(is_address(name) or not name.endswith(".beton") for name in files.names):
         raise PlanError(

@@ -76,8 +76,7 @@ def test_a_project_trains_as_it_is(task: str, tmp_path: Path, monkeypatch: pytes
         assert {value for line in row["prediction"] for value in line} <= {0, 1, 2}
 
 
-@pytest.mark.process
-@pytest.mark.long
+@pytest.mark.slow  # two interpreters, and nothing that the commands do not do
 def test_the_guide_works_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python of docs/guide/project.md, in a process of its own, as a user's script is."""
     (text,) = re.findall(
