@@ -14,8 +14,10 @@ TEMPLATES = {
     "segmentation": "photos/train train.beton --labels masks/train --classes ground,car,tree",
 }
 """The templates by task, each a folder here, and what `drivetrain convert` takes there."""
-# Names in a template, and in the project: a `.gitignore` here would be that of the template itself.
-FILES = {name: name for name in ("README.md", "recipe.yaml", "model.py")} | {"gitignore": ".gitignore"}
+# Names in a template, and in the project: here, model.py would be a module of the package, and .gitignore be obeyed.
+FILES = {
+    "README.md": "README.md", "recipe.yaml": "recipe.yaml", "model.py.txt": "model.py", "gitignore": ".gitignore",
+}  # fmt: skip
 _NAME = re.compile(r"[^\W\d_][\w-]*")
 
 

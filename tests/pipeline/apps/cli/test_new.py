@@ -14,6 +14,7 @@ from drivetrain.pipeline.apps.projects.project import FILES, TEMPLATES
 from loader_pictures import jpeg_bytes, jpeg_folder
 from PIL import Image
 from places import ROOT
+from process_state import output_of
 from segmentation_jobs import scene
 
 SMALL = ("epochs=1", "image_size=32", "model_options.width=4")
@@ -55,6 +56,10 @@ def test_a_project_trains_as_it_is(task: str, tmp_path: Path, monkeypatch: pytes
     readme = (project / "README.md").read_text()
     assert all(f"drivetrain {each[1]}" in readme for each in (convert, train, plan))
     assert not re.search(r"@\w+@", "".join(path.read_text() for path in project.iterdir()))
+
+    ruff = Path(sys.executable).with_name("ruff")
+    for command in ("check", "format --check"):
+        output_of(ruff, *command.split(), "--no-cache", "--config", ROOT / "pyproject.toml", project / "model.py")
 
     photos = DATA[task](project)
     monkeypatch.chdir(project)
