@@ -145,6 +145,11 @@ class EpochLoader(ABC):
         return self.beton is not None and self.beton.label_name in self.beton.targets
 
     @property
+    def colors(self) -> tuple[str, ...]:
+        """Colors of the classes of masks, `"#rrggbb"`, as their source had them; "" for those without one."""
+        return () if self.beton is None or not self.has_masks else self.beton.colors(self.beton.label_name)
+
+    @property
     def channels(self) -> int:
         """The number of the images' channels."""
         return len(self.settings.mean)

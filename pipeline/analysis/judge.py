@@ -144,7 +144,7 @@ def judge(
     # Of masks, the last names may be those of values that do not count.
     named = loader.classes[:count] if task.kind == "masks" else loader.classes
     names = names_of(count, named)
-    return kind.errors(source, metrics, names, kept, each, total)
+    return kind.errors(source, metrics, names, kept, each, total, loader.colors)
 
 
 def shown(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> NDArray[np.uint8]:
@@ -181,9 +181,11 @@ class Kind:
 
     def errors(
         self, source: str, metrics: dict[str, float], classes: Sequence[str], kept: dict[int, Arrays], each: Arrays,
-        total: Arrays,
+        total: Arrays, colors: tuple[str, ...],
     ) -> Errors:  # fmt: skip
-        made: Errors = self.made(source, metrics, tuple(classes), **each, pictures=kept, **total)
+        made: Errors = self.made(
+            source, metrics, tuple(classes), **each, pictures=kept, colors=colors, **total
+        )
         return made
 
     made: Any = Errors
