@@ -259,10 +259,10 @@ def _fields(spec: PipelineSpec) -> None:
             "only. Leave fields out, or pass task(…) with a class derived from drivetrain.Task, whose loss takes them."
         )
     for transform in spec.transforms:
-        if transform.kind in ("batch", "algorithm") and not _sets_size(transform):
+        if transform.unknown:
             raise PlanError(
-                f"{_name(transform)} changes batches of images, which fields={list(fields)} do not follow. Leave it "
-                "out; options of load() such as cutout are for each image."
+                f"{_name(transform)} may change images and targets in ways that fields={list(fields)} do not follow. "
+                "Leave one of the two out."
             )
 
 
