@@ -15,7 +15,7 @@ from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
 from ...strategies import Engine
 from ...transforms import BatchContext, Loss, Session, Transform
-from ..tasks.nests import select_samples, to_float
+from ..tasks.nests import labels_of, select_samples, to_float
 from ..tasks.task import Task, TaskLoss, loss_and_metric_inputs
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
@@ -177,9 +177,11 @@ class TrainingHooks:
             loss=loss.base if isinstance(loss, TaskLoss) else loss,
             step=self.state.step,
         )
-        for transform in self._batch:
-            microbatch = transform.batch(*microbatch, context)
-        return microbatch
+        images, targets = microbatch
+        for transform in self._batch:  # of the labels alone: those that mix them are rejected with further fields
+            images, labels = transform.batch(images, labels_of(targets), context)
+            targets = (labels, *targets[1:]) if isinstance(targets, tuple) else labels
+        return images, targets
 
     def before_step(self, gradients: Callable[[], object]) -> None:
         """Change the gradients (SAM, clipping), in a loop of your own; `gradients` computes those of the step again."""
