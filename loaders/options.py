@@ -340,6 +340,7 @@ class ImageKeywords(TypedDict, total=False):
     std: tuple[float, ...]
     on_error: Literal["raise", "skip"]
     verify: bool
+    fields: Sequence[str] | Mapping[str, str | None]
     # end
 
 
@@ -353,7 +354,6 @@ class LoaderKeywords(ReadKeywords, ImageKeywords, total=False):
     drop_last: bool | None
     pad_last: bool
     dtype: torch.dtype
-    fields: Sequence[str] | Mapping[str, str | None]
     rank: int | None
     world_size: int | None
     # end

@@ -151,7 +151,9 @@ def palette_of(data: bytes) -> bytes:
 def check_colors(colors: Mapping[Any, Any], kinds: Mapping[str, str]) -> None:
     """Raise ValueError unless they are lists of `"#rrggbb"` or "", by the name of a mask's field."""
     for name, own in colors.items():
-        if kinds.get(name) != STORED_AS["mask"] or not all(re.fullmatch(r"(#[0-9a-f]{6})?", each) for each in own):
+        if kinds.get(name) != STORED_AS["mask"] or not all(
+            re.fullmatch(r"(#[0-9a-f]{6})?", each) for each in own
+        ):
             raise ValueError(f"the colors of {name!r} are not those of masks")
 
 

@@ -21,7 +21,7 @@ from ..beton.targets import MOVING, STORED_AS
 from ..native.stop import Stopped, stoppable
 from ..options import check_workers
 from ..sources import expand
-from .encode import Encoded, Encoding, encode_image, image_field
+from .encode import Encoding, encode_image, image_field
 from .sample_source import SampleSource, open_source
 from .values import (
     Colors,

@@ -27,6 +27,7 @@ from .marks import Mark, color_of, marked, marks_of, masks_of
 from .picture import INK, masked
 
 COLUMNS = 8
+WIDTH, LARGEST = 10.8, 4.0  # of the figure, and of a picture in it, in inches
 LIKELY = 0.01  # shares below are not named
 
 
@@ -65,10 +66,12 @@ class ShownBatch:
             MissingExtra: without matplotlib.
         """
         figure_class = require("matplotlib.figure", "plot", "draw a batch").Figure
-        views = len(self.pictures[0])
-        columns = max(COLUMNS // views, 1) * views
+        views, (height, width, _) = len(self.pictures[0]), self.pictures[0][0].shape
+        columns = min(max(COLUMNS // views, 1), len(self.pictures)) * views
         rows = -(-len(self.pictures) * views // columns)
-        figure = figure_class(figsize=(1.35 * columns, 0.5 + 1.5 * rows), layout="constrained")
+        side = min(WIDTH / columns, LARGEST)
+        size = side * columns, 0.5 + (side * height / width + 0.15) * rows
+        figure = figure_class(figsize=size, layout="constrained")
         figure.suptitle(self.title, x=0.01, ha="left", fontsize=10, color=INK)
         panels = figure.subplots(rows, columns, squeeze=False).ravel()
         for axes in panels:

@@ -92,9 +92,12 @@ def _named(own: int | str, classes: Sequence[str]) -> tuple[str, int]:
 
 
 def color_of(number: int) -> str:
-    """Return the color of a class or field: hues apart by the golden ratio, so that the first ones differ most."""
-    red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1, 0.9, 1.0)
-    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
+    """Return the color of a class or field: hues apart by the golden ratio, so that the first ones differ most, and
+    light enough for dark pictures."""
+    color = np.array(colorsys.hsv_to_rgb(number * 0.618034 % 1, 0.9, 1.0))
+    light = color @ [0.2126, 0.7152, 0.0722]  # luminance, by the weights of sRGB
+    color += (1 - color) * max(0.45 - light, 0) / (1 - light)
+    return f"#{(color * 255).round().astype(np.uint8).tobytes().hex()}"
 
 
 def marked(picture: NDArray[np.uint8], marks: Sequence[Mark]) -> NDArray[np.uint8]:

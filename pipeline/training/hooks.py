@@ -78,7 +78,8 @@ def split_microbatches(images: torch.Tensor, targets: Any, number: int) -> list[
     split = images.tensor_split(number)
     ends = accumulate(map(len, split))
     return [
-        (part, select_samples(targets, slice(end - len(part), end))) for part, end in zip(split, ends, strict=True)
+        (part, select_samples(targets, slice(end - len(part), end)))
+        for part, end in zip(split, ends, strict=True)
     ]
 
 
@@ -178,7 +179,9 @@ class TrainingHooks:
             step=self.state.step,
         )
         images, targets = microbatch
-        for transform in self._batch:  # of the labels alone: those that mix them are rejected with further fields
+        for (
+            transform
+        ) in self._batch:  # of the labels alone: those that mix them are rejected with further fields
             images, labels = transform.batch(images, labels_of(targets), context)
             targets = (labels, *targets[1:]) if isinstance(targets, tuple) else labels
         return images, targets

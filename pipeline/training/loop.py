@@ -114,8 +114,9 @@ def train_epoch(
     Args:
         engine: the model and its optimizer, from a strategy.
         batches: `(images (B, 3, H, W), labels (B,) or (B, K))`, this rank's share of each batch; shares may differ in
-            size. What follows the labels (`load(fields=…)`) is given to the loss with them, as a tuple. Of images `(B, V, 3, H, W)`, the model receives all views as one batch, and the loss outputs
-            `(B, V, …)`.
+            size. Of images `(B, V, 3, H, W)`, the model receives all views as one batch, and the loss outputs
+            `(B, V, …)`. If more follows the labels, as with `FFCVLoader(fields=…)`, the loss receives all of it as a
+            tuple.
         loss: maps the model's outputs, in float32, and labels to a scalar, the mean over the batch. Numerators and
             denominators are summed over microbatches and ranks (`means.mean_of`): those of torch's losses with class
             weights or ignored labels, and of a loss with an attribute `denominator`. A `TaskLoss` may also give the

@@ -24,11 +24,14 @@ def plane() -> NDArray[np.uint8]:
 
 
 def places(number: int) -> tuple[NDArray[np.float32], NDArray[np.float32], list[int]]:
-    """One to three boxes `(n, 4)`, as many points `(n, 2)` in their middles, and a class for each, all different."""
+    """One to three boxes `(n, 4)` beside each other, as many points `(n, 2)` in their middles, and a class for each, all
+    different."""
     rng = np.random.default_rng(number)
     count = 1 + number % 3
-    corners = rng.uniform((5, 5), (WIDTH - 75, HEIGHT - 55), (count, 2))
-    boxes = np.concatenate([corners, corners + rng.uniform((25, 20), (65, 45), (count, 2))], 1)
+    band = WIDTH // count
+    sizes = rng.uniform((25, 20), (band - 10, 60), (count, 2))
+    corners = rng.uniform(5, np.array([band - 5, HEIGHT - 5]) - sizes) + [[band * n, 0] for n in range(count)]
+    boxes = np.concatenate([corners, corners + sizes], 1)
     middles = (boxes[:, :2] + boxes[:, 2:]) / 2 - 0.5  # of pixels, whose centers are whole numbers
     return boxes.astype(np.float32), middles.astype(np.float32), [*range(count)]
 

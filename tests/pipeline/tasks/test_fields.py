@@ -73,20 +73,17 @@ def test_the_recipe_has_them(files: tuple[str, str], tmp_path: Path) -> None:
     result = pipeline.fit(epochs=1, out=tmp_path / "run", progress=False)
     again = load_run(tmp_path / "run")
     assert again.evaluate() == result.evaluate() == result.metrics
-    errors = again.errors()
+    errors, model = again.errors(), result.model.eval().requires_grad_(False)
     with FFCVLoader(
         files[1], batch_size=1, image_size=jobs.SIDE, train=False, workers=1, fields=jobs.FIELDS
     ) as loader:
-        losses = [
-            float(jobs.Middle().loss(result.model.eval()(images), tuple(targets)))
-            for images, *targets in loader
-        ]
+        losses = [float(jobs.Middle().loss(model(images), tuple(targets))) for images, *targets in loader]
     np.testing.assert_allclose(errors.losses, losses, rtol=1e-4, atol=1e-7)
 
 
 def test_sizes_and_averages_go_with_them(files: tuple[str, str]) -> None:
     """Of two images that try the loss before training, the fields are those of their full size."""
-    transforms = ProgressiveResizing(0.5, delay=0.3, finetune=0.3), EMA(0.9), SAM(), CutOut(0.2)
+    transforms = ProgressiveResizing(0.5, delay=0.3, finetune=0.3), EMA(0.9), SAM(), CutOut(1, 0.2)
     pipeline = jobs.pipeline_of(files, {"eval_image_size": 80, "crop": "fit"}).transform(*transforms)
     result = pipeline.fit(epochs=2, progress=False)
     assert np.isfinite(result.history.epochs[-1].loss)
@@ -119,7 +116,10 @@ def test_what_does_not_take_them(files: tuple[str, str], changed: Any, message: 
     [
         ({"fields": ["boxs"]}, "'boxs' is not a field of .*Did you mean 'boxes'"),
         ({"loader": "torch"}, "only available in FFCVLoader"),
-        ({"crop": "padded"}, "do not follow crop='padded'"),
+        (
+            {"policy": {"name": "trivial_augment"}},
+            "'boxes' .boxes., 'points' .keypoints. do not follow policy=",
+        ),
     ],
 )
 def test_fields_that_cannot_be_loaded(files: tuple[str, str], load: Any, message: str) -> None:
