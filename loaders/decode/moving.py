@@ -165,8 +165,10 @@ class MovingTargets:
     def evaluated(self, indices: NDArray[np.int64]) -> dict[str, Any]:
         """Return those of the samples `indices` `(n,)` in evaluation, for which nothing is drawn, by name."""
         into = self.empty(len(indices), lambda shape, dtype: torch.empty(shape, dtype=dtype))
-        sizes = (sides[indices].astype(np.int64) for sides in (self._beton.heights, self._beton.widths))
-        choices = draw_choices(self._settings, np.zeros(len(indices), np.uint64), *sizes)
+        heights, widths = (
+            each[indices].astype(np.int64) for each in (self._beton.heights, self._beton.widths)
+        )
+        choices = draw_choices(self._settings, np.zeros(len(indices), np.uint64), heights, widths)
         self.load(into, indices, choices, slice(0, len(indices)))
         return into
 

@@ -24,8 +24,7 @@ def plane() -> NDArray[np.uint8]:
 
 
 def places(number: int) -> tuple[NDArray[np.float32], NDArray[np.float32], list[int]]:
-    """One to three boxes `(n, 4)` beside each other, as many points `(n, 2)` in their middles, and a class for each, all
-    different."""
+    """One to three boxes `(n, 4)` beside each other, points `(n, 2)` in their middles, and classes, all different."""
     rng = np.random.default_rng(number)
     count = 1 + number % 3
     band = WIDTH // count
