@@ -27,6 +27,11 @@ class Mark:
         number: of its class, or of its field, which gives its color.
         place: left, top, right and bottom of a box, or x and y of a keypoint, in pixels of the picture. Edges of a box
             are between pixels; a keypoint at a whole number is in the middle of a pixel.
+
+    Example::
+
+        >>> Mark("cat", 0, (4.0, 2.5, 20.0, 30.0)).name
+        'cat'
     """
 
     name: str

@@ -9,7 +9,7 @@ import field_jobs as jobs
 import numpy as np
 import pytest
 import torch
-from drivetrain import DataError, Pipeline, PlanError
+from drivetrain import CheckpointError, DataError, Pipeline, PlanError
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline import load_run
 from drivetrain.pipeline.training.checks import targets_of
@@ -81,6 +81,16 @@ def test_the_recipe_has_them(files: tuple[str, str], tmp_path: Path) -> None:
     np.testing.assert_allclose(errors.losses, losses, rtol=1e-4, atol=1e-7)
 
 
+def test_a_run_resumes_with_the_same_ones_only(files: tuple[str, str], tmp_path: Path) -> None:
+    kinds = {"boxes": "boxes", "points": "keypoints", "classes": None, "weight": None}
+    options: Any = {"epochs": 1, "out": tmp_path, "resume": "auto", "progress": False}
+    one = jobs.pipeline_of(files, {"fields": kinds}).fit(**options)
+    again = jobs.pipeline_of(files, {"fields": kinds}).fit(**options)
+    assert again.history.epochs == one.history.epochs
+    with pytest.raises(CheckpointError, match="load settings"):
+        jobs.pipeline_of(files).fit(**options)
+
+
 def test_sizes_and_averages_go_with_them(files: tuple[str, str]) -> None:
     """Of two images that try the loss before training, the fields are those of their full size."""
     transforms = ProgressiveResizing(0.5, delay=0.3, finetune=0.3), EMA(0.9), SAM(), CutOut(1, 0.2)
@@ -97,6 +107,11 @@ def test_sizes_and_averages_go_with_them(files: tuple[str, str]) -> None:
         np.testing.assert_allclose(at, middles * scale, rtol=1e-4, atol=1e-4)
     assert [len(each) for each in classes] == [len(each) for each in boxes]
     assert weight.tolist() == [1, 2]
+
+
+def test_the_plan_names_them(files: tuple[str, str]) -> None:
+    step = jobs.pipeline_of(files).plan().steps[0]
+    assert ", with the fields boxes, points, classes, weight" in step.why
 
 
 @pytest.mark.parametrize(
