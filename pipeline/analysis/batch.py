@@ -18,7 +18,7 @@ from ...common.pictures import check_picture, gallery, save_picture
 from ...loaders.beton.targets import palette
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import resolve
-from ..tasks.nests import labels_of, pair
+from ..tasks.nests import join_samples, labels_of, pair
 from ..tasks.standard import IGNORED
 from ..training.build import build, fork_rng, resolve_data
 from .errors import names_of
@@ -170,10 +170,10 @@ def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> 
         images, targets = pair(next(iter(built.train)))
         parts = built.hooks.microbatches(built.engine, images, targets, built.loss)
         own = built.train.settings
-        # No transform changes further fields: the plan rejects those that might.
-        further = dict(zip(own.fields, targets[1:], strict=True)) if own.fields else {}
-        views = [_joined([part for part, _ in parts])] if isinstance(images, torch.Tensor) else [*images]
-        targets = _joined([labels_of(part) for _, part in parts])[:count].cpu()
+        views = [join_samples([part for part, _ in parts])] if isinstance(images, torch.Tensor) else [*images]
+        given = join_samples([part for _, part in parts])
+        further = dict(zip(own.fields, given[1:], strict=True)) if own.fields else {}
+        targets = labels_of(given)[:count].cpu()
         if isinstance(views[0], torch.Tensor) and views[0].dim() == 5:
             views = [*views[0].unbind(1)]
         pictures = tuple(
@@ -187,15 +187,11 @@ def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> 
         texts = tuple("" if masks else _text(target, classes, plan.task.kind) for target in targets)
         if further:
             marks = marks_of(built.train, further, len(pictures))
-            if not masks:
-                masks, colors = masks_of(built.train, further, len(pictures))
+            if not masks and (found := masks_of(built.train, further, len(pictures))):
+                (masks, colors), classes = found, []  # which are those of the labels
         size = "×".join(map(str, views[0].shape[-2:]))
         title = f"epoch {epoch} of {epochs}, step {state.step}: {len(pictures)} of {len(images)} images, {size} pixels"
     return ShownBatch(title, pictures, texts, masks, tuple(classes), colors, marks)
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _text(target: torch.Tensor, classes: list[str], kind: str) -> str:

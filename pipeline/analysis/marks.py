@@ -59,12 +59,12 @@ def marks_of(loader: EpochLoader, values: Mapping[str, Any], count: int) -> tupl
 
 def masks_of(
     loader: EpochLoader, values: Mapping[str, Any], count: int
-) -> tuple[tuple[NDArray[Any], ...], tuple[str, ...]]:
-    """Return the first field of masks in the first `count` pictures, and the colors of its classes; () without one."""
+) -> tuple[tuple[NDArray[Any], ...], tuple[str, ...]] | None:
+    """Return the first field of masks in the first `count` pictures, and the colors of its values; None without one."""
     kinds = _kinds(loader)
     name = next((name for name in values if kinds.get(name) == "mask"), None)
     if name is None or loader.beton is None:
-        return (), ()
+        return None
     return tuple(values[name][:count].cpu().numpy()), loader.beton.colors(name)
 
 

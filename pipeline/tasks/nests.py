@@ -38,3 +38,13 @@ def labels_of(targets: Any) -> Any:
 def select_samples(targets: Any, samples: slice) -> Any:
     """Return the targets of some samples of a batch."""
     return tuple(each[samples] for each in targets) if isinstance(targets, tuple) else targets[samples]
+
+
+def join_samples(parts: Sequence[Any]) -> Any:
+    """Return images or targets of several microbatches as those of one."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, tuple):
+        return tuple(map(join_samples, zip(*parts, strict=True)))
+    return [each for part in parts for each in part] if isinstance(first, list) else torch.cat([*parts])

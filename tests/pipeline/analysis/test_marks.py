@@ -203,13 +203,14 @@ def test_a_field_of_masks_is_shown(tmp_path: Path) -> None:
         data,
         tmp_path / "a.beton",
         fields={"area": "mask", "boxes": "boxes"},
+        classes=["a", "b", "c"],
         write_mode="raw",
         progress=False,
     )
     load: dict[str, Any] = {"batch_size": 8, "fields": ("area", "boxes"), "crop": "whole", "flip": False}
     files = str(tmp_path / "a.beton"), str(tmp_path / "a.beton")
     batch = jobs.pipeline_of(files, load).task(Idle()).show_batch(samples=2)
-    assert batch.texts == ("2", "2")
+    assert batch.texts == ("c", "c")
     assert batch.masks[0].shape == (jobs.SIDE, jobs.SIDE)
     assert [(name, color) for name, color, _ in batch._legend()] == [
         ("0", "#000000"), ("1", "#fa7800"), ("boxes", color_of(0)),
