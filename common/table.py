@@ -100,7 +100,7 @@ class Table:
         more += ";border-bottom:1px solid" if line_below else ""
         sides = ["right" if self.figures and number else "left" for number in range(len(cells))]
         texts = (
-            f"<{tag} style='text-align:{side}{more}'>{html.escape(cell)}</{tag}>"
+            f"<{tag} style='text-align:{side}{more}'>{html.escape(cell).replace(chr(10), '<br>')}</{tag}>"
             for side, cell in zip(sides, cells, strict=True)
         )
         return f"<tr>{''.join(texts)}</tr>"

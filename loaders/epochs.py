@@ -21,9 +21,10 @@ from ..common.table import Table
 from .beton.data_set import BetonFiles
 from .beton.image_modes import RGB, channels_text
 from .beton.reader import count_classes
+from .decode.moving import MovingTargets
 from .device import DeviceFeed
 from .image_size import ImageSize, size_text
-from .options import LoaderKeywords, LoaderOptions, odd_size, too_small
+from .options import EVAL_RATIO, LoaderKeywords, LoaderOptions, odd_size, too_small
 from .order import (
     LastBatch,
     check_batch_size,
@@ -144,6 +145,11 @@ class EpochLoader(ABC):
         return self.beton is not None and self.beton.label_name in self.beton.targets
 
     @property
+    def colors(self) -> tuple[str, ...]:
+        """Colors of the classes of masks, `"#rrggbb"`, as their source had them; "" for those without one."""
+        return () if self.beton is None or not self.has_masks else self.beton.colors(self.beton.label_name)
+
+    @property
     def channels(self) -> int:
         """The number of the images' channels."""
         return len(self.settings.mean)
@@ -161,6 +167,16 @@ class EpochLoader(ABC):
             return values
         tensor = torch.from_numpy(values)
         return tensor.float() if self.beton.fields[name] == "float" else tensor
+
+    def fields_of(self, indices: NDArray[np.int64], image_size: ImageSize) -> tuple[Any, ...]:
+        """Return the further fields of the samples `indices` `(n,)`, as a batch of their full images, resized to
+        `image_size`, has them."""
+        assert self.beton is not None  # other sources have no fields
+        own = dataclasses.replace(
+            self.settings, train=False, eval_crop="whole", eval_ratio=EVAL_RATIO, image_size=image_size
+        )
+        moving = MovingTargets(self.beton, own).evaluated(indices)
+        return tuple(moving[name] if name in moving else self._value(indices, name) for name in own.fields)
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.indices), self.settings.batch_size)

@@ -150,6 +150,15 @@ class ImageOptions(Config):
     verify: bool = False
     """Whether to compare each sample with its CRC-32 in the manifest before it is used. Default False, because it takes
     time; `drivetrain verify` checks the full file once."""
+    fields: Sequence[str] | Mapping[str, str | None] = ()
+    """Names of further fields of the file, yielded after the labels: a tensor for numbers and arrays, a list for bytes
+    and JSON. Targets that move with the image, as `convert` stored them, are cropped, resized and mirrored like its
+    pixels, and equal torchvision's `tv_tensors` after the same draws: masks `(B, H, W)` uint8 (int32 if there are class
+    indices above 255), resized to the nearest pixel, 255 where there is no image; lists of boxes `(n, 4)` (left, top,
+    right, bottom) and of keypoints `(n, 2)` (x, y), float32, in pixels of the output. Boxes are cut at the crop's
+    edges, and those outside of it stay, without an area. For a file without a manifest, a dict of names and kinds,
+    `{"mask": "mask", "boxes": "boxes", "points": "keypoints"}`; with None, a field is as stored. In a pipeline, they
+    are for a task of your own: its targets are a tuple, the labels and then each field."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,14 +183,6 @@ class LoaderOptions(ReadOptions, ImageOptions):
     """Whether to fill up the last batch with the epoch's first samples; `padded` is the number of repeated samples."""
     dtype: torch.dtype = field(default_factory=_default_dtype)
     """`torch.float32` or `torch.bfloat16`, normalized; or `torch.uint8`, as stored (8 bits only)."""
-    fields: Sequence[str] | Mapping[str, str | None] = ()
-    """Names of further fields of the file, yielded after the labels: a tensor for numbers and arrays, a list for bytes
-    and JSON. Targets that move with the image, as `convert` stored them, are cropped, resized and mirrored like its
-    pixels, and equal torchvision's `tv_tensors` after the same draws: masks `(B, H, W)` uint8 (int32 if there are class
-    indices above 255), resized to the nearest pixel, 255 where there is no image; lists of boxes `(n, 4)` (left, top,
-    right, bottom) and of keypoints `(n, 2)` (x, y), float32, in pixels of the output. Boxes are cut at the crop's
-    edges, and those outside of it stay, without an area. For a file without a manifest, a dict of names and kinds,
-    `{"mask": "mask", "boxes": "boxes", "points": "keypoints"}`; with None, a field is as stored."""
     rank: Annotated[int, BY_CALLER] = 0
     """This process's shard of each batch, a contiguous slice. Default None, of both `rank` and `world_size`: those of
     torch.distributed's process group, if there is one."""
@@ -339,6 +340,7 @@ class ImageKeywords(TypedDict, total=False):
     std: tuple[float, ...]
     on_error: Literal["raise", "skip"]
     verify: bool
+    fields: Sequence[str] | Mapping[str, str | None]
     # end
 
 
@@ -352,7 +354,6 @@ class LoaderKeywords(ReadKeywords, ImageKeywords, total=False):
     drop_last: bool | None
     pad_last: bool
     dtype: torch.dtype
-    fields: Sequence[str] | Mapping[str, str | None]
     rank: int | None
     world_size: int | None
     # end

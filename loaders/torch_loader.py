@@ -81,7 +81,8 @@ class TorchLoader(EpochLoader):
             if further := [name for name in own.fields if name in targets]:
                 raise DataError(
                     f"fields={further}: targets that move with the image, besides the label, are only available in "
-                    "FFCVLoader. Leave them out, or load them as stored: fields={name: None}."
+                    "FFCVLoader, and not in TorchLoader, with which a ledger compares. Leave them out, or load them as "
+                    "stored: fields={name: None}."
                 )
         super().__init__(own, indices, len(self.dataset), beton)
         self._device = check_device(device)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .analysis.compare import RunComparison as RunComparison
     from .analysis.compare import compare_runs as compare_runs
     from .analysis.errors import Errors as Errors
+    from .analysis.marks import Mark as Mark
     from .apps.exports.export import Exported as Exported
     from .apps.exports.export import export as export
     from .apps.serve import serve_app as serve_app

@@ -47,6 +47,11 @@ class BetonFiles:
     def __len__(self) -> int:
         return int(self.starts[-1])
 
+    def colors(self, name: str) -> tuple[str, ...]:
+        """Return the color of each class index in a mask, `"#rrggbb"`: that of the first file which has one, or ""."""
+        own = (one.colors.get(name, ()) for one in self.files)
+        return tuple(next(filter(None, each), "") for each in itertools.zip_longest(*own))
+
     @cached_property
     def labels(self) -> NDArray[Any]:
         """`(N,)` or `(N, K)`, as `Beton.labels`; raises `BetonError` if they are masks."""

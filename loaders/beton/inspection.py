@@ -333,7 +333,7 @@ def _with_targets(beton: Beton, number: int) -> Image.Image:
     picture = Image.fromarray(levels).convert("RGB")
     for name, kind in beton.targets.items():
         if kind == "mask":
-            colors = palette()[beton.mask(name, number) & 255]
+            colors = palette(beton.colors.get(name, ()))[beton.mask(name, number) & 255]
             picture = Image.blend(picture, Image.fromarray(colors), 0.5)
             continue
         draw, size = ImageDraw.Draw(picture), max(picture.size) // 64

@@ -20,7 +20,7 @@ from ...common.errors import BetonError
 from ...common.exhaustion import is_exhaustion
 from .layout import SEAL_BYTES, Field, tables_end
 from .open_file import OpenFile
-from .targets import check_targets
+from .targets import check_colors, check_targets
 
 _CHUNK = 1 << 16
 
@@ -74,6 +74,7 @@ def read_manifest(
         sealed = bytes.fromhex(manifest.get("seal", ""))
         expected = seal(tables, checksums)
         check_targets(manifest.get("targets", {}), kinds)
+        check_colors(dict(manifest.get("colors", {})), kinds)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BetonError(f"{file} is not a manifest ({error!r}). Delete it, or convert again.") from None
     if not sealed:

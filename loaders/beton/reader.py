@@ -95,6 +95,11 @@ class Beton:
         masks = {self.label_name: "mask"} if self.fields[self.label_name] == "bytes" else {}
         return {**masks, **self.manifest.get("targets", {})}
 
+    @property
+    def colors(self) -> dict[str, list[str]]:
+        """Map masks to the colors that their sources had, `"#rrggbb"` by class index, or ""; empty if they had none."""
+        return dict(self.manifest.get("colors", {}))
+
     @cached_property
     def labels(self) -> NDArray[Any]:
         """`(N,)` int64 class indices or float64 targets; `(N, K)` of the stored type for vectors.

@@ -5,9 +5,10 @@ fields, and every image viewer shows a mask. Which fields are targets is in the 
 """
 
 import io
+import re
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,12 +41,16 @@ def check_targets(targets: Mapping[Any, Any], kinds: Mapping[str, str]) -> dict[
     return dict(targets)
 
 
-def palette() -> NDArray[np.uint8]:
-    """Return a color for each class index, `(256, 3)`: those of PASCAL VOC."""
-    indices, colors = np.arange(256)[:, None], np.zeros((256, 3), dtype=np.int64)
+def palette(colors: Sequence[str] = ()) -> NDArray[np.uint8]:
+    """Return a color for each class index, `(256, 3)`: of `colors`, `"#rrggbb"`, or PASCAL VOC's where it is "" or
+    ends."""
+    indices, usual = np.arange(256)[:, None], np.zeros((256, 3), dtype=np.int64)
     for bit in range(8):  # the index's lowest three give the next lower ones of red, green and blue
-        colors |= ((indices >> (3 * bit) >> np.arange(3)) & 1) << (7 - bit)
-    return colors.astype(np.uint8)
+        usual |= ((indices >> (3 * bit) >> np.arange(3)) & 1) << (7 - bit)
+    for index, color in enumerate(colors[:256]):
+        if color:
+            usual[index] = [*bytes.fromhex(color[1:])]
+    return usual.astype(np.uint8)
 
 
 _PALETTE_BYTES = palette().tobytes()
@@ -74,7 +79,7 @@ def encode_mask(indices: NDArray[Any]) -> bytes:
 def decode_mask(data: bytes, height: int, width: int, rows: int | None = None) -> NDArray[Any]:
     """Return the class indices of a mask's PNG file, grey or palette, `(height, width)` uint8 or uint16, read-only.
     With `rows`, the later ones may be missing: what a crop does not need takes time, too."""
-    size, bits, color, lines = _header(data)
+    size, bits, color, lines, _ = _header(data)
     if (bits, color) not in _INDICES:
         what = f"{_COLORS.get(color, f'of color type {color}')} with {bits} bits"
         raise ValueError(
@@ -138,12 +143,26 @@ def check_classes(indices: NDArray[Any], classes: int) -> None:
         )
 
 
-def _header(data: bytes) -> tuple[tuple[int, int], int, int, list[memoryview]]:
-    """Return (width, height), bits, color type and compressed lines of a PNG whose chunks are intact; no lines if they
-    are interlaced."""
+def palette_of(data: bytes) -> bytes:
+    """Return the palette of a mask's PNG file: red, green and blue of each value in turn; empty without one."""
+    return _header(data)[4]
+
+
+def check_colors(colors: Mapping[Any, Any], kinds: Mapping[str, str]) -> None:
+    """Raise ValueError unless they are lists of `"#rrggbb"` or "", by the name of a mask's field."""
+    for name, own in colors.items():
+        if kinds.get(name) != STORED_AS["mask"] or not all(
+            re.fullmatch(r"(#[0-9a-f]{6})?", each) for each in own
+        ):
+            raise ValueError(f"the colors of {name!r} are not those of masks")
+
+
+def _header(data: bytes) -> tuple[tuple[int, int], int, int, list[memoryview], bytes]:
+    """Return (width, height), bits, color type, compressed lines and palette of a PNG whose chunks are intact; no lines
+    if they are interlaced."""
     if not data.startswith(_SIGNATURE):
         raise ValueError("it is not a PNG file")
-    view, at, kind = memoryview(data), len(_SIGNATURE), b""
+    view, at, kind, colors = memoryview(data), len(_SIGNATURE), b"", b""
     lines: list[memoryview] = []
     while kind != b"IEND":
         if at + 12 > len(data):
@@ -158,9 +177,11 @@ def _header(data: bytes) -> tuple[tuple[int, int], int, int, list[memoryview]]:
             raise ValueError("its PNG does not begin with its only header")
         if kind == b"IDAT":
             lines.append(view[at + 8 : end])
+        elif kind == b"PLTE":
+            colors = bytes(view[at + 8 : end])
         at = end + 4
     width, height, bits, color, interlaced = _HEADER.unpack_from(data, len(_SIGNATURE))
-    return (width, height), bits, color, [] if interlaced else lines
+    return (width, height), bits, color, [] if interlaced else lines, colors
 
 
 def coordinates(kind: str, values: Any) -> NDArray[Any]:

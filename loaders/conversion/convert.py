@@ -21,9 +21,10 @@ from ..beton.targets import MOVING, STORED_AS
 from ..native.stop import Stopped, stoppable
 from ..options import check_workers
 from ..sources import expand
-from .encode import Encoded, Encoding, encode_image, image_field
+from .encode import Encoding, encode_image, image_field
 from .sample_source import SampleSource, open_source
 from .values import (
+    Colors,
     Stored,
     check_mask_map,
     infer_field,
@@ -193,7 +194,8 @@ def convert(
             the source's, and none for masks.
         mask_map: values of masks to replace, old to new, in the labels and in further fields of kind mask; all at
             once, so `{1: 2, 2: 1}` exchanges two. `{11: 255}`: pixels of class 11 do not count. The classes are those
-            after it. Of palette PNGs, values are the indices, not the colors. Default None: none.
+            after it. Of masks with a palette, values are the indices. Their colors are kept in the manifest, for
+            pictures of masks and predictions: of each class, that of the first mask with it. Default None: none.
         progress: whether to show a bar with images/s and the time left.
 
     Raises:
@@ -328,8 +330,18 @@ def _encode(conversion: Conversion, index: int) -> Sample | Skipped:
                 f"{shape[0]} × {shape[1]}; with image_mode={conversion.encoding.image_mode!r} all must have the same "
                 "size: resize them first"
             )
-        fields = zip(conversion.fields[1:], values, strict=True)
-        return Sample(encoded, tuple(_store(conversion, own, value, encoded) for own, value in fields))
+        stored, colors = list[Stored](), dict[str, Colors]()
+        for own, value in zip(conversion.fields[1:], values, strict=True):
+            is_label = own.name == "label"
+            if (kind := conversion.targets.get(own.name)) is not None:
+                classes = conversion.classes if is_label else 0
+                data, colors[own.name] = store_target(
+                    own.name, kind, value, encoded, classes, conversion.mask_map
+                )
+                stored.append(data)
+            else:
+                stored.append(store_label(own, value) if is_label else store_value(own, value))
+        return Sample(encoded, tuple(stored), colors)
 
     try:
         return encode(index)
@@ -341,15 +353,6 @@ def _encode(conversion: Conversion, index: int) -> Sample | Skipped:
         if conversion.on_error == "skip":
             return Skipped(conversion.source.describe(index), _reason(error))
         raise _failed(conversion.source, index, error, encode) from _cause(error)
-
-
-def _store(conversion: Conversion, own: Field, value: Any, encoded: Encoded) -> Stored:
-    is_label = own.name == "label"
-    if (kind := conversion.targets.get(own.name)) is not None:
-        return store_target(
-            own.name, kind, value, encoded, conversion.classes if is_label else 0, conversion.mask_map
-        )
-    return store_label(own, value) if is_label else store_value(own, value)
 
 
 def _failed(source: SampleSource, index: int, error: Exception, again: Callable[[int], object]) -> DataError:

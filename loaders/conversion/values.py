@@ -26,6 +26,7 @@ _MODES = ("1", "L", "P", "I", "I;16", "I;16L", "I;16B")  # of Pillow's images wi
 
 Stored = int | float | bytes  # a number in the metadata, or bytes on a page
 Size = tuple[int, int]  # width and height
+Colors = dict[int, str]  # `"#rrggbb"` by class index
 
 
 def requested_fields(fields: Sequence[str] | Mapping[str, str | None] | None) -> dict[str, str | None]:
@@ -208,17 +209,20 @@ def check_mask_map(given: Mapping[int, int] | None) -> dict[int, int]:
 
 def store_target(
     name: str, kind: str, value: Any, encoded: Encoded, classes: int, mask_map: Mapping[int, int]
-) -> bytes:
-    """Return a mask, boxes or keypoints of the upright image, before it was scaled, as stored in the file. `classes`:
-    number of classes that a mask's indices may have, besides 255; 0: any. `mask_map`: its values to replace."""
+) -> tuple[bytes, Colors]:
+    """Return a mask, boxes or keypoints of the upright image, before it was scaled, as stored in the file; and the
+    colors of a mask with a palette. `classes`: number of classes that a mask's indices may have, besides 255; 0: any.
+    `mask_map`: its values to replace."""
     stored = encoded.width, encoded.height
     try:
         if kind != "mask":
-            return _json_bytes(_scaled_coordinates(kind, value, encoded.upright, stored))
-        indices = _mapped(_indices(value, encoded.upright), mask_map)
+            return _json_bytes(_scaled_coordinates(kind, value, encoded.upright, stored)), {}
+        own = _indices(value, encoded.upright)
+        indices = _mapped(own, mask_map)
         if classes:
             targets.check_classes(indices, classes)
-        return targets.encode_mask(indices if stored == encoded.upright else _nearest(indices, stored))
+        scaled = indices if stored == encoded.upright else _nearest(indices, stored)
+        return targets.encode_mask(scaled), _colors(value, own, mask_map)
     except ValueError as error:
         raise DataError(f"its {kind} {name!r}: {error}") from None
 
@@ -260,6 +264,21 @@ def _mapped(indices: NDArray[Any], mask_map: Mapping[int, int]) -> NDArray[Any]:
     for old, new in mask_map.items():
         changed[wide == old] = new
     return changed
+
+
+def _colors(value: Any, indices: NDArray[Any], mask_map: Mapping[int, int]) -> Colors:
+    """Return the colors of the classes in a mask with a palette. A class has the color of its own index, if that is
+    in the mask, or that of the lowest one that became it."""
+    if isinstance(value, bytes):
+        colors = targets.palette_of(value)
+    else:
+        colors = bytes(value.getpalette() or ()) if getattr(value, "mode", "") == "P" else b""
+    found: Colors = {}
+    if colors:
+        used = np.flatnonzero(np.bincount(indices.ravel(), minlength=256)[: len(colors) // 3]).tolist()
+        for index in sorted(used, key=lambda index: mask_map.get(index, index) != index):
+            found.setdefault(mask_map.get(index, index), f"#{colors[3 * index : 3 * index + 3].hex()}")
+    return {index: color for index, color in found.items() if index < targets.NOT_COUNTED}
 
 
 def _numbers(value: Any) -> NDArray[Any]:

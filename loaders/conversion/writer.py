@@ -5,7 +5,7 @@ import os
 import zlib
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +19,7 @@ from ..beton import layout
 from ..beton.layout import Field
 from ..beton.manifest import manifest_path, seal, write_manifest
 from .encode import Encoded
-from .values import Stored
+from .values import Colors, Stored
 
 PAGE_SIZE = 1 << 23  # 8 MiB, FFCV's own default; doubled until the largest sample fits on a page
 
@@ -28,10 +28,11 @@ _NUMBER: dict[str, Any] = {"int": np.int64, "float": np.float64}
 
 @dataclass(frozen=True)
 class Sample:
-    """An image as it will be stored, and the values of the further fields, label first."""
+    """An image as it will be stored, the values of the further fields, label first, and the colors of its masks."""
 
     encoded: Encoded
     values: tuple[Stored, ...]
+    colors: Mapping[str, Colors] = field(default_factory=dict)
 
     @property
     def blobs(self) -> list[bytes]:
@@ -57,6 +58,7 @@ class Written:
     treatments: Counter[str] = field(default_factory=Counter)
     modes: Counter[str] = field(default_factory=Counter)
     skipped: list[Skipped] = field(default_factory=list)
+    colors: dict[str, Colors] = field(default_factory=dict)  # of each mask's classes, the first that one has
     size: int = 0  # of all files, in bytes
 
 
@@ -189,6 +191,7 @@ def write_betons(
                 "page_size": pages.size,
                 "stored": dict(part.treatments.most_common()),
                 **about,
+                **({"colors": colors} if (colors := _listed(part.colors)) else {}),
                 **({"shard": shard} if len(outs) > 1 else {}),
                 "tables_crc32": tables,
                 "seal": (follows := digest.hex()),
@@ -213,11 +216,20 @@ def _write_samples(
         for position, data in columns.add(sample, pages.place(sample.size)):
             file.seek(position)
             file.write(data)
+        for name, colors in sample.colors.items():
+            written.colors[name] = colors | written.colors.get(name, {})
         written.treatments[sample.encoded.treatment] += 1
         written.modes["jpg" if sample.encoded.mode == layout.MODE_JPEG else "raw"] += 1
     if not len(columns):
         first = written.skipped[0]
         raise DataError(f"None of the {most} samples could be used. The first, {first.name}: {first.reason}.")
+
+
+def _listed(colors: Mapping[str, Colors]) -> dict[str, list[str]]:
+    """Return the color of each class index of each mask that has any, "" where there is none."""
+    return {
+        name: [own.get(index, "") for index in range(max(own) + 1)] for name, own in colors.items() if own
+    }
 
 
 def _write_tables(file: BinaryIO, columns: Columns, pages: Pages) -> tuple[int, bytes]:

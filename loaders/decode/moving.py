@@ -14,7 +14,7 @@ from ...common.errors import BetonError, DataError
 from ..beton.data_set import BetonFiles
 from ..beton.targets import NOT_COUNTED, STORED_AS, coordinates, nearest_places
 from ..options import LoaderOptions
-from .augmentation import Choices
+from .augmentation import Choices, draw_choices
 
 _NARROW = 255  # the largest class index of a uint8 mask
 _TRIED = 8  # samples that are tried to find out what the masks are
@@ -161,6 +161,16 @@ class MovingTargets:
                 masks = self._masks.get(name)
                 one = masks(index, motion) if masks else self._points(name, kind, index, values, motion)
                 into[name][place] = torch.from_numpy(one)
+
+    def evaluated(self, indices: NDArray[np.int64]) -> dict[str, Any]:
+        """Return those of the samples `indices` `(n,)` in evaluation, for which nothing is drawn, by name."""
+        into = self.empty(len(indices), lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        heights, widths = (
+            each[indices].astype(np.int64) for each in (self._beton.heights, self._beton.widths)
+        )
+        choices = draw_choices(self._settings, np.zeros(len(indices), np.uint64), heights, widths)
+        self.load(into, indices, choices, slice(0, len(indices)))
+        return into
 
     def _points(self, name: str, kind: str, index: int, values: Any, motion: Motion) -> NDArray[np.float32]:
         try:

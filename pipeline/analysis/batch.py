@@ -18,13 +18,16 @@ from ...common.pictures import check_picture, gallery, save_picture
 from ...loaders.beton.targets import palette
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import resolve
+from ..tasks.nests import join_samples, labels_of, pair
 from ..tasks.standard import IGNORED
 from ..training.build import build, fork_rng, resolve_data
 from .errors import names_of
 from .judge import shown
+from .marks import Mark, color_of, marked, marks_of, masks_of
 from .picture import INK, masked
 
 COLUMNS = 8
+WIDTH, LARGEST = 10.8, 4.0  # of the figure, and of a picture in it, in inches
 LIKELY = 0.01  # shares below are not named
 
 
@@ -38,6 +41,8 @@ class ShownBatch:
         texts: the target of each sample: class names with their shares, numbers; "" for masks.
         masks: of each sample, `(H, W)`, 255 where pixels do not count; empty without masks.
         classes: names of the classes; their numbers if the data has none.
+        colors: of the classes of masks, `"#rrggbb"`, as their source had them, or "".
+        marks: of each sample its boxes and keypoints, as the step gets them; empty without such fields.
 
     Example::
 
@@ -51,6 +56,8 @@ class ShownBatch:
     texts: tuple[str, ...]
     masks: tuple[NDArray[Any], ...] = ()
     classes: tuple[str, ...] = ()
+    colors: tuple[str, ...] = ()
+    marks: tuple[tuple[Mark, ...], ...] = ()
 
     def show(self) -> Any:
         """Return the picture, which a notebook displays: a matplotlib figure.
@@ -59,10 +66,12 @@ class ShownBatch:
             MissingExtra: without matplotlib.
         """
         figure_class = require("matplotlib.figure", "plot", "draw a batch").Figure
-        views = len(self.pictures[0])
-        columns = max(COLUMNS // views, 1) * views
+        views, (height, width, _) = len(self.pictures[0]), self.pictures[0][0].shape
+        columns = min(max(COLUMNS // views, 1), len(self.pictures)) * views
         rows = -(-len(self.pictures) * views // columns)
-        figure = figure_class(figsize=(1.35 * columns, 0.5 + 1.5 * rows), layout="constrained")
+        side = min(WIDTH / columns, LARGEST)
+        size = side * columns, 0.5 + (side * height / width + 0.15) * rows
+        figure = figure_class(figsize=size, layout="constrained")
         figure.suptitle(self.title, x=0.01, ha="left", fontsize=10, color=INK)
         panels = figure.subplots(rows, columns, squeeze=False).ravel()
         for axes in panels:
@@ -75,35 +84,42 @@ class ShownBatch:
                     textwrap.fill(text, 24, max_lines=3, placeholder="…") if view == 0 else f"view {view + 1}"
                 )
                 axes.set_title(title, fontsize=7, loc="left", color=INK, pad=2)
-        if self.masks:
+        if legend := self._legend():
             patch = require("matplotlib.patches", "plot", "draw a batch").Patch
             handles = [
                 patch(label=name, facecolor=color, edgecolor="#888888", hatch=None if counts else "////")
-                for name, color, counts in self._legend()
+                for name, color, counts in legend
             ]
             figure.legend(handles=handles, loc="outside lower left", ncols=8, fontsize=8, frameon=False)
         return figure
 
     def _drawn(self) -> list[tuple[tuple[NDArray[np.uint8], ...], str]]:
-        """Return of each sample its views, under their masks, and the text."""
+        """Return of each sample its views, under their masks, boxes and keypoints, and the text."""
         pictures = self.pictures
         if self.masks:
             pictures = tuple(
-                (masked(views[0], mask),) for views, mask in zip(pictures, self.masks, strict=True)
+                (masked(views[0], mask, self.colors),)
+                for views, mask in zip(pictures, self.masks, strict=True)
+            )
+        if self.marks:
+            pictures = tuple(
+                (marked(views[0], own),) for views, own in zip(pictures, self.marks, strict=True)
             )
         return list(zip(pictures, self.texts, strict=True))
 
     def _legend(self) -> list[tuple[str, str, bool]]:
-        """Return of each class in the masks its name, its color, and whether it counts."""
-        there = np.unique(np.concatenate([np.unique(mask) for mask in self.masks])).tolist()
-        names, colors = self.classes, palette()
+        """Return of each class in the masks its name, its color, and whether it counts; then what boxes and keypoints
+        are."""
+        there = sorted({index for mask in self.masks for index in np.unique(mask).tolist()})
+        names, colors = self.classes, palette(self.colors)
         found = []
         for at in there:
             counts = at != IGNORED
             name = "not counted" if not counts else names[at] if at < len(names) else str(at)
             color = "#{:02x}{:02x}{:02x}".format(*colors[at % 256]) if counts else "#dddddd"
             found.append((name, color, counts))
-        return found
+        drawn = {(mark.number, mark.name) for own in self.marks for mark in own}
+        return found + [(name, color_of(number), True) for number, name in sorted(drawn)]
 
     def save(self, path: str | Path) -> Path:
         """Write the picture.
@@ -122,7 +138,7 @@ class ShownBatch:
         legend = "".join(
             f'<span style="display:inline-block;margin-right:1em"><span style="display:inline-block;width:.8em;height:'
             f'.8em;border:1px solid;background:{color}"></span> {html.escape(name)}</span>'
-            for name, color, _ in (self._legend() if self.masks else ())
+            for name, color, _ in self._legend()
         )
         return f"<p>{html.escape(self.title)}</p>{gallery(self._drawn())}<p>{legend}</p>"
 
@@ -150,29 +166,32 @@ def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> 
         state.epoch, state.step = epoch, epoch * len(built.train)
         built.begin_epoch()
         built.train.set_epoch(epoch)
-        images, targets = next(iter(built.train))[:2]
+        marks: tuple[tuple[Mark, ...], ...] = ()
+        images, targets = pair(next(iter(built.train)))
         parts = built.hooks.microbatches(built.engine, images, targets, built.loss)
         own = built.train.settings
-        views = [_joined([part for part, _ in parts])] if isinstance(images, torch.Tensor) else [*images]
-        targets = torch.cat([part for _, part in parts])[:count].cpu()
+        views = [join_samples([part for part, _ in parts])] if isinstance(images, torch.Tensor) else [*images]
+        given = join_samples([part for _, part in parts])
+        further = dict(zip(own.fields, given[1:], strict=True)) if own.fields else {}
+        targets = labels_of(given)[:count].cpu()
         if isinstance(views[0], torch.Tensor) and views[0].dim() == 5:
             views = [*views[0].unbind(1)]
         pictures = tuple(
             tuple(shown(image, own.mean, own.std) for image in sample)
             for sample in zip(*(view[:count] for view in views), strict=True)
         )
-        classes = built.train.classes
+        classes, colors = built.train.classes, built.train.colors
         masks: tuple[NDArray[Any], ...] = ()
         if built.train.has_masks:
-            masks = tuple(plan.task.metric_targets(targets).numpy())
+            masks = tuple((targets if further else plan.task.metric_targets(targets)).numpy())
         texts = tuple("" if masks else _text(target, classes, plan.task.kind) for target in targets)
+        if further:
+            marks = marks_of(built.train, further, len(pictures))
+            if not masks and (found := masks_of(built.train, further, len(pictures))):
+                (masks, colors), classes = found, []  # which are those of the labels
         size = "×".join(map(str, views[0].shape[-2:]))
         title = f"epoch {epoch} of {epochs}, step {state.step}: {len(pictures)} of {len(images)} images, {size} pixels"
-    return ShownBatch(title, pictures, texts, masks, tuple(classes))
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return ShownBatch(title, pictures, texts, masks, tuple(classes), colors, marks)
 
 
 def _text(target: torch.Tensor, classes: list[str], kind: str) -> str:

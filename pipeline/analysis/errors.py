@@ -55,6 +55,7 @@ class Errors:
         losses: `(N,)` float32, the task's loss of each sample alone.
         pictures: of the worst and the least certain samples, by sample: `image` `(H, W, 3)` uint8, as the model saw
             it; of masks also `truth` and `prediction`, `(H, W)`.
+        colors: of the classes of masks, `"#rrggbb"`, as the data has them, or ""; see `convert`.
 
     Example::
 
@@ -69,6 +70,7 @@ class Errors:
     samples: NDArray[np.int64]
     losses: NDArray[np.float32]
     pictures: Mapping[int, Mapping[str, NDArray[Any]]] = field(kw_only=True, repr=False)
+    colors: tuple[str, ...] = field(kw_only=True, default=(), repr=False)
 
     heads: ClassVar[tuple[str, ...]] = ()
     kind: ClassVar[str] = ""  # of the picture

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...loaders.epochs import EpochLoader
 from ...strategies import Engine
 from ...strategies.devices import current_device
-from ..tasks.nests import map_tensors
+from ..tasks.nests import labels_of, map_tensors, pair, select_samples
 from ..tasks.standard import IGNORED
 from ..tasks.task import Task
 from ..training.hooks import TrainingHooks
@@ -110,7 +110,7 @@ def judge(
     """
     engine.model.eval()
 
-    def predict(images: torch.Tensor, targets: torch.Tensor) -> tuple[Any, Any]:
+    def predict(images: torch.Tensor, targets: Any) -> tuple[Any, Any]:
         with engine.forward_context():
             return hooks.predict(engine.plain_model, images, targets, task)
 
@@ -120,7 +120,7 @@ def judge(
     worst, unsure = Sheet(pictures), Sheet(pictures)
     width, own = None, loader.settings
     with current_device(engine.device):
-        for samples, (images, targets, *_) in zip(loader.shares(0), loader, strict=True):
+        for samples, (images, targets) in zip(loader.shares(0), map(pair, loader), strict=True):
             judged_by, outputs = sums.add(images, targets)
             width = outputs.shape[1] if isinstance(outputs, torch.Tensor) and outputs.dim() > 1 else 1
             if len(images) == 0:
@@ -144,7 +144,7 @@ def judge(
     # Of masks, the last names may be those of values that do not count.
     named = loader.classes[:count] if task.kind == "masks" else loader.classes
     names = names_of(count, named)
-    return kind.errors(source, metrics, names, kept, each, total)
+    return kind.errors(source, metrics, names, kept, each, total, loader.colors)
 
 
 def shown(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> NDArray[np.uint8]:
@@ -156,17 +156,15 @@ def shown(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> N
     return image.permute(1, 2, 0).contiguous().cpu().numpy()
 
 
-def _losses(
-    task: Task, loss: Any, judged_by: Any, outputs: Any, targets: torch.Tensor
-) -> NDArray[np.float32]:
+def _losses(task: Task, loss: Any, judged_by: Any, outputs: Any, targets: Any) -> NDArray[np.float32]:
     """Return the loss of each sample, `(B,)`; where the model computes it, the task's default, of its outputs."""
     if task.loss_in_model:
         loss, judged_by = next(iter(getattr(task, "LOSSES", {}).values())), outputs
         targets = getattr(task, "loss_targets", lambda same: same)(targets)
-    each = [
-        loss(map_tensors(itemgetter(slice(n, n + 1)), judged_by), targets[n : n + 1])
-        for n in range(len(targets))
-    ]
+    each = []
+    for n in range(len(labels_of(targets))):
+        one = slice(n, n + 1)
+        each.append(loss(map_tensors(itemgetter(one), judged_by), select_samples(targets, one)))
     values: NDArray[np.float32] = torch.stack(each).float().cpu().numpy()
     return values
 
@@ -183,9 +181,11 @@ class Kind:
 
     def errors(
         self, source: str, metrics: dict[str, float], classes: Sequence[str], kept: dict[int, Arrays], each: Arrays,
-        total: Arrays,
+        total: Arrays, colors: tuple[str, ...],
     ) -> Errors:  # fmt: skip
-        made: Errors = self.made(source, metrics, tuple(classes), **each, pictures=kept, **total)
+        made: Errors = self.made(
+            source, metrics, tuple(classes), **each, pictures=kept, colors=colors, **total
+        )
         return made
 
     made: Any = Errors

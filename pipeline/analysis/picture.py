@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ def sheet(figure: Any, errors: Any, places: list[int], title: str) -> None:
     for axes in panels:
         axes.axis("off")
     for axes, place in zip(panels, places, strict=False):
-        axes.imshow(overlaid(errors.pictures[int(errors.samples[place])]))
+        axes.imshow(overlaid(errors.pictures[int(errors.samples[place])], errors.colors))
         lines = [textwrap.shorten(line, 28, placeholder="…") for line in about(errors, place)]
         axes.set_title("\n".join(lines), fontsize=7, loc="left", color=INK, pad=2)
 
@@ -66,13 +67,15 @@ def about(errors: Any, place: int) -> list[str]:
 
 def thumbnails(errors: Any) -> str:
     """Return the worst samples as HTML; "" without pictures."""
-    pictures = ((overlaid(errors.pictures[int(errors.samples[at])]), at) for at in worst_of(errors))
+    pictures = (
+        (overlaid(errors.pictures[int(errors.samples[at])], errors.colors), at) for at in worst_of(errors)
+    )
     tiles = [((picture,), "\n".join(about(errors, at))) for picture, at in pictures]
     sides = ": the truth, then the prediction" if errors.kind == "pixels" else ""
     return f"<p>Highest loss{sides}</p>{gallery(tiles)}" if tiles else ""
 
 
-def overlaid(pictures: Any) -> NDArray[np.uint8]:
+def overlaid(pictures: Any, colors: Sequence[str] = ()) -> NDArray[np.uint8]:
     """Return an image; with masks, half transparent, beside each other: the truth, and the prediction with what is
     wrong in full color."""
     image: NDArray[np.uint8] = pictures["image"]
@@ -80,26 +83,28 @@ def overlaid(pictures: Any) -> NDArray[np.uint8]:
         return image
     truth, prediction = pictures["truth"], pictures["prediction"]
     counts = truth != NOT_COUNTED
-    left = masked(image, truth)
-    right = colored(image, prediction, np.where(counts & (truth != prediction), 1.0, 0.4))
+    left = masked(image, truth, colors)
+    right = colored(image, prediction, np.where(counts & (truth != prediction), 1.0, 0.4), colors)
     return np.concatenate([left, right], axis=1)
 
 
-def masked(image: NDArray[np.uint8], mask: NDArray[Any]) -> NDArray[np.uint8]:
+def masked(image: NDArray[np.uint8], mask: NDArray[Any], colors: Sequence[str] = ()) -> NDArray[np.uint8]:
     """Return an image `(H, W, 3)` under its mask `(H, W)`: half transparent in the colors of the classes, and hatched
     in gray where pixels do not count."""
     counts = mask != NOT_COUNTED
     rows, columns = np.indices(mask.shape)
     stripes = (rows + columns) // max(min(mask.shape) // 40, 1) % 2
     gray = np.where(stripes, 225, 120)[..., None].astype(np.uint8)
-    return np.where(counts[..., None], colored(image, np.where(counts, mask, 0), 0.5), gray)
+    return np.where(counts[..., None], colored(image, np.where(counts, mask, 0), 0.5, colors), gray)
 
 
-def colored(image: NDArray[np.uint8], classes: NDArray[Any], strength: Any) -> NDArray[np.uint8]:
-    """Return an image `(H, W, 3)` under the colors of the classes `(H, W)`, as strong as `strength`, 0 to 1."""
+def colored(
+    image: NDArray[np.uint8], classes: NDArray[Any], strength: Any, colors: Sequence[str] = ()
+) -> NDArray[np.uint8]:
+    """Return an image `(H, W, 3)` under the `colors` of the classes `(H, W)`, as strong as `strength`, 0 to 1."""
     weight = np.asarray(strength, np.float32)[..., None] * np.ones((*classes.shape, 1), np.float32)
-    colors = palette()[classes.astype(np.int64) % 256]
-    return (image * (1 - weight) + colors * weight).round().astype(np.uint8)
+    over = palette(colors)[classes.astype(np.int64) % 256]
+    return (image * (1 - weight) + over * weight).round().astype(np.uint8)
 
 
 def _title(errors: Any) -> str:

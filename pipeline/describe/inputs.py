@@ -29,6 +29,7 @@ class Inputs:
     classes: tuple[str, ...] = ()  # or labels; empty if the data has no names
     channels: int = 3
     depth: int = 8  # bits of each value
+    colors: tuple[str, ...] = ()  # of the classes of masks, "#rrggbb", or "" for the usual one
 
     @classmethod
     def of(cls, train: EpochLoader, val: EpochLoader | None, eval_size: ImageSize) -> Self:
@@ -36,7 +37,7 @@ class Inputs:
         used = loader.settings
         return cls(
             eval_size, float(used.eval_ratio), tuple(map(float, used.mean)), tuple(map(float, used.std)),
-            used.interpolation, used.eval_crop, tuple(train.classes), loader.channels, loader.depth,
+            used.interpolation, used.eval_crop, tuple(train.classes), loader.channels, loader.depth, train.colors,
         )  # fmt: skip
 
     @classmethod
@@ -46,7 +47,11 @@ class Inputs:
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self).items()
-        return {name: list(each) if isinstance(each, tuple) else each for name, each in values}
+        return {
+            name: list(each) if isinstance(each, tuple) else each
+            for name, each in values
+            if name != "colors" or each
+        }
 
     def transform(self) -> Evaluation:
         """For evaluation, of a picture `(C, H, W)`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from ...common.checks import is_whole
 from ...common.errors import PlanError
 from ...common.frozen import FrozenDict
 from ...common.options.signatures import documented
+from ...common.table import Table
 from ...loaders.options import ImageOptions
 from ...strategies import ModuleFilter, OptimizerFactory, Precision, Strategy
 from ...transforms import Transform
@@ -326,7 +326,19 @@ class PipelineSpec:
         return "\n".join([*lines, f"  # {', '.join(about)}"] if about else lines)
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(repr(self))}</pre>"
+        sources, loading = ([], {}) if self.data is None else self.data.arguments()
+        _, distribution = self.distributed.arguments()
+        about = {"recipe": self.recipe, "epochs": self.epochs, "seed": self.seed, **self.fit_defaults()}
+        rows = {
+            "data": "\n".join([*sources, _call((), loading)]) or "none: add .load(…)",
+            "model": "\n".join(filter(None, [self.model_name, _call((), self.model_options)])),
+            "task": repr(self.target),
+            "transforms": "\n".join(map(repr, self.transforms)),
+            "optimizer": self.optimized.describe(),
+            "strategy": _call((self.distributed.name,), distribution),
+            "run": _call((), {name: value for name, value in about.items() if value is not None}),
+        }
+        return Table((type(self).__name__, ""), [row for row in rows.items() if row[1]]).html()
 
 
 def _call(positional: Sequence[object], named: Mapping[str, object]) -> str:

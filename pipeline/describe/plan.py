@@ -108,9 +108,10 @@ def lay_out(
     scaled = optimization.at(data.batch_size)
     built = spec.model if isinstance(spec.model, nn.Module) else None
     split = batch_norm_caution(how, data.batch_size, built)
+    fields = f", with the fields {', '.join(data.loading.fields)}" if data.loading.fields else ""
     steps = [
         Step(f"load {files_of(data.train)}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
-             f"{_pixels(data.image_size)} px{eval_size}{data.for_plan()}{data.describe()}{counts}; "
+             f"{_pixels(data.image_size)} px{eval_size}{fields}{data.for_plan()}{data.describe()}{counts}; "
              f"every rank loads its slice of each batch{_UNSEEDED * (data.loader == 'ffcv_stock')}"
              f"{same_data_caution(data)}"),
         *(_transform_step(t) for t in transforms if t.kind == "image"),

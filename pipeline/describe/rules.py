@@ -248,9 +248,27 @@ def _views(spec: PipelineSpec) -> None:
             )
 
 
+def _fields(spec: PipelineSpec) -> None:
+    fields = () if spec.data is None else tuple(spec.data.loading.fields)
+    task = spec.target
+    if not fields:
+        return
+    if task.kind != "any":
+        raise PlanError(
+            f"fields={list(fields)} are targets for a task of your own, but {type(task).__name__} has {task.kind} "
+            "only. Leave fields out, or pass task(…) with a class derived from drivetrain.Task, whose loss takes them."
+        )
+    for transform in spec.transforms:
+        if transform.unknown:
+            raise PlanError(
+                f"{_name(transform)} may change images and targets in ways that fields={list(fields)} do not follow. "
+                "Leave one of the two out."
+            )
+
+
 RULES: tuple[Callable[[PipelineSpec], None], ...] = (
     _unsafe_strategies, _unused_parameters, _conflicts, _clipping_of_shards, _same_method_twice, _two_averages,
-    _compiled, _flat_shards_of_matrices, _targets, _monitor, _loss_of_the_model, _views,
+    _compiled, _flat_shards_of_matrices, _targets, _monitor, _loss_of_the_model, _views, _fields,
 )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ from ..describe.rules import check_rules
 from ..optim.optimizers import label, needs_whole_matrices
 from ..runs.callbacks import run_options
 from ..tasks.means import Mean, mean_of
-from ..tasks.nests import to_float
+from ..tasks.nests import pair, to_float
 from ..tasks.task import model_inputs
 from ..training.build import (
     Parts,
@@ -55,7 +55,7 @@ from ..training.build import (
     resolve_data,
     training_loss,
 )
-from ..training.hooks import TrainingHooks, split_microbatches
+from ..training.hooks import Microbatch, TrainingHooks, split_microbatches
 from ..training.loop import EvaluationSums, StepLoss, forward
 from ..training.schedule import torch_scheduler
 
@@ -318,9 +318,9 @@ class Microbatches:
     def __len__(self) -> int:
         return len(self._loader) * self._number
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for images, labels in self._loader:
-            yield from split_microbatches(images, labels, self._number)
+    def __iter__(self) -> Iterator[Microbatch]:
+        for images, targets in map(pair, self._loader):
+            yield from split_microbatches(images, targets, self._number)
 
 
 def trainer_arguments(options: DistributedConfig, given: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import html
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -71,9 +71,9 @@ class Predictions(list[dict[str, Any]]):
         1
     """
 
-    def __init__(self, rows: Iterable[dict[str, Any]] = ()) -> None:
+    def __init__(self, rows: Iterable[dict[str, Any]] = (), colors: Sequence[str] = ()) -> None:
         super().__init__(rows)
-        self._first: list[Predicted] = []
+        self._first, self._colors = list[Predicted](), colors
 
     def add(self, one: Predicted, row: dict[str, Any]) -> None:
         """Append a row; keep the pictures of the first."""
@@ -87,7 +87,7 @@ class Predictions(list[dict[str, Any]]):
             if one.pixels is not None:
                 mask, picture = one.prediction, one.pixels
                 if isinstance(mask, torch.Tensor) and mask.shape == picture.shape[:2]:
-                    picture = masked(picture, mask.numpy())
+                    picture = masked(picture, mask.numpy(), self._colors)
                 tiles.append(((picture,), _caption(row)))
         failed = [f"{row['image']}: {row['error']}" for row in self if "error" in row]
         left = len(self) - len(failed) - len(tiles)

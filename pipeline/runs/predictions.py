@@ -120,7 +120,7 @@ def mask_of(one: Predicted, inputs: Inputs) -> Image.Image:
             "Use predict() without out=."
         )
     image = Image.fromarray(inputs.transform().back(values.astype(np.uint8), one.size))
-    image.putpalette(palette().tobytes())
+    image.putpalette(palette(inputs.colors).tobytes())
     return image
 
 

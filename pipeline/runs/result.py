@@ -192,8 +192,9 @@ class FitResult:
                 `image_mode`; others are refused.
             batch_size: images at once. Default 32: enough for speed, with little memory.
             out: also write them: a table (`.csv`, or `.parquet`, which needs pyarrow), or, for `Segmentation`, a new
-                folder of PNG masks, colored by class and of each image's size; the rows have `mask`, its path, instead
-                of the prediction, and pixels that the model did not see are 255. What exists is complete.
+                folder of PNG masks of each image's size, in the colors of the training data's masks if `convert` kept
+                them, else PASCAL VOC's; the rows have `mask`, its path, instead of the prediction, and pixels that the
+                model did not see are 255. What exists is complete.
             on_error: `"raise"`, the default, or `"skip"`: a damaged image has `error` instead of a prediction.
             progress: show a bar in a terminal or a notebook. Default False, because single images take no time.
 
@@ -214,7 +215,7 @@ class FitResult:
         found = predicted(self.model, task, inputs, images, batch_size, on_error, progress)
         if place is not None and isinstance(task, Segmentation):
             return Predictions(write_masks(place, found, inputs))
-        rows = Predictions()
+        rows = Predictions(colors=inputs.colors)
         for one in found:
             rows.add(one, one.row(task, inputs))
         if place is not None:

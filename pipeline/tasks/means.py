@@ -12,7 +12,7 @@ from torch import nn
 
 from ...transforms.binary_cross_entropy import binary_cross_entropy
 from ...transforms.label_smoothing import IGNORED, SmoothedLoss
-from .nests import map_tensors
+from .nests import labels_of, map_tensors
 
 LossFunction = Callable[[Any, torch.Tensor], torch.Tensor]
 """Maps outputs and targets to the mean loss of the batch, a scalar."""
@@ -21,8 +21,8 @@ Count = torch.Tensor | float
 """A denominator: a number if only the number of targets determines it, otherwise a scalar on their device."""
 
 
-def samples(targets: torch.Tensor) -> Count:
-    return len(targets)
+def samples(targets: Any) -> Count:
+    return len(labels_of(targets))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Outputs of models and tasks: nests of tuples, lists and dicts with tensors in them."""
+"""Outputs of models, and targets with further fields: nests of tuples, lists and dicts with tensors in them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,3 +21,30 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
 def to_float(outputs: Any) -> Any:
     """Floating-point tensors only."""
     return map_tensors(lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, outputs)
+
+
+def pair(batch: Sequence[Any]) -> tuple[Any, Any]:
+    """Return a loader's batch as images and targets: the labels; with `load(fields=…)` a tuple of them and each field,
+    a tensor or a list."""
+    images, *targets = batch
+    return images, targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def labels_of(targets: Any) -> Any:
+    """Return the labels of targets that may have further fields."""
+    return targets[0] if isinstance(targets, tuple) else targets
+
+
+def select_samples(targets: Any, samples: slice) -> Any:
+    """Return the targets of some samples of a batch."""
+    return tuple(each[samples] for each in targets) if isinstance(targets, tuple) else targets[samples]
+
+
+def join_samples(parts: Sequence[Any]) -> Any:
+    """Return images or targets of several microbatches as those of one."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, tuple):
+        return tuple(map(join_samples, zip(*parts, strict=True)))
+    return [each for part in parts for each in part] if isinstance(first, list) else torch.cat([*parts])

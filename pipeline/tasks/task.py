@@ -34,13 +34,17 @@ class Targets:
     values: NDArray[Any]  # (N,) or (N, K); empty for masks
     classes: tuple[str, ...] = ()  # names of the classes or labels; empty if the source has none
     largest: int | None = None  # the largest class index of some masks, except 255; None: no masks
+    # Returns the further fields of the first and the last sample, as of images of that size; None: there are none.
+    further: Callable[[tuple[int, int]], tuple[Any, ...]] | None = None
 
-    def two(self, size: tuple[int, int]) -> torch.Tensor:
-        """As loaders deliver them; masks of that height and width are of class 0."""
+    def two(self, size: tuple[int, int]) -> Any:
+        """Those of two samples, as loaders deliver them for images of that height and width; masks are of class 0."""
         if self.largest is not None:
-            return torch.zeros((2, *size), dtype=torch.uint8)
-        two = torch.from_numpy(self.values[[0, -1]])
-        return two.float() if two.is_floating_point() else two
+            two = torch.zeros((2, *size), dtype=torch.uint8)
+        else:
+            two = torch.from_numpy(self.values[[0, -1]])
+            two = two.float() if two.is_floating_point() else two
+        return two if self.further is None else (two, *self.further(size))
 
 
 class Task:
@@ -107,7 +111,8 @@ class Task:
 
         Args:
             outputs: what `outputs` returned.
-            targets: `(B, …)`, on the device of the outputs.
+            targets: `(B, …)`, on the device of the outputs. With `load(fields=…)`, a tuple: such labels, then each
+                field, a tensor `(B, …)` or a list of B entries, such as boxes `(n, 4)` of each image.
         """
         raise PlanError(
             f"{type(self).__name__} must define the method loss(self, outputs, targets); see drivetrain.Task."

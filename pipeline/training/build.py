@@ -184,7 +184,7 @@ class Parts:
     model: nn.Module
     reports: tuple[Report, ...]
     width: int | None  # values that the model returns per image, such as the number of classes; None if any
-    example: tuple[Any, torch.Tensor]  # outputs for two images, as the loss receives them, and their targets
+    example: tuple[Any, Any]  # outputs for two images, as the loss receives them, and their targets
     monitor: Monitor
     identity: dict[str, str]
     targets: str  # a note on their scale, or ""
@@ -197,7 +197,7 @@ class Parts:
     def loss(self, device: torch.device) -> TaskLoss:
         task, (outputs, targets) = self.plan.task, self.example
         loss = training_loss(self.plan, device)
-        outputs, targets = map_tensors(lambda tensor: tensor.to(device), outputs), targets.to(device)
+        outputs, targets = map_tensors(lambda tensor: tensor.to(device), (outputs, targets))
         soft = any(t.soft_targets for t in self.plan.transforms)
         classes = self.width if task.kind == "class indices" else None
         check_loss(task.mean(loss.base), outputs, targets, classes, soft=soft)

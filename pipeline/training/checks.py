@@ -25,7 +25,7 @@ from ...strategies.options import half_dtype
 from ..describe.resolve import ResolvedPlan
 from ..models.libraries import loss_mismatch
 from ..tasks.means import Mean
-from ..tasks.task import StandardTask, Targets, Task, loss_and_metric_inputs, loss_of_model
+from ..tasks.task import StandardTask, Targets, Task, loss_and_metric_inputs, loss_of_model, shape_of
 from .loop import forward
 
 if TYPE_CHECKING:
@@ -36,16 +36,16 @@ _MASKS = 64  # that are read to find class indices which a model does not have
 
 def targets_of(loader: EpochLoader, source: str, task: Task) -> Targets:
     names = tuple(loader.classes)
+    further = partial(loader.fields_of, np.array([0, loader.samples - 1])) if loader.settings.fields else None
     if loader.beton is None or not loader.has_masks:
-        return Targets(source, loader.labels, names)
+        return Targets(source, loader.labels, names, further=further)
     if task.kind not in ("masks", "views", "any"):
         raise PlanError(
             f"{source} has a mask per image, but {type(task).__name__} trains on {task.kind}. Pass "
             "task(Segmentation(classes))."
         )
-    return Targets(
-        source, np.empty(0), names, _largest(loader.beton, getattr(task, "ignored", (NOT_COUNTED,)))
-    )
+    largest = _largest(loader.beton, getattr(task, "ignored", (NOT_COUNTED,)))
+    return Targets(source, np.empty(0), names, largest, further)
 
 
 def _largest(files: BetonFiles, ignored: Sequence[int]) -> int:
@@ -84,7 +84,7 @@ def check_output(
             )
     except Exception as error:  # a model may raise anything
         of = "" if channels == 3 else f" with {channels} channel{'s' * (channels > 1)}"
-        further = "".join(f" and {name} {tuple(value.shape)}" for name, value in inputs.items())
+        further = "".join(f" and {name} {shape_of(value)}" for name, value in inputs.items())
         names = ", ".join(f"{name}=targets" for name in inputs)
         signature = (
             f". It is called as model(images, {names}), for a loss that it computes: write forward(self, images, "
@@ -126,14 +126,13 @@ def _resolution(task: Task, outputs: Any, size: tuple[int, int]) -> str:
     )
 
 
-def check_loss(loss: Mean, outputs: Any, targets: torch.Tensor, classes: int | None, *, soft: bool) -> None:
+def check_loss(loss: Mean, outputs: Any, targets: Any, classes: int | None, *, soft: bool) -> None:
     """Test the training loss on the model's outputs for two images, on the device of training. `classes`: of class
     indices, which become probabilities if `soft`."""
     if soft and classes is not None and not targets.is_floating_point():
         targets = F.one_hot(targets.long(), classes).float()
     indices = classes is not None and not targets.is_floating_point()
-    what = f"class indices {tuple(targets.shape)}" if indices else f"targets {tuple(targets.shape)}"
-    what = f"probabilities {tuple(targets.shape)}" if soft else what
+    what = f"{'probabilities' if soft else 'class indices' if indices else 'targets'} {shape_of(targets)}"
     shape = f"logits {tuple(outputs.shape)}" if isinstance(outputs, torch.Tensor) else "the model's outputs"
     try:
         with torch.enable_grad():  # the outputs have none: a gradient is of the loss's own parameters
@@ -185,12 +184,12 @@ def _check_denominator(count: object) -> None:
         )
 
 
-def check_metrics(task: Task, meters: Mapping[str, Metric], outputs: Any, targets: torch.Tensor) -> None:
+def check_metrics(task: Task, meters: Mapping[str, Metric], outputs: Any, targets: Any) -> None:
     for name, meter in meters.items():
         try:
             meter.update(outputs, task.metric_targets(targets))
         except Exception as error:  # a custom metric may raise anything
             raise PlanError(
-                f"The metric {name!r} does not accept the model's outputs and the targets {tuple(targets.shape)}: "
+                f"The metric {name!r} does not accept the model's outputs and the targets {shape_of(targets)}: "
                 f"{type(error).__name__}: {error}"
             ) from error

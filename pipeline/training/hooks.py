@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
+from itertools import accumulate
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -14,13 +15,13 @@ from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
 from ...strategies import Engine
 from ...transforms import BatchContext, Loss, Session, Transform
-from ..tasks.nests import to_float
+from ..tasks.nests import labels_of, select_samples, to_float
 from ..tasks.task import Task, TaskLoss, loss_and_metric_inputs
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
 
-Microbatch = tuple[torch.Tensor, torch.Tensor]
-"""Images `(b, 3, H, W)` and targets: class indices `(b,)` or probabilities `(b, C)`."""
+Microbatch = tuple[torch.Tensor, Any]
+"""Images `(b, 3, H, W)` and targets: class indices `(b,)` or probabilities `(b, C)`; see `nests.pair`."""
 Calls = tuple[Callable[[TrainState], Any], ...]
 OBSERVED_FIRST = ("on_epoch_start", "on_step_start", "after_forward", "after_backward")
 
@@ -55,7 +56,7 @@ class Moments:
             call(state)
         now = state.batch
         pair = tuple(now) if isinstance(now, tuple | list) else ()
-        if len(pair) == 2 and all(isinstance(tensor, torch.Tensor) for tensor in pair):
+        if len(pair) == 2 and isinstance(pair[0], torch.Tensor) and isinstance(pair[1], torch.Tensor | tuple):
             return pair[0], pair[1]
         raise PlanError(
             f"A transform set the batch to {now!r:.80}, which is not a pair of images and targets."
@@ -70,11 +71,16 @@ class Moments:
         return state.loss if state.loss.dim() == 0 else state.loss.mean()
 
 
-def split_microbatches(images: torch.Tensor, labels: torch.Tensor, number: int) -> list[Microbatch]:
+def split_microbatches(images: torch.Tensor, targets: Any, number: int) -> list[Microbatch]:
     """The sizes differ by at most 1."""
     if number == 1:
-        return [(images, labels)]
-    return list(zip(images.tensor_split(number), labels.tensor_split(number), strict=True))
+        return [(images, targets)]
+    split = images.tensor_split(number)
+    ends = accumulate(map(len, split))
+    return [
+        (part, select_samples(targets, slice(end - len(part), end)))
+        for part, end in zip(split, ends, strict=True)
+    ]
 
 
 class TrainingHooks:
@@ -131,7 +137,7 @@ class TrainingHooks:
         self,
         engine: Engine,
         images: torch.Tensor,
-        labels: torch.Tensor,
+        labels: Any,
         loss: Loss,
         moments: Moments | None = None,
     ) -> list[Microbatch]:
@@ -172,9 +178,13 @@ class TrainingHooks:
             loss=loss.base if isinstance(loss, TaskLoss) else loss,
             step=self.state.step,
         )
-        for transform in self._batch:
-            microbatch = transform.batch(*microbatch, context)
-        return microbatch
+        images, targets = microbatch
+        for (
+            transform
+        ) in self._batch:  # of the labels alone: those that mix them are rejected with further fields
+            images, labels = transform.batch(images, labels_of(targets), context)
+            targets = (labels, *targets[1:]) if isinstance(targets, tuple) else labels
+        return images, targets
 
     def before_step(self, gradients: Callable[[], object]) -> None:
         """Change the gradients (SAM, clipping), in a loop of your own; `gradients` computes those of the step again."""
@@ -217,7 +227,7 @@ class TrainingHooks:
             yield
 
     def predict(
-        self, model: Callable[..., Any], images: torch.Tensor, targets: torch.Tensor, task: Task
+        self, model: Callable[..., Any], images: torch.Tensor, targets: Any, task: Task
     ) -> tuple[Any, Any]:
         """Return float32 outputs for images `(B, 3, H, W)`, for the loss and for the metrics."""
         inputs = task.model_inputs(targets)

@@ -19,7 +19,7 @@ from ...strategies.devices import current_device
 from ...transforms.common.moments import outside_of_a_step
 from ..tasks.means import Count, LossFunction, Mean, mean_of
 from ..tasks.metrics import compute
-from ..tasks.nests import map_tensors, to_float
+from ..tasks.nests import map_tensors, pair, to_float
 from ..tasks.standard import Classification
 from ..tasks.task import Task, model_inputs
 from ..telemetry.observer import Observer
@@ -115,7 +115,8 @@ def train_epoch(
         engine: the model and its optimizer, from a strategy.
         batches: `(images (B, 3, H, W), labels (B,) or (B, K))`, this rank's share of each batch; shares may differ in
             size. Of images `(B, V, 3, H, W)`, the model receives all views as one batch, and the loss outputs
-            `(B, V, …)`.
+            `(B, V, …)`. If more follows the labels, as with `FFCVLoader(fields=…)`, the loss receives all of it as a
+            tuple.
         loss: maps the model's outputs, in float32, and labels to a scalar, the mean over the batch. Numerators and
             denominators are summed over microbatches and ranks (`means.mean_of`): those of torch's losses with class
             weights or ignored labels, and of a loss with an attribute `denominator`. A `TaskLoss` may also give the
@@ -138,7 +139,7 @@ def train_epoch(
     with current_device(engine.device):
         for call in moments.on_epoch_start:
             call(state)
-        for images, labels in _timed(batches, meter):
+        for images, labels in map(pair, _timed(batches, meter)):
             microbatches = hooks.microbatches(engine, images, labels, loss, moments)
             step = StepLoss(mean, microbatches, engine, equal=equal)
             state.gradients = partial(add_gradients, engine, microbatches, step, state, moments)
@@ -263,13 +264,13 @@ def evaluate(
     hooks, task = hooks or TrainingHooks(()), task or Classification()
     engine.model.eval()
 
-    def predict(images: torch.Tensor, labels: torch.Tensor) -> tuple[Any, Any]:
+    def predict(images: torch.Tensor, labels: Any) -> tuple[Any, Any]:
         with engine.forward_context():
             return hooks.predict(engine.plain_model, images, labels, task)
 
     sums = EvaluationSums(task, engine.device, predict)
     with current_device(engine.device):
-        for images, labels in batches:
+        for images, labels in map(pair, batches):
             sums.add(images, labels)
     return sums.result(lambda values: engine.reduce(values, "sum"), engine.world_size)
 
@@ -282,11 +283,11 @@ class EvaluationSums:
         self._mean, self._meters = task.mean(task.move(device)), dict[str, Any]()
         self._sums = torch.zeros(2, device=device, dtype=torch.float64)
 
-    def add(self, images: torch.Tensor, labels: torch.Tensor) -> tuple[Any, Any]:
+    def add(self, images: torch.Tensor, labels: Any) -> tuple[Any, Any]:
         """Return what `predict` does. A rank may have no share of a small last batch, but gathering sharded parameters
         needs all ranks."""
         if empty := len(images) == 0:
-            images, labels = (each.new_zeros(1, *each.shape[1:]) for each in (images, labels))
+            images, labels = map_tensors(lambda each: each.new_zeros(1, *each.shape[1:]), (images, labels))
         judged, outputs = self._predict(images, labels)
         if not self._meters:
             width = None  # values per image, if the outputs are one tensor

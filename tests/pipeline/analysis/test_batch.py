@@ -138,7 +138,7 @@ def test_masks_are_those_of_the_loader(tmp_path: Path) -> None:
     (drawn,), _ = batch._drawn()[0]
     assert set(drawn[batch.masks[0] == 255].ravel()) == {120, 225}  # hatched
     assert batch.texts == ("",) * 5
-    assert len(batch.show().axes) == 8
+    assert len(batch.show().axes) == 5
 
 
 def test_labels_and_values_are_written(tmp_path: Path) -> None:

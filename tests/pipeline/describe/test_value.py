@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +64,22 @@ def test_each_field_counts_and_is_shown(field: str) -> None:
     assert getattr(changed, field) != getattr(one, field)
     assert changed != one
     assert repr(changed) != repr(one)
+    assert changed._repr_html_() != one._repr_html_()
     assert one == full()  # which the change has left alone
+
+
+def test_a_notebook_shows_a_table_of_the_stages() -> None:
+    """In the page's own colors, so that it is readable in the dark."""
+    page = full().load("<a>.beton", batch_size=8, image_size=16, scale=(0.5, 1.0))._repr_html_()
+    heads = re.findall(r"<tr><t[dh] style='text-align:left'>(.*?)</t[dh]>", page)
+    assert heads == ["Pipeline", "data", "model", "task", "transforms", "optimizer", "strategy", "run"]
+    assert "&#x27;&lt;a&gt;.beton&#x27;<br>batch_size=8, image_size=16, scale=(0.5, 1.0)<" in page
+    assert re.search(r">BlurPool\(.*min_channels=8.*\)<br>EMA\(", page)
+    assert "color" not in page
+    empty = Pipeline(recipe_factories.small)._repr_html_()
+    assert "none: add .load(…)" in empty
+    assert "transforms" not in empty
+    assert "single" in empty
 
 
 def test_copies_are_equal() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import field_jobs
 import own_schedules
 import pytest
 import torch
@@ -102,6 +103,16 @@ def test_the_losses_of_our_own_loop(toy: Toy, case: str) -> None:
     for name in ("loss", "val_loss", "top1"):
         own = [epoch.values()[name] for epoch in result.history.epochs]
         assert [values[name] for values in found] == pytest.approx(own, abs=1e-5), name
+    torch.testing.assert_close(module.model.state_dict(), result.model.state_dict(), rtol=1e-5, atol=1e-5)
+
+
+def test_further_fields_are_targets(tmp_path: Path) -> None:
+    pipeline = field_jobs.pipeline_of(field_jobs.write(tmp_path))
+    module, found = trained(pipeline, 2)
+    result = pipeline.fit(epochs=2, progress=False)
+    for name in ("val_loss", "error"):
+        expected = [epoch.values()[name] for epoch in result.history.epochs]
+        assert [values[name] for values in found] == pytest.approx(expected, abs=1e-5), name
     torch.testing.assert_close(module.model.state_dict(), result.model.state_dict(), rtol=1e-5, atol=1e-5)
 
 
