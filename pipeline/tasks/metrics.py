@@ -51,7 +51,7 @@ def named(task: Any, metrics: Any) -> dict[str, Any]:
 def by_name(
     task: object, metrics: Mapping[str, Any], makers: Mapping[str, Callable[[int], Any]], width: int
 ) -> dict[str, Metric]:
-    made = {}
+    made: dict[str, Any] = {}
     for name, metric in metrics.items():
         try:
             if isinstance(metric, str):
@@ -113,7 +113,8 @@ class TopK:
         self._update_count += 1
 
     def compute(self) -> torch.Tensor:
-        return self.right / self.total
+        share: torch.Tensor = self.right / self.total
+        return share
 
     @property
     def update_count(self) -> int:
