@@ -59,7 +59,9 @@ def test_a_project_trains_as_it_is(task: str, tmp_path: Path, monkeypatch: pytes
 
     ruff = Path(sys.executable).with_name("ruff")
     for command in ("check", "format --check"):
-        output_of(ruff, *command.split(), "--no-cache", "--config", ROOT / "pyproject.toml", project / "model.py")
+        output_of(
+            ruff, *command.split(), "--no-cache", "--config", ROOT / "pyproject.toml", project / "model.py"
+        )
 
     photos = DATA[task](project)
     monkeypatch.chdir(project)
