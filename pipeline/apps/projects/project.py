@@ -2,9 +2,7 @@
 
 import os
 import re
-import secrets
 import shutil
-from importlib.resources import files
 from pathlib import Path
 
 from ....common.errors import DrivetrainError, PlanError, suggest
@@ -33,13 +31,13 @@ def write_project(folder: Path, task: str) -> None:
         )
     if task not in TEMPLATES:
         raise PlanError(f"There is no template for the task {task!r:.80}.{suggest(task, TEMPLATES)}")
-    partial = folder.with_name(f".{name}.{secrets.token_hex(4)}.partial")
+    partial = folder.with_name(f".{name}.{os.getpid()}.partial")
     try:
         if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
             raise DrivetrainError(f"{folder} exists already. Pass another name, or move it.")
         partial.mkdir()
         for kept, written in FILES.items():
-            text = files(__package__).joinpath(task, kept).read_text("utf-8")
+            text = Path(__file__).with_name(task).joinpath(kept).read_text("utf-8")
             text = text.replace("@name@", name).replace("@data@", TEMPLATES[task])
             (partial / written).write_text(text, "utf-8")
         partial.rename(folder)  # fails if somebody else has put a file into it
