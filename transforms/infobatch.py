@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ..common.errors import PlanError
+from ..common.transfer import to_device
 from .base import FractionBelowOne, Loop, ProperFraction, Session, Transform
 
 _KEY = 2303_04947  # of the draws: no other use of (seed, epoch) spawns it
@@ -66,12 +67,14 @@ class InfoBatch(Transform):
         PlanError: from a run of so few epochs that none of them would use all samples at the end.
 
     Source: Qin et al., "InfoBatch: Lossless Training Speed Up by Unbiased Dynamic Data Pruning", ICLR 2024,
-    arXiv:2303.04947, equations 3 to 8.
+    arXiv:2303.04947.
 
     Example::
 
-        >>> InfoBatch(ratio=0.5).weights(np.array([0.1, 0.2, 0.1, 4.0]), seed=0, epoch=1)[3]
-        np.float32(1.0)
+        >>> import numpy as np
+        >>> scores = np.array([0.1, 0.2, 0.1, 4.0])  # the mean is 1.1
+        >>> InfoBatch(ratio=0.5).weights(scores, seed=0, epoch=1).tolist()
+        [0.0, 2.0, 2.0, 1.0]
         >>> pipeline = pipeline.transform(InfoBatch())
     """
 
@@ -205,7 +208,7 @@ class _Epoch:
         self._sizes = [len(batch) for batch in batches]
         self._starts = [0, *np.cumsum(self._sizes).tolist()]
         self._samples = np.concatenate(batches)
-        self.factors = torch.from_numpy(factors[self._samples]).to(self._engine.device)
+        self.factors = to_device(torch.from_numpy(factors[self._samples]), self._engine.device)
         self.losses = torch.full_like(self.factors, torch.nan)
 
     def here(self, loop: Loop, own: InfoBatch) -> slice:
