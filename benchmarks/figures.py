@@ -162,7 +162,7 @@ CHANGES = {
     "batch": "training batches",
     "loss": "training loss",
     "optimizer": "updates",
-    "schedule": "which weights are trained",
+    "schedule": "which weights are trained, or on which samples",
     "loop": "weights",
     "evaluation": "evaluation",
 }

@@ -54,6 +54,7 @@ from .gated_linear_units import GatedLinearUnits as GatedLinearUnits
 from .ghost_batch_norm import GhostBatchNorm as GhostBatchNorm
 from .gradient_clipping import GradientClipping as GradientClipping
 from .gyro_dropout import GyroDropout as GyroDropout
+from .infobatch import InfoBatch as InfoBatch
 from .label_smoothing import LabelSmoothing as LabelSmoothing
 from .layer_freezing import LayerFreezing as LayerFreezing
 from .lookahead import Lookahead as Lookahead

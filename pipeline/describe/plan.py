@@ -30,7 +30,7 @@ KIND_REASON = {
     "algorithm": "Composer's",
     "memory_format": "after surgery, whose new modules would be contiguous; before wrapping",
     "optimizer": "around the optimizer, which is built from the final parameters",
-    "schedule": "at the start of each epoch; it freezes the weights of the wrapped model",
+    "schedule": "at the start of each epoch, after wrapping: it changes what is trained",
     "batch": "on each training batch, before the forward and the loss; evaluation uses the images unchanged",
     "loss": "in training only, after any mixing; evaluation uses the plain loss",
     "loop": "after each step; evaluation and the result use its weights",

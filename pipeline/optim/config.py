@@ -249,11 +249,11 @@ class OptimizerConfig(Config):
     def uses_torch_scheduler(self) -> bool:
         return self._torch_scheduler
 
-    def warmup_factor(self, step: int, steps: int) -> float:
+    def warmup_factor(self, step: float, steps: int) -> float:
         warm = self.warmup * steps
         return (step + 1) / (warm + 1) if step < warm else 1.0
 
-    def lr_factor(self, step: int, steps: int) -> float:
+    def lr_factor(self, step: float, steps: int) -> float:
         """`step` counts from 0. With a torch scheduler, the factor multiplies the scheduler's own learning rates."""
         if self.uses_torch_scheduler:
             return self.warmup_factor(step, steps)

@@ -385,8 +385,10 @@ class TaskLoss:
 
     def as_mean(self) -> Mean:
         mean = self.task.mean(self.base, checked=self.checked)
-        total = None if mean.total is None else TaskLoss(self.task, mean.total)
-        return Mean(self, mean.denominator, total, mean.known)
+        total, each = (
+            None if part is None else TaskLoss(self.task, part) for part in (mean.total, mean.each)
+        )
+        return Mean(self, mean.denominator, total, mean.known, each)
 
 
 def loss_and_metric_inputs(task: Task, output: Any) -> tuple[Any, Any]:

@@ -119,7 +119,7 @@ class Built:
     def begin(self, epochs: int) -> Schedule:
         """Start a training of so many epochs in a loop of your own, from the current weights. Return the schedule,
         whose `set_lr(built.hooks.state.step)` sets the learning rates of a step."""
-        steps = epochs * len(self.train)
+        steps = epochs * self.train.full_length
         self.hooks.begin(self.engine, steps, self.train)
         scale = self.plan.optimization.scheduled_scale(self.plan.data.batch_size)
         return Schedule(self.plan.optimization, self.engine.optimizer, steps, scale)

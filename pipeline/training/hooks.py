@@ -118,7 +118,8 @@ class TrainingHooks:
         self._sessions = {type(each).__name__: each.session(engine.plain_model) for each in own}
         self.state = state = TrainState(total, seed=self._seed, precision=self._precision, loader=loader)
         state.engine, state.sessions = engine, tuple(self._sessions.values())
-        state.steps_per_epoch = total if loader is None else max(len(loader), 1)
+        state.steps_per_epoch = total if loader is None else max(loader.full_length, 1)
+        state.epoch_steps = total if loader is None else max(len(loader), 1)
         self._moments = moments = self.moments(Observer())
         # A session may change the batch.
         self.equal_shares = loader is not None and not (moments.on_step_start or moments.before_forward)
@@ -129,9 +130,12 @@ class TrainingHooks:
     def begin_epoch(self, loader: EpochLoader, image_size: ImageSize) -> None:
         """Set what changes between epochs, also if the run resumes within one."""
         state = self.state
-        state.loader, state.image_size, state.steps_per_epoch = loader, image_size, max(len(loader), 1)
+        state.loader, state.image_size = loader, image_size
+        full = loader.full_length if isinstance(loader, EpochLoader) else len(loader)
+        state.steps_per_epoch = max(full, 1)
         for session in state.sessions:
             session.before_epoch(state)
+        state.epoch_steps = max(len(loader), 1)
 
     def microbatches(
         self,
