@@ -137,6 +137,7 @@ CASES: dict[str, Case] = {
     )),
     "GhostBatchNorm": Case((t.GhostBatchNorm(8),)),
     "StochasticDepth": Case((t.StochasticDepth(drop_rate=0.5, method="sample"),), model=resnet),
+    "PatchDropout": Case((t.PatchDropout(),), vit),
     "low precision norms": Case(
         (t.LowPrecisionLayerNorm(), t.LowPrecisionGroupNorm()), no_batch_norm, distribute={"precision": "bf16"}
     ),
