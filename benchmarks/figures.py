@@ -177,6 +177,7 @@ OUTPUTS = {
     "GyroDropout": "outputs in training",
     "LowPrecisionGroupNorm": "rounding, under autocast",
     "LowPrecisionLayerNorm": "rounding, under autocast",
+    "PatchDropout": "outputs in training",
     "SqueezeExcite": "outputs",
     "StochasticDepth": "outputs in training",
     "WeightStandardization": "outputs",

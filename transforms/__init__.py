@@ -62,8 +62,10 @@ from .low_precision_norms import LowPrecisionGroupNorm as LowPrecisionGroupNorm
 from .low_precision_norms import LowPrecisionLayerNorm as LowPrecisionLayerNorm
 from .mixup import MixUp as MixUp
 from .no_weight_decay import NoWeightDecay as NoWeightDecay
+from .patch_dropout import PatchDropout as PatchDropout
 from .policies import AugMix as AugMix
 from .policies import RandAugment as RandAugment
+from .policies import ThreeAugment as ThreeAugment
 from .policies import TrivialAugment as TrivialAugment
 from .progressive_resizing import ProgressiveResizing as ProgressiveResizing
 from .sam import SAM as SAM

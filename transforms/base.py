@@ -168,6 +168,8 @@ class Transform:
     """Whether the changed model compiles without graph breaks, with `torch.compile(fullgraph=True)`."""
     unsafe_with: ClassVar[tuple[str, ...]] = ()
     """Families of strategies ("ddp", "fsdp", "deepspeed", "fairscale") it excludes; its docstring says why."""
+    excludes: ClassVar[tuple[str, ...]] = ()
+    """Class names of transforms that it cannot be combined with; its docstring says why."""
     targets: ClassVar[tuple[str, ...] | None] = None
     """The kinds of targets it can be used with, of "class indices", "labels", "values" and "masks" (see
     `pipeline.tasks`); None: all, because it does not use them."""

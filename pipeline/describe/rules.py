@@ -100,6 +100,16 @@ def _same_method_twice(spec: PipelineSpec) -> None:
             raise PlanError(f"{other} and {transform} are the same method. Leave one of the two out.")
 
 
+def _excluded(spec: PipelineSpec) -> None:
+    for transform in spec.transforms:
+        other = next((each for each in spec.transforms if _name(each) in transform.excludes), None)
+        if other is not None:
+            raise PlanError(
+                f"{_name(transform)} does not work with {_name(other)} (see its documentation). Leave one of the two "
+                "out."
+            )
+
+
 def _two_averages(spec: PipelineSpec) -> None:
     averages = [_name(t) for t in spec.transforms if t.averages_weights]
     if len(averages) > 1:
@@ -305,8 +315,9 @@ def _pruned_samples(spec: PipelineSpec) -> None:
 
 
 RULES: tuple[Callable[[PipelineSpec], None], ...] = (
-    _unsafe_strategies, _unused_parameters, _conflicts, _clipping_of_shards, _same_method_twice, _two_averages,
-    _compiled, _flat_shards_of_matrices, _targets, _monitor, _loss_of_the_model, _views, _fields, _pruned_samples,
+    _unsafe_strategies, _unused_parameters, _conflicts, _clipping_of_shards, _same_method_twice, _excluded,
+    _two_averages, _compiled, _flat_shards_of_matrices, _targets, _monitor, _loss_of_the_model, _views, _fields,
+    _pruned_samples,
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from surgery_models import images
 from torch import nn
 
 pytestmark = [*gpu_device.MARKS, pytest.mark.filterwarnings("ignore::drivetrain.transforms.NothingChanged")]
-DRAWS_ON_DEVICE = {"GyroDropout", "StochasticDepth"}
+DRAWS_ON_DEVICE = {"GyroDropout", "PatchDropout", "StochasticDepth"}
 """Their random numbers in training are the device's own, which are not the CPU's."""
 SHORT = {"InfoBatch": {"anneal": 0.0}}
 """Options for a training of two epochs."""

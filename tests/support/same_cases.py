@@ -137,6 +137,7 @@ CASES: dict[str, Case] = {
     )),
     "GhostBatchNorm": Case((t.GhostBatchNorm(8),)),
     "StochasticDepth": Case((t.StochasticDepth(drop_rate=0.5, method="sample"),), model=resnet),
+    "PatchDropout": Case((t.PatchDropout(),), vit),
     "low precision norms": Case(
         (t.LowPrecisionLayerNorm(), t.LowPrecisionGroupNorm()), no_batch_norm, distribute={"precision": "bf16"}
     ),
@@ -148,6 +149,7 @@ CASES: dict[str, Case] = {
     "RandAugment": Case((t.RandAugment(),), load={"image_size": 32}),
     "TrivialAugment": Case((t.TrivialAugment(),)),
     "AugMix": Case((t.AugMix(),)),
+    "ThreeAugment": Case((t.ThreeAugment(),)),
     "GradientClipping": Case((t.GradientClipping("adaptive", 0.05),)),
     "clip_norm, accumulate": Case(distribute={"clip_norm": 0.1, "accumulate": 2}),
     "Lookahead, LayerFreezing": Case((t.Lookahead(2), t.LayerFreezing(freeze_start=0.2))),

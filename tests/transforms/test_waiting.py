@@ -180,7 +180,7 @@ STEPS: dict[str, Step] = {
     "EMA": session(t.EMA()), "Lookahead": session(t.Lookahead(2)), "SWA": session(t.SWA(0.3, 0.9)),
     "TestTimeFlip": lambda on: t.TestTimeFlip(1).predict(on(small()), on(IMAGES)),
     "RandAugment": of_the_loader(t.RandAugment()), "TrivialAugment": of_the_loader(t.TrivialAugment()),
-    "AugMix": of_the_loader(t.AugMix()),
+    "AugMix": of_the_loader(t.AugMix()), "ThreeAugment": of_the_loader(t.ThreeAugment()),
     "ChannelsLast": forward(t.ChannelsLast(), resnet),
     "GhostBatchNorm, momentum=None": forward(t.GhostBatchNorm(2), momentum_none),
     "StochasticDepth, often": forward(t.StochasticDepth(drop_rate=0.9), bottlenecks),
