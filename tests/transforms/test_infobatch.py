@@ -56,13 +56,20 @@ def rate(progress: float) -> float:
 
 def by_hand(toy: Toy, model: nn.Module) -> Reference:
     """The paper's algorithm, in a loop over single samples; only the draws and the shuffling are ours."""
-    with FFCVLoader(toy.train, batch_size=TRAIN, image_size=SIDE, crop="random", flip=False, order="sequential") as all_:
-        images, labels = next(iter(all_))
+    whole: Any = {
+        "batch_size": TRAIN,
+        "image_size": SIDE,
+        "crop": "random",
+        "flip": False,
+        "order": "sequential",
+    }
+    with FFCVLoader(toy.train, **whole) as loader:
+        images, labels = next(iter(loader))
     model = copy.deepcopy(model).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     found = Reference(model, [], [], [], np.full(TRAIN, np.nan))
     for epoch in range(EPOCHS):
-        gamma = {sample: 1.0 for sample in range(TRAIN)}
+        gamma = dict.fromkeys(range(TRAIN), 1.0)
         if epoch > 0 and (epoch + 0.5) / EPOCHS < 1 - ANNEAL:
             mean = sum(found.scores) / TRAIN
             sequence = np.random.SeedSequence([SEED, epoch], spawn_key=(230304947,))
@@ -135,10 +142,14 @@ def test_it_trains_what_a_plain_loop_of_the_paper_does(toy: Toy, reference: Refe
     seen = Ends()
     result = fit(pipeline_of(toy), callbacks=[seen])
     assert_close(result, reference)
-    assert reference.steps[0] == reference.steps[-2] == reference.steps[-1] == FULL  # unknown scores; annealing
+    assert (
+        reference.steps[0] == reference.steps[-2] == reference.steps[-1] == FULL
+    )  # unknown scores; annealing
     assert min(reference.steps) < FULL
     ends = np.cumsum(reference.steps)
-    assert [epoch.lr for epoch in result.history.epochs] == pytest.approx([reference.rates[end - 1] for end in ends])
+    assert [epoch.lr for epoch in result.history.epochs] == pytest.approx(
+        [reference.rates[end - 1] for end in ends]
+    )
     assert [step for step, _ in seen.ends] == ends.tolist()
     assert [progress for _, progress in seen.ends] == pytest.approx([(e + 1) / EPOCHS for e in range(EPOCHS)])
     assert seen.ends[-1][1] == 1.0
@@ -166,7 +177,9 @@ def test_resumed_anywhere_it_is_the_same_run(toy: Toy, tmp_path: Path, reference
 
 @pytest.mark.long
 @pytest.mark.parametrize("within", [0, 2])
-def test_resumed_on_another_number_of_ranks(toy: Toy, tmp_path: Path, reference: Reference, within: int) -> None:
+def test_resumed_on_another_number_of_ranks(
+    toy: Toy, tmp_path: Path, reference: Reference, within: int
+) -> None:
     alone, both = pipeline_of(toy), pipeline_of(toy).distribute("ddp", devices=2)
     step = reference.steps[0] + reference.steps[1] + within
     for first, second, place in ((alone, both, tmp_path / "a"), (both, alone, tmp_path / "b")):
@@ -263,7 +276,9 @@ def test_less_than_a_batch_is_not_pruned(toy: Toy) -> None:
 
 def test_scores_are_of_sams_first_pass(toy: Toy) -> None:
     """With a learning rate of 0, the losses of the first epoch are those of the first weights."""
-    plain = toy.pipeline(plain_model, crop="random").transform(t.InfoBatch(anneal=0.0)).optimize("sgd", lr=0.0)
+    plain = (
+        toy.pipeline(plain_model, crop="random").transform(t.InfoBatch(anneal=0.0)).optimize("sgd", lr=0.0)
+    )
     found = []
     for pipeline in (plain, plain.transform(t.SAM(rho=0.5))):
         with pipeline.build() as built:
@@ -301,7 +316,9 @@ def test_a_loop_that_it_does_not_follow_is_an_error(toy: Toy) -> None:
 
 
 def test_a_loss_per_batch_in_a_loop_of_ones_own(toy: Toy) -> None:
-    engine = strategies.get("single", device="cpu").prepare(plain_model(), lambda p: torch.optim.SGD(p, lr=0.1))
+    engine = strategies.get("single", device="cpu").prepare(
+        plain_model(), lambda p: torch.optim.SGD(p, lr=0.1)
+    )
     hooks = TrainingHooks([t.InfoBatch()])
     hooks.begin(engine, 8)
     with pytest.raises(PlanError, match="needs the training loader"):
@@ -326,7 +343,10 @@ def test_other_loaders(toy: Toy, loader: str) -> None:
 # ---- The loss of each sample ----
 
 WEIGHTS = torch.tensor([1.0, 3.0, 0.5, 8.0])
-LOGITS, LABELS = torch.randn(8, CLASSES, generator=torch.Generator().manual_seed(0)), torch.arange(8) % CLASSES
+LOGITS, LABELS = (
+    torch.randn(8, CLASSES, generator=torch.Generator().manual_seed(0)),
+    torch.arange(8) % CLASSES,
+)
 MASKS = torch.arange(8 * 9).reshape(8, 3, 3) % CLASSES
 PER_PIXEL = torch.randn(8, CLASSES, 3, 3, generator=torch.Generator().manual_seed(1))
 SMOOTHED = t.LabelSmoothing(0.1).loss
@@ -389,7 +409,7 @@ def test_what_has_no_meaning_is_refused(toy: Toy) -> None:
         (plain.transform(GaussianNoise()), r"GaussianNoise may mix .* declare keeps_samples = True"),
         (pipeline_of(toy, balance="class"), "of which balance= set the shares. Leave one of the two out"),
         (
-            toy.pipeline(plain_model).load({toy.train: 2, toy.val: 1}, batch_size=16, image_size=SIDE).transform(METHOD),
+            plain.load({toy.train: 2, toy.val: 1}, batch_size=BATCH, image_size=SIDE),
             "of which the weights of a mix set the shares",
         ),
         (
@@ -405,7 +425,9 @@ def test_what_has_no_meaning_is_refused(toy: Toy) -> None:
             pipeline.plan()
     with pytest.raises(PlanError, match=r"epochs=1 none at the end would use all"):
         fit(plain, epochs=1)
-    steps = plain.transform(t.LabelSmoothing(), t.CutOut(), t.ColOut(), t.ProgressiveResizing(), t.EMA(), Declared())
+    steps = plain.transform(
+        t.LabelSmoothing(), t.CutOut(), t.ColOut(), t.ProgressiveResizing(), t.EMA(), Declared()
+    )
     (step,) = (step for step in steps.plan().steps if step.what.startswith("InfoBatch"))
     assert "left out with probability 0.5; the learning rate follows the fraction of epochs" in step.why
 
