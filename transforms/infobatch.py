@@ -42,7 +42,7 @@ class InfoBatch(Transform):
     and all that follows the run's progress move by fractions of the epochs (`Loop.position`), so they end with the run;
     EMA's half-life and `eval_every_steps` count optimizer steps.
 
-    In a pipeline, it needs a loss with one value per sample, and batches of single samples: it is rejected with `MixUp`,
+    In a pipeline, it needs a loss with a value per sample, and batches of single samples: it is rejected with `MixUp`,
     `CutMix`, `SelectiveBackprop`, `balance`, mixes with weights, and torch's learning-rate schedulers, which count
     steps. Trials of the ledger and tuning are shorter than an epoch, and train without it. In a loop of your own::
 
@@ -93,8 +93,8 @@ class InfoBatch(Transform):
     @property
     def caution(self) -> str:
         return (
-            f"(samples with a loss below the mean are left out with probability {self.ratio:g}; the learning rate follows "
-            "the fraction of epochs)"
+            f"(samples with a loss below the mean are left out with probability {self.ratio:g}; the learning rate "
+            "follows the fraction of epochs)"
         )
 
     def check_epochs(self, epochs: int, image_size: int | tuple[int, int]) -> None:  # noqa: ARG002
@@ -169,8 +169,8 @@ class _Pruning(Session):
     def after_step(self, progress: float) -> None:  # noqa: ARG002
         if self._active and self._epoch is None:
             raise PlanError(
-                f"{self._own} got no losses of a step: it follows train_epoch. In another loop, use its methods weights "
-                "and prunes; its documentation shows how."
+                f"{self._own} got no losses of a step: it follows train_epoch. In another loop, use its methods "
+                "weights and prunes; its documentation shows how."
             )
 
     def after_epoch(self, loop: Loop) -> None:  # noqa: ARG002

@@ -93,8 +93,8 @@ class SelectiveBackprop(Transform):
         loss = unreduced(context.loss)
         if loss is None:
             raise PlanError(
-                f"SelectiveBackprop needs a loss for each image, but {context.loss!r} returns one per batch. Use a loss "
-                "with an argument reduction='none', such as F.cross_entropy, or remove SelectiveBackprop."
+                f"SelectiveBackprop needs a loss for each image, but {context.loss!r} returns one per batch. Use a "
+                "loss with an argument reduction='none', such as F.cross_entropy, or remove SelectiveBackprop."
             )
         if not self.selects(context.progress, context.step):
             return images, targets

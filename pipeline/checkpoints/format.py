@@ -231,9 +231,8 @@ class Checkpoint:
         """Check the position of a run with so many steps in an epoch; `pruned`: at most so many."""
         epoch, within, step = self.content.epoch, self.content.step_in_epoch, self.content.step
         most = epoch * steps + within
-        if (
-            step > most or (step < most and not pruned) or within > steps
-        ):  # all of them: the evaluation is left
+        fits = step == most or (pruned and step < most)
+        if not fits or within > steps:  # all of them: the evaluation is left
             raise CheckpointError(
                 f"{self.path} is damaged: its step is {step}, after {epoch} epochs and {within} steps of a run with "
                 f"{steps} steps in an epoch. {REMEDY}"

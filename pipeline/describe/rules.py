@@ -297,7 +297,8 @@ def _pruned_samples(spec: PipelineSpec) -> None:
     if data is not None and (mixes or data.balance is not None):
         what = "the weights of a mix" if mixes else "balance="
         raise PlanError(
-            f"{_name(pruning)} leaves samples out of an epoch, of which {what} set the shares. Leave one of the two out."
+            f"{_name(pruning)} leaves samples out of an epoch, of which {what} set the shares. Leave one of the two "
+            "out."
         )
     if spec.optimized.uses_torch_scheduler:
         raise PlanError(

@@ -333,7 +333,7 @@ IGNORED = 255
 def cross_entropy(
     outputs: torch.Tensor, targets: torch.Tensor, reduction: Literal["mean", "sum", "none"] = "mean"
 ) -> torch.Tensor:
-    """Of int64 targets: the mean over the pixels that count, 0 if none does; or their sum; or each, 0 if it does not."""
+    """Of int64 targets: the mean over the pixels that count, 0 if none does; their sum; or each, 0 if it does not."""
     if reduction == "none":
         return F.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="none")
     total = F.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="sum")

@@ -56,15 +56,20 @@ def rate(progress: float) -> float:
 
 def by_hand(toy: Toy, model: nn.Module) -> Reference:
     """The paper's algorithm, in a loop over single samples; only the draws and the shuffling are ours."""
-    with FFCVLoader(
-        toy.train, batch_size=TRAIN, image_size=SIDE, crop="random", flip=False, order="sequential"
-    ) as all_:
-        images, labels = next(iter(all_))
+    whole: Any = {
+        "batch_size": TRAIN,
+        "image_size": SIDE,
+        "crop": "random",
+        "flip": False,
+        "order": "sequential",
+    }
+    with FFCVLoader(toy.train, **whole) as loader:
+        images, labels = next(iter(loader))
     model = copy.deepcopy(model).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     found = Reference(model, [], [], [], np.full(TRAIN, np.nan))
     for epoch in range(EPOCHS):
-        gamma = {sample: 1.0 for sample in range(TRAIN)}
+        gamma = dict.fromkeys(range(TRAIN), 1.0)
         if epoch > 0 and (epoch + 0.5) / EPOCHS < 1 - ANNEAL:
             mean = sum(found.scores) / TRAIN
             sequence = np.random.SeedSequence([SEED, epoch], spawn_key=(230304947,))
@@ -404,7 +409,7 @@ def test_what_has_no_meaning_is_refused(toy: Toy) -> None:
         (plain.transform(GaussianNoise()), r"GaussianNoise may mix .* declare keeps_samples = True"),
         (pipeline_of(toy, balance="class"), "of which balance= set the shares. Leave one of the two out"),
         (
-            toy.pipeline(plain_model).load({toy.train: 2, toy.val: 1}, batch_size=16, image_size=SIDE).transform(METHOD),
+            plain.load({toy.train: 2, toy.val: 1}, batch_size=BATCH, image_size=SIDE),
             "of which the weights of a mix set the shares",
         ),
         (
