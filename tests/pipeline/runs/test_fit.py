@@ -158,7 +158,7 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
     assert "the plan" in result._repr_html_()
     assert "what was changed" in result._repr_html_()
     assert "<td" in result.reports[0]._repr_html_()
-    assert ".transform(LabelSmoothing" in pipeline._repr_html_()
+    assert "LabelSmoothing(smoothing=0.1)<br>ChannelsLast()" in pipeline._repr_html_()
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
     for number, (line, epoch) in enumerate(zip(lines, result.history.epochs, strict=True), 1):
         for figure in (
