@@ -61,9 +61,9 @@ class OptimizerConfig(Config):
     EXTRA: ClassVar[str] = "options"
 
     optimizer: Annotated[str | type[torch.optim.Optimizer] | OptimizerFactory, Key(""), IN_WORDS] = "sgd"
-    """The optimizer: sgd, sgdw, adam, adamw, muon, or package.module:Class, such as torch.optim:NAdam. Or a class, with
-    its options. Or a factory: a function `parameters -> Optimizer`, never an optimizer. It is called on the final
-    parameters, after surgery and wrapping."""
+    """The optimizer: sgd, sgdw, adam, adamw, muon, adamuon, or package.module:Class, such as torch.optim:NAdam. Or a
+    class, with its options. Or a factory: a function `parameters -> Optimizer`, never an optimizer. It is called on the
+    final parameters, after surgery and wrapping."""
     options: Annotated[Mapping[str, Any], Key("optimizer")] = field(
         default_factory=lambda: FrozenDict({"lr": 0.1, "momentum": 0.9})
     )

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from ...common.checks import is_number
 from ...common.errors import PlanError, suggest
 from ...common.names import imported
-from .muon import Muon
+from .muon import AdaMuon, Muon
 
 OptimizerClass = Callable[..., Optimizer]
 
@@ -65,7 +65,9 @@ class SGDW(torch.optim.SGD):
         return loss
 
 
-OPTIMIZERS: dict[str, OptimizerClass] = {"sgd": SGD, "sgdw": SGDW, "adam": Adam, "adamw": AdamW, "muon": Muon}
+OPTIMIZERS: dict[str, OptimizerClass] = {
+    "sgd": SGD, "sgdw": SGDW, "adam": Adam, "adamw": AdamW, "muon": Muon, "adamuon": AdaMuon,
+}  # fmt: skip
 
 SCALING: dict[Any, str] = dict.fromkeys((SGD, SGDW), "linear") | dict.fromkeys(
     (Adam, AdamW, NAdam, RAdam, RMSprop), "square root"
