@@ -106,7 +106,8 @@ class OptimizerConfig(Config):
     _torch_scheduler: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        from .optimizers import check_options, find_optimizer
+        from .optimizers import check_options, find_optimizer, is_schedule_free
+        from .optimizers import label as label_of
 
         object.__setattr__(self, "optimizer", find_optimizer(self.optimizer))
         object.__setattr__(self, "schedule", find_schedule(self.schedule))
@@ -119,6 +120,11 @@ class OptimizerConfig(Config):
         check_schedule(self.schedule, self.schedule_options, self.warmup)
         if not self.is_factory:
             check_options(self.optimizer, self.options)
+        if is_schedule_free(self.optimizer) and self.schedule != "constant":
+            raise PlanError(
+                f"optimize({label_of(self.optimizer)!r}) averages its weights instead of lowering the learning rate, but "
+                f"schedule={label(self.schedule)!r} lowers it. Pass schedule='constant'; warmup=… can be set."
+            )
         object.__setattr__(self, "_torch_scheduler", is_factory(self.schedule))  # asked in every step
         self._check_groups()
         if self.scale_lr:

@@ -12,6 +12,7 @@ from ...common.checks import is_number
 from ...common.errors import PlanError, suggest
 from ...common.names import imported
 from .muon import AdaMuon, Muon
+from .schedule_free import ScheduleFree, ScheduleFreeAdamW, ScheduleFreeSGD
 
 OptimizerClass = Callable[..., Optimizer]
 
@@ -67,6 +68,7 @@ class SGDW(torch.optim.SGD):
 
 OPTIMIZERS: dict[str, OptimizerClass] = {
     "sgd": SGD, "sgdw": SGDW, "adam": Adam, "adamw": AdamW, "muon": Muon, "adamuon": AdaMuon,
+    "schedulefree_sgd": ScheduleFreeSGD, "schedulefree_adamw": ScheduleFreeAdamW,
 }  # fmt: skip
 
 SCALING: dict[Any, str] = dict.fromkeys((SGD, SGDW), "linear") | dict.fromkeys(
@@ -136,6 +138,11 @@ def gathers(optimizer: Any) -> bool:
     """Whether it needs whole matrices, but gathers them itself if FSDP2 has sharded them."""
     kind = class_of(optimizer)
     return isinstance(kind, type) and issubclass(kind, Muon)
+
+
+def is_schedule_free(optimizer: Any) -> bool:
+    kind = class_of(optimizer)
+    return isinstance(kind, type) and issubclass(kind, ScheduleFree)
 
 
 def label(optimizer: Any) -> str:
