@@ -195,8 +195,8 @@ def _schedule_free(spec: PipelineSpec) -> None:
     whole = family(strategy) in ("single", "ddp", "dp", "fsdp", "auto") and strategy not in SHARDS_THE_STATE
     if is_schedule_free(optimizer) and not whole:
         raise PlanError(
-            f"{label(optimizer)!r} computes the weights to evaluate from the optimizer's state, which {strategy!r} keeps "
-            "elsewhere than the weights. Distribute with 'ddp' or 'fsdp'."
+            f"{label(optimizer)!r} computes the weights to evaluate from the optimizer's state, which {strategy!r} "
+            "keeps elsewhere than the weights. Distribute with 'ddp' or 'fsdp'."
         )
 
 

@@ -119,6 +119,11 @@ def _refuse_unusable(optimizer: Callable[..., Any]) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise PlanError(f"{name} computes the loss several times per step, which the training loop does not.")
+    if {"train", "eval"} <= set(dir(optimizer)):
+        raise PlanError(
+            f"{name} must be switched between training and evaluation, which the training loop does not. Use "
+            "'schedulefree_sgd' or 'schedulefree_adamw'."
+        )
     if optimizer is torch.optim.SparseAdam:
         raise PlanError("SparseAdam needs sparse gradients, which image models do not have. Use 'adam'.")
 

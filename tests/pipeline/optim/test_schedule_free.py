@@ -7,11 +7,12 @@ import group_jobs
 import pytest
 import torch
 from drivetrain import PlanError
-from drivetrain.pipeline import Checkpoints, load_weights
+from drivetrain.pipeline import Checkpoints, export
 from drivetrain.pipeline.optim.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from drivetrain.strategies import launch
 from drivetrain.transforms import EMA
 from pipeline_data import Toy, batch_norm_model, evaluated, numbers, plain_model
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 STEPS = 6
@@ -89,9 +90,9 @@ def test_what_is_evaluated_is_kept(model: Any, toy: Toy, tmp_path: Path) -> None
     result = schedule_free(toy, model).fit(epochs=3, progress=False, out=tmp_path)
     last = result.history.epochs[-1]
     assert evaluated(result.model, toy.val) == pytest.approx((last.val_loss, last.accuracy), abs=1e-5)
-    again = load_weights(model(), tmp_path)
-    for name, value in again.state_dict().items():
-        torch.testing.assert_close(value, result.model.state_dict()[name], rtol=0, atol=0)
+    export(tmp_path, tmp_path / "weights.safetensors", names="trained")
+    kept = load_file(tmp_path / "weights.safetensors")
+    torch.testing.assert_close(kept, dict(result.model.state_dict()), rtol=0, atol=0)
     assert last.accuracy > 0.5
 
 
@@ -139,8 +140,18 @@ def test_resuming_goes_on_bit_for_bit(name: str, toy: Toy, tmp_path: Path) -> No
 
 
 def test_what_is_refused(toy: Toy) -> None:
-    with pytest.raises(PlanError, match="schedule='cosine' lowers it. Pass schedule='constant'; warmup"):
+    with pytest.raises(PlanError, match=r"schedule='cosine' lowers it. Pass schedule='constant'; warmup"):
         toy.pipeline().optimize("schedulefree_adamw", lr=0.01)
+
+    class Switched(torch.optim.SGD):
+        """As the optimizers of the authors' package."""
+
+        def train(self) -> None: ...
+
+        def eval(self) -> None: ...
+
+    with pytest.raises(PlanError, match="Switched must be switched between training.*Use 'schedulefree_sgd'"):
+        toy.pipeline().optimize(Switched, lr=0.1)
     with pytest.raises(PlanError, match=r"momentum=1.0 must be in \(0, 1\)"):
         toy.pipeline().optimize("schedulefree_sgd", momentum=1.0, schedule="constant")
     with pytest.raises(PlanError, match="EMA and schedulefree_sgd both set the weights to evaluate"):
