@@ -129,7 +129,7 @@ class ScheduleFreeSession(Session):
     @torch.no_grad()
     def _averages(self) -> Averages:
         averages = Averages(self._model, self._averaged)
-        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        names: dict[Any, str] = {parameter: name for name, parameter in self._model.named_parameters()}
         values = averages.state_dict()
         for parameter, z, extent in self._optimizer.averages():
             value: Any = values[names[parameter]]

@@ -150,7 +150,9 @@ def test_what_is_refused(toy: Toy) -> None:
 
         def eval(self) -> None: ...
 
-    with pytest.raises(PlanError, match="Switched must be switched between training.*Use 'schedulefree_sgd'"):
+    with pytest.raises(
+        PlanError, match=r"Switched must be switched between training.*Use 'schedulefree_sgd'"
+    ):
         toy.pipeline().optimize(Switched, lr=0.1)
     with pytest.raises(PlanError, match=r"momentum=1.0 must be in \(0, 1\)"):
         toy.pipeline().optimize("schedulefree_sgd", momentum=1.0, schedule="constant")
