@@ -9,7 +9,7 @@ from ...common.checks import check_whole
 from ...common.errors import PlanError
 from ...loaders.sources import files_of
 from ...transforms import Transform
-from ..optim.optimizers import gathers, label, needs_whole_matrices
+from ..optim.optimizers import gathers, is_schedule_free, label, needs_whole_matrices
 from ..optim.schedules import label as label_of_schedule
 from ..tasks.means import NOT_PER_SAMPLE, LossFunction
 from ..tasks.scales import check_monitor
@@ -18,6 +18,9 @@ from .pipeline_spec import PipelineSpec, sort_transforms
 FAMILIES = {"hsdp": "fsdp", "zero_redundancy": "ddp", "fairscale_oss": "ddp"}
 """Strategies whose family is not the first word of their name. Those in the DDP family here shard only the optimizer
 state: every rank has full weights and gradients, so transforms of these work."""
+
+
+SHARDS_THE_STATE = ("zero_redundancy", "fairscale_oss")
 
 
 def family(strategy: str) -> str:
@@ -112,6 +115,7 @@ def _excluded(spec: PipelineSpec) -> None:
 
 def _two_averages(spec: PipelineSpec) -> None:
     averages = [_name(t) for t in spec.transforms if t.averages_weights]
+    averages += [label(spec.optimized.optimizer)] * is_schedule_free(spec.optimized.optimizer)
     if len(averages) > 1:
         first, second = averages[:2]
         raise PlanError(f"{first} and {second} both set the weights to evaluate. Leave one of the two out.")
@@ -189,6 +193,16 @@ def _flat_shards_of_matrices(spec: PipelineSpec) -> None:
         f"{'might shard' if family(strategy) == 'auto' else 'shards'} them. Distribute with 'ddp' or 'zero_redundancy'"
         f"{remedy}."
     )
+
+
+def _schedule_free(spec: PipelineSpec) -> None:
+    optimizer, strategy = spec.optimized.optimizer, spec.distributed.name
+    whole = family(strategy) in ("single", "ddp", "dp", "fsdp", "auto") and strategy not in SHARDS_THE_STATE
+    if is_schedule_free(optimizer) and not whole:
+        raise PlanError(
+            f"{label(optimizer)!r} computes the weights to evaluate from the optimizer's state, which {strategy!r} "
+            "keeps elsewhere than the weights. Distribute with 'ddp' or 'fsdp'."
+        )
 
 
 def _targets(spec: PipelineSpec) -> None:
@@ -317,8 +331,8 @@ def _pruned_samples(spec: PipelineSpec) -> None:
 
 RULES: tuple[Callable[[PipelineSpec], None], ...] = (
     _unsafe_strategies, _unused_parameters, _conflicts, _clipping_of_shards, _same_method_twice, _excluded,
-    _two_averages, _compiled, _flat_shards_of_matrices, _targets, _monitor, _loss_of_the_model, _views, _fields,
-    _pruned_samples,
+    _two_averages, _compiled, _flat_shards_of_matrices, _schedule_free, _targets, _monitor, _loss_of_the_model, _views,
+    _fields, _pruned_samples,
 )  # fmt: skip
 
 
