@@ -50,7 +50,9 @@ def test_every_export_is_the_model(run: FitResult) -> None:
     session = onnxruntime.InferenceSession("pets.onnx")
     (onnx,) = session.run(None, {"images": pixels.numpy()})
     for outputs in (model.eval()(pixels), program(pixels), torch.from_numpy(onnx)):
-        probabilities = dict(zip(json.loads(about["inputs"])["classes"], outputs.softmax(1)[0].tolist(), strict=True))
+        probabilities = dict(
+            zip(json.loads(about["inputs"])["classes"], outputs.softmax(1)[0].tolist(), strict=True)
+        )
         assert probabilities == pytest.approx(row["probabilities"], abs=1e-4)
     assert "top1" in Path("MODEL_CARD.md").read_text().lower().replace("-", "")
 

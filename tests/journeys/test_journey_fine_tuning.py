@@ -67,4 +67,4 @@ def test_learning_rates_decay_by_layer() -> None:
     assert lr["layer4.1.conv1.weight"] == 2 * lr["layer4.0.conv1.weight"] < lr["fc.weight"]
     plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 3))
     rates_of = [options["lr"] for options in layerwise_decay(plain, 0.1, factor=0.5).values()]
-    assert sorted(set(rates_of)) == pytest.approx([0.025, 0.05, 0.1])
+    assert sorted(rates_of) == pytest.approx([0.025, 0.05])  # the last layer's is that of optimize

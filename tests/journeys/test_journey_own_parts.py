@@ -57,10 +57,12 @@ def test_everything_of_ones_own_is_in_the_run(capsys: pytest.CaptureFixture[str]
     Path("parts.py").write_text(PARTS)
     net, parts = importlib.import_module("net"), importlib.import_module("parts")
     task = Classification(
-        loss=parts.focal, metrics={"top1": "top1", "confidence": parts.Confidence()}, monitor="confidence"
+        loss=parts.focal, metrics={"top1": "top1", "confidence": parts.Confidence}, monitor="confidence"
     )
-    pipeline = photos(net.Net).task(task).optimize(
-        torch.optim.NAdam, lr=0.01, betas=(0.8, 0.99), schedule=parts.fading
+    pipeline = (
+        photos(net.Net)
+        .task(task)
+        .optimize(torch.optim.NAdam, lr=0.01, betas=(0.8, 0.99), schedule=parts.fading)
     )
     result = pipeline.fit(epochs=3, out="runs/own")
     assert sorted(result.metrics) == ["confidence", "top1", "val_loss"]

@@ -14,7 +14,7 @@ from journey_models import photos
 
 
 def of(**load: Any) -> Pipeline:
-    return photos(val=None, batch_size=6, **load)
+    return photos(val=None, **{"batch_size": 6} | load)
 
 
 def seen(pipeline: Pipeline) -> Counter[int]:
@@ -54,8 +54,8 @@ def test_a_few_of_each_class_and_classes_of_unequal_size() -> None:
     assert seen(of(per_class=2)) == {0: 2, 1: 2, 2: 2}
     unequal = [*range(8), 8, 16]  # eight of the first class, one of the others
     np.save("some.npy", np.array(unequal))
-    assert seen(of(indices="some.npy")) == {0: 8, 1: 1, 2: 1}
-    counts = seen(of(indices=unequal, balance="class", limit=9))
+    assert seen(of(indices="some.npy", batch_size=10)) == {0: 8, 1: 1, 2: 1}
+    counts = seen(of(indices=unequal, balance="class", batch_size=9))
     assert max(counts.values()) - min(counts.values()) <= 1
     end = call("plan", "mine.yaml", "val=null", "val_split=0.25", "balance=class")
     assert end.code == 0, end

@@ -23,8 +23,9 @@ def test_a_sweep_and_its_runs() -> None:
     assert len(runs) == 2
     end = call("compare", *runs, "--out", "curves.png", "--json")
     assert end.code == 0, end
-    comparison = json.loads(end.out)
-    assert comparison["differences"] == {"optimizer.lr": [0.0001, 0.01]}
+    assert [run["recipe"] for run in json.loads(end.out)["runs"]] == [
+        {"optimizer.lr": 0.0001}, {"optimizer.lr": 0.01}
+    ]  # fmt: skip
     assert Path("curves.png").stat().st_size > 1000
 
 

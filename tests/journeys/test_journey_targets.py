@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import call
-from drivetrain import MultiLabel, Pipeline, Regression, Segmentation
+from drivetrain import Pipeline, Regression, Segmentation
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.pipeline import load_run
 from PIL import Image
@@ -22,7 +22,9 @@ def test_masks_of_street_scenes() -> None:
     Path("names.txt").write_text("\n".join(NAMES))
     for part in ("train", "val"):
         masks = ["--labels", f"camvid/{part}/masks", "--classes", "names.txt", "--ignore", "11"]
-        end = call("convert", f"camvid/{part}/images", f"{part}-masks.beton", *masks, "--max-resolution", "160")
+        end = call(
+            "convert", f"camvid/{part}/images", f"{part}-masks.beton", *masks, "--max-resolution", "160"
+        )
         assert end.code == 0, end
     end = call("inspect", "train-masks.beton", "--sheet", "sheet.png")
     assert "Building" in end.out
@@ -57,11 +59,12 @@ def test_void_is_ignored_in_training_too() -> None:
     masks = {"labels": "camvid/train/masks", **options}
     convert("camvid/train/images", "all.beton", classes=[*NAMES, "void"], **masks)
     convert("camvid/train/images", "without.beton", classes=NAMES, mask_map={11: 255}, **masks)
-    losses = []
+    losses, model = [], nn.Conv2d(3, 11, 5, padding=2)
     for file, task in (("all.beton", Segmentation(11, ignore_index=11)), ("without.beton", Segmentation(11))):
-        pipeline = Pipeline(nn.Conv2d(3, 11, 5, padding=2)).load(file, file, batch_size=8, image_size=48)
-        losses.append(pipeline.task(task).fit(epochs=1, progress=False).history.epochs[0].results())
-    assert losses[0] == losses[1]
+        pipeline = Pipeline(model).load(file, file, batch_size=8, image_size=48)
+        losses.append(pipeline.task(task).fit(epochs=1, progress=False).history.epochs[0])
+    first, second = losses
+    assert (first.loss, first.val_loss, first.metrics) == (second.loss, second.val_loss, second.metrics)
 
 
 @pytest.mark.long
@@ -75,14 +78,18 @@ def test_several_labels_from_a_table() -> None:
         Path(f"{part}.csv").write_text("\n".join(["file,sun,sea", *rows]))
         end = call("convert", f"photos/{part}", f"{part}-labels.beton", "--labels", f"{part}.csv")
         assert end.code == 0, end
-    values = ["model_options.num_classes=2", "task=MultiLabel", "train=train-labels.beton", "val=val-labels.beton"]
+    values = [
+        "model_options.num_classes=2",
+        "task=MultiLabel",
+        "train=train-labels.beton",
+        "val=val-labels.beton",
+    ]
     end = call("train", "mine.yaml", "--out", "runs/labels", *values)
     assert end.code == 0, end
     assert "map" in load_run("runs/labels").metrics
     end = call("predict", "runs/labels", str(next(Path("photos/val").rglob("*.jpg"))), "--json")
     assert sorted(json.loads(end.out)["probabilities"]) == ["sea", "sun"]
     assert load_run("runs/labels").errors().classes == ("sun", "sea")
-    assert MultiLabel(metrics=("map", "f1")) == MultiLabel()
 
 
 @pytest.mark.long
@@ -115,8 +122,8 @@ def test_images_of_16_bits() -> None:
     with FFCVLoader("scans.beton", **options) as loader:
         images, _ = next(iter(loader))
     assert images.shape == (8, 1, 32, 32)
-    pipeline = Pipeline("cifar_resnet", num_classes=2, channels=1, width=4)
-    pipeline = pipeline.load("scans.beton", "scans.beton", **options).optimize("adamw", lr=0.01)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3, stride=2), nn.Flatten(), nn.Linear(900, 2))
+    pipeline = Pipeline(model).load("scans.beton", "scans.beton", **options).optimize("adamw", lr=0.01)
     result = pipeline.fit(epochs=4, progress=False)
     assert result.accuracy == 1
     rows = result.predict([torch.from_numpy(scans[1]), scans[2]])

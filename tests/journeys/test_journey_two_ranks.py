@@ -27,7 +27,7 @@ def test_two_ranks(strategy: str) -> None:
 @pytest.mark.process
 @pytest.mark.long
 def test_two_ranks_with_batch_norm() -> None:
-    pipeline = photos(resnet18).optimize("sgd", lr=0.01)
+    pipeline = photos(resnet18).optimize("sgd", lr=0.001)
     plan = " ".join(str(pipeline.distribute("ddp", devices=2).plan()).split())
     assert "sync_batchnorm=True" in plan
     found = pipeline.distribute("ddp", devices=2, sync_batchnorm=True).fit(epochs=1, progress=False)
