@@ -2,21 +2,13 @@
 
 import pytest
 import torch
-from command_line import call
+from command_line import done
 from drivetrain.pipeline import layerwise_decay
 from journey_models import photos
 from torch import nn
 from torchvision.models import resnet18
 
 FROZEN = ("conv1.", "bn1.", "layer1.")
-
-
-@pytest.fixture
-def weights() -> dict[str, torch.Tensor]:
-    """`weights.pth`, of ten classes."""
-    model = resnet18(num_classes=10)
-    torch.save(model.state_dict(), "weights.pth")
-    return model.state_dict()
 
 
 def frozen(num_classes: int) -> nn.Module:
@@ -27,9 +19,11 @@ def frozen(num_classes: int) -> nn.Module:
 
 
 @pytest.mark.long
-def test_frozen_layers_keep_the_weights_of_the_file(
-    weights: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_of_a_file_and_frozen_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    """The file is of ten classes; one as a training script saves it is read, too."""
+    weights = resnet18(num_classes=10).state_dict()
+    torch.save(weights, "weights.pth")
+    torch.save({"state_dict": weights, "epoch": 3}, "checkpoint.pth")
     pipeline = photos(frozen, image_size=64)
     assert "Frozen: conv1, bn1, layer1 (5 BatchNorm layers" in str(pipeline.summary())
     result = pipeline.fit(epochs=1, init_from="weights.pth")
@@ -40,16 +34,11 @@ def test_frozen_layers_keep_the_weights_of_the_file(
         kept = name.startswith(FROZEN)
         assert name.startswith("fc.") or torch.equal(value, weights[name]) is kept, name
 
-
-@pytest.mark.long
-def test_pretrained_with_a_file() -> None:
-    torch.save({"state_dict": resnet18(num_classes=10).state_dict(), "epoch": 3}, "checkpoint.pth")
     values = ["model_options.num_classes=3", "model_options.name=resnet18", "batch_size=8", "epochs=1"]
-    values += ["model_options.weights=checkpoint.pth", "image_size=64"]
+    values += ["model_options.weights=checkpoint.pth", "image_size=64", "precision=fp32"]
     data = ["--train", "train.beton", "--val", "val.beton"]
-    end = call("train", "finetune-pretrained", *data, "--out", "runs/fine", *values)
-    assert end.code == 0, end
-    assert call("predict", "runs/fine", "photos/val", "--json").out.count("probabilities") == 12
+    done("train", "finetune-pretrained", *data, "--out", "runs/fine", *values)
+    assert done("predict", "runs/fine", "photos/val", "--json").count("probabilities") == 12
 
 
 def test_learning_rates_decay_by_layer() -> None:
@@ -57,14 +46,8 @@ def test_learning_rates_decay_by_layer() -> None:
     pipeline = photos(model).optimize("adamw", lr=1e-3, groups=layerwise_decay(model, 1e-3, factor=0.5))
     assert "layer4.1." in str(pipeline.plan())
     with pipeline.build() as built:
-        rates = {
-            id(parameter): group["lr"]
-            for group in built.engine.optimizer.param_groups
-            for parameter in group["params"]
-        }
+        groups = built.engine.optimizer.param_groups
+        rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
         lr = {name: rates[id(parameter)] for name, parameter in built.engine.model.named_parameters()}
     assert lr["fc.weight"] == 1e-3
     assert lr["layer4.1.conv1.weight"] == 2 * lr["layer4.0.conv1.weight"] < lr["fc.weight"]
-    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 3))
-    rates_of = [options["lr"] for options in layerwise_decay(plain, 0.1, factor=0.5).values()]
-    assert sorted(rates_of) == pytest.approx([0.025, 0.05])  # the last layer's is that of optimize

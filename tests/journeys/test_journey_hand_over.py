@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from command_line import call
+from command_line import done
 from drivetrain.loaders import FFCVLoader
 from journey_models import Net, photos
 
@@ -14,30 +14,25 @@ from journey_models import Net, photos
 def test_lightning_trains_to_the_same_losses() -> None:
     from lightning.pytorch import Trainer
 
-    pipeline = photos()
-    module, data, trainer, _ = pipeline.to_lightning(
-        epochs=2, logger=False, enable_progress_bar=False, enable_checkpointing=False
-    )
-    used = Trainer(**trainer)
-    used.fit(module, data)
-    last = pipeline.fit(epochs=2, progress=False).history.epochs[-1]
-    assert float(used.callback_metrics["val_loss"]) == pytest.approx(last.val_loss, rel=1e-4)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    module, data, arguments, _ = photos().to_lightning(epochs=2, **quiet)
+    trainer = Trainer(**arguments)
+    trainer.fit(module, data)
+    last = photos().fit(epochs=2, progress=False).history.epochs[-1]
+    assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(last.val_loss, rel=1e-4)
 
 
 @pytest.mark.long
 def test_advice_on_the_format() -> None:
-    end = call("advise", "photos/train", "--seconds", "5", "--samples", "24", "--image-size", "96", "--json")
-    assert end.code == 0, end
-    found = json.loads(end.out)
+    found = json.loads(done("advise", "photos/train", "--seconds", "5", "--image-size", "96", "--json"))
     assert found["images"] == 24
     assert found["chosen"] in [row["name"] for row in found["rows"]]
 
 
 def test_the_loader_in_a_plain_loop() -> None:
     torch.manual_seed(0)
-    model = Net(3)
+    model, losses = Net(3), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
-    losses = []
     with FFCVLoader("train.beton", batch_size=8, image_size=32) as loader:
         for _ in range(12):
             for images, labels in loader:
@@ -46,5 +41,5 @@ def test_the_loader_in_a_plain_loop() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(loss.item())
-    assert len(losses) == 12 * len(loader)
+    assert len(losses) == 12 * len(loader) == 36
     assert sum(losses[-3:]) < sum(losses[:3])

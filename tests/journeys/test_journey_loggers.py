@@ -1,7 +1,6 @@
 """Job 8: TensorBoard, Weights & Biases (offline), MLflow (files) and CSV get curves and hyperparameters."""
 
 import csv
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -9,22 +8,9 @@ import pytest
 from journey_models import photos
 
 
-@pytest.fixture
-def services(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    settings = {
-        "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(folder),
-        "MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_TRACKING_URI": f"{folder.as_uri()}/mlruns",
-    }  # fmt: skip
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    wandb, mlflow = (pytest.importorskip(name) for name in ("wandb", "mlflow"))
-    yield mlflow
-    wandb.teardown()
-
-
 @pytest.mark.process
 @pytest.mark.long
-def test_four_loggers_by_name(services: ModuleType) -> None:
+def test_four_loggers_by_name(logging_services: tuple[ModuleType, ModuleType]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     loggers = ["csv", "tensorboard", "wandb", "mlflow"]
@@ -37,7 +23,8 @@ def test_four_loggers_by_name(services: ModuleType) -> None:
     board = EventAccumulator("runs/logged/tensorboard").Reload()
     assert [event.value for event in board.Scalars("top1")] == pytest.approx(top1)
     assert board.Tags()["tensors"] == ["hyperparameters/text_summary"]
-    (run,) = services.search_runs(search_all_experiments=True, output_format="list")
+    _, mlflow = logging_services
+    (run,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
     assert run.data.params["optimizer.lr"] == "0.003"
     assert run.data.metrics["top1"] == pytest.approx(top1[-1])
     (file,) = Path().rglob("*.wandb")

@@ -5,52 +5,43 @@ from pathlib import Path
 
 import optuna
 import pytest
-from command_line import call
+from command_line import done
 from drivetrain import OptunaPruning, Pipeline
 from journey_models import photos
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.process
-@pytest.mark.long
 def test_a_sweep_and_its_runs() -> None:
     sweep = ["sweep", "mine.yaml", "optimizer.lr=0.0001,0.01", "--out", "sweeps/lr", "--jobs", "2"]
-    end = call(*sweep)
-    assert end.code == 0, end
-    assert end.out.count("1/1") == 2
-    again = call(*sweep, "--json")  # nothing is trained again
-    assert again.code == 0, again
-    runs = sorted(str(path.parent) for path in Path("sweeps/lr").glob("*/recipe.yaml"))
-    assert len(runs) == 2
-    end = call("compare", *runs, "--out", "curves.png", "--json")
-    assert end.code == 0, end
-    assert [run["recipe"] for run in json.loads(end.out)["runs"]] == [
-        {"optimizer.lr": 0.0001}, {"optimizer.lr": 0.01}
-    ]  # fmt: skip
+    assert done(*sweep).count("optimizer.lr=") == 2
+    runs = sorted(str(path.parent) for path in Path("sweeps/lr").glob("*/history.json"))
+    written = [Path(run, "history.json").read_bytes() for run in runs]
+    done(*sweep)  # nothing is trained again
+    assert [Path(run, "history.json").read_bytes() for run in runs] == written
+    found = json.loads(done("compare", *runs, "--out", "curves.png", "--json"))["runs"]
+    assert [run["recipe"]["optimizer.lr"] for run in found] == [0.0001, 0.01]
     assert Path("curves.png").stat().st_size > 1000
 
 
-@pytest.mark.long
 def test_the_range_of_learning_rates() -> None:
-    found = photos().optimize("sgd", lr=0.1).lr_range(steps=40)
+    found = photos().lr_range(steps=40)
     assert found.suggestion is not None
-    assert 1e-5 < found.suggestion < 10
-    assert str(found.suggestion)[:4] in str(found) or f"{found.suggestion:.2g}" in str(found)
+    assert 1e-6 < found.suggestion < 1
     found.save("lr.png")
     assert Path("lr.png").exists()
 
 
-@pytest.mark.long
 def test_optuna_ends_a_trial() -> None:
-    """The first trials learn; the third does not, and ends after its first epoch."""
+    """The first two trials learn. The third does not, and ends early."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    rates = [0.01, 0.02, 1e-9]
+    rates = [0.001, 0.002, 1e-9]
 
     def objective(trial: optuna.Trial) -> float:
-        lr = trial.suggest_categorical("lr", rates)
-        pipeline = photos().optimize("adamw", lr=lr, schedule="constant")
-        callbacks = [OptunaPruning(trial, "val_loss")]
-        result = pipeline.fit(epochs=4, out=f"search/{trial.number}", callbacks=callbacks, progress=False)
-        return result.metrics["val_loss"]
+        tuned = photos(val="train.beton").optimize("adamw", lr=trial.suggest_categorical("lr", rates))
+        callbacks, out = [OptunaPruning(trial, "val_loss")], f"search/{trial.number}"
+        return tuned.fit(epochs=4, out=out, callbacks=callbacks, progress=False).metrics["val_loss"]
 
     study = optuna.create_study(direction="minimize", pruner=optuna.pruners.MedianPruner(n_startup_trials=2))
     for lr in rates:
@@ -59,6 +50,6 @@ def test_optuna_ends_a_trial() -> None:
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "COMPLETE", "PRUNED"]
     assert study.best_params["lr"] in rates[:2]
     comparison = Pipeline.compare(*(f"search/{trial.number}" for trial in study.trials))
-    assert [run.epochs for run in comparison.runs][:2] == [4, 4]
-    assert comparison.runs[2].epochs < 4
+    first, second, third = [run.epochs for run in comparison.runs]
+    assert first == second == 4 > third
     assert comparison.differences["optimizer.lr"] == tuple(rates)
