@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...common.errors import PlanError, suggest
+from ...common.names import imported
 from .nests import map_tensors
 
 if TYPE_CHECKING:
@@ -27,7 +28,17 @@ NAMES_OF_RUN = {  # what the history, the log and the curves call their other va
 _TOP = re.compile(r"top([1-9][0-9]*)")
 
 
+def imported_classes(metrics: Any) -> Any:
+    """Return what the user gave, with the classes in the place of `"package.module:Class"`."""
+    if isinstance(metrics, Mapping):
+        return {name: imported_classes(metric) for name, metric in metrics.items()}
+    if isinstance(metrics, list | tuple):
+        return tuple(map(imported_classes, metrics))
+    return imported("metric", metrics) if isinstance(metrics, str) and ":" in metrics else metrics
+
+
 def named(task: Any, metrics: Any) -> dict[str, Any]:
+    """Return what the user gave by name: a name in `METRICS`, or a torchmetrics object."""
     if isinstance(metrics, Mapping):
         found = dict(metrics)
     else:
@@ -42,10 +53,25 @@ def named(task: Any, metrics: Any) -> dict[str, Any]:
         if isinstance(metric, str):
             if metric not in known and not ("top1" in known and _TOP.fullmatch(metric)):
                 raise PlanError(f"{task}: no metric is named {metric!r}.{suggest(metric, known)}")
-        elif not _is_metric(metric):
-            remedy = f"Pass names of {known}, or torchmetrics objects."
+            continue
+        found[name] = _created(task, metric)
+        if not _is_metric(found[name]):
+            remedy = f"Pass names of {known}, or torchmetrics objects or classes."
             raise PlanError(f"{task}: {metric!r:.80} is not a metric. {remedy}")
     return found
+
+
+def _created(task: object, metric: Any) -> Any:
+    """Return the object of a class; an object itself."""
+    if not isinstance(metric, type):
+        return metric
+    try:
+        return metric()
+    except (TypeError, ValueError) as error:
+        raise PlanError(
+            f"{task}: the metric {metric.__name__} cannot be created without arguments: {error}. Pass an object, or a "
+            "class of yours that sets them."
+        ) from error
 
 
 def by_name(
@@ -214,7 +240,8 @@ def _number(name: str, metric: Metric) -> float:
 def _name(entry: object) -> str:
     if isinstance(entry, str):
         return entry
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(entry).__name__).lower()
+    kind = entry if isinstance(entry, type) else type(entry)
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def _is_metric(value: object) -> bool:

@@ -20,7 +20,7 @@ from pipeline_data import Toy
 from task_jobs import Cosine
 from torch import nn
 from torchmetrics import MaxMetric, MeanMetric, Metric, MinMaxMetric, PearsonCorrCoef, SumMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError, MulticlassF1Score
 
 
 def values(
@@ -194,13 +194,31 @@ def test_a_loss_with_weights_moves_without_changing_the_task() -> None:
     assert task.loss_name == "CrossEntropyLoss"
 
 
+def test_a_metric_by_its_class_has_a_name_in_recipes() -> None:
+    task = Classification(metrics={"top1": "top1", "mean": MeanMetric})
+    named = to_dict(task)
+    assert named["metrics"] == {"top1": "top1", "mean": "torchmetrics:MeanMetric"}
+    assert get(**named) == task
+    assert isinstance(task.meters(3)["mean"], MeanMetric)
+    assert Regression(metrics=(MeanMetric,)).names == ("mean_metric",)
+    with pytest.raises(
+        PlanError, match=r"MeanMetric\(\) cannot be imported by name\. It is a MeanMetric object"
+    ):
+        to_dict(Classification(metrics={"mean": MeanMetric()}))
+
+
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "metric by a wrong name": (
         partial(Classification, metrics=("top1", "acuracy")), "no metric is named 'acuracy'",
     ),
     "metric of another task": (partial(Regression, metrics=("map",)), "no metric is named 'map'"),
     "no metric": (partial(MultiLabel, metrics=(3,)), "3 is not a metric. Pass names of .*'map'"),
-    "a class": (partial(MultiLabel, metrics=MeanMetric), "is not a metric"),
+    "a class": (partial(MultiLabel, metrics=dict), "is not a metric"),
+    "a class with arguments": (
+        partial(MultiLabel, metrics=MulticlassCalibrationError),
+        "MulticlassCalibrationError cannot be created without arguments: .*Pass an object",
+    ),
+    "no module": (partial(MultiLabel, metrics={"a": "nowhere:A"}), "The metric 'nowhere:A' cannot be imported"),
     "two of one name": (partial(Regression, metrics=("mae", "mae")), "two metrics have one name"),
     "name of the run": (partial(Regression, metrics={"loss": "mae"}), "cannot be named 'loss'"),
     "monitor": (partial(Regression, monitor="top1"), "monitor='top1' is not a metric of it"),
