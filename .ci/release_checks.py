@@ -115,6 +115,7 @@ def sources(root: Path) -> set[str]:
     rooms = [root.joinpath(*name.split(".")[1:]) for name in setuptools["packages"]]
     files = [root / name for name in ("README.md", "pyproject.toml", "py.typed")]
     files += [file for room in rooms for file in room.glob("*.py")]
+    files += [file for file in root.glob("pipeline/apps/projects/[!_]*/*") if file.is_file()]
     files += [file for kind in ("*.c", "*.h") for file in root.joinpath("loaders", "native").glob(kind)]
     files += [file for pattern in LICENSES for file in root.glob(pattern)]
     return {file.relative_to(root).as_posix() for file in files}

@@ -162,7 +162,7 @@ CHANGES = {
     "batch": "training batches",
     "loss": "training loss",
     "optimizer": "updates",
-    "schedule": "which weights are trained",
+    "schedule": "which weights are trained, or on which samples",
     "loop": "weights",
     "evaluation": "evaluation",
 }
@@ -177,6 +177,7 @@ OUTPUTS = {
     "GyroDropout": "outputs in training",
     "LowPrecisionGroupNorm": "rounding, under autocast",
     "LowPrecisionLayerNorm": "rounding, under autocast",
+    "PatchDropout": "outputs in training",
     "SqueezeExcite": "outputs",
     "StochasticDepth": "outputs in training",
     "WeightStandardization": "outputs",

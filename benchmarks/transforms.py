@@ -35,6 +35,7 @@ from drivetrain.transforms import (
     GyroDropout,
     LowPrecisionGroupNorm,
     LowPrecisionLayerNorm,
+    PatchDropout,
     SqueezeExcite,
     StochasticDepth,
     Transform,
@@ -120,6 +121,7 @@ CASES: dict[str, Case] = {
         vit, ALiBi()
     ),  # Composer has this and the next one only for language models of `transformers`
     "GatedLinearUnits": Case(vit, GatedLinearUnits()),
+    "PatchDropout": Case(vit, PatchDropout()),
 }
 
 

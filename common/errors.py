@@ -66,7 +66,7 @@ def suggest(name: str, options: Iterable[str]) -> str:
     known = sorted(options)
     near = difflib.get_close_matches(name.lower(), known, n=5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    if len(known) <= 100:
+    if len(known) <= (40 if near else 100):
         return f"{hint} Known: {', '.join(known)}."
     similar = f" Similar: {', '.join(near[1:])}." if near[1:] else ""
     return f"{hint}{similar} {len(known):,} names are known."

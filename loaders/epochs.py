@@ -179,14 +179,26 @@ class EpochLoader(ABC):
         return tuple(moving[name] if name in moving else self._value(indices, name) for name in own.fields)
 
     def __len__(self) -> int:
-        full, rest = divmod(len(self.indices), self.settings.batch_size)
-        return full + (rest > 0 and not self._last.dropped and not self._last.joined)
+        return self._batches(len(self.kept))
+
+    @property
+    def full_length(self) -> int:
+        """Number of batches of an epoch with all of `indices`, also of those that `keep` leaves out."""
+        return self._batches(len(self.indices))
+
+    def _batches(self, samples: int) -> int:
+        full, rest = divmod(samples, self.settings.batch_size)
+        last = self._last_of(samples)
+        return full + (rest > 0 and not last.dropped and not last.joined)
 
     @property
     def _last(self) -> LastBatch:
+        return self._last_of(len(self.kept))
+
+    def _last_of(self, samples: int) -> LastBatch:
         own = self.settings
         return last_batch(
-            len(self.indices), own.batch_size,
+            samples, own.batch_size,
             drop_last=own.drop_last, pad_last=own.pad_last, train=own.train, world_size=own.world_size,
         )  # fmt: skip
 
@@ -252,7 +264,7 @@ class EpochLoader(ABC):
 
     def shares(self, epoch: int) -> list[NDArray[np.int64]]:
         """Return this rank's samples for each batch of an epoch; for repeated ones, see `mixed`."""
-        own, indices = self.settings, self.indices
+        own, indices = self.settings, self.kept
         if self.selected is not None and self.selected.weights is not None:
             indices = by_weight(
                 indices, self.selected.weights, seed=own.seed, epoch=epoch, repeats=self.samples
@@ -290,6 +302,8 @@ class EpochLoader(ABC):
                     f"{first} to {end - 1}. Leave it out, or raise its weight."
                 )
         self.indices: NDArray[np.int64] = chosen
+        self.kept: NDArray[np.int64] = chosen
+        """The samples of the following epochs: `indices`, or those of them that `keep` was given."""
         self._parts = parts
         self.selected: Selection | None = None
         """What `select` was given, until the indices are set again."""
@@ -299,6 +313,34 @@ class EpochLoader(ABC):
         """How often each of `indices` is trained on, relative to the others, `(n,)`."""
         weights = None if self.selected is None else self.selected.weights
         return frequencies(self.indices, self._parts, self._weights if self._parts else (), weights)
+
+    def keep(self, indices: Any) -> None:
+        """Leave all but these of `indices` out of the following epochs (data pruning); None: none.
+
+        The data set of `state_dict` stays the same: a position continues if the same samples are kept.
+
+        Raises:
+            DataError: if one is not among `indices`, there are too few for a batch, or samples have shares (`select`,
+                the weights of a mix), which pruning would change.
+        """
+        if indices is None:
+            self.kept = self.indices
+            return
+        if self._parts or (self.selected is not None and self.selected.weights is not None):
+            raise DataError(
+                "keep() would change the shares of an epoch, which balance= or the weights of a mix set. Leave one out."
+            )
+        chosen, used = check_indices(indices, self.samples), np.zeros(self.samples, np.bool_)
+        used[self.indices] = True
+        if not used[chosen].all():
+            raise DataError(
+                f"keep(): sample {chosen[~used[chosen]][0]} is not one of the loader's {len(self.indices)} indices. "
+                "Pass some of them."
+            )
+        own = self.settings
+        full = (own.train or own.drop_last) and not own.pad_last
+        check_batch_size(own.batch_size, len(chosen), full=full, world_size=own.world_size)
+        self.kept = chosen
 
     def selection(self, options: SampleOptions) -> Selection:
         """Return which of the data set's samples the options select."""

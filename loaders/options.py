@@ -131,9 +131,9 @@ class ImageOptions(Config):
     policy: Annotated[Mapping[str, Any] | None, POLICY, NONE, PER_VIEW] = None
     """Augmentation policy for training images, after the color operations and before further operations: `{"name":
     "rand_augment", "num_ops": 2, "magnitude": 9, "num_magnitude_bins": 31}`, `{"name": "trivial_augment",
-    "num_magnitude_bins": 31}` or `{"name": "aug_mix", "severity": 3, "width": 3, "depth": -1, "alpha": 1.0}`; its
-    options may be omitted. As torchvision's `RandAugment`, `TrivialAugmentWide` and `AugMix`. Default None: no
-    policy."""
+    "num_magnitude_bins": 31}`, `{"name": "aug_mix", "severity": 3, "width": 3, "depth": -1, "alpha": 1.0}` or `{"name":
+    "three_augment", "color_jitter": 0.3}`; its options may be omitted. As torchvision's `RandAugment`,
+    `TrivialAugmentWide` and `AugMix`, and DeiT III's ThreeAugment. Default None: no policy."""
     cutout: Annotated[int, PER_VIEW] = 0
     """Side, in pixels, of a randomly placed square of a training image that is filled with `mean` (DeVries and Taylor
     2017, arXiv:1708.04552). Default 0: off."""

@@ -43,7 +43,8 @@ class Pipeline(PipelineSpec):
             `"cifar_resnet"`, `"timm:NAME"`, `"hf:NAME"`, `"package.module:factory"`); or a module, which is copied and
             not modified.
         seed: seed of weights, sample order and augmentation. Default 0.
-        model_options: arguments of the factory.
+        model_options: arguments of the factory. `num_classes="auto"` is the number of classes of the training data (of
+            labels that are numbers or vectors, how many), decided when the plan is made; the run's recipe has it.
 
     Raises:
         PlanError, RecipeError: naming the invalid value.

@@ -158,9 +158,20 @@ def _make(name: str, options: dict[str, Any]) -> Strategy:
             raise StrategyError(
                 f"strategies.get: strategy {name!r} has no option {option!r}.{suggest(option, known)}"
             )
-    strategy = kind(**{**preset, **options})
+    given = {**preset, **options}
+    if needed := [key for key, one in known.items() if _required(one) and key not in given]:
+        raise StrategyError(
+            f"strategies.get: strategy {name!r} needs the option {needed[0]!r}, which has no default. Pass it, as in "
+            f".distribute({name!r}, {needed[0]}=…)."
+        )
+    strategy = kind(**given)
     _check_parts(strategy)
     return cast("Strategy", strategy)
+
+
+def _required(parameter: inspect.Parameter) -> bool:
+    named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    return named and parameter.default is parameter.empty
 
 
 def _find(name: str) -> tuple[Kind, dict[str, Any]]:
@@ -277,8 +288,14 @@ def available() -> StrategyTable:
 def _row(name: str) -> StrategyRow:
     try:
         strategy = get(name)
-    except DrivetrainError as error:  # a package that cannot be imported
-        return StrategyRow(name, "of an installed package", False, str(error))
+    except DrivetrainError as error:  # a package that cannot be imported, or an option without a default
+        summary = getattr(REGISTERED.get(name), "summary", "")
+        return StrategyRow(
+            name,
+            summary if isinstance(summary, str) and summary else "of an installed package",
+            False,
+            str(error),
+        )
     summary, extra = _summary(name, strategy), getattr(strategy, "extra", "")
     try:
         strategy.check(devices=1)

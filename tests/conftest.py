@@ -178,6 +178,22 @@ def npm(no_network: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fa
 
 
 @pytest.fixture
+def logging_services(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[ModuleType, ModuleType]]:
+    """Weights & Biases without its server, and MLflow with a folder of files."""
+    settings = {
+        "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path), "MLFLOW_ALLOW_FILE_STORE": "true",
+        "MLFLOW_TRACKING_URI": f"{tmp_path.as_uri()}/mlruns",
+    }  # fmt: skip
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    wandb, mlflow = (pytest.importorskip(name) for name in ("wandb", "mlflow"))
+    yield wandb, mlflow
+    wandb.teardown()
+
+
+@pytest.fixture
 def cached_cifar10(tmp_path: Path, small_cifar10: dict[str, str]) -> Path:
     """A root that holds the small data set."""
     folder = tmp_path / "root" / "cifar10"

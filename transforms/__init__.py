@@ -54,6 +54,7 @@ from .gated_linear_units import GatedLinearUnits as GatedLinearUnits
 from .ghost_batch_norm import GhostBatchNorm as GhostBatchNorm
 from .gradient_clipping import GradientClipping as GradientClipping
 from .gyro_dropout import GyroDropout as GyroDropout
+from .infobatch import InfoBatch as InfoBatch
 from .label_smoothing import LabelSmoothing as LabelSmoothing
 from .layer_freezing import LayerFreezing as LayerFreezing
 from .lookahead import Lookahead as Lookahead
@@ -61,8 +62,10 @@ from .low_precision_norms import LowPrecisionGroupNorm as LowPrecisionGroupNorm
 from .low_precision_norms import LowPrecisionLayerNorm as LowPrecisionLayerNorm
 from .mixup import MixUp as MixUp
 from .no_weight_decay import NoWeightDecay as NoWeightDecay
+from .patch_dropout import PatchDropout as PatchDropout
 from .policies import AugMix as AugMix
 from .policies import RandAugment as RandAugment
+from .policies import ThreeAugment as ThreeAugment
 from .policies import TrivialAugment as TrivialAugment
 from .progressive_resizing import ProgressiveResizing as ProgressiveResizing
 from .sam import SAM as SAM

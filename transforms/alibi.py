@@ -173,15 +173,19 @@ def _layouts(model: nn.Module) -> dict[int, Layout]:
             layout = Layout((side, side), prefix=1)
         elif isinstance(grid := getattr(getattr(vit, "patch_embed", None), "grid_size", None), tuple):
             layout = Layout((grid[0], grid[1]), prefix=int(getattr(vit, "num_prefix_tokens", 0)))
-        # timm can drop patches during training; the attention then cannot know where the remaining ones were.
-        if layout and isinstance(getattr(vit, "patch_drop", nn.Identity()), nn.Identity):
+        # With timm's or our PatchDropout, the attention cannot know where the remaining patches were.
+        if layout and not any(type(module).__name__.startswith("PatchDrop") for module in vit.modules()):
             layouts |= {id(module): layout for module in vit.modules()}
     return layouts
 
 
+def has_bias(module: nn.Module) -> bool:
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, AlibiMultiheadAttention) or any(isinstance(hook, AddBias) for hook in hooks)
+
+
 def _judge(module: nn.Module, placed: bool) -> Verdict | str:
-    has_bias = any(isinstance(hook, AddBias) for hook in module._forward_pre_hooks.values())
-    if has_bias or isinstance(module, AlibiMultiheadAttention):
+    if has_bias(module):
         return Verdict.DONE
     if type(module) is not nn.MultiheadAttention and full_name(module) not in TIMM:
         return Verdict.IGNORE

@@ -168,6 +168,8 @@ class Transform:
     """Whether the changed model compiles without graph breaks, with `torch.compile(fullgraph=True)`."""
     unsafe_with: ClassVar[tuple[str, ...]] = ()
     """Families of strategies ("ddp", "fsdp", "deepspeed", "fairscale") it excludes; its docstring says why."""
+    excludes: ClassVar[tuple[str, ...]] = ()
+    """Class names of transforms that it cannot be combined with; its docstring says why."""
     targets: ClassVar[tuple[str, ...] | None] = None
     """The kinds of targets it can be used with, of "class indices", "labels", "values" and "masks" (see
     `pipeline.tasks`); None: all, because it does not use them."""
@@ -187,6 +189,10 @@ class Transform:
     """Whether BatchNorm's statistics become those of a part of the batch."""
     takes_tokens: ClassVar[bool] = False
     """Whether it changes sequences of tokens, which a pipeline does not load."""
+    keeps_samples: ClassVar[bool] = False
+    """Of a batch transform: whether each image that it returns is still of one sample, in its place in the batch."""
+    prunes_samples: ClassVar[bool] = False
+    """Whether its session leaves samples out of epochs, and weights the losses of others, by the loss of each."""
     tried_by_tune: ClassVar[Literal["", "format", "resolution", "surgery"]] = ""
     """The kind of change as which `Pipeline.tune` tries it, with its defaults; "" if it does not."""
 

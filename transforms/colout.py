@@ -37,6 +37,7 @@ class ColOut(Transform):
 
     kind = "batch"
     source = "MosaicML 2021, Composer's method card ColOut"
+    keeps_samples = True
     targets = ("class indices", "labels", "values")
     after = ("SelectiveBackprop",)
     depends_on_length = False  # each step depends only on its own random numbers

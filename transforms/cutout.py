@@ -38,6 +38,7 @@ class CutOut(Transform):
 
     kind = "batch"
     source = "DeVries and Taylor 2017, arXiv:1708.04552"
+    keeps_samples = True
     after = ("SelectiveBackprop",)
     depends_on_length = False  # each step depends only on its own random numbers
 

@@ -1,4 +1,4 @@
-"""RandAugment, TrivialAugment and AugMix: random operations on each training image, before batching."""
+"""RandAugment, TrivialAugment, AugMix and ThreeAugment: random operations on each training image, before batching."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from ..common.checks import is_whole
 from ..common.errors import PlanError
 from ..common.options.config import Kind, Whole, Within
-from .base import Transform
+from ..common.three_augment import three_augment
+from .base import Fraction, Transform
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -130,3 +131,31 @@ class AugMix(_Policy):
     _name = "aug_mix"
     _torchvision = "AugMix"
     source = "Hendrycks et al. 2020, arXiv:1912.02781"
+
+
+@dataclass(frozen=True)
+class ThreeAugment(_Policy):
+    """Make each training image gray, solarize it or blur it, each as likely, and then jitter its colors.
+
+    As in DeiT III's code: pixels from level 128 on are inverted, the Gaussian blur has a standard deviation of 0.1 to 2
+    pixels, and brightness, contrast and saturation change in a random order. Its horizontal flip is that of
+    `load`. No pixel moves, so masks, boxes and keypoints may be targets.
+
+    Attributes:
+        color_jitter: largest change of the factors of brightness, contrast and saturation from 1. Number in [0, 1].
+            Default 0.3, as in the paper.
+
+    Source: Touvron et al., "DeiT III: Revenge of the ViT", 2022, arXiv:2204.07118.
+
+    Example::
+
+        >>> pipeline = pipeline.transform(ThreeAugment())
+    """
+
+    color_jitter: Fraction = 0.3
+
+    _name = "three_augment"
+    source = "Touvron et al. 2022, arXiv:2204.07118"
+
+    def image(self, image: Image) -> Any:
+        return three_augment(self.color_jitter, image)

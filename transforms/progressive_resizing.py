@@ -41,6 +41,7 @@ class ProgressiveResizing(Transform):
 
     kind = "batch"
     source = "Howard and Gugger 2020, fastbook chapter 7"
+    keeps_samples = True
     changes_image_size = True
     tried_by_tune = "resolution"
 

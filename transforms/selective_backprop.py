@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import functools
-import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +13,9 @@ from torch import Tensor, nn
 from ..common.errors import DataError, PlanError
 from ..common.model_state import buffers_kept
 from ..common.transfer import to_device
-from .base import BatchContext, Fraction, FractionAboveZero, Loss, Natural, ProperFraction, Transform
+from .base import BatchContext, Fraction, FractionAboveZero, Natural, ProperFraction, Transform
 from .common.images import check_batch, resize
-from .label_smoothing import SmoothedLoss
+from .common.losses import unreduced
 
 
 @dataclass(frozen=True)
@@ -95,6 +91,11 @@ class SelectiveBackprop(Transform):
                 "BatchContext(model=…, loss=…, step=…)."
             )
         loss = unreduced(context.loss)
+        if loss is None:
+            raise PlanError(
+                f"SelectiveBackprop needs a loss for each image, but {context.loss!r} returns one per batch. Use a "
+                "loss with an argument reduction='none', such as F.cross_entropy, or remove SelectiveBackprop."
+            )
         if not self.selects(context.progress, context.step):
             return images, targets
         check_batch(self, images, targets)
@@ -128,27 +129,3 @@ def choose(losses: Tensor, keep: float, generator: torch.Generator) -> Tensor:
     quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     ranks = (quantiles ** (1 / keep - 1)).multinomial(max(int(keep * count), 1), generator=generator)
     return losses.argsort()[to_device(ranks, losses.device)]
-
-
-def unreduced(loss: Loss) -> Callable[..., Tensor]:
-    """Return the same loss with one value per image instead of their mean; raise `PlanError` for a loss that has no
-    attribute or argument `reduction`, as all of torch's have."""
-    if isinstance(loss, SmoothedLoss):
-        return dataclasses.replace(loss, base=unreduced(loss.base))
-    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
-        each: Any = copy.copy(loss)
-        each.reduction = "none"
-        return cast(Callable[..., Tensor], each)
-    if not isinstance(loss, nn.Module) and _takes_reduction(loss):
-        return functools.partial(cast(Callable[..., Any], loss), reduction="none")
-    raise PlanError(
-        f"SelectiveBackprop needs a loss for each image, but {loss!r} returns one per batch. Use a loss with an "
-        "argument reduction='none', such as F.cross_entropy, or remove SelectiveBackprop."
-    )
-
-
-def _takes_reduction(loss: Callable[..., Any]) -> bool:
-    try:
-        return "reduction" in inspect.signature(loss).parameters
-    except (TypeError, ValueError):  # a callable implemented in C without a signature
-        return False

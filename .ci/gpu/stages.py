@@ -20,6 +20,7 @@ LOADER_PARTS = ("starting", "converting", "opening", "loading")
 SURGERIES = (
     "BlurPool", "ChannelsLast", "SqueezeExcite", "GhostBatchNorm", "WeightStandardization", "Factorize",
     "StochasticDepth", "GyroDropout", "LowPrecisionLayerNorm", "LowPrecisionGroupNorm", "ALiBi", "GatedLinearUnits",
+    "PatchDropout",
 )  # fmt: skip
 """Those of `benchmarks/transforms.py`; a test compares the two."""
 PUBLISHED = {

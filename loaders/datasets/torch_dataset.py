@@ -145,7 +145,8 @@ def _transform(settings: LoaderOptions, depth: int) -> Any:
     if any(settings.color_jitter):
         steps.append(v2.ColorJitter(*settings.color_jitter))
     if settings.policy is not None:
-        steps.append(torchvision_policy(settings.policy))
+        policy = torchvision_policy(settings.policy)
+        steps.append(_on_image(policy) if isinstance(policy, partial) else policy)
     steps.append(v2.PILToTensor())
     if settings.cutout:
         color = torch.tensor(fill).view(-1, 1, 1)

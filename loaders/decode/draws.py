@@ -2,6 +2,7 @@
 batch or rank handles it; and the operations of a policy that they choose."""
 
 import functools
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,16 +11,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...common.three_augment import RADII
 from ..native.library import address, library
 from .policies import LONGEST, complete
 
-# torchvision's names of the operations, in the order of their numbers in policies.c.
+# torchvision's names of the operations, in the order of their numbers in policies.c; Pillow's Gaussian blur follows.
 NAMES = (
     "Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast",
     "Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize",
 )  # fmt: skip
 
 IDENTITY, SHEAR_X, POSTERIZE, SOLARIZE = map(NAMES.index, ("Identity", "ShearX", "Posterize", "Solarize"))
+BRIGHTNESS, COLOR, CONTRAST = map(NAMES.index, ("Brightness", "Color", "Contrast"))
+GAUSSIAN_BLUR = len(NAMES)
+_ORDERS = np.array([*itertools.permutations((BRIGHTNESS, COLOR, CONTRAST))])
 
 # Draws of a sample's key (see augmentation.py). AugMix: a chain's depth takes one, a weight _PER_WEIGHT; and
 # each operation takes three: which one, its bin, its sign.
@@ -83,8 +88,10 @@ class Drawn:
 
 def draw_policy(policy: Mapping[str, Any], keys: NDArray[np.uint64], size: tuple[int, int]) -> Drawn:
     """Draw the policy's operations for the samples with these `keys` `(n,)`, of images with this height and width. The
-    same distribution as torchvision's classes; AugMix with all operations."""
+    same distribution as torchvision's classes, and DeiT's; AugMix with all operations."""
     name, options = complete(policy)
+    if name == "three_augment":
+        return _draw_three(keys, options["color_jitter"])
     if name == "rand_augment":
         table = magnitudes(name, size, options["num_magnitude_bins"])
         shape, bins, first = (1, options["num_ops"]), (options["magnitude"], 1), IDENTITY
@@ -106,6 +113,22 @@ def draw_policy(policy: Mapping[str, Any], keys: NDArray[np.uint64], size: tuple
             operations[np.arange(3) >= depths[..., None]] = IDENTITY
         weights = _mixing_weights(keys, shape[0], options["alpha"])
     return Drawn(operations, signs * table[operations, chosen], weights)
+
+
+def _draw_three(keys: NDArray[np.uint64], color_jitter: float) -> Drawn:
+    """Return one of three operations, then the factors of `ColorJitter` in any order."""
+    drawn = uniforms(keys, OPERATIONS, 6)
+    three = np.array([COLOR, SOLARIZE, GAUSSIAN_BLUR])[(drawn[:, :1] * 3).astype(np.int64)]
+    # Without color; above the threshold 128; of this radius.
+    radii = RADII[0] + (RADII[1] - RADII[0]) * drawn[:, 1:2]
+    strength = np.select([three == COLOR, three == SOLARIZE], [-1.0, 127.5 / 255], radii)
+    order = _ORDERS[(drawn[:, 5] * len(_ORDERS)).astype(np.int64)]
+    factors = color_jitter * (2 * drawn[:, 2:5] - 1)
+    operations, magnitudes = (
+        np.concatenate([three, order], axis=1),
+        np.concatenate([strength, factors], axis=1),
+    )
+    return Drawn(operations[:, None], magnitudes[:, None], np.empty((len(keys), 0), dtype=np.float32))
 
 
 @functools.lru_cache(maxsize=16)

@@ -15,6 +15,7 @@ from ..beton.data_set import BetonFiles
 from ..beton.targets import NOT_COUNTED, STORED_AS, coordinates, nearest_places
 from ..options import LoaderOptions
 from .augmentation import Choices, draw_choices
+from .policies import STILL
 
 _NARROW = 255  # the largest class index of a uint8 mask
 _TRIED = 8  # samples that are tried to find out what the masks are
@@ -215,9 +216,9 @@ def check_motion(kinds: Mapping[str, str], settings: LoaderOptions) -> None:
         return
     if settings.has_views:
         setting, remedy = f"views={settings.views!r:.80}", "Leave views out"
-    elif settings.train and settings.policy is not None:
+    elif settings.train and settings.policy is not None and settings.policy["name"] not in STILL:
         setting = f"policy={dict(settings.policy)!r:.80}"
-        remedy = "Leave the policy out; color_jitter does not move pixels"
+        remedy = "Leave the policy out; color_jitter and three_augment do not move pixels"
     elif points and settings.shifts and not settings.pads:
         setting, remedy = "crop='padded' over reflected edges", "Use padding_mode='constant'"
     else:

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ...common.checks import is_number, is_whole, plain
 from ...common.errors import DataError, suggest
+from ...common.three_augment import three_augment
 
 LONGEST = 32  # operations or chains for one image
 
@@ -35,8 +37,11 @@ POLICIES: dict[str, dict[str, _Option]] = {
         "severity": _Option(3, 1, 10), "width": _Option(3, 1, LONGEST), "depth": _Option(-1, -1, LONGEST),
         "alpha": _Option(1.0, 0.01, 100.0, whole=False),
     },
+    "three_augment": {"color_jitter": _Option(0.3, 0.0, 1.0, whole=False)},
 }  # fmt: skip
-"""Each policy's options; the defaults are torchvision's (`RandAugment`, `TrivialAugmentWide`, `AugMix`)."""
+"""Each policy's options; the defaults are torchvision's (`RandAugment`, `TrivialAugmentWide`, `AugMix`), and DeiT's."""
+STILL = ("three_augment",)
+"""Policies that move no pixels."""
 
 
 def complete(policy: Any) -> tuple[str, dict[str, Any]]:
@@ -70,7 +75,7 @@ def complete(policy: Any) -> tuple[str, dict[str, Any]]:
 
 
 def torchvision_policy(policy: Mapping[str, Any]) -> Any:
-    """Return torchvision's transform for the policy, from PIL image to PIL image."""
+    """Return torchvision's transform for the policy, or DeiT's, from PIL image to PIL image."""
     from torchvision.transforms import v2
 
     name, options = complete(policy)
@@ -78,5 +83,7 @@ def torchvision_policy(policy: Mapping[str, Any]) -> Any:
         return v2.RandAugment(**options)
     if name == "trivial_augment":
         return v2.TrivialAugmentWide(**options)
+    if name == "three_augment":
+        return partial(three_augment, options["color_jitter"])
     options["mixture_width"], options["chain_depth"] = options.pop("width"), options.pop("depth")
     return v2.AugMix(**options)

@@ -1,6 +1,7 @@
 /* The operations of the augmentation policies.
  *
- * Arithmetic is Pillow's: RandAugment and TrivialAugment give exactly torchvision's images for the same draws. For
+ * Arithmetic is Pillow's: RandAugment and TrivialAugment give exactly torchvision's images for the same draws,
+ * ThreeAugment those of Pillow's operations. For
  * AugMix torchvision works on tensors with bilinear interpolation, and so does this; its colours are Pillow's, up to 1
  * level from torchvision's.
  */
@@ -11,7 +12,7 @@
 
 enum {
     IDENTITY, SHEAR_X, SHEAR_Y, TRANSLATE_X, TRANSLATE_Y, ROTATE, BRIGHTNESS, COLOR, CONTRAST, SHARPNESS,
-    POSTERIZE, SOLARIZE, AUTO_CONTRAST, EQUALIZE
+    POSTERIZE, SOLARIZE, AUTO_CONTRAST, EQUALIZE, GAUSSIAN_BLUR
 };
 
 typedef struct {
@@ -121,6 +122,65 @@ static void sharpen(picture p, float factor)
     }
 }
 
+/* Weights, with 24 bits after the point, of a pixel, its neighbours and theirs. Pillow approximates a Gaussian by three
+ * boxes whose ends count in part (Gwosdek et al. 2011, "Theoretical foundations of Gaussian convolution by extended box
+ * filtering"); up to a standard deviation of 2.4 they reach two pixels. */
+typedef struct {
+    uint32_t own, near, far;
+} box;
+
+static box find_box(float sigma)
+{
+    float variance = sigma * sigma / 3; /* of each box */
+    float length = (float)sqrt(12.0 * (double)variance + 1.0), whole = (float)floor(((double)length - 1.0) / 2.0);
+    float part = (2 * whole + 1) * (whole * (whole + 1) - 3 * variance);
+    part /= 6 * (variance - (whole + 1) * (whole + 1));
+    uint32_t one = 1 << 24, inner = (uint32_t)((float)one / ((whole + part) * 2 + 1));
+    uint32_t end = (one - (2 * (uint32_t)whole + 1) * inner) / 2;
+    return whole > 0 ? (box){inner, inner, end} : (box){inner, end, 0};
+}
+
+/* Weigh five lines of bytes, of which the middle one is the box's own. */
+DT_CLONES static void weigh(const uint8_t *const *lines, box box, int64_t bytes, uint8_t *restrict out)
+{
+    const uint8_t *a = lines[0], *b = lines[1], *c = lines[2], *d = lines[3], *e = lines[4];
+    for (int64_t i = 0; i < bytes; i++) {
+        uint32_t sum = box.own * c[i] + box.near * ((uint32_t)b[i] + d[i]) + box.far * ((uint32_t)a[i] + e[i]);
+        out[i] = (uint8_t)((sum + (1 << 23)) >> 24);
+    }
+}
+
+static int64_t clamp(int64_t at, int64_t size) { return at < 0 ? 0 : at < size ? at : size - 1; }
+
+/* Pixels outside of the image are those of its edge. `before` has room for a line that is longer by four pixels. */
+static void blur(picture p, double sigma)
+{
+    if (!(sigma > 0))
+        return;
+    box box = find_box((float)(sigma < 2.4 ? sigma : 2.4));
+    int64_t width = 3 * p.width;
+    const uint8_t *lines[5];
+    for (int k = 0; k < 5; k++)
+        lines[k] = p.before + 3 * k;
+    for (uint8_t *line = p.image, *end = line + p.height * width; line < end; line += width)
+        for (int pass = 0; pass < 3; pass++) {
+            memcpy(p.before + 6, line, (size_t)width);
+            for (int k = 0; k < 2; k++) {
+                memcpy(p.before + 3 * k, line, 3);
+                memcpy(p.before + 6 + width + 3 * k, line + width - 3, 3);
+            }
+            weigh(lines, box, width, line);
+        }
+    for (int pass = 0; pass < 3; pass++) {
+        memcpy(p.before, p.image, (size_t)(p.height * width));
+        for (int64_t y = 0; y < p.height; y++) {
+            for (int k = 0; k < 5; k++)
+                lines[k] = p.before + clamp(y + k - 2, p.height) * width;
+            weigh(lines, box, width, p.image + y * width);
+        }
+    }
+}
+
 typedef uint8_t table[3][256];
 
 /* The table that maps a channel's darkest level to 0 and its brightest to 255. */
@@ -206,6 +266,8 @@ static void operate(picture p, int64_t operation, double magnitude)
         dt_saturate(p.image, p.height * p.width, (float)(1.0 + magnitude));
     else if (operation == SHARPNESS)
         sharpen(p, (float)(1.0 + magnitude));
+    else if (operation == GAUSSIAN_BLUR)
+        blur(p, magnitude);
     else
         map_levels(p, operation, magnitude);
 }

@@ -89,7 +89,7 @@ class RunView:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the full run."""
+        """Optimizer steps of the full run, with all samples in every epoch; InfoBatch makes fewer."""
         return self._position().total_steps
 
     @property

@@ -227,9 +227,12 @@ class Checkpoint:
                     f"the {about['bytes']} bytes that were written. Use an older checkpoint."
                 )
 
-    def check_length(self, steps: int) -> None:
+    def check_length(self, steps: int, *, pruned: bool = False) -> None:
+        """Check the position of a run with so many steps in an epoch; `pruned`: at most so many."""
         epoch, within, step = self.content.epoch, self.content.step_in_epoch, self.content.step
-        if step != epoch * steps + within or within > steps:  # all of them: the evaluation is left
+        most = epoch * steps + within
+        fits = step == most or (pruned and step < most)
+        if not fits or within > steps:  # all of them: the evaluation is left
             raise CheckpointError(
                 f"{self.path} is damaged: its step is {step}, after {epoch} epochs and {within} steps of a run with "
                 f"{steps} steps in an epoch. {REMEDY}"

@@ -169,6 +169,7 @@ def load_hooks(checkpoint: Checkpoint, built: Built) -> None:
                     buffer.copy_(buffers[name])
         total = torch.tensor(content.meter["total"]) if own is None else own["loss"]
         state.epoch, state.step = content.epoch, content.step
+        state.steps_left_out = content.epoch * state.steps_per_epoch + content.step_in_epoch - content.step
         meter: dict[str, Any] = {**content.meter, "total": total.to(engine.device)}
         if meter.get("weight") is None:  # of an older version: a sum of the steps' losses
             batch = content.facts["batch_size"]

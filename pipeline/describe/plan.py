@@ -30,7 +30,7 @@ KIND_REASON = {
     "algorithm": "Composer's",
     "memory_format": "after surgery, whose new modules would be contiguous; before wrapping",
     "optimizer": "around the optimizer, which is built from the final parameters",
-    "schedule": "at the start of each epoch; it freezes the weights of the wrapped model",
+    "schedule": "at the start of each epoch, after wrapping: it changes what is trained",
     "batch": "on each training batch, before the forward and the loss; evaluation uses the images unchanged",
     "loss": "in training only, after any mixing; evaluation uses the plain loss",
     "loop": "after each step; evaluation and the result use its weights",
@@ -98,9 +98,10 @@ def lay_out(
     precision: str = "",
     counts: str = "",
     targets: str = "",
+    classes: str = "",
 ) -> tuple[Step, ...]:
-    """`transforms` are sorted, `precision` is the reason for it, `counts` says how many samples go where, and `targets`
-    is a note on their scale; both may be empty."""
+    """`transforms` are sorted, `precision` is the reason for it, `counts` says how many samples go where, `targets`
+    is a note on their scale, and `classes` one on the number of classes; each may be empty."""
     how, optimization = spec.distributed, spec.optimized
     devices = f"{how.ranks} device(s)" + (' ("auto")' if how.devices == "auto" else "")
     eval_size = f" ({_pixels(data.eval_size)} px in evaluation)" if data.eval_size != data.image_size else ""
@@ -115,7 +116,7 @@ def lay_out(
              f"{same_data_caution(data)}"),
         *(_transform_step(t) for t in transforms if t.kind == "image"),
         Step(f"build {spec.model_name}", "Pipeline()",
-             f"with seed {spec.seed}, the same on every rank{'' if built is None else _about(built)}"),
+             f"with seed {spec.seed}, the same on every rank{classes}{'' if built is None else _about(built)}"),
     ]  # fmt: skip
     steps += [_transform_step(t, how.name) for t in transforms if t.kind in CHANGES_MODEL]
     steps += _wrapping_steps(how)

@@ -10,23 +10,24 @@ import torch
 from ... import strategies
 from ...common import machine
 from ...common.errors import PlanError
-from ...loaders.sources import Files
+from ...loaders.sources import Files, files_of
 from ...strategies import Strategy
 from ...strategies.launching.group import needs_ranks
 from ...transforms import Transform
 from ..optim.config import OptimizerConfig
+from ..tasks.standard import AUTO, Segmentation
 from ..tasks.task import Task
 from .config import DataConfig, DistributedConfig
 from .cuda_settings import uses_gpu
 from .pipeline_spec import PipelineSpec, sort_transforms
 from .plan import Step, lay_out
 from .rules import check_epochs, check_rules
-from .sources import check_loader, check_sources, sample_counts, target_note
+from .sources import check_loader, check_sources, number_of_classes, sample_notes
 
 
 @dataclass(frozen=True)
 class ResolvedPlan:
-    spec: PipelineSpec  # its precision decided
+    spec: PipelineSpec  # its precision and number of classes decided
     data: DataConfig
     transforms: tuple[Transform, ...]  # in the order in which they are applied
     strategy: Strategy
@@ -61,7 +62,8 @@ def resolve(
     spec: PipelineSpec, *, files: bool = True, precision: strategies.Precision | None = None
 ) -> ResolvedPlan:
     """Check a full pipeline and decide what follows; nothing is loaded or started. `files`: whether to read their
-    headers. `precision`: what "auto" means in a run that resumes; None: what the device computes natively."""
+    headers; the number of classes, if it is "auto", is read in any case. `precision`: what "auto" means in a run that
+    resumes; None: what the device computes natively."""
     how, why = take_precision(spec.distributed, precision)
     if why:
         spec = spec.replace(distribution=how)
@@ -70,6 +72,7 @@ def resolve(
         raise PlanError(
             "The pipeline has no data. Add .load('train.beton', 'val.beton', batch_size=…, image_size=…)."
         )
+    spec, classes = take_classes(spec, data)
     strategy = strategies.get(how.strategy, **how.options)
     devices = how.ranks
     strategy.check(devices)
@@ -78,13 +81,12 @@ def resolve(
     settings = train_settings(data, transforms)
     check_rules(spec)
     check_loader(data, settings)
-    counts = sample_counts(data) if files else ""
+    counts, targets = sample_notes(data, spec.target) if files else ("", "")
     if spec.epochs is not None:
         check_epochs(spec, spec.epochs)
     if files:
         check_sources(data, devices)
-    targets = target_note(data, spec.target) if files else ""
-    steps = lay_out(spec, data, transforms, strategy, why, counts, targets)
+    steps = lay_out(spec, data, transforms, strategy, why, counts, targets, classes)
     scaled = spec.optimized.at(data.batch_size)
     return ResolvedPlan(spec, data, transforms, strategy, scaled, how, settings, steps)
 
@@ -118,6 +120,21 @@ def train_settings(data: DataConfig, transforms: tuple[Transform, ...]) -> dict[
                 )
             settings[name], set_by[name] = value, str(transform)
     return settings
+
+
+def take_classes(spec: PipelineSpec, data: DataConfig) -> tuple[PipelineSpec, str]:
+    """Return the pipeline with the data's number of classes in the place of "auto", and what the plan says of it."""
+    task, options = spec.target, spec.model_options
+    in_model = options.get("num_classes") == AUTO
+    in_task = isinstance(task, Segmentation) and task.options["classes"] == AUTO
+    if not (in_model or in_task):
+        return spec, ""
+    count = number_of_classes(data, task)
+    if in_model:
+        spec = spec.replace(model_options={**options, "num_classes": count})
+    if in_task:
+        spec = spec.replace(goal=type(task)(**{**task.options, "classes": count}))
+    return spec, f"; classes auto: {count}, as in {files_of(data.train)}"
 
 
 NATIVE = (8, 0)  # the compute capability of Ampere; older GPUs of NVIDIA emulate bf16, slowly

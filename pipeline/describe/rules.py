@@ -2,17 +2,25 @@
 
 from collections.abc import Callable
 
+import torch
+
 from ... import strategies
 from ...common.checks import check_whole
 from ...common.errors import PlanError
+from ...loaders.sources import files_of
 from ...transforms import Transform
-from ..optim.optimizers import gathers, label, needs_whole_matrices
+from ..optim.optimizers import gathers, is_schedule_free, label, needs_whole_matrices
+from ..optim.schedules import label as label_of_schedule
+from ..tasks.means import NOT_PER_SAMPLE, LossFunction
 from ..tasks.scales import check_monitor
-from .pipeline_spec import PipelineSpec
+from .pipeline_spec import PipelineSpec, sort_transforms
 
 FAMILIES = {"hsdp": "fsdp", "zero_redundancy": "ddp", "fairscale_oss": "ddp"}
 """Strategies whose family is not the first word of their name. Those in the DDP family here shard only the optimizer
 state: every rank has full weights and gradients, so transforms of these work."""
+
+
+SHARDS_THE_STATE = ("zero_redundancy", "fairscale_oss")
 
 
 def family(strategy: str) -> str:
@@ -95,8 +103,19 @@ def _same_method_twice(spec: PipelineSpec) -> None:
             raise PlanError(f"{other} and {transform} are the same method. Leave one of the two out.")
 
 
+def _excluded(spec: PipelineSpec) -> None:
+    for transform in spec.transforms:
+        other = next((each for each in spec.transforms if _name(each) in transform.excludes), None)
+        if other is not None:
+            raise PlanError(
+                f"{_name(transform)} does not work with {_name(other)} (see its documentation). Leave one of the two "
+                "out."
+            )
+
+
 def _two_averages(spec: PipelineSpec) -> None:
     averages = [_name(t) for t in spec.transforms if t.averages_weights]
+    averages += [label(spec.optimized.optimizer)] * is_schedule_free(spec.optimized.optimizer)
     if len(averages) > 1:
         first, second = averages[:2]
         raise PlanError(f"{first} and {second} both set the weights to evaluate. Leave one of the two out.")
@@ -174,6 +193,16 @@ def _flat_shards_of_matrices(spec: PipelineSpec) -> None:
         f"{'might shard' if family(strategy) == 'auto' else 'shards'} them. Distribute with 'ddp' or 'zero_redundancy'"
         f"{remedy}."
     )
+
+
+def _schedule_free(spec: PipelineSpec) -> None:
+    optimizer, strategy = spec.optimized.optimizer, spec.distributed.name
+    whole = family(strategy) in ("single", "ddp", "dp", "fsdp", "auto") and strategy not in SHARDS_THE_STATE
+    if is_schedule_free(optimizer) and not whole:
+        raise PlanError(
+            f"{label(optimizer)!r} computes the weights to evaluate from the optimizer's state, which {strategy!r} "
+            "keeps elsewhere than the weights. Distribute with 'ddp' or 'fsdp'."
+        )
 
 
 def _targets(spec: PipelineSpec) -> None:
@@ -266,9 +295,44 @@ def _fields(spec: PipelineSpec) -> None:
             )
 
 
+def _pruned_samples(spec: PipelineSpec) -> None:
+    pruning = next((transform for transform in spec.transforms if transform.prunes_samples), None)
+    if pruning is None:
+        return
+    for transform in spec.transforms:
+        if transform.unknown or (transform.kind == "batch" and not transform.keeps_samples):
+            raise PlanError(
+                f"{_name(pruning)} scores single samples, but {_name(transform)} may mix or select those of a batch. "
+                "Leave one of the two out; or declare keeps_samples = True in its class, if each image that it returns "
+                "is still of the sample in its place."
+            )
+    data = spec.data
+    mixes = data is not None and files_of(data.train).weights is not None
+    if data is not None and (mixes or data.balance is not None):
+        what = "the weights of a mix" if mixes else "balance="
+        raise PlanError(
+            f"{_name(pruning)} leaves samples out of an epoch, of which {what} set the shares. Leave one of the two "
+            "out."
+        )
+    if spec.optimized.uses_torch_scheduler:
+        raise PlanError(
+            f"{_name(pruning)} makes epochs of different lengths, but the torch scheduler "
+            f"{label_of_schedule(spec.optimized.schedule)} counts steps. Use a schedule by name, or a function of the "
+            "progress."
+        )
+    loss: LossFunction = spec.target.move(torch.device("cpu"))
+    for transform in sort_transforms(spec.transforms):
+        loss = transform.loss(loss) if transform.kind == "loss" else loss
+    if spec.target.mean(loss).each is None:
+        raise PlanError(
+            f"{_name(pruning)} needs the loss of each sample, but {spec.target.loss_name} {NOT_PER_SAMPLE}"
+        )
+
+
 RULES: tuple[Callable[[PipelineSpec], None], ...] = (
-    _unsafe_strategies, _unused_parameters, _conflicts, _clipping_of_shards, _same_method_twice, _two_averages,
-    _compiled, _flat_shards_of_matrices, _targets, _monitor, _loss_of_the_model, _views, _fields,
+    _unsafe_strategies, _unused_parameters, _conflicts, _clipping_of_shards, _same_method_twice, _excluded,
+    _two_averages, _compiled, _flat_shards_of_matrices, _schedule_free, _targets, _monitor, _loss_of_the_model, _views,
+    _fields, _pruned_samples,
 )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import DataError, first_of
+from ...common.errors import DataError, PlanError, first_of
 from ...common.storage.addresses import is_address
 from ...loaders.beton.layout import read_header
 from ...loaders.order import check_batch_size
@@ -56,44 +56,63 @@ def _samples(path: Path) -> int:
         raise DataError(f"{path} cannot be read: {error.strerror}.") from None
 
 
-def sample_counts(data: DataConfig) -> str:
-    """Return how many samples are trained on and evaluated, if some are selected and the files are here; the labels
-    are read. A selection that cannot be made raises here, before any work."""
+def sample_notes(data: DataConfig, task: Task) -> tuple[str, str]:
+    """Return how many samples are trained on and evaluated, if some are selected, and what `Regression` notes on the
+    targets that are trained on; "" without, and if the files are not here. A selection that cannot be made raises here,
+    before any work."""
     files = files_of(data.train)
-    if not data.selects or not _all_here(files):
-        return ""
+    if not (data.selects or isinstance(task, Regression)) or not _all_here(files):
+        return "", ""
     from ...loaders.beton.data_set import open_files
 
     with closing(open_files(files)) as beton:
-        masks = beton.label_name in beton.targets
-        count = len(beton)
-        chosen = data.select(count, lambda: None if masks else beton.labels)
-    evaluated = "" if chosen.val is None else f", {len(chosen.val):,} evaluated"
-    return f" ({len(chosen.train):,} of {count:,} samples trained on{evaluated})"
+        labels = None if beton.label_name in beton.targets else beton.labels
+        chosen = data.select(len(beton), lambda: labels)
+        counts = ""
+        if data.selects:
+            evaluated = "" if chosen.val is None else f", {len(chosen.val):,} evaluated"
+            counts = f" ({len(chosen.train):,} of {len(beton):,} samples trained on{evaluated})"
+        if (
+            not isinstance(task, Regression)
+            or labels is None
+            or labels.dtype.kind not in "biuf"
+            or labels.ndim > 2
+        ):
+            return counts, ""  # building raises, where these are targets of a regression
+        used, mix = chosen.train, beton.parts
+        parts = [used[(used >= first) & (used < end)] for _, first, end in mix] or list(chosen.parts)
+        shares = [weight for weight, _, _ in mix] or [1.0] * len(parts)
+        often = frequencies(used, parts, shares, chosen.weights)
+        return counts, task.note(task.fit_scale(labels, used, often, str(files)))
 
 
 def _all_here(files: Files) -> bool:
     return all(name.endswith(".beton") and Path(name).is_file() for name in files.names)
 
 
-def target_note(data: DataConfig, task: Task) -> str:
-    """Return what `Regression` notes on the targets that are trained on, if the files are here; their labels are
-    read."""
+def number_of_classes(data: DataConfig, task: Task) -> int:
+    """Return how many values per image, or per pixel, a model of the training data returns, from the names of the
+    classes, else the labels. Of masks only the names are used, because to read all masks would take minutes."""
     files = files_of(data.train)
-    if not isinstance(task, Regression) or not _all_here(files):
-        return ""
+    if any(is_address(name) or not name.endswith(".beton") for name in files.names):
+        raise PlanError(
+            f"The number of classes is 'auto', that of the training data, but {files} is not a .beton file on this "
+            "machine. Pass the number: num_classes=10; in a recipe: model_options.num_classes=10."
+        )
     from ...loaders.beton.data_set import open_files
+    from ...loaders.beton.reader import count_classes
 
     with closing(open_files(files)) as beton:
-        labels = None if beton.label_name in beton.targets else beton.labels
-        if labels is None or labels.dtype.kind not in "biuf" or labels.ndim > 2:
-            return ""  # building raises
-        chosen = data.select(len(beton), lambda: labels)
-        used, mix = chosen.train, beton.parts
-        parts = [used[(used >= first) & (used < end)] for _, first, end in mix] or list(chosen.parts)
-        shares = [weight for weight, _, _ in mix] or [1.0] * len(parts)
-        often = frequencies(used, parts, shares, chosen.weights)
-        return task.note(task.fit_scale(labels, used, often, str(files)))
+        if beton.label_name not in beton.targets:
+            return len(beton.classes) or count_classes([], beton.labels)
+        ignored = getattr(task, "ignored", ())
+        counted = [value + 1 for value in range(len(beton.classes)) if value not in ignored]
+    if not counted:
+        raise PlanError(
+            f"The number of classes is 'auto', but {files} has masks without names of their classes. Convert it with "
+            "classes= (--classes A,B,C), or pass the number to Segmentation and to the model."
+        )
+    return counted[-1]
 
 
 _EDGE = 1 << 16  # bytes of a file's both ends that are compared; a `.beton` file ends with a digest of all

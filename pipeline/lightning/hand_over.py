@@ -39,7 +39,7 @@ from ..describe.config import DistributedConfig
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
 from ..describe.rules import check_rules
-from ..optim.optimizers import label, needs_whole_matrices
+from ..optim.optimizers import is_schedule_free, label, needs_whole_matrices
 from ..runs.callbacks import run_options
 from ..tasks.means import Mean, mean_of
 from ..tasks.nests import pair, to_float
@@ -89,6 +89,11 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
     plan = resolve(spec.replace(epochs=epochs))
     distribution = plan.distribution
     _check_methods(plan.spec.transforms)
+    if is_schedule_free(plan.optimization.optimizer):
+        raise PlanError(
+            f"optimize({label(plan.optimization.optimizer)!r}) needs Drivetrain's loop, which evaluates its averages. "
+            "Train with fit(), or use another optimizer."
+        )
     arguments = trainer_arguments(distribution, given)
     if arguments.get("callbacks") is not None:
         arguments["callbacks"] = translated(arguments["callbacks"], run_options(plan, logs=False))

@@ -61,9 +61,9 @@ class OptimizerConfig(Config):
     EXTRA: ClassVar[str] = "options"
 
     optimizer: Annotated[str | type[torch.optim.Optimizer] | OptimizerFactory, Key(""), IN_WORDS] = "sgd"
-    """The optimizer: sgd, sgdw, adam, adamw, muon, or package.module:Class, such as torch.optim:NAdam. Or a class, with
-    its options. Or a factory: a function `parameters -> Optimizer`, never an optimizer. It is called on the final
-    parameters, after surgery and wrapping."""
+    """The optimizer: sgd, sgdw, adam, adamw, muon, adamuon, schedulefree_sgd, schedulefree_adamw, or
+    package.module:Class, such as torch.optim:NAdam. Or a class, with its options. Or a factory: a function `parameters
+    -> Optimizer`, never an optimizer. It is called on the final parameters, after surgery and wrapping."""
     options: Annotated[Mapping[str, Any], Key("optimizer")] = field(
         default_factory=lambda: FrozenDict({"lr": 0.1, "momentum": 0.9})
     )
@@ -106,7 +106,8 @@ class OptimizerConfig(Config):
     _torch_scheduler: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        from .optimizers import check_options, find_optimizer
+        from .optimizers import check_options, find_optimizer, is_schedule_free
+        from .optimizers import label as label_of
 
         object.__setattr__(self, "optimizer", find_optimizer(self.optimizer))
         object.__setattr__(self, "schedule", find_schedule(self.schedule))
@@ -119,6 +120,11 @@ class OptimizerConfig(Config):
         check_schedule(self.schedule, self.schedule_options, self.warmup)
         if not self.is_factory:
             check_options(self.optimizer, self.options)
+        if is_schedule_free(self.optimizer) and self.schedule != "constant":
+            raise PlanError(
+                f"optimize({label_of(self.optimizer)!r}) averages its weights instead of lowering the learning rate, "
+                f"but schedule={label(self.schedule)!r} lowers it. Pass schedule='constant'; warmup=… can be set."
+            )
         object.__setattr__(self, "_torch_scheduler", is_factory(self.schedule))  # asked in every step
         self._check_groups()
         if self.scale_lr:
@@ -249,11 +255,11 @@ class OptimizerConfig(Config):
     def uses_torch_scheduler(self) -> bool:
         return self._torch_scheduler
 
-    def warmup_factor(self, step: int, steps: int) -> float:
+    def warmup_factor(self, step: float, steps: int) -> float:
         warm = self.warmup * steps
         return (step + 1) / (warm + 1) if step < warm else 1.0
 
-    def lr_factor(self, step: int, steps: int) -> float:
+    def lr_factor(self, step: float, steps: int) -> float:
         """`step` counts from 0. With a torch scheduler, the factor multiplies the scheduler's own learning rates."""
         if self.uses_torch_scheduler:
             return self.warmup_factor(step, steps)

@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are orthogonalised, and AdamW for all other parameters."""
+"""Muon and AdaMuon: momentum whose matrices are orthogonalised, and AdamW for all other parameters."""
 
 import math
 from collections.abc import Callable
@@ -51,12 +51,12 @@ class Muon(torch.optim.Optimizer):
         adjust_lr: str = "original",
         precision: str | None = None,  # of the iterations; None: bf16 on CUDA, else fp32
         orthogonalize: bool = True,
-        adamw_lr: float = 3e-4,
+        adamw_lr: float | None = 3e-4,  # None: that of the matrices
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
         for name, value in (("lr", lr), ("adamw_lr", adamw_lr), ("weight_decay", weight_decay), ("eps", eps)):
-            if not value >= 0:
+            if value is not None and not value >= 0:
                 raise ValueError(f"{name}={value!r} must be 0 or more")
         for name, value in (("momentum", momentum), ("betas[0]", betas[0]), ("betas[1]", betas[1])):
             if not 0 <= value < 1:
@@ -84,7 +84,7 @@ class Muon(torch.optim.Optimizer):
         if matrices:
             super().add_param_group({**param_group, "params": matrices, "algorithm": MUON})
         if others:
-            rate = options["adamw_lr"]
+            rate = options["lr"] if options["adamw_lr"] is None else options["adamw_lr"]
             super().add_param_group({**param_group, "params": others, "lr": rate, "algorithm": ADAMW})
 
     @torch.no_grad()
@@ -116,12 +116,22 @@ class Muon(torch.optim.Optimizer):
             alike.setdefault((_matrix_shape(parameter), parameter.dtype, parameter.device), []).append(number)
         for (shape, _, device), numbers in alike.items():
             precision = group["precision"] or ("bf16" if device.type == "cuda" else "fp32")
-            stacked = torch.stack([_whole(updates[number]).reshape(shape) for number in numbers])
+            stacked = torch.stack(
+                [self._before(_whole(updates[number])).reshape(shape) for number in numbers]
+            )
             directions = orthogonalized(stacked, group["ns_steps"], PRECISIONS[precision])
             rate = lr * ADJUSTMENTS[group["adjust_lr"]](*shape)
             for number, direction in zip(numbers, directions, strict=True):
                 parameter = parameters[number]
-                parameter.add_(_part(direction.reshape(parameter.shape), parameter), alpha=-rate)
+                self._update(group, parameter, _part(direction.reshape(parameter.shape), parameter), rate)
+
+    def _before(self, update: torch.Tensor) -> torch.Tensor:
+        """Return what is orthogonalized."""
+        return update
+
+    def _update(self, group: dict[str, Any], parameter: Any, direction: Any, rate: float) -> None:  # noqa: ARG002
+        """Step with an orthogonalized direction, sharded as the parameter is."""
+        parameter.add_(direction, alpha=-rate)
 
     def _step_others(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -137,6 +147,51 @@ class Muon(torch.optim.Optimizer):
             parameters, gradients, averages, squares, [], steps, amsgrad=False, beta1=beta1, beta2=beta2,
             lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
         )  # fmt: skip
+
+
+class AdaMuon(Muon):
+    """Muon whose orthogonalized directions are divided by the root of their mean squares, as Adam's are.
+
+    With M the momentum of a matrix of n elements, O the orthogonalized sign(M), V = momentum · V + (1 - momentum) · O²
+    and U = O / (√V + eps), a step is -lr · 0.2 · √n · U / ‖U‖. Its root mean square, 0.2 · lr, is that of AdamW's, so
+    AdamW's learning rate and weight decay can be used, and all parameters have the same `lr`, unless `adamw_lr` is set.
+    All else is as in Muon, sharded parameters included: V is sharded, too, and each norm is one more sum over ranks. A
+    momentum near 0 may change its sign by rounding, so ranks agree with one device less closely than with Muon.
+
+    Source: Si, Zhang and Shen, "AdaMuon: Adaptive Muon Optimizer", 2025, arXiv:2507.11005. `nesterov=True` is timm's
+    `nadamuon`; timm does not take the sign.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,  # torch's for AdamW, whose steps are as large
+        momentum: float = 0.95,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        ns_steps: int = 5,
+        precision: str | None = None,
+        orthogonalize: bool = True,
+        adamw_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(
+            params, lr, momentum, nesterov, weight_decay, ns_steps, "original", precision, orthogonalize, adamw_lr,
+            betas, eps,
+        )  # fmt: skip
+
+    def _before(self, update: torch.Tensor) -> torch.Tensor:
+        return update.sign()
+
+    def _update(self, group: dict[str, Any], parameter: Any, direction: Any, rate: float) -> None:  # noqa: ARG002
+        state = self.state[parameter]
+        if "direction_sq" not in state:
+            state["direction_sq"] = torch.zeros_like(parameter)
+        squares = state["direction_sq"].lerp_(direction.square(), 1 - group["momentum"])
+        step = direction / squares.sqrt().add_(group["eps"])
+        norm = _whole(torch.linalg.vector_norm(step)).to(step.device)
+        parameter.sub_(step * (group["lr"] * 0.2 * math.sqrt(step.numel()) / norm.clamp(min=EPSILON)))
 
 
 def orthogonalized(matrices: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:

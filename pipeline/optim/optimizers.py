@@ -11,7 +11,8 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from ...common.checks import is_number
 from ...common.errors import PlanError, suggest
 from ...common.names import imported
-from .muon import Muon
+from .muon import AdaMuon, Muon
+from .schedule_free import ScheduleFree, ScheduleFreeAdamW, ScheduleFreeSGD
 
 OptimizerClass = Callable[..., Optimizer]
 
@@ -65,7 +66,10 @@ class SGDW(torch.optim.SGD):
         return loss
 
 
-OPTIMIZERS: dict[str, OptimizerClass] = {"sgd": SGD, "sgdw": SGDW, "adam": Adam, "adamw": AdamW, "muon": Muon}
+OPTIMIZERS: dict[str, OptimizerClass] = {
+    "sgd": SGD, "sgdw": SGDW, "adam": Adam, "adamw": AdamW, "muon": Muon, "adamuon": AdaMuon,
+    "schedulefree_sgd": ScheduleFreeSGD, "schedulefree_adamw": ScheduleFreeAdamW,
+}  # fmt: skip
 
 SCALING: dict[Any, str] = dict.fromkeys((SGD, SGDW), "linear") | dict.fromkeys(
     (Adam, AdamW, NAdam, RAdam, RMSprop), "square root"
@@ -115,6 +119,11 @@ def _refuse_unusable(optimizer: Callable[..., Any]) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise PlanError(f"{name} computes the loss several times per step, which the training loop does not.")
+    if {"train", "eval"} <= set(dir(optimizer)):
+        raise PlanError(
+            f"{name} must be switched between training and evaluation, which the training loop does not. Use "
+            "'schedulefree_sgd' or 'schedulefree_adamw'."
+        )
     if optimizer is torch.optim.SparseAdam:
         raise PlanError("SparseAdam needs sparse gradients, which image models do not have. Use 'adam'.")
 
@@ -134,6 +143,11 @@ def gathers(optimizer: Any) -> bool:
     """Whether it needs whole matrices, but gathers them itself if FSDP2 has sharded them."""
     kind = class_of(optimizer)
     return isinstance(kind, type) and issubclass(kind, Muon)
+
+
+def is_schedule_free(optimizer: Any) -> bool:
+    kind = class_of(optimizer)
+    return isinstance(kind, type) and issubclass(kind, ScheduleFree)
 
 
 def label(optimizer: Any) -> str:

@@ -34,7 +34,8 @@ class _Head(Config):
     model: str
     """Name of a model of Drivetrain or torchvision, timm:NAME, hf:NAME, or package.module:factory."""
     model_options: Mapping[str, Any] = field(default_factory=FrozenDict)
-    """Arguments of the model's factory; for another model, replace all of them: model_options={…}."""
+    """Arguments of the model's factory; for another model, replace all of them: model_options={…}. num_classes: auto is
+    the number of classes of the training data."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,12 +68,11 @@ class RunCallbacks(Observer):
     `PATIENCE` seconds for the others; then it raises its error alone, and the launcher ends the other ranks."""
 
     def __init__(
-        self, callbacks: Sequence[Callback], engine: Engine, view: RunView, steps: int, eval_every: int | None,
+        self, callbacks: Sequence[Callback], engine: Engine, view: RunView, eval_every: int | None,
         evaluate: Callable[[], object], stop: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._all, self._engine, self._view = tuple(callbacks), engine, view
-        self._steps, self._every = steps, eval_every
-        self._evaluate, self._stop = evaluate, stop
+        self._every, self._evaluate, self._stop = eval_every, evaluate, stop
         self._at_steps = any(type(one).on_step_end is not Callback.on_step_end for one in self._all)
         self._reads_late = engine.device.type == "cuda"
         self._saved: Mapping[str, Mapping[str, Any]] = {}
@@ -110,7 +109,7 @@ class RunCallbacks(Observer):
                 self._view._gradients = self._engine.gradients()
 
     def on_step_end(self, state: TrainState) -> None:
-        ends = state.meter.steps >= self._steps
+        ends = state.meter.steps >= state.epoch_steps
         if self._at_steps:
             self._view._loss = state.step_loss
             if self._view._gradients is None:

@@ -56,7 +56,7 @@ class Run(Observer):
         self._initial = initial
         self._engine, self._hooks = built.engine, built.hooks
         self._lead = built.engine.rank == 0
-        self._length = len(built.train)  # steps in an epoch
+        self._length = built.train.full_length  # steps in an epoch with all samples
         self._facts = fingerprint(plan, built, job.epochs)
         scale = plan.optimization.scheduled_scale(plan.data.batch_size)
         self._schedule = Schedule(plan.optimization, self._engine.optimizer, job.epochs * self._length, scale)
@@ -87,7 +87,7 @@ class Run(Observer):
         )
         every = None if built.val is None else job.eval_every_steps
         self._callbacks = RunCallbacks(
-            job.callbacks, self._engine, view, self._length, every, self._evaluate_within, self._stop
+            job.callbacks, self._engine, view, every, self._evaluate_within, self._stop
         )
         buffers = self._engine.plain_model.named_buffers()
         self._infinite = {name for name, value in buffers if not value.isfinite().all()}
@@ -145,7 +145,7 @@ class Run(Observer):
                 f"The checkpoint {checkpoint.place} was saved after {content.epoch} epochs and "
                 f"{content.step_in_epoch} steps, more than epochs={self._job.epochs}. Pass more epochs."
             )
-        checkpoint.check_length(self._length)
+        checkpoint.check_length(self._length, pruned=any(t.prunes_samples for t in self._plan.transforms))
         states.load_engine(checkpoint, self._engine)
         if left := states.buffers_left(checkpoint, self._engine):
             self._echo(
@@ -213,7 +213,7 @@ class Run(Observer):
         earlier = state.meter.seconds + state.meter.evaluation_s
         if not state.meter.steps:
             built.begin_epoch()
-        total, show = self._length * built.train.settings.batch_size, job.progress and self._lead
+        total, show = state.epoch_steps * built.train.settings.batch_size, job.progress and self._lead
         file = progress_file(job.in_cell)
         with Progress(number, job.epochs, total, artifacts.history.latest, show=show, file=file) as bar:
             observer = Observers(bar, self._observer)
@@ -302,7 +302,7 @@ class Run(Observer):
         requests, options = self._requests, self._job.checkpoints
         if self._writer is not None and options is not None:
             due = options.every_steps is not None and state.step % options.every_steps == 0
-            within = state.meter.steps < self._length
+            within = state.meter.steps < state.epoch_steps
             if requests.stop or (within and (due or state.stop is not None or requests.save)):
                 self._guard.check_weights(state)
                 self._save()
@@ -313,7 +313,7 @@ class Run(Observer):
         """Save, and leave on request: on CUDA, the ranks agree on the last step of an epoch after `on_step_end`."""
         if self._writer is not None:
             self._save()
-        if self._requests.stop and state.stop is None and state.step < state.total_steps:
+        if self._requests.stop and state.stop is None and state.epoch < self._job.epochs:
             self._leave()
 
     def on_end(self, *, failed: bool) -> None:
@@ -385,7 +385,7 @@ class Run(Observer):
 
     def _check(self, number: int, stats: EpochStats, evaluation: Evaluation | None) -> None:
         val_loss = None if evaluation is None else evaluation.val_loss
-        if stats.skipped >= self._length:
+        if stats.skipped >= self.state.epoch_steps:
             raise NonFiniteError(f"In epoch {number} no step had a finite loss. {self._advice()}")
         if not math.isfinite(stats.loss) or not math.isfinite(val_loss or 0.0):
             raise NonFiniteError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import PlanError, suggest
@@ -29,29 +30,39 @@ def to_dict(task: Task) -> dict[str, Any]:
     kind = type(task)
     name = kind.__name__ if _known(kind.__name__) is kind else name_of(kind)
     options = {key: _by_name(value) for key, value in task.options.items()}
+    nameless = [each for value in options.values() for each in _flat(value) if callable(each)]
+    if name is None:
+        nameless.insert(0, kind)
+    if nameless:
+        raise PlanError(
+            f"The task {task!r:.120} cannot be named in a recipe: {title(nameless[0])} cannot be imported by name. "
+            f"{unnamed(nameless[0])} Metrics and losses may be names, classes and functions."
+        )
     try:
-        known = name is not None and get(name, **options) == task
+        known = get(str(name), **options) == task
     except PlanError:
         known = False
     if not known:
-        own = next(
-            (each for each in (kind, *options.values()) if callable(each) and name_of(each) is None), None
-        )
         raise PlanError(
-            f"The task {task!r:.120} cannot be named in a recipe. "
-            + (
-                "Use names of metrics and losses, and a task of your own for metrics of your own."
-                if own is None or _known(kind.__name__) is own
-                else f"{title(own)} cannot be imported by name. {unnamed(own)}"
-            )
+            f"The task {task!r:.120} cannot be named in a recipe: {name} with {options} is another one."
         )
     return {"name": name, **options}
 
 
 def _by_name(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _by_name(each) for key, each in value.items()}
     if isinstance(value, tuple):
         return [*map(_by_name, value)]
     return value if isinstance(value, str) else name_of(value) or value
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | Mapping):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _flat(each)
+    else:
+        yield value
 
 
 def _known(name: str) -> type[Task] | None:

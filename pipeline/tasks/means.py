@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ...common.errors import DataError, PlanError
 from ...transforms.binary_cross_entropy import binary_cross_entropy
+from ...transforms.common.losses import unreduced
 from ...transforms.label_smoothing import IGNORED, SmoothedLoss
 from .nests import labels_of, map_tensors
 
@@ -34,6 +36,14 @@ class Mean:
     total: LossFunction | None = None
     # Whether `denominator` is declared or the loss is one of torch's; otherwise the number of samples is an assumption.
     known: bool = True
+    # The numerator's terms by sample, `(B,)`; None: they are not known.
+    each: LossFunction | None = None
+
+    def of_samples(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Return each sample's term of the numerator, `(B,)`."""
+        if self.each is None:
+            raise PlanError(f"The loss {self.loss!r:.80} {NOT_PER_SAMPLE}")
+        return self.each(outputs, targets)
 
     def numerator(self, outputs: Any, targets: torch.Tensor, count: Count) -> torch.Tensor:
         """0 with zero gradients if `count`, the denominator, is 0."""
@@ -43,6 +53,12 @@ class Mean:
             return self.loss(outputs, targets) * count
         map_tensors(partial(_zero_gradient_without, count), outputs)
         return torch.where(count > 0, self.loss(outputs, targets) * count, 0.0)
+
+
+NOT_PER_SAMPLE = (
+    "returns one value per batch, not one per sample. Use one of torch's losses, or a function that takes "
+    "reduction='none'."
+)
 
 
 def mean_of(loss: LossFunction, *, checked: bool = False) -> Mean:
@@ -56,17 +72,18 @@ def mean_of(loss: LossFunction, *, checked: bool = False) -> Mean:
     if isinstance(loss, SmoothedLoss):
         return _of_smoothed(loss, checked=checked)
     if loss is binary_cross_entropy:
-        return Mean(loss, samples if checked else _Classes(), _total_binary)
+        return Mean(loss, samples if checked else _Classes(), _total_binary, each=_each(loss, summed=True))
     declared = getattr(loss, "denominator", None)
     if declared is not None:
         return Mean(loss, declared)
     function, options = _parts(loss)
     ignored = next((index for known, index in CLASS_LOSSES if known is function), None)
     if ignored is None:
-        return Mean(loss, known=getattr(function, "__module__", None) in _UNWEIGHTED)
+        known = getattr(function, "__module__", None) in _UNWEIGHTED
+        return Mean(loss, known=known, each=_each(loss, summed=False))
     classes = _Classes(options.get("weight"), options.get("ignore_index", ignored))
     plain = checked and classes.weight is None and classes.ignored < 0
-    return Mean(loss, samples if plain else classes, _summed(loss))
+    return Mean(loss, samples if plain else classes, _summed(loss), each=_each(loss, summed=True))
 
 
 @dataclass(frozen=True)
@@ -80,8 +97,35 @@ class Adapted:
 
     def as_mean(self) -> Mean:
         base = mean_of(self.base)
-        total = None if base.total is None else Adapted(base.total, self.adapt, self.outputs)
-        return Mean(self, lambda targets: base.denominator(self.adapt(targets)), total, base.known)
+        total, each = (
+            None if part is None else Adapted(part, self.adapt, self.outputs)
+            for part in (base.total, base.each)
+        )
+        return Mean(self, lambda targets: base.denominator(self.adapt(targets)), total, base.known, each)
+
+
+@dataclass(frozen=True)
+class _Each:
+    """A loss without reduction; of several values per sample, their sum or mean."""
+
+    loss: Callable[..., torch.Tensor]
+    summed: bool
+
+    def __call__(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        values = self.loss(outputs, targets)
+        if not values.dim() or len(values) != len(targets):
+            raise DataError(
+                f"The loss of {len(targets)} samples has shape {tuple(values.shape)} with reduction='none'. Use one "
+                "that returns a value for each, also for an ignored target."
+            )
+        if values.dim() == 1:
+            return values
+        return values.flatten(1).sum(1) if self.summed else values.flatten(1).mean(1)
+
+
+def _each(loss: Any, *, summed: bool) -> LossFunction | None:
+    values = unreduced(loss)
+    return None if values is None else _Each(values, summed)
 
 
 def reduction_of(loss: object) -> str:
@@ -141,7 +185,8 @@ def _of_smoothed(loss: SmoothedLoss, *, checked: bool) -> Mean:
     """The mean over the rows that are not ignored, unless the base declares its own denominator."""
     base = mean_of(loss.base, checked=checked)
     plain = checked or base.denominator is not samples
-    return Mean(loss, base.denominator if plain else _Classes(), known=base.known)
+    each = None if base.each is None else _each(loss, summed=base.total is not None)
+    return Mean(loss, base.denominator if plain else _Classes(), known=base.known, each=each)
 
 
 def _zero_gradient_without(count: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Metrics of a task, summed over batches and ranks. torchmetrics is imported on use, because that takes a second."""
+"""Metrics of a task, summed over batches and ranks. torchmetrics is imported on use: it takes seconds, with what it
+imports (torchvision, matplotlib, and transformers where it is installed)."""
 
 from __future__ import annotations
 
@@ -6,13 +7,15 @@ import copy
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 
 from ...common.errors import PlanError, suggest
+from ...common.names import imported
 from .nests import map_tensors
 
 if TYPE_CHECKING:
@@ -25,7 +28,17 @@ NAMES_OF_RUN = {  # what the history, the log and the curves call their other va
 _TOP = re.compile(r"top([1-9][0-9]*)")
 
 
+def imported_classes(metrics: Any) -> Any:
+    """Return what the user gave, with the classes in the place of `"package.module:Class"`."""
+    if isinstance(metrics, Mapping):
+        return {name: imported_classes(metric) for name, metric in metrics.items()}
+    if isinstance(metrics, list | tuple):
+        return tuple(map(imported_classes, metrics))
+    return imported("metric", metrics) if isinstance(metrics, str) and ":" in metrics else metrics
+
+
 def named(task: Any, metrics: Any) -> dict[str, Any]:
+    """Return what the user gave by name: a name in `METRICS`, or a torchmetrics object."""
     if isinstance(metrics, Mapping):
         found = dict(metrics)
     else:
@@ -40,16 +53,31 @@ def named(task: Any, metrics: Any) -> dict[str, Any]:
         if isinstance(metric, str):
             if metric not in known and not ("top1" in known and _TOP.fullmatch(metric)):
                 raise PlanError(f"{task}: no metric is named {metric!r}.{suggest(metric, known)}")
-        elif not _is_metric(metric):
-            remedy = f"Pass names of {known}, or torchmetrics objects."
+            continue
+        found[name] = _created(task, metric)
+        if not _is_metric(found[name]):
+            remedy = f"Pass names of {known}, or torchmetrics objects or classes."
             raise PlanError(f"{task}: {metric!r:.80} is not a metric. {remedy}")
     return found
+
+
+def _created(task: object, metric: Any) -> Any:
+    """Return the object of a class; an object itself."""
+    if not isinstance(metric, type):
+        return metric
+    try:
+        return metric()
+    except (TypeError, ValueError) as error:
+        raise PlanError(
+            f"{task}: the metric {metric.__name__} cannot be created without arguments: {error}. Pass an object, or a "
+            "class of yours that sets them."
+        ) from error
 
 
 def by_name(
     task: object, metrics: Mapping[str, Any], makers: Mapping[str, Callable[[int], Any]], width: int
 ) -> dict[str, Metric]:
-    made = {}
+    made: dict[str, Any] = {}
     for name, metric in metrics.items():
         try:
             if isinstance(metric, str):
@@ -76,9 +104,51 @@ def maker(kind: str, **options: Any) -> Callable[[int], Any]:
     return make
 
 
-def top(k: int) -> Callable[[int], Any]:
+def top(k: int) -> Callable[[int], TopK]:
     """For a number of classes, at most their number."""
-    return lambda classes: maker("MulticlassAccuracy", average="micro", top_k=min(k, classes))(classes)
+    return lambda classes: TopK(min(k, classes))
+
+
+class TopK:
+    """The share of samples whose class is among the `k` highest outputs: torchmetrics' `MulticlassAccuracy` with
+    `average="micro"`, of which it has what a run uses. Most runs need no other metric, and importing torchmetrics takes
+    up to a third of a run's start."""
+
+    higher_is_better, unit = True, "fraction"
+    _reductions: ClassVar[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = dict.fromkeys(
+        ("right", "total"), partial(torch.sum, dim=0)
+    )
+
+    def __init__(self, k: int) -> None:
+        self._k, self.device = k, torch.device("cpu")
+        self.reset()
+
+    def reset(self) -> None:
+        self.right, self.total = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self._update_count = 0
+
+    def to(self, device: torch.device) -> TopK:
+        self.device, self.right, self.total = device, self.right.to(device), self.total.to(device)
+        return self
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Of outputs `(B, C, …)` and targets `(B, …)`."""
+        found = outputs.argmax(1, keepdim=True) if self._k == 1 else outputs.topk(self._k, 1).indices
+        self.right = self.right + (found == targets.unsqueeze(1)).sum()
+        self.total = self.total + targets.numel()
+        self._update_count += 1
+
+    def compute(self) -> torch.Tensor:
+        share: torch.Tensor = self.right / self.total
+        return share
+
+    @property
+    def update_count(self) -> int:
+        return self._update_count
+
+    @property
+    def metric_state(self) -> dict[str, torch.Tensor]:
+        return {"right": self.right, "total": self.total}
 
 
 Unit = Literal["fraction", "percent"]
@@ -129,7 +199,9 @@ def pool(name: str, metric: Metric, ranks: list[list[State]]) -> None:
         each._update_count, each._computed = sum(count for count, _ in states), None
 
 
-def _nested(metric: Metric) -> list[Metric]:
+def _nested(metric: Metric | TopK) -> list[Any]:
+    if isinstance(metric, TopK):
+        return [metric]
     from torchmetrics import Metric
 
     return [each for each in metric.modules() if isinstance(each, Metric)]
@@ -168,7 +240,8 @@ def _number(name: str, metric: Metric) -> float:
 def _name(entry: object) -> str:
     if isinstance(entry, str):
         return entry
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(entry).__name__).lower()
+    kind = entry if isinstance(entry, type) else type(entry)
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def _is_metric(value: object) -> bool:

@@ -323,14 +323,19 @@ def flat(targets: torch.Tensor) -> torch.Tensor:
     return targets[:, 0] if targets.dim() == 2 and targets.shape[1] == 1 else targets
 
 
+AUTO = "auto"
+"""Instead of the number of classes: that of the training data, decided when the pipeline is resolved."""
+
 IGNORED = 255
 """The class index of pixels that do not count, as in PASCAL VOC and Cityscapes."""
 
 
 def cross_entropy(
-    outputs: torch.Tensor, targets: torch.Tensor, reduction: Literal["mean", "sum"] = "mean"
+    outputs: torch.Tensor, targets: torch.Tensor, reduction: Literal["mean", "sum", "none"] = "mean"
 ) -> torch.Tensor:
-    """Of int64 targets: the mean over the pixels that count, 0 if none does, or their sum."""
+    """Of int64 targets: the mean over the pixels that count, 0 if none does; their sum; or each, 0 if it does not."""
+    if reduction == "none":
+        return F.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="none")
     total = F.cross_entropy(outputs, targets, ignore_index=IGNORED, reduction="sum")
     return total if reduction == "sum" else total / (targets != IGNORED).sum().clamp(min=1)
 
@@ -344,7 +349,8 @@ class Segmentation(StandardTask):
     The index 255 marks pixels that do not count. Of a model's dict, `out` is used, as torchvision's have it.
 
     Args:
-        classes: number of classes C.
+        classes: number of classes C; `"auto"`: that of the names in the training data (`convert(classes=…)`), up to the
+            last one that counts.
         ignore_index: one or several more values of the masks that do not count, such as a "void" class: the loss (also
             one of your own) and the metrics receive 255 instead. Values from C on do not need an output of the model;
             a smaller one keeps its output, which is never right. Default None: only 255.
@@ -369,13 +375,13 @@ class Segmentation(StandardTask):
     DEFAULT_METRICS = ("miou", "pixel_accuracy")
 
     def __init__(
-        self, classes: int, *, ignore_index: int | Sequence[int] | None = None, metrics: Any = None, loss: Any = None,
-        monitor: str | None = None,
+        self, classes: int | Literal["auto"], *, ignore_index: int | Sequence[int] | None = None, metrics: Any = None,
+        loss: Any = None, monitor: str | None = None,
     ) -> None:  # fmt: skip
-        if not is_whole(classes, 2):
-            raise PlanError(f"Segmentation: classes={classes!r} must be an integer of at least 2.")
+        if not is_whole(classes, 2) and classes != AUTO:
+            raise PlanError(f"Segmentation: classes={classes!r} must be an integer of at least 2, or 'auto'.")
         also = _label_values(ignore_index)
-        if classes - sum(value < classes for value in also) < 2:
+        if isinstance(classes, int) and classes - sum(value < classes for value in also) < 2:
             raise PlanError(
                 f"Segmentation: of classes={classes}, ignore_index={ignore_index!r} leaves fewer than 2 to learn. "
                 "Ignore fewer, or pass more classes."

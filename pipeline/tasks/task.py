@@ -15,7 +15,7 @@ from torch import nn
 from ...common.errors import PlanError, suggest
 from ...common.names import imported
 from .means import Adapted, Count, LossFunction, Mean, mean_of, reduction_of, samples
-from .metrics import NAMES_OF_RUN, Unit, by_name, named
+from .metrics import NAMES_OF_RUN, Unit, by_name, imported_classes, named
 from .nests import map_tensors, to_float
 
 if TYPE_CHECKING:
@@ -214,8 +214,9 @@ class StandardTask(Task):
             require gradients, building the pipeline raises a PlanError. None: the first of `LOSSES`. `"model"`: the
             loss that the model computes. Its forward takes `(images, labels=None)`, and with labels returns a dict or
             an object with `loss`, the mean over the batch, and `logits`; Hugging Face's image models do.
-        metrics: names in `METRICS`, or torchmetrics objects, which are copied; or a dict of either by name. None: the
-            default of the task.
+        metrics: names in `METRICS`; classes of torchmetrics or `"package.module:Class"`, which are created without
+            arguments; torchmetrics objects, which are copied, and which a recipe cannot contain; or a dict of them by
+            name. None: the default of the task.
         monitor: the name of the metric that decides which epoch is best, or `"val_loss"`. None: the first metric.
 
     Raises:
@@ -228,7 +229,7 @@ class StandardTask(Task):
     DEFAULT_METRICS: ClassVar[tuple[str, ...]]
 
     def __init__(self, *, metrics: Any = None, loss: Any = None, monitor: str | None = None) -> None:
-        metrics = tuple(metrics) if isinstance(metrics, list) else metrics
+        metrics = imported_classes(metrics)
         criterion = self._loss_of(loss)
         if loss != MODEL_LOSS and not (isinstance(loss, str) and isinstance(criterion, nn.Module)):
             loss = None if criterion is self._loss_of(None) else criterion
@@ -385,8 +386,10 @@ class TaskLoss:
 
     def as_mean(self) -> Mean:
         mean = self.task.mean(self.base, checked=self.checked)
-        total = None if mean.total is None else TaskLoss(self.task, mean.total)
-        return Mean(self, mean.denominator, total, mean.known)
+        total, each = (
+            None if part is None else TaskLoss(self.task, part) for part in (mean.total, mean.each)
+        )
+        return Mean(self, mean.denominator, total, mean.known, each)
 
 
 def loss_and_metric_inputs(task: Task, output: Any) -> tuple[Any, Any]:

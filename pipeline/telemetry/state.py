@@ -70,4 +70,5 @@ class TrainState(Loop):
         return self.meter
 
     def end_epoch(self) -> None:
+        self.steps_left_out += self.steps_per_epoch - self.epoch_steps
         self.epoch, self.meter = self.epoch + 1, EpochMeter()

@@ -41,6 +41,7 @@ from ..tasks.standard import Classification, Regression
 from ..tasks.target_scale import adopt_scale, attach_scale, carried_scale
 from ..tasks.task import TaskLoss
 from ..telemetry.history import Monitor
+from .calibration import calibrate
 from .checks import check_loss, check_metrics, check_output, targets_of
 from .hooks import Microbatch, TrainingHooks
 from .loop import StepLoss
@@ -119,7 +120,7 @@ class Built:
     def begin(self, epochs: int) -> Schedule:
         """Start a training of so many epochs in a loop of your own, from the current weights. Return the schedule,
         whose `set_lr(built.hooks.state.step)` sets the learning rates of a step."""
-        steps = epochs * len(self.train)
+        steps = epochs * self.train.full_length
         self.hooks.begin(self.engine, steps, self.train)
         scale = self.plan.optimization.scheduled_scale(self.plan.data.batch_size)
         return Schedule(self.plan.optimization, self.engine.optimizer, steps, scale)
@@ -169,9 +170,14 @@ def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None
         if val is not None:
             val.close()
         train, val = make_loaders(plan, engine.device)
-    hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes, how.precision)
+    hooks, loss = (
+        TrainingHooks(plan.transforms, plan.seed, parts.classes, how.precision),
+        parts.loss(engine.device),
+    )
+    batches = partial(make_loader, plan, plan.data.train, train=True, device=engine.device)
+    hooks.calibrate = partial(calibrate, engine, batches, loss)
     return Built(
-        plan, engine, train, val, parts.loss(engine.device), hooks, parts.reports, parts.monitor,
+        plan, engine, train, val, loss, hooks, parts.reports, parts.monitor,
         note, split, parts.targets, parts.identity,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
 from ...strategies import Engine
 from ...transforms import BatchContext, Loss, Session, Transform
+from ..optim.schedule_free import ScheduleFree, ScheduleFreeSession
 from ..tasks.nests import labels_of, select_samples, to_float
 from ..tasks.task import Task, TaskLoss, loss_and_metric_inputs
 from ..telemetry.observer import Observer
@@ -99,6 +100,7 @@ class TrainingHooks:
         precision: str = "fp32",
     ) -> None:
         self.state, self.equal_shares = TrainState(), False
+        self.calibrate: Callable[[int], None] = lambda epoch: None  # noqa: ARG005 — sets BatchNorm's statistics
         self._seed, self._classes, self._precision, self._all = seed, classes, precision, tuple(transforms)
         # The loader does the work of those that set the size of its images.
         self._batch = [t for t in transforms if t.kind == "batch" and type(t).size is Transform.size]
@@ -116,9 +118,15 @@ class TrainingHooks:
         # A class is unique in a pipeline: the plan checks it.
         own = [transform for transform in self._all if type(transform).session is not Transform.session]
         self._sessions = {type(each).__name__: each.session(engine.plain_model) for each in own}
+        if isinstance(engine.optimizer, ScheduleFree):
+            session = ScheduleFreeSession(
+                engine.plain_model, engine.optimizer, lambda: self.calibrate(self.state.epoch)
+            )
+            self._sessions["ScheduleFree"] = session
         self.state = state = TrainState(total, seed=self._seed, precision=self._precision, loader=loader)
         state.engine, state.sessions = engine, tuple(self._sessions.values())
-        state.steps_per_epoch = total if loader is None else max(len(loader), 1)
+        state.steps_per_epoch = total if loader is None else max(loader.full_length, 1)
+        state.epoch_steps = total if loader is None else max(len(loader), 1)
         self._moments = moments = self.moments(Observer())
         # A session may change the batch.
         self.equal_shares = loader is not None and not (moments.on_step_start or moments.before_forward)
@@ -129,9 +137,12 @@ class TrainingHooks:
     def begin_epoch(self, loader: EpochLoader, image_size: ImageSize) -> None:
         """Set what changes between epochs, also if the run resumes within one."""
         state = self.state
-        state.loader, state.image_size, state.steps_per_epoch = loader, image_size, max(len(loader), 1)
+        state.loader, state.image_size = loader, image_size
+        full = loader.full_length if isinstance(loader, EpochLoader) else len(loader)
+        state.steps_per_epoch = max(full, 1)
         for session in state.sessions:
             session.before_epoch(state)
+        state.epoch_steps = max(len(loader), 1)
 
     def microbatches(
         self,

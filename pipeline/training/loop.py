@@ -78,6 +78,16 @@ class StepLoss:
             return self.mean.loss(outputs, targets)
         return self.mean.numerator(outputs, targets, self._counts[number - 1]) * self._scale
 
+    def weighted(
+        self, number: int, outputs: Any, targets: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the share with each sample's loss times its weight `(b,)`, whose mean divides by the same; and these
+        losses, without weights and gradients."""
+        losses = self.mean.of_samples(outputs, targets)
+        total = (losses * weights).sum()
+        share = total / self._counts[number - 1] if self._scale is None else total * self._scale
+        return share, losses.detach()
+
 
 def _reads_are_free(ranks: Ranks) -> bool:
     """Whether reading a denominator waits for nothing; it saves operations."""
@@ -145,7 +155,7 @@ def train_epoch(
             state.gradients = partial(add_gradients, engine, microbatches, step, state, moments)
             state.step_loss = step_loss = state.gradients()
             if schedule is not None:
-                state.lr = schedule.set_lr(state.step)
+                state.lr = schedule.set_lr(state.position)
             taken = _optimizer_step(engine, state, moments)
             if taken:
                 meter.add(step_loss, step.weight, overflowed=engine.skipped)
@@ -199,8 +209,8 @@ def add_gradients(
         if not len(images):
             losses.append(_take_part(engine, images, model_inputs(step.mean.loss, targets), last=last))
             continue
+        state.microbatch = engine.rank * engine.accumulate + number - 1
         if moments.before_forward:
-            state.microbatch = engine.rank * engine.accumulate + number - 1
             images, targets = moments.batch(moments.before_forward, state, (images, targets))
         with engine.forward_context():
             outputs = forward(engine.model, images, **model_inputs(step.mean.loss, targets))
@@ -211,7 +221,11 @@ def add_gradients(
             state.outputs = outputs
             images, targets = moments.batch(moments.before_loss, state, (images, targets))
             outputs = state.outputs
-        value = step.share(number, outputs, targets)
+        weights, state.weights, state.losses = state.weights, None, None
+        if weights is None:
+            value = step.share(number, outputs, targets)
+        else:
+            value, state.losses = step.weighted(number, outputs, targets, weights)
         if moments.before_backward:
             value = moments.loss(state, value)
         engine.backward(value, last_microbatch=last)

@@ -24,10 +24,11 @@ class Schedule:
         own = optimization.uses_torch_scheduler
         self._scheduler = _TorchScheduler(optimization, optimizer) if own else None
 
-    def set_lr(self, step: int) -> float:
-        """`step` counts from 0. Return the learning rate of the first parameter group."""
+    def set_lr(self, step: float) -> float:
+        """`step` counts from 0, or is a position (`Loop.position`), which a torch scheduler takes only if it is a step.
+        Return the learning rate of the first parameter group."""
         factor = self._optimization.lr_factor(step, self._steps) * self._scale
-        rates = self._peaks if self._scheduler is None else self._scheduler.rates(step)
+        rates = self._peaks if self._scheduler is None else self._scheduler.rates(int(step))
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate * factor
         return float(rates[0] * factor)

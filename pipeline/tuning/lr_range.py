@@ -156,10 +156,11 @@ class _Growing(Schedule):
         super().__init__(plan.optimization, optimizer, steps)
         first = float(self._peaks[0])
         self._shares = [float(peak) / first if first else 1.0 for peak in self._peaks]
+        self._hooks = built.hooks
         self._lowest, self._factor = lowest, (highest / lowest) ** (1 / (steps - 1))
 
-    def set_lr(self, step: int) -> float:
-        rate: float = self._lowest * self._factor**step
+    def set_lr(self, step: float) -> float:  # noqa: ARG002
+        rate: float = self._lowest * self._factor**self._hooks.state.step  # whatever the length of an epoch
         for group, share in zip(self._optimizer.param_groups, self._shares, strict=True):
             group["lr"] = rate * share
         return rate

@@ -18,8 +18,10 @@ from surgery_models import images
 from torch import nn
 
 pytestmark = [*gpu_device.MARKS, pytest.mark.filterwarnings("ignore::drivetrain.transforms.NothingChanged")]
-DRAWS_ON_DEVICE = {"GyroDropout", "StochasticDepth"}
+DRAWS_ON_DEVICE = {"GyroDropout", "PatchDropout", "StochasticDepth"}
 """Their random numbers in training are the device's own, which are not the CPU's."""
+SHORT = {"InfoBatch": {"anneal": 0.0}}
+"""Options for a training of two epochs."""
 OF_TOKENS = {"SeqLengthWarmup"}
 """For sequences of tokens, which no pipeline of images has."""
 TOKENS = torch.arange(16 * 32).reshape(16, 32)
@@ -141,7 +143,7 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> Five:
 @pytest.mark.parametrize("name", sorted(set(TRANSFORMS) - OF_TOKENS))
 def test_a_training_with_it_agrees_with_the_cpu(device: Device, toy: Toy, five: Five, name: str) -> None:
     """Through the whole pipeline, evaluation included: whatever kind it is, and whatever the plan adds."""
-    transform, factory, data = TRANSFORMS[name](), batch_norm_model, toy
+    transform, factory, data = TRANSFORMS[name](**SHORT.get(name, {})), batch_norm_model, toy
     load: dict[str, Any] = {}
     if transform.kind in CHANGES_MODEL:
         transform, factory = named(name)

@@ -38,6 +38,7 @@ ELSEWHERE = {
     "docs/guide/after-the-run.md": "tests/pipeline/apps/exports/test_after_the_run_guide.py",
     "docs/guide/callbacks.md": "tests/pipeline/callbacks/test_callbacks.py",
     "docs/guide/composer.md": "tests/transforms/test_from_composer.py",
+    "docs/guide/project.md": "tests/pipeline/apps/cli/test_new.py",
     "docs/guide/how-to.md": "tests/house/test_readme.py",
     "docs/guide/search.md": "tests/pipeline/callbacks/test_search.py",
     "docs/guide/tasks.md": "tests/pipeline/tasks/test_training.py",
@@ -217,7 +218,7 @@ def test_each_command_parses(page: str, monkeypatch: pytest.MonkeyPatch, tmp_pat
         elif name == "make":
             assert words[0] in targets, words
         else:
-            assert name in ("export", "pip"), name
+            assert name in ("cd", "export", "pip"), name
 
 
 def test_options_within_sentences_are_options_of_the_command() -> None:

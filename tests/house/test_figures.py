@@ -161,7 +161,7 @@ def built(name: str) -> nn.Module:
     torch.manual_seed(0)
     if name == "GyroDropout":
         return nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), nn.ReLU(), nn.Dropout(), nn.Linear(64, 10))
-    if name in ("ALiBi", "GatedLinearUnits", "LowPrecisionLayerNorm"):
+    if name in ("ALiBi", "GatedLinearUnits", "LowPrecisionLayerNorm", "PatchDropout"):
         model = torchvision.models.VisionTransformer(32, 8, 2, 2, 64, 128, num_classes=10)
         nn.init.normal_(model.heads.head.weight)
         return model

@@ -58,6 +58,7 @@ def test_a_simulated_gpu() -> None:
         assert len(device.found) == 5, device.found
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_process_with_many_open_files() -> None:
     """The answer's number is among those that `rank_server.become` uses itself."""

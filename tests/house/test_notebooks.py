@@ -216,7 +216,8 @@ def test_cells_show_themselves_can_be_run_again_and_interrupted(
     losses = kernel.printed("print([epoch.loss for epoch in result.history.epochs])")
     before = kernel.printed("print(left())")
 
-    again = kernel.run(FIT)
+    replaced, *again = kernel.run(FIT)
+    assert "run held a run of 2 epochs; it is replaced" in replaced["text"]
     assert [output["kind"] for output in again] == [output["kind"] for output in outputs]
     assert [BAR in output.get("data", {}) for output in again] == [BAR in o.get("data", {}) for o in outputs]
     assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == len(rows)

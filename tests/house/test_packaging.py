@@ -53,6 +53,7 @@ def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_the_tests_run_in_a_folder_of_any_name(clone: Path) -> None:
     told = output_of(sys.executable, "-m", "pytest", "-q", "tests/common/test_checks.py", cwd=clone)
     assert " passed" in told
@@ -71,6 +72,7 @@ def test_the_wheel_holds_the_package_its_libraries_and_nothing_else(wheel: Path)
     (jpeg,) = (name for name in names if re.fullmatch(r"drivetrain\.libs/libjpeg-[0-9a-f]+\.so[\d.]*", name))
     sources = [ROOT / "py.typed", *ROOT.glob("*.py")]
     sources += [path for stage in STAGES for path in (ROOT / stage).rglob("*.py")]
+    sources += [path for path in ROOT.glob("pipeline/apps/projects/[!_]*/*") if path.is_file()]
     native = [ROOT / "loaders" / "native" / name for name in ("libdrivetrain.so", "libjpeg-turbo.txt")]
     listed = {f"drivetrain/{path.relative_to(ROOT).as_posix()}" for path in [*sources, *native]}
     assert names == listed - {"drivetrain/setup.py"} | {jpeg}

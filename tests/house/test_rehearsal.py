@@ -34,6 +34,7 @@ def test_all_are_skipped_with_a_reason_where_there_is_no_device() -> None:
     assert all("CUDA" in line for line in output.splitlines() if line.startswith("SKIPPED"))
 
 
+@pytest.mark.slow
 def test_some_of_each_kind_run_on_the_cpu() -> None:
     chosen = " or ".join(f"({name.removesuffix('.py')} and ({words}))" for name, words in REHEARSED.items())
     output = pytest_without_a_gpu(*(str(FOLDER / name) for name in REHEARSED), "-k", chosen, rehearse=True)

@@ -369,7 +369,7 @@ def test_checksums(tmp_path: Path) -> None:
         evaluate(path, 16, verify=True)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.process
 def test_files_of_ffcvs_writer_load(tmp_path: Path) -> None:
     run_script("loader_stock_arrays.py", tmp_path)

@@ -205,7 +205,8 @@ def compiled_and_not() -> dict[str, list[Run]]:
     return {name: [train(name, case, given={"compile": how}) for how in (True, False)] for name in names}
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_compiled_model_trains_alike_under_the_same_names(ranks: int) -> None:
     runs = (
         compiled_and_not() if ranks == 1 else strategies.launch(compiled_and_not, devices=2, timeout=250)[0]

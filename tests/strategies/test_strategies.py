@@ -335,6 +335,26 @@ def test_a_name_that_is_taken_is_refused(name: str) -> None:
 
 
 @pytest.mark.usefixtures("nothing_registered")
+def test_an_option_without_a_default() -> None:
+    """The table of all strategies, and `drivetrain doctor`, work with it; it is required by name."""
+
+    class Frozen(Mine):
+        name, summary = "frozen", "freezes a prefix"
+
+        def __init__(self, prefix: str) -> None:
+            self.prefix = prefix
+
+    strategies.register("frozen", Frozen)
+    (row,) = [row for row in strategies.available() if row.name == "frozen"]
+    assert (row.summary, row.runs_here) == ("freezes a prefix", False)
+    with pytest.raises(
+        StrategyError, match=r"'frozen' needs the option 'prefix'.*distribute\('frozen', prefix=…\)"
+    ):
+        strategies.get("frozen")
+    assert strategies.get("frozen", prefix="0.").prefix == "0."  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("nothing_registered")
 def test_what_is_registered_must_make_strategies() -> None:
     with pytest.raises(StrategyError, match=r"'mine_own' is a Mine\. Pass the strategy's class"):
         strategies.register("mine_own", Mine())

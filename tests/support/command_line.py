@@ -69,6 +69,13 @@ def call(*command: str) -> End:
     return End(int(end.value.code or 0), out.getvalue(), err.getvalue())
 
 
+def done(*command: str) -> str:
+    """What a command prints that must succeed, in this process."""
+    end = call(*command)
+    assert end.code == 0, end
+    return end.out
+
+
 def call_several(*commands: list[str]) -> list[End]:
     """Several commands in this process, in which warnings are shown, and not errors as in other tests."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():

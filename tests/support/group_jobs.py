@@ -28,6 +28,14 @@ CONFIGS = {
         "adamw", {"lr": 0.01, "weight_decay": 0.1}, groups=GROUPS, schedule=cycle, warmup=0.4
     ),
     "muon": OptimizerConfig("muon", {"lr": 0.02, "adamw_lr": 0.01}, groups=GROUPS, schedule="wsd"),
+    "adamuon": OptimizerConfig("adamuon", {"lr": 0.01}, groups=GROUPS, schedule="wsd"),
+    "schedulefree": OptimizerConfig(
+        "schedulefree_adamw",
+        {"lr": 0.01, "weight_decay": 0.1},
+        groups=GROUPS,
+        schedule="constant",
+        warmup=0.4,
+    ),
     "nadam": OptimizerConfig(torch.optim.NAdam, {"lr": 0.01}, groups=GROUPS, schedule="wsd"),
 }
 

@@ -191,8 +191,10 @@ static dt_choices draw(drawn *to, const dt_settings *settings, int views, uint64
         double colors[] = {0.5, 1.5, 1.2, (double)next(6)};
         memcpy(to->colors + 4 * view, colors, sizeof colors);
         for (int k = 2 * view; k < 2 * view + 2; k++) {
-            to->operations[k] = (int64_t)next(14);
-            to->magnitudes[k] = to->operations[k] == 10 ? (double)next(9) : (double)next(64) / 64 - 0.5;
+            to->operations[k] = (int64_t)next(15);
+            to->magnitudes[k] = to->operations[k] == 10   ? (double)next(9)
+                                : to->operations[k] == 14 ? (double)next(64) / 20 - 0.1
+                                                          : (double)next(64) / 64 - 0.5;
             to->weights[k] = 0.5f;
         }
         to->corners[2 * view] = (int64_t)next((uint64_t)settings->height - 5);

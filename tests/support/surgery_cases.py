@@ -36,6 +36,7 @@ CASES: dict[str, tuple[t.Transform, Factory, int]] = {
         (t.ALiBi(), m.vit, 2), (t.ALiBi(), m.timm_vit, 2),
         (t.GatedLinearUnits(), m.vit, 2), (t.GatedLinearUnits(), m.timm_vit, 2),
         (t.GatedLinearUnits(), m.timm_convnext, 4),
+        (t.PatchDropout(), m.vit, 1), (t.PatchDropout(), m.timm_vit, 1),
     ]
 }  # fmt: skip
 cases = pytest.mark.parametrize(("transform", "factory", "count"), CASES.values(), ids=CASES)

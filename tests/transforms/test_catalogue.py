@@ -32,7 +32,7 @@ SAMPLES = [
     t.AugMix(width=2, alpha=0.5), t.StochasticDepth("sample", 0.1, "uniform"),
     t.MixUp(0.4), t.CutOut(2, 0.25), t.ColOut(0.1, 0), t.ProgressiveResizing(delay=0.4),
     t.SelectiveBackprop(keep=0.3), t.SeqLengthWarmup(truncate=False), t.EMA(None, 0.99, 20), t.SWA(0.5, 1.0, 10),
-    t.SAM(0.5, 10), t.GradientClipping("adaptive", 0.01),
+    t.SAM(0.5, 10), t.InfoBatch(0.3, 0.25), t.GradientClipping("adaptive", 0.01),
 ]  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def test_declared_facts() -> None:
         "LayerFreezing": t.LayerFreezing.unsafe_with, "Lookahead": ("deepspeed",),
         "SAM": ("deepspeed", "fairscale"), "StochasticDepth": ("fairscale",), "SWA": ("deepspeed",),
     }  # fmt: skip
-    assert {n for n, cls in t.TRANSFORMS.items() if cls.kind == "schedule"} == {"LayerFreezing"}
+    assert {n for n, cls in t.TRANSFORMS.items() if cls.kind == "schedule"} == {"InfoBatch", "LayerFreezing"}
 
 
 def test_the_catalogue_lists_all_and_what_each_declares() -> None:
@@ -241,6 +241,7 @@ BAD: dict[type[t.Transform], dict[str, list[object]]] = {
     t.SAM: {"rho": [0, *NO_NUMBERS], "interval": [0, 1.0, *NO_NUMBERS]},
     t.GradientClipping: {"by": ["Norm", None, 2], "threshold": [0, *NO_NUMBERS]},
     t.LabelSmoothing: {"smoothing": [1, 1.0, 1.5, *NO_NUMBERS]},
+    t.InfoBatch: {"ratio": [0, 1, *NO_NUMBERS], "anneal": [1, *NO_NUMBERS]},
     t.LayerFreezing: {"freeze_start": [1.0], "freeze_level": [1.5]},
     t.TestTimeFlip: {"shift": [-1]},
     t.BlurPool: {

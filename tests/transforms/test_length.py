@@ -24,7 +24,7 @@ CASES = [
     t.Lookahead(2, power=2.0), t.Lookahead(2), t.EMA(half_life=2, update_every=3), t.SWA(0.0, 0.5, 2), t.SWA(0.0, 1.0),
     t.SelectiveBackprop(0.0, 1.0), t.SelectiveBackprop(0.0, 0.8, interrupt=0), t.SelectiveBackprop(0.3, 1.0),
     t.ProgressiveResizing(delay=0.0, finetune=1.0), t.ProgressiveResizing(0.5, 0.2, 0.2),
-    t.LayerFreezing(0.0, 1.0), t.LayerFreezing(0.0, 0.0),
+    t.LayerFreezing(0.0, 1.0), t.LayerFreezing(0.0, 0.0), t.InfoBatch(0.9, 0.0),
     t.SeqLengthWarmup(max_seq_length=40), t.SeqLengthWarmup(0.0, 8, 40), t.SeqLengthWarmup(0.5, 16, 16),
 ]  # fmt: skip
 
@@ -65,13 +65,13 @@ def run(transform: t.Transform, epochs: int, train: str) -> list[Any]:
         seen.append((logits.detach().clone(), targets.clone()))
         return loss(logits, targets)
 
-    if isinstance(transform, t.SelectiveBackprop):
+    if isinstance(transform, t.SelectiveBackprop | t.InfoBatch):
         looked = loss  # which it must know
     with ExitStack() as stack:
         loader: Any = [(torch.randn(8, 3, SIDE, SIDE), labels) for _ in range(PER_EPOCH)]
         if isinstance(transform, t.SeqLengthWarmup):
             loader = [(each, labels) for each in tokens]
-        if isinstance(transform, t.ProgressiveResizing):  # whose work the loader does
+        if isinstance(transform, t.ProgressiveResizing | t.InfoBatch):  # whose work the loader does
             loader = FFCVLoader(train, batch_size=128 // PER_EPOCH, image_size=SIDE, workers=1, flip=False)
             stack.enter_context(loader)
         methods.begin(engine, epochs * PER_EPOCH)

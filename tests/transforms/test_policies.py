@@ -1,4 +1,4 @@
-"""RandAugment, TrivialAugment and AugMix as transforms: alone, in the plan, and in training with either loader."""
+"""The policies of augmentation as transforms: alone, in the plan, and in training with either loader."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,7 @@ from PIL import Image
 from pipeline_data import Toy
 from torchvision.transforms import v2
 
-POLICIES = [t.RandAugment, t.TrivialAugment, t.AugMix]
+POLICIES = [t.RandAugment, t.TrivialAugment, t.AugMix, t.ThreeAugment]
 
 
 @pytest.mark.parametrize("cls", POLICIES)

@@ -3,12 +3,14 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from drivetrain import transforms as t
+from drivetrain.pipeline.telemetry.state import TrainState
 from host_syncs import OnCuda, SimulatedCuda, put_on_cuda
 from surgery_cases import CASES
 from surgery_models import bottlenecks, resnet, small
@@ -96,6 +98,32 @@ def session(transform: t.Transform) -> Step:
     return step
 
 
+class Loader:
+    """Four batches of six samples, in order."""
+
+    samples, indices, settings = 24, torch.arange(24).numpy(), SimpleNamespace(batch_size=6)
+
+    def keep(self, indices: Any) -> None:
+        assert len(indices) == 24
+
+    def shares(self, epoch: int) -> list[Any]:  # noqa: ARG002
+        return [self.indices[at : at + 6] for at in range(0, 24, 6)]
+
+
+def pruning(on: Callable[[Any], Any]) -> Any:
+    device = torch.device("cuda", 0) if isinstance(on, OnDevice) else torch.device("cpu")
+    loop: Any = TrainState(total_steps=40, steps_per_epoch=4, epoch_steps=4, loader=Loader())
+    loop.engine = SimpleNamespace(device=device, rank=0, accumulate=2)
+    followed = t.InfoBatch().session(nn.Identity())
+    followed.before_epoch(loop)
+    followed.on_epoch_start(loop)
+    for loop.microbatch, part in enumerate(LABELS.tensor_split(2)):
+        loop.batch, loop.losses = (None, on(part)), on(part.float())
+        followed.before_loss(loop)
+        followed.before_backward(loop)
+    return loop.weights, followed._epoch.losses.nan_to_num()
+
+
 def clipping(transform: t.GradientClipping, on: Callable[[Any], Any]) -> Any:
     parameters = with_gradients(on(small()))
     return transform.clip(parameters), [p.grad for p in parameters]
@@ -148,11 +176,11 @@ STEPS: dict[str, Step] = {
     "GradientClipping": partial(clipping, t.GradientClipping()),
     "GradientClipping, value": partial(clipping, t.GradientClipping("value", 0.1)),
     "GradientClipping, adaptive": partial(clipping, t.GradientClipping("adaptive", 0.1)),
-    "SAM": perturbing, "LayerFreezing": freezing, "NoWeightDecay": decay,
+    "InfoBatch": pruning, "SAM": perturbing, "LayerFreezing": freezing, "NoWeightDecay": decay,
     "EMA": session(t.EMA()), "Lookahead": session(t.Lookahead(2)), "SWA": session(t.SWA(0.3, 0.9)),
     "TestTimeFlip": lambda on: t.TestTimeFlip(1).predict(on(small()), on(IMAGES)),
     "RandAugment": of_the_loader(t.RandAugment()), "TrivialAugment": of_the_loader(t.TrivialAugment()),
-    "AugMix": of_the_loader(t.AugMix()),
+    "AugMix": of_the_loader(t.AugMix()), "ThreeAugment": of_the_loader(t.ThreeAugment()),
     "ChannelsLast": forward(t.ChannelsLast(), resnet),
     "GhostBatchNorm, momentum=None": forward(t.GhostBatchNorm(2), momentum_none),
     "StochasticDepth, often": forward(t.StochasticDepth(drop_rate=0.9), bottlenecks),

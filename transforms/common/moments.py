@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ class LoopEngine(Protocol):
     device: torch.device
     rank: int
     world_size: int
+    accumulate: int
 
     @property
     def plain_model(self) -> nn.Module: ...
@@ -37,6 +38,8 @@ class LoopEngine(Protocol):
 
     def zero_grad(self) -> None: ...
 
+    def reduce(self, value: Tensor, op: Literal["mean", "sum"] = "mean") -> Tensor: ...
+
 
 def outside_of_a_step() -> None:
     raise PlanError("Loop.gradients: there is no step. Call it in after_gradients.")
@@ -47,12 +50,14 @@ class Loop:
     """The training loop on one rank at a moment: where the run is, and what the step has computed so far.
 
     Attributes:
-        total_steps: optimizer steps of the full run.
+        total_steps: optimizer steps of the full run, with all samples in every epoch.
         epoch: finished epochs.
         step: completed optimizer steps, including skipped ones.
         engine: the model, the optimizer, and what is known of the ranks.
         seed, precision: of the run; the precision is `"fp32"`, `"bf16"` or `"fp16"`.
-        steps_per_epoch: optimizer steps.
+        steps_per_epoch: optimizer steps of an epoch with all samples.
+        epoch_steps: optimizer steps of the current epoch; fewer, if the loader leaves out samples (`EpochLoader.keep`).
+        steps_left_out: steps by which all earlier epochs were shorter.
         loader: the training loader; None in a custom loop that does not pass it.
         image_size: the side, or height and width, of training images at full size.
         sessions: all sessions of the run, in the plan's order.
@@ -60,6 +65,10 @@ class Loop:
             `after_backward`. May be replaced at `on_step_start` and `before_forward`.
         loss_function: the training loss, of outputs and targets.
         outputs: what the model returned for a microbatch; from `before_loss` on in float32, and may be replaced there.
+        weights: factors of the losses of a microbatch's samples, `(b,)`; None: 1. May be set at `before_loss`. The mean
+            still divides by what it divides by without them.
+        losses: the losses of a microbatch's samples without these factors, `(b,)`, at `before_backward` if `weights`
+            were set; else None.
         loss: the mean over a microbatch, a scalar; may be replaced at `before_backward`.
         microbatch: the number of the microbatch over all ranks; outside of microbatches, the rank.
         gradients: computes the gradients of this step again, and adds them: call `engine.zero_grad()` first.
@@ -82,12 +91,16 @@ class Loop:
     seed: int = 0
     precision: str = "fp32"
     steps_per_epoch: int = 1
+    epoch_steps: int = 1
+    steps_left_out: int = 0
     loader: Any = field(default=None, repr=False)
     image_size: int | tuple[int, int] = 0
     sessions: tuple[Session, ...] = field(default=(), repr=False)
     batch: Any = field(default=None, repr=False)
     loss_function: Callable[..., Tensor] | None = field(default=None, repr=False)
     outputs: Any = field(default=None, repr=False)
+    weights: Tensor | None = field(default=None, repr=False)
+    losses: Tensor | None = field(default=None, repr=False)
     loss: Any = field(default=None, repr=False)
     microbatch: int = 0
     gradients: Callable[[], Any] = field(default=outside_of_a_step, repr=False)
@@ -109,16 +122,22 @@ class Loop:
     @property
     def progress(self) -> float:
         """The completed fraction of training, 0 to 1."""
-        return self.progress_at(self.step)
+        return self.progress_at(self.position)
+
+    @property
+    def position(self) -> float:
+        """Where the run is, 0 to `total_steps`: `step`, if every epoch has all samples; of a shorter epoch, each step
+        counts for more, so that all epochs count the same. Learning rate and `progress` follow it."""
+        return self.epoch_start + self.step_in_epoch * self.steps_per_epoch / self.epoch_steps
 
     @property
     def epoch_start(self) -> int:
-        """The number of steps completed before the current epoch."""
-        return self.step - self.step_in_epoch
+        """The position at the start of the current epoch."""
+        return self.step - self.step_in_epoch + self.steps_left_out
 
-    def progress_at(self, step: float) -> float:
-        """Return the fraction of training, 0 to 1, completed after `step` steps."""
-        return min(step / max(self.total_steps, 1), 1.0)
+    def progress_at(self, position: float) -> float:
+        """Return the fraction of training, 0 to 1, completed at a position from 0 to `total_steps`."""
+        return min(position / max(self.total_steps, 1), 1.0)
 
     def forward(self, images: Tensor) -> Any:
         """Return the outputs of the wrapped model, in float32."""

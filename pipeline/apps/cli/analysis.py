@@ -109,7 +109,8 @@ def plan(
 ) -> None:  # fmt: skip
     """Print the plan of a training: each step, and why it is there.
 
-    Whatever `train` would reject before the model is built is rejected here. Only the headers of data files are read.
+    What contradicts itself, and data that is missing, is rejected here; `train` also compares the labels with the task
+    and the model, before its first step. Only the headers of data files are read.
     With --summary, the model is built.
     """
     from .training import completed_recipe

@@ -95,7 +95,7 @@ def test_the_first_batch_needs_little(server: RangeServer, address: str) -> None
 
 def test_torchs_loader_reads_it_too(address: str, folder: Path) -> None:
     options = OPTIONS | {"dtype": torch.float32, "train": False, "workers": 0}
-    local = epochs(TorchLoader(folder / "train.beton", **options), 1)
+    local = epochs(TorchLoader(folder / "train.beton", **options | {"workers": 0}), 1)
     assert torch.equal(epochs(TorchLoader(address, **options), 1)[0], local[0])
     assert pickle.loads(pickle.dumps(open_beton(address).file)).mirror.address == address
 

@@ -25,7 +25,7 @@ from drivetrain.loaders.beton.reader import Beton
 from loader_pictures import jpeg_bytes, picture
 from process_state import start_server
 
-MUTANTS, LIMIT = 400, 20.0
+LIMIT = 20.0
 NAMES = ["score", "box", "text", "meta"]
 
 
@@ -204,8 +204,9 @@ def judge(mutant: Mutant, answer: dict[str, Any], sound: list[Any], verified: bo
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("mutants", [80, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("verified", [False, True], ids=["alone", "with-manifest"])
-def test_damage_is_refused_or_harmless(original: Path, tmp_path: Path, verified: bool) -> None:
+def test_damage_is_refused_or_harmless(original: Path, tmp_path: Path, verified: bool, mutants: int) -> None:
     beton, path, reader = open_beton(original), tmp_path / "mutant.beton", Reader()
     outcomes: Counter[str] = Counter()
     try:
@@ -213,12 +214,12 @@ def test_damage_is_refused_or_harmless(original: Path, tmp_path: Path, verified:
         assert [label for label, _, _ in sound] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
         if verified:
             shutil.copy(manifest_path(original), manifest_path(path))
-        for mutant in make_mutants(beton, MUTANTS // 2, seed=2 + verified):
+        for mutant in make_mutants(beton, mutants, seed=2 + verified):
             path.unlink(missing_ok=True)
             subprocess.run(["cp", "--sparse=always", original, path], check=True, timeout=10)
             mutant.apply(path)
             outcomes[judge(mutant, reader.read(path, verified), sound, verified)] += 1
     finally:
         reader.close()
-    assert outcomes["refused"] > 60, outcomes  # else the mutants do not reach what they should
-    assert outcomes["identical"] > 10, outcomes
+    assert outcomes["refused"] > 0.3 * mutants, outcomes  # else the mutants do not reach what they should
+    assert outcomes["identical"] > 0.05 * mutants, outcomes

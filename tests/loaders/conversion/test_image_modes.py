@@ -223,7 +223,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "1.png: its values have more than 8 bits" in capsys.readouterr().err
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.process
 def test_ffcv_reads_ours_and_we_read_its_files(tmp_path: Path) -> None:
     for mode, kind in MODES.items():

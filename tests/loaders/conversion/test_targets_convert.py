@@ -315,7 +315,7 @@ def test_masks_in_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.long
+@pytest.mark.slow
 def test_stock_reads_our_masks_and_we_read_theirs(tmp_path: Path) -> None:
     convert(Samples(), tmp_path / "ours.beton", fields={"boxes": "boxes"})
     run_script("loader_stock_masks.py", tmp_path)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from drivetrain.common.errors import BetonError, DataError
-from drivetrain.loaders import FFCVLoader, StockFFCVLoader, convert, open_beton
+from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.decode import augmentation
 from drivetrain.loaders.decode.draws import sample_keys
 from drivetrain.loaders.options import LoaderOptions
@@ -232,6 +232,20 @@ def test_a_png_of_a_field_that_is_no_mask(tmp_path: Path) -> None:
 def test_what_targets_do_not_follow_is_refused(file: Path, options: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         FFCVLoader(file, batch_size=2, image_size=24, **options)
+
+
+@pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
+def test_three_augment_moves_no_mask(kind: Any, file: Path) -> None:
+    options: dict[str, Any] = {
+        "batch_size": 4,
+        "image_size": 24,
+        "workers": int(kind is FFCVLoader),
+        "seed": 3,
+    }
+    with kind(file, **options) as plain, kind(file, policy={"name": "three_augment"}, **options) as changed:
+        (images, masks, *_), (others, same, *_) = next(iter(plain)), next(iter(changed))
+    assert torch.equal(masks, same)
+    assert not torch.equal(images, others)
 
 
 def test_operations_of_ffcv_are_refused(file: Path) -> None:

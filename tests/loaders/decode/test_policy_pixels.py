@@ -1,5 +1,5 @@
-"""RandAugment, TrivialAugment and AugMix in both loaders: each operation, and the distribution of the draws, compared
-with torchvision's."""
+"""RandAugment, TrivialAugment, AugMix and ThreeAugment in both loaders: each operation, and the distribution of the
+draws, compared with torchvision's and Pillow's."""
 
 import json
 import math
@@ -11,12 +11,12 @@ import pytest
 import torch
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
-from drivetrain.loaders.decode.draws import NAMES, draw_policy, magnitudes, sample_keys
+from drivetrain.loaders.decode.draws import GAUSSIAN_BLUR, NAMES, Drawn, draw_policy, magnitudes, sample_keys
 from drivetrain.loaders.decode.policies import POLICIES, torchvision_policy
 from loader_pictures import load, picture
 from native_pixels import load_pictures
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageFilter
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
@@ -300,7 +300,7 @@ def torchvisions_draws(policy: dict[str, Any], count: int, side: int) -> NDArray
 @pytest.mark.parametrize(
     "policy",
     [
-        *EACH,
+        *EACH[:3],
         {"name": "rand_augment", "num_ops": 3, "magnitude": 20},
         {"name": "trivial_augment", "num_magnitude_bins": 11},
         {"name": "aug_mix", "severity": 10, "width": 2, "depth": 4},
@@ -351,3 +351,60 @@ def test_aug_mix_weighs_as_torchvision_does(alpha: float, width: int) -> None:
         np.testing.assert_allclose(*below, atol=4 * math.sqrt(0.5 / count))
     correlations = [np.corrcoef(weights[:, 0], weights[:, 1])[0, 1] for weights in (found, expected)]
     assert abs(correlations[0] - correlations[1]) < 0.03
+
+
+def test_the_blur_is_pillows_bit_for_bit() -> None:
+    """With every standard deviation of ThreeAugment, also of images that are smaller than its reach."""
+    rng = np.random.default_rng(0)
+    for height, width in ((1, 1), (1, 9), (9, 1), (2, 3), (17, 31), (64, 48)):
+        image = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        for sigma in [0.0, 0.1, 1.41, 1.42, 2.0, *rng.uniform(0.1, 2, 40).tolist()]:
+            found = load_pictures([image], policy=([[[GAUSSIAN_BLUR]]], [[[sigma]]], NONE))[0]
+            expected = Image.fromarray(image).filter(ImageFilter.GaussianBlur(sigma))
+            assert np.array_equal(found, np.asarray(expected)), (height, width, sigma)
+
+
+def deits(image: NDArray[np.uint8], drawn: Drawn) -> NDArray[np.uint8]:
+    """DeiT III's `new_data_aug_generator` with these draws, by torchvision's and Pillow's functions."""
+    (first, *jitters), (strength, *factors) = drawn.operations[0, 0].tolist(), drawn.magnitudes[0, 0].tolist()
+    result = Image.fromarray(image)
+    if first == NAMES.index("Color"):
+        result = F.to_grayscale(result, 3)
+    elif first == NAMES.index("Solarize"):
+        result = F.solarize(result, 128)
+    else:
+        result = result.filter(ImageFilter.GaussianBlur(strength))
+    for operation, factor in zip(jitters, factors, strict=True):
+        name = {"Brightness": "brightness", "Contrast": "contrast", "Color": "saturation"}[NAMES[operation]]
+        result = getattr(F, f"adjust_{name}")(result, 1 + factor)
+    return np.asarray(result)
+
+
+@pytest.mark.parametrize("side", [1, 17, 32])
+def test_three_augment_is_deits_bit_for_bit(side: int) -> None:
+    for number, image in enumerate(odd_pictures(side)):
+        for sample in range(40):
+            drawn = draw_policy(
+                {"name": "three_augment"}, sample_keys(number, 0, np.array([sample])), (side, side)
+            )
+            found = load_pictures([image], policy=(drawn.operations, drawn.magnitudes, NONE))[0]
+            assert np.array_equal(found, deits(image, drawn)), (number, sample)
+
+
+def test_three_augment_draws_each_as_often_and_every_order() -> None:
+    drawn = draw_policy(
+        {"name": "three_augment", "color_jitter": 0.2}, sample_keys(0, 0, np.arange(6000)), (8, 8)
+    )
+    first, orders = drawn.operations[:, 0, 0], drawn.operations[:, 0, 1:]
+    strength, changes = drawn.magnitudes[:, 0, 0], drawn.magnitudes[:, 0, 1:]
+    names, counts = np.unique(first, return_counts=True)
+    assert names.tolist() == sorted([NAMES.index("Color"), NAMES.index("Solarize"), GAUSSIAN_BLUR])
+    assert (np.abs(counts - 2000) < 5 * math.sqrt(6000 * 2 / 9)).all()
+    radii = strength[first == GAUSSIAN_BLUR]
+    np.testing.assert_allclose(np.quantile(radii, [0, 0.5, 1]), [0.1, 1.05, 2.0], atol=0.1)
+    kinds, counts = np.unique(orders, axis=0, return_counts=True)
+    assert len(kinds) == 6
+    assert (np.abs(counts - 1000) < 5 * math.sqrt(6000 * 5 / 36)).all()
+    np.testing.assert_allclose(
+        np.quantile(changes, [0, 0.5, 1], axis=0), [[-0.2] * 3, [0] * 3, [0.2] * 3], atol=0.01
+    )

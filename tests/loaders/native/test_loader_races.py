@@ -35,6 +35,7 @@ def run(folder: Path, workspaces: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=250)
 
 
+@pytest.mark.slow
 def test_no_thread_writes_what_another_uses(folder: Path) -> None:
     done = run(folder, "kept")
     assert (done.returncode, done.stderr) == (0, "")

@@ -61,7 +61,7 @@ def test_what_was_trained_is_evaluated_kept_and_resumed(model: type, toy: Toy, t
 
 
 @pytest.mark.process
-@pytest.mark.long
+@pytest.mark.slow
 def test_on_ranks(toy: Toy, tmp_path: Path) -> None:
     pipelines = {
         f"{model.__name__} {name}": toy.pipeline(model).distribute(name, devices=2, device="cpu")

@@ -155,9 +155,10 @@ def test_a_few(strategy: str, ranks: int, kills: int, seed: int, server: Server,
     ends_the_same(server, tmp_path, strategy, ranks, kills, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "strategy", "ranks"),
-    [("MultiLabel", "single", 1), pytest.param("Regression", "ddp", 2, marks=pytest.mark.slow)],
+    [("MultiLabel", "single", 1), ("Regression", "ddp", 2)],
 )
 def test_a_few_of_other_tasks(task: str, strategy: str, ranks: int, server: Server, tmp_path: Path) -> None:
     """Their metrics in the history are those of the uninterrupted run, too."""
@@ -167,9 +168,8 @@ def test_a_few_of_other_tasks(task: str, strategy: str, ranks: int, server: Serv
     assert all(set(metrics) == names for *_, metrics in numbers(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "kills"), [("single", 1, 3), pytest.param("ddp", 2, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "ranks", "kills"), [("single", 1, 3), ("ddp", 2, 2)])
 def test_a_few_with_callbacks_and_early_stopping(
     strategy: str, ranks: int, kills: int, server: Server, tmp_path: Path
 ) -> None:

@@ -187,6 +187,7 @@ def whole(toy: Toy, root: Path) -> dict[str, Any]:
     return {name.rpartition(" ")[0]: one for name, one in found.items()}
 
 
+@pytest.mark.slow
 def test_to_every_strategy_and_back(toy: Toy, root: Path, whole: dict[str, Any]) -> None:
     """One device to each strategy on two ranks, each to the next one, and each to one device."""
     names = [*SHARDING, *AVERAGED]

@@ -116,7 +116,7 @@ def mutated(state: Any, place: tuple[Any, ...], value: Any) -> Any:
 
 @pytest.mark.long
 @settings(
-    max_examples=250, derandomize=True, deadline=None, database=None,
+    max_examples=100, derandomize=True, deadline=None, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(data=st.data())

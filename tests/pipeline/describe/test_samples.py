@@ -28,7 +28,7 @@ def classes(samples: Any) -> Counter[int]:
     return Counter((samples % TRAIN % CLASSES).tolist())
 
 
-@pytest.mark.parametrize("loader", ["ffcv", "torch", "ffcv_stock"])
+@pytest.mark.parametrize("loader", ["ffcv", "torch", pytest.param("ffcv_stock", marks=pytest.mark.slow)])
 def test_a_part_is_held_out(toy: Toy, loader: str) -> None:
     (train,), val = loaded(toy, val_split=0.25, loader=loader)
     assert sorted([*train, *val]) == [*range(TRAIN)]

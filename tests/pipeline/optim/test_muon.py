@@ -10,7 +10,7 @@ from drivetrain import Pipeline, PlanError, StrategyError, strategies
 from drivetrain.pipeline import Checkpoints
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.optim.config import OptimizerConfig
-from drivetrain.pipeline.optim.muon import ADAMW, MUON, Muon, orthogonalized
+from drivetrain.pipeline.optim.muon import ADAMW, MUON, AdaMuon, Muon, orthogonalized
 from drivetrain.strategies import launch
 from drivetrain.transforms import NoWeightDecay
 from pipeline_data import Toy, batch_norm_model, numbers, plain_model
@@ -81,6 +81,44 @@ def test_convolutions_get_the_formulas_numbers(shape: tuple[int, ...], layout: t
     torch.testing.assert_close(found, [expected], rtol=0, atol=1e-6)
 
 
+def plain_adamuon(weight: torch.Tensor, steps: int, lr: float, momentum: float, decay: float) -> torch.Tensor:
+    """Algorithm 1 of the paper, one matrix at a time."""
+    weight, buffer, squares = weight.clone(), torch.zeros_like(weight), torch.zeros_like(weight)
+    for step in range(steps):
+        gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
+        buffer = momentum * buffer + gradient
+        signs = buffer.sign().reshape(1, len(weight), -1)
+        direction = orthogonalized(signs, 5, torch.float32).reshape(weight.shape)
+        squares = momentum * squares + (1 - momentum) * direction * direction
+        scaled = direction / (squares.sqrt() + 1e-8)
+        gamma = 0.2 * weight.numel() ** 0.5 / scaled.norm()
+        weight -= lr * (gamma * scaled + decay * weight)
+    return weight
+
+
+@pytest.mark.parametrize("shape", [(16, 3, 3, 3), (12, 5), (5, 12), (8, 8, 1, 1)])
+def test_adamuon_has_the_papers_numbers(shape: tuple[int, ...]) -> None:
+    weights = parameters(shape, shape)
+    expected = [plain_adamuon(weight.detach(), STEPS, 0.01, 0.9, 0.1) for weight in weights[:1]]
+    optimizer = AdaMuon(weights[:1], lr=0.01, momentum=0.9, weight_decay=0.1)
+    before = weights[0].detach().clone()
+    found = stepped(optimizer, weights[:1])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(found[0], before)
+
+
+def test_adamuons_steps_are_as_large_as_adamws() -> None:
+    matrix, vector = parameters((20, 30), (7,))
+    before = matrix.detach().clone()
+    optimizer = AdaMuon([matrix, vector], lr=0.03)
+    assert [(group["algorithm"], group["lr"]) for group in optimizer.param_groups] == [
+        (MUON, 0.03),
+        (ADAMW, 0.03),
+    ]
+    stepped(optimizer, [matrix, vector], 1)
+    torch.testing.assert_close((matrix - before).square().mean().sqrt().item(), 0.2 * 0.03)
+
+
 def test_singular_values_end_near_one() -> None:
     matrices = torch.randn(3, 20, 50, generator=torch.Generator().manual_seed(0))
     values = torch.linalg.svdvals(orthogonalized(matrices, 5, torch.float32))
@@ -121,9 +159,10 @@ def test_a_group_becomes_its_matrices_and_the_rest(toy: Toy) -> None:
     assert losses[-1] < losses[0]
 
 
-def test_resuming_goes_on_bit_for_bit(toy: Toy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["muon", "adamuon"])
+def test_resuming_goes_on_bit_for_bit(name: str, toy: Toy, tmp_path: Path) -> None:
     pipeline = toy.pipeline(batch_norm_model).optimize(
-        "muon", lr=0.05, groups={"5.*": {"orthogonalize": False}}
+        name, lr=0.05, groups={"5.*": {"orthogonalize": False}}
     )
     saved = Checkpoints(every_steps=3, keep=100)
     whole = pipeline.fit(epochs=2, progress=False, out=tmp_path, checkpoints=saved)
@@ -131,8 +170,8 @@ def test_resuming_goes_on_bit_for_bit(toy: Toy, tmp_path: Path) -> None:
         (place,) = (path for path in (tmp_path / "checkpoints").iterdir() if path.name.endswith(f"{step:08}"))
         again = pipeline.fit(epochs=2, progress=False, resume=place)
         assert numbers(again)[-1] == numbers(whole)[-1]
-        for name, value in whole.model.state_dict().items():
-            assert torch.equal(again.model.state_dict()[name], value)
+        for key, value in whole.model.state_dict().items():
+            assert torch.equal(again.model.state_dict()[key], value)
 
 
 def test_in_recipes_and_what_is_refused(toy: Toy) -> None:
@@ -155,6 +194,7 @@ def test_in_recipes_and_what_is_refused(toy: Toy) -> None:
     ("optimizer", "strategy", "message"),
     [
         ("muon", "deepspeed_stage_1", "'muon' needs whole matrices, but 'deepspeed_stage_1' shards.*or with 'fsdp'"),
+        ("adamuon", "deepspeed", "'adamuon' needs whole matrices"), ("adamuon", "fsdp", ""),
         ("muon", "deepspeed", "needs whole matrices, but 'deepspeed' shards"),
         (torch.optim.Adafactor, "fsdp", "'Adafactor' needs whole matrices, but 'fsdp' shards.*use 'adamw'"),
         (torch.optim.Adafactor, "auto", "'auto' might shard"), ("muon", "fsdp", ""),
@@ -179,7 +219,8 @@ def test_deepspeed_refuses_a_factorys_too(kind: Any, one_process_group: None) ->
 
 
 PAIRS = [
-    (name, "muon")
+    (name, optimizer)
+    for optimizer in ("muon", "adamuon")
     for name in (
         "ddp", "zero_redundancy", "fairscale_oss", "fairscale_sharded_ddp", "fsdp", "fsdp_cpu_offload",
     )
@@ -187,14 +228,14 @@ PAIRS = [
 
 
 @pytest.mark.process
-@pytest.mark.long
+@pytest.mark.slow
 def test_under_every_strategy_that_takes_it(one_thread: None) -> None:  # noqa: ARG001
     """One device's losses, on shards too, also after a resume."""
-    alone = group_jobs.all_of([("single", "muon")])
-    expected = alone["single", "muon"]
+    alone = group_jobs.all_of([("single", "muon"), ("single", "adamuon")])
     (first, _) = launch(group_jobs.all_of, PAIRS, devices=2, timeout=250)
-    assert {name for name, _ in PAIRS} == {name for name, _ in first}
-    for (strategy, _), found in first.items():
+    assert set(PAIRS) == set(first)
+    for (strategy, optimizer), found in first.items():
+        expected = alone["single", optimizer]
         assert found["groups"] == expected["groups"], strategy
         for run in ("losses", "resumed"):
             losses = [loss for loss, _ in expected["losses"]][-len(found[run]) :]

@@ -33,6 +33,7 @@ class Net(nn.Module):
 """
 
 
+@pytest.mark.slow
 def test_machines_with_different_recipes_fail_together(toy: Toy, tmp_path: Path, started: Started) -> None:
     job = Job(tmp_path, started)
     for number in range(2):
@@ -70,7 +71,8 @@ def test_machines_with_different_models_fail_together(toy: Toy, tmp_path: Path, 
     assert not (job.out / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize(("lacks", "what"), [pytest.param(0, "recipe", marks=pytest.mark.slow), (1, "data")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("lacks", "what"), [(0, "recipe"), (1, "data")])
 def test_a_machine_that_lacks_something_ends_all_at_once(
     toy: Toy, tmp_path: Path, started: Started, lacks: int, what: str
 ) -> None:

@@ -270,7 +270,7 @@ def test_the_command_line_ends_with_a_line(
     told = errors.splitlines()[-1]
     assert "Saved " in told
     assert told.endswith(". Run the same command with --resume to continue from there.")
-    assert left_in(run) == KEPT
+    assert {*left_in(run)} - {"curves.png"} == {*KEPT}  # drawn where many seconds have passed
 
     wait_for(measured.exists, ledger)
     time.sleep(2)

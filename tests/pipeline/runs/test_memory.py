@@ -35,6 +35,7 @@ def ranks(toy: Toy, root: Path) -> list[dict[str, Any]]:
     return launch(everything, pipeline, root, devices=2, timeout=300)
 
 
+@pytest.mark.slow
 def test_only_the_rank_that_keeps_them_gathers_them_and_once(ranks: list[dict[str, Any]]) -> None:
     first, second = (rank["plain"]["exports"] for rank in ranks)
     assert len(first) == len(second) == 3

@@ -10,15 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from command_line import run_several, toy_values
 from drivetrain import Classification, MultiLabel, PlanError, Regression, Segmentation, Task
 from drivetrain.pipeline.tasks import get, to_dict
-from drivetrain.pipeline.tasks.metrics import compute, pool, state_of
+from drivetrain.pipeline.tasks.metrics import compute, pool, state_of, top
 from drivetrain.pipeline.tasks.nests import to_float
 from drivetrain.strategies import launch
+from pipeline_data import Toy
 from task_jobs import Cosine
 from torch import nn
 from torchmetrics import MaxMetric, MeanMetric, Metric, MinMaxMetric, PearsonCorrCoef, SumMetric
-from torchmetrics.classification import MulticlassF1Score
+from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError, MulticlassF1Score
 
 
 def values(
@@ -121,6 +123,34 @@ def test_a_rank_without_samples_changes_no_metric() -> None:
         assert ranks[0][name].compute().item() == pytest.approx(whole[name].compute().item(), abs=1e-6)
 
 
+@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("shape", [(), (3, 4)], ids=["images", "pixels"])
+def test_accuracies_are_those_of_torchmetrics(k: int, shape: tuple[int, ...]) -> None:
+    """With ties, and over three ranks, of which one saw nothing."""
+    torch.manual_seed(0)
+    metrics, theirs = [top(k)(6) for _ in range(4)], MulticlassAccuracy(6, average="micro", top_k=k)
+    for number, size in enumerate((7, 1, 12)):
+        outputs, targets = torch.randint(4, (size, 6, *shape)).float(), torch.randint(6, (size, *shape))
+        for metric in (theirs, metrics[0], metrics[1 + number % 2]):
+            metric.update(outputs, targets)
+    pool("top", metrics[1], [state_of(metric) for metric in metrics[1:]])
+    assert metrics[0].compute() == metrics[1].compute() == theirs.compute()
+    metrics[0].reset()
+    assert metrics[0].update_count == 0
+    assert top(9)(6).compute().isnan()
+
+
+@pytest.mark.process
+def test_a_run_starts_without_the_seconds_of_torchmetrics(toy: Toy) -> None:
+    """And of torchvision and transformers, which it imports."""
+    (end,) = run_several(
+        ["train", "cifar10-quickstart", *toy_values(toy)],
+        blocked=("torchmetrics", "torchvision", "transformers"),
+    )
+    assert end.code == 0, end.err
+    assert "top1" in end.out
+
+
 def test_a_task_is_a_value() -> None:
     one = Classification(metrics=["top1", "f1"], monitor="f1")
     assert one == Classification(metrics=("top1", "f1"), monitor="f1") == pickle.loads(pickle.dumps(one))
@@ -164,13 +194,31 @@ def test_a_loss_with_weights_moves_without_changing_the_task() -> None:
     assert task.loss_name == "CrossEntropyLoss"
 
 
+def test_a_metric_by_its_class_has_a_name_in_recipes() -> None:
+    task = Classification(metrics={"top1": "top1", "mean": MeanMetric})
+    named = to_dict(task)
+    assert named["metrics"] == {"top1": "top1", "mean": "torchmetrics:MeanMetric"}
+    assert get(**named) == task
+    assert isinstance(task.meters(3)["mean"], MeanMetric)
+    assert Regression(metrics=(MeanMetric,)).names == ("mean_metric",)
+    with pytest.raises(
+        PlanError, match=r"MeanMetric\(\) cannot be imported by name\. It is a MeanMetric object"
+    ):
+        to_dict(Classification(metrics={"mean": MeanMetric()}))
+
+
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "metric by a wrong name": (
         partial(Classification, metrics=("top1", "acuracy")), "no metric is named 'acuracy'",
     ),
     "metric of another task": (partial(Regression, metrics=("map",)), "no metric is named 'map'"),
     "no metric": (partial(MultiLabel, metrics=(3,)), "3 is not a metric. Pass names of .*'map'"),
-    "a class": (partial(MultiLabel, metrics=MeanMetric), "is not a metric"),
+    "a class": (partial(MultiLabel, metrics=dict), "is not a metric"),
+    "a class with arguments": (
+        partial(MultiLabel, metrics=MulticlassCalibrationError),
+        "MulticlassCalibrationError cannot be created without arguments: .*Pass an object",
+    ),
+    "no module": (partial(MultiLabel, metrics={"a": "nowhere:A"}), "The metric 'nowhere:A' cannot be imported"),
     "two of one name": (partial(Regression, metrics=("mae", "mae")), "two metrics have one name"),
     "name of the run": (partial(Regression, metrics={"loss": "mae"}), "cannot be named 'loss'"),
     "monitor": (partial(Regression, monitor="top1"), "monitor='top1' is not a metric of it"),

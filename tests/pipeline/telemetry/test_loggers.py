@@ -7,7 +7,6 @@ import math
 import struct
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -155,29 +154,15 @@ def wandb_values(folder: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]
     return config, history
 
 
-@pytest.fixture
-def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, ModuleType]]:
-    """Weights & Biases without its server, and MLflow with a folder of files."""
-    settings = {
-        "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path), "MLFLOW_ALLOW_FILE_STORE": "true",
-        "MLFLOW_TRACKING_URI": f"{tmp_path.as_uri()}/mlruns",
-    }  # fmt: skip
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    wandb, mlflow = (pytest.importorskip(name) for name in ("wandb", "mlflow"))
-    yield wandb, mlflow
-    wandb.teardown()
-
-
 @pytest.mark.process
 @pytest.mark.long
 def test_loggers_get_the_hyperparameters(
-    toy: Toy, tmp_path: Path, services: tuple[ModuleType, ModuleType]
+    toy: Toy, tmp_path: Path, logging_services: tuple[ModuleType, ModuleType]
 ) -> None:
     """The services are real; a run that is resumed goes on there, too."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    wandb, mlflow = services
+    wandb, mlflow = logging_services
     out, names = tmp_path / "run", ["tensorboard", "wandb", "mlflow"]
     fit(toy.pipeline(), 1, out=out, logger=names)
     known = {name: (out / f"{name}-run.txt").read_text() for name in names[1:]}

@@ -34,9 +34,11 @@ METHODS: list[Transform] = [
     transforms.LabelSmoothing(), transforms.BinaryCrossEntropy(), transforms.MixUp(), transforms.CutMix(),
     transforms.CutOut(), transforms.ColOut(0.05, 0.05), transforms.ProgressiveResizing(),
     transforms.SelectiveBackprop(), transforms.RandAugment(), transforms.TrivialAugment(), transforms.AugMix(),
+    transforms.ThreeAugment(),
     transforms.SAM(), transforms.GradientClipping("norm", 1.0), transforms.GradientClipping("value", 0.01),
     transforms.GradientClipping("adaptive", 0.1), transforms.NoWeightDecay(), transforms.LayerFreezing(),
     transforms.SWA(), transforms.EMA(half_life=30), transforms.Lookahead(), transforms.TestTimeFlip(),
+    transforms.InfoBatch(),
 ]  # fmt: skip
 """All methods with their defaults, but:
 

@@ -136,7 +136,7 @@ def test_a_process_that_the_system_kills_is_another_one(toy: Toy) -> None:
     arena.open("accumulate=4", pipeline.distribute("single", accumulate=4, device="cpu")).close()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_processes_of_their_own_have_variables_and_leave_nothing(toy: Toy) -> None:
     arena = Arena(perf_counter() + 60, 0.1)
     pipeline = pipeline_of(toy).replace(model=Informed, model_options={"variable": "DRIVETRAIN_TEST"})

@@ -1,0 +1,1 @@
+"""Templates of projects: files that `drivetrain new` writes, one folder for each task."""

@@ -1,0 +1,54 @@
+"""BatchNorm statistics of weights that no training step has used."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...common.model_state import train_mode
+from ...loaders.epochs import EpochLoader
+from ...strategies import Engine
+from ...strategies.devices import current_device
+from ..tasks.means import LossFunction
+from ..tasks.task import model_inputs
+from .loop import forward
+
+BATCHES = 16
+
+
+def calibrate(
+    engine: Engine,
+    make_loader: Callable[[], AbstractContextManager[EpochLoader]],
+    loss: LossFunction,
+    epoch: int,
+) -> None:
+    """Set BatchNorm's running statistics to the mean over the first `BATCHES` training batches of an epoch, which
+    depend on the seed and the epoch only, so that a resumed run has the same. Without BatchNorm, do nothing. Nothing
+    else of the model changes, and no random numbers are drawn."""
+    train_mode(engine.model)
+    modules = engine.plain_model.modules()
+    norms = [
+        each
+        for each in modules
+        if isinstance(each, _BatchNorm) and each.training and each.track_running_stats
+    ]
+    if not norms:
+        return
+    momenta = [norm.momentum for norm in norms]
+    engine.model.eval()
+    for norm in norms:
+        norm.train()
+        norm.reset_running_stats()
+        norm.momentum = None  # the cumulative mean
+    try:
+        with torch.no_grad(), make_loader() as loader, current_device(engine.device):
+            loader.set_epoch(epoch)
+            for _, (images, targets, *_) in zip(range(BATCHES), loader, strict=False):
+                if len(images):
+                    with engine.forward_context():
+                        forward(engine.plain_model, images, **model_inputs(loss, targets))
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        train_mode(engine.model)

@@ -1,0 +1,237 @@
+"""InfoBatch: leave out samples that are already learned, without changing the expected gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ..common.errors import PlanError
+from ..common.transfer import to_device
+from .base import FractionBelowOne, Loop, ProperFraction, Session, Transform
+
+_KEY = 2303_04947  # of the draws: no other use of (seed, epoch) spawns it
+_NAME = ".each"  # of the tensors in a checkpoint: no weight's name begins with a dot
+
+
+@dataclass(frozen=True)
+class InfoBatch(Transform):
+    """Leave out samples with a low loss at random, and scale the losses of those that stay, for an unbiased gradient.
+
+    A sample's score H is its last training loss, with all that changes the loss in training (LabelSmoothing). In each
+    epoch, samples with H below the mean of all scores are left out with probability r; the losses of those that stay
+    are multiplied by 1 / (1 - r). The others have factor 1::
+
+        loss of a batch = 1 / B · Σ factor_i · loss_i
+
+    It divides by the B samples of the batch (of a weighted mean, by their class weights or pixels), as the paper does,
+    not by the sum of the factors: an epoch's expected sum of losses is that of all samples. So steps of a shorter epoch
+    are larger, and the history's loss is higher, than without it. The last epochs, by their middles the fraction
+    `anneal` of the run, use all samples with factor 1, and so does the first, whose scores are not known.
+
+    A sample that had no loss yet (as `drop_last` left it out) has no score: it stays, and does not count in the mean
+    (in the paper all scores begin as 1). If less than a batch would stay, all do. Of masks, a sample's loss is the sum
+    over its pixels. SAM's second pass has the same factors; scores are those of the first.
+
+    Draws depend only on the seed, the epoch and the sample; the ranks exchange scores once per epoch, and checkpoints
+    contain them, so that a run resumes exactly, also within an epoch. Epochs have fewer steps: learning rate, warm-up
+    and all that follows the run's progress move by fractions of the epochs (`Loop.position`), so they end with the run;
+    EMA's half-life and `eval_every_steps` count optimizer steps.
+
+    In a pipeline, it needs a loss with a value per sample, and batches of single samples: it is rejected with `MixUp`,
+    `CutMix`, `SelectiveBackprop`, `balance`, mixes with weights, and torch's learning-rate schedulers, which count
+    steps. Trials of the ledger and tuning are shorter than an epoch, and train without it. In a loop of your own::
+
+        scores = np.full(len(loader.indices), np.nan)
+        for epoch in range(epochs):
+            factors = np.ones(len(scores))
+            if infobatch.prunes((epoch + 0.5) / epochs):
+                factors = infobatch.weights(scores, seed, epoch)
+            loader.keep(np.flatnonzero(factors))
+            for (images, labels), own in zip(loader, loader.shares(epoch)):
+                losses = F.cross_entropy(model(images), labels, reduction="none")
+                scores[own] = losses.detach()
+                (losses * torch.from_numpy(factors[own])).mean().backward()
+                ...
+
+    Attributes:
+        ratio: probability r of leaving out a sample with a low loss. Number in (0, 1). Default 0.5, as in the paper.
+        anneal: fraction of the epochs at the end that use all samples; 1 - delta of the paper. Number in [0, 1).
+            Default 0.125, as in the paper.
+
+    Raises:
+        PlanError: from a run of so few epochs that none of them would use all samples at the end.
+
+    Source: Qin et al., "InfoBatch: Lossless Training Speed Up by Unbiased Dynamic Data Pruning", ICLR 2024,
+    arXiv:2303.04947.
+
+    Example::
+
+        >>> import numpy as np
+        >>> scores = np.array([0.1, 0.2, 0.1, 4.0])  # the mean is 1.1
+        >>> InfoBatch(ratio=0.5).weights(scores, seed=0, epoch=1).tolist()
+        [0.0, 2.0, 2.0, 1.0]
+        >>> pipeline = pipeline.transform(InfoBatch())
+    """
+
+    ratio: ProperFraction = 0.5
+    anneal: FractionBelowOne = 0.125
+
+    kind = "schedule"
+    source = "Qin et al. 2024, arXiv:2303.04947"
+    targets = ("class indices", "labels", "values", "masks")
+    prunes_samples = True
+
+    @property
+    def depends_on_length(self) -> bool:
+        return self.anneal > 0
+
+    @property
+    def caution(self) -> str:
+        return (
+            f"(samples with a loss below the mean are left out with probability {self.ratio:g}; the learning rate "
+            "follows the fraction of epochs)"
+        )
+
+    def check_epochs(self, epochs: int, image_size: int | tuple[int, int]) -> None:  # noqa: ARG002
+        if self.anneal and self.prunes(1 - 0.5 / epochs):
+            raise PlanError(
+                f"{self} sets the samples per epoch, and with epochs={epochs} none at the end would use all. Train for "
+                f"more epochs, or set anneal to at least {0.5 / epochs:g}, or to 0."
+            )
+
+    def prunes(self, progress: float) -> bool:
+        """Return whether to leave samples out of an epoch whose middle is at `progress` (0 to 1)."""
+        # Slightly less than the fraction, which a progress of k/n may miss by the last bit.
+        return progress < 1 - self.anneal - 1e-9
+
+    def weights(self, scores: NDArray[Any], seed: int, epoch: int) -> NDArray[np.float32]:
+        """Return the factor of each sample's loss in an epoch, `(N,)`: 0 for those that are left out.
+
+        Args:
+            scores: the last loss of each sample `(N,)`; NaN: it had none.
+            seed, epoch: of the draws, integers ≥ 0.
+        """
+        draws = np.random.default_rng(np.random.SeedSequence([seed, epoch], spawn_key=(_KEY,)))
+        known = scores[~np.isnan(scores)].astype(np.float64)  # in which equal scores have exactly their mean
+        low = scores < known.mean() if len(known) else np.zeros(len(scores), np.bool_)
+        out = draws.random(len(scores)) < self.ratio
+        factors = np.ones(len(scores), np.float32)
+        factors[low] = np.where(out[low], 0, 1 / (1 - self.ratio))
+        return factors
+
+    def session(self, model: nn.Module) -> Session:  # noqa: ARG002
+        return _Pruning(self)
+
+
+class _Pruning(Session):
+    def __init__(self, infobatch: InfoBatch) -> None:
+        self._own = infobatch
+        # Of all samples of the data set `(N,)`, the same on every rank; None: there was no epoch yet.
+        self._scores: NDArray[np.float32] | None = None
+        self._factors: NDArray[np.float32] | None = None
+        self._epoch: _Epoch | None = None
+        self._active = False
+
+    def before_epoch(self, loop: Loop) -> None:
+        loader, own = loop.loader, self._own
+        if loader is None:
+            raise PlanError(f"{own} needs the training loader. Pass it to TrainingHooks.begin_epoch.")
+        if self._scores is None:
+            self._scores = np.full(loader.samples, np.nan, np.float32)
+        middle = loop.progress_at(loop.epoch_start + loop.steps_per_epoch / 2)
+        self._active, self._epoch = own.prunes(middle), None
+        if self._factors is None or not loop.step_in_epoch:  # within an epoch, the checkpoint has them
+            self._factors = np.ones_like(self._scores)
+            if self._active:
+                factors = own.weights(self._scores, loop.seed, loop.epoch)
+                if np.count_nonzero(factors[loader.indices]) >= loader.settings.batch_size:
+                    self._factors = factors
+        loader.keep(loader.indices[self._factors[loader.indices] > 0])
+
+    def on_epoch_start(self, loop: Loop) -> None:
+        if self._active and self._factors is not None:
+            self._epoch = _Epoch(loop, self._factors)
+
+    def before_loss(self, loop: Loop) -> None:
+        if self._epoch is not None:
+            loop.weights = self._epoch.factors[self._epoch.here(loop, self._own)]
+
+    def before_backward(self, loop: Loop) -> None:
+        if self._epoch is not None and loop.losses is not None:
+            own = self._epoch.losses[self._epoch.here(loop, self._own)]
+            own.copy_(torch.where(own.isnan(), loop.losses, own))  # not those of SAM's second pass
+
+    def after_step(self, progress: float) -> None:  # noqa: ARG002
+        if self._active and self._epoch is None:
+            raise PlanError(
+                f"{self._own} got no losses of a step: it follows train_epoch. In another loop, use its methods "
+                "weights and prunes; its documentation shows how."
+            )
+
+    def after_epoch(self, loop: Loop) -> None:  # noqa: ARG002
+        self._collect()
+        self._active, self._epoch = False, None
+
+    def _collect(self) -> None:
+        """Set the scores of all samples that had a loss in this epoch on any rank. Every rank must call it."""
+        if self._epoch is None or self._scores is None:
+            return
+        sums, counts = self._epoch.collected(len(self._scores))
+        seen = counts > 0
+        self._scores[seen] = sums[seen] / counts[seen]
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._scores is None or self._factors is None:
+            return {}
+        self._collect()
+        scores, factors = torch.from_numpy(self._scores.copy()), torch.from_numpy(self._factors.copy())
+        return {"scores": {_NAME: scores}, "factors": {_NAME: factors}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "scores" in state:
+            self._scores, self._factors = (
+                state[key][_NAME].cpu().numpy().copy() for key in ("scores", "factors")
+            )
+
+
+class _Epoch:
+    """The samples of this rank in one epoch, in order, with the factors and losses of each on the device."""
+
+    def __init__(self, loop: Loop, factors: NDArray[np.float32]) -> None:
+        self._engine = loop.engine
+        batches: list[NDArray[np.int64]] = loop.loader.shares(loop.epoch)
+        self._sizes = [len(batch) for batch in batches]
+        self._starts = [0, *np.cumsum(self._sizes).tolist()]
+        self._samples = np.concatenate(batches)
+        self.factors = to_device(torch.from_numpy(factors[self._samples]), self._engine.device)
+        self.losses = torch.full_like(self.factors, torch.nan)
+
+    def here(self, loop: Loop, own: InfoBatch) -> slice:
+        """Return where the microbatch is."""
+        batch, accumulate = loop.step_in_epoch, self._engine.accumulate
+        count = self._sizes[batch] if batch < len(self._sizes) else 0
+        number = loop.microbatch - self._engine.rank * accumulate
+        each, more = divmod(count, accumulate)  # as tensor_split
+        start = self._starts[min(batch, len(self._sizes))] + number * each + min(number, more)
+        size = each + (number < more)
+        if size != len(loop.batch[1]):
+            raise PlanError(
+                f"{own} expects {size} samples of the loader in a microbatch, but got {len(loop.batch[1])}: another "
+                "transform changes the batch, or it is not from the loader. Leave one of the two out."
+            )
+        return slice(start, start + size)
+
+    def collected(self, samples: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return the sum and the number of each sample's finite losses, over all ranks, `(samples,)` each."""
+        losses: NDArray[np.float32] = self.losses.cpu().numpy()
+        seen = np.isfinite(losses)
+        found = np.zeros((2, samples), np.float32)
+        np.add.at(found[0], self._samples[seen], losses[seen])
+        np.add.at(found[1], self._samples[seen], 1)
+        total: Tensor = self._engine.reduce(torch.from_numpy(found), "sum")
+        return total[0].numpy(), total[1].numpy()
