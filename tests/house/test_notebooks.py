@@ -194,7 +194,7 @@ def test_cells_show_themselves_can_be_run_again_and_interrupted(
 
     # Each shows itself once, as HTML, and has a text for front ends without.
     for code, page, text in (
-        ("pipeline", ".transform(BlurPool", "Pipeline("),
+        ("pipeline", ">transforms</td>", "Pipeline("),
         ("pipeline.plan()", ">why here</th>", "why here"),
         ("BlurPool().apply(model())", "<td", "BlurPool"),
         ("from drivetrain.transforms import catalogue\ncatalogue()", ">transform</th>", "┃ transform"),
