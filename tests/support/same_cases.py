@@ -164,6 +164,9 @@ CASES: dict[str, Case] = {
     "muon, groups": Case(
         optimize={"optimizer": "muon", "lr": 0.02, "schedule": "linear", "groups": {"fc.*": {"lr": 0.1}}}
     ),
+    "adamuon": Case(optimize={"optimizer": "adamuon", "lr": 0.002}),
+    "schedulefree_sgd": Case(optimize={"optimizer": "schedulefree_sgd", "lr": 0.5, "schedule": "constant"}),
+    "schedulefree_adamw": Case(optimize={"optimizer": "schedulefree_adamw", "lr": 0.01, "schedule": "constant"}),
     "sgdw, step": Case(optimize={"optimizer": "sgdw", "schedule": "step", "schedule_options": {"every": 1}}),
     "torch loader": Case(load={"loader": "torch", "workers": 0, "crop": "resized"}),
     "quasi-random order, crop": Case(load={"order": "quasi_random", "crop": "resized", "scale": (0.3, 1.0)}),
