@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import torch
-
 RADII = (0.1, 2.0)
 """Least and greatest standard deviation of the Gaussian blur, in pixels: DeiT's."""
 
 
 def three_augment(color_jitter: float, image: Any) -> Any:
     """Return a Pillow image (a tensor becomes one), changed, with random numbers from torch's global generator."""
+    import torch  # here: the options of loaders are checked without it
     from PIL import ImageFilter
     from torchvision.transforms import v2
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
-
 from ... import strategies
 from ...common.checks import check_whole
 from ...common.errors import PlanError
@@ -320,6 +318,8 @@ def _pruned_samples(spec: PipelineSpec) -> None:
             f"{label_of_schedule(spec.optimized.schedule)} counts steps. Use a schedule by name, or a function of the "
             "progress."
         )
+    import torch  # here: a pipeline without such a method is checked without it
+
     loss: LossFunction = spec.target.move(torch.device("cpu"))
     for transform in sort_transforms(spec.transforms):
         loss = transform.loss(loss) if transform.kind == "loss" else loss

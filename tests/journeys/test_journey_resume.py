@@ -19,11 +19,12 @@ WAYS = {"runs/killed": signal.SIGKILL, "runs/interrupted": signal.SIGINT}
 
 @pytest.mark.process
 @pytest.mark.long
+@pytest.mark.usefixtures("one_thread")
 def test_a_killed_and_an_interrupted_run_continue(started: list[subprocess.Popen[str]]) -> None:
     for out in WAYS:
-        command = [PROGRAM, *TRAIN, "--out", out]
+        command, environment = [PROGRAM, *TRAIN, "--out", out], ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        started.append(subprocess.Popen(command, **pipes, start_new_session=True, env=ENVIRONMENT))
+        started.append(subprocess.Popen(command, **pipes, start_new_session=True, env=environment))
     waiting = dict(zip(WAYS, started, strict=True))
     while waiting:
         time.sleep(0.01)
