@@ -28,6 +28,10 @@ class ScheduleFree(torch.optim.Optimizer):
             raise ValueError(f"momentum={momentum!r} must be in (0, 1)")
         super().__init__(params, defaults | {"steps": 0, "largest_lr": 0.0, "sum_of_weights": 0.0})
 
+    def session(self, model: nn.Module, calibrate: Callable[[], None]) -> Session:
+        """Return what the loop follows for it, beside the transforms' sessions."""
+        return ScheduleFreeSession(model, self, calibrate)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None

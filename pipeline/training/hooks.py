@@ -15,7 +15,6 @@ from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
 from ...strategies import Engine
 from ...transforms import BatchContext, Loss, Session, Transform
-from ..optim.schedule_free import ScheduleFree, ScheduleFreeSession
 from ..tasks.nests import labels_of, select_samples, to_float
 from ..tasks.task import Task, TaskLoss, loss_and_metric_inputs
 from ..telemetry.observer import Observer
@@ -118,11 +117,9 @@ class TrainingHooks:
         # A class is unique in a pipeline: the plan checks it.
         own = [transform for transform in self._all if type(transform).session is not Transform.session]
         self._sessions = {type(each).__name__: each.session(engine.plain_model) for each in own}
-        if isinstance(engine.optimizer, ScheduleFree):
-            session = ScheduleFreeSession(
-                engine.plain_model, engine.optimizer, lambda: self.calibrate(self.state.epoch)
-            )
-            self._sessions["ScheduleFree"] = session
+        if (session := getattr(engine.optimizer, "session", None)) is not None:  # as Schedule-Free's
+            name = type(engine.optimizer).__name__
+            self._sessions[name] = session(engine.plain_model, lambda: self.calibrate(self.state.epoch))
         self.state = state = TrainState(total, seed=self._seed, precision=self._precision, loader=loader)
         state.engine, state.sessions = engine, tuple(self._sessions.values())
         state.steps_per_epoch = total if loader is None else max(loader.full_length, 1)
