@@ -66,19 +66,19 @@ def sample_notes(data: DataConfig, task: Task) -> tuple[str, str]:
     from ...loaders.beton.data_set import open_files
 
     with closing(open_files(files)) as beton:
-        labels = None if beton.label_name in beton.targets else beton.labels
-        chosen = data.select(len(beton), lambda: labels)
+        masks = beton.label_name in beton.targets
+        chosen = data.select(
+            len(beton), lambda: None if masks else beton.labels
+        )  # read where they are needed
         counts = ""
         if data.selects:
             evaluated = "" if chosen.val is None else f", {len(chosen.val):,} evaluated"
             counts = f" ({len(chosen.train):,} of {len(beton):,} samples trained on{evaluated})"
-        if (
-            not isinstance(task, Regression)
-            or labels is None
-            or labels.dtype.kind not in "biuf"
-            or labels.ndim > 2
-        ):
-            return counts, ""  # building raises, where these are targets of a regression
+        if masks or not isinstance(task, Regression):
+            return counts, ""
+        labels = beton.labels
+        if labels.dtype.kind not in "biuf" or labels.ndim > 2:
+            return counts, ""  # building raises
         used, mix = chosen.train, beton.parts
         parts = [used[(used >= first) & (used < end)] for _, first, end in mix] or list(chosen.parts)
         shares = [weight for weight, _, _ in mix] or [1.0] * len(parts)

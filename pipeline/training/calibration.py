@@ -11,6 +11,7 @@ from ...loaders.epochs import EpochLoader
 from ...strategies import Engine
 from ...strategies.devices import current_device
 from ..tasks.means import LossFunction
+from ..tasks.nests import pair
 from ..tasks.task import model_inputs
 from .loop import forward
 
@@ -44,7 +45,7 @@ def calibrate(
     try:
         with torch.no_grad(), make_loader() as loader, current_device(engine.device):
             loader.set_epoch(epoch)
-            for _, (images, targets, *_) in zip(range(BATCHES), loader, strict=False):
+            for _, (images, targets) in zip(range(BATCHES), map(pair, loader), strict=False):
                 if len(images):
                     with engine.forward_context():
                         forward(engine.plain_model, images, **model_inputs(loss, targets))
