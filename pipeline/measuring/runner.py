@@ -23,6 +23,7 @@ import torch
 from ...common.budget import OutOfTime
 from ...common.checks import is_number
 from ...common.errors import DrivetrainError, PlanError, StrategyError
+from ...common.signals import interrupts_held
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
 from ...strategies import launch, registry
@@ -294,22 +295,22 @@ class ProcessRunner:
     def __init__(self, variant: Variant, variables: Mapping[str, str], batches: int, deadline: float) -> None:
         self._deadline, self.costs = deadline, Costs()
         self._line, theirs = Pipe()
-        with theirs:
-            boot = BOOT.format(path=sys.path, line=theirs.fileno())
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", boot], stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
-                env={**os.environ, **variables}, start_new_session=True,
-            )  # fmt: skip
-        try:
+        boot = BOOT.format(path=sys.path, line=theirs.fileno())
+        with ExitStack() as failing:
+            failing.callback(self._line.close)
+            with theirs, interrupts_held():  # Popen would forget a process that has just started
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", boot], stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
+                    env={**os.environ, **variables}, start_new_session=True,
+                )  # fmt: skip
+                failing.callback(self.close)
             job: Any = partial(_answer, variant, batches)
             if registry.REGISTERED:
                 job = partial(registry.call_with, registry.REGISTERED, job)
             with suppress(BrokenPipeError):  # it died at once: the answer says so
                 self._line.send_bytes(cloudpickle.dumps(job))
             self._received()
-        except BaseException:
-            self.close()
-            raise
+            failing.pop_all()
 
     def trial(self, epoch: int, batches: int) -> Trial:
         with suppress(BrokenPipeError):

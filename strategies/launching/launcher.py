@@ -23,7 +23,7 @@ import cloudpickle
 import psutil
 
 from ...common.errors import StrategyError
-from ...common.signals import handled
+from ...common.signals import handled, interrupts_held
 from .. import registry
 from .group import COLLECTIVE_TIMEOUT, in_group, is_rank, join_group
 from .meeting import LostRankError, lost_ranks_named
@@ -239,7 +239,8 @@ def _started(job: bytes, devices: int, device: str | None, timeout: float) -> It
         file.flush()
         try:
             for number in range(devices):
-                ranks.append(Rank(number, devices, file.fileno()))
+                with interrupts_held():  # Popen would forget a process that has just started
+                    ranks.append(Rank(number, devices, file.fileno()))
             file.close()  # it is gone when the ranks have loaded it
             yield ranks
         finally:
