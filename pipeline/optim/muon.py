@@ -195,18 +195,40 @@ class AdaMuon(Muon):
 
 
 def orthogonalized(matrices: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return matrices, `(B, rows, columns)` of `dtype`, with the same singular vectors, and singular values near 1."""
+    """Return matrices, `(B, rows, columns)` of `dtype`, with the same singular vectors, and singular values near 1.
+
+    Each iteration multiplies X by a polynomial of X Xᵀ from the left. In fp32, the polynomials of wide matrices are
+    multiplied first, which takes matrices of (rows, rows) only, and X last: a third of the operations for 3 × 3
+    convolutions, with the same precision. In bf16, the squares of small singular values would be lost.
+    """
     a, b, c = COEFFICIENTS
     x = matrices.to(dtype)
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     # At most 1 in the Frobenius norm, and thus in the spectral one.
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPSILON)
-    for _ in range(steps):
+    if dtype is torch.bfloat16 or x.shape[2] < 2 * x.shape[1]:
+        for _ in range(steps):
+            gram = torch.bmm(x, x.mT)
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.baddbmm(x, polynomial, x, beta=a)
+    else:
         gram = torch.bmm(x, x.mT)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, polynomial, x, beta=a)
+        product = polynomial = _polynomial(gram)
+        for _ in range(steps - 1):
+            gram = polynomial @ gram @ polynomial  # of the next X: all of these commute
+            polynomial = _polynomial(gram)
+            product = torch.bmm(polynomial, product)
+        x = torch.bmm(product, x)
     return x.mT if tall else x
+
+
+def _polynomial(gram: torch.Tensor) -> torch.Tensor:
+    """Return a + b G + c G²."""
+    a, b, c = COEFFICIENTS
+    result = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    result.diagonal(dim1=1, dim2=2).add_(a)
+    return result
 
 
 def _is_matrix(member: Any) -> bool:
