@@ -106,14 +106,33 @@ class Table:
         return f"<tr>{''.join(texts)}</tr>"
 
 
+def lines_of(pairs: Sequence[tuple[str, str]], width: int | None = None) -> str:
+    """Return terms and their texts in two columns without lines, which fit the terminal."""
+    width = width or shutil.get_terminal_size().columns
+    first = max((len(term) for term, _ in pairs), default=0)
+    return "\n".join(
+        f"  {'' if number else term:{first}}  {part}".rstrip()
+        for term, text in pairs
+        for number, part in enumerate(_wrapped(text, max(width - first - 4, NARROWEST)))
+    )
+
+
 def _wrapped(text: str, width: int) -> list[str]:
-    """Return the lines of a text, wrapped between words; words that are too long are split."""
+    """Return the lines of a text, wrapped between words; words that are too long, after a sign such as / or -."""
     return [
-        part[start : start + width]
+        part
         for line in text.split("\n")
-        for part in textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]
-        for start in range(0, len(part) or 1, width)
+        for words in textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]
+        for part in _broken(words, width)
     ]
+
+
+def _broken(word: str, width: int) -> Iterator[str]:
+    while len(word) > width:
+        end = max(word.rfind(sign, width // 3, width) for sign in "/-_.,:=") + 1 or width
+        yield word[:end]
+        word = word[end:]
+    yield word
 
 
 def _rule(widths: Sequence[int], left: str, line: str, crossing: str, right: str) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import html
+import shutil
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -39,7 +42,7 @@ KIND_REASON = {
 _UNSEEDED = "; FFCV's random crops and flips have no seed, so no two runs are equal, also not after a resume"
 
 _STILL_TRAINED = (
-    "; caution: with lr=0 the weights stay, but gradients are computed, and BatchNorm's statistics change. "
+    "with lr=0 the weights stay, but gradients are computed, and BatchNorm's statistics change. "
     "requires_grad_(False) freezes both"
 )
 
@@ -58,6 +61,7 @@ class Step:
     what: str
     asked_by: str
     why: str
+    caution: str = ""  # what may make results worse, or other than expected
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,20 +78,35 @@ class Plan:
     steps: tuple[Step, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return `{"steps": [{"what", "asked_by", "why"}, …]}`."""
+        """Return `{"steps": [{"what", "asked_by", "why", "caution"}, …]}`."""
         return {"steps": [asdict(step) for step in self.steps]}
+
+    @property
+    def cautions(self) -> list[str]:
+        """Sentences about what may make results worse, or other than expected."""
+        return [
+            f"Caution, step {number}: {step.caution}."
+            for number, step in enumerate(self.steps, 1)
+            if step.caution
+        ]
 
     def _table(self) -> Table:
         rows = [
-            (str(number), step.what, step.asked_by, step.why) for number, step in enumerate(self.steps, 1)
+            (str(number), step.what, step.asked_by, step.why + "; see the caution above" * bool(step.caution))
+            for number, step in enumerate(self.steps, 1)
         ]
-        return Table(("", "step", "requested by", "why here"), rows, title="Plan")
+        return Table(("", "step", "requested by", "why here"), rows, title="Plan", stacks=True)
+
+    def text(self, width: int) -> str:
+        """Return the cautions, and the table of the steps, wrapped to fit `width` characters."""
+        return "\n".join([*(textwrap.fill(one, width) for one in self.cautions), self._table().text(width)])
 
     def __repr__(self) -> str:
-        return self._table().text(120)
+        return self.text(shutil.get_terminal_size().columns)
 
     def _repr_html_(self) -> str:
-        return self._table().html()
+        cautions = "".join(f"<p><b>{html.escape(one)}</b></p>" for one in self.cautions)
+        return cautions + self._table().html()
 
 
 def lay_out(
@@ -112,8 +131,8 @@ def lay_out(
     steps = [
         Step(f"load {files_of(data.train)}", ".load()", f"{data.loader} loader, global batch of {data.batch_size}, "
              f"{_pixels(data.image_size)} px{eval_size}{fields}{data.for_plan()}{data.describe()}{counts}; "
-             f"every rank loads its slice of each batch{_UNSEEDED * (data.loader == 'ffcv_stock')}"
-             f"{same_data_caution(data)}"),
+             f"every rank loads its slice of each batch{_UNSEEDED * (data.loader == 'ffcv_stock')}",
+             same_data_caution(data)),
         *(_transform_step(t) for t in transforms if t.kind == "image"),
         Step(f"build {spec.model_name}", "Pipeline()",
              f"with seed {spec.seed}, the same on every rank{classes}{'' if built is None else _about(built)}"),
@@ -125,24 +144,25 @@ def lay_out(
         Step("check the output", "Drivetrain", "its width must be that of the data's targets"),
         Step(f"wrap with {strategy.name}", "default" if spec.distribution is None else ".distribute()",
              f"{devices}, {how.precision}, {how.accumulate} microbatch(es) per step{how.for_plan()}: "
-             f"after surgery{'; ' * bool(precision)}{precision}{_slow_bf16(how)}{'; caution: ' * bool(split)}{split}"),
+             f"after surgery{'; ' * bool(precision)}{precision}{_slow_bf16(how)}", split),
         Step(f"optimizer: {scaled.describe()}",
              "default" if spec.optimization is None else ".optimize()",
              "; ".join(filter(None, [f"built from the final parameters{optimization.for_plan()}",
-                                     optimization.note(data.batch_size)]))),
+                                     optimization.note(data.batch_size)])),
+             optimization.caution(data.batch_size)),
     ]  # fmt: skip
     steps += [
         Step(f"parameter group {pattern}: {', '.join(f'{name}={value}' for name, value in options.items())}",
-             ".optimize()", "parameters whose names match, and no earlier pattern; all follow the schedule"
-             + _STILL_TRAINED * (options.get("lr") == 0))
+             ".optimize()", "parameters whose names match, and no earlier pattern; all follow the schedule",
+             _STILL_TRAINED * (options.get("lr") == 0))
         for pattern, options in scaled.groups.items()
     ]  # fmt: skip
     later = [t for t in transforms if t.kind not in ("image", *CHANGES_MODEL)]
     mixing = [type(t).__name__ for t in later if t.kind == "batch" and t.soft_targets]
     steps += [_transform_step(t, mixing=mixing) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
     asked_by = "default" if spec.goal is None else ".task()"
-    about = f"{spec.target.about}{_assumed_mean(spec)}{'. ' * bool(targets)}{targets}"
-    steps.append(Step(f"loss: {spec.target.loss_name}", asked_by, about))
+    about = f"{spec.target.about}{'. ' * bool(targets)}{targets}"
+    steps.append(Step(f"loss: {spec.target.loss_name}", asked_by, about, _assumed_mean(spec)))
     steps += [_transform_step(t) for t in later if KIND_ORDER[t.kind] >= KIND_ORDER["loss"]]
     return tuple(steps)
 
@@ -171,8 +191,8 @@ def _assumed_mean(spec: PipelineSpec) -> str:
     if how.ranks * how.accumulate == 1 or not task.assumes_mean:
         return ""
     return (
-        "; taken as the mean over the samples, because it declares no denominator: if it weights or ignores targets, "
-        "results depend on how a batch is split"
+        "the loss is taken as the mean over the samples, because it declares no denominator: if it weights or ignores "
+        "targets, results depend on how a batch is split"
     )
 
 

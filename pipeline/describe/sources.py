@@ -137,8 +137,8 @@ def same_data_caution(data: DataConfig) -> str:
     if not shared:
         return ""
     return (
-        f"; CAUTION: the validation data has {first_of(shared, 1)}, which is also trained on: its metrics do not "
-        "show how the model does on new images"
+        f"the validation data has {first_of(shared, 1)}, which is also trained on: its metrics do not show how the "
+        "model does on new images"
     )
 
 

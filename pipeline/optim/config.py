@@ -209,26 +209,32 @@ class OptimizerConfig(Config):
         return self._scale(batch_size) if self.scale_lr and self.uses_torch_scheduler else 1.0
 
     def note(self, batch_size: int) -> str:
-        """Empty if learning rate and batch size were tuned together."""
+        """Return what `scale_lr` does; empty without it."""
         base = self.base_batch_size
-        if base is None or self.is_factory or (base == batch_size and not self.scale_lr):
+        if base is None or self.is_factory or not self.scaling or not self.scale_lr:
             return ""
-        if not self.scaling:
-            return f"caution: the learning rate is for batches of {base:,} images, not {batch_size:,}"
-        given = f"lr={self.lr:g} is for batches of {base:,} images"
-        if self.scale_lr and self.uses_torch_scheduler:
+        how = f"for {batch_size:,} ({self.scaling}, scale_lr)"
+        if self.uses_torch_scheduler:
             return (
                 f"the scheduler's learning rates are for batches of {base:,} images; each is multiplied by "
-                f"{self._scale(batch_size):.4g} for {batch_size:,} ({self.scaling}, scale_lr)"
+                f"{self._scale(batch_size):.4g} {how}"
             )
-        scaled = f"{self.lr_for(batch_size):.4g}"
-        if self.scale_lr:
-            return f"{given}; scaled to {scaled} for {batch_size:,} ({self.scaling}, scale_lr)"
+        return (
+            f"lr={self.lr:g} is for batches of {base:,} images; scaled to {self.lr_for(batch_size):.4g} {how}"
+        )
+
+    def caution(self, batch_size: int) -> str:
+        """Empty if learning rate and batch size were tuned together."""
+        base = self.base_batch_size
+        if base is None or self.is_factory or base == batch_size or (self.scaling and self.scale_lr):
+            return ""
+        if not self.scaling:
+            return f"the learning rate is for batches of {base:,} images, not {batch_size:,}"
         ratio = base / batch_size
         per_image = f"{ratio:.3g} times" if ratio >= 1 else f"1/{1 / ratio:.3g} of"
         return (
-            f"caution: {given}; with {batch_size:,} the learning rate per image is {per_image} that. "
-            f"scale_lr=True makes it {scaled} ({self.scaling})"
+            f"lr={self.lr:g} is for batches of {base:,} images; with {batch_size:,} the learning rate per image is "
+            f"{per_image} that. scale_lr=True makes it {self.lr_for(batch_size):.4g} ({self.scaling})"
         )
 
     def factory(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:

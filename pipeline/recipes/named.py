@@ -33,8 +33,8 @@ _SMALL_NOTES = {
 
 CIFAR: dict[str, dict[str, Any]] = {
     "baseline": {
-        "description": "CIFAR-10 in plain PyTorch: torchvision data set, DataLoader, NCHW, fp32, no extras. "
-        "The baseline of the other recipes.",
+        "description": "CIFAR-10 in plain PyTorch, the baseline of the others. torchvision's data set, DataLoader, "
+        "NCHW, fp32, no extras.",
         "source": "David Page, How to train your ResNet (2018), https://myrtle.ai/learn/how-to-train-your-resnet/: "
         "its network at a quarter of the width, its augmentation and its schedule",
         "published": "94 % at width 64 (26 s on one V100, according to airbench's README); nothing at width 16",
@@ -45,7 +45,7 @@ CIFAR: dict[str, dict[str, Any]] = {
         "loader": "torch",
     },
     "cifar10-quickstart": {
-        "description": "CIFAR-10 on two CPU cores or any GPU in a few minutes, using every stage.",
+        "description": "CIFAR-10 in minutes, using every stage. Runs on two CPU cores or any GPU.",
         "source": "the baseline recipe; BlurPool arXiv:1904.11486, label smoothing arXiv:1512.00567",
         "published": "nothing for this combination",
         "measured": "2,991 images/s (quartiles 2,957 to 3,029, n = 8), 2.10 times plain PyTorch, on two cores of an "
@@ -63,8 +63,8 @@ CIFAR: dict[str, dict[str, Any]] = {
         "precision": "auto",
     },
     "cifar10-simclr": {
-        "description": "Features of CIFAR-10 without labels: two views of each image, contrastive loss. Then train on "
-        "labels with --init-from.",
+        "description": "Self-supervised pretraining on CIFAR-10. Two views of each image, contrastive loss; then train "
+        "on labels with --init-from.",
         "source": "Chen et al., A simple framework for contrastive learning of visual representations (2020), "
         "arXiv:2002.05709: its loss, projection and crops",
         "published": "94.0 % with a linear classifier on ResNet-50 after 1000 epochs (appendix B.9); nothing for this "
@@ -94,7 +94,7 @@ CIFAR: dict[str, dict[str, Any]] = {
         "schedule": "cosine", "warmup": 0.1, "epochs": 10,
     },
     "cifar10-fast": {
-        "description": "94 % on CIFAR-10 on one GPU, after airbench94; the notes list the differences.",
+        "description": "94 % on CIFAR-10, after airbench94. The notes list the differences.",
         "source": "Keller Jordan, 94% on CIFAR-10 in 3.29 Seconds on a Single GPU (2024), arXiv:2404.00498; values "
         "from https://github.com/KellerJordan/cifar10-airbench, legacy/airbench94.py",
         "published": "94.01 % (mean of 1,000 runs) after 9.9 epochs in 3.83 s on one A100, 3.09 s compiled",
@@ -315,8 +315,8 @@ _BILLION_NOTES = {
 
 def _billion(strategy: str, what: str) -> dict[str, Any]:
     return {
-        "description": f"A vision transformer of 1.84 billion parameters on 8 GPUs; {what} shards weights, gradients "
-        "and optimizer state. Set train= and val=. A starting point, not a tuned recipe.",
+        "description": f"A ViT of 1.84 billion parameters on 8 GPUs, by {what}. It shards weights, gradients and "
+        "optimizer state. Set train= and val=. A starting point, not a tuned recipe.",
         "source": "architecture: Zhai et al. 2022, arXiv:2106.04560; training: He et al., Masked Autoencoders (2022), "
         "arXiv:2111.06377, appendix A.2, training ViT-L and ViT-H from scratch on ImageNet-1k",
         "published": "nothing for this model on ImageNet-1k alone",
@@ -375,8 +375,8 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "clip_norm": 1.0, "epochs": 90,
     },
     "finetune-pretrained": {
-        "description": "A pretrained ResNet-50 with a new last layer, fine-tuned on a small data set of photographs on "
-        "one device. Set train=, val= and model_options.num_classes=.",
+        "description": "Fine-tune a pretrained ResNet-50 on your photographs. It gets a new last layer, on one device. "
+        "Set train=, val= and model_options.num_classes=.",
         "source": "BiT-HyperRule: Kolesnikov et al., Big Transfer (2020), arXiv:1912.11370, and bit_hyperrule.py; "
         "weights: torchvision's IMAGENET1K_V2",
         "published": "for BiT's own models, with GroupNorm and other pretraining; nothing for this one",

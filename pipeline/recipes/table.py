@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ...common.table import Table
+from ...common.table import Table, lines_of
 from .files import is_file_name, read_recipe
 from .presets import RECIPES, completed
 from .schema import DEFAULTS, KEYS
@@ -13,13 +13,16 @@ PROSE = {"description": "", "source": "Source: ", "published": "Published: ", "m
 """The keys that only describe a recipe, with the prefix of each."""
 
 
-def recipes_table() -> Table:
-    heads = ("recipe", "purpose, published and measured results")
-    texts = [
-        "\n".join(f"{prefix}{recipe[key]}" for key, prefix in PROSE.items() if key != "source")
-        for recipe in RECIPES.values()
-    ]
-    return Table(heads, list(zip(RECIPES, texts, strict=True)), spaced=True)
+def recipes_list() -> str:
+    """Return one line for each recipe, those without a measurement of ours apart; `recipe_table` has the rest."""
+    ours, theirs = [], []
+    for name, recipe in RECIPES.items():
+        purpose = recipe["description"].partition(". ")[0].rstrip(".")
+        (theirs if recipe["measured"].startswith("not measured") else ours).append((name, purpose))
+    return "\n".join([
+        "Measured here:", lines_of(ours), "", "Not measured here, because they need a GPU or larger data:",
+        lines_of(theirs), "", "drivetrain recipes NAME shows one: its values, their sources, and its results.",
+    ])  # fmt: skip
 
 
 def recipe_table(recipe: str) -> Table:

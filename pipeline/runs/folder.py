@@ -89,7 +89,7 @@ def clear_results(folder: Path) -> None:
 
 
 def descriptions(plan: ResolvedPlan) -> tuple[dict[str, str], str]:
-    texts, note = {PLAN: f"{Plan(plan.steps)!r}\n"}, ""
+    texts, note = {PLAN: f"{Plan(plan.steps).text(120)}\n"}, ""
     try:
         recipe, files = recipe_and_files(plan.spec)
     except RecipeError as error:  # e.g. a custom model

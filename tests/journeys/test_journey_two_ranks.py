@@ -15,7 +15,7 @@ def test_two_ranks(strategy: str, norm: bool) -> None:
     layers = nn.BatchNorm2d(16), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 3)
     one = photos(nn.Sequential(nn.Conv2d(3, 16, 5, stride=2), *layers) if norm else Net)
     one = one.optimize("sgd", lr=0.05, momentum=0.9)
-    plan = " ".join(step.why for step in one.distribute(strategy, devices=2).plan().steps)
+    plan = " ".join(one.distribute(strategy, devices=2).plan().cautions)
     assert not norm or "sync_batchnorm=True" in plan
     two = one.distribute(strategy, devices=2, sync_batchnorm=norm)
     expected = one.fit(epochs=2, progress=False)

@@ -25,8 +25,9 @@ SHOWN = 20
 def errors(
     run: Path | str, data: str | None, out: Path | None, everything: bool, as_json: bool, trust_code: bool
 ) -> None:  # fmt: skip
-    """Show what a trained model gets wrong: a table per class, the worst samples, calibration.
+    """Show what a trained model gets wrong.
 
+    It prints a table of the classes, the worst samples, and the calibration.
     Every validation sample is judged once, with the weights and the pixels of the run's evaluation.
     """
     from json import dumps
@@ -60,8 +61,9 @@ def errors(
     name="as_json",
 )
 def compare(runs: tuple[Path | str, ...], out: Path | None, as_json: bool) -> None:
-    """Compare runs: epochs, best and last metric, time, and only what differs between their recipes.
+    """Compare runs, and show where their recipes differ.
 
+    The table has epochs, best and last metric, and time.
     Unfinished and damaged runs are named. The curves are those of the monitored metric and of the loss, by epoch and by
     time.
     """
@@ -83,7 +85,7 @@ def compare(runs: tuple[Path | str, ...], out: Path | None, as_json: bool) -> No
 def show(
     recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, out: Path, epoch: int, samples: int
 ) -> None:  # fmt: skip
-    """Draw a training batch as the step gets it.
+    """Draw a batch as the training step gets it.
 
     The images are shown after crop, colors, policy, MixUp and CutMix, at the epoch's size, with class names and
     shares, masks and views. Nothing is trained.
@@ -107,7 +109,7 @@ def show(
 def plan(
     recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, summary: bool
 ) -> None:  # fmt: skip
-    """Print the plan of a training: each step, and why it is there.
+    """Print the plan of a run: each step, and its reason.
 
     What contradicts itself, and data that is missing, is rejected here; `train` also compares the labels with the task
     and the model, before its first step. Only the headers of data files are read.
@@ -132,8 +134,9 @@ def plan(
 @option("--data FILE", "Data whose errors are shown. Default: the run's validation data.", FILES)
 @trust_code
 def report(run: Path | str, out: Path, data: str | None, trust_code: bool) -> None:
-    """Write a run as one HTML file: curves, metrics, errors with the worst samples, ledger, plan, recipe.
+    """Write a report of a run, as one HTML file.
 
+    It has the curves, metrics, errors with the worst samples, ledger, plan and recipe.
     The file needs no network and runs no scripts. An unfinished run is reported as such.
     """
     from ...recipes.files import modules_of

@@ -68,8 +68,7 @@ class Program(click.Group):
 )
 @click.version_option(__version__, message="%(prog)s %(version)s", help="Print the version and exit.")
 def program() -> None:
-    """Fast training of PyTorch image models: FFCV loading, model surgery and a distribution strategy behind one
-    pipeline, and a ledger that measures what each of them brings."""
+    """Train vision models faster, and see exactly which part made them faster."""
 
 
 @program.command()
@@ -80,16 +79,17 @@ def program() -> None:
 @option("--keys", "List the keys of a recipe.")
 def recipes(name: str | None, keys: bool) -> None:
     """List the recipes, or show one."""
-    from ...recipes.table import keys_table, recipe_table, recipes_table
+    from ...recipes.table import keys_table, recipe_table, recipes_list
 
-    print(keys_table() if keys else recipes_table() if name is None else recipe_table(name))
+    print(keys_table() if keys else recipes_list() if name is None else recipe_table(name))
 
 
 @program.command()
 @argument("shell", "bash, zsh or fish.", Text(*SHELLS))
 def completion(shell: str) -> None:
-    """Print a script that completes commands, options, recipes and files in a shell.
+    """Print a script for completion in a shell.
 
+    It completes commands, options, recipes and files.
     To load it in every new shell:
 
     \b
@@ -107,7 +107,7 @@ def completion(shell: str) -> None:
 @option("--ranks", "Under torchrun: compare the ranks, and measure how fast they exchange tensors.")
 @option("--timeout SECONDS", "With --ranks: how long to wait for a rank. Default: 60.", float)
 def doctor(ranks: bool, timeout: float | None) -> int:
-    """Report what is installed, in which version, what is missing and how to install it.
+    """Report what is missing, and how to install it.
 
     The exit status is 1 if a core requirement is missing. On several machines, this shows whether they find each other,
     and how fast their network is:

@@ -78,7 +78,7 @@ def convert(
     source: str, out: Path, field: tuple[str, ...], skip_bad: bool, classes: str | None, quiet: bool,
     verbose: bool, ignore: tuple[int, ...], map: tuple[str, ...], **options: Any,
 ) -> None:  # fmt: skip
-    """Convert a folder of images, or tar shards, to FFCV's .beton format.
+    """Convert a folder of images, or tar shards, to a .beton file.
 
     JPEG files that are upright and small enough keep their pixels; progressive ones become baseline, without loss.
     The columns of --labels name the labels. In a folder, names that begin with a dot, and __MACOSX, are skipped. The
@@ -129,7 +129,7 @@ def _class_names(text: str | None) -> list[str] | None:
 @beton
 @option("--sheet FILE", "Also write a contact sheet of the first file's images, as .png.", File())
 def inspect(file: str, sheet: Path | None) -> None:
-    """Print the contents of a .beton file: fields, counts, classes, sizes.
+    """Print what a .beton file contains.
 
     Only the tables are read, and up to 200 masks, so a large file takes no longer.
     """
@@ -150,8 +150,9 @@ def inspect(file: str, sheet: Path | None) -> None:
 @quiet
 @verbose
 def verify(file: str, workers: int | None, quiet: bool, verbose: bool) -> int:
-    """Verify a full .beton file: its structure, every checksum, and every image and mask by decoding it.
+    """Verify a .beton file, every sample of it.
 
+    Its structure is checked, every checksum, and every image and mask by decoding it.
     Bad samples are listed; the exit status is 1 if there are any.
     """
     from ....loaders import verify as run
@@ -183,7 +184,7 @@ def verify(file: str, workers: int | None, quiet: bool, verbose: bool) -> int:
 @option("--json", "Print a JSON object, with the quartiles.", name="as_json")
 @quiet
 def advise(source: str, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Measure which format and resolution loads how fast on this machine, and advise one.
+    """Measure which format and resolution loads fastest here.
 
     A sample of the images is converted in several ways, each of which is loaded from memory, with one and with all
     workers, and read from disk, in interleaved rounds. The temporary files are removed at the end, also after Ctrl-C.

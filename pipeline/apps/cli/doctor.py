@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ....common import machine
 from ....common.errors import DrivetrainError, MissingExtra, StrategyError
-from ....common.table import Table
+from ....common.table import Table, lines_of
 from ....common.version import __version__
 from ....strategies.devices import rank_device
 from ....strategies.launching.group import AllReduce, all_reduce_speed, join_group
@@ -63,12 +63,24 @@ class Finding:
 def examine() -> tuple[bool, str]:
     """Return whether the core requirements are met, and a report, whose remedies stay whole lines, to be copied."""
     core = _core()
-    findings = [*core, *_extras(), *_native(), *_devices()]
-    rows = [("ok" if one.good else "missing", one.what, one.found) for one in findings]
-    table = Table(("", "what", "found"), rows, title="drivetrain doctor")
-    remedies = [f"  {one.what.partition(':')[0]}: {one.remedy}" for one in findings if not one.good]
-    lines = ["What is missing:", *remedies] if remedies else []
-    return all(finding.good for finding in core), "\n".join([str(table), *lines])
+    others = [*_extras(), *_native(), *_devices()]
+    healthy = all(one.good for one in core)
+    lines = [
+        "All that Drivetrain requires is here." if healthy else "Drivetrain does not run here; it requires:"
+    ]
+    lines += _remedies(core)
+    if missing := _remedies(others):
+        lines += ["", "Optional, and not here:", *missing]
+    there = [
+        (one.what.partition(":")[0], one.found)
+        for one in (*core, *others)
+        if one.good and not one.what.startswith("strategy ")
+    ]
+    return healthy, "\n".join([*lines, "", "Here:", lines_of(there)])
+
+
+def _remedies(findings: Sequence[Finding]) -> list[str]:
+    return [f"  {one.what.partition(':')[0]}: {one.remedy}" for one in findings if not one.good]
 
 
 def _core() -> list[Finding]:
@@ -94,10 +106,10 @@ def _extras() -> list[Finding]:
         found = {name: version(name) for name in packages}
         versions = ", ".join(f"{name} {there or 'missing'}" for name, there in found.items())
         good = all(found.values())
-        remedy = f"pip install 'drivetrain[{extra}]'"
+        remedy = f"pip install 'drivetrain[{extra}]'  # {purpose}"
         if extra == "ffcv" and good:
             good, remedy = _ffcv_loads()  # an installed package alone does not prove it
-        findings.append(Finding(f"extra {extra}: {purpose}", versions, good, remedy))
+        findings.append(Finding(f"extra {extra}", versions, good, remedy))
     return findings
 
 
@@ -140,7 +152,9 @@ def _devices() -> list[Finding]:
     findings = [_machine(), reachable_host(), Finding("GPU", gpus or "none: training runs on the CPU", True)]
     if not gpus and platform.libc_ver()[0] == "glibc":
         findings.append(memory_kept())
-    for row in strategies.available():
+    rows = strategies.available()
+    findings.append(Finding("strategies", ", ".join(row.name for row in rows if row.runs_here), True))
+    for row in rows:
         why = row.why_not.removeprefix(f"strategy {row.name!r}: ")
         findings.append(Finding(f"strategy {row.name}", row.summary, row.runs_here, why))
     return findings

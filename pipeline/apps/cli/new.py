@@ -16,7 +16,7 @@ from .options import Command, File, Text, argument, option
     Text(*TEMPLATES), default="classification",
 )  # fmt: skip
 def new(name: Path, task: str) -> None:
-    """Write a project that trains on your images in two commands, which are printed.
+    """Write a project that trains on your images.
 
     It is a folder with a recipe, a model of your own to change, and a README. Nothing needs to be edited: the number of
     classes is that of the data, a tenth of which is held out for validation. For masks, --classes of convert names the

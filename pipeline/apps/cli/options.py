@@ -23,6 +23,9 @@ class Command(click.Command):
     """A command whose options are given once, unless they may be repeated. Its function returns the exit status, or
     None for 0. Drivetrain's warnings are printed like errors, as one line; with `--quiet`, not at all."""
 
+    def get_short_help_str(self, limit: int = 0) -> str:  # noqa: ARG002  whole: the list of commands wraps it
+        return " ".join((self.help or "").partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             _, _, given = self.make_parser(ctx).parse_args(list(args))

@@ -37,8 +37,9 @@ def sweep(
     recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, out: Path, jobs: int,
     count: int | None, seed: int, as_json: bool,
 ) -> int:  # fmt: skip
-    """Train a recipe with many values, and print a table: mean and spread over the seeds, and time.
+    """Train a recipe with many values, and compare them.
 
+    The table has the mean and spread over the seeds, and the time.
     Every combination is a run of drivetrain train in a process of its own, in --out/NAME, with its output in output.txt
     there. The same command again skips the finished runs, resumes the interrupted ones, and repeats those that failed.
     A run that fails does not stop the others; the exit status is then 1. Ctrl-C lets the running ones save, and ends

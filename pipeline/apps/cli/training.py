@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -14,7 +15,7 @@ from click.core import ParameterSource
 from ....common.errors import CheckpointError, DataError, LedgerError, MissingExtra, PlanError
 from ....common.options.config import options_of
 from ....common.storage.addresses import is_address
-from ....common.table import Table
+from ....common.table import Table, lines_of
 from ...runs.config import FitConfig
 from .options import (
     FILES,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ...pipeline import Pipeline
     from ...recipes.presets import Completed
     from ...runs.result import TrainingInterrupted
+    from ...telemetry.history import History
 
 SECONDS_HELP = "Time budget of the ledger, in seconds: building, warm-up and all rounds."
 # Options of `fit` that the command line has in a form of its own, or sets itself.
@@ -147,11 +149,32 @@ def train(
             print(report.text(verbose=verbose))
         if result.metrics:
             epochs, metrics = len(result.history.epochs), shown(result.metrics, result.history.units)
-            print(f"{', '.join(metrics)} after {epochs} epoch{'s' * (epochs != 1)}")
+            print(f"{', '.join(metrics)} after {epochs} epoch{'s' * (epochs != 1)}{_better(result.history)}")
         if ledger:
             measure(pipeline, ledger_seconds, out, quiet)
         if out is not None and not quiet:
             print(f"{out}: " + ", ".join(_files_in(out)))
+            print("Next:\n" + lines_of(_next_commands(str(out), evaluated=bool(result.metrics)), 10**6))
+
+
+def _better(history: History) -> str:
+    """Return which epoch was better than the last, if one was."""
+    from ...tasks.metrics import format_metric
+
+    best, monitor = history.best, history.monitor
+    if best is None or best is history.epochs[-1] or (value := monitor.of(best)) is None:
+        return ""
+    return f"; best: {monitor} {format_metric(value, monitor.unit)} after epoch {best.epoch}"
+
+
+def _next_commands(out: str, *, evaluated: bool) -> list[tuple[str, str]]:
+    run = shlex.quote(out)
+    shown = [(f"drivetrain errors {run}", "what the model gets wrong")] if evaluated else []
+    return [
+        *shown,
+        (f"drivetrain report {run}", "the run as one HTML file"),
+        (f"drivetrain predict {run} FOLDER", "predict images"),
+    ]
 
 
 def _tuned(
@@ -203,7 +226,7 @@ def tune(
     recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, out: Path | None,
     seconds: float, allow: tuple[str, ...], epochs: int, quiet: bool,
 ) -> None:  # fmt: skip
-    """Find the fastest way to run a recipe on this machine, and prove it.
+    """Find the fastest way to run a recipe on this machine.
 
     Without --allow, only changes that keep what the training computes are tried: workers, batches ahead, memory
     format, compiling, strategies with the same numbers, the allocator's environment variables; microbatches if the
@@ -267,8 +290,9 @@ def folds(
     recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, folds: int, out: Path | str | None,
     as_json: bool, quiet: bool,
 ) -> None:  # fmt: skip
-    """Cross-validate a recipe: train once for each part of its training data that is held out.
+    """Cross-validate a recipe.
 
+    It trains once for each part of the training data, which is held out.
     Validation data of the recipe is not used. With --out, each fold is a run in a folder of its own, fold-0, fold-1, …;
     the same command again continues where it was stopped.
     """
@@ -381,7 +405,7 @@ def _prediction_text(row: dict[str, Any]) -> str:
 def export(
     place: Path | str, out: Path, names: str, tolerance: float | None, quiet: bool, **options: Any
 ) -> None:
-    """Write a trained model as one file, with a model card (MODEL_CARD.md) next to it.
+    """Write a trained model as one file, with a model card.
 
     With weight averaging (EMA, SWA), the averages are written. Safetensors is a plain state dict; the programs contain
     the model after surgery and take any number of images. Each is run before it is written: its outputs must be the
@@ -423,8 +447,9 @@ def ledger(
     seconds: float | None, epochs: int | None, compare: tuple[Path, Path] | None, quiet: bool, accuracy: bool,
     other_loader: str | None,
 ) -> None:  # fmt: skip
-    """Measure what each stage of a recipe brings on this machine, and which stage is the bottleneck.
+    """Measure what each stage contributes to the speed.
 
+    It also shows which stage is the bottleneck.
     Plain PyTorch is 1.00; each stage is added in turn, measured alone, and left out of the full pipeline. All
     variants run interleaved in one process, until the confidence intervals are within 2 % or the time budget is
     spent; what does not fit into the budget is left out. With --out, ledger.json and ledger.png are written there;

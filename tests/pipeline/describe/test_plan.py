@@ -527,7 +527,7 @@ def test_the_command_prints_no_plan_of_what_is_refused(toy: Toy, tmp_path: Path)
     )
     ends = [call(*command) for command in commands]
     assert ends[0].code == 0, ends[0].err
-    assert re.match("Plan\n", ends[0].out)
+    assert re.match("(Caution.*\n.*\n)?Plan\n", ends[0].out)
     messages = (
         "none would have full size", "no.beton does not exist", "Class 2 is 'c' in", "is a file", "Pass fit(out=…)",
         f"has {CLASSES} classes. Build it", "no.beton does not exist",

@@ -36,15 +36,15 @@ def rate(pipeline: Pipeline) -> float:
 
 def test_another_batch_size_than_the_recipes_is_noted() -> None:
     pipeline = recipe("resnet50-mild", batch_size=64)
-    why = row(pipeline).why
+    caution = row(pipeline).caution
     for part in (
         "lr=2.048 is for batches of 2,048 images", "per image is 32 times", "scale_lr=True makes it 0.064",
     ):  # fmt: skip
-        assert part in why
+        assert part in caution
     assert rate(pipeline) == 2.048
-    assert "per image is 1/4 of that" in row(recipe("resnet50-mild", batch_size=8192)).why
+    assert "per image is 1/4 of that" in row(recipe("resnet50-mild", batch_size=8192)).caution
     data: dict[str, Any] = {"batch_size": 64, "image_size": 176}
-    assert row(recipe("resnet50-mild").load("a.beton", **data)).why == why
+    assert row(recipe("resnet50-mild").load("a.beton", **data)).caution == caution
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,9 @@ def test_another_batch_size_than_the_recipes_is_noted() -> None:
     ],
 )
 def test_nothing_is_noted_where_both_or_none_were_changed(overrides: dict[str, Any]) -> None:
-    assert "images" not in row(recipe("resnet50-mild", **overrides)).why
+    found = row(recipe("resnet50-mild", **overrides))
+    assert found.caution == ""
+    assert "images" not in found.why
 
 
 @pytest.mark.parametrize(
@@ -207,7 +209,7 @@ def test_no_scaling_rule(toy: Toy) -> None:
         OptimizerConfig(torch.optim.Adagrad, base_batch_size=64, scale_lr=True, options={"lr": 0.1})
     pipeline = toy.pipeline().optimize(torch.optim.Adagrad, lr=0.1, base_batch_size=64)
     (row,) = (step for step in resolve(pipeline, files=False).steps if step.what.startswith("optimizer"))
-    assert "caution: the learning rate is for batches of 64 images, not 32" in row.why
+    assert row.caution == "the learning rate is for batches of 64 images, not 32"
     assert OptimizerConfig(torch.optim.Adagrad, {}).lr == 0.01
 
 

@@ -15,8 +15,8 @@ from torch import nn
 
 
 def wrapped(pipeline: PipelineSpec) -> str:
-    """The reason of the step that wraps the model."""
-    return next(step.why for step in pipeline.plan().steps if step.what.startswith("wrap with"))  # type: ignore[attr-defined]
+    """The caution of the step that wraps the model."""
+    return next(step.caution for step in pipeline.plan().steps if step.what.startswith("wrap with"))  # type: ignore[attr-defined]
 
 
 def on_ranks(pipeline: Pipeline, **options: Any) -> Pipeline:
@@ -81,10 +81,8 @@ def test_the_plan_cautions_where_batch_norm_meets_a_split_batch(toy: Toy) -> Non
     """A factory may build any model; of a model that exists the layers are counted."""
     factory, built = toy.pipeline(batch_norm_model), toy.pipeline(batch_norm_model())
     split = {"sync_batchnorm": False}
-    assert "caution: BatchNorm, if the model has any, uses the statistics of" in wrapped(
-        on_ranks(factory, **split)
-    )
-    assert "caution: BatchNorm (1 layers) uses the statistics of each microbatch of 16 images" in wrapped(
+    assert "BatchNorm, if the model has any, uses the statistics of" in wrapped(on_ranks(factory, **split))
+    assert "BatchNorm (1 layers) uses the statistics of each microbatch of 16 images" in wrapped(
         on_ranks(built, **split)
     )
     text = wrapped(factory.distribute("single", device="cpu", accumulate=4))

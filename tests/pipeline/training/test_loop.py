@@ -309,7 +309,7 @@ def test_the_plan_says_what_it_assumes_of_an_unknown_loss(toy: Toy) -> None:
         (own, False), (own.distribute("single", accumulate=2), True),
         (own.distribute("ddp", devices=2, device="cpu"), True), (known.distribute("single", accumulate=2), False),
     ):  # fmt: skip
-        why = " ".join(step.why for step in pipeline.plan().steps)
+        why = " ".join(pipeline.plan().cautions)
         assert ("taken as the mean over the samples" in why) is assumed
 
 

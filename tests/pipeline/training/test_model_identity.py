@@ -253,8 +253,11 @@ def test_the_plan_warns_of_validation_data_that_is_trained_on(toy: Toy, tmp_path
     for train, val in ((toy.train, toy.train), (toy.train, str(link)), (toy.train, str(copy)),
                        ({toy.train: 0.5, toy.val: 0.5}, str(link))):  # fmt: skip
         plan = toy.pipeline().load(train, val, batch_size=32, image_size=16).plan()
-        assert "CAUTION: the validation data has" in " ".join(plan.steps[0].why.split())
-    assert "also trained on" not in toy.pipeline().plan().steps[0].why
+        assert plan.steps[0].caution.startswith("the validation data has")
+        first, _, table = str(plan).partition("Plan\n")
+        assert first.startswith("Caution, step 1: the validation data has")
+        assert "see the caution above" in " ".join(table.split())
+    assert toy.pipeline().plan().cautions == []
 
 
 def test_ranks_compare_the_model_that_they_build(folder: Path, toy: Toy) -> None:

@@ -223,13 +223,17 @@ def test_train_writes_its_results(toy: Toy, tmp_path: Path) -> None:
         assert text in end.out, text
     assert left_in(out) == sorted([*RUN_FILES, "metrics.csv"])
     again = Pipeline.from_recipe(str(out / "recipe.yaml"))
-    assert f"{again.plan()!r}" == (out / "plan.txt").read_text().strip()
+    assert again.plan().text(120) == (out / "plan.txt").read_text().strip()
     assert again.epochs == 2
     files = sorted(path.name for path in out.iterdir() if path.is_file())
-    assert end.out.splitlines()[-1] == f"{out}: {', '.join(files)}"
+    *_, listed, following, errors, report, predict = end.out.splitlines()
+    assert listed == f"{out}: {', '.join(files)}"
+    assert following == "Next:"
+    for line, name in ((errors, "errors"), (report, "report"), (predict, "predict")):
+        assert line.startswith(f"  drivetrain {name} {out}")
     with Image.open(out / "curves.png") as curves:
         assert curves.size == (1080, 672)
-    assert (out / "plan.txt").read_text().strip() in end.out
+    assert again.plan().text(110) in end.out  # as wide as the terminal
     assert (out / "metrics.csv").read_text().startswith("step,epoch,loss,val_loss,")
     history = json.loads((out / "history.json").read_text())
     assert history["recipe"] == "cifar10-quickstart"
@@ -267,7 +271,7 @@ def test_torchrun_runs_the_command_on_its_ranks(toy: Toy, tmp_path: Path) -> Non
     for text in ("why here", "epoch 1  loss", "epoch 2  loss", "after 2 epochs"):
         assert done.stdout.count(text) == 1, (text, done.stdout)
     assert {path.name for path in out.iterdir()} == {*RUN_FILES, "recipe.yaml"}
-    assert done.stdout.splitlines()[-1] == (
+    assert done.stdout.splitlines()[-5] == (
         f"{out}: curves.png, history.json, model.safetensors, plan.txt, recipe.yaml"
     )
     history = json.loads((out / "history.json").read_text())
@@ -321,15 +325,15 @@ def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
     (whole,) = run_several(["doctor"])
     assert whole.code == 0
     for extra in EXTRAS:
-        assert re.search(rf"ok +. extra {extra}", whole.out)
-    assert re.search(r"ok +. torch ", whole.out)
-    assert "strategy ddp" in whole.out
+        assert re.search(rf"^  extra {extra}  +\d?", whole.out.partition("Here:")[2], re.MULTILINE), extra
+    assert re.search(r"^  torch  +\d", whole.out, re.MULTILINE)
+    assert re.search(r"^  strategies  +single, dp, ddp", whole.out, re.MULTILINE)
     assert "…" not in whole.out  # nothing is cut off
     doctor, train = run_several(
         ["doctor"], ["train", "cifar10-quickstart", *toy_values(toy)], blocked=("ffcv", "numba")
     )
     assert doctor.code == 0  # the core is whole
-    assert re.search(r"missing +. extra ffcv", doctor.out)
+    assert "extra ffcv" not in doctor.out.partition("Here:")[2]
     (remedy,) = (line for line in doctor.out.splitlines() if line.startswith("  extra ffcv: "))
     assert "drivetrain[ffcv]" in remedy
     assert train.code == 0  # which loads, and needs no FFCV
