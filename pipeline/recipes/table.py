@@ -21,7 +21,7 @@ def recipes_list() -> str:
         (theirs if recipe["measured"].startswith("not measured") else ours).append((name, purpose))
     return "\n".join([
         "Measured here:", lines_of(ours), "", "Not measured here, because they need a GPU or larger data:",
-        lines_of(theirs), "", "drivetrain recipes NAME shows one: its values, their sources, and its results.",
+        lines_of(theirs), "", "drivetrain recipes NAME shows all of one.",
     ])  # fmt: skip
 
 
