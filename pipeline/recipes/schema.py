@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from ...common.errors import RecipeError, suggest
 from ...common.frozen import FrozenDict
 from ...common.options.config import LIST, TEXT, Config, Kind, Natural, Option, Positive, options_of
+from ...loaders.options import ImageOptions
 from ..describe.config import DataConfig, DistributedConfig, FitOptions
 from ..optim.config import OptimizerConfig
 from ..tasks import TASKS
@@ -86,6 +87,13 @@ def _default(key: str, option: Option) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+WITHIN = {
+    "learning_rate": "optimizer.lr", "num_classes": "model_options.num_classes",
+    **{name: f"optimizer.{name}" for name in ("lr", "momentum", "weight_decay", "nesterov", "betas", "eps")},
+    **{name: f"loading.{name}" for name in options_of(ImageOptions)},
+}  # fmt: skip
+"""Of what looks like a key, the key that has it as an entry."""
+
 KEYS = {key: _meaning(key, option) for key, option in SCHEMA.items()}
 DEFAULTS = {key: _default(key, option) for key, option in SCHEMA.items() if not option.required}
 
@@ -105,8 +113,11 @@ class Origin:
 def check_key(key: str, origin: Origin) -> None:
     """Of a dotted key, only the first part is checked."""
     head = key.partition(".")[0]
-    if head not in KEYS:
-        raise RecipeError(f"{origin.at(head)}: a recipe has no key {head!r}.{suggest(head, KEYS)}")
+    if head in KEYS:
+        return
+    hint = f" Did you mean {WITHIN[head]!r}?" if head in WITHIN else suggest(head, KEYS)
+    listed = "drivetrain recipes --keys lists all."
+    raise RecipeError(f"{origin.at(head)}: a recipe has no key {head!r}.{hint} {listed}")
 
 
 def check_values(full: Mapping[str, Any], origin: Origin) -> None:

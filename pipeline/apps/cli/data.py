@@ -89,12 +89,15 @@ def convert(
     kinds = {name: kind or None for name, _, kind in (text.partition("=") for text in field)}
     if len(kinds) < len(field):
         raise DataError(f"--field names one field twice: {' '.join(field)}.")
+    before = out.exists()
     report = run(
         source, out, fields=kinds, on_error="skip" if skip_bad else "raise", classes=_class_names(classes),
         progress=not quiet, mask_map=_mask_map(ignore, map), **options,
     )  # fmt: skip
     text = report.text(verbose=verbose)
     print(text.partition("\n")[0] if quiet else text)
+    if before and not quiet:
+        print(f"An earlier {out} was replaced.")
 
 
 def _mask_map(ignored: tuple[int, ...], pairs: tuple[str, ...]) -> dict[int, int] | None:

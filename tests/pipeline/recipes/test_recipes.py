@@ -242,6 +242,8 @@ def test_a_dict_is_a_recipe(toy: Toy) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "key": ({"bach_size": 3}, "no key 'bach_size'.*Did you mean 'batch_size'"),
+    "key of an optimizer": ({"lr": 3}, "no key 'lr'. Did you mean 'optimizer.lr'"),
+    "key of the loader": ({"scale": [0.3, 1]}, "no key 'scale'. Did you mean 'loading.scale'"),
     "dotted key": ({"bach.size": 3}, "no key 'bach'"),
     "dotted key of a number": ({"epochs.x": 3}, "'epochs.x': its epochs is not a dict"),
     "model": ({"model": "cifar_resnt"}, "'cifar_resnt'.*Did you mean 'cifar_resnet'"),
