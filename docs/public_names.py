@@ -1,7 +1,9 @@
-"""A Sphinx extension for the API reference: docstrings as we write them, and the directive `public-names`.
+"""A Sphinx extension for the API reference: docstrings as we write them, a page for each class and function, and the
+directive `public-names`.
 
-`.. public-names:: PACKAGE` describes each public name of a package. A name that `drivetrain` itself has, too, is
-described there, and elsewhere refers to it.
+`.. public-names:: PACKAGE` lists the public names of a package with a sentence about each, and describes its exceptions
+and constants. A name that `drivetrain` itself has, too, is described there, and elsewhere refers to it. The pages of
+classes and functions are written into `docs/reference/PACKAGE/` before the build, and are not committed.
 """
 
 from __future__ import annotations
@@ -48,13 +50,57 @@ def public_names(package: str) -> dict[str, str]:
     return {name: names[name] for name in sorted(names, key=str.lower) if not name.startswith("_")}
 
 
+def kind_of(value: Any) -> str:
+    if isinstance(value, type):
+        return "exception" if issubclass(value, BaseException) else "class"
+    return "function" if inspect.isroutine(value) else "data"
+
+
+def has_page(package: str, name: str) -> bool:
+    own = package == TOP or name not in public_names(TOP)
+    return own and kind_of(getattr(importlib.import_module(package), name)) in ("class", "function")
+
+
+def write_pages(app: Sphinx) -> None:
+    """Write a page for each class and function, and remove those of names that are gone."""
+    folder = Path(app.srcdir) / "docs" / "reference"
+    for package in PACKAGES if folder.is_dir() else ():
+        own = folder / package.rpartition(".")[2]
+        own.mkdir(exist_ok=True)
+        pages = {
+            name: page(package, name, home)
+            for name, home in public_names(package).items()
+            if has_page(package, name)
+        }
+        for path in own.glob("*.md"):
+            if path.stem not in pages:
+                path.unlink()
+        for name, text in pages.items():
+            path = own / f"{name}.md"
+            if (
+                not path.exists() or path.read_text(encoding="utf-8") != text
+            ):  # else Sphinx would read it again
+                path.write_text(text, encoding="utf-8")
+
+
+def page(package: str, name: str, home: str) -> str:
+    lines = "\n".join(described(package, name, home))
+    return f"# `{name}`\n\n```{{eval-rst}}\n{lines}\n```\n"
+
+
+def summary(package: str, name: str, home: str) -> str:
+    """Return the first sentence about a name."""
+    value = getattr(importlib.import_module(package), name)
+    text = "\n".join(attribute_docs(name, home)) if kind_of(value) == "data" else inspect.getdoc(value) or ""
+    whole = " ".join(text.partition("\n\n")[0].split())
+    first = re.split(r"(?<=[.:])\s", whole)[0].rstrip(":")
+    return first if first.count("`") % 2 == 0 else whole
+
+
 def described(package: str, name: str, home: str) -> list[str]:
     """Return the reStructuredText of one entry."""
     value: Any = getattr(importlib.import_module(package), name)
-    if isinstance(value, type):
-        kind = "exception" if issubclass(value, BaseException) else "class"
-    else:
-        kind = "function" if inspect.isroutine(value) else "data"
+    kind = kind_of(value)
     if package != TOP and name in public_names(TOP):
         return [f".. py:{kind}:: {package}.{name}", "", f"   The same as :py:obj:`{TOP}.{name}`.", ""]
     if kind == "data":
@@ -94,16 +140,22 @@ def attribute_docs(name: str, home: str) -> list[str]:
 
 
 class PublicNames(SphinxDirective):
-    """Describes the public names of the package that is its argument."""
+    """Lists the public names of the package that is its argument, and describes those without a page."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
         """Return the entries."""
         (package,) = self.arguments
-        lines = [
-            line for name, home in public_names(package).items() for line in described(package, name, home)
-        ]
+        names, own = public_names(package), package.rpartition(".")[2]
+        lines = [".. list-table::", "   :widths: 30 70", "   :class: names", ""]
+        for name, home in names.items():
+            place = TOP if name in public_names(TOP) else package
+            lines += [f"   * - :py:obj:`{name} <{place}.{name}>`", f"     - {summary(package, name, home)}"]
+        pages = [name for name in names if has_page(package, name)]
+        lines += ["", ".. toctree::", "   :hidden:", "", *(f"   {own}/{name}" for name in pages), ""]
+        for name, home in names.items():
+            lines += [] if name in pages else described(package, name, home)
         return self.parse_text_to_nodes(StringList(lines, source=package))
 
 
@@ -121,5 +173,6 @@ def sections(app: Sphinx, what: str, name: str, value: Any, options: Any, lines:
 def setup(app: Sphinx) -> dict[str, bool]:
     """Add the directive, and read docstrings."""
     app.add_directive("public-names", PublicNames)
+    app.connect("builder-inited", write_pages)
     app.connect("autodoc-process-docstring", sections)
     return {"parallel_read_safe": True}
