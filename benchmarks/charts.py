@@ -87,7 +87,7 @@ def loaders() -> str:
         "images/s",
         rows,
         [
-            f"Decode, random crop, resize to 224 px: median of {rounds} rounds in turns, with quartiles;",
+            f"Decode, crop, resize to 224 px: median and quartiles of {rounds} rounds in turns;",
             f"{hardware['cores']} cores, {hardware['processor']}, {about['date'][:10]}: results/peers.json",
         ],
     )

@@ -85,7 +85,8 @@ def write_pages(app: Sphinx) -> None:
 
 def page(package: str, name: str, home: str) -> str:
     lines = "\n".join(described(package, name, home))
-    return f"# `{name}`\n\n```{{eval-rst}}\n{lines}\n```\n"
+    back = f"[`{package}`](../{package.rpartition('.')[2]}.md)"
+    return f"---\norphan: true\n---\n\n# `{name}`\n\nOf {back}.\n\n```{{eval-rst}}\n{lines}\n```\n"
 
 
 def summary(package: str, name: str, home: str) -> str:
@@ -147,15 +148,14 @@ class PublicNames(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the entries."""
         (package,) = self.arguments
-        names, own = public_names(package), package.rpartition(".")[2]
+        names = public_names(package)
         lines = [".. list-table::", "   :widths: 30 70", "   :class: names", ""]
         for name, home in names.items():
             place = TOP if name in public_names(TOP) else package
             lines += [f"   * - :py:obj:`{name} <{place}.{name}>`", f"     - {summary(package, name, home)}"]
-        pages = [name for name in names if has_page(package, name)]
-        lines += ["", ".. toctree::", "   :hidden:", "", *(f"   {own}/{name}" for name in pages), ""]
+        lines.append("")
         for name, home in names.items():
-            lines += [] if name in pages else described(package, name, home)
+            lines += [] if has_page(package, name) else described(package, name, home)
         return self.parse_text_to_nodes(StringList(lines, source=package))
 
 
@@ -170,9 +170,46 @@ def sections(app: Sphinx, what: str, name: str, value: Any, options: Any, lines:
     lines[:] = [SEVERAL.sub(lambda names: names.group().replace(", ", ","), line) for line in parsed]
 
 
+def plain_types(*given: Any) -> tuple[str | None, str | None]:
+    """Return a signature without the checks of options: of `Annotated[float, Within(…)]`, `float`."""
+    *_, arguments, returns = given
+    return arguments and without_checks(arguments), returns
+
+
+def without_checks(text: str) -> str:
+    before, found, rest = text.partition("Annotated[")
+    if not found:
+        return text
+    depth = comma = 0
+    for place, sign in enumerate(rest):
+        depth += (sign in "[({") - (sign in "])}")
+        if depth == 0 and sign == "," and not comma:
+            comma = place
+        if depth < 0:
+            return (
+                before.removesuffix("~typing.")
+                + without_checks(rest[:comma])
+                + without_checks(rest[place + 1 :])
+            )
+    return text
+
+
+def public_bases(*given: Any) -> None:
+    """Replace private bases by theirs, in place."""
+    bases = given[-1]
+    while any(getattr(base, "__name__", "").startswith("_") for base in bases):
+        bases[:] = [
+            further
+            for base in bases
+            for further in (base.__bases__ if getattr(base, "__name__", "").startswith("_") else (base,))
+        ]
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Add the directive, and read docstrings."""
     app.add_directive("public-names", PublicNames)
     app.connect("builder-inited", write_pages)
     app.connect("autodoc-process-docstring", sections)
+    app.connect("autodoc-process-signature", plain_types)
+    app.connect("autodoc-process-bases", public_bases)
     return {"parallel_read_safe": True}

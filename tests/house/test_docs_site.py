@@ -111,7 +111,10 @@ def test_every_page_is_in_the_table_of_contents(site: Path) -> None:
     links = Links(site / "docs/index.html").links
     contents = {(site / "docs" / link).resolve() for link in links if "#" not in link}
     written = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
-    pages = {site / path.relative_to(ROOT).with_suffix(".html") for path in written}
+    listed = [
+        path for path in written if path.parents[1].name != "reference"
+    ]  # of a class: its package has it
+    pages = {site / path.relative_to(ROOT).with_suffix(".html") for path in listed}
     assert pages <= contents | {site / "docs/index.html"}
 
 
