@@ -1,7 +1,9 @@
 """The progress bar of an epoch, and the line printed at its end."""
 
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
+from shutil import get_terminal_size
 from time import perf_counter
 from typing import Self, TextIO
 
@@ -28,7 +30,7 @@ class Progress(Observer):
         self._prints, self._next, self._epochs = show, 0.0, epochs
         self._show = show and (file is not None or is_interactive())
         self._loss: HostCopy | None = None
-        self._metric = f", {best_by}" if best_by else ""
+        self._metric = best_by
         self._bar = (tqdm if file is None else text_bar)(
             total=images, desc=f"epoch {epoch}/{epochs}", unit=" images", disable=not self._show, leave=False,
             mininterval=_REFRESH, dynamic_ncols=True, file=file,
@@ -48,15 +50,19 @@ class Progress(Observer):
             self._loss = HostCopy(state.step_loss)
         if self._loss is not None and self._loss.arrived:
             waiting = state.meter.data_wait_s / max(state.meter.seconds, 1e-9)
-            text = f"loss {self._loss.values():.4f}{self._metric}, waiting {waiting:.0%}"
-            self._bar.set_postfix_str(text, refresh=False)
+            loss, waits = f"loss {self._loss.values():.4f}", f"waiting {waiting:.0%}"
+            if in_cell():
+                self._bar.set_postfix_str(", ".join(filter(None, (loss, self._metric, waits))), refresh=False)
+            else:
+                texts = {"loss": loss, "metric": self._metric, "waits": waits, "memory": _memory()}
+                self._bar.bar_format = bar_format(len(self._bar.desc), texts, get_terminal_size().columns)
             self._loss = None
         self._bar.update(state.step_images)
 
     def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:
         if self._prints and state.meter.steps:
             echo(f"{evaluation}")
-            self._metric = "".join(f", {text}" for text in shown(evaluation.metrics, evaluation.units)[:1])
+            self._metric = "".join(shown(evaluation.metrics, evaluation.units)[:1])
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
         if self._prints:
@@ -69,6 +75,41 @@ class Progress(Observer):
 
     def __exit__(self, *exception: object) -> None:
         self._bar.close()
+
+
+_WIDTHS = {"percent": 4, "speed": 16, "left": 10}  # of what tqdm fills in
+_FIELDS = {"percent": "{percentage:3.0f}%", "speed": "{rate_noinv_fmt}", "left": "{remaining} left"}
+_WANTED = ("percent", "loss", "speed", "left", "memory", "metric", "waits")
+_ORDER = ("percent", "loss", "metric", "speed", "left", "memory", "waits")
+_SHORTEST = 8  # a bar
+
+
+def bar_format(name: int, texts: Mapping[str, str], columns: int) -> str:
+    """Return tqdm's format of a line that fits: after the name, of so many characters, as many of `_WANTED` as there is
+    room for, the first ones first, and a bar in the rest."""
+    room, kept = columns - name - 1, set[str]()
+    for part in _WANTED:
+        needed = _WIDTHS.get(part) or len(texts[part])
+        if needed and needed + 2 > room:
+            break
+        if needed:
+            room -= needed + 2
+            kept.add(part)
+    shown = [
+        _FIELDS.get(part) or texts[part].replace("{", "{{").replace("}", "}}")
+        for part in _ORDER
+        if part in kept
+    ]
+    bar = f"|{{bar:{room - 5}}}|" if room >= _SHORTEST + 5 else ""
+    return "{desc}: " + "  ".join(filter(None, [*shown[:1], bar, *shown[1:]]))
+
+
+def _memory() -> str:
+    """Return the memory of the device that tensors take, at most so far; empty on a CPU."""
+    import torch
+
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return f"{peak / 2**30:.1f} GiB" if peak else ""
 
 
 def in_cell() -> bool:

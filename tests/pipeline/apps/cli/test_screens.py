@@ -1,6 +1,6 @@
 """What each command prints in terminals of 60, 80 and 120 columns, compared with the approved files in `screens/`.
 
-`APPROVE=1 pytest tests/pipeline/apps/cli/test_screens.py` writes the files; read their changes before they are committed.
+`APPROVE=1 pytest tests/pipeline/apps/cli/test_screens.py` writes the files; read what changes before it is committed.
 """
 
 import os
