@@ -13,6 +13,11 @@ from numpy.typing import NDArray
 from .errors import DataError
 from .storage.files import atomic_file
 
+INK, PALE, GRID = "#222222", "#b8c4cc", "#e4e8ea"
+PALETTE = BLUE, RED, GREEN, PURPLE, ORANGE, SKY = (
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9",
+)  # fmt: skip
+"""Colors that people with any color blindness can tell apart: Okabe and Ito, "Color Universal Design", 2008."""
 SUFFIXES = (".png", ".svg", ".pdf")
 SIDE = 160  # pixels of a thumbnail: sharp where it is shown, and two dozen are a megabyte at most
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...common.errors import PlanError, require
-from ...common.pictures import check_picture, gallery, save_picture
+from ...common.pictures import INK, check_picture, gallery, save_picture
 from ...loaders.beton.targets import palette
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import resolve
@@ -24,7 +24,7 @@ from ..training.build import build, fork_rng, resolve_data
 from .errors import names_of
 from .judge import shown
 from .marks import Mark, color_of, marked, marks_of, masks_of
-from .picture import INK, masked
+from .picture import masked
 
 COLUMNS = 8
 WIDTH, LARGEST = 10.8, 4.0  # of the figure, and of a picture in it, in inches

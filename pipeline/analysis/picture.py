@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.errors import require
-from ...common.pictures import gallery
+from ...common.pictures import BLUE, GRID, INK, RED, gallery
 from ...loaders.beton.targets import NOT_COUNTED, palette
 
-INK, BAR, WRONG, PALE = "#222222", "#2f6f9f", "#b5452c", "#e4e8ea"
+BAR, WRONG = BLUE, RED
 CLASSES = 30
 """Classes in the picture of a confusion: of more, those with the most mistakes."""
 COLUMNS = 6
@@ -125,7 +125,7 @@ def _classes(figure: Any, errors: Any) -> None:
     _matrix(matrix, errors.confusion_of(chosen), samples, [errors.classes[at] for at in chosen])
     matrix.set_title(f"truth × prediction, share of the truth{_of(chosen, errors)}", loc="left", fontsize=9)
     calibration = errors.calibration
-    curve.plot([0, 1], [0, 1], color=PALE, zorder=0)
+    curve.plot([0, 1], [0, 1], color=GRID, zorder=0)
     there = calibration.samples > 0
     curve.plot(calibration.probability[there], calibration.right[there], color=BAR, marker="o", markersize=4)
     curve.set(xlim=(0, 1), ylim=(0, 1), xlabel="probability of the prediction", ylabel="share that is right")
@@ -182,7 +182,7 @@ def _values(figure: Any, errors: Any) -> None:
     panels = figure.subplots(1, min(len(errors.classes), 4), squeeze=False)[0]
     for k, axes in enumerate(panels):
         target, off = errors.targets[:, k], errors.residuals[:, k]
-        axes.axhline(0, color=PALE, zorder=0)
+        axes.axhline(0, color=GRID, zorder=0)
         axes.scatter(target, off, s=6, alpha=0.4, color=BAR, linewidths=0)
         axes.set(xlabel="target", ylabel="prediction − target" if k == 0 else "")
         axes.set_title(errors.classes[k], loc="left", fontsize=9)

@@ -6,9 +6,9 @@ from itertools import accumulate
 from typing import Any
 
 from ...common.errors import DataError, require
-from .picture import INK, PALE
+from ...common.pictures import GRID, INK, PALETTE
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLORS = (*PALETTE, INK)
 """Okabe and Ito's, which people with any color vision tell apart; without yellow, which is pale on white."""
 LINES = ("-", "--", ":", "-.")
 NAMED = 28
@@ -59,7 +59,7 @@ def figure_of(comparison: Any) -> Any:
     panels[1, 1].set_xlabel(f"{unit} of training and evaluation")
     for panel in panels.ravel():
         panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="y", color=PALE, linewidth=0.8)
+        panel.grid(axis="y", color=GRID, linewidth=0.8)
         panel.tick_params(labelsize=8)
     heading = f"the first {NAMED} of {len(runs)} runs" if len(runs) > NAMED else None
     figure.legend(loc="outside lower left", ncols=columns, frameon=False, fontsize=8, title=heading)

@@ -1,22 +1,22 @@
-"""The plot of a ledger: throughput with the ceilings, what each stage brings, and the time breakdown."""
+"""The plot of a ledger: throughput with the ceilings, what each stage contributes, and the time breakdown."""
 
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from ...common.errors import require
+from ...common.pictures import BLUE, GREEN, INK, ORANGE, PALE, PURPLE, RED, SKY
 from ..measuring.statistics import Figure, Ratio, speed_text
 from ..measuring.variant import COPY, LOADER, MODEL, PLAIN, VariantId
 from .data import LedgerData, Row
 from .findings import bound, caveats, compound
 from .table import ratio_text
 
-INK, BAR, PALE = "#222222", "#2f6f9f", "#b8c4cc"
-CEILING = {MODEL: "#b5452c", LOADER: "#3f8f4f", COPY: "#8a5fa8"}
-PLACES = {"alone": "#d98a2b", "added in turn": BAR, "added last": "#5b5b5b"}
+CEILING = {MODEL: RED, LOADER: GREEN, COPY: PURPLE}
+PLACES = {"alone": ORANGE, "added in turn": BLUE, "added last": INK}
 PARTS = {
-    "waiting": "#3f8f4f", "transforms": "#5b7fb0", "forward": "#c9643f", "loss": "#8a6fae", "backward": "#9c3a22",
-    "step": "#d98a2b", "hooks": "#b9698f", "other": PALE,
+    "waiting": GREEN, "transforms": SKY, "forward": RED, "loss": PURPLE, "backward": BLUE, "step": ORANGE,
+    "hooks": INK, "other": PALE,
 }  # fmt: skip
 BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a text that a ceiling's line may cross
 
@@ -24,12 +24,13 @@ BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a text that 
 def picture(ledger: LedgerData) -> Any:
     figure_class = require("matplotlib.figure", "plot", "draw the ledger").Figure
     heights = [1.5 + 0.42 * len(ledger.rows)]
-    heights += [1.2 + 0.5 * len(ledger.stages)] if ledger.stages else []
+    measured = [stage for stage in ledger.stages if _resolved(stage)]
+    heights += [1.2 + 0.5 * len(ledger.stages)] if measured else []
     heights += [1.1] if ledger.time_breakdown else []
     figure = figure_class(figsize=(8.5, sum(heights)), layout="constrained")
     panels = iter(figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0])
     _throughput(next(panels), ledger)
-    if ledger.stages:
+    if measured:  # else its axis would be made up
         _gains(next(panels), ledger)
     if ledger.time_breakdown:
         _split(next(panels), ledger)
@@ -43,7 +44,7 @@ def _throughput(axes: Any, ledger: LedgerData) -> None:
     speeds = [speed for _, _, speed in drawn]
     axes.barh(
         [place for place, _, _ in drawn], [speed.value for speed in speeds], xerr=_errors(speeds),
-        color=[PALE if row.id == PLAIN else BAR for _, row, _ in drawn], ecolor=INK, capsize=3, height=0.62,
+        color=[PALE if row.id == PLAIN else BLUE for _, row, _ in drawn], ecolor=INK, capsize=3, height=0.62,
     )  # fmt: skip
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
     longest = max(speed.high for speed in speeds)
@@ -89,11 +90,19 @@ def _ceiling(axes: Any, ceiling: VariantId, value: float, reach: float, *, heigh
     axes.text(at, height, text, ha="right", va="center", color=color, fontsize=8, bbox=BEHIND)
 
 
+def _places(stage: Any) -> tuple[Ratio | None, ...]:
+    return stage.alone, stage.in_turn, stage.last
+
+
+def _resolved(stage: Any) -> bool:
+    return any(gain is not None and gain.resolved for gain in _places(stage))
+
+
 def _gains(axes: Any, ledger: LedgerData) -> None:
     """Draw each stage's gains; an unresolved one has no point: its interval would be wider than the plot."""
     stages = ledger.stages
     for number, (place, color) in enumerate(PLACES.items()):
-        each = [(stage.alone, stage.in_turn, stage.last)[number] for stage in stages]
+        each = [_places(stage)[number] for stage in stages]
         gains = {at + 0.24 * (number - 1): gain for at, gain in enumerate(each) if gain and gain.resolved}
         axes.errorbar(
             [gain.value for gain in gains.values()], list(gains), xerr=_errors(list(gains.values())),
@@ -104,9 +113,9 @@ def _gains(axes: Any, ledger: LedgerData) -> None:
     axes.set_ylim(len(stages) - 0.5, -0.5)
     for at in range(0, len(stages), 2):
         axes.axhspan(at - 0.5, at + 0.5, color="#f3f3f3", zorder=0)
-    axes.set_xlabel(f"throughput with it, over without it (× ; {ledger.level:.0%} intervals)")
+    axes.set_xlabel(f"throughput with it, over that without it ({ledger.level:.0%} intervals)")
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    _title(axes, "what each stage brings")
+    _title(axes, "what each stage contributes")
 
 
 def _split(axes: Any, ledger: LedgerData) -> None:

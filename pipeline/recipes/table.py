@@ -15,7 +15,7 @@ PROSE = {"description": "", "source": "Source: ", "published": "Published: ", "m
 
 def recipes_list() -> str:
     """Return one line for each recipe, those without a measurement of ours apart; `recipe_table` has the rest."""
-    ours, theirs = [], []
+    ours, theirs = list[tuple[str, str]](), list[tuple[str, str]]()
     for name, recipe in RECIPES.items():
         purpose = recipe["description"].partition(". ")[0].rstrip(".")
         (theirs if recipe["measured"].startswith("not measured") else ours).append((name, purpose))

@@ -1,13 +1,16 @@
 """The plot of a run: loss, monitored metric, learning rate and throughput over its epochs."""
 
+import math
 from collections.abc import Sequence
+from statistics import median
 from typing import Any, Protocol
 
 from ...common.errors import require
-from ...common.pictures import drawn
+from ...common.pictures import BLUE, GRID, INK, RED, drawn
 from ..tasks.metrics import format_metric
 
-INK, TRAIN, VAL = "#222222", "#2f6f9f", "#b5452c"
+TRAIN, VAL = BLUE, RED
+FLATTENS = 10.0  # an outlier: so many times farther from the median than the other values' spread
 
 
 class Drawn(Protocol):
@@ -53,9 +56,10 @@ def figure_of(history: Drawn) -> Any:
     for axes, title in zip((losses, metric, rate, speed), titles, strict=True):
         axes.set_title(title, loc="left", y=1.0, fontsize=10, color=INK)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e4e8ea", linewidth=0.8)
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, min_n_ticks=1))
         axes.margins(y=0.12)
+        _leave_outliers_above(axes)
     for axes in (rate, speed):
         axes.set_ylim(0, 1.12 * max(axes.lines[0].get_ydata()) or 1)  # at a rate of 0 both ends would be 0
         axes.set_xlabel("epoch")
@@ -71,6 +75,35 @@ def _curve(axes: Any, epochs: Sequence[Any], values: list[float | None], color: 
         axes.plot(numbers, known, color=color, marker="o", markersize=3, linewidth=1.6, label=label)
     else:
         axes.plot([], [])
+
+
+def _leave_outliers_above(axes: Any) -> None:
+    """Let values far above all others, such as the loss of a failed evaluation, leave the plot, where an arrow tells
+    their value: they would flatten everything else."""
+    points = [
+        (x, y) for line in axes.lines for x, y in zip(*line.get_data(), strict=True) if math.isfinite(y)
+    ]
+    values = sorted(y for _, y in points)
+    if len(values) < 4:
+        return
+    middle, spread = median(values), values[3 * len(values) // 4] - values[len(values) // 4]
+    kept = [y for y in values if y <= middle + FLATTENS * max(spread, 1e-9 * abs(middle))]
+    if not 0 < len(values) - len(kept) <= len(values) // 4:
+        return
+    room = 0.12 * (max(kept) - min(kept)) or 0.12 * abs(max(kept)) or 1
+    top = max(kept) + room
+    axes.set_ylim(min(kept) - room, top)
+    for x, y in points:
+        if y > top:
+            axes.annotate(
+                f"{y:.3g} ↑",
+                (x, top),
+                (0, -10),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+                color=INK,
+            )
 
 
 def _name_the_best(axes: Any, history: Drawn) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...common.checks import check_whole, is_number
 from ...common.errors import PlanError, require
-from ...common.pictures import check_picture, drawn, image_tag, save_picture
+from ...common.pictures import BLUE, INK, PALE, RED, check_picture, drawn, image_tag, save_picture
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
 from ..runs.ranks import built_here, on_ranks
@@ -27,7 +27,7 @@ DIVERGED = 4.0
 """The test ends where the smoothed loss is so many times its lowest."""
 WINDOW = 8  # the slope at a learning rate is the mean of an eighth of all steps around it
 FEWEST = 10  # steps of which a slope is known
-INK, PALE, LINE, MARK = "#222222", "#b8c4cc", "#0072B2", "#D55E00"
+LINE, MARK = BLUE, RED
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from msgspec import Struct
 
 from ...common import machine
 from ...common.errors import LedgerError, PlanError, require
+from ...common.pictures import BLUE, INK, ORANGE, PURPLE, RED
 from ...common.storage.files import atomic_file
 from ...common.storage.json_files import ShapeError, parse
 from ...common.table import Table
@@ -25,7 +27,7 @@ from ..recipes.convert import to_recipe
 Outcome = Literal["accepted", "dropped", "trade", "undecided", "failed", "not tried"]
 FORMAT = 2
 NOISE = 1.1  # training that exceeds a ceiling by more than this shows that the machine was busy
-CEILINGS = {"loader": "#3f8f4f", "model": "#b5452c", "communication": "#8a6fb0"}  # their colors
+OUTCOMES = {"accepted": BLUE, "trade": ORANGE, "dropped": RED, "undecided": PURPLE}  # their colors
 
 
 @dataclass(frozen=True)
@@ -159,35 +161,44 @@ class Tuned:
             file.write(text.encode())
 
     def picture(self) -> Any:
-        """Return the path as a matplotlib figure: throughput after each accepted change, with the ceilings. Raise
-        MissingExtra without matplotlib."""
-        figure = require("matplotlib.figure", "plot", "draw the path").Figure(
-            figsize=(8, 3.6), layout="constrained"
-        )
+        """Return all changes as a matplotlib figure, a forest plot: speed with each over that without it, and its
+        interval. What failed or was not tried has its reason. Raise MissingExtra without matplotlib."""
+        figure_class = require("matplotlib.figure", "plot", "draw the tuning").Figure
+        figure = figure_class(figsize=(8.5, 1.6 + 0.32 * max(len(self.trials), 1)), layout="constrained")
         axes = figure.subplots()
-        names, speeds = ["as given"], [self.before or 0.0]
-        for one in self.accepted:
-            names.append(one.name)
-            speeds.append(speeds[-1] * (one.ratio or 1.0))
-        axes.step(range(len(names)), speeds, "o-", where="post", color="#2f6f9f")
-        for place, speed in enumerate(speeds):
-            axes.annotate(speed_text(speed), (place, speed), (0, 6), textcoords="offset points", ha="center")
-        ceilings = {name: speed for name, speed in self.limits.items() if name != "training"}
-        # A ceiling far above would flatten the path.
-        top = 1.25 * max([*speeds, *sorted(ceilings.values())[:1]]) or 1.0
-        for name, speed in ceilings.items():
-            if speed < top:
-                axes.axhline(speed, color=CEILINGS[name], linestyle="--", linewidth=1)
-            without = ",\nwithout variables" if self.variables else ""
-            text = f"{name} alone{without}\n{speed_text(speed)}{'' if speed < top else ' ↑'}"
-            place = axes.get_yaxis_transform()  # next to the axes, at the height of the line
-            color = CEILINGS[name]
-            axes.text(1.01, min(speed, top), text, transform=place, color=color, fontsize=8, va="center")
-        axes.set_xticks(range(len(names)), names, rotation=20, ha="right")
-        axes.set_ylim(0, top)
-        axes.set_ylabel("images/s")
-        axes.set_title(self._title)
+        measured = [(place, one) for place, one in enumerate(self.trials) if one.ratio is not None]
+        for outcome, color in OUTCOMES.items():
+            chosen = [(place, one) for place, one in measured if one.outcome == outcome]
+            for place, one in chosen:
+                if one.low is not None and one.high is not None:
+                    axes.plot([one.low, one.high], [place, place], color=color, linewidth=1.6)
+            places, ratios = [place for place, _ in chosen], [one.ratio for _, one in chosen]
+            axes.plot(ratios, places, "o", color=color, markersize=5, label=outcome if chosen else None)
+        for place, one in enumerate(self.trials):
+            if one.ratio is None:
+                text = textwrap.shorten(f"{one.outcome}: {one.reason}", 70, placeholder=" …")
+                axes.text(1, place, f"  {text}", va="center", fontsize=8, color=INK, style="italic")
+        axes.axvline(1, color=INK, linewidth=0.8)
+        axes.set_yticks(range(len(self.trials)), [one.name for one in self.trials])
+        axes.set_ylim(len(self.trials) - 0.5, -0.5)
+        if not measured:
+            axes.set_xlim(0.9, 1.5)
+        axes.set_xlabel("speed with it, over that without it (with its interval)")
+        axes.spines[["top", "right"]].set_visible(False)
+        if measured:
+            axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        axes.set_title(f"{self._title}\n{self._limits}".rstrip(), loc="left", fontsize=11, color=INK)
         return figure
+
+    @property
+    def _limits(self) -> str:
+        """Return the speeds before and after, and the ceilings, in one line."""
+        names = {"training": "now", **{name: f"{name} alone" for name in self.limits if name != "training"}}
+        speeds = {"before": self.before} | {
+            names[name]: self.limits[name] for name in names if name in self.limits
+        }
+        known = [f"{name} {speed_text(speed)}" for name, speed in speeds.items() if speed]
+        return f"images/s: {', '.join(known)}" if known else ""
 
     def _table(self) -> Table:
         rows = [(one.name, one.bottleneck, one.outcome, one.figure) for one in self.trials]

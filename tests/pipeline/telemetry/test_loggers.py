@@ -7,6 +7,7 @@ import math
 import struct
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import DrivetrainError, MissingExtra, PlanError
+from drivetrain.common.pictures import BLUE, RED
 from drivetrain.pipeline import Checkpoints, History, LoggerWarning
-from drivetrain.pipeline.telemetry.curves import draw
+from drivetrain.pipeline.telemetry.curves import draw, figure_of
 from drivetrain.pipeline.telemetry.history import Epoch
 from PIL import Image
 from pipeline_data import BATCH, RUN_FILES, TRAIN, Toy, left_in, living_threads, plain_model
@@ -271,10 +273,20 @@ def epoch(number: int, accuracy: float | None, loss: float = 1.0) -> Epoch:
 def test_curves_of_short_runs_and_of_those_without_validation(epochs: list[Epoch]) -> None:
     image = Image.open(io.BytesIO(draw(History(epochs, {})))).convert("RGB")
     colours = {colour for _, colour in image.getcolors(1 << 24) or []}
-    assert ((0x2F, 0x6F, 0x9F) in colours, (0xB5, 0x45, 0x2C) in colours) == (
-        True,
-        epochs[0].accuracy is not None,
-    )
+    drawn = [tuple(bytes.fromhex(color[1:])) in colours for color in (BLUE, RED)]
+    assert drawn == [True, epochs[0].accuracy is not None]
+
+
+def test_one_value_far_above_does_not_flatten_the_curves() -> None:
+    losses = [2.0, 1.5, 99.9, 1.2, 1.1]
+    epochs = [replace(epoch(number, 0.5), val_loss=loss, loss=1.0) for number, loss in enumerate(losses, 1)]
+    panel = figure_of(History(epochs, {})).axes[0]
+    assert panel.get_ylim()[1] < 3
+    (text,) = (one for one in panel.texts if "↑" in one.get_text())
+    assert text.get_text() == "99.9 ↑"
+    assert text.xy[0] == 3
+    steady = [replace(one, val_loss=1.0) for one in epochs]
+    assert not figure_of(History(steady, {})).axes[0].texts
 
 
 class Diverging(nn.Module):

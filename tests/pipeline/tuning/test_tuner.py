@@ -337,3 +337,23 @@ def test_no_gain_is_reported_if_nothing_was_measured(spec: PipelineSpec) -> None
     result = tuned(spec, Simulated(slow_step, rounds=2))
     assert "changes accepted\n" in str(result).replace(" \n", "\n")
     assert "as fast" not in str(result)
+
+
+def test_the_picture_has_every_trial() -> None:
+    pytest.importorskip("matplotlib")
+    tuned = Tuned(
+        Pipeline(plain_model).load("a.beton", batch_size=8, image_size=8),
+        [
+            Tried("workers=4", "data", "accepted", 1.12, 1.08, 1.16, 12),
+            Tried("compile", "step", "dropped", 0.97, 0.95, 0.99, 5),
+            Tried("graphs", "step", "not tried", reason="there is no GPU"),
+        ],
+        before=1200.0, limits={"training": 1340.0, "loader": 5000.0},
+    )  # fmt: skip
+    (axes,) = tuned.picture().axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["workers=4", "compile", "graphs"]
+    assert [text.get_text() for text in axes.texts] == ["  not tried: there is no GPU"]
+    spans = [line.get_xdata() for line in axes.lines if len(line.get_xdata()) == 2]
+    assert [1.08, 1.16] in [list(span) for span in spans]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["accepted", "dropped"]
+    assert "before 1,200, now 1,340, loader alone 5,000" in axes.get_title(loc="left")
