@@ -360,7 +360,7 @@ class Pipeline(PipelineSpec):
         self, *, seconds: float = 120.0, within: float = 0.02, accuracy: bool = False, epochs: int | None = None,
         target: float | None = None, other_loader: str | None = None, progress: bool = True,
     ) -> Ledger:  # fmt: skip
-        """Measure what each stage brings (alone, added in turn, and last), and which part is the bottleneck.
+        """Measure what each stage contributes (alone, added in turn, and last), and which part is the bottleneck.
 
         Plain PyTorch is 1.00 and reads the same samples from the same file. The overhead of `fit` (progress bar, CSV
         log every 50 steps, guard against non-finite losses) is excluded, and has its own row.

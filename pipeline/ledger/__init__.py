@@ -1,1 +1,1 @@
-"""Measure what each stage brings: variants, interleaved trials, statistics, and the resulting ledger."""
+"""Measure what each stage contributes: variants, interleaved trials, statistics, and the resulting ledger."""

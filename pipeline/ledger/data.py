@@ -73,7 +73,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Gains:
-    """What a stage brings, as ratios of throughputs; None if a variant was not measured."""
+    """What a stage contributes, as ratios of throughputs; None if a variant was not measured."""
 
     stage: str
     alone: Ratio | None  # plain PyTorch with only this stage, over plain PyTorch
@@ -164,7 +164,7 @@ class LedgerData:
 
     @property
     def stages(self) -> list[Gains]:
-        """What each stage brings: alone, added in turn, and added last."""
+        """What each stage contributes: alone, added in turn, and added last."""
         return [
             Gains(one.stage, self._ratio(self.id_of_only(one.stage), PLAIN), self._ratio(one, before),
                   self._ratio(self.whole, self.id_of_without(one.stage)))

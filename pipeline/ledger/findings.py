@@ -141,7 +141,7 @@ def _in_the_way(ledger: LedgerData) -> str:
         alone, turn = stage.alone, stage.in_turn
         if place and alone and turn and alone.resolved and turn.resolved:
             earlier = " and ".join(one.stage for one in stages[:place])
-            text = f"{stage.stage} brings {alone.value:.2f} × alone and {turn.value:.2f} × after {earlier}"
+            text = f"{stage.stage} gives {alone.value:.2f} × alone and {turn.value:.2f} × after {earlier}"
             drops.append((turn.value / alone.value, text))
     return min(drops, key=lambda one: one[0])[1] if drops else "which stage loses its gain is not resolved"
 

@@ -88,7 +88,7 @@ def _stages(ledger: LedgerData) -> Table:
         for (before, own), gain in zip(pairwise(ledger.in_turn), ledger.stages, strict=True)
     ]
     return Table(
-        ("stage", "alone, over plain", "added in turn", "added last"), rows, "What each stage brings",
+        ("stage", "alone, over plain", "added in turn", "added last"), rows, "What each stage contributes",
         "added last: the full pipeline, over the full pipeline without it", figures=True,
     )  # fmt: skip
 

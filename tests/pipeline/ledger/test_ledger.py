@@ -238,7 +238,7 @@ def test_whether_the_speedups_compound(whole: tuple[float, ...], start: str) -> 
     ledger = of_speeds(*rounds)
     assert ledger.compound.startswith(start)
     if "do not" in start:
-        assert ledger.compound.endswith("b brings 2.00 × alone and 1.50 × after a.")
+        assert ledger.compound.endswith("b gives 2.00 × alone and 1.50 × after a.")
 
 
 def test_the_stage_that_falls_after_the_others_is_named() -> None:
@@ -246,7 +246,7 @@ def test_the_stage_that_falls_after_the_others_is_named() -> None:
         PLAIN: 100.0, in_turn("a"): 200, only("b"): 200, in_turn("b"): 400, only("c"): 200, in_turn("c"): 440
     }  # fmt: skip
     ledger = of_speeds(speeds, speeds)
-    assert ledger.compound.endswith("c brings 2.00 × alone and 1.10 × after a and b.")
+    assert ledger.compound.endswith("c gives 2.00 × alone and 1.10 × after a and b.")
 
 
 def test_the_sentence_says_what_to_change_next() -> None:

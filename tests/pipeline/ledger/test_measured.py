@@ -267,7 +267,7 @@ def test_of_two_stages_that_do_the_same_the_second_falls(toy: Toy) -> None:
     pipeline = in_process(toy, Sleepy(0.08)).transform(Idle(), Wakes(), WakesToo())
     ledger = pipeline.ledger(seconds=90, within=0.3, progress=False)
     assert ledger.compound.startswith("The speedups do not compound: ")
-    assert "; WakesToo brings " in ledger.compound
+    assert "; WakesToo gives " in ledger.compound
     assert ledger.compound.endswith(" × after Idle and Wakes.")
 
 
