@@ -16,7 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from drivetrain.common.errors import DataError
+from drivetrain.transforms import TRANSFORMS, BatchContext, ColOut, CutMix, CutOut, MixUp
+from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PICTURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "pictures"
@@ -94,6 +98,51 @@ def loaders() -> str:
 
 
 CHARTS: dict[str, Callable[[], str]] = {"loaders.svg": loaders}
+STRIP = "augmentations.webp"
+SIDE, COLUMNS, GAP, LINE = 160, 5, 12, 26  # of the strip, in pixels
+
+
+def scene(hue: int) -> Image.Image:
+    """Return a drawn landscape, since the project has no photographs of its own."""
+    image = Image.new("RGB", (SIDE, SIDE))
+    draw = ImageDraw.Draw(image)
+    for row in range(SIDE):
+        draw.line((0, row, SIDE, row), fill=(120 + row // 2, 170 + row // 4, 235 - row // 5))
+    draw.ellipse((105, 14, 140, 49), fill=(255, 226, 120))
+    draw.polygon(
+        ((0, 110), (45, 42), (82, 104), (112, 62), (SIDE, 118), (SIDE, SIDE), (0, SIDE)), fill=(96, 112, 128)
+    )
+    draw.rectangle((0, 116, SIDE, SIDE), fill=(86, 148, 78))
+    draw.rectangle((34, 96, 92, 140), fill=(hue, 90, 70))
+    draw.polygon(((28, 98), (63, 70), (98, 98)), fill=(70, 45, 40))
+    draw.rectangle((56, 114, 70, 140), fill=(245, 235, 215))
+    return image
+
+
+def strip() -> Image.Image:
+    """Return each augmentation of the catalogue before and after: the image itself comes first."""
+    one, other = scene(190), scene(60).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    torch.manual_seed(5)
+    cells = {"the image": one}
+    for name, kind in TRANSFORMS.items():
+        if kind.kind == "image" and hasattr(kind, "image"):
+            cells[name] = kind().image(one)
+    both = torch.stack([torch.from_numpy(np.array(each)).permute(2, 0, 1) / 255 for each in (one, other)])
+    # Seeds with which one sees what the method does.
+    for method, seed in ((MixUp(2.0), 3), (CutMix(), 1), (CutOut(), 3), (ColOut(0.3, 0.3), 3)):
+        context = BatchContext(generator=torch.Generator().manual_seed(seed), classes=2)
+        found = method.batch(both, torch.tensor([0, 1]), context)[0][0]
+        pixels = (found.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+        cells[type(method).__name__] = Image.fromarray(pixels).resize((SIDE, SIDE))
+    lines = -(-len(cells) // COLUMNS)
+    drawn = Image.new("RGB", (COLUMNS * (SIDE + GAP) + GAP, lines * (SIDE + LINE + GAP) + GAP), "white")
+    font = ImageFont.load_default(15)
+    for number, (name, image) in enumerate(cells.items()):
+        left = GAP + number % COLUMNS * (SIDE + GAP)
+        top = GAP + number // COLUMNS * (SIDE + LINE + GAP)
+        drawn.paste(image, (left, top))
+        ImageDraw.Draw(drawn).text((left, top + SIDE + 4), name, fill="black", font=font)
+    return drawn
 
 
 def main() -> None:
@@ -108,6 +157,8 @@ def main() -> None:
             path.write_text(drawn)
         elif not path.exists() or path.read_text() != drawn:
             raise DataError(f"{path} is not what results/ says. Run benchmarks/charts.py.")
+    if not check:  # its pixels depend on Pillow's version
+        strip().save(PICTURES / STRIP, quality=85)
 
 
 if __name__ == "__main__":
