@@ -228,7 +228,9 @@ def test_a_full_disk_is_found_before_it_is_filled(
 
 @pytest.mark.process
 @pytest.mark.long
-@pytest.mark.parametrize("delay", [0.0, 2.0], ids=["converting", "measuring"])
+@pytest.mark.parametrize(
+    "delay", [pytest.param(0.0, id="converting", marks=pytest.mark.slow), pytest.param(2.0, id="measuring")]
+)
 def test_an_interrupt_leaves_nothing(photos: Path, scratch: Path, delay: float) -> None:
     program = Path(sys.executable).with_name("drivetrain")
     command = [program, "advise", photos, "--scratch", scratch, "--image-size", "32", "--seconds", "60"]

@@ -240,7 +240,10 @@ def test_a_sample_that_does_not_decode(damaged: Path, workers: int) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("index", "workers"), [(4, 0), (9, 0), (9, 1)])
+@pytest.mark.parametrize(
+    ("index", "workers"),
+    [(4, 0), (9, 0), pytest.param(9, 1, marks=pytest.mark.slow)],  # a process takes seconds
+)
 def test_torch_loader_notices_them_too(damaged: Path, index: int, workers: int) -> None:
     with (
         TorchLoader(damaged, batch_size=1, image_size=32, workers=workers, indices=[index]) as made,

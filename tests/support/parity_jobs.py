@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
-STEPS, LONG, BATCH = 4, 8, 8
+STEPS, LONG, BATCH = 3, 8, 8
 """Steps of a training, of one in `make test-all`, and the global batch."""
 
 SHARDED = ["fsdp", "fsdp_grad_op", "fsdp_cpu_offload", "hsdp"]

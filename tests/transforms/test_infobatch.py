@@ -158,7 +158,7 @@ def test_it_trains_what_a_plain_loop_of_the_paper_does(toy: Toy, reference: Refe
 @pytest.mark.long
 @pytest.mark.parametrize("how", [
     {"strategy": "single", "accumulate": 2}, {"strategy": "ddp", "devices": 2},
-    {"strategy": "fsdp", "devices": 2, "accumulate": 2},
+    pytest.param({"strategy": "fsdp", "devices": 2, "accumulate": 2}, marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 def test_on_ranks_and_with_microbatches(toy: Toy, reference: Reference, how: dict[str, Any]) -> None:
     assert_close(fit(pipeline_of(toy).distribute(**how)), reference)
@@ -177,7 +177,7 @@ def test_resumed_anywhere_it_is_the_same_run(toy: Toy, tmp_path: Path, reference
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("within", [0, 2])
+@pytest.mark.parametrize("within", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_resumed_on_another_number_of_ranks(
     toy: Toy, tmp_path: Path, reference: Reference, within: int
 ) -> None:
@@ -332,7 +332,7 @@ def test_a_loss_per_batch_in_a_loop_of_ones_own(toy: Toy) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("loader", ["torch", "ffcv_stock"])
+@pytest.mark.parametrize("loader", ["torch", pytest.param("ffcv_stock", marks=pytest.mark.slow)])
 def test_other_loaders(toy: Toy, loader: str) -> None:
     more = {"workers": 0} if loader == "torch" else {}
     pipeline = toy.pipeline(plain_model, batch_size=BATCH, loader=loader, crop="resized", **more)

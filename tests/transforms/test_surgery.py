@@ -70,7 +70,7 @@ def test_twice_is_once(transform: t.Transform, factory: Factory, count: int) -> 
 
 
 @pytest.mark.long
-@cases
+@cases_at_length
 def test_copies(transform: t.Transform, factory: Factory, count: int) -> None:
     model, again = (changed(transform, factory, count) for _ in range(2))
     stream = io.BytesIO()
@@ -165,7 +165,7 @@ def test_subclasses_and_patched_modules_are_left_alone() -> None:
 
 
 @pytest.mark.long
-@cases
+@cases_at_length
 @pytest.mark.usefixtures("one_process_group")
 # Plain models give both: the stride of a depthwise convolution's gradient, and the permuted output of a norm.
 @pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning")
@@ -231,7 +231,7 @@ def test_compiles_whole(transform: t.Transform, factory: Factory, count: int) ->
 
 
 @pytest.mark.long
-@cases
+@cases_at_length
 def test_trains(transform: t.Transform, factory: Factory, count: int) -> None:
     model = changed(transform, factory, count)
     x, labels = models.images(10), torch.arange(10) % 5
