@@ -69,10 +69,11 @@ def _without_garbage() -> Iterator[None]:
 
 
 def train_and_resume(
-    pipelines: dict[str, Pipeline], sources: dict[str, Path], folder: Path
+    pipelines: dict[str, Pipeline], sources: dict[str, Path], folder: Path, ends: bool
 ) -> dict[str, dict[str, Any]]:
     """On each rank: each pipeline trained whole, saving into `folder / name`; resumed in its own middle; and
-    from each of `sources`, and from what each other pipeline has saved."""
+    from each of `sources`, and from what each other pipeline has saved: in the first epoch, and at its end, if
+    `ends` also of `sources`."""
     found: dict[str, dict[str, Any]] = {}
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     for name, pipeline in pipelines.items():
@@ -85,5 +86,6 @@ def train_and_resume(
         for label, place in {**sources, **own}.items():
             if label.partition(" ")[0] == name.partition(" ")[0]:  # of the same model
                 found[name][label] = outcome(pipeline, resume=place / "step-00000003")
-                found[name][f"{label}, next epoch"] = outcome(pipeline, resume=place / "step-00000004")
+                if ends or label in own:
+                    found[name][f"{label}, next epoch"] = outcome(pipeline, resume=place / "step-00000004")
     return found

@@ -104,6 +104,7 @@ def test_a_variant_that_cannot_warm_up(toy: Toy, tmp_path: Path) -> None:
     assert "out of memory" in describe_error(error)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_variant_that_fails_in_a_later_round_leaves_all_of_them(toy: Toy, tmp_path: Path) -> None:
     """After warm-up and its first trial, at most four batches each, and after a round or more."""
