@@ -61,6 +61,8 @@ $(NATIVE): setup.py $(wildcard loaders/native/*.[ch]) | .venv/runtime
 
 # Waiting OpenMP threads sleep instead of spinning, which would take the cores from the other test.
 test test-all quick: export OMP_WAIT_POLICY ?= PASSIVE
+# pytest keeps the rewritten assertions of the test files, which are a third of the time that collecting takes.
+test test-all quick: export PYTHONDONTWRITEBYTECODE =
 
 # Two tests at a time, because they spend most of their time importing torch; then those that must run alone.
 test: install check bytecode

@@ -69,11 +69,11 @@ def _without_garbage() -> Iterator[None]:
 
 
 def train_and_resume(
-    pipelines: dict[str, Pipeline], sources: dict[str, Path], folder: Path, ends: bool
+    pipelines: dict[str, Pipeline], sources: dict[str, Path], folder: Path, how: str
 ) -> dict[str, dict[str, Any]]:
     """On each rank: each pipeline trained whole, saving into `folder / name`; resumed in its own middle; and
-    from each of `sources`, and from what each other pipeline has saved: in the first epoch, and at its end, if
-    `ends` also of `sources`."""
+    from each of `sources`, and from what each other pipeline has saved: in the first epoch, and at its end; that of
+    `sources` only if `how` is "ends". Nothing is resumed if it is "whole"."""
     found: dict[str, dict[str, Any]] = {}
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     for name, pipeline in pipelines.items():
@@ -82,10 +82,10 @@ def train_and_resume(
         np.random.seed(rank)  # noqa: NPY002
         found[name] = {"whole": outcome(pipeline, out=folder / name, checkpoints=ALL)}
     own = {name: folder / name / "checkpoints" for name in pipelines}
-    for name, pipeline in pipelines.items():
+    for name, pipeline in pipelines.items() if how != "whole" else ():
         for label, place in {**sources, **own}.items():
             if label.partition(" ")[0] == name.partition(" ")[0]:  # of the same model
                 found[name][label] = outcome(pipeline, resume=place / "step-00000003")
-                if ends or label in own:
+                if how == "ends" or label in own:
                     found[name][f"{label}, next epoch"] = outcome(pipeline, resume=place / "step-00000004")
     return found

@@ -1,8 +1,8 @@
 """Ranks without the seconds that each takes to import torch: forked from one process of `rank_server.py`.
 
 What a rank runs, its environment, pipes, session and end are those of an interpreter that `launch` starts. Those are
-started in `tests/strategies/launching`, but where its tests ask for `forked`, and by `make test-all` (`DRIVETRAIN_RANKS=started`) in the slow tests and in
-one test of each file.
+started in `tests/strategies/launching`, where no test asks for `forked`, and by `make test-all`
+(`DRIVETRAIN_RANKS=started`) in the slow tests and in one test of each file.
 """
 
 import ctypes

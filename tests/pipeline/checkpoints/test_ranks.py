@@ -37,12 +37,12 @@ def pipelines(toy: Toy, ranks: int) -> dict[str, Pipeline]:
 
 
 def run(
-    toy: Toy, ranks: int, folder: Path, sources: dict[str, Path], ends: bool = False
+    toy: Toy, ranks: int, folder: Path, sources: dict[str, Path], how: str = "resumed"
 ) -> list[dict[str, Any]]:
     jobs = pipelines(toy, ranks)
     if ranks == 1:
-        return [train_and_resume(jobs, sources, folder, ends)]
-    return launch(train_and_resume, jobs, sources, folder, ends, devices=ranks, timeout=240)
+        return [train_and_resume(jobs, sources, folder, how)]
+    return launch(train_and_resume, jobs, sources, folder, how, devices=ranks, timeout=240)
 
 
 def places(folder: Path, toy: Toy, ranks: int) -> dict[str, Path]:
@@ -58,7 +58,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(toy: Toy, root: Path) -> dict[str, Any]:
-    return run(toy, 1, root / "1", {})[0]
+    return run(toy, 1, root / "1", {}, "whole")[0]
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +148,10 @@ def test_shards_are_in_the_layout_of_hugging_face(root: Path, two: list[dict[str
 @pytest.mark.slow
 def test_four_ranks(toy: Toy, root: Path, one: dict[str, Any], two: list[dict[str, Any]]) -> None:
     sources = places(root / "1", toy, 1) | places(root / "2", toy, 2)
-    four = run(toy, 4, root / "4", sources, ends=True)[0]
+    four = run(toy, 4, root / "4", sources, "ends")[0]
     assert two
     assert_all_plain_are(one["plain single"]["whole"], four, sources=len(sources), ends=True)
-    back = run(toy, 2, root / "4 to 2", places(root / "4", toy, 4), ends=True)[0]
+    back = run(toy, 2, root / "4 to 2", places(root / "4", toy, 4), "ends")[0]
     assert_all_plain_are(one["plain single"]["whole"], back, sources=len(ON_RANKS), ends=True)
 
 
