@@ -130,6 +130,7 @@ PREPARE: dict[str, Callable[[Toy], dict[str, Any]]] = {
 }
 """The pages that are run here: what makes their files in the current folder, and returns the names that they use."""
 REPLACED = {
+    "docs/checkpoints.md": {"epochs=16": "epochs=4", "epochs=32": "epochs=6"},
     "docs/data.md": {"batch_size=256": "batch_size=4", '"batch_size": 256': '"batch_size": 4'},
     "docs/tuning.md": {
         "batch_size=256, image_size=176": "batch_size=8, image_size=32", "=600": "=5", "=16)": "=1)",

@@ -80,7 +80,7 @@ def train_and_resume(
         # Python's and numpy's random numbers differ from rank to rank, as torch's do where a model draws some.
         random.seed(rank)
         np.random.seed(rank)  # noqa: NPY002
-        found[name] = {"whole": outcome(pipeline, out=folder / name, checkpoints=ALL)}
+        found[name] = {"whole": outcome(pipeline, out=folder / name, checkpoints=FEW)}
     own = {name: folder / name / "checkpoints" for name in pipelines}
     for name, pipeline in pipelines.items() if how != "whole" else ():
         for label, place in {**sources, **own}.items():

@@ -184,7 +184,7 @@ def test_resumed_on_another_number_of_ranks(
     alone, both = pipeline_of(toy), pipeline_of(toy).distribute("ddp", devices=2)
     step = reference.steps[0] + reference.steps[1] + within
     for first, second, place in ((alone, both, tmp_path / "a"), (both, alone, tmp_path / "b")):
-        fit(first, out=place, checkpoints=ALL, callbacks=[StopsAt(step)])
+        fit(first, out=place, callbacks=[StopsAt(step)])
         resumed = fit(second, out=place, resume=True, continue_stopped=True)
         assert_close(resumed, reference)
 
@@ -193,7 +193,7 @@ def test_resumed_on_another_number_of_ranks(
 def test_two_ranks_resume_exactly(toy: Toy, tmp_path: Path, reference: Reference) -> None:
     pipeline = pipeline_of(toy).distribute("ddp", devices=2)
     whole = fit(pipeline, out=tmp_path / "whole")
-    fit(pipeline, out=tmp_path, checkpoints=ALL, callbacks=[StopsAt(reference.steps[0] + 3)])
+    fit(pipeline, out=tmp_path, callbacks=[StopsAt(reference.steps[0] + 3)])
     resumed = fit(pipeline, out=tmp_path, resume=True, continue_stopped=True)
     assert numbers(resumed) == numbers(whole)
     torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)

@@ -248,7 +248,7 @@ def test_an_alarm_that_comes_as_its_block_ends_is_no_ctrl_c(monkeypatch: pytest.
 
         def __enter__(self) -> None:
             if threading.current_thread() is threading.main_thread():
-                time.sleep(5.0)
+                time.sleep(2.0)
             self.lock.acquire()
 
         def __exit__(self, *exception: object) -> None:
