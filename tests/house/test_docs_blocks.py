@@ -144,8 +144,14 @@ REPLACED = {
 pytestmark = pytest.mark.usefixtures("nothing_registered")
 
 
+LONGER = {"docs/coming-from.md", "docs/tuning.md"}
+"""Pages that import another trainer, and that measure for seconds: for `make test-all`."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("page", PREPARE)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in LONGER else ()) for page in PREPARE]
+)
 @pytest.mark.filterwarnings(
     "ignore:.*VOC2012:pytest.PytestUnraisableExceptionWarning",  # torchvision leaves masks open
     "ignore:::lightning",

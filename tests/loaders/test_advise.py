@@ -275,6 +275,7 @@ def test_an_interrupt_that_python_ignores_is_not_lost(
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_time_limits_sample_and_rounds(scratch: Path, tmp_path: Path) -> None:
     (tmp_path / "large").mkdir()

@@ -30,6 +30,8 @@ WHOLE = ["ddp", "zero_redundancy", "fairscale_oss", "fairscale_sharded_ddp"]
 """Each rank has all parameters."""
 NAMES = [*WHOLE, *SHARDED]
 """Every strategy that several ranks can run on the CPU: a new one is one more word here."""
+OFTEN = [name for name in NAMES if name not in ("fsdp_grad_op", "hsdp")]
+"""Those two keep what `fsdp` keeps; `make test-all` has them, too."""
 
 
 @dataclass(frozen=True)

@@ -214,20 +214,20 @@ def test_a_model_that_is_wrapped_already_is_refused(transform: t.Transform) -> N
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute:UserWarning"
 )  # dynamo, where it resumes after a break
-def test_compiles_whole(transform: t.Transform, factory: Factory, count: int) -> None:
+@pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_compiles_whole(transform: t.Transform, factory: Factory, count: int, train: bool) -> None:
     torch._dynamo.reset()
     model = changed(transform, factory, count)
     safe = type(transform).compile_safe
-    for train in (True, False):
-        compiled = torch.compile(model.train(train), backend="eager", fullgraph=safe)
-        torch.manual_seed(3)
-        state = copy.deepcopy(model.state_dict())
-        found = compiled(models.images())
-        model.load_state_dict(state)
-        torch.manual_seed(3)
-        assert found.isfinite().all()
-        if safe:
-            torch.testing.assert_close(found, model(models.images()))
+    compiled = torch.compile(model.train(train), backend="eager", fullgraph=safe)
+    torch.manual_seed(3)
+    state = copy.deepcopy(model.state_dict())
+    found = compiled(models.images())
+    model.load_state_dict(state)
+    torch.manual_seed(3)
+    assert found.isfinite().all()
+    if safe:
+        torch.testing.assert_close(found, model(models.images()))
 
 
 @pytest.mark.long

@@ -75,6 +75,7 @@ def test_several_random_operations_are_the_same_in_another_process(ops: Any, raw
     assert there.stdout.strip() == hashlib.sha256(once.numpy().tobytes()).hexdigest(), there.stderr
 
 
+@pytest.mark.slow
 def test_samples_draw_differently(ops: Any, tmp_path: Path) -> None:
     same = np.repeat(raw_pictures(1, SIDE)[0], 30, axis=0)
     convert((same, np.zeros(30, int)), tmp_path / "same.beton")
@@ -83,6 +84,7 @@ def test_samples_draw_differently(ops: Any, tmp_path: Path) -> None:
     assert 0.2 < share < 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_operation_that_asks_for_indices_and_floats(ops: Any, raws: Path) -> None:
     mask, alpha = np.full((SIDE, SIDE, 3), 255.0), np.full((SIDE, SIDE), 1.0)
@@ -123,6 +125,7 @@ def test_an_exception_reaches_the_caller_at_once(ops: Any, tmp_path: Path) -> No
         assert time.monotonic() - begin < 1
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_callers_random_numbers_are_left_alone(ops: Any, raws: Path) -> None:
     @nb.njit

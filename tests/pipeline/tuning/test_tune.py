@@ -126,6 +126,7 @@ def test_lack_of_memory_on_one_rank_is_answered_on_all_by_smaller_microbatches(t
     assert 0 < collective_seconds(resolve(spec), perf_counter() + 60) < 10
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_process_that_the_system_kills_is_another_one(toy: Toy) -> None:
     """On a CPU, lack of memory is no error but a kill: it hits the process in which the pipeline is tried first."""
