@@ -61,10 +61,12 @@ $(NATIVE): setup.py $(wildcard loaders/native/*.[ch]) | .venv/runtime
 
 # Waiting OpenMP threads sleep instead of spinning, which would take the cores from the other test.
 test test-all quick: export OMP_WAIT_POLICY ?= PASSIVE
+# pytest keeps the rewritten assertions of the test files, which are a third of the time that collecting takes.
+test test-all quick: export PYTHONDONTWRITEBYTECODE =
 
 # Two tests at a time, because they spend most of their time importing torch; then those that must run alone.
 test: install check bytecode
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not gpu and not alone"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not alone"
 	$(BIN)/python -m pytest -m "alone and not slow and not gpu" $(ALONE)
 
 # Continues where it was stopped, until a file changes; KEEP=1 takes over what was known before the change.
@@ -72,7 +74,7 @@ test-all: install check bytecode
 	$(BIN)/python .ci/test_all.py $(if $(KEEP),--keep)
 
 quick: install check bytecode
-	DRIVETRAIN_QUICK=1 DRIVETRAIN_INTERPRETERS=refuse $(BIN)/python -m pytest -n 2 --dist worksteal \
+	DRIVETRAIN_QUICK=1 DRIVETRAIN_INTERPRETERS=refuse $(BIN)/python -m pytest -n 2 --dist loadfile \
 		-m "not process and not long and not slow and not gpu and not alone"
 
 # The numbers of the base are recorded in .build/same, once for each kind of processor.

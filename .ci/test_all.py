@@ -210,7 +210,7 @@ def run(phase: Phase, journal: Journal) -> None:
         print(f"test-all: {phase.name}: {len(left):,} of {len(journal.of(phase)):,} tests", flush=True)
         files = sorted({file_of(test) for test in left})
         order = {"file": str(journal.path), "phase": phase.name, "tests": str(wanted)}
-        processes = ["-n", str(phase.processes), "--dist", "worksteal"] if phase.processes else []
+        processes = ["-n", str(phase.processes), "--dist", "loadfile"] if phase.processes else []
         status = pytest([*processes, "-q", *files], order, started=phase.started)
         journal.read()
         ends = status not in (0, 1) and bool(journal.began[phase.name] - lost)

@@ -59,7 +59,10 @@ def interrupted_at(step: int, work: Callable[[], object]) -> bool:
 
 
 def interrupted_everywhere(work: Callable[[], object], stride: int) -> None:
-    """Do the work with Ctrl-C at every `stride`th line; fail for another exception, or threads that do not end."""
+    """Do the work with Ctrl-C at every `stride`th line; fail for another exception, or threads that do not end.
+
+    A run has a few lines more or less each time, so a wide stride meets other lines from run to run.
+    """
     step, before = 1, threading.active_count()
     while interrupted_at(step, work):
         step += stride
@@ -78,7 +81,8 @@ def nothing_stays() -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_results_in_order() -> None:
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_results_in_order(stride: int) -> None:
     """Without `interrupts_held`, some lines of `threading` end in a RuntimeError, or leave threads that wait."""
 
     def double(number: int) -> int:
@@ -88,27 +92,29 @@ def test_results_in_order() -> None:
     def work() -> None:
         assert list(in_order(double, range(6), 2, "doubled", ahead=1)) == [0, 2, 4, 6, 8, 10]
 
-    interrupted_everywhere(work, 1)
+    interrupted_everywhere(work, stride)
 
 
 @pytest.mark.long
-def test_loading(toy: Toy) -> None:
+@pytest.mark.parametrize("stride", [31, pytest.param(5, marks=pytest.mark.slow)])
+def test_loading(toy: Toy, stride: int) -> None:
     def work() -> None:
         with FFCVLoader(toy.train, batch_size=32, image_size=16, workers=2, batches_ahead=1) as loader:
             assert len(list(loader)) == 4
 
-    interrupted_everywhere(work, 5)
+    interrupted_everywhere(work, stride)
 
 
 @pytest.mark.long
-def test_converting_and_verifying(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stride", [67, pytest.param(13, marks=pytest.mark.slow)])
+def test_converting_and_verifying(tmp_path: Path, stride: int) -> None:
     images, out = jpeg_folder(tmp_path / "photos", 4), tmp_path / "photos.beton"
 
     def work() -> None:
         convert(images, out, workers=2, progress=False)
         assert verify(out, workers=2, progress=False).bad == []
 
-    interrupted_everywhere(work, 13)
+    interrupted_everywhere(work, stride)
     assert {path.name for path in tmp_path.iterdir()} == {"photos", "photos.beton", "photos.beton.json"}
 
 

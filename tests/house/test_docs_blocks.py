@@ -130,6 +130,7 @@ PREPARE: dict[str, Callable[[Toy], dict[str, Any]]] = {
 }
 """The pages that are run here: what makes their files in the current folder, and returns the names that they use."""
 REPLACED = {
+    "docs/checkpoints.md": {"epochs=16": "epochs=4", "epochs=32": "epochs=6"},
     "docs/data.md": {"batch_size=256": "batch_size=4", '"batch_size": 256': '"batch_size": 4'},
     "docs/tuning.md": {
         "batch_size=256, image_size=176": "batch_size=8, image_size=32", "=600": "=5", "=16)": "=1)",
@@ -143,8 +144,14 @@ REPLACED = {
 pytestmark = pytest.mark.usefixtures("nothing_registered")
 
 
+LONGER = {"docs/coming-from.md", "docs/tuning.md"}
+"""Pages that import another trainer, and that measure for seconds: for `make test-all`."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("page", PREPARE)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.slow if page in LONGER else ()) for page in PREPARE]
+)
 @pytest.mark.filterwarnings(
     "ignore:.*VOC2012:pytest.PytestUnraisableExceptionWarning",  # torchvision leaves masks open
     "ignore:::lightning",
@@ -176,9 +183,14 @@ def test_what_is_not_run_is_counted() -> None:
     assert sum(len(re.findall("<!-- not run", text)) for text in PAGES.values()) == sum(NOT_RUN.values())
 
 
+HEAVY = {"composer", "ffcv"}
+"""Libraries whose import takes half a minute of a core, mostly of compilers."""
+
+
 @pytest.mark.process
 @pytest.mark.long
-def test_what_is_not_run_imports_names_that_exist() -> None:
+@pytest.mark.parametrize("heavy", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_is_not_run_imports_names_that_exist(heavy: bool) -> None:
     """Those of libraries that are installed, in a process of its own, because Composer's import has side effects."""
     imports = [
         ast.unparse(node)
@@ -188,8 +200,12 @@ def test_what_is_not_run_imports_names_that_exist() -> None:
         if excuse and isinstance(node, ast.Import | ast.ImportFrom)
     ]
     roots = [line.split()[1].partition(".")[0] for line in imports]
-    there = [line for line, root in zip(imports, roots, strict=True) if importlib.util.find_spec(root)]
-    assert len(there) > 8
+    there = [
+        line
+        for line, root in zip(imports, roots, strict=True)
+        if (root in HEAVY) == heavy and importlib.util.find_spec(root)
+    ]
+    assert len(there) > 2
     output_of(sys.executable, "-W", "ignore", "-c", "\n".join(there))
 
 

@@ -16,6 +16,9 @@ import pytest
 from places import ROOT
 from process_state import run
 
+sys.path.insert(0, str(ROOT / "docs"))
+from public_names import PACKAGES
+
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(280)]
 
 # An interpreter that fails to look up a host or to connect, and that runs Sphinx. Unix sockets are allowed.
@@ -73,6 +76,7 @@ def pages(site: Path) -> Iterator[tuple[Path, Links]]:
         yield path, Links(path)
 
 
+@pytest.mark.slow
 def test_every_link_of_the_site_leads_to_a_page_and_an_anchor(site: Path) -> None:
     found = dict(pages(site))
     assert len(found) > 35
@@ -91,6 +95,7 @@ def test_every_link_of_the_site_leads_to_a_page_and_an_anchor(site: Path) -> Non
     assert checked > 1000
 
 
+@pytest.mark.slow
 def test_the_links_of_the_sources_lead_to_pages_of_the_site(site: Path) -> None:
     """Also of the README: those that a code host resolves are not left as text or as a copy of the source."""
     for source in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
@@ -101,12 +106,14 @@ def test_the_links_of_the_sources_lead_to_pages_of_the_site(site: Path) -> None:
             assert any(link.partition("#")[0] == html for link in page.links), (source.name, target)
 
 
+@pytest.mark.slow
 def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
     for path, page in pages(site):
         for link in page.loaded:
             assert not urlsplit(link).netloc, (path.relative_to(site), link)
 
 
+@pytest.mark.slow
 def test_every_page_is_in_the_table_of_contents(site: Path) -> None:
     links = Links(site / "docs/index.html").links
     contents = {(site / "docs" / link).resolve() for link in links if "#" not in link}
@@ -118,6 +125,7 @@ def test_every_page_is_in_the_table_of_contents(site: Path) -> None:
     assert pages <= contents | {site / "docs/index.html"}
 
 
+@pytest.mark.slow
 def test_every_public_name_has_an_entry(site: Path) -> None:
     from drivetrain import transforms
     from sphinx.util.inventory import InventoryFile
@@ -133,12 +141,46 @@ def test_every_public_name_has_an_entry(site: Path) -> None:
     assert {f"drivetrain.Pipeline.{name}" for name in methods} <= entries  # some are those of a private base
 
 
+@pytest.mark.slow
 def test_notebooks_are_shown_with_their_outputs(site: Path) -> None:
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         shown = Links(site / "notebooks" / f"{path.stem}.html").loaded
         cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
         outputs = ["image/png" in output.get("data", {}) for cell in cells for output in cell.outputs]
         assert sum("_images/" in link for link in shown) == sum(outputs) > 0
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+
+
+def test_links_of_the_sources_lead_to_files_and_headings() -> None:
+    """What the site's tests find, too, after half a minute."""
+    checked = 0
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            parts = urlsplit(link)
+            if parts.scheme:
+                continue
+            target = (page.parent / unquote(parts.path)).resolve() if parts.path else page
+            assert target.exists(), (page.name, link)
+            if parts.fragment and target.suffix == ".md":
+                headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+                anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+                assert parts.fragment in anchors, (page.name, link)
+            checked += 1
+    assert checked > 100
+
+
+def test_the_reference_describes_every_public_package_and_the_contents_list_every_page() -> None:
+    texts = {page: page.read_text() for page in (ROOT / "docs").rglob("*.md")}
+    told = re.findall(r"^\.\. public-names:: (\S+)$", "\n".join(texts.values()), re.MULTILINE)
+    assert sorted(told) == sorted(PACKAGES)
+    contents = "\n".join(
+        re.findall(r"^```\{toctree\}.*?^```", "\n".join(texts.values()), re.DOTALL | re.MULTILINE)
+    )
+    for page in texts:
+        assert page.name == "index.md" or page.stem in contents, page.name
 
 
 def test_mistakes_fail_the_build(tmp_path: Path) -> None:

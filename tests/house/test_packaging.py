@@ -115,6 +115,7 @@ def found_by(fresh: Fresh, folder: Path, *extras: str) -> dict[str, Any]:
     return json.loads(printed.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_wheel_works_in_a_fresh_environment_from_another_folder(fresh: Fresh, tmp_path: Path) -> None:
     program = (
         "import drivetrain, drivetrain.loaders, drivetrain.strategies, drivetrain.transforms\n"

@@ -101,6 +101,7 @@ def test_a_result_of_an_earlier_call_is_not_taken_for_this_ones(tmp_path: Path) 
     assert "left no result" in state(tmp_path)["not_done"]["unit-0"]["what"]
 
 
+@pytest.mark.slow
 def test_the_time_limit_ends_a_unit_and_all_its_processes(tmp_path: Path) -> None:
     """It is not done, nor is its stage; and a process that it has started does not live on."""
     children = (

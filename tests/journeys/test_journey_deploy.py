@@ -49,6 +49,7 @@ def test_every_export_is_the_model(run: FitResult) -> None:
     assert "top1" in Path("MODEL_CARD.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_folder_becomes_a_table_and_a_server_answers(
     run: FitResult, started: list[subprocess.Popen[str]]

@@ -18,6 +18,7 @@ def frozen(num_classes: int) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_weights_of_a_file_and_frozen_layers(capsys: pytest.CaptureFixture[str]) -> None:
     """The file is of ten classes; one as a training script saves it is read, too."""

@@ -48,6 +48,7 @@ def test_from_the_command_line_and_again_in_python() -> None:
     assert sorted(start.fit(epochs=1, progress=False).metrics) == ["top1", "val_loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_first_script_leaves_a_run_that_opens() -> None:
     """Its model is defined in the script itself: nothing can be imported by a module's name."""

@@ -8,6 +8,7 @@ import pytest
 from journey_models import photos
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.long
 def test_four_loggers_by_name(logging_services: tuple[ModuleType, ModuleType]) -> None:

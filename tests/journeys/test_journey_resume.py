@@ -17,6 +17,7 @@ TRAIN = ["train", "mine.yaml", "epochs=10", "--every-steps", "1"]
 WAYS = {"runs/killed": signal.SIGKILL, "runs/interrupted": signal.SIGINT}
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.long
 @pytest.mark.usefixtures("one_thread")

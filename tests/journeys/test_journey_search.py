@@ -12,6 +12,7 @@ from journey_models import photos
 pytestmark = pytest.mark.long
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_sweep_and_its_runs() -> None:
     sweep = ["sweep", "mine.yaml", "optimizer.lr=0.0001,0.01", "--out", "sweeps/lr", "--jobs", "2"]

@@ -8,7 +8,10 @@ from torch import nn
 
 @pytest.mark.process
 @pytest.mark.long
-@pytest.mark.parametrize(("strategy", "norm"), [("ddp", False), ("fsdp", False), ("ddp", True)])
+@pytest.mark.parametrize(
+    ("strategy", "norm"),
+    [("ddp", True), *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("ddp", "fsdp"))],
+)
 def test_two_ranks(strategy: str, norm: bool) -> None:
     """Of few layers: in deep networks with BatchNorm, sums in another order change losses by up to a percent within
     some steps of small batches, as another number of threads does."""

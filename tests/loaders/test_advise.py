@@ -228,7 +228,9 @@ def test_a_full_disk_is_found_before_it_is_filled(
 
 @pytest.mark.process
 @pytest.mark.long
-@pytest.mark.parametrize("delay", [0.0, 2.0], ids=["converting", "measuring"])
+@pytest.mark.parametrize(
+    "delay", [pytest.param(0.0, id="converting", marks=pytest.mark.slow), pytest.param(2.0, id="measuring")]
+)
 def test_an_interrupt_leaves_nothing(photos: Path, scratch: Path, delay: float) -> None:
     program = Path(sys.executable).with_name("drivetrain")
     command = [program, "advise", photos, "--scratch", scratch, "--image-size", "32", "--seconds", "60"]
@@ -273,6 +275,7 @@ def test_an_interrupt_that_python_ignores_is_not_lost(
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_time_limits_sample_and_rounds(scratch: Path, tmp_path: Path) -> None:
     (tmp_path / "large").mkdir()

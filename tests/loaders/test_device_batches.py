@@ -87,8 +87,18 @@ def trained_on(loader: Any, *, copies_first: bool = False) -> list[list[Any]]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((FFCVLoader, dtype) for dtype in (torch.float32, torch.bfloat16, torch.uint8)),
+        (TorchLoader, torch.uint8),
+        *(
+            pytest.param(TorchLoader, dtype, marks=pytest.mark.slow)
+            for dtype in (torch.float32, torch.bfloat16)
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_batches_are_those_of_the_cpu(kind: Any, path: Path, dtype: torch.dtype) -> None:
     options = {"dtype": dtype, "fields": FIELDS}
     with make(kind, path, **options) as cpu, make(kind, path, **options, device="cuda:1") as gpu:

@@ -186,6 +186,7 @@ def test_a_file_that_was_scaled_down_is_another_picture(folder: Path, tmp_path: 
     assert torch.equal(made_by([stored.image(index) for index in range(len(stored))]), images)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_ffcvs_own_loader_evaluates_the_same_crops(folder: Path, tmp_path: Path) -> None:
     """With sides whose share is no whole number, which FFCV rounds down."""

@@ -32,6 +32,7 @@ def test_each_epoch_at_its_size_is_that_of_a_loader_of_that_size(kind: Any, phot
                     assert torch.equal(labels, same)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_worker_processes_take_the_new_size(photos: Path) -> None:
     with make(TorchLoader, photos.with_name("photos-images"), workers=1) as loader:

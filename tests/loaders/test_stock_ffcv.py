@@ -47,6 +47,7 @@ def ours(path: Path, side: int) -> tuple[np.ndarray, list[int]]:
     return images.numpy(), torch.cat([labels for _, labels in batches]).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_stock_reads_raw_pixels(folder: Path) -> None:
     images, labels = raw_pictures(10, 16)
@@ -55,6 +56,7 @@ def test_stock_reads_raw_pixels(folder: Path) -> None:
     assert theirs["labels"].tolist() == labels.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["raw", "mixed", "theirs"])
 def test_both_give_the_same_pixels(folder: Path, name: str) -> None:
     theirs = np.load(folder / f"{name}.npz")
@@ -63,6 +65,7 @@ def test_both_give_the_same_pixels(folder: Path, name: str) -> None:
     assert labels == theirs["labels"].tolist()
 
 
+@pytest.mark.slow
 def test_the_mixed_file_has_several_pages_and_both_modes(folder: Path) -> None:
     """What makes the comparison above worth something."""
     beton = open_beton(folder / "mixed.beton")
@@ -70,6 +73,7 @@ def test_the_mixed_file_has_several_pages_and_both_modes(folder: Path) -> None:
     assert set(beton.modes.tolist()) == {0, 1}
 
 
+@pytest.mark.slow
 def test_we_read_what_stock_wrote(folder: Path) -> None:
     beton = open_beton(folder / "theirs.beton")
     assert beton.labels.tolist() == [index * index for index in range(10)]

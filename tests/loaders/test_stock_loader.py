@@ -131,6 +131,7 @@ def leave_early(loader: StockFFCVLoader) -> None:
         next(waiting)
 
 
+@pytest.mark.slow
 def test_leaving_early_leaves_nothing(training: StockFFCVLoader) -> None:
     leave_early(training)  # numba and torch start pools of their own at first use
     before = settled()
@@ -283,6 +284,7 @@ def test_memory_is_checked_first(
     assert 0 < evaluation.memory < 10_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_share_each_batch(numbered: Path, rank: int) -> None:
     """Of 9 samples the last one is merged into the batch before it, which is larger than FFCV's batches."""
@@ -299,6 +301,7 @@ def test_ranks_share_each_batch(numbered: Path, rank: int) -> None:
             assert torch.equal(labels, numbers)
 
 
+@pytest.mark.slow
 def test_batches_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FFCV's bytes, normalised on the device; `LateStreams` does each copy as late as it may be."""
     images, labels = raw_pictures(11, SIDE)
@@ -332,6 +335,7 @@ def test_batches_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             assert notes == expected[3]
 
 
+@pytest.mark.slow
 def test_a_file_replaced_while_ffcv_opened_it(
     numbered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

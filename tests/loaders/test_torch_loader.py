@@ -194,7 +194,7 @@ def test_a_broken_file_in_an_image_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_errors_of_samples_are_told_without_torchs_words(tmp_path: Path, workers: int) -> None:
     """Also from a worker process, whose exceptions torch raises with their traceback as the message."""
     sizes = {"x.png": (16, 16), "y.png": (20, 18)}

@@ -7,7 +7,7 @@ import torch
 from drivetrain import strategies
 from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import OptimizerState, launch
-from parity_jobs import NAMES
+from parity_jobs import NAMES, OFTEN
 from state_jobs import (
     BEFORE,
     OPTIMIZERS,
@@ -24,8 +24,6 @@ from state_jobs import (
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 Ranks = list[dict[str, Any]]
-OFTEN = [name for name in NAMES if name not in ("fsdp_grad_op", "hsdp")]
-"""Those two keep what `fsdp` keeps; `make test-all` has them, too."""
 names = pytest.mark.parametrize("name", OFTEN)
 kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
 ring = pytest.mark.parametrize("kind", STATEFUL)

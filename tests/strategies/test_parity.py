@@ -14,6 +14,7 @@ from parity_jobs import (
     CASES,
     KINDS,
     NAMES,
+    OFTEN,
     SYNC,
     WHOLE,
     Case,
@@ -27,7 +28,7 @@ from parity_jobs import (
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 Ranks = list[dict[str, Any]]
-names = pytest.mark.parametrize("name", NAMES)
+names = pytest.mark.parametrize("name", OFTEN)
 MORE = [*WHOLE, "fsdp"]
 """Strategies that train the other kinds of models, too."""
 
@@ -37,7 +38,7 @@ def ranks() -> Ranks:
     """Both ranks' results of every case, from one launch."""
     strategies.register("of_the_launcher", Single)
     try:
-        return launch(parity, NAMES, MORE, devices=2, timeout=280)
+        return launch(parity, OFTEN, MORE, devices=2, timeout=280)
     finally:
         del registry.REGISTERED["of_the_launcher"]
 
@@ -171,7 +172,7 @@ def test_the_formulas_are_those_of_the_papers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("devices", [1, 2, 4])
 def test_more_and_fewer_ranks_train_like_one_device(devices: int) -> None:
     ranks = launch(parity, NAMES, MORE, True, devices=devices, timeout=290)
     for name in NAMES:

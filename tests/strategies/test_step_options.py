@@ -216,6 +216,7 @@ def test_a_compiled_model_trains_alike_under_the_same_names(ranks: int) -> None:
         close(compiled, plain, 1e-5)
 
 
+@pytest.mark.slow
 def test_compile_compiles() -> None:
     """The graph is whole and it is the compiled one that runs."""
     torch._dynamo.reset()

@@ -69,21 +69,23 @@ def _without_garbage() -> Iterator[None]:
 
 
 def train_and_resume(
-    pipelines: dict[str, Pipeline], sources: dict[str, Path], folder: Path
+    pipelines: dict[str, Pipeline], sources: dict[str, Path], folder: Path, how: str
 ) -> dict[str, dict[str, Any]]:
     """On each rank: each pipeline trained whole, saving into `folder / name`; resumed in its own middle; and
-    from each of `sources`, and from what each other pipeline has saved."""
+    from each of `sources`, and from what each other pipeline has saved: in the first epoch, and at its end; that of
+    `sources` only if `how` is "ends". Nothing is resumed if it is "whole"."""
     found: dict[str, dict[str, Any]] = {}
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     for name, pipeline in pipelines.items():
         # Python's and numpy's random numbers differ from rank to rank, as torch's do where a model draws some.
         random.seed(rank)
         np.random.seed(rank)  # noqa: NPY002
-        found[name] = {"whole": outcome(pipeline, out=folder / name, checkpoints=ALL)}
+        found[name] = {"whole": outcome(pipeline, out=folder / name, checkpoints=FEW)}
     own = {name: folder / name / "checkpoints" for name in pipelines}
-    for name, pipeline in pipelines.items():
+    for name, pipeline in pipelines.items() if how != "whole" else ():
         for label, place in {**sources, **own}.items():
             if label.partition(" ")[0] == name.partition(" ")[0]:  # of the same model
                 found[name][label] = outcome(pipeline, resume=place / "step-00000003")
-                found[name][f"{label}, next epoch"] = outcome(pipeline, resume=place / "step-00000004")
+                if how == "ends" or label in own:
+                    found[name][f"{label}, next epoch"] = outcome(pipeline, resume=place / "step-00000004")
     return found

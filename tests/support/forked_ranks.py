@@ -1,8 +1,8 @@
 """Ranks without the seconds that each takes to import torch: forked from one process of `rank_server.py`.
 
 What a rank runs, its environment, pipes, session and end are those of an interpreter that `launch` starts. Those are
-started in `tests/strategies/launching`, and by `make test-all` (`DRIVETRAIN_RANKS=started`) in the slow tests and in
-one test of each file.
+started in `tests/strategies/launching`, where no test asks for `forked`, and by `make test-all`
+(`DRIVETRAIN_RANKS=started`) in the slow tests and in one test of each file.
 """
 
 import ctypes
@@ -62,6 +62,11 @@ class RankServer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
+    def ready(self) -> None:
+        """Start the process, unless it runs."""
+        if self._process is None or self._process.poll() is not None:
+            self._begin()
+
     def _begin(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -77,8 +82,7 @@ class RankServer:
         theirs, ours = os.pipe()
         try:
             with self._lock:
-                if self._process is None or self._process.poll() is not None:
-                    self._begin()
+                self.ready()
                 with adopting():
                     socket.send_fds(self._control, [json.dumps(order).encode()], [theirs, 1, 2, job, answer])
                     pid = int(self._control.recv(100))

@@ -16,10 +16,9 @@ from ffcv.fields.bytes import BytesDecoder
 from ffcv.fields.ndarray import NDArrayDecoder
 from ffcv.fields.rgb_image import CenterCropRGBImageDecoder
 from ffcv.reader import Reader
-from loader_pictures import picture
+from field_values import COUNT, sample
 from loader_stock_ffcv import Samples, batches, write
 
-COUNT = 7
 DECODERS: dict[type, Any] = {
     IntField: IntDecoder,
     FloatField: FloatDecoder,
@@ -28,25 +27,6 @@ DECODERS: dict[type, Any] = {
     NDArrayField: NDArrayDecoder,
     RGBImageField: lambda: CenterCropRGBImageDecoder((16, 16), ratio=1.0),
 }
-
-
-def values(index: int) -> dict[str, Any]:
-    """The fields of a sample other than its image, each of a different kind."""
-    return {
-        "label": np.arange(index, index + 3, dtype=np.float32) / 4,
-        "score": index / 8,
-        "rank": index * 1_000_000_007 * 1_000,
-        "box": np.arange(6, dtype=np.int16).reshape(2, 3) * (index + 1),
-        "text": bytes(range(65, 66 + index)),
-        "meta": {"name": f"größe {index}", "tags": [index, None, True]},
-    }
-
-
-def sample(index: int) -> tuple[Any, ...]:
-    """A picture with these fields, in their order."""
-    further = values(index)
-    further["text"] = np.frombuffer(further["text"], np.uint8)
-    return picture(index, 20, 24), *further.values()
 
 
 FIELDS = {

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
-STEPS, LONG, BATCH = 4, 8, 8
+STEPS, LONG, BATCH = 3, 8, 8
 """Steps of a training, of one in `make test-all`, and the global batch."""
 
 SHARDED = ["fsdp", "fsdp_grad_op", "fsdp_cpu_offload", "hsdp"]
@@ -30,6 +30,8 @@ WHOLE = ["ddp", "zero_redundancy", "fairscale_oss", "fairscale_sharded_ddp"]
 """Each rank has all parameters."""
 NAMES = [*WHOLE, *SHARDED]
 """Every strategy that several ranks can run on the CPU: a new one is one more word here."""
+OFTEN = [name for name in NAMES if name not in ("fsdp_grad_op", "hsdp")]
+"""Those two keep what `fsdp` keeps; `make test-all` has them, too."""
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def test_it_trains_what_a_plain_loop_of_the_paper_does(toy: Toy, reference: Refe
 @pytest.mark.long
 @pytest.mark.parametrize("how", [
     {"strategy": "single", "accumulate": 2}, {"strategy": "ddp", "devices": 2},
-    {"strategy": "fsdp", "devices": 2, "accumulate": 2},
+    pytest.param({"strategy": "fsdp", "devices": 2, "accumulate": 2}, marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 def test_on_ranks_and_with_microbatches(toy: Toy, reference: Reference, how: dict[str, Any]) -> None:
     assert_close(fit(pipeline_of(toy).distribute(**how)), reference)
@@ -177,14 +177,14 @@ def test_resumed_anywhere_it_is_the_same_run(toy: Toy, tmp_path: Path, reference
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("within", [0, 2])
+@pytest.mark.parametrize("within", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_resumed_on_another_number_of_ranks(
     toy: Toy, tmp_path: Path, reference: Reference, within: int
 ) -> None:
     alone, both = pipeline_of(toy), pipeline_of(toy).distribute("ddp", devices=2)
     step = reference.steps[0] + reference.steps[1] + within
     for first, second, place in ((alone, both, tmp_path / "a"), (both, alone, tmp_path / "b")):
-        fit(first, out=place, checkpoints=ALL, callbacks=[StopsAt(step)])
+        fit(first, out=place, callbacks=[StopsAt(step)])
         resumed = fit(second, out=place, resume=True, continue_stopped=True)
         assert_close(resumed, reference)
 
@@ -193,7 +193,7 @@ def test_resumed_on_another_number_of_ranks(
 def test_two_ranks_resume_exactly(toy: Toy, tmp_path: Path, reference: Reference) -> None:
     pipeline = pipeline_of(toy).distribute("ddp", devices=2)
     whole = fit(pipeline, out=tmp_path / "whole")
-    fit(pipeline, out=tmp_path, checkpoints=ALL, callbacks=[StopsAt(reference.steps[0] + 3)])
+    fit(pipeline, out=tmp_path, callbacks=[StopsAt(reference.steps[0] + 3)])
     resumed = fit(pipeline, out=tmp_path, resume=True, continue_stopped=True)
     assert numbers(resumed) == numbers(whole)
     torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
@@ -332,7 +332,7 @@ def test_a_loss_per_batch_in_a_loop_of_ones_own(toy: Toy) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("loader", ["torch", "ffcv_stock"])
+@pytest.mark.parametrize("loader", ["torch", pytest.param("ffcv_stock", marks=pytest.mark.slow)])
 def test_other_loaders(toy: Toy, loader: str) -> None:
     more = {"workers": 0} if loader == "torch" else {}
     pipeline = toy.pipeline(plain_model, batch_size=BATCH, loader=loader, crop="resized", **more)

@@ -70,7 +70,7 @@ def test_twice_is_once(transform: t.Transform, factory: Factory, count: int) -> 
 
 
 @pytest.mark.long
-@cases
+@cases_at_length
 def test_copies(transform: t.Transform, factory: Factory, count: int) -> None:
     model, again = (changed(transform, factory, count) for _ in range(2))
     stream = io.BytesIO()
@@ -165,7 +165,7 @@ def test_subclasses_and_patched_modules_are_left_alone() -> None:
 
 
 @pytest.mark.long
-@cases
+@cases_at_length
 @pytest.mark.usefixtures("one_process_group")
 # Plain models give both: the stride of a depthwise convolution's gradient, and the permuted output of a norm.
 @pytest.mark.filterwarnings("ignore:Grad strides do not match:UserWarning")
@@ -214,24 +214,24 @@ def test_a_model_that_is_wrapped_already_is_refused(transform: t.Transform) -> N
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute:UserWarning"
 )  # dynamo, where it resumes after a break
-def test_compiles_whole(transform: t.Transform, factory: Factory, count: int) -> None:
+@pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_compiles_whole(transform: t.Transform, factory: Factory, count: int, train: bool) -> None:
     torch._dynamo.reset()
     model = changed(transform, factory, count)
     safe = type(transform).compile_safe
-    for train in (True, False):
-        compiled = torch.compile(model.train(train), backend="eager", fullgraph=safe)
-        torch.manual_seed(3)
-        state = copy.deepcopy(model.state_dict())
-        found = compiled(models.images())
-        model.load_state_dict(state)
-        torch.manual_seed(3)
-        assert found.isfinite().all()
-        if safe:
-            torch.testing.assert_close(found, model(models.images()))
+    compiled = torch.compile(model.train(train), backend="eager", fullgraph=safe)
+    torch.manual_seed(3)
+    state = copy.deepcopy(model.state_dict())
+    found = compiled(models.images())
+    model.load_state_dict(state)
+    torch.manual_seed(3)
+    assert found.isfinite().all()
+    if safe:
+        torch.testing.assert_close(found, model(models.images()))
 
 
 @pytest.mark.long
-@cases
+@cases_at_length
 def test_trains(transform: t.Transform, factory: Factory, count: int) -> None:
     model = changed(transform, factory, count)
     x, labels = models.images(10), torch.arange(10) % 5

@@ -204,7 +204,7 @@ def judge(mutant: Mutant, answer: dict[str, Any], sound: list[Any], verified: bo
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("mutants", [80, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mutants", [30, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("verified", [False, True], ids=["alone", "with-manifest"])
 def test_damage_is_refused_or_harmless(original: Path, tmp_path: Path, verified: bool, mutants: int) -> None:
     beton, path, reader = open_beton(original), tmp_path / "mutant.beton", Reader()

@@ -121,6 +121,7 @@ def test_a_file_that_is_replaced_stays_readable(photos: Path, raws: Path, tmp_pa
         assert [labels.tolist() for _, labels in loader] == first
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_worker_process_does_not_take_another_file(photos: Path, tmp_path: Path) -> None:
     """Each opens the file by its name, which another file may have by then."""

@@ -122,7 +122,9 @@ def test_an_open_file_survives_its_replacement(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("older", [False, True], ids=["new", "older"])
+@pytest.mark.parametrize(
+    "older", [pytest.param(False, id="new", marks=pytest.mark.slow), pytest.param(True, id="older")]
+)
 def test_sigkill_leaves_no_file_that_looks_finished(server: Server, tmp_path: Path, older: bool) -> None:
     """At ten random moments each: an older pair of files stays whole or is refused with the remedy."""
     killed, moments = 0, np.random.default_rng(11 + older).uniform(0, 0.75, 10)
@@ -148,7 +150,9 @@ def test_sigkill_leaves_no_file_that_looks_finished(server: Server, tmp_path: Pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("older", [False, True], ids=["new", "older"])
+@pytest.mark.parametrize(
+    "older", [pytest.param(False, id="new", marks=pytest.mark.slow), pytest.param(True, id="older")]
+)
 def test_sigkill_between_the_renames(server: Server, tmp_path: Path, older: bool) -> None:
     """It never pairs new names with old pixels: the older file's layout, labels and tables are the same."""
     out, found = tmp_path / "out.beton", []

@@ -13,8 +13,8 @@ from drivetrain.common.errors import BetonError
 from drivetrain.loaders import Beton, convert, inspect, open_beton, verify
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.conversion.writer import PAGE_SIZE
+from field_values import COUNT, values
 from loader_pictures import beton_of, jpeg_bytes, picture, raw_pictures, refused, run_script
-from loader_stock_fields import COUNT, values
 
 pytestmark = pytest.mark.process
 
@@ -62,13 +62,19 @@ class Large(Dicts):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of ours and of stock FFCV's, and what its two memory managers read of each."""
+    """Files of ours."""
     root = tmp_path_factory.mktemp("fields")
     convert(Dicts(), root / "dicts.beton", fields=NAMES)
     convert(Large(), root / "large.beton", fields=NAMES, workers=2)
     convert(Dicts((3, "text", b"")), root / "empty.beton", fields=NAMES)
-    run_script("loader_stock_fields.py", root)
     return root
+
+
+@pytest.fixture(scope="module")
+def stock(folder: Path) -> Path:
+    """The same folder with a file of stock FFCV's, and with what its two memory managers read of each file."""
+    run_script("loader_stock_fields.py", folder)
+    return folder
 
 
 def all_of(beton: Beton, name: str) -> Any:
@@ -118,11 +124,12 @@ def test_checksums_cover_all_fields_in_file_order(folder: Path) -> None:
     assert verify(folder / "dicts.beton").sound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("os_cache", [True, False])
 @pytest.mark.parametrize("name", ["dicts", "empty", "large", "theirs"])
-def test_stock_reads_every_field(folder: Path, name: str, os_cache: bool) -> None:
+def test_stock_reads_every_field(stock: Path, name: str, os_cache: bool) -> None:
     """Also where the page has grown, so that the first one is tables and samples both."""
-    theirs, beton = np.load(folder / f"{name}-{os_cache}.npz"), open_beton(folder / f"{name}.beton")
+    theirs, beton = np.load(stock / f"{name}-{os_cache}.npz"), open_beton(stock / f"{name}.beton")
     for field in ("label", "score", "rank", "box"):
         assert np.array_equal(theirs[field], all_of(beton, field)), field
     assert [json.loads(text) for text in theirs["meta"]] == all_of(beton, "meta")
@@ -135,14 +142,15 @@ def test_stock_reads_every_field(folder: Path, name: str, os_cache: bool) -> Non
         assert abs(found.astype(int).mean() - crop.mean()) < 2
 
 
-def test_we_read_every_field_that_stock_wrote(folder: Path) -> None:
-    beton = open_beton(folder / "theirs.beton")
+@pytest.mark.slow
+def test_we_read_every_field_that_stock_wrote(stock: Path) -> None:
+    beton = open_beton(stock / "theirs.beton")
     assert beton.fields == KINDS
     assert beton.checksums is None
     holds_the_values(beton)
     for index in range(COUNT):
         assert np.array_equal(np.asarray(beton.image(index)), picture(index, 20, 24))
-    assert verify(folder / "theirs.beton").sound
+    assert verify(stock / "theirs.beton").sound
 
 
 def test_pages_grow_in_place(folder: Path) -> None:

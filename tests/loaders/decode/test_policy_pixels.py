@@ -81,7 +81,9 @@ def odd_pictures(side: int) -> list[NDArray[np.uint8]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("policy", ["rand_augment", "trivial_augment"])
-@pytest.mark.parametrize("side", [1, 2, 17, 32, 224])
+@pytest.mark.parametrize(
+    "side", [1, 17, 224, *(pytest.param(side, marks=pytest.mark.slow) for side in (2, 32))]
+)
 def test_each_operation_is_torchvisions_on_pillow_images_bit_for_bit(policy: str, side: int) -> None:
     for image in odd_pictures(side)[: 2 if side == 224 else 5]:
         for name, magnitude in cases(policy, side):
@@ -162,7 +164,11 @@ def same(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("policy", EACH, ids=str)
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(one, marks=pytest.mark.slow if one["name"] == "aug_mix" else ()) for one in EACH],
+    ids=str,
+)
 def test_both_loaders_change_pictures_alike(policy: dict[str, Any], same: Path) -> None:
     """Mean and spread, over the samples, of how far the pixels move, and of each image's own mean and contrast."""
     whole: dict[str, Any] = {"crop": "padded", "padding": 0, "flip": False, "policy": policy}
@@ -186,25 +192,23 @@ def test_both_loaders_change_pictures_alike(policy: dict[str, Any], same: Path) 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("policy", "kind"),
+    ("policy", "kind", "workers"),
     [
-        pytest.param(
-            policy, kind, marks=pytest.mark.slow if kind is TorchLoader and policy != EACH[0] else ()
-        )
-        for policy in EACH
-        for kind in LOADERS
+        *((policy, FFCVLoader, 1) for policy in EACH),
+        (EACH[0], TorchLoader, 0),
+        *(pytest.param(policy, TorchLoader, 1, marks=pytest.mark.slow) for policy in EACH),
     ],
-    ids=lambda value: value["name"] if isinstance(value, dict) else value.__name__,
+    ids=lambda value: value["name"] if isinstance(value, dict) else getattr(value, "__name__", str(value)),
 )
 def test_pixels_are_functions_of_seed_epoch_and_sample(
-    kind: Any, policy: dict[str, Any], photos: Path
+    kind: Any, policy: dict[str, Any], workers: int, photos: Path
 ) -> None:
     first = load(kind, photos, policy=policy)
     assert torch.equal(first, load(kind, photos, policy=policy, batch_size=5))
     part = load(kind, photos, policy=policy, indices=[4, 11], batch_size=2)
     assert torch.equal(part, first[[4, 11]])
     assert not torch.equal(first, load(kind, photos, policy=policy, seed=1))
-    with kind(photos, batch_size=18, image_size=SIDE, workers=1, order="sequential", dtype=torch.uint8,
+    with kind(photos, batch_size=18, image_size=SIDE, workers=workers, order="sequential", dtype=torch.uint8,
               policy=policy) as loader:  # fmt: skip
         epochs = [next(iter(loader))[0] for _ in range(2)]
     assert torch.equal(epochs[0], first)
@@ -301,9 +305,14 @@ def torchvisions_draws(policy: dict[str, Any], count: int, side: int) -> NDArray
     "policy",
     [
         *EACH[:3],
-        {"name": "rand_augment", "num_ops": 3, "magnitude": 20},
-        {"name": "trivial_augment", "num_magnitude_bins": 11},
-        {"name": "aug_mix", "severity": 10, "width": 2, "depth": 4},
+        *(
+            pytest.param(policy, marks=pytest.mark.slow)
+            for policy in (
+                {"name": "rand_augment", "num_ops": 3, "magnitude": 20},
+                {"name": "trivial_augment", "num_magnitude_bins": 11},
+                {"name": "aug_mix", "severity": 10, "width": 2, "depth": 4},
+            )
+        ),
     ],
     ids=str,
 )

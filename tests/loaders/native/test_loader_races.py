@@ -42,6 +42,7 @@ def test_no_thread_writes_what_another_uses(folder: Path) -> None:
     assert done.stdout == "480 images\n"
 
 
+@pytest.mark.slow
 def test_a_shared_workspace_is_noticed(folder: Path) -> None:
     """So the sanitizer does see the loader's threads."""
     done = run(folder, "shared")

@@ -11,7 +11,7 @@ import pytest
 import task_jobs as jobs
 import torch
 import torch.nn.functional as F
-from command_line import run
+from command_line import call, run
 from drivetrain import DataError, MultiLabel, Pipeline, PlanError, Segmentation
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.pipeline.analysis.errors import Calibration, ClassErrors, Errors, wilson
@@ -246,7 +246,7 @@ def test_other_data_and_none(toy: Toy) -> None:
 
 
 @pytest.mark.process
-def test_the_command(toy: Toy, tmp_path: Path) -> None:
+def test_the_command(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = Pipeline("cifar_resnet", num_classes=4, width=4).load(
         toy.train, toy.val, batch_size=32, image_size=SIDE, workers=1
     )
@@ -255,4 +255,5 @@ def test_the_command(toy: Toy, tmp_path: Path) -> None:
     assert (end.code, end.err) == (0, "")
     assert "precision" in end.out
     assert (tmp_path / "e.png").exists()
-    assert json.loads(run("errors", "run", "--data", toy.train, "--json", cwd=tmp_path).out)["samples"] == 128
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(call("errors", "run", "--data", toy.train, "--json").out)["samples"] == 128

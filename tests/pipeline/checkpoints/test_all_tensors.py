@@ -202,6 +202,7 @@ def exported(pipeline: Pipeline, epochs: int, folder: Path) -> tuple[Any, dict[s
     return result, plain
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_model_of_torchvision_loads_without_drivetrain(toy: Toy, tmp_path: Path) -> None:
     """Surgery that wraps layers has renamed weights; the plain names are those of the unmodified model."""

@@ -91,8 +91,11 @@ def made(source: str, **options: Any) -> Pipeline:
     return Pipeline(plain_model).load(source, **options).optimize("sgd", lr=0.1, schedule="constant")
 
 
-@pytest.mark.parametrize("loader", ["ffcv", "torch"])
-@pytest.mark.parametrize("by", ["class", "weights"])
+@pytest.mark.parametrize(
+    ("loader", "by"),
+    [("ffcv", "class"), ("ffcv", "weights"), ("torch", "weights"),
+     pytest.param("torch", "class", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_balanced_classes_have_equal_shares_of_every_epoch(unequal: str, loader: str, by: str) -> None:
     with FFCVLoader(unequal, batch_size=8, image_size=SIDE, workers=1) as plain:
         labels = plain.labels

@@ -124,6 +124,7 @@ def test_too_short_for_any_ledger_tells_how_long_would_do(toy: Toy) -> None:
     assert ledger.rows[-1].ratio is not None
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_least_is_one_turn_each(toy: Toy) -> None:
     """Found by adding time until there is a ledger: it has plain PyTorch and the full pipeline."""
@@ -171,7 +172,9 @@ def handlers() -> dict[int, Any]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("when", ["build", "forward", "forward in the background"])
+@pytest.mark.parametrize(
+    "when", ["build", "forward in the background", pytest.param("forward", marks=pytest.mark.slow)]
+)
 def test_what_never_ends_is_interrupted(when: str, toy: Toy, request: pytest.FixtureRequest) -> None:
     pipeline = toy.pipeline(lambda: Stuck(when.partition(" ")[0]), loader="torch", workers=0)
     if "background" in when:  # a shell starts such jobs with SIGINT ignored
@@ -248,7 +251,7 @@ def test_an_alarm_that_comes_as_its_block_ends_is_no_ctrl_c(monkeypatch: pytest.
 
         def __enter__(self) -> None:
             if threading.current_thread() is threading.main_thread():
-                time.sleep(5.0)
+                time.sleep(2.0)
             self.lock.acquire()
 
         def __exit__(self, *exception: object) -> None:
@@ -379,7 +382,7 @@ def test_a_loader_whose_workers_decode_closes_at_once(toy: Toy) -> None:
     """A batch takes them 16 s; torch waits 5 s for each."""
     loader = _Decoding(toy.train, batch_size=BATCH, image_size=16, workers=2)
     batches = iter(loader)
-    threading.Timer(8.0, signal.raise_signal, [signal.SIGINT]).start()
+    threading.Timer(5.0, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         next(batches)
     start = time.monotonic()

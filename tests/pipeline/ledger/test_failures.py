@@ -104,6 +104,7 @@ def test_a_variant_that_cannot_warm_up(toy: Toy, tmp_path: Path) -> None:
     assert "out of memory" in describe_error(error)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_variant_that_fails_in_a_later_round_leaves_all_of_them(toy: Toy, tmp_path: Path) -> None:
     """After warm-up and its first trial, at most four batches each, and after a round or more."""
@@ -115,6 +116,7 @@ def test_a_variant_that_fails_in_a_later_round_leaves_all_of_them(toy: Toy, tmp_
     assert_shown_everywhere(ledger, "+ Breaks", "CUDA out of memory", tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_full_pipeline_fails_and_nothing_of_the_failed_is_kept_alive(toy: Toy, tmp_path: Path) -> None:
     pipeline = toy.pipeline(Fragile).transform(Breaks(3))  # the FFCV loader comes first

@@ -126,7 +126,9 @@ def test_statistics_are_those_of_the_average(toy: Toy) -> None:
             assert torch.equal(value, before[name]), name
 
 
-@pytest.mark.parametrize("name", ["schedulefree_sgd", "schedulefree_adamw"])
+@pytest.mark.parametrize(
+    "name", ["schedulefree_adamw", pytest.param("schedulefree_sgd", marks=pytest.mark.slow)]
+)
 def test_resuming_goes_on_bit_for_bit(name: str, toy: Toy, tmp_path: Path) -> None:
     pipeline = schedule_free(toy, name=name, lr=0.05)
     saved = Checkpoints(every_steps=3, keep=100)

@@ -319,6 +319,7 @@ for factory in (Net, net.Net):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.long
 def test_a_factory_of_the_running_script(tmp_path: Path) -> None:

@@ -14,12 +14,16 @@ from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.strategies.registry import STRATEGIES
 from host_syncs import HostSyncs
 from pipeline_data import CLASSES, toy_arrays
-from small_recipes import BATCH, SIDE, shrunk
+from small_recipes import BATCH, SIDE, TINY_VIT, shrunk
 
 BY_TRANSFORMS = {
     tuple(entry["name"] for entry in recipe.get("transforms", ())): name for name, recipe in RECIPES.items()
-}.values()
+}
 """A recipe for each choice of transforms."""
+CONTAINED = [
+    name for chosen, name in BY_TRANSFORMS.items() if any(set(chosen) < set(other) for other in BY_TRANSFORMS)
+]
+"""Those whose transforms another one has, too: for `make test-all`."""
 ON_THE_HOST = (
     "at draws.py",  # draws from a generator of the host
     "tolist at images.py",  # class indices are checked on the CPU only
@@ -38,11 +42,12 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(folder / f"{name}.beton") for name in sizes}
 
 
-# Of the recipes for one model that differ in little else than their epochs, all but one are for `make test-all`.
+# Of the recipes for one model that differ in little else than their epochs, all but one are for `make test-all`, and
+# so are the large models: the test below trains on what makes their recipes special.
 LONGER = [
     name
     for name in RECIPES
-    if re.fullmatch(r"ffcv-resnet18-(24|32|40|56|88)|ffcv-resnet50-\d+|resnet50-(mild|medium)", name)
+    if re.fullmatch(r"ffcv-resnet18-(24|32|40|56|88)|ffcv-resnet50-\d+|resnet50-\w+|vit-s16", name)
 ]
 
 
@@ -70,11 +75,20 @@ def test_a_recipe_takes_two_steps(name: str, stand_in: dict[str, str]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", BY_TRANSFORMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in CONTAINED else [])
+        for name in BY_TRANSFORMS.values()
+    ],
+)
 def test_a_step_of_a_recipe_reads_nothing_from_the_device(name: str, stand_in: dict[str, str]) -> None:
     """Without the guard, which reads losses at once only where that costs nothing, on the CPU."""
     overrides = shrunk(name, stand_in)
-    if RECIPES[name]["model"] not in ("vit", "vit_s16"):
+    if RECIPES[name]["model"] in ("vit", "vit_s16"):
+        overrides = {key: value for key, value in overrides.items() if not key.startswith("model_options")}
+        overrides |= {"model": "vit", "model_options": TINY_VIT}
+    else:
         overrides = {key: value for key, value in overrides.items() if not key.startswith("model_options")}
         overrides |= {"model": "resnet18", "model_options": {"num_classes": CLASSES}}
     built = Pipeline.from_recipe(name, **overrides).build()
@@ -115,7 +129,7 @@ def test_the_billions_are_billions(name: str) -> None:
 @pytest.mark.long
 def test_the_road_to_94_learns(tmp_path: Path) -> None:
     """airbench's network, optimizer and schedule, on the toy data: from chance to nearly all."""
-    for seed, (name, size) in enumerate({"train": 256, "val": 64}.items()):
+    for seed, (name, size) in enumerate({"train": 128, "val": 64}.items()):
         convert(toy_arrays(size, seed, 32), tmp_path / f"{name}.beton", classes="abcd", progress=False)
     pipeline = Pipeline.from_recipe(
         "cifar10-fast", train=tmp_path / "train.beton", val=tmp_path / "val.beton", batch_size=32, workers=1,

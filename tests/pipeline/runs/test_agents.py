@@ -101,6 +101,7 @@ def test_a_machine_that_lacks_something_ends_all_at_once(
     assert job.steps() == 0
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_machine_stops_both(toy: Toy, tmp_path: Path, started: Started) -> None:
     """Both workers save, and end with the status 75; torchrun's own is 1."""
     job = Job(tmp_path, started)

@@ -47,6 +47,7 @@ def test_one_fold_and_no_data_are_refused(pipeline: Pipeline) -> None:
         pipeline.cross_validate(fold=3)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_command(toy: Toy, tmp_path: Path) -> None:
     recipe = Pipeline("cifar_resnet", num_classes=CLASSES, width=4).load(

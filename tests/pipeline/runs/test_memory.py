@@ -43,6 +43,7 @@ def test_only_the_rank_that_keeps_them_gathers_them_and_once(ranks: list[dict[st
     assert second[:2] == [(0, 0)] * 2
 
 
+@pytest.mark.slow
 def test_every_rank_of_a_group_that_was_there_has_the_result(ranks: list[dict[str, Any]], root: Path) -> None:
     """Its ranks have called `fit` themselves, and without torchrun's variables."""
     first, second = (rank["plain"] for rank in ranks)
@@ -70,6 +71,7 @@ def test_whose_callers_get_the_result(toy: Toy, monkeypatch: pytest.MonkeyPatch)
     ]
 
 
+@pytest.mark.slow
 def test_the_rank_that_keeps_none_does_not_grow_by_a_copy(ranks: list[dict[str, Any]]) -> None:
     """As the system counts its memory, in which buffers of the communication are, too."""
     first, second = (rank["plain"]["growth"] for rank in ranks)

@@ -93,16 +93,19 @@ def on_ranks(files: Files, strategy: str, devices: int) -> dict[str, Any]:
     return {name: history(each.fit(epochs=2, progress=False)) for name, each in pipelines.items()}
 
 
-def all_on_ranks(files: Files) -> dict[str, Any]:
-    return {strategy: on_ranks(files, strategy, 2) for strategy in ("ddp", "fsdp", "zero_redundancy")}
+def all_on_ranks(files: Files, strategies: list[str]) -> dict[str, Any]:
+    return {strategy: on_ranks(files, strategy, 2) for strategy in strategies}
 
 
 @pytest.mark.process
 @pytest.mark.timeout(150)
 @pytest.mark.usefixtures("one_thread")
-def test_each_is_the_same_under_every_strategy(files: Files) -> None:
+@pytest.mark.parametrize(
+    "strategies", [["ddp"], pytest.param(["fsdp", "zero_redundancy"], marks=pytest.mark.slow)], ids=str
+)
+def test_each_is_the_same_under_every_strategy(files: Files, strategies: list[str]) -> None:
     """33 validation images leave one rank without a share of the last batch."""
-    found = launch(all_on_ranks, files, devices=2)[0]
+    found = launch(all_on_ranks, files, strategies, devices=2)[0]
     for name in jobs.TASKS:
         alone = history(jobs.pipeline_of(name, files[name]).fit(epochs=2, progress=False))
         for strategy, histories in found.items():

@@ -101,7 +101,7 @@ def test_what_cannot_be_tuned_is_refused(toy: Toy, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_command_writes_a_recipe_that_trains(toy: Toy, tmp_path: Path) -> None:
     out = tmp_path / "tuned"
-    end = call("tune", "cifar10-quickstart", *toy_values(toy), "--out", str(out), "--seconds", "12")
+    end = call("tune", "cifar10-quickstart", *toy_values(toy), "--out", str(out), "--seconds", "8")
     assert (end.code, end.err) == (0, "")
     assert "changes accepted" in end.out
     recipe = yaml.safe_load((out / "tuned.yaml").read_text())
@@ -126,6 +126,7 @@ def test_lack_of_memory_on_one_rank_is_answered_on_all_by_smaller_microbatches(t
     assert 0 < collective_seconds(resolve(spec), perf_counter() + 60) < 10
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_process_that_the_system_kills_is_another_one(toy: Toy) -> None:
     """On a CPU, lack of memory is no error but a kill: it hits the process in which the pipeline is tried first."""

@@ -15,7 +15,9 @@ import pytest
 import torch
 from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import launch
+from drivetrain.strategies.launching import launcher
 from drivetrain.strategies.launching.group import is_main_process, is_rank
+from forked_ranks import STARTED, RankServer
 from strategy_jobs import fail_on_rank_1, join_with_a_slow_rank, surroundings, wait_for_ever
 from unloadable import Unloadable
 
@@ -68,8 +70,18 @@ def ends(pid: int, seconds: float = 3.0) -> bool:
     return False
 
 
+@pytest.fixture
+def forked(rank_server: RankServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what comes after the start: an interpreter takes seconds, which other tests here spend."""
+    if not STARTED:
+        monkeypatch.setattr(launcher, "start_interpreter", rank_server.start)
+
+
 @pytest.fixture(autouse=True)
-def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank_server: RankServer
+) -> Iterator[None]:
+    rank_server.ready()  # it is there before and after
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gc.collect()  # files of earlier tests, which would be closed at any moment
     before = traces()
@@ -78,6 +90,7 @@ def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_waits_until_all_have_joined(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Else one whose function returns at once closes connections that another is still opening."""
     folder = str(tmp_path_factory.mktemp("again"))
@@ -98,6 +111,7 @@ def test_every_rank_answers_in_order(capfd: pytest.CaptureFixture[str]) -> None:
     assert all(f"hello from rank {number}" in output for number in (0, 1))
 
 
+@pytest.mark.usefixtures("forked")
 def test_large_jobs_and_results_of_local_functions() -> None:
     """More than any pipe holds, both ways, by functions that no rank could import."""
     weights = torch.arange(12_000_000, dtype=torch.float32)
@@ -125,6 +139,7 @@ def test_large_jobs_and_results_of_local_functions() -> None:
         ("return", r"rank 0 of 2 raised .*Rank\(s\) \[1\] had already returned", RuntimeError),
     ],
 )
+@pytest.mark.usefixtures("forked")
 def test_the_first_cause_is_named(how: str, words: str, cause: type) -> None:
     with pytest.raises(StrategyError, match=f"(?s)launch: {words}") as caught:
         launch(fail_on_rank_1, how, devices=2, timeout=60)
@@ -133,11 +148,12 @@ def test_the_first_cause_is_named(how: str, words: str, cause: type) -> None:
         assert "in fail_on_rank_1" in str(caught.value)  # the traceback
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_never_returns_meets_the_time_limit() -> None:
     start = time.monotonic()
     # On a busy machine rank 0 may not have come so far.
-    with pytest.raises(StrategyError, match=r"rank\(s\) \[(0, )?1\] of 2 did not return within timeout=7 s"):
-        launch(wait_for_ever, devices=2, timeout=7)
+    with pytest.raises(StrategyError, match=r"rank\(s\) \[(0, )?1\] of 2 did not return within timeout=4 s"):
+        launch(wait_for_ever, devices=2, timeout=4)
     assert time.monotonic() - start < 10
 
 
@@ -152,6 +168,7 @@ def test_a_rank_that_never_returns_meets_the_time_limit() -> None:
         (print, [], 0, "devices=0"),
     ],
 )
+@pytest.mark.usefixtures("forked")
 def test_what_cannot_be_sent_is_named(function: Any, arguments: list[Any], devices: int, words: str) -> None:
     with pytest.raises(StrategyError, match=words):
         launch(function, *arguments, devices=devices, timeout=60)

@@ -96,6 +96,7 @@ say(f"{[r.rank for r in results]} {all(type(r) is Result for r in results)}")
     assert output.splitlines() == ["top level", "[0, 10] True"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_rank_0_had_finished(start) -> None:
     script = start("""
 class Interrupted(KeyboardInterrupt):

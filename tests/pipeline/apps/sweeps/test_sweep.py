@@ -143,8 +143,8 @@ def _wait(condition: Any, seconds: float = 60) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.long
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_sweep_leaves_no_process_and_goes_on(
     toy: Toy, tmp_path: Path, number: signal.Signals
 ) -> None:
