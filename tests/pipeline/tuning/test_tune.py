@@ -18,9 +18,9 @@ from drivetrain.common.errors import DrivetrainError, LedgerError
 from drivetrain.pipeline import TuneInterrupted
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.measuring.runner import Failed
+from drivetrain.pipeline.runs.facts import facts_of
 from drivetrain.pipeline.tuning.arena import Arena, collective_seconds
 from drivetrain.pipeline.tuning.candidates import fitting
-from drivetrain.pipeline.runs.facts import facts_of
 from drivetrain.pipeline.tuning.result import Tuned
 from drivetrain.pipeline.tuning.tune import Tuner
 from drivetrain.transforms import LabelSmoothing
