@@ -487,9 +487,10 @@ class Pipeline(PipelineSpec):
 
         Example::
 
-            >>> race = pipeline.race(target=0.5, seeds=1, epochs=1, progress=False)
-            >>> [row.variant for row in race.rows]
-            ['the pipeline', 'plain PyTorch']
+            >>> smooth = pipeline.transform(LabelSmoothing(0.1))
+            >>> race = pipeline.race(target=0.5, seeds=2, against={"smooth": smooth}, epochs=1, progress=False)
+            >>> [(row.variant, row.runs) for row in race.rows]
+            [('the pipeline', 2), ('smooth', 2)]
         """
         from .race.race import race
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .result import Point, RaceResult, RaceRun
 
 COLORS = (BAR, CEILING[MODEL], CEILING[LOADER], PLACES["alone"], CEILING[COPY], PLACES["added last"])
-ABOUT = "Points: the evaluations of all runs. Lines: medians over the seeds. Strokes at the target: median seconds to it."
+ABOUT = "Points: the evaluations of all runs. Lines: medians over seeds. Strokes at the target: median seconds to it."
 MARKERS = "osD^v"  # the second half dozen of variants has other marks
 
 

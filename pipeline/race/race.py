@@ -93,18 +93,20 @@ def _variants(spec: PipelineSpec, against: Against | None) -> dict[str, Pipeline
     found = {spec.recipe or "the pipeline": spec}
     if against is None:
         return found | {str(PLAIN): plain(resolve(spec))}
-    if isinstance(against, PipelineSpec):
-        against = [against]
-    named = against.items() if isinstance(against, Mapping) else ((one.recipe or "", one) for one in against)
-    for number, (name, one) in enumerate(named, 2):
+    entries: list[tuple[str | None, Any]]
+    if isinstance(against, Mapping):
+        entries = [*against.items()]
+    else:
+        entries = [(None, one) for one in ([against] if isinstance(against, PipelineSpec) else against)]
+    for number, (name, one) in enumerate(entries, 2):
         if not isinstance(one, PipelineSpec):
             raise PlanError(
-                f"against: {name!r} is {one!r:.80}. Pass pipelines, as a dict by name or as a list."
+                f"against: {one!r:.80} is not a pipeline. Pass pipelines, as a dict by name or as a list."
             )
-        name = name if isinstance(against, Mapping) or (name and name not in found) else f"pipeline {number}"
         if name in found:
             raise PlanError(f"against: {name!r} is the name of the pipeline itself. Give it another name.")
-        found[name] = one
+        own = one.recipe if one.recipe not in found else None
+        found[name or own or f"pipeline {number}"] = one
     return found
 
 

@@ -101,7 +101,7 @@ class RaceResult:
 
     Example::
 
-        >>> race = pipeline.race(target=0.5, seeds=1, epochs=1, progress=False)
+        >>> race = pipeline.race(target=0.5, seeds=1, against=[], epochs=1, progress=False)
         >>> race.save("race.json")
         >>> RaceResult.load("race.json").rows == race.rows
         True
@@ -125,7 +125,7 @@ class RaceResult:
         return sorted((run for run in self.runs if run.variant == variant), key=lambda run: run.seed)
 
     def limit(self, seed: int) -> float | None:
-        """Return the seconds of training after which a run of this seed is hopeless, by the runs so far; None: unknown."""
+        """Return the seconds of training after which a run of this seed is hopeless; None: unknown."""
         best: dict[int, float] = {}
         for run in self.runs:
             if (time := run.seconds_to(self.target, self.monitor)) is not None:
@@ -260,7 +260,13 @@ class RaceResult:
                 f"{path} is not the file of a race: {error}. Pass another name, or delete it."
             ) from None
         return cls(
-            saved.target, saved.variants, saved.runs, saved.monitor, saved.give_up, saved.facts, saved.stopped
+            saved.target,
+            tuple(saved.variants),
+            saved.runs,
+            saved.monitor,
+            saved.give_up,
+            saved.facts,
+            saved.stopped,
         )
 
 
