@@ -476,9 +476,9 @@ class Pipeline(PipelineSpec):
             progress: whether to show a progress bar of the runs.
 
         Returns:
-            The runs and what they show: `rows`, one per variant. It prints as a table, and saves as `.json` and as a
-            picture (`.png`, `.svg`, `.pdf`). A run that fails is reported with the reason, counts as not reached, and
-            is repeated by the next call.
+            The `runs`, and `rows` with what they show, one per variant. It prints as a table, and saves as `.json` and
+            as a picture (`.png`, `.svg`, `.pdf`). A run that fails is reported with the reason, counts as not reached,
+            and is repeated by the next call.
 
         Raises:
             PlanError, DataError, StrategyError: as `fit`; also for a pipeline without validation data.
