@@ -57,7 +57,7 @@ def figure_of(race: RaceResult) -> Any:
     axes.grid(axis="y", color="#e4e8ea", linewidth=0.8)
     title = f"{race.monitor} in validation; the target is {race.target:.2%}"
     axes.set_title(title, loc="left", color=INK, fontsize=11)
-    figure.legend(fontsize=8, frameon=False, loc="outside lower left", ncols=2)
+    axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     lines = [line for one in (ABOUT, race.rule, _where(race)) for line in textwrap.wrap(one, 124)]
     figure.text(0.01, -0.01, "\n".join(lines), ha="left", va="top", fontsize=8, color=INK)
     return figure
