@@ -50,7 +50,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"\w+\..*"),
     (
         r"py:class",
-        r"HandOver|Image|ImageSize|LoggerArg|Metric|OnNonFinite|Path|RunArg|Starlette|WeightsArg|(list\[)?dict\[str",
+        r"Against|HandOver|Image|ImageSize|LoggerArg|Metric|OnNonFinite|Path|RunArg|Starlette|WeightsArg|(list\[)?dict\[str",
     ),
     # The checks that an option's type carries.
     (r"py:class", r"Check|FLAG|IN_WORDS|Kind|Positive|Within|_check_mode|callable"),

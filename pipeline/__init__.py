@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .ledger.ledger import LedgerInterrupted as LedgerInterrupted
     from .optim.groups import layerwise_decay as layerwise_decay
     from .pipeline import Pipeline as Pipeline
+    from .race.result import RaceInterrupted as RaceInterrupted
+    from .race.result import RaceResult as RaceResult
     from .recipes.presets import RECIPES as RECIPES
     from .runs.folds import CrossValidation as CrossValidation
     from .runs.result import FitResult as FitResult

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from .analysis.compare import RunArg, RunComparison
     from .ledger.ledger import Ledger
     from .lightning.hand_over import HandOver
+    from .race.race import Against
+    from .race.result import RaceResult
     from .runs.folds import CrossValidation
     from .runs.initial import WeightsArg
     from .runs.result import FitResult
@@ -443,3 +445,56 @@ class Pipeline(PipelineSpec):
         from .tuning.tune import tune
 
         return tune(self, seconds=seconds, allow=allow, epochs=epochs, out=out, progress=progress)
+
+    def race(
+        self, *, target: float, seeds: int = 3, against: Against | None = None, epochs: int | None = None,
+        give_up: float | None = 5.0, seconds: float | None = None, out: str | Path | None = None, progress: bool = True,
+    ) -> RaceResult:  # fmt: skip
+        """Train this pipeline and others to an accuracy, from several seeds in turns, and compare the times.
+
+        For each seed, all variants are trained one after the other, every second time in reverse order. Each run goes
+        to its last epoch, as its schedule does. The time to the target is that of the first evaluation that reaches it,
+        in seconds of training without evaluations. It contains what the first steps compile, but not building the
+        model. Without `eval_every_steps` in the recipe, there is an evaluation per epoch.
+
+        Args:
+            target: the accuracy, 0 to 1: of the metric that the task monitors, a share such as `top1` or the mean
+                intersection over union.
+            seeds: how many seeds, from that of this pipeline on. With 3, the default, intervals are wide; a difference
+                of a few percent needs 5 to 10.
+            against: the other pipelines, as a dict by name or as a list. Default None: plain PyTorch, as in `ledger`,
+                with the same model, data and optimizer.
+            epochs: of each run; None: each pipeline's own, of its recipe.
+            give_up: stop a run that has trained this many times as long as the fastest variant so far needed on the
+                same seed, without reaching the target; `RaceResult.rule` has the rule in full. At least 1; None: stop
+                no run. The default still measures speed-ups of up to 5.
+            seconds: the time budget, for everything. No run begins that is expected to end after it, by the longest run
+                of the same variant. A variant's first run begins in any case; the end of the budget interrupts it, and
+                it does not count. Default None: all runs.
+            out: a `.json` file that keeps each run when it ends. A second call with it continues, also with more seeds;
+                it must be of the same pipelines, target, machine, environment and versions.
+            progress: whether to show a progress bar of the runs.
+
+        Returns:
+            The `runs`, and `rows` with what they show, one per variant. It prints as a table, and saves as `.json` and
+            as a picture (`.png`, `.svg`, `.pdf`). A run that fails is reported with the reason, counts as not reached,
+            and is repeated by the next call.
+
+        Raises:
+            PlanError, DataError, StrategyError: as `fit`; also for a pipeline without validation data.
+            LedgerError: if `out` is of something else.
+            RaceInterrupted: on Ctrl-C, a KeyboardInterrupt. Its `race` has the runs that had ended.
+
+        Example::
+
+            >>> smooth = pipeline.transform(LabelSmoothing(0.1))
+            >>> race = pipeline.race(target=0.5, seeds=2, against={"smooth": smooth}, epochs=1, progress=False)
+            >>> [(row.variant, row.runs) for row in race.rows]
+            [('the pipeline', 2), ('smooth', 2)]
+        """
+        from .race.race import race
+
+        return race(
+            self, target=target, seeds=seeds, against=against, epochs=epochs, give_up=give_up, seconds=seconds, out=out,
+            progress=progress,
+        )  # fmt: skip

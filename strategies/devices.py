@@ -24,6 +24,12 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has computed what it was given; nothing for the CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def pick_device(device: str | None, local_rank: int | None = 0) -> torch.device:
     """Return the device to train on: the given one, else CUDA if available, else the CPU. A CUDA device without an
     index gets `local_rank` as its index, which is None if unknown."""

@@ -98,6 +98,17 @@ class RunView:
         return self._position().progress
 
     @property
+    def images(self) -> int:
+        """Images trained on so far in the full run, over all ranks."""
+        return self._position().images
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training so far in the full run, without evaluations; at the end of an epoch, those of its
+        `images_per_s`."""
+        return self._position().seconds
+
+    @property
     def rank(self) -> int:
         """The number of this rank."""
         return self._engine.rank

@@ -55,6 +55,8 @@ class Meter(TypedDict):
     data_wait_s: float
     evaluation_s: float
     weight: NotRequired[float | None]  # older versions, which counted each step once, lack it
+    earlier_images: NotRequired[Count]  # older versions lack both
+    earlier_seconds: NotRequired[float]
 
 
 class FileFacts(TypedDict):

@@ -108,6 +108,13 @@ def ratio_of_means(over: Sequence[float], under: Sequence[float], level: float =
     return _interval(one.mean - two.mean, half, min(len(over), len(under)))
 
 
+def interval_of_mean(values: Sequence[float], level: float = LEVEL) -> Figure:
+    """Return the mean of values such as accuracies, and Student's t interval, which is unbounded for a single value."""
+    n, value = len(values), mean(values)
+    half = t_quantile(level, n - 1) * stdev(values) / n**0.5 if n > 1 else math.inf
+    return Figure(value, value - half, value + half, n)
+
+
 class _Trimmed(NamedTuple):
     mean: float
     square: float
@@ -193,11 +200,10 @@ class Difference(Figure):
 def judge_accuracy(differences: Sequence[float]) -> tuple[Kept, Difference]:
     """Return whether a change keeps the accuracy, up to `MARGIN`, and by how much it changes it, given one difference
     per seed. Student's t of the paired differences; each look has an equal part of the error (Bonferroni's bound)."""
-    n, value = len(differences), mean(differences)
-    half = 1.0  # more than any difference of accuracies
-    if n > 1:
-        half = t_quantile(1 - ACCURACY_ERROR / len(SEEDS), n - 1) * stdev(differences) / n**0.5
-    difference = Difference(value, value - half, value + half, n)
+    found = interval_of_mean(differences, 1 - ACCURACY_ERROR / len(SEEDS))
+    n, value = found.n, found.value
+    low, high = (found.low, found.high) if n > 1 else (value - 1, value + 1)  # more than any difference
+    difference = Difference(value, low, high, n)
     if n not in SEEDS:
         return "undecided", difference
     if difference.low > -MARGIN:

@@ -25,6 +25,7 @@ from ...loaders.epochs import Batch, EpochLoader
 from ...loaders.image_size import ImageSize
 from ...strategies import Engine
 from ...strategies.common.memory import HeldBytes, held_bytes
+from ...strategies.devices import wait_for
 from ...transforms import Loop, Transform
 from ..describe.config import LOG_EVERY
 from ..telemetry.loggers import Metrics
@@ -134,7 +135,7 @@ def _run_phase(
     hooks.begin(engine, batches, loader)  # creates the weight averages, which training does only once
     with _extras(engine, batches, batch_size) if kind == "extras" else nullcontext() as extras:
         engine.barrier()
-        _wait_for(engine)
+        wait_for(engine.device)
         start = perf_counter()
         if kind == "copy":
             images, waited = batches * batch_size, 0.0
@@ -154,7 +155,7 @@ def _run_phase(
             stats = train_epoch(engine, source, variant.built.loss, hooks, observer=observer)
             images, waited = stats.images, stats.data_wait_s
             parts = {"extras": extras.seconds} if extras else parts
-        _wait_for(engine)
+        wait_for(engine.device)
         seconds = perf_counter() - start
     return Trial(images, seconds, waited, parts=parts), [labels.cpu().numpy() for labels in seen]
 
@@ -230,11 +231,6 @@ def digest(ranks: Sequence[Labels]) -> str:
     return sha.hexdigest()[:16]
 
 
-def _wait_for(engine: Engine) -> None:
-    if engine.device.type == "cuda":
-        torch.cuda.synchronize(engine.device)
-
-
 def _buffers(loader: EpochLoader, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return host and device memory for a batch's images and labels, as the loader copies between them: TorchLoader
     copies the final batch, the others copy bytes to a GPU and normalize there."""
@@ -271,7 +267,7 @@ class PhaseClock(Observer):
     def _enter(self, phase: str, _: object) -> None:
         if phase == self._phase:
             return
-        _wait_for(self._engine)
+        wait_for(self._engine.device)
         if self._phase in self.seconds:  # of the ending phase
             self.seconds[self._phase] += perf_counter() - self._since
         self._phase, self._since = phase, perf_counter()

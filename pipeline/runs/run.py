@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ...common.errors import CheckpointError, NonFiniteError
 from ...common.model_state import ModelState, buffers_kept, describe_frozen, split_state, train_mode
+from ...strategies.devices import wait_for
 from ..callbacks.callback import RunView
 from ..checkpoints import state as states
 from ..checkpoints.directory import CheckpointDir, ResumePoint, begin_run, choose_start
@@ -271,6 +272,9 @@ class Run(Observer):
     def _evaluate_within(self) -> None:
         """Evaluate between two steps, without an influence on the following ones."""
         start, state, engine = perf_counter(), self.state, self._engine
+        wait_for(engine.device)  # the steps that it has not finished yet are training
+        waited = perf_counter()
+        state.meter.seconds += waited - start
         with buffers_kept(engine.plain_model), self._evaluating():
             evaluation = self._evaluate(state.epoch + (state.meter.steps > 0))
             if not math.isfinite(evaluation.val_loss):
@@ -280,7 +284,7 @@ class Run(Observer):
             Observers(self._bar, self._observer).on_evaluation_end(state, evaluation)
         engine.reshard()
         train_mode(engine.model)
-        state.meter.evaluation_s += perf_counter() - start
+        state.meter.evaluation_s += perf_counter() - waited
 
     def _stop(self, reason: str) -> None:
         state, within, artifacts = self.state, self.state.meter.steps, self._artifacts

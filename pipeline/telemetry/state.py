@@ -1,6 +1,6 @@
 """The position of a run, which the loop advances, observers read, and checkpoints save."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ class EpochMeter:
     data_wait_s: float = 0.0  # the part of `seconds` in which the loop waited for data
     evaluation_s: float = 0.0  # of evaluations within the epoch
     weight: torch.Tensor | float = 0.0  # the denominators of the steps' means, over all ranks
+    earlier_images: int = 0  # of the epochs before this one
+    earlier_seconds: float = 0.0
 
     @property
     def steps(self) -> int:
@@ -59,6 +61,16 @@ class TrainState(Loop):
     def step_in_epoch(self) -> int:
         return self.meter.steps
 
+    @property
+    def images(self) -> int:
+        """Those trained on in the full run, over all ranks."""
+        return self.meter.earlier_images + self.meter.images
+
+    @property
+    def seconds(self) -> float:
+        """Those of training in the full run, without evaluations."""
+        return self.meter.earlier_seconds + self.meter.seconds
+
     def forward(self, images: torch.Tensor) -> Any:
         with self.engine.forward_context():
             return to_float(self.engine.model(images))
@@ -66,9 +78,12 @@ class TrainState(Loop):
     def begin_epoch(self, device: torch.device) -> EpochMeter:
         """Return the meter of the current epoch: a new one, unless the run resumes within the epoch."""
         if not self.meter.steps:
-            self.meter = EpochMeter(torch.zeros((), device=device))
+            self.meter = replace(self.meter, total=torch.zeros((), device=device))
         return self.meter
 
     def end_epoch(self) -> None:
         self.steps_left_out += self.steps_per_epoch - self.epoch_steps
-        self.epoch, self.meter = self.epoch + 1, EpochMeter()
+        self.epoch, self.meter = (
+            self.epoch + 1,
+            EpochMeter(earlier_images=self.images, earlier_seconds=self.seconds),
+        )

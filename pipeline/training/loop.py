@@ -173,7 +173,7 @@ def train_epoch(
         observer.flush()
     state.gradients = outside_of_a_step  # frees the batch
     epoch_loss = engine.reduce(meter.mean()).item()
-    seconds = perf_counter() - start - meter.evaluation_s
+    meter.seconds = seconds = perf_counter() - start - meter.evaluation_s
     if state.stop is None:
         state.end_epoch()
         for session in state.sessions:

@@ -23,6 +23,7 @@ from ...common.table import Table
 from ..describe.pipeline_spec import PipelineSpec
 from ..measuring.statistics import speed_text
 from ..recipes.convert import to_recipe
+from ..runs.facts import check_facts
 
 Outcome = Literal["accepted", "dropped", "trade", "undecided", "failed", "not tried"]
 FORMAT = 2
@@ -253,14 +254,7 @@ def read_trials(path: Path, facts: Mapping[str, Any]) -> list[Tried]:
         raise LedgerError(
             f"{path} is not the file of a tuning: {error}. Pass another name, or delete it."
         ) from None
-    known = content.facts
-    if content.format != FORMAT or known != facts:
-        different = sorted(name for name in {*known, *facts} if known.get(name) != facts.get(name))
-        more = [f"{len(different) - 3} more"] if len(different) > 3 else []
-        raise LedgerError(
-            f"{path} is of another {' and '.join(different[:3] + more) or 'version'}: its trials do not hold here. "
-            "Pass another name, or delete it."
-        )
+    check_facts(path, content.facts, facts, same=content.format == FORMAT)
     # A trade with a reason has no verdict on its accuracy.
     return [
         one

@@ -3,7 +3,6 @@ pipeline so far, on the same samples. It is accepted as soon as the confidence i
 dropped as soon as it excludes a gain; see `judge`. Changes of what is computed must be allowed, and keep the accuracy.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,14 +14,13 @@ from typing import Any
 from ...common.budget import Budget, OutOfTime, alarm, rounded_up
 from ...common.checks import check_whole
 from ...common.errors import DrivetrainError, PlanError
-from ..checkpoints.fingerprint import identity
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
 from ..measuring.runner import Failed, check_measurable
 from ..measuring.statistics import LOOKS, PROCESSES, SEEDS, WORTH, judge, judge_accuracy
+from ..runs.facts import facts_of
 from ..runs.folder import make_folder
 from ..tasks.scales import check_comparable
-from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, plain_torch, resolve_data
 from .arena import LIMIT_ROUNDS, Arena, Contender, is_out_of_memory
 from .candidates import Bottleneck, Candidate, allowed, candidates, fitting, ordered
@@ -89,29 +87,6 @@ def _allowed(plan: ResolvedPlan, allow: Sequence[str], epochs: int) -> list[Cand
         )
     check_comparable(plan.task, "allow=")
     return found
-
-
-def facts_of(plan: ResolvedPlan) -> dict[str, Any]:
-    """Return what the trials hold for: every option of the training, the machine, its environment and the versions."""
-    known = provenance()
-    return {
-        "recipe": plan.recipe,
-        "model": f"{plan.spec.model_name} {identity(plan.spec.model_options)}",
-        "seed": plan.seed,
-        "task": f"{type(plan.task).__qualname__} {identity(plan.task.options)}",
-        "transforms": [identity(one) for one in plan.transforms],
-        **{
-            f"{prefix}{field.name}": identity(getattr(config, field.name))
-            for prefix, config in (
-                ("", plan.data),
-                ("optimizer's ", plan.optimization),
-                ("", plan.distribution),
-            )
-            for field in dataclasses.fields(config)
-            if field.init
-        },
-        **{name: known[name] for name in ("hardware", "environment", "versions")},
-    }
 
 
 class Tuner:

@@ -134,7 +134,8 @@ REPLACED = {
     "docs/data.md": {"batch_size=256": "batch_size=4", '"batch_size": 256': '"batch_size": 4'},
     "docs/tuning.md": {
         "batch_size=256, image_size=176": "batch_size=8, image_size=32", "=600": "=5", "=16)": "=1)",
-        "seconds=3600": "seconds=5",
+        "seconds=3600": "seconds=5", "seeds=5": "seeds=1", "epochs=16,": "epochs=1,",
+        "batch_size=64, image_size=176": "batch_size=16, image_size=32",
     },
     "docs/recipes.md": {'strategy="ddp", devices=2': 'accelerator="cpu", enable_checkpointing=False'},
 }  # fmt: skip

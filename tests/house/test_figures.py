@@ -79,6 +79,7 @@ NOT_OF_RESULTS: dict[str, dict[str, str]] = {
         "each 1 % of the budget": SETTING,
         "600 s each": CONDITION,
         "wider than a 95 % interval": SETTING,
+        "the 95 % interval (Student's t of the logarithms)": SETTING,
     },
 }
 """By page: pieces of text with figures that are not from `benchmarks/results/`, and why."""

@@ -35,7 +35,7 @@ MODULES = {
     "new": "new", "convert": "data", "inspect": "data", "verify": "data", "advise": "data", "show": "analysis",
     "plan": "analysis", "train": "training", "folds": "training", "sweep": "sweep", "predict": "training",
     "errors": "analysis", "compare": "analysis", "report": "analysis", "export": "training", "serve": "serve",
-    "ledger": "training", "tune": "training", "job": "job",
+    "ledger": "training", "tune": "training", "race": "race", "job": "job",
 }  # fmt: skip
 """The module of each command that is not here. It is imported for its own commands and for the list of all: `recipes`
 starts in three quarters of the time."""

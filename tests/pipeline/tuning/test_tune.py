@@ -18,10 +18,11 @@ from drivetrain.common.errors import DrivetrainError, LedgerError
 from drivetrain.pipeline import TuneInterrupted
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.measuring.runner import Failed
+from drivetrain.pipeline.runs.facts import facts_of
 from drivetrain.pipeline.tuning.arena import Arena, collective_seconds
 from drivetrain.pipeline.tuning.candidates import fitting
 from drivetrain.pipeline.tuning.result import Tuned
-from drivetrain.pipeline.tuning.tune import Tuner, facts_of
+from drivetrain.pipeline.tuning.tune import Tuner
 from drivetrain.transforms import LabelSmoothing
 from pipeline_data import Sleepy, Toy, living_threads, plain_model
 from process_state import running_children, wait_until_ended

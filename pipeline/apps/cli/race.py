@@ -1,0 +1,103 @@
+"""`drivetrain race`: variants of a recipe train to an accuracy in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ....common.errors import MissingExtra, PlanError
+from .options import Command, File, Text, option, quiet, recipe_arguments
+from .training import completed_recipe
+
+if TYPE_CHECKING:
+    from ...describe.pipeline_spec import PipelineSpec
+
+PLAIN = "plain"
+
+
+@click.command(cls=Command)
+@recipe_arguments()
+@option("--target SHARE", "The accuracy to reach, 0 to 1, of the monitored metric.", float, required=True)
+@option("--seeds N", "Seeds, from that of the recipe on.", int, default=3)
+@option(
+    "--against VARIANT",
+    "What to race against: plain is plain PyTorch; 'KEY=VALUE …' the recipe with these values, too; "
+    "'RECIPE KEY=VALUE …' another recipe, by name or file. May be repeated. Default: plain.",
+    Text(PLAIN, files=True),
+    multiple=True,
+)
+@option(
+    "--give-up K",
+    "Stop a run that has trained K times as long as the fastest so far needed on the same seed. 0: stop none.",
+    float,
+    default=5,
+)
+@option("--out FOLDER", "Folder for race.json (all runs) and race.png, created if missing.", File())
+@option("--seconds SECONDS", "Time budget, in seconds, for everything. Default: none.", float)
+@quiet
+def race(
+    recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, target: float, seeds: int,
+    against: tuple[str, ...], give_up: float, out: Path | None, seconds: float | None, quiet: bool,
+) -> None:  # fmt: skip
+    """Train a recipe and its variants to an accuracy, from several seeds in turns, and compare the times.
+
+    Every run goes to its last epoch; times are of training without evaluations, to the first evaluation that reaches
+    the target. --train and --val are those of every variant. With --out, a second call continues, also with more seeds.
+
+    \b
+    drivetrain race cifar10-quickstart --target 0.8 --out races/quickstart
+    drivetrain race cifar10-quickstart --target 0.8 --against plain --against "batch_size=256 compile=true"
+    """
+    variants = {text: text.split() for text in against or (PLAIN,)}
+    own = completed_recipe(recipe, overrides, train, val)
+    others = {
+        text: completed_recipe(*_recipe_of(words, recipe, overrides), train, val)
+        for text, words in variants.items()
+        if words != [PLAIN]
+    }
+    from ...describe.resolve import resolve
+    from ...ledger.variants import plain
+    from ...measuring.variant import PLAIN as PLAIN_PYTORCH
+    from ...pipeline import Pipeline
+    from ...race.result import RaceInterrupted
+    from ...recipes.files import modules_of
+    from ...runs.folder import make_folder
+
+    with ExitStack() as stack:
+        for name in (recipe, *(words[0] for words in variants.values() if "=" not in words[0])):
+            stack.enter_context(modules_of(name))
+        pipeline = Pipeline.from_recipe(own)
+        named: dict[str, PipelineSpec] = {}
+        if [PLAIN] in variants.values():
+            named[str(PLAIN_PYTORCH)] = plain(resolve(pipeline))
+        named |= {text: Pipeline.from_recipe(one) for text, one in others.items()}
+        if out is not None:
+            make_folder(out)
+        try:
+            result = pipeline.race(
+                target=target, seeds=seeds, against=named, give_up=give_up or None, seconds=seconds, progress=not quiet,
+                out=None if out is None else out / "race.json",
+            )  # fmt: skip
+        except RaceInterrupted as interrupt:
+            print(interrupt.race)
+            if out is not None:
+                interrupt.add_note("Run the same command again to continue from its runs.")
+            raise
+    print(result)
+    if out is not None and any(run.points for run in result.runs):
+        with suppress(MissingExtra):
+            result.save(out / "race.png")
+
+
+def _recipe_of(words: Sequence[str], recipe: str, overrides: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return the recipe and the values of a variant: its own ones replace the command's, which other recipes lack."""
+    if not words:
+        raise PlanError("--against is empty. Pass plain, or values such as batch_size=256, or a recipe.")
+    if "=" not in words[0]:
+        return words[0], words[1:]
+    keys = {pair.partition("=")[0] for pair in words}
+    return recipe, [*(pair for pair in overrides if pair.partition("=")[0] not in keys), *words]

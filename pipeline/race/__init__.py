@@ -1,0 +1,1 @@
+"""Racing pipelines to an accuracy."""

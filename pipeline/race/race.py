@@ -1,0 +1,210 @@
+"""Race pipelines to an accuracy: full runs from the same seeds in turns, each evaluation timed without evaluations.
+
+For each seed, all variants train one after the other; every second seed in reverse order, so that none always follows
+the same one. A run goes to its last epoch, whether it has reached the target or not, because its schedule does;
+hopeless ones are stopped by the rule of `RaceResult.rule`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from ...common.budget import OutOfTime, alarm
+from ...common.checks import check_number, check_whole
+from ...common.errors import DataError, PlanError
+from ...common.terminal import is_interactive
+from ..checkpoints.fingerprint import identity
+from ..describe.pipeline_spec import PipelineSpec
+from ..describe.resolve import ResolvedPlan, resolve
+from ..ledger.variants import plain
+from ..measuring.runner import check_measurable, describe_error
+from ..measuring.variant import PLAIN
+from ..runs.config import FitConfig
+from ..runs.facts import facts_here, options_of
+from ..runs.fit import fit
+from ..runs.folder import make_folder
+from ..tasks.scales import check_comparable, scales
+from ..telemetry.history import Monitor
+from ..training.build import fork_rng, plain_torch, resolve_data
+from .clock import RaceClock
+from .result import Point, RaceInterrupted, RaceResult, RaceRun, read_runs
+
+Against = Mapping[str, PipelineSpec] | Sequence[PipelineSpec]
+# The options of `fit` that belong to the training, not to one start of it.
+KEPT = ("init_from", "on_nonfinite", "callbacks", "eval_every", "eval_every_steps")
+
+
+@plain_torch()
+def race(
+    spec: PipelineSpec, *, target: float, seeds: int, against: Against | None, epochs: int | None,
+    give_up: float | None, seconds: float | None, out: str | Path | None, progress: bool,
+) -> RaceResult:  # fmt: skip
+    begin = perf_counter()
+    check_number("target", target, PlanError, "(0, 1]", also=": an accuracy")
+    check_whole("seeds", seeds, PlanError, 1)
+    if give_up is not None:
+        check_number("give_up", give_up, PlanError, "[1, inf)", also=", or None to stop no run")
+    check_measurable(1.0 if seconds is None else seconds)
+    file = None if out is None else Path(out).absolute()
+    if file is not None and file.suffix != ".json":
+        raise PlanError(
+            f"out={str(out)!r} must end in .json: it keeps the runs, from which the next call continues."
+        )
+    given = _variants(spec, against)
+    if epochs is not None:
+        check_whole("epochs", epochs, PlanError, 1)
+        given = {name: one.replace(epochs=epochs) for name, one in given.items()}
+    plans = {name: _checked(name, one, progress) for name, one in given.items()}
+    monitor = _monitor(plans)
+    facts = _facts(plans, {"target": target, "give_up": give_up, "first seed": spec.seed})
+    runs: list[RaceRun] = []
+    if file is not None:
+        make_folder(file.parent)  # before time is spent on what it will contain
+        runs = read_runs(file, facts)
+    result = RaceResult(target, tuple(given), runs, monitor, give_up, facts)
+    racing = _Race(result, runs, given, range(spec.seed, spec.seed + seeds), file, progress)
+    deadline = None if seconds is None else begin + seconds
+    interrupted, why = False, ""
+    try:
+        with fork_rng(spec.seed), nullcontext() if deadline is None else alarm(deadline):
+            if racing.run(deadline):
+                why = f"Stopped before the next run, which was not expected to end within the {seconds:g} s budget: "
+    except OutOfTime:
+        why = f"Stopped at the {seconds:g} s budget, within a run, which does not count: "
+    except KeyboardInterrupt:
+        interrupted, why = True, "Interrupted: "
+    result = dataclasses.replace(result, stopped=f"{why}{racing.count}")
+    if file is not None:
+        result.save(file)
+    if interrupted:
+        raise RaceInterrupted(result)
+    return result
+
+
+def _variants(spec: PipelineSpec, against: Against | None) -> dict[str, PipelineSpec]:
+    """Return all variants by name, the pipeline first; without others, plain PyTorch is the second."""
+    found = {spec.recipe or "the pipeline": spec}
+    if against is None:
+        return found | {str(PLAIN): plain(resolve(spec))}
+    entries: list[tuple[str | None, Any]]
+    if isinstance(against, Mapping):
+        entries = [*against.items()]
+    else:
+        entries = [(None, one) for one in ([against] if isinstance(against, PipelineSpec) else against)]
+    for number, (name, one) in enumerate(entries, 2):
+        if not isinstance(one, PipelineSpec):
+            raise PlanError(
+                f"against: {one!r:.80} is not a pipeline. Pass pipelines, as a dict by name or as a list."
+            )
+        if name in found:
+            raise PlanError(f"against: {name!r} is the name of the pipeline itself. Give it another name.")
+        own = one.recipe if one.recipe not in found else None
+        found[name or own or f"pipeline {number}"] = one
+    return found
+
+
+def _checked(name: str, spec: PipelineSpec, progress: bool) -> ResolvedPlan:
+    plan = resolve_data(resolve(spec), progress)
+    if plan.spec.epochs is None:
+        raise PlanError(f"Number of epochs of {name!r} not set. Pass race(epochs=…) (--epochs).")
+    if plan.data.val is None:
+        raise PlanError(
+            f"A race measures the accuracy, which needs validation data; {name!r} has none. Pass a second file to "
+            "load() (--val)."
+        )
+    check_comparable(plan.task, "A race")
+    return plan
+
+
+def _monitor(plans: Mapping[str, ResolvedPlan]) -> Monitor:
+    """Return what is raced for: the metric that the tasks monitor."""
+    found = {}
+    for name, plan in plans.items():
+        scale = scales(plan.task)[plan.task.monitor]
+        found[name] = Monitor(plan.task.monitor, scale.higher_is_better is not False, scale.unit)
+    first, *others = found
+    for name in others:
+        if found[name] != found[first]:
+            raise PlanError(
+                f"{first!r} monitors {found[first].name!r}, and {name!r} {found[name].name!r}: a race has one target. "
+                "Give their tasks the same monitor."
+            )
+    return found[first]
+
+
+def _facts(plans: Mapping[str, ResolvedPlan], rules: Mapping[str, Any]) -> dict[str, Any]:
+    facts = {**rules, "variants": [*plans]}
+    for name, plan in plans.items():
+        options = options_of(plan) | {"epochs": plan.spec.epochs, "fit": identity(_fit_options(plan.spec))}
+        facts |= {f"{name}: {key}": value for key, value in options.items() if key != "seed"}
+    return facts | facts_here()
+
+
+def _fit_options(spec: PipelineSpec) -> dict[str, Any]:
+    return {name: value for name, value in spec.fit_defaults().items() if name in KEPT}
+
+
+class _Race:
+    """The runs, in their order. Those that end are added to `runs`, which are the result's."""
+
+    def __init__(
+        self, result: RaceResult, runs: list[RaceRun], variants: Mapping[str, PipelineSpec], seeds: range,
+        file: Path | None, progress: bool,
+    ) -> None:  # fmt: skip
+        self._result, self._runs, self._variants, self._seeds = result, runs, variants, seeds
+        self._file = file
+        self._bar = tqdm(
+            total=len(seeds) * len(variants),
+            unit="run",
+            disable=not (progress and is_interactive()),
+            leave=False,
+        )
+
+    @property
+    def count(self) -> str:
+        known = [run for run in self._runs if run.seed in self._seeds]
+        return f"{len(known)} of {len(self._seeds) * len(self._variants)} runs have ended."
+
+    def run(self, deadline: float | None) -> bool:
+        """Run what has not ended yet; return whether the time was too short for a run, with which it leaves off."""
+        with self._bar as bar:
+            for number, seed in enumerate(self._seeds):
+                for name in [*self._variants][:: -1 if number % 2 else 1]:
+                    if all((run.variant, run.seed) != (name, seed) for run in self._runs):
+                        if deadline is not None and perf_counter() + self._expected(name) > deadline:
+                            return True
+                        bar.set_description(f"race: {name}, seed {seed}")
+                        self._runs.append(self._one(name, seed))
+                        if self._file is not None:
+                            self._result.save(self._file)
+                    bar.update()
+        return False
+
+    def _expected(self, name: str) -> float:
+        """Return the seconds of the variant's longest run so far; 0 before the first, which a budget may interrupt."""
+        return max((run.wall for run in self._runs if run.variant == name), default=0.0)
+
+    def _one(self, name: str, seed: int) -> RaceRun:
+        spec, limit, start = self._variants[name], self._result.limit(seed), perf_counter()
+        options = _fit_options(spec)
+        clock = RaceClock(self._result.monitor, self._result.target, limit)
+        options["callbacks"] = [*options.get("callbacks", ()), clock]
+        try:
+            history = fit(
+                spec.replace(seed=seed), FitConfig(progress=False, checkpoints=None, **options)
+            ).history
+        except (PlanError, DataError):  # no run of this variant can work
+            raise
+        except Exception as error:  # it diverged, or ran out of memory: the others go on
+            return RaceRun(name, seed, wall=perf_counter() - start, failed=describe_error(error))
+        points = tuple(Point(at, int(images), accuracy) for at, images, accuracy in clock.points)
+        stopped = history.stopped or ""
+        given_up = stopped == clock.reason
+        return RaceRun(name, seed, points, perf_counter() - start, limit if given_up else None, stopped)

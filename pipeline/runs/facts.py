@@ -1,0 +1,53 @@
+"""What measured runs hold for, so that a file of them is continued only by a call for which they hold, too."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...common.errors import LedgerError
+from ..checkpoints.fingerprint import identity
+from ..describe.resolve import ResolvedPlan
+from ..telemetry.provenance import provenance
+
+
+def facts_of(plan: ResolvedPlan) -> dict[str, Any]:
+    """Return every option of the training, the machine, its environment and the versions."""
+    return options_of(plan) | facts_here()
+
+
+def options_of(plan: ResolvedPlan) -> dict[str, Any]:
+    return {
+        "recipe": plan.recipe,
+        "model": f"{plan.spec.model_name} {identity(plan.spec.model_options)}",
+        "seed": plan.seed,
+        "task": f"{type(plan.task).__qualname__} {identity(plan.task.options)}",
+        "transforms": [identity(one) for one in plan.transforms],
+        **{
+            f"{prefix}{field.name}": identity(getattr(config, field.name))
+            for prefix, config in (
+                ("", plan.data),
+                ("optimizer's ", plan.optimization),
+                ("", plan.distribution),
+            )
+            for field in dataclasses.fields(config)
+            if field.init
+        },
+    }
+
+
+def facts_here() -> dict[str, Any]:
+    known = provenance()
+    return {name: known[name] for name in ("hardware", "environment", "versions")}
+
+
+def check_facts(path: Path, known: Mapping[str, Any], facts: Mapping[str, Any], *, same: bool = True) -> None:
+    """Raise LedgerError if a file has `known` facts other than these, or not the `same` format."""
+    if same and known == facts:
+        return
+    different = sorted(name for name in {*known, *facts} if known.get(name) != facts.get(name))
+    more = [f"{len(different) - 3} more"] if len(different) > 3 else []
+    raise LedgerError(
+        f"{path} is of another {' and '.join(different[:3] + more) or 'version'}: what it measured does not hold here. "
+        "Pass another name, or delete it."
+    )
