@@ -9,13 +9,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import require
-from ..ledger.picture import BAR, CEILING, INK, PLACES
-from ..measuring.variant import COPY, LOADER, MODEL
+from ...common.pictures import GRID, INK, PALETTE
 
 if TYPE_CHECKING:
     from .result import Point, RaceResult, RaceRun
 
-COLORS = (BAR, CEILING[MODEL], CEILING[LOADER], PLACES["alone"], CEILING[COPY], PLACES["added last"])
 ABOUT = "Points: the evaluations of all runs. Lines: medians over seeds. Strokes at the target: median seconds to it."
 MARKERS = "osD^v"  # the second half dozen of variants has other marks
 
@@ -30,7 +28,7 @@ def figure_of(race: RaceResult) -> Any:
     unit = next((name for name, size in units.items() if longest >= 2 * size), "seconds")
     for number, row in enumerate(race.rows):
         runs, scale = race.of(row.variant), units[unit]
-        color, marker = COLORS[number % len(COLORS)], MARKERS[number // len(COLORS) % len(MARKERS)]
+        color, marker = PALETTE[number % len(PALETTE)], MARKERS[number // len(PALETTE) % len(MARKERS)]
         points = [point for run in runs for point in run.points]
         axes.plot(
             [point.seconds / scale for point in points], [point.accuracy for point in points], marker,
@@ -54,7 +52,7 @@ def figure_of(race: RaceResult) -> Any:
     axes.set_xlim(left=0)
     axes.set_xlabel(f"{unit} of training, without evaluations")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#e4e8ea", linewidth=0.8)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
     title = f"{race.monitor} in validation; the target is {race.target:.2%}"
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
