@@ -7,11 +7,13 @@ import pytest
 import torch
 import torchvision
 from drivetrain import DataError
+from drivetrain.pipeline import Ledger
 from drivetrain.transforms import TRANSFORMS
 from places import ROOT, load_script
 from torch import nn
 
 figures = load_script("figures", ROOT / "benchmarks")
+charts = load_script("charts", ROOT / "benchmarks")
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in figures.pages()}
 
 NUMBER = r"(?<![\w.,:-])\d[\d,]*(?:\.\d+)?"
@@ -191,3 +193,23 @@ def test_the_catalogue_has_every_method() -> None:
     for name, method in TRANSFORMS.items():
         assert f"\n| `{name}` |" in table
         assert (name in figures.OUTPUTS) == (method.kind in ("surgery", "memory_format")), name
+
+
+@pytest.mark.parametrize("name", charts.CHARTS)
+def test_a_picture_is_what_the_results_say(name: str) -> None:
+    """And it has one style for dark pages, and says in words what it shows."""
+    drawn = (charts.PICTURES / name).read_text()
+    assert drawn == charts.CHARTS[name](), "run benchmarks/charts.py"
+    assert "prefers-color-scheme: dark" in drawn
+    assert len(drawn.partition("<title>")[2].partition("</title>")[0]) > 40
+
+
+def test_every_picture_of_a_page_is_there_and_described() -> None:
+    for page, text in PAGES.items():
+        for about, path in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", text):
+            assert (ROOT / page).parent.joinpath(path).is_file(), (page, path)
+            assert len(about.split()) > 4, (page, path)
+
+
+def test_results_load_with_todays_code() -> None:
+    assert len(Ledger.load(figures.RESULTS / "quickstart-ledger.json").rows) > 2
