@@ -54,6 +54,8 @@ class EpochLoader(ABC):
 
     def __init__(self, settings: LoaderOptions, indices: Any, samples: int, beton: BetonFiles | None) -> None:
         self.settings, self.samples, self.beton = settings, samples, beton
+        self.created_with = settings
+        """The settings at the beginning: `set_image_size` and `set_policy` change `settings`."""
         _check_contents(settings, beton)
         self._pages = None if beton is None or settings.order != "quasi_random" else beton.pages
         self._weighted = () if beton is None else beton.parts

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from ..common.checks import is_number, is_whole
 from ..common.errors import PlanError
 from ..common.options.config import Kind
+from ..common.transfer import to_device
 from .base import BatchContext, Loop, Positive, Session, Transform
 from .common.images import check_batch, keep_format
+from .policies import RandAugment
 
 
 def _several(valid: Callable[[Any], bool], name: str) -> Kind:
@@ -162,17 +164,16 @@ class _Augmentation(Session):
 
     def __init__(self, method: EfficientTrain) -> None:
         self._own = method
-        self._full: dict[str, Any] = {}  # the policy with its own magnitude
 
     def before_epoch(self, loop: Loop) -> None:
-        policy = loop.loader.settings.policy
-        if policy is None or policy["name"] != "rand_augment":
+        settings = getattr(loop.loader, "created_with", None)  # a custom loop may have another loader
+        if settings is None or settings.policy is None or settings.policy["name"] != "rand_augment":
             return
-        self._full = self._full or dict(policy)
+        largest = settings.policy.get("magnitude", RandAugment.magnitude)
         middle = loop.progress_at(loop.epoch_start + loop.steps_per_epoch / 2)
-        magnitude = self._own.magnitude(self._full["magnitude"], middle)
-        if magnitude != policy["magnitude"]:
-            loop.loader.set_policy({**self._full, "magnitude": magnitude})
+        policy = {**settings.policy, "magnitude": self._own.magnitude(largest, middle)}
+        if policy != loop.loader.settings.policy:
+            loop.loader.set_policy(policy)
 
 
 def low_frequencies(images: Tensor, height: int, width: int) -> Tensor:
@@ -205,10 +206,10 @@ def _basis(bandwidth: int, side: int, device: torch.device, dtype: torch.dtype) 
     for frequency in frequencies:
         real += np.cos(2 * np.pi * frequency * (values / bandwidth - samples[:, None] / side))
     unpaired = np.sin(np.pi * bandwidth * samples / side) * (bandwidth % 2 == 0)
-    return torch.from_numpy(np.column_stack([real, unpaired]) / side).to(device, dtype)
+    return to_device(torch.from_numpy(np.column_stack([real, unpaired]) / side).to(dtype), device)
 
 
 @lru_cache(maxsize=16)
 def _checkerboard(height: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     signs = 1 - 2 * ((np.arange(height)[:, None] + np.arange(width)) % 2)
-    return torch.from_numpy(signs).to(device, dtype)
+    return to_device(torch.from_numpy(signs).to(dtype), device)
