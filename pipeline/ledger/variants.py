@@ -65,8 +65,11 @@ def _distributed(spec: PipelineSpec, **changes: Any) -> PipelineSpec:
 
 
 def _strategy(spec: PipelineSpec, how: DistributedConfig) -> PipelineSpec:
-    own = spec.distributed
-    return spec.replace(distribution=dataclasses.replace(how, precision=own.precision, compile=own.compile))
+    own, recomputed = spec.distributed, how.activation_checkpointing
+    if how.memory_budget is not None and not own.compile:  # which only the compiler keeps
+        recomputed = False
+    changes = {"precision": own.precision, "compile": own.compile, "activation_checkpointing": recomputed}
+    return spec.replace(distribution=dataclasses.replace(how, **changes))
 
 
 def _distribution_name(how: DistributedConfig) -> str:
