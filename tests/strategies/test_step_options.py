@@ -248,6 +248,8 @@ def deep() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(768, 16), *(Mix() for _ in range(4)), nn.Linear(16, 5))
 
 
+HIDDEN = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+"""torch hides it, where it asks a block's input for its gradient, but pytest's filter makes it an error before."""
 BUDGET = {"activation_checkpointing": 0.1}
 REGIONS: list[dict[str, Any]] = [
     {"compile": "regions"},
@@ -278,6 +280,7 @@ def in_regions_and_not() -> dict[str, list[Run]]:
     return {name: [train(name, case, given=how) for how in (*REGIONS, {})] for name in names}
 
 
+@HIDDEN
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_regions_and_a_memory_budget_train_alike(ranks: int) -> None:
@@ -293,6 +296,7 @@ def test_regions_and_a_memory_budget_train_alike(ranks: int) -> None:
             close(run, plain, 1e-5)
 
 
+@HIDDEN
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [True, "regions"])
 def test_a_budget_keeps_less_and_equal_blocks_share_a_graph(how: Any) -> None:
