@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .common.blocks import ModuleFilter
 
 REGIONS = "regions"
+FRACTION = Kind(lambda value: is_number(value, "(0, 1)"), "a fraction in (0, 1)")
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
@@ -47,7 +48,7 @@ class StepOptions(Config):
         ModuleFilter | float,
         FLAG,
         Kind(TEXTS.fits, "a list of class names"),
-        Kind(lambda value: is_number(value, "(0, 1)"), "a fraction in (0, 1)"),
+        FRACTION,
         Kind(callable, "a function of name and module", json=False),
         IN_WORDS,
     ] = False

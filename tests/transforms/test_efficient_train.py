@@ -12,7 +12,7 @@ from drivetrain import Contrastive, Pipeline, PlanError
 from drivetrain import transforms as t
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader
-from drivetrain.pipeline import Checkpoints
+from drivetrain.pipeline import Checkpoints, Segmentation
 from drivetrain.transforms.efficient_train import low_frequencies
 from pipeline_data import CLASSES, SIDE, TRAIN, Toy, evaluated, numbers, plain_model
 from torch import Tensor, nn
@@ -265,11 +265,12 @@ def test_what_has_no_meaning_is_refused(toy: Toy) -> None:
         PlanError, match=r"EfficientTrain does not work with ProgressiveResizing .* Leave one of the two"
     ):
         plain.transform(METHOD, t.ProgressiveResizing()).plan()
-    views = toy.pipeline(plain_model, views=2).task(Contrastive()).transform(METHOD)
-    with pytest.raises(
-        PlanError, match=r"EfficientTrain needs targets that are class indices .* Leave it out"
-    ):
-        views.plan()
+    views = toy.pipeline(plain_model, views=2).task(Contrastive())
+    for other in (views, plain.task(Segmentation(3))):
+        with pytest.raises(
+            PlanError, match=r"EfficientTrain needs targets that are class indices .* Leave it out"
+        ):
+            other.transform(METHOD).plan()
     smaller = (
         r"does not accept images of 6 × 6 pixels.*EfficientTrain trains on images of this size: .*dynamic_img"
     )
