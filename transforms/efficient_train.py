@@ -46,21 +46,22 @@ class EfficientTrain(Transform):
     B, it is symmetric. Sharp edges ring, so values may leave the range of the image's.
 
     The bandwidths follow each other at the fractions `compute` of the run's computation, which is taken as proportional
-    to the pixels. So most steps are small: of images of 224 pixels, by default 48 % have 96 pixels, 34 % have 160, and
-    18 % all. A step costs 44 % of a full one on average: for the computation of E epochs,
-    train for 2.27 · E epochs, as the paper does. Its learning rate follows `compute_at(progress)`, too; to do the same,
-    pass a function of it as `schedule`.
+    to the pixels. So most steps are small: for images of 224 pixels, by default 48 % of the steps have 96 pixels, 34 %
+    have 160, and 18 % all. A step costs 44 % of a full one on average: for the computation of E epochs, train for
+    2.27 · E epochs, as the paper does. Its learning rate follows `compute_at(progress)`, too; to do the same, pass a
+    function of it as `schedule`.
 
     `RandAugment`, if the pipeline has it, begins at magnitude 0 and rises linearly with the computation to its own
     magnitude: in each epoch, it is (magnitude + 1) · `compute_at(middle of the epoch)`, rounded down, as in the paper.
 
     The model must accept all sizes, which is checked before training: most CNNs do. timm's vision transformers need
-    `dynamic_img_size=True`, and a `size_increment` that their patch divides; torchvision's accept one size only. With
+    `dynamic_img_size=True`, and as `size_increment` a multiple of their patch; torchvision's accept one size only. With
     `compile`, the model is compiled twice: for the first bandwidth, and at the second one for all sizes.
 
     The loader crops and augments at full size, and the crop of the frequencies, two matrix products, is computed on the
-    device of the batch, before all other batch transforms. It is not combined with `ProgressiveResizing`. Targets with
-    pixels (masks, further fields) and several views would not follow, and are rejected. Evaluation uses full images.
+    device of the batch, before all other batch transforms (the authors' later code resizes in the loader instead, with
+    a Lanczos filter). It is not combined with `ProgressiveResizing`. Targets with pixels (masks, further fields) and
+    several views would not follow, and are rejected. Evaluation uses full images.
 
     Attributes:
         bandwidths: sides of the images, in order; they rise, and the last one stands for the full side, whatever that
