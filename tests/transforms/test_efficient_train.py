@@ -222,9 +222,9 @@ def test_resumed_anywhere_it_is_the_same_run(toy: Toy, tmp_path: Path) -> None:
         torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("how", [
-    {"strategy": "single", "accumulate": 2}, {"strategy": "ddp", "devices": 2},
+    {"strategy": "single", "accumulate": 2},
+    pytest.param({"strategy": "ddp", "devices": 2}, marks=pytest.mark.slow),  # test_fit_ddp.py has a shorter run
     pytest.param({"strategy": "fsdp", "devices": 2}, marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 def test_on_ranks_and_with_microbatches(toy: Toy, how: dict[str, Any]) -> None:
