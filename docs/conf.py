@@ -53,10 +53,10 @@ nitpick_ignore_regex = [
         r"Against|HandOver|Image|ImageSize|LoggerArg|Metric|OnNonFinite|Path|RunArg|Starlette|WeightsArg|(list\[)?dict\[str",
     ),
     # The checks that an option's type carries.
-    (r"py:class", r"Check|FLAG|IN_WORDS|Kind|Positive|Within|_check_mode|callable"),
+    (r"py:class", r"Check|FLAG|FRACTION|IN_WORDS|Kind|Positive|Within|_check_mode|callable"),
     (
         r"py:class",
-        r"AboveZero|Bins|By|Depth|Fraction(AboveZero|BelowOne)?|Natural|Operations|ProperFraction|Severity|Size",
+        r"AboveZero|Bins|By|Depth|Fraction(AboveZero|BelowOne)?|Fractions|Natural|Operations|ProperFraction|Severity|Sides|Size",
     ),
     (r"py:exc", r"ShapeError"),
 ]

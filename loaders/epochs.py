@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -54,6 +54,8 @@ class EpochLoader(ABC):
 
     def __init__(self, settings: LoaderOptions, indices: Any, samples: int, beton: BetonFiles | None) -> None:
         self.settings, self.samples, self.beton = settings, samples, beton
+        self.created_with = settings
+        """The settings at the beginning: `set_image_size` and `set_policy` change `settings`."""
         _check_contents(settings, beton)
         self._pages = None if beton is None or settings.order != "quasi_random" else beton.pages
         self._weighted = () if beton is None else beton.parts
@@ -368,18 +370,28 @@ class EpochLoader(ABC):
         Raises:
             DataError: for an invalid size; a loop already running over the loader raises it at its next batch.
         """
-        changed = dataclasses.replace(self.settings, image_size=image_size)
+        self._change(dataclasses.replace(self.settings, image_size=image_size))
+
+    def set_policy(self, policy: Mapping[str, Any] | None) -> None:
+        """Set the augmentation policy of the following epochs, as the option of that name.
+
+        Raises:
+            DataError: for an invalid policy, or from a loader that has none (`StockFFCVLoader`).
+        """
+        self._change(dataclasses.replace(self.settings, policy=policy))
+
+    def _change(self, changed: LoaderOptions) -> None:
         _check_contents(changed, self.beton)
         self.close()
         before, self.settings = self.settings, changed
         try:
-            self._resize()
+            self._prepare()
         except DataError:
             self.settings = before
             raise
 
-    def _resize(self) -> None:  # noqa: B027  nothing, for most
-        """Prepare for images of another size, that of `settings`; raise DataError if they do not fit into memory."""
+    def _prepare(self) -> None:  # noqa: B027  nothing, for most
+        """Prepare for changed `settings`; raise DataError if images of their size do not fit into memory."""
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch `epoch`, beginning with its first batch."""

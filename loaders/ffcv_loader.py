@@ -92,12 +92,12 @@ class FFCVLoader(EpochLoader):
         self._stops: WeakSet[Stop] = WeakSet()  # of all epochs whose batches may be loading
         self._feed = feed_of(self.device, self.settings, self.beton.depth)
         self._ahead = deque[_Pending]()  # the batches in preparation of the newest loop
-        self._resize()
+        self._prepare()
         # For the batches in preparation, the one in use, and two spare ones.
         each = len(self.settings.groups) + len(self._decoder.targets.kinds)
         self._buffers = Buffers(keep=(self.settings.batches_ahead + 3) * each)
 
-    def _resize(self) -> None:
+    def _prepare(self) -> None:
         with self._exhaustion_explained():
             self._decoder = self._make_decoder()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -107,7 +107,12 @@ class StockFFCVLoader(EpochLoader):
         with self._exhaustion_explained():
             self._make_loader()
 
-    def _resize(self) -> None:
+    def set_policy(self, policy: Mapping[str, Any] | None) -> None:
+        stock_options(
+            {"batch_size": self.settings.batch_size, "image_size": self.settings.image_size, "policy": policy}
+        )
+
+    def _prepare(self) -> None:
         self.memory = self._check_memory()
         # FFCV reads it at the start of each epoch, and does not compile again.
         self._decoder.output_size = self.settings.size

@@ -103,7 +103,7 @@ class TorchLoader(EpochLoader):
             raise DataError(f"{type(self.dataset).__name__} has no attribute `targets` with its labels.")
         return np.asarray(self.dataset.targets)
 
-    def _resize(self) -> None:
+    def _prepare(self) -> None:
         self.dataset.transform = make_transform(self.settings, self.depth)
         if hasattr(self.dataset, "transforms"):  # torchvision's data sets have both
             self.dataset.transforms = StandardTransform(self.dataset.transform)

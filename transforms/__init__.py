@@ -47,6 +47,7 @@ from .channels_last import ChannelsLast as ChannelsLast
 from .colout import ColOut as ColOut
 from .cutmix import CutMix as CutMix
 from .cutout import CutOut as CutOut
+from .efficient_train import EfficientTrain as EfficientTrain
 from .ema import EMA as EMA
 from .factorize import Factorize as Factorize
 from .flip_evaluation import TestTimeFlip as TestTimeFlip
@@ -143,4 +144,5 @@ def to_dict(transform: Transform) -> dict[str, Any]:
         raise PlanError(
             f"The transform {kind.__qualname__} cannot be imported by name, so a recipe cannot name it. {unnamed(kind)}"
         )
-    return {"name": name, **dataclasses.asdict(transform)}
+    fields = dataclasses.asdict(transform).items()
+    return {"name": name, **{key: [*value] if isinstance(value, tuple) else value for key, value in fields}}

@@ -39,7 +39,7 @@ class ColOut(Transform):
     source = "MosaicML 2021, Composer's method card ColOut"
     keeps_samples = True
     targets = ("class indices", "labels", "values")
-    after = ("SelectiveBackprop",)
+    after = ("EfficientTrain", "SelectiveBackprop")
     depends_on_length = False  # each step depends only on its own random numbers
 
     def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:

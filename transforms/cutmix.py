@@ -43,7 +43,7 @@ class CutMix(Transform):
     source = "Yun et al. 2019, arXiv:1905.04899"
     targets = ("class indices", "labels")
     soft_targets = True
-    after = ("SelectiveBackprop",)
+    after = ("EfficientTrain", "SelectiveBackprop")
     depends_on_length = False  # each step depends only on its own random numbers
 
     def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ class CutOut(Transform):
     kind = "batch"
     source = "DeVries and Taylor 2017, arXiv:1708.04552"
     keeps_samples = True
-    after = ("SelectiveBackprop",)
+    after = ("EfficientTrain", "SelectiveBackprop")
     depends_on_length = False  # each step depends only on its own random numbers
 
     def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ class MixUp(Transform):
     source = "Zhang et al. 2018, arXiv:1710.09412"
     targets = ("class indices", "labels")
     soft_targets = True
-    after = ("SelectiveBackprop",)
+    after = ("EfficientTrain", "SelectiveBackprop")
     depends_on_length = False  # each step depends only on its own random numbers
 
     def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,8 @@ class SelectiveBackprop(Transform):
     With the losses sorted, the image at quantile q is drawn with weight q^(1 / keep - 1), without replacement, as in
     Composer. If `BatchContext.model` is an `nn.Module`, its buffers are restored, so that BatchNorm's statistics do not
     count an image twice (in Composer they do). The loss must be able to return one value per image.
-    It is applied after ProgressiveResizing, so that images are ranked at their training size, which is also cheaper.
+    It is applied after ProgressiveResizing and EfficientTrain, so that images are ranked at their training size, which
+    is also cheaper.
 
     Attributes:
         start: fraction of training after which it begins. Number in [0, 1]. Default 0.5, as in Composer.
@@ -55,7 +56,7 @@ class SelectiveBackprop(Transform):
     kind = "batch"
     source = "Jiang et al. 2019, arXiv:1910.00762"
     targets = ("class indices",)
-    after = ("ProgressiveResizing",)
+    after = ("ProgressiveResizing", "EfficientTrain")
     tried_by_tune = "surgery"
 
     def __post_init__(self) -> None:

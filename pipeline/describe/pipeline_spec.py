@@ -271,7 +271,7 @@ class PipelineSpec:
         timeout: float = 600.0,
         accumulate: int = 1,
         clip_norm: float | None = None,
-        activation_checkpointing: ModuleFilter = False,
+        activation_checkpointing: ModuleFilter | float = False,
         compile: bool | str = False,
         sync_batchnorm: bool = False,
         # end

@@ -201,9 +201,15 @@ def _wrapping_steps(how: DistributedConfig) -> list[Step]:
     if how.sync_batchnorm:
         steps.append(("synchronise BatchNorm", "statistics of the global batch, summed over all ranks"))
     if how.activation_checkpointing:
+        budget = how.memory_budget
         what = f"recompute the activations of {_filter_name(how.activation_checkpointing)}"
-        steps.append((what, "on the final modules, inside the units that gather and compile them"))
-    if how.compile:
+        if budget is not None:
+            what = f"recompute activations, to keep {budget:.0%} of their memory"
+        why = "on the final modules, inside the units that gather and compile them"
+        steps.append((what, why if budget is None else "the compiler chooses those that cost least"))
+    if how.compile == "regions":
+        steps.append(("compile the repeated blocks in place", "equal ones share one compilation"))
+    elif how.compile:
         what = "compile in place" + (f", mode {how.compile}" if isinstance(how.compile, str) else "")
         steps.append((what, "the final modules, inside the wrapper, so that names do not change"))
     return [Step(what, ".distribute()", why) for what, why in steps]
@@ -224,8 +230,8 @@ def _gpu_steps(how: DistributedConfig, transforms: tuple[Transform, ...]) -> lis
     return steps
 
 
-def _filter_name(module_filter: strategies.ModuleFilter) -> str:
-    if isinstance(module_filter, bool):
+def _filter_name(module_filter: strategies.ModuleFilter | float) -> str:
+    if isinstance(module_filter, bool | float):
         return "the model's blocks"
     return "what a function selects" if callable(module_filter) else ", ".join(sorted(module_filter))
 

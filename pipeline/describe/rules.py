@@ -103,7 +103,7 @@ def _same_method_twice(spec: PipelineSpec) -> None:
 
 def _excluded(spec: PipelineSpec) -> None:
     for transform in spec.transforms:
-        other = next((each for each in spec.transforms if _name(each) in transform.excludes), None)
+        other = next((each for each in spec.transforms if each.known_as in transform.excludes), None)
         if other is not None:
             raise PlanError(
                 f"{_name(transform)} does not work with {_name(other)} (see its documentation). Leave one of the two "

@@ -50,8 +50,9 @@ def stages(plan: ResolvedPlan) -> list[Stage]:
     if how.precision != one.precision:
         added.append(Stage(how.precision, lambda spec: _distributed(spec, precision=how.precision)))
     if how.compile:
-        added.append(Stage("compile", lambda spec: _distributed(spec, compile=how.compile)))
-    if dataclasses.replace(how, precision=one.precision, compile=one.compile) != one:
+        compiled = {name: getattr(how, name) for name in _compiled(how)}
+        added.append(Stage("compile", lambda spec: _distributed(spec, **compiled)))
+    if _with_stages_of(how, one) != one:
         added.append(Stage(_distribution_name(how), lambda spec: _strategy(spec, how)))
     return added
 
@@ -65,13 +66,24 @@ def _distributed(spec: PipelineSpec, **changes: Any) -> PipelineSpec:
 
 
 def _strategy(spec: PipelineSpec, how: DistributedConfig) -> PipelineSpec:
-    own = spec.distributed
-    return spec.replace(distribution=dataclasses.replace(how, precision=own.precision, compile=own.compile))
+    return spec.replace(distribution=_with_stages_of(how, spec.distributed))
+
+
+def _compiled(how: DistributedConfig) -> list[str]:
+    """Return the names of the options that the compiler follows."""
+    return ["compile", *(["activation_checkpointing"] if how.memory_budget is not None else [])]
+
+
+def _with_stages_of(how: DistributedConfig, own: DistributedConfig) -> DistributedConfig:
+    """Return `how` with the options of `own` that are stages of their own."""
+    return dataclasses.replace(how, **{name: getattr(own, name) for name in ("precision", *_compiled(how))})
 
 
 def _distribution_name(how: DistributedConfig) -> str:
     names = [f"{how.name} × {how.ranks}"] if how.name != "single" else []
-    names += ["activation checkpointing"] if how.activation_checkpointing else []
+    names += (
+        ["activation checkpointing"] if how.activation_checkpointing and how.memory_budget is None else []
+    )
     names += [f"accumulate {how.accumulate}"] if how.accumulate > 1 else []
     names += [f"clip_norm {how.clip_norm:g}"] if how.clip_norm is not None else []
     return ", ".join(names) or how.name

@@ -63,6 +63,8 @@ def check_output(
     task, data, precision = plan.task, plan.data, plan.distribution.step_options["precision"]
     training, size, inputs = model.training, data.eval_size, dict[str, torch.Tensor]()
     channels, views = len(data.loading.mean), data.loading.views
+    smallest = {each.smallest_size(data.image_size): type(each).__name__ for each in plan.transforms}
+    smallest.pop(data.image_size, None)
     shape = (2, channels) if views == 1 else (2, views, channels)
     context = nullcontext() if precision == "fp32" else torch.autocast("cpu", dtype=half_dtype(precision))
     try:
@@ -74,14 +76,14 @@ def check_output(
             inputs = task.model_inputs(two)
             again = inputs or views != 1
             judged = forward(model, torch.zeros(*shape, *height_width(size)), **inputs) if again else output
-            size = data.image_size
-            inputs = task.model_inputs(targets.two(height_width(size)))
             call = partial(torch.func.functional_call, model.train(), buffers)
-            trained = forward(
-                lambda images, **further: call(images, kwargs=further),
-                torch.zeros(*shape, *height_width(size)),
-                **inputs,
-            )
+            for size in (*smallest, data.image_size):
+                inputs = task.model_inputs(targets.two(height_width(size)))
+                trained = forward(
+                    lambda images, **further: call(images, kwargs=further),
+                    torch.zeros(*shape, *height_width(size)),
+                    **inputs,
+                )
     except Exception as error:  # a model may raise anything
         of = "" if channels == 3 else f" with {channels} channel{'s' * (channels > 1)}"
         further = "".join(f" and {name} {shape_of(value)}" for name, value in inputs.items())
@@ -90,9 +92,17 @@ def check_output(
             f". It is called as model(images, {names}), for a loss that it computes: write forward(self, images, "
             "labels=None), or leave out loss='model'."
         )
+        remedy = (
+            (
+                f" {smallest[size]} trains on images of this size: build the model for any size (timm's vision "
+                f"transformers: dynamic_img_size=True), or leave {smallest[size]} out."
+            )
+            if size in smallest
+            else ""
+        )
         raise PlanError(
             f"The model does not accept images of {size_text(size)} pixels{of}{further}: "
-            f"{type(error).__name__}: {error}{signature if inputs else ''}"
+            f"{type(error).__name__}: {error}{signature if inputs else ''}{remedy}"
         ) from error
     finally:
         model.train(training)

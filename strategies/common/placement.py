@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
-from typing import Any, Protocol
+from functools import cache, partial
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,8 @@ from ..base import OptimizerFactory
 from ..devices import pick_device, rank_device, refuse_shared_gpu
 from ..launching.group import is_rank, join_group
 from ..launching.meeting import under_torchrun
-from ..options import Options
-from .blocks import ModuleFilter, choose
+from ..options import REGIONS, Options
+from .blocks import ModuleFilter, choose, find_blocks
 from .sync_batch_norm import sync_batch_norms
 
 RANKS_PER_CORE = 8
@@ -96,22 +96,50 @@ def build_optimizer(model: nn.Module, factory: OptimizerFactory) -> torch.optim.
     return factory(parameters_to_train(model))
 
 
-def compile_in_place(module: nn.Module, compile: bool | str) -> None:
-    """Make `torch.compile` compile the module at its first call, as `Options.compile` specifies; no name changes."""
-    if compile:
-        module.compile(mode=compile if isinstance(compile, str) else None)
+def compile_model(model: nn.Module, options: Options) -> None:
+    """Compile the model, or its blocks, as `Options.compile` specifies."""
+    if options.compile != REGIONS:
+        compile_in_place(model, options)
+        return
+    blocks = [block for block in find_blocks(model) if any(block.children())]
+    inner = {part for block in blocks for part in block.modules() if part is not block}
+    if not blocks:
+        raise StrategyError(
+            f"compile={REGIONS!r} found no repeated blocks in {type(model).__name__}. Use compile=True."
+        )
+    for block in blocks:
+        if block not in inner:
+            compile_in_place(block, options)
+
+
+def compile_in_place(module: nn.Module, options: Options) -> None:
+    """Make `torch.compile` compile the module at its first call; no name changes."""
+    if not options.compile:
+        return
+    module.compile(mode=options.compile if options.compile not in (True, REGIONS) else None)
+    compiled: Any = module._compiled_call_impl
+    if (budget := options.memory_budget) is not None:
+        module._compiled_call_impl = partial(_within_budget, compiled, budget)
+
+
+def _within_budget(compiled: Callable[..., Any], budget: float, *args: Any, **kwargs: Any) -> Any:
+    """Call what was compiled. It is compiled at its first call, and again for other shapes: the setting is read then,
+    for the backward, too."""
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        return compiled(*args, **kwargs)
 
 
 def change_layers(model: nn.Module, options: Options) -> None:
     if options.sync_batchnorm:
         sync_batch_norms(model)
-    recompute_activations(model, options.activation_checkpointing)
+    if options.memory_budget is None:
+        recompute_activations(model, cast(ModuleFilter, options.activation_checkpointing))
 
 
 def put_on(model: nn.Module, device: torch.device, options: Options) -> nn.Module:
     model = model.to(device)
     change_layers(model, options)
-    compile_in_place(model, options.compile)
+    compile_model(model, options)
     return model
 
 

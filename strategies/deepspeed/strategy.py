@@ -24,7 +24,7 @@ from ...common.errors import StrategyError, require
 from ..base import OptimizerFactory
 from ..common import sharding
 from ..common.blocks import find_blocks
-from ..common.placement import build_optimizer, change_layers, check_ranks, compile_in_place, enter, put_on
+from ..common.placement import build_optimizer, change_layers, check_ranks, compile_model, enter, put_on
 from ..devices import local_rank, pick_device
 from ..engine import LocalEngine
 from ..options import Options, PrepareOptions
@@ -157,7 +157,7 @@ class DeepSpeed:
             now = {parameter: after[name] for name, parameter in before.items()}
             for group in optimizer.param_groups:
                 group["params"] = [now.get(parameter, parameter) for parameter in group["params"]]
-            compile_in_place(model, options.compile)
+            compile_model(model, options)
             groups = [list(group["params"]) for group in optimizer.param_groups]
             wrapper, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False

@@ -153,6 +153,9 @@ CASES: dict[str, Case] = {
     "GradientClipping": Case((t.GradientClipping("adaptive", 0.05),)),
     "clip_norm, accumulate": Case(distribute={"clip_norm": 0.1, "accumulate": 2}),
     "Lookahead, LayerFreezing": Case((t.Lookahead(2), t.LayerFreezing(freeze_start=0.2))),
+    "EfficientTrain": Case(
+        (t.EfficientTrain(size_increment=4), t.RandAugment()), fit={"epochs": 3}
+    ),
     "ProgressiveResizing": Case((t.ProgressiveResizing(delay=0.2, finetune=0.4),), fit={"epochs": 3}),
     "SelectiveBackprop": Case((t.SelectiveBackprop(start=0.2, end=0.9),)),
     "TestTimeFlip": Case((t.TestTimeFlip(shift=1),)),

@@ -31,6 +31,7 @@ SAMPLES = [
     t.LabelSmoothing(0.2), t.LayerFreezing(0.0, 0.5), t.RandAugment(magnitude=12), t.TrivialAugment(9),
     t.AugMix(width=2, alpha=0.5), t.StochasticDepth("sample", 0.1, "uniform"),
     t.MixUp(0.4), t.CutOut(2, 0.25), t.ColOut(0.1, 0), t.ProgressiveResizing(delay=0.4),
+    t.EfficientTrain((96, 160, 192, 224), (0.2, 0.4, 0.2, 0.2), 32),
     t.SelectiveBackprop(keep=0.3), t.SeqLengthWarmup(truncate=False), t.EMA(None, 0.99, 20), t.SWA(0.5, 1.0, 10),
     t.SAM(0.5, 10), t.InfoBatch(0.3, 0.25), t.GradientClipping("adaptive", 0.01),
 ]  # fmt: skip
@@ -242,6 +243,10 @@ BAD: dict[type[t.Transform], dict[str, list[object]]] = {
     t.GradientClipping: {"by": ["Norm", None, 2], "threshold": [0, *NO_NUMBERS]},
     t.LabelSmoothing: {"smoothing": [1, 1.0, 1.5, *NO_NUMBERS]},
     t.InfoBatch: {"ratio": [0, 1, *NO_NUMBERS], "anneal": [1, *NO_NUMBERS]},
+    t.EfficientTrain: {
+        "bandwidths": [(), (96, 96), (224, 96), (9.5, 224), (0, 224), 224, None],
+        "compute": [(), (0.5, 0.5), (0.2, 0.4, 0.5), (0.0, 0.5, 0.5), None], "size_increment": [0, 4.0, *NO_NUMBERS],
+    },
     t.LayerFreezing: {"freeze_start": [1.0], "freeze_level": [1.5]},
     t.TestTimeFlip: {"shift": [-1]},
     t.BlurPool: {
@@ -304,7 +309,7 @@ def test_hooks_of_other_kinds_change_nothing(cls: type[t.Transform]) -> None:
         assert transform.loss(F.cross_entropy) is F.cross_entropy
     if cls is not t.NoWeightDecay:
         assert transform.optimizer(torch.optim.SGD) is torch.optim.SGD
-    own_session = (t.GyroDropout, t.ProgressiveResizing)
+    own_session = (t.EfficientTrain, t.GyroDropout, t.ProgressiveResizing)
     if cls.kind not in ("loop", "schedule", "optimizer") and cls not in own_session:
         assert type(transform.session(nn.Linear(1, 1))) is t.Session
     if cls.kind not in ("surgery", "memory_format"):
@@ -314,6 +319,6 @@ def test_hooks_of_other_kinds_change_nothing(cls: type[t.Transform]) -> None:
 
 def test_mixing_follows_selection_and_selection_follows_resizing() -> None:
     for cls in (t.MixUp, t.CutMix, t.CutOut, t.ColOut):
-        assert cls.after == ("SelectiveBackprop",)
-    assert t.SelectiveBackprop.after == ("ProgressiveResizing",)
+        assert cls.after == ("EfficientTrain", "SelectiveBackprop")
+    assert t.SelectiveBackprop.after == ("ProgressiveResizing", "EfficientTrain")
     assert t.LabelSmoothing.kind == "loss", "and is called after any mixing"

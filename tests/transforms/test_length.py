@@ -18,8 +18,14 @@ from torch.nn import functional as F
 
 PER_EPOCH, EPOCHS = 2, 4  # of the shorter training; the longer one has three times as many epochs
 
+WITH_OPTIONS = (
+    "EfficientTrain",
+    "GyroDropout",
+    "SeqLengthWarmup",
+)  # their defaults do not change such images
 CASES = [
-    *(cls() for name, cls in t.TRANSFORMS.items() if name not in ("GyroDropout", "SeqLengthWarmup")),
+    *(cls() for name, cls in t.TRANSFORMS.items() if name not in WITH_OPTIONS),
+    t.EfficientTrain(size_increment=4),
     t.GyroDropout(sigma=4, tau=1), t.GyroDropout(sigma=4, tau=1, total_steps=20),
     t.Lookahead(2, power=2.0), t.Lookahead(2), t.EMA(half_life=2, update_every=3), t.SWA(0.0, 0.5, 2), t.SWA(0.0, 1.0),
     t.SelectiveBackprop(0.0, 1.0), t.SelectiveBackprop(0.0, 0.8, interrupt=0), t.SelectiveBackprop(0.3, 1.0),

@@ -167,6 +167,7 @@ SURGERIES = {name.split("-")[0]: name for name in reversed(CASES)}.values()
 STEPS: dict[str, Step] = {
     "MixUp": batch(t.MixUp()), "CutMix": batch(t.CutMix()), "CutOut": batch(t.CutOut(2)), "ColOut": batch(t.ColOut()),
     "ProgressiveResizing": batch(t.ProgressiveResizing()),
+    "EfficientTrain": batch(t.EfficientTrain(size_increment=2)),
     "SelectiveBackprop": selecting(t.SelectiveBackprop()),
     "SelectiveBackprop, smaller": selecting(t.SelectiveBackprop(scale_factor=0.5)),
     "SeqLengthWarmup": tokens(t.SeqLengthWarmup()), "SeqLengthWarmup, divided": tokens(t.SeqLengthWarmup()),

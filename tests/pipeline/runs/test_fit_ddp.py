@@ -33,13 +33,13 @@ pytestmark = pytest.mark.process
 WHOLE = [
     ("ddp", case) for case in (
         "plain", "clipped", "accumulated", "a module", "a rank without a share", "torch loader", "methods",
-        "clipped by value", "freezing", "layout", "averaged", "swa", "lookahead",
+        "clipped by value", "freezing", "layout", "averaged", "swa", "lookahead", "bandwidths",
     )
 ]  # fmt: skip
 SHARDED = [
     ("fsdp", case) for case in (
         "plain", "clipped", "accumulated", "a rank without a share", "methods", "clipped by value", "freezing",
-        "layout",
+        "layout", "bandwidths",
     )
 ]  # fmt: skip
 DIVIDED = [
@@ -77,6 +77,7 @@ def cases(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple
             toy.pipeline().transform(t.SAM(), t.EMA(half_life=3), t.ProgressiveResizing(finetune=0.25)),
             {},
         ),
+        "bandwidths": (toy.pipeline().transform(t.EfficientTrain(size_increment=2), t.RandAugment()), {}),
         "layout": (toy.pipeline().transform(t.ChannelsLast(), t.WeightStandardization()), {}),
         "freezing": (toy.pipeline().transform(t.LayerFreezing(0.0, 1.0)), {}),
         "averaged": (toy.pipeline(plain_model).transform(t.EMA(half_life=3), t.NoWeightDecay()), {}),

@@ -38,7 +38,7 @@ METHODS: list[Transform] = [
     transforms.SAM(), transforms.GradientClipping("norm", 1.0), transforms.GradientClipping("value", 0.01),
     transforms.GradientClipping("adaptive", 0.1), transforms.NoWeightDecay(), transforms.LayerFreezing(),
     transforms.SWA(), transforms.EMA(half_life=30), transforms.Lookahead(), transforms.TestTimeFlip(),
-    transforms.InfoBatch(),
+    transforms.InfoBatch(), transforms.EfficientTrain(size_increment=4),
 ]  # fmt: skip
 """All methods with their defaults, but:
 

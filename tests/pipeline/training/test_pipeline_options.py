@@ -11,7 +11,7 @@ import torch
 from drivetrain import DataError, Pipeline, PlanError, RecipeError, StrategyError
 from drivetrain.pipeline import Ledger
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.ledger.variants import stages, variants, with_loader
+from drivetrain.pipeline.ledger.variants import alone_and_without, stages, variants, with_loader
 from drivetrain.pipeline.measuring.variant import LOADER, in_turn, other
 from drivetrain.transforms import GyroDropout, LabelSmoothing, ProgressiveResizing, RandAugment
 from pipeline_data import CLASSES, Toy, evaluated, plain_model, surroundings
@@ -40,11 +40,16 @@ def test_recomputing_trains_to_the_same_weights_bit_for_bit(toy: Toy) -> None:
     assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
+# torch hides it, where it asks a block's input for its gradient, but pytest's filter makes it an error before.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.slow
-def test_compiled_it_trains_to_the_same_loss(toy: Toy) -> None:
+@pytest.mark.parametrize(
+    "how", [{"compile": True}, {"compile": "regions", "activation_checkpointing": 0.2}], ids=str
+)
+def test_compiled_it_trains_to_the_same_loss(toy: Toy, how: dict[str, Any]) -> None:
     pipeline = toy.pipeline(partial(small, 0.0))  # compiled code draws other random numbers
     plain = pipeline.fit(epochs=1, progress=False)
-    found = pipeline.distribute("single", compile=True).fit(epochs=1, progress=False)
+    found = pipeline.distribute("single", **how).fit(epochs=1, progress=False)
     assert found.history.epochs[0].loss == pytest.approx(plain.history.epochs[0].loss, abs=1e-4)
     assert found.history.epochs[0].val_loss == pytest.approx(plain.history.epochs[0].val_loss, abs=1e-3)
     assert list(found.model.state_dict()) == list(plain.model.state_dict())
@@ -65,6 +70,23 @@ def test_the_plan_shows_both_between_surgery_and_wrapping(toy: Toy) -> None:
     )
     places = [steps.index(each) for each in parts]
     assert places == sorted(places)
+
+
+def test_the_plan_shows_regions_and_a_memory_budget(toy: Toy) -> None:
+    how = {"activation_checkpointing": 0.25, "compile": "regions"}
+    steps = [step.what for step in toy.pipeline(small).distribute("single", **how).plan().steps]
+    at = steps.index("recompute activations, to keep 25% of their memory")
+    assert steps[at + 1] == "compile the repeated blocks in place"
+
+
+def test_a_ledgers_variants_without_compile_have_no_memory_budget(toy: Toy) -> None:
+    how = {"activation_checkpointing": 0.25, "compile": "regions", "accumulate": 2}
+    plan = resolve(toy.pipeline(small).distribute("single", **how))
+    for variant in (*variants(plan), *alone_and_without(plan)):
+        own = variant.plan.distribution
+        assert own.compile or not own.activation_checkpointing
+        if own.compile and own.accumulate == 2:
+            assert own.activation_checkpointing == 0.25
 
 
 def test_the_ledger_measures_compiling_as_a_stage(toy: Toy) -> None:
@@ -96,6 +118,10 @@ def test_a_recipe_has_both(toy: Toy) -> None:
     pipeline = Pipeline.from_recipe("baseline", train=str(toy.train), **both)
     assert pipeline.distribution.activation_checkpointing == ("BasicBlock",)
     assert pipeline.distribution.compile is True
+    both = {"activation_checkpointing": 0.5, "compile": "regions"}
+    pipeline = Pipeline.from_recipe("baseline", train=str(toy.train), **both)
+    again = Pipeline.from_recipe(pipeline.to_recipe())
+    assert (again.distribution.activation_checkpointing, again.distribution.compile) == (0.5, "regions")
 
 
 def test_a_recipe_says_what_is_gathered_by_itself() -> None:
