@@ -44,7 +44,7 @@ from drivetrain.pipeline.tasks.task import TaskLoss
 from drivetrain.pipeline.training.guard import NonFiniteGuard
 from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
-from measuring import Contender, compare, measure, save, summarise
+from measuring import Contender, compare, measure, save, summarize
 from PIL import Image
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -176,7 +176,7 @@ def steps_part(numbers: list[int], steps: int, rounds: int) -> tuple[list[Table]
             table, speeds = compare(title, "steps/s", figures["steps/s"], OURS)
             tables.append(table)
             formula = TRANSFERS[strategy] * (ranks - 1) / ranks * size
-            sizes = {name: summarise(values) for name, values in figures["bytes"].items()}
+            sizes = {name: summarize(values) for name, values in figures["bytes"].items()}
             rows.setdefault(strategy, {})[ranks] = {
                 "steps": speeds, "bytes_per_step_and_rank": sizes, "formula": formula,
             }  # fmt: skip

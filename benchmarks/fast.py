@@ -3,7 +3,7 @@
     python benchmarks/fast.py [--seed 0] [--target 0.94] [--small FOLDER] [--out benchmarks/results]
 
 Both train in this process, one after the other; an even seed starts with Drivetrain, an odd one with the plain loop.
-One epoch of each runs first as warm-up: it initialises the device, selects the convolution algorithms and converts the
+One epoch of each runs first as warm-up: it initializes the device, selects the convolution algorithms and converts the
 images. Times are of training only, without evaluation. The plain loop keeps all images on the device and augments them
 there, as airbench does; Drivetrain's loader augments on the CPU, and copies each batch to the device.
 """

@@ -25,7 +25,7 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)
 
 
 class Images:
-    """A normalised split on the device.
+    """A normalized split on the device.
 
     Args:
         images: uint8 (N, 32, 32, 3).
@@ -56,7 +56,7 @@ def train(
     mirrored = torch.rand(len(data.images), device=device) < 0.5
     found, number = [], 0
     for epoch in range(epochs):
-        synchronise(device)
+        synchronize(device)
         start = perf_counter()
         model.train()
         order = torch.randperm(len(data.images), device=device)
@@ -76,7 +76,7 @@ def train(
             number += 1
             if number % EVERY == 0:
                 look_ahead(model, slow, STAYS * (number / (epochs * steps)) ** POWER)
-        synchronise(device)
+        synchronize(device)
         seconds = perf_counter() - start
         found.append(
             {"seconds": seconds, "accuracy": accuracy(model, slow, val, small), "loss": total.item() / steps}
@@ -130,7 +130,7 @@ def accuracy(model: nn.Module, slow: list[torch.Tensor], val: Images, small: boo
     return right / len(val.labels)
 
 
-def synchronise(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -21,7 +21,7 @@ from drivetrain import Pipeline
 from drivetrain.common.table import Table
 from drivetrain.loaders import FFCVLoader
 from drivetrain.loaders.datasets.names import resolve
-from measuring import save, summarise
+from measuring import save, summarize
 from torch import nn
 
 FEATURES, LABELS = "cifar10-simclr", "cifar10-quickstart"
@@ -112,7 +112,7 @@ def main() -> None:
         (
             name,
             f"{linear[name]:.1%}",
-            *(f"{summarise(runs[name])['median']:.1%}" for runs in trained.values()),
+            *(f"{summarize(runs[name])['median']:.1%}" for runs in trained.values()),
         )
         for name in linear
     ]
@@ -122,7 +122,7 @@ def main() -> None:
         "seconds": sum(epoch.seconds for epoch in result.history.epochs),
         "linear": linear,
         "on_labels": {
-            epochs: {name: summarise(values) for name, values in runs.items()}
+            epochs: {name: summarize(values) for name, values in runs.items()}
             for epochs, runs in trained.items()
         },
     }

@@ -2,7 +2,7 @@
 
     python benchmarks/loaders.py FOLDER [--rounds 7] [--workers 2] [--only loading …] [--out benchmarks/results]
 
-FOLDER is an ImageFolder tree of JPEGs. All loaders do RandomResizedCrop (0.25, 1) to 224, flip and normalisation, with
+FOLDER is an ImageFolder tree of JPEGs. All loaders do RandomResizedCrop (0.25, 1) to 224, flip and normalization, with
 the same number of workers; PyTorch reads the files, the others the `.beton` converted from them. The script prints
 medians, quartiles and ratios taken round by round, and writes JSON. The floor is the time that no loader of full JPEGs
 can beat: their entropy decoding on all cores, and nothing else. With a GPU, our loaders are also timed with batches on

@@ -28,7 +28,7 @@ from drivetrain.pipeline.measuring.statistics import Ratio, ratio
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.telemetry.provenance import version
 from loop_contenders import DEVICE, HAND, MAKERS, OTHERS, SIDE, UNGUARDED, Batches
-from measuring import Contender, measure, save, summarise
+from measuring import Contender, measure, save, summarize
 
 
 def contenders(
@@ -61,7 +61,7 @@ def results(figures: dict[str, list[float]], steps: int) -> tuple[Table, dict[st
     rows: dict[str, Any] = {}
     cells = []
     for name, seconds in figures.items():
-        own = summarise([1000 * value / steps for value in seconds])
+        own = summarize([1000 * value / steps for value in seconds])
         over = {
             base: ratio([a / b for a, b in zip(seconds, figures[base], strict=True)])
             for base in (HAND, UNGUARDED)

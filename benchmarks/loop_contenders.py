@@ -68,13 +68,13 @@ class Batches:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        synchronise()
+        synchronize()
         self._start = perf_counter()
         yield from self._batches
 
     def stop(self) -> None:
         """Stop the timer. Each contender calls it after the last step: a Trainer requests no further batch then."""
-        synchronise()
+        synchronize()
         self._seconds = perf_counter() - self._start
 
     def take(self) -> float:
@@ -112,7 +112,7 @@ class InMemory(EpochLoader):
         return self._labels
 
 
-def synchronise() -> None:
+def synchronize() -> None:
     """Wait for the device."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()

@@ -29,7 +29,7 @@ def measure(contenders: Mapping[str, Contender], rounds: int, warm_up: int = 1) 
     return figures
 
 
-def summarise(values: list[float]) -> dict[str, Any]:
+def summarize(values: list[float]) -> dict[str, Any]:
     """Return median, quartiles, number, and the values themselves."""
     low, median, high = np.percentile(values, [25, 50, 75]).tolist()
     return {"median": median, "low": low, "high": high, "n": len(values), "values": values}
@@ -40,15 +40,15 @@ def compare(
 ) -> tuple[Table, dict[str, Any]]:
     """Return table and JSON of the figures, and of the ratios of `ours` to each contender, paired by round.
 
-    A ratio above 1 is in our favour: for images/s it is ours over theirs, for seconds theirs over ours.
+    A ratio above 1 is in our favor: for images/s it is ours over theirs, for seconds theirs over ours.
     """
     rows: dict[str, Any] = {}
     cells = []
     digits = {"s": 3, "steps/s": 2}.get(unit, 0)
     for name, values in figures.items():
         pairs = list(zip(figures[ours], values, strict=True))
-        own = summarise(values)
-        ratio = summarise([b / a if unit == "s" else a / b for a, b in pairs])
+        own = summarize(values)
+        ratio = summarize([b / a if unit == "s" else a / b for a, b in pairs])
         rows[name] = {unit: own, "ours_is_times_as_fast": ratio}
         cells.append((
             name, f"{own['median']:,.{digits}f}", f"{own['low']:,.{digits}f} to {own['high']:,.{digits}f}",

@@ -19,7 +19,7 @@ from typing import Any
 
 from drivetrain import Pipeline
 from drivetrain.common.table import Table
-from measuring import save, summarise
+from measuring import save, summarize
 
 TUNING_SEED = 1000
 HEAD = {"11.*": {"orthogonalize": False}}
@@ -77,7 +77,7 @@ def main() -> None:
     result = {
         "recipe": options.recipe, "epochs": len(next(iter(runs.values()))[0]["by_epoch"]), "overrides": contenders,
         "tuning": {str(lr): one for lr, one in tuning.items()}, "runs": runs,
-        "accuracy": {name: summarise([one["accuracy"] for one in results]) for name, results in runs.items()},
+        "accuracy": {name: summarize([one["accuracy"] for one in results]) for name, results in runs.items()},
     }  # fmt: skip
     save([table], result, options.out / "muon.json")
 

@@ -21,7 +21,7 @@ SIDE, BATCH = 224, 64
 
 
 def our_loader(path: Path, workers: int) -> Any:
-    """Return an `FFCVLoader`: RandomResizedCrop (0.25, 1) to 224, flip, normalised float32."""
+    """Return an `FFCVLoader`: RandomResizedCrop (0.25, 1) to 224, flip, normalized float32."""
     from drivetrain.loaders import FFCVLoader
 
     return FFCVLoader(path, batch_size=BATCH, image_size=SIDE, workers=workers)

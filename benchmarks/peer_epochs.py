@@ -2,7 +2,7 @@
 
     python benchmarks/peer_epochs.py dali|torchcodec|torchvision|spdl FOLDER SCALE WORKERS
 
-For each line on stdin it runs an epoch over the folder (RandomResizedCrop (SCALE, 1) to 224, flip, normalised float32)
+For each line on stdin it runs an epoch over the folder (RandomResizedCrop (SCALE, 1) to 224, flip, normalized float32)
 and prints images/s. The first line printed has the versions.
 """
 
@@ -109,7 +109,7 @@ def crop_box(height: int, width: int, scale: float) -> tuple[int, int, int, int]
 
 
 def spdl(folder: str, scale: float, workers: int) -> Callable[[], Iterator[int]]:
-    """SPDL's threads: each decodes a batch, with crop, resize and flip in FFmpeg's filter graph, and normalises it."""
+    """SPDL's threads: each decodes a batch, with crop, resize and flip in FFmpeg's filter graph, and normalizes it."""
     import spdl.io
     import torch
     from spdl.pipeline import PipelineBuilder

@@ -3,7 +3,7 @@
     python benchmarks/peers.py FOLDER --python PEERS/bin/python [--rounds 7] [--workers 2]
 
 The peers run in processes of their own, in an environment of their own (`--python`), and wait while another measures:
-all are interleaved in each round. RandomResizedCrop (0.25, 1) and (0.08, 1) to 224, flip, normalised float32, on a CPU.
+all are interleaved in each round. RandomResizedCrop (0.25, 1) and (0.08, 1) to 224, flip, normalized float32, on a CPU.
 Writes results/peers.json.
 
 TorchCodec and SPDL load FFmpeg's shared libraries (Debian 12: `apt-get install libavdevice59`); `--peers` leaves them

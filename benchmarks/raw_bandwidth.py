@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from drivetrain.common.table import Table
 from drivetrain.loaders import FFCVLoader, convert, open_beton
-from measuring import Contender, measure, save, summarise
+from measuring import Contender, measure, save, summarize
 from numpy.typing import NDArray
 
 SIDE, CROP = 256, 224
@@ -111,8 +111,8 @@ def reading(pool: ThreadPoolExecutor, path: Path, workers: int) -> Contender:
 def rows_of(figures: dict[str, list[float]]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     """Yield each contender's line of the table, and its JSON."""
     for name, values in figures.items():
-        own = summarise(values)
-        ratio = summarise([a / b for a, b in zip(values, figures[MEMCPY], strict=True)])
+        own = summarize(values)
+        ratio = summarize([a / b for a, b in zip(values, figures[MEMCPY], strict=True)])
         each = bytes_of(LOADERS[name]) if name in LOADERS else 2 * STORED
         images = 1e9 * own["median"] / each
         cells = (

@@ -4,7 +4,7 @@
 
 Bytes are counted on every rank between backward and step, with AdamW in fp32; the table shows the largest rank. Step
 times are measured on two ranks, interleaving Drivetrain's engine and the backend called by hand on models with the same
-weights; a ratio above 1 is in Drivetrain's favour. CPU and gloo, one thread per rank.
+weights; a ratio above 1 is in Drivetrain's favor. CPU and gloo, one thread per rank.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python benchmarks/targets.py FOLDER [--rounds 7] [--workers 2] [--out benchmarks/results]
 
-FOLDER is an ImageFolder tree of JPEGs. Crops are to 224 pixels, flipped and normalised. Of views, the unit is views/s:
+FOLDER is an ImageFolder tree of JPEGs. Crops are to 224 pixels, flipped and normalized. Of views, the unit is views/s:
 two views of each sample from one decoding, against loading each sample twice, as a loader without views does.
 The masks are made: 21 classes in blobs, as large as the images; plain PyTorch moves the same ones with torchvision's v2
 transforms. Ratios are taken round by round.

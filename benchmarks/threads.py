@@ -5,7 +5,7 @@
 FOLDER is an ImageFolder tree of JPEGs; `--synthetic` makes photographs of 500 × 375 pixels instead. Small images are
 32 and 64 pixels wide, in small and in large batches: there, what a thread spends per chunk of a batch is most visible.
 All are loaded as for training: small ones with padded crops, photographs with RandomResizedCrop (0.25, 1) to 224; flip,
-normalised float32.
+normalized float32.
 
 The time that an image takes shrinks until every core has a thread. Its CPU time, that of the process, must not grow
 with the number of threads: what it grows by is overhead. All numbers of threads are interleaved in each round, and the
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from drivetrain.common.table import Table
 from drivetrain.loaders import FFCVLoader, convert
-from measuring import Contender, measure, save, summarise
+from measuring import Contender, measure, save, summarize
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -51,7 +51,7 @@ class Load:
 
 
 def smooth(rng: np.random.Generator, height: int, width: int) -> NDArray[np.uint8]:
-    """Return a picture of coarse colours and fine noise, about as large as a photograph when it is compressed."""
+    """Return a picture of coarse colors and fine noise, about as large as a photograph when it is compressed."""
     coarse = Image.fromarray(rng.integers(0, 256, (height // 16, width // 16, 3), dtype=np.uint8))
     fine = rng.normal(0, 8, (height, width, 3))
     blurred = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC))
@@ -93,9 +93,9 @@ def results(name: str, wall: dict[int, list[float]], cpu: dict[int, list[float]]
     rows, cells = {}, []
     for workers, own in wall.items():
         figures = {
-            "us_per_image": summarise(own),
-            "cpu_us_per_image": summarise(cpu[workers]),
-            "cpu_over_first": summarise([a / b for a, b in zip(cpu[workers], cpu[first], strict=True)]),
+            "us_per_image": summarize(own),
+            "cpu_us_per_image": summarize(cpu[workers]),
+            "cpu_over_first": summarize([a / b for a, b in zip(cpu[workers], cpu[first], strict=True)]),
         }
         rows[str(workers)] = figures
         cells.append((str(workers), *(_shown(figure) for figure in figures.values())))

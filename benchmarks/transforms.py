@@ -41,7 +41,7 @@ from drivetrain.transforms import (
     Transform,
     WeightStandardization,
 )
-from measuring import Contender, measure, save, summarise
+from measuring import Contender, measure, save, summarize
 from torch import nn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -187,9 +187,9 @@ def run(name: str, seconds: float, rounds: int, compiled: bool) -> dict[str, Any
     for who, values in speeds.items():
         pairs = list(zip(values, speeds[PLAIN], speeds[OURS], strict=True))
         rows[who] |= {
-            "steps_per_s": summarise(values),
-            "step_time_over_unmodified": summarise([plain / own for own, plain, _ in pairs]),
-            "ours_is_times_as_fast": summarise([ours / own for own, _, ours in pairs]),
+            "steps_per_s": summarize(values),
+            "step_time_over_unmodified": summarize([plain / own for own, plain, _ in pairs]),
+            "ours_is_times_as_fast": summarize([ours / own for own, _, ours in pairs]),
         }
     return rows
 

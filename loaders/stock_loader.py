@@ -40,7 +40,7 @@ _COMPILING = threading.Lock()
 class StockFFCVLoader(EpochLoader):
     """Load a `.beton` file with FFCV's own `ffcv.loader.Loader` (1.0.2).
 
-    Images are read, cropped, resized (by area), flipped and normalised by FFCV, with its pixels. Arguments and batches
+    Images are read, cropped, resized (by area), flipped and normalized by FFCV, with its pixels. Arguments and batches
     are `FFCVLoader`'s: channels-last images and labels, in memory of their own, so you can keep them. Labels, further
     fields and the sample order are Drivetrain's, so each epoch has the same samples in the same batches as with the
     other loaders, for any number of ranks, and continues after a saved position with the next sample.
@@ -123,7 +123,7 @@ class StockFFCVLoader(EpochLoader):
 
     @property
     def _on_host(self) -> torch.dtype:
-        """What FFCV delivers: for a GPU bytes, which are normalised there."""
+        """What FFCV delivers: for a GPU bytes, which are normalized there."""
         bytes_only = self._feed is not None or self.settings.dtype == torch.uint8
         return torch.uint8 if bytes_only else torch.float32
 

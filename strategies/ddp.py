@@ -171,7 +171,7 @@ class OwnedEngine(DDPEngine):
         super().__init__(model, optimizer, device, options)
         local: torch.optim.Optimizer = optimizer.optim
         optimizer.state = local.state  # one dict: what is read and loaded there is what is stepped
-        optimizer.defaults = local.defaults  # by which a scheduler recognises momentum
+        optimizer.defaults = local.defaults  # by which a scheduler recognizes momentum
         self._own = [parameter for group in local.param_groups for parameter in group["params"]]
         self._owned = set(self._own)
 

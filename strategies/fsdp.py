@@ -93,9 +93,9 @@ class FSDP:
     the forward under autocast like the other strategies. BatchNorm's parameters and statistics stay fp32. Outputs may
     be in half precision; compute losses from `outputs.float()`.
 
-    A model on the meta device is initialised unit by unit, by each module's `reset_parameters` with rank 0's random
+    A model on the meta device is initialized unit by unit, by each module's `reset_parameters` with rank 0's random
     numbers, so that it need not fit on one device. Changes that the model's own constructor makes afterwards (many
-    re-initialise their convolutions) are not repeated: load weights, or build it on the CPU.
+    re-initialize their convolutions) are not repeated: load weights, or build it on the CPU.
 
     With `compile` each unit is compiled separately; modules outside of units are not compiled. Without a process group
     there is nothing to shard, and it trains like `single`.
@@ -237,12 +237,12 @@ class FSDPCPUOffload(FSDP):
         if "cpu" not in str(dist.get_backend_config()):
             raise StrategyError(
                 f"strategy 'fsdp_cpu_offload': the process group ({dist.get_backend_config()}) does not support CPU "
-                f"tensors. Initialise it with the backend 'cpu:gloo,cuda:nccl'."
+                f"tensors. Initialize it with the backend 'cpu:gloo,cuda:nccl'."
             )
         super()._shard(model, chosen, device, options)
 
     def _sharding(self, device: torch.device) -> dict[str, Any]:
-        # Pinned memory is for copies to a GPU: on the CPU it would take time, and initialise an unused GPU.
+        # Pinned memory is for copies to a GPU: on the CPU it would take time, and initialize an unused GPU.
         return {"offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda")}
 
 

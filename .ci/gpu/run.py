@@ -168,7 +168,7 @@ def run_stage(stage: Stage, state: Path, results: Path, seconds: float, rehearsa
         return "failed"
     file.data |= {
         "complete": True,
-        "summary": stage.summarise({name: unit["result"] for name, unit in units.items()}),
+        "summary": stage.summarize({name: unit["result"] for name, unit in units.items()}),
     }
     file.write()
     results.mkdir(parents=True, exist_ok=True)

@@ -202,7 +202,7 @@ def _fast(state: Path, photos: Path | None, rehearse: bool) -> Stage:  # noqa: A
 
 
 def fast_summary(results: dict[str, Any]) -> dict[str, Any]:
-    """Summarise accuracies and times per contender, with the seconds to the target of the seeds that reached it, and
+    """Summarize accuracies and times per contender, with the seconds to the target of the seeds that reached it, and
     the ratios of training times by seed."""
     rows = {}
     runs = [one["contenders"] for one in results.values()]

@@ -36,11 +36,11 @@ class Stage:
     Attributes:
         name: the file is `gpu-NAME.json`.
         units: in the order in which they run.
-        summarise: returns the summary of all units' results, by name.
+        summarize: returns the summary of all units' results, by name.
         environment: additional environment variables of its units.
     """
 
     name: str
     units: tuple[Unit, ...]
-    summarise: Callable[[dict[str, Any]], dict[str, Any]]
+    summarize: Callable[[dict[str, Any]], dict[str, Any]]
     environment: tuple[tuple[str, str], ...] = ()

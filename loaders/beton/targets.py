@@ -26,9 +26,9 @@ _COLUMNS = {"boxes": 4, "keypoints": 2}
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _HEADER = struct.Struct(">8xIIBB2xB")
 """The first chunk: length and name, then width, height, bits per value, color type, and whether it is interlaced."""
-_GREY, _PALETTE = 0, 3
-_COLORS = {0: "grey", 2: "RGB", 3: "palette", 4: "grey with transparency", 6: "RGB with transparency"}
-_INDICES = ((1, _GREY), (8, _GREY), (16, _GREY), (1, _PALETTE), (2, _PALETTE), (4, _PALETTE), (8, _PALETTE))
+_GRAY, _PALETTE = 0, 3
+_COLORS = {0: "gray", 2: "RGB", 3: "palette", 4: "gray with transparency", 6: "RGB with transparency"}
+_INDICES = ((1, _GRAY), (8, _GRAY), (16, _GRAY), (1, _PALETTE), (2, _PALETTE), (4, _PALETTE), (8, _PALETTE))
 """Bits per sample and color type of PNGs whose values Pillow returns unscaled."""
 
 
@@ -77,13 +77,13 @@ def encode_mask(indices: NDArray[Any]) -> bytes:
 
 
 def decode_mask(data: bytes, height: int, width: int, rows: int | None = None) -> NDArray[Any]:
-    """Return the class indices of a mask's PNG file, grey or palette, `(height, width)` uint8 or uint16, read-only.
+    """Return the class indices of a mask's PNG file, gray or palette, `(height, width)` uint8 or uint16, read-only.
     With `rows`, the later ones may be missing: what a crop does not need takes time, too."""
     size, bits, color, lines, _ = _header(data)
     if (bits, color) not in _INDICES:
         what = f"{_COLORS.get(color, f'of color type {color}')} with {bits} bits"
         raise ValueError(
-            f"it is a PNG that is {what}; expected class indices: 8 bits grey, or with a palette"
+            f"it is a PNG that is {what}; expected class indices: 8 bits gray, or with a palette"
         )
     check_size(size, (width, height))
     fast = bits == 8 and lines

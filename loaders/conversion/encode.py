@@ -21,7 +21,7 @@ _RAW_LIMIT = 64 * 64 * 3  # bytes up to which mode auto stores pixels: lossless,
 _CHOICES = {"write_mode": ("auto", "jpg", "raw", "smart", "proportion"), "check": ("decode", "structure")}
 _END_OF_IMAGE = b"\xff\xd9"
 
-_OPTIMISED_MEMORY = 1 << 28
+_OPTIMIZED_MEMORY = 1 << 28
 """Bytes of coefficients up to which Huffman tables are optimized: 44 megapixels without chroma subsampling. Each worker
 has one image, and decoding a baseline JPEG for its check takes far less."""
 
@@ -182,11 +182,11 @@ def _keep(jpeg: bytes, size: tuple[int, int], encoding: Encoding) -> Encoded | N
     sequential = jpegs.frame_type(jpeg) in jpegs.SEQUENTIAL_FRAMES
     sound = encoding.check == "structure" and jpeg.endswith(_END_OF_IMAGE)
     if encoding.optimize if sequential else not encoding.keep_bytes:
-        limits = (len(jpeg) - 1, _OPTIMISED_MEMORY) if sequential else ()
+        limits = (len(jpeg) - 1, _OPTIMIZED_MEMORY) if sequential else ()
         try:
             payload = jpegs.recoded(jpeg, *limits)
             if payload is not None:
-                treatment = "Huffman tables optimised" if sequential else "recoded losslessly as baseline"
+                treatment = "Huffman tables optimized" if sequential else "recoded losslessly as baseline"
                 return Encoded(MODE_JPEG, *size, payload, treatment, size)
             sound = True  # its codes were read to the end
         except ValueError:  # damaged, large, or of a kind that cannot be recoded

@@ -169,8 +169,8 @@ def _match_masks(root: Path, folder: Path, images: list[str], masks: list[str]) 
         )
 
 
-class LabelledFolder(PictureFiles):
-    """Images anywhere below a folder, in the order of their paths, labelled by a CSV file in UTF-8 with a header and
+class LabeledFolder(PictureFiles):
+    """Images anywhere below a folder, in the order of their paths, labeled by a CSV file in UTF-8 with a header and
     exactly one row per image; see `labels` of `convert`."""
 
     kind = "folder with a table of labels"

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...common.errors import DataError
 from ..sources import expand
-from .folders import FolderSource, LabelledFolder, MaskFolder
+from .folders import FolderSource, LabeledFolder, MaskFolder
 
 _IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")
 _LABEL_MEMBERS = ("cls", "mask.png", "json")  # the first of these, unless a mask is a further field
@@ -54,7 +54,7 @@ def open_source(
         _refuse_fields(fields, "folder")
         if Path(labels).is_dir():
             return MaskFolder(Path(source), Path(labels))
-        return LabelledFolder(Path(source), Path(labels), classes)
+        return LabeledFolder(Path(source), Path(labels), classes)
     if _is_shards(source):
         return TarSource(source, fields)
     if isinstance(source, str | Path):

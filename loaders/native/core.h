@@ -186,15 +186,15 @@ void dt_flip(uint8_t *image, int64_t height, int64_t width);
 void dt_shifted_copy(dt_image image, int64_t down, int64_t right, uint8_t *target);
 /* Pillow's arithmetic of one level: from `base` to `value` by `factor`, cut to 0–255, truncated. */
 uint8_t dt_blend(float base, float value, float factor);
-/* The mean of Pillow's grey values, rounded. */
-int64_t dt_mean_grey(const uint8_t *image, int64_t pixels);
-/* Blend each pixel with its grey value. */
+/* The mean of Pillow's gray values, rounded. */
+int64_t dt_mean_gray(const uint8_t *image, int64_t pixels);
+/* Blend each pixel with its gray value. */
 void dt_saturate(uint8_t *image, int64_t pixels, float factor);
 /* torchvision's ColorJitter; `factors`: brightness, contrast, saturation, and the index of their order, one of six. */
 void dt_jitter_color(uint8_t *image, int64_t pixels, const double *factors);
 void dt_cut_out(uint8_t *image, int64_t width, int64_t top, int64_t left, int64_t side, const uint8_t *fill);
 /* `values` = byte · `factors` + `summands`, each (3 · width), line by line. */
-DT_HIDDEN void dt_normalise(const uint8_t *image, int64_t height, int64_t width, const float *factors, const float *summands,
+DT_HIDDEN void dt_normalize(const uint8_t *image, int64_t height, int64_t width, const float *factors, const float *summands,
                   float *values);
 /* `values` = each level's entry in its channel's row of `table` (3, 256): bfloat16. */
 void dt_look_up(const uint8_t *image, int64_t pixels, const uint16_t *table, uint16_t *values);
@@ -213,7 +213,7 @@ void dt_planes_cut_out(uint8_t *image, size_t pixel, int64_t width, int64_t top,
                        const uint8_t *fill);
 /* `values` = level · `factors` + `summands`, each (`lanes`), for `height` lines of as many values; in float32, or rounded
  * to bfloat16 if `half`. */
-void dt_planes_normalise(const uint8_t *image, int64_t bytes, int64_t height, int64_t lanes, const float *factors,
+void dt_planes_normalize(const uint8_t *image, int64_t bytes, int64_t height, int64_t lanes, const float *factors,
                          const float *summands, int half, void *values);
 /* The position that `at` is reflected to, of `size`. */
 int64_t dt_reflected(int64_t at, int64_t size);
@@ -235,7 +235,7 @@ int dt_augment(uint8_t *image, int64_t height, int64_t width, const dt_policy *p
 /* ---- transcode.c: lossless recoding of JPEGs ---- */
 
 /* Recode a JPEG as baseline (progressive and arithmetic ones, too) with Huffman tables of its own. The markers that
- * remain are those that decoding needs: no EXIF data, no colour profile, no comments.
+ * remain are those that decoding needs: no EXIF data, no color profile, no comments.
  *
  * Returns DT_OK and a `result` to be freed with dt_free, or NULL if it would have more than `most` bytes. Otherwise
  * `message` (DT_MESSAGE bytes) has the reason: DT_UNDECODABLE for an error or a warning of libjpeg; DT_TOO_LARGE if the

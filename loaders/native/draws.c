@@ -40,7 +40,7 @@ DT_API void dt_uniforms(const uint64_t *keys, int64_t n, int64_t first, int64_t 
             *values++ = uniform(keys[i], first + k);
 }
 
-/* Inception's crop: top, left, height and width; after ten tries, the centre. The same distribution as torchvision's
+/* Inception's crop: top, left, height and width; after ten tries, the center. The same distribution as torchvision's
  * `RandomResizedCrop.get_params`. Draws 0 to 39 of the key. */
 static void random_resized_crop(uint64_t key, int64_t height, int64_t width, const double *scale, const double *ratio,
                                 int64_t *box)

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-/* What one call decodes. A structure of libjpeg's for each picture: it keeps Huffman and quantisation tables from picture
+/* What one call decodes. A structure of libjpeg's for each picture: it keeps Huffman and quantization tables from picture
  * to picture, and a file that lacks its own would be decoded with those of another. */
 typedef struct {
     dt_jpeg_errors errors;

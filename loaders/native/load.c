@@ -1,4 +1,4 @@
-/* A worker's share of a batch, in one call: read, decode the crop, resize, mirror, recolour, cut out, normalise. */
+/* A worker's share of a batch, in one call: read, decode the crop, resize, mirror, recolor, cut out, normalize. */
 #include "core.h"
 
 #include <errno.h>
@@ -274,7 +274,7 @@ static int put(dt_workspace *w, const dt_settings *settings, dt_image image, con
     return DT_OK;
 }
 
-/* Recolour the i-th image. */
+/* Recolor the i-th image. */
 static int recolor(dt_workspace *w, const dt_settings *settings, const dt_choices *choices, int64_t i, uint8_t *image)
 {
     if (choices->colors != NULL)
@@ -296,7 +296,7 @@ static void finish(const dt_settings *settings, const dt_choices *choices, int64
             dt_planes_cut_out(image, pixel_of(settings), settings->width, choices->corners[2 * i],
                               choices->corners[2 * i + 1], settings->cut, settings->fill);
         if (settings->dtype != DT_UINT8)
-            dt_planes_normalise(image, settings->bytes, settings->height, settings->channels * settings->width,
+            dt_planes_normalize(image, settings->bytes, settings->height, settings->channels * settings->width,
                                 settings->factors, settings->summands, settings->dtype == DT_BFLOAT16,
                                 (uint8_t *)images + at * (settings->dtype == DT_BFLOAT16 ? 2 : 4));
         return;
@@ -305,7 +305,7 @@ static void finish(const dt_settings *settings, const dt_choices *choices, int64
         dt_cut_out(image, settings->width, choices->corners[2 * i], choices->corners[2 * i + 1], settings->cut,
                    settings->fill);
     if (settings->dtype == DT_FLOAT32)
-        dt_normalise(image, settings->height, settings->width, settings->factors, settings->summands,
+        dt_normalize(image, settings->height, settings->width, settings->factors, settings->summands,
                      (float *)images + at);
     else if (settings->dtype == DT_BFLOAT16)
         dt_look_up(image, pixels, settings->table, (uint16_t *)images + at);
@@ -349,7 +349,7 @@ static dt_resizing_bytes resize_bytes(const dt_settings *settings, int64_t heigh
     return dt_resize_bytes(height, width, settings->height, settings->width);
 }
 
-/* The lines that libjpeg keeps while it decodes: of blocks, of enlarged chroma, and of colours. */
+/* The lines that libjpeg keeps while it decodes: of blocks, of enlarged chroma, and of colors. */
 static size_t line_bytes(int64_t width) { return 64 * (size_t)width; }
 
 DT_API uint64_t dt_workspace_bytes(const dt_samples *samples, int64_t n, const dt_views *groups, int64_t count)

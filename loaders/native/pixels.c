@@ -1,4 +1,4 @@
-/* What happens to an image's bytes after the crop: mirroring, colours, CutOut, normalisation. */
+/* What happens to an image's bytes after the crop: mirroring, colors, CutOut, normalization. */
 #include "core.h"
 
 #include <string.h>
@@ -38,32 +38,32 @@ uint8_t dt_blend(float base, float value, float factor)
     return (uint8_t)(mixed < 255.0f ? mixed : 255.0f);
 }
 
-/* Pillow's grey value: ITU-R 601-2 luma in 16 bits of fraction. */
-static int64_t grey_of(const uint8_t *pixel)
+/* Pillow's gray value: ITU-R 601-2 luma in 16 bits of fraction. */
+static int64_t gray_of(const uint8_t *pixel)
 {
     return (19595 * (int64_t)pixel[0] + 38470 * (int64_t)pixel[1] + 7471 * (int64_t)pixel[2] + 0x8000) >> 16;
 }
 
-int64_t dt_mean_grey(const uint8_t *image, int64_t pixels)
+int64_t dt_mean_gray(const uint8_t *image, int64_t pixels)
 {
     int64_t total = 0;
     for (int64_t i = 0; i < pixels; i++)
-        total += grey_of(image + 3 * i);
+        total += gray_of(image + 3 * i);
     return (int64_t)((double)total / (double)pixels + 0.5);
 }
 
 void dt_saturate(uint8_t *image, int64_t pixels, float factor)
 {
     for (int64_t i = 0; i < pixels; i++, image += 3) {
-        float grey = (float)grey_of(image);
+        float gray = (float)gray_of(image);
         for (int k = 0; k < 3; k++)
-            image[k] = dt_blend(grey, image[k], factor);
+            image[k] = dt_blend(gray, image[k], factor);
     }
 }
 
 enum { BRIGHTNESS, CONTRAST, SATURATION };
 
-/* Blend an image with black, with its mean grey, or with its own grey values. */
+/* Blend an image with black, with its mean gray, or with its own gray values. */
 static void adjust(uint8_t *image, int64_t pixels, int what, float factor)
 {
     if (what == SATURATION) {
@@ -71,7 +71,7 @@ static void adjust(uint8_t *image, int64_t pixels, int what, float factor)
         return;
     }
     uint8_t table[256];
-    float base = what == CONTRAST ? (float)dt_mean_grey(image, pixels) : 0.0f;
+    float base = what == CONTRAST ? (float)dt_mean_gray(image, pixels) : 0.0f;
     for (int level = 0; level < 256; level++)
         table[level] = dt_blend(base, (float)level, factor);
     for (int64_t i = 0; i < 3 * pixels; i++)
@@ -96,7 +96,7 @@ void dt_cut_out(uint8_t *image, int64_t width, int64_t top, int64_t left, int64_
             memcpy(image + 3 * (y * width + x), fill, 3);
 }
 
-DT_CLONES void dt_normalise(const uint8_t *image, int64_t height, int64_t width, const float *factors,
+DT_CLONES void dt_normalize(const uint8_t *image, int64_t height, int64_t width, const float *factors,
                             const float *summands, float *values)
 {
     for (int64_t y = 0; y < height; y++)

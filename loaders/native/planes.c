@@ -204,7 +204,7 @@ static uint16_t halved(float value)
     return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
-#define NORMALISE(name, type, target, rounded)                                                                         \
+#define NORMALIZE(name, type, target, rounded)                                                                         \
     DT_CLONES static void name(const type *restrict image, int64_t lanes, const float *restrict factors,               \
                                const float *restrict summands, target *restrict values)                                \
     {                                                                                                                  \
@@ -212,12 +212,12 @@ static uint16_t halved(float value)
             values[x] = rounded((float)image[x] * factors[x] + summands[x]);                                           \
     }
 
-NORMALISE(bytes_to_floats, uint8_t, float, )
-NORMALISE(shorts_to_floats, uint16_t, float, )
-NORMALISE(bytes_to_halves, uint8_t, uint16_t, halved)
-NORMALISE(shorts_to_halves, uint16_t, uint16_t, halved)
+NORMALIZE(bytes_to_floats, uint8_t, float, )
+NORMALIZE(shorts_to_floats, uint16_t, float, )
+NORMALIZE(bytes_to_halves, uint8_t, uint16_t, halved)
+NORMALIZE(shorts_to_halves, uint16_t, uint16_t, halved)
 
-void dt_planes_normalise(const uint8_t *image, int64_t bytes, int64_t height, int64_t lanes, const float *factors,
+void dt_planes_normalize(const uint8_t *image, int64_t bytes, int64_t height, int64_t lanes, const float *factors,
                          const float *summands, int half, void *values)
 {
     for (int64_t y = 0; y < height; y++) {

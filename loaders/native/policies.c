@@ -2,7 +2,7 @@
  *
  * Arithmetic is Pillow's: RandAugment and TrivialAugment give exactly torchvision's images for the same draws,
  * ThreeAugment those of Pillow's operations. For
- * AugMix torchvision works on tensors with bilinear interpolation, and so does this; its colours are Pillow's, up to 1
+ * AugMix torchvision works on tensors with bilinear interpolation, and so does this; its colors are Pillow's, up to 1
  * level from torchvision's.
  */
 #include "core.h"
@@ -46,7 +46,7 @@ static source find_source(int64_t operation, double magnitude, int64_t height, i
 }
 
 /* Fill the image with the nearest pixels of `before`, black outside of it. Pillow steps through the source in 16 bits of
- * fraction, from the centre of the first pixel. */
+ * fraction, from the center of the first pixel. */
 static void move(picture p, source s)
 {
     int64_t right_x = (int64_t)floor(s.a * 65536 + 0.5), right_y = (int64_t)floor(s.d * 65536 + 0.5);
@@ -243,7 +243,7 @@ static void map_levels(picture p, int64_t operation, double magnitude)
     if (operation == AUTO_CONTRAST || operation == EQUALIZE) {
         tabulate_by_counts(p, operation, table);
     } else {
-        float base = operation == CONTRAST ? (float)dt_mean_grey(p.image, p.height * p.width) : 0.0f;
+        float base = operation == CONTRAST ? (float)dt_mean_gray(p.image, p.height * p.width) : 0.0f;
         for (int level = 0; level < 256; level++)
             table[0][level] = new_level(operation, magnitude, base, p.tensor, level);
         memcpy(table[1], table[0], 256);

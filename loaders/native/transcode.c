@@ -101,7 +101,7 @@ static void recode(void *argument)
     jvirt_barray_ptr *coefficients = jpeg_read_coefficients(from);
     check_scans(work);
     jpeg_copy_critical_parameters(from, to);
-    /* The marker says how CMYK is meant: with it, readers invert. Others get what their colours need. */
+    /* The marker says how CMYK is meant: with it, readers invert. Others get what their colors need. */
     if (to->jpeg_color_space == JCS_CMYK)
         to->write_Adobe_marker = from->saw_Adobe_marker;
     to->optimize_coding = TRUE;

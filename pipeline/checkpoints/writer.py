@@ -185,7 +185,7 @@ class CheckpointWriter:
         return temporary if temporary.exists() else target
 
     def _settle(self) -> None:
-        """Join the thread. All ranks synchronise first, because rank 0's thread waits for files of the others."""
+        """Join the thread. All ranks synchronize first, because rank 0's thread waits for files of the others."""
         if self._thread is None:
             return
         wait(self._written.wait)

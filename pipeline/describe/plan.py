@@ -199,7 +199,7 @@ def _assumed_mean(spec: PipelineSpec) -> str:
 def _wrapping_steps(how: DistributedConfig) -> list[Step]:
     steps = []
     if how.sync_batchnorm:
-        steps.append(("synchronise BatchNorm", "statistics of the global batch, summed over all ranks"))
+        steps.append(("synchronize BatchNorm", "statistics of the global batch, summed over all ranks"))
     if how.activation_checkpointing:
         budget = how.memory_budget
         what = f"recompute the activations of {_filter_name(how.activation_checkpointing)}"

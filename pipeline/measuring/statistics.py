@@ -63,8 +63,8 @@ class Levels(Generic[K]):
         logs = np.log(np.array([[speeds[name] for name in names] for speeds in rounds], np.float64))
         drift = np.zeros(len(rounds))
         for _ in range(3):  # Tukey's median polish: one outlier shifts neither its round nor its variant
-            centres = np.median(logs - drift[:, None], axis=0)
-            drift = np.median(logs - centres, axis=1)
+            centers = np.median(logs - drift[:, None], axis=0)
+            drift = np.median(logs - centers, axis=1)
         still = (logs - drift[:, None]).T
         middle = _trimmed(drift).mean
         self._speeds = {name: [speeds[name] for speeds in rounds] for name in names}

@@ -169,7 +169,7 @@ def hf_model(name: str) -> HfModel:
         raise RecipeError(f"The folder {folder} of hf:{name} has no config.json. {remedy}")
     if not (name and folder.is_dir()) and not _HUB_NAME.fullmatch(name):
         raise RecipeError(
-            f"hf:{name} is neither a folder nor a name on Hugging Face's hub. Write hf:organisation/model, or "
+            f"hf:{name} is neither a folder nor a name on Hugging Face's hub. Write hf:organization/model, or "
             "hf:path/to/folder with a config.json."
         )
     return HfModel(name)

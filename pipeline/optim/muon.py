@@ -1,4 +1,4 @@
-"""Muon and AdaMuon: momentum whose matrices are orthogonalised, and AdamW for all other parameters."""
+"""Muon and AdaMuon: momentum whose matrices are orthogonalized, and AdamW for all other parameters."""
 
 import math
 from collections.abc import Callable

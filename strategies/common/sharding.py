@@ -143,7 +143,7 @@ def refuse_without_reset(strategy: str, model: nn.Module) -> None:
         if waiting and _reset_of(module) is None:
             raise StrategyError(
                 f"strategy {strategy!r}: {name or 'the model'}, a {type(module).__name__}, is on the meta device and "
-                f"has no reset_parameters() to initialise {', '.join(waiting)}. Add that method, or build the "
+                f"has no reset_parameters() to initialize {', '.join(waiting)}. Add that method, or build the "
                 f"model on the CPU."
             )
 

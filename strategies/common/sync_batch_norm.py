@@ -44,7 +44,7 @@ def sync_batch_norms(model: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def absent(model: nn.Module) -> Iterator[None]:
-    """Inside the block, `model` is in evaluation mode, except that its synchronised layers take part in what the other
+    """Inside the block, `model` is in evaluation mode, except that its synchronized layers take part in what the other
     ranks exchange in training: for a rank without samples, which calls the model with a placeholder."""
     before = [(module, module.training) for module in model.modules()]
     layers = [module for module, training in before if training and isinstance(module, _Synced)]
@@ -123,7 +123,7 @@ def _take_part(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 class _BatchNormOverRanks(torch.autograd.Function):
-    """Batch normalisation of this rank's samples `(B, C, …)` with the statistics of all ranks' samples. Means and
+    """Batch normalization of this rank's samples `(B, C, …)` with the statistics of all ranks' samples. Means and
     biased variances are merged by the law of total variance, without differences of large numbers. The gradients of
     weight and bias stay this rank's, for the strategy to average."""
 
@@ -169,8 +169,8 @@ class _BatchNormOverRanks(torch.autograd.Function):
             along, constant = (sums / max(ctx.count, 1)).to(x.dtype)
             shape = (1, -1, *[1] * (x.dim() - 2))
             gain = scale if weight is None else scale * weight
-            centred = (x - mean.view(shape)) * (scale * along).view(shape)
-            for_input = dy.sub(centred).sub_(constant.view(shape)).mul_(gain.view(shape)).to(input.dtype)
+            centered = (x - mean.view(shape)) * (scale * along).view(shape)
+            for_input = dy.sub(centered).sub_(constant.view(shape)).mul_(gain.view(shape)).to(input.dtype)
         trained = ctx.needs_input_grad[1:3]
         return for_input, for_weight if trained[0] else None, for_bias if trained[1] else None, *[None] * 4
 

@@ -53,7 +53,7 @@ class DeepSpeed:
     Channels-last weights are made contiguous and images channels-last instead, as in `FSDP`.
 
     If the optimizer is offloaded to the CPU, torch's Adam and AdamW step with their fused kernel; see `step_fused`. A
-    model on the meta device is initialised as in `FSDP`, with stage 3 block by block. Precision "fp16", and `compile`
+    model on the meta device is initialized as in `FSDP`, with stage 3 block by block. Precision "fp16", and `compile`
     with stage 3, are not supported.
 
     Without a process group it trains like `single`; `offload` and `config`, without effect, then raise an error.

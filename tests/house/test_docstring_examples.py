@@ -98,8 +98,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         path.write_bytes(jpeg_bytes(picture(number, 40, 50)))
     for name, count in (("train", 32), ("val", 16)):
         images = np.random.default_rng(count).integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
-        labelled = images, np.arange(count) % 2
-        convert(labelled, folder / f"{name}.beton", classes=["cat", "dog"], progress=False)
+        labeled = images, np.arange(count) % 2
+        convert(labeled, folder / f"{name}.beton", classes=["cat", "dog"], progress=False)
     for name, faster in (("before", 2.0), ("after", 2.5)):
         speeds = {PLAIN: 400.0, in_turn("FFCV loader"): 400 * faster, LOADER: 4000.0, MODEL: 900.0}
         rounds = [{one: Trial(1200, 1200 / speed, 0.0) for one, speed in speeds.items()}] * 3

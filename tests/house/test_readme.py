@@ -171,7 +171,7 @@ def test_every_answer_runs(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyP
                 trained = names["built"].engine.plain_model.state_dict()
                 assert all(torch.equal(value, expected[name]) for name, value in trained.items())
     assert names["small"].optimized.scale_lr
-    assert names["Grey"](4)(torch.zeros(2, 3, 16, 16)).shape == (2, 4)
+    assert names["Gray"](4)(torch.zeros(2, 3, 16, 16)).shape == (2, 4)
     assert names["frozen"](4).layer1[0].conv1.weight.requires_grad is False
 
 
@@ -200,7 +200,7 @@ def test_every_question_of_a_new_user_has_an_answer() -> None:
     """What could not be done, or only by hand, in the first version."""
     asked = (
         "weight the classes", "several labels", "top-5 or F1", "every few epochs", "at every step",
-        "learning rates by parameter name", "another batch size", "freeze", "grey images", "longer than planned",
+        "learning rates by parameter name", "another batch size", "freeze", "gray images", "longer than planned",
         "predict one picture", "model of my own", "my own loop", "Tab",
     )  # fmt: skip
     for words in asked:

@@ -200,7 +200,7 @@ def test_the_stages_name_what_there_is(tmp_path: Path) -> None:
     assert all(Path(one.command[1]).exists() for one in units)
 
 
-def test_seeds_are_summarised_with_those_that_missed_the_target() -> None:
+def test_seeds_are_summarized_with_those_that_missed_the_target() -> None:
     def seed(*seconds: float | None) -> dict[str, Any]:
         """Of both contenders."""
         rows = [{"seconds_to_target": each, "accuracy": 0.9, "training_s": 4.0} for each in seconds]

@@ -74,7 +74,7 @@ def evaluate(path: Path, image_size: Any, kind: Any = FFCVLoader, **options: Any
 
 
 def stored_levels(images: torch.Tensor, depth: int) -> torch.Tensor:
-    """Undo the normalisation."""
+    """Undo the normalization."""
     mean, std = (torch.tensor(each[: images.shape[1]]).double().view(-1, 1, 1) for each in (MEAN, STD))
     return (images.double() * std + mean) * ((1 << depth) - 1)
 
@@ -82,7 +82,7 @@ def stored_levels(images: torch.Tensor, depth: int) -> torch.Tensor:
 @pytest.mark.parametrize("mode", ["L", "RGBA"])
 @pytest.mark.parametrize(("interpolation", "most"), [("nearest", 0), ("bicubic", 0), ("bilinear", 1)])
 def test_bytes_are_pillows(files: Files, mode: str, interpolation: str, most: int) -> None:
-    """Of each channel by itself: Pillow weighs colours by their opacity."""
+    """Of each channel by itself: Pillow weighs colors by their opacity."""
     resampling = Image.Resampling[interpolation.upper()]
     for size in OUTPUTS:
         found = evaluate(
@@ -158,7 +158,7 @@ def beside_rgb(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tupl
 def test_they_become_what_rgb_does(
     mode: str, options: dict[str, Any], beside_rgb: Callable[[str], tuple[Path, Path]]
 ) -> None:
-    """The same draws, crops, flips, places and colours: to the nearest pixel, so that each channel is exactly equal."""
+    """The same draws, crops, flips, places and colors: to the nearest pixel, so that each channel is exactly equal."""
     options = {"image_size": (24, 32), "interpolation": "nearest", "epochs": 2, "seed": 3, **options}
     channels, (own, rgb) = MODES[mode][0], beside_rgb(mode)
     # A mean that is a level of both depths; 257 · 128 = 65535 · 128 / 255.
@@ -277,24 +277,24 @@ def test_the_preprocessing_is_the_evaluation(files: Files, mode: str, interpolat
 def test_the_preprocessing_takes_other_pictures() -> None:
     """Of 8 bits, each mode is converted; bits are never dropped."""
     made = LoaderOptions(batch_size=1, image_size=8, mean=(0.5,), std=(0.2,))
-    grey, wide = Evaluation(made), Evaluation(made, 16)
-    colour = Image.fromarray(levels(3, 8)[2])
-    assert grey(colour).equal(grey(colour.convert("L")))
-    assert Evaluation(LoaderOptions(batch_size=1, image_size=8, mean=MEAN, std=STD))(colour).shape == (
+    gray, wide = Evaluation(made), Evaluation(made, 16)
+    color = Image.fromarray(levels(3, 8)[2])
+    assert gray(color).equal(gray(color.convert("L")))
+    assert Evaluation(LoaderOptions(batch_size=1, image_size=8, mean=MEAN, std=STD))(color).shape == (
         4,
         8,
         8,
     )
     picture = Image.fromarray(levels(1, 16)[2, :, :, 0])
     assert wide(picture).equal(wide(levels(1, 16)[2]))
-    for crop, bad in ((grey, picture), (wide, colour), (wide, levels(3, 16)[0])):
+    for crop, bad in ((gray, picture), (wide, color), (wide, levels(3, 16)[0])):
         with pytest.raises(DataError, match="An image does not suit the model: "):
             crop(bad)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_batches_for_a_gpu(files: Files, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes are normalised there, 16 bits before; the results are the same."""
+    """Bytes are normalized there, 16 bits before; the results are the same."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(device, "CudaStreams", LateStreams)
     channels, depth = MODES[mode]
@@ -379,7 +379,7 @@ def test_files_of_ffcvs_writer_load(tmp_path: Path) -> None:
         expected = torch.from_numpy(pixels(name).astype(np.float64)).reshape(found.permute(0, 2, 3, 1).shape)
         assert (stored_levels(found, depth) - expected.permute(0, 3, 1, 2)).abs().max() < 0.02
     options: dict[str, Any] = {"color_jitter": (0.5, 0.5, 0.5), "interpolation": "area", "dtype": torch.uint8}
-    assert load(tmp_path / "theirs-colour.beton", 16, **options, batch_size=COUNT_OF_FFCV)[0].shape == (
+    assert load(tmp_path / "theirs-color.beton", 16, **options, batch_size=COUNT_OF_FFCV)[0].shape == (
         COUNT_OF_FFCV,
         3,
         16,

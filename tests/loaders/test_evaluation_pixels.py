@@ -141,14 +141,14 @@ def test_any_bytes_are_pillows(data: st.DataObject) -> None:
 
 
 def odd_files(root: Path) -> list[Path]:
-    """Files that are not kept as they are by `convert`: turned, grey, with opacity, a palette, CMYK, 16 bits."""
+    """Files that are not kept as they are by `convert`: turned, gray, with opacity, a palette, CMYK, 16 bits."""
     (root / "a").mkdir(parents=True)
     base, exif = Image.fromarray(picture(5, 90, 70)), Image.Exif()
     exif[0x0112] = 6
     wide = (np.arange(90 * 70, dtype=np.uint32).reshape(90, 70) * 10).astype(np.uint16)
     images: dict[str, tuple[Image.Image, dict[str, Any]]] = {
         "turned.jpg": (base, {"exif": exif}), "turned.png": (base, {"exif": exif}),
-        "grey.jpg": (base.convert("L"), {}), "grey.png": (base.convert("L"), {}),
+        "gray.jpg": (base.convert("L"), {}), "gray.png": (base.convert("L"), {}),
         "opacity.png": (base.convert("RGBA"), {}), "palette.png": (base.quantize(16), {}),
         "turned.webp": (base, {"exif": exif, "lossless": True}), "lossy.webp": (base, {}),
         "progressive.jpg": (base, {"exif": exif, "progressive": True}), "pixel.jpg": (base.resize((1, 1)), {}),

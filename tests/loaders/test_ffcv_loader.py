@@ -1,4 +1,4 @@
-"""The output of FFCVLoader: shapes, normalisation, and each crop compared with a reference."""
+"""The output of FFCVLoader: shapes, normalization, and each crop compared with a reference."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def test_shapes_types_and_layout(photos: Path) -> None:
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_floats_are_the_bytes_normalised(photos: Path, train: bool) -> None:
+def test_floats_are_the_bytes_normalized(photos: Path, train: bool) -> None:
     mean, std = (0.1, 0.5, 0.7), (0.2, 0.3, 0.5)
     floats, labels = load(photos, train=train, mean=mean, std=std)
     levels, same = load(photos, train=train, dtype=torch.uint8)
@@ -80,7 +80,7 @@ def area_weights(count: int, source: int) -> np.ndarray:
     return overlap.clip(0) / (source / count)
 
 
-def centre_average(image: np.ndarray, side: int, ratio: float) -> np.ndarray:
+def center_average(image: np.ndarray, side: int, ratio: float) -> np.ndarray:
     """The central square, shrunk to `side` by exact averages of areas."""
     height, width, _ = image.shape
     edge = int(min(height, width) * ratio)
@@ -93,7 +93,7 @@ def centre_average(image: np.ndarray, side: int, ratio: float) -> np.ndarray:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("side", "ratio"), [(32, 224 / 256), (64, 1.0), (24, 0.5)])
-def test_area_averages_the_centre(photos: Path, tmp_path: Path, side: int, ratio: float) -> None:
+def test_area_averages_the_center(photos: Path, tmp_path: Path, side: int, ratio: float) -> None:
     """Against numpy: raw images to the last level, JPEGs up to the decoders' difference (fast inverse DCT)."""
     shapes = [(70, 58), (58, 70), (64, 64)]
     samples = [(picture(seed, *shape), seed) for seed, shape in enumerate(shapes)]
@@ -105,11 +105,11 @@ def test_area_averages_the_centre(photos: Path, tmp_path: Path, side: int, ratio
         assert beton.modes.tolist() == [1, 1, 1]
         images, _ = load(beton.path, **options)
         for image, (pixels, _) in zip(images, samples, strict=True):
-            expected = centre_average(pixels, side, ratio)
+            expected = center_average(pixels, side, ratio)
             assert np.abs(image.permute(1, 2, 0).numpy() - expected).max() < 0.51
     images, _ = load(photos, **options)
     for index, image in enumerate(images):
-        expected = centre_average(np.asarray(open_beton(photos).image(index)), side, ratio)
+        expected = center_average(np.asarray(open_beton(photos).image(index)), side, ratio)
         error = np.abs(image.permute(1, 2, 0).numpy() - expected)
         assert error.mean() < 1.5
         assert error.max() < 10

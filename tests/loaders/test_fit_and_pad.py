@@ -1,4 +1,4 @@
-"""Full images, resized or scaled to fit, and shifted over a constant colour: both loaders against Pillow."""
+"""Full images, resized or scaled to fit, and shifted over a constant color: both loaders against Pillow."""
 
 import dataclasses
 from fractions import Fraction
@@ -76,7 +76,7 @@ def resized(image: Image.Image, size: tuple[int, int], interpolation: str, at_on
 
 
 def letterbox(image: Image.Image, size: tuple[int, int], interpolation: str, at_once: bool) -> np.ndarray:
-    """Scaled by the smaller ratio of sides, and centred on the mean colour."""
+    """Scaled by the smaller ratio of sides, and centered on the mean color."""
     scale = min(Fraction(size[0], image.height), Fraction(size[1], image.width))
     height, width = max(1, round(image.height * scale)), max(1, round(image.width * scale))
     top, left = (size[0] - height) // 2, (size[1] - width) // 2
@@ -167,16 +167,16 @@ def test_jpegs_are_decoded_smaller_by_their_place(jpegs: Path) -> None:
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_filled_is_normalised(kind: Any, dtype: torch.dtype, raws: Path) -> None:
+def test_what_is_filled_is_normalized(kind: Any, dtype: torch.dtype, raws: Path) -> None:
     std = (0.2, 0.3, 0.4)
     images = load(kind, raws, 32, train=False, eval_crop="fit", dtype=dtype, std=std)
-    colour = torch.tensor([(n / 255 - m) / s for n, m, s in zip(FILL, MEAN, std, strict=True)])
+    color = torch.tensor([(n / 255 - m) / s for n, m, s in zip(FILL, MEAN, std, strict=True)])
     # The difference is of the order of a half level, which bfloat16 keeps to 1/256 of itself.
-    assert np.allclose(images[0, 0], colour.to(dtype).float(), rtol=0, atol=2e-5)
-    assert np.allclose(images[0, 31], colour.to(dtype).float(), rtol=0, atol=2e-5)
+    assert np.allclose(images[0, 0], color.to(dtype).float(), rtol=0, atol=2e-5)
+    assert np.allclose(images[0, 31], color.to(dtype).float(), rtol=0, atol=2e-5)
 
 
-def test_the_colour_is_one_of_256_levels() -> None:
+def test_the_color_is_one_of_256_levels() -> None:
     assert fill_color((0.5, -0.2, 1.3)) == (128, 0, 255)
     assert fill_color(MEAN) == FILL
 

@@ -31,7 +31,7 @@ def mixed_images(root: Path) -> Path:
     images = jpeg_folder(root / "images")
     (images / "ant" / "progressive.jpg").write_bytes(jpeg_bytes(picture(7, 90, 90), progressive=True))
     (images / "bee" / "broken.jpg").write_bytes(b"not a picture")
-    Image.fromarray(picture(8, 100, 80)).convert("L").save(images / "cat" / "grey.jpg")
+    Image.fromarray(picture(8, 100, 80)).convert("L").save(images / "cat" / "gray.jpg")
     Image.fromarray(picture(9, 30, 40)).save(images / "cat" / "small.png")
     noise = np.random.default_rng(0).integers(0, 256, (1400, 1000, 3), np.uint8)
     for number in range(4):  # three megabytes each: pages end within the file

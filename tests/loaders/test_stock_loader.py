@@ -303,7 +303,7 @@ def test_ranks_share_each_batch(numbered: Path, rank: int) -> None:
 
 @pytest.mark.slow
 def test_batches_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FFCV's bytes, normalised on the device; `LateStreams` does each copy as late as it may be."""
+    """FFCV's bytes, normalized on the device; `LateStreams` does each copy as late as it may be."""
     images, labels = raw_pictures(11, SIDE)
     data = [
         {"image": image, "label": int(label), "weight": label / 7, "note": b"abc"}

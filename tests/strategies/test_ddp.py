@@ -40,7 +40,7 @@ def test_two_ranks_train_like_one_device(ranks: list[dict[str, Any]], case: Case
 
 
 def test_batch_norm_trains_like_one_device_that_accumulates(ranks: list[dict[str, Any]]) -> None:
-    """Each rank's batch is one microbatch of the single device, so they normalise by the same numbers."""
+    """Each rank's batch is one microbatch of the single device, so they normalize by the same numbers."""
     single = train("single", replace(BATCH_NORM, accumulate=2))
     for rank in ranks:
         run = rank[BATCH_NORM.name]

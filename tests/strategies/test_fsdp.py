@@ -110,7 +110,7 @@ def test_a_wrap_that_cannot_be_is_refused(wrap: Any, message: str) -> None:
         ("untrainable", "Linear has no parameter that requires a gradient"),
         (
             "meta",
-            "0, a Transformer, is on the meta device and has no reset_parameters() to initialise position",
+            "0, a Transformer, is on the meta device and has no reset_parameters() to initialize position",
         ),
     ],
 )

@@ -81,7 +81,7 @@ def test_two_ranks_train_like_one_device(ranks: Ranks, name: str) -> None:
 
 
 @names
-def test_synchronised_batch_norm_trains_like_one_device_with_the_whole_batch(ranks: Ranks, name: str) -> None:
+def test_synchronized_batch_norm_trains_like_one_device_with_the_whole_batch(ranks: Ranks, name: str) -> None:
     """Losses, norms, weights, and the running statistics, which are the same on all ranks before any pooling."""
     check(ranks, name, SYNC)
     for case in SYNC:

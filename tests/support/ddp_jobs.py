@@ -45,7 +45,7 @@ def ddp_everything() -> dict[str, object]:
 
 
 def synced_buffers() -> list[dict[str, torch.Tensor]]:
-    """A BatchNorm model's state before and after its statistics were synchronised, and unwrapped."""
+    """A BatchNorm model's state before and after its statistics were synchronized, and unwrapped."""
     torch.manual_seed(0)
     model = build(True)
     alone = copy.deepcopy(model)

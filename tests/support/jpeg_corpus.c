@@ -23,7 +23,7 @@ static const int samplings[][4] = {
     {1, 1, 2, 2}, {1, 1, 2, 1}, {1, 1, 4, 1}, {2, 1, 1, 2}, {2, 2, 2, 2}, {1, 1, 4, 2}, {4, 2, 1, 2}, {1, 2, 2, 1},
 };
 
-enum way { BASELINE, RESTARTS, ARITHMETIC, PROGRESSIVE, ARITHMETIC_PROGRESSIVE, SEPARATE, MISSING, GREY, CMYK, RGB, WAYS };
+enum way { BASELINE, RESTARTS, ARITHMETIC, PROGRESSIVE, ARITHMETIC_PROGRESSIVE, SEPARATE, MISSING, GRAY, CMYK, RGB, WAYS };
 
 static const int sizes[][2] = {{64, 80}, {37, 51}, {16, 16}, {8, 200}, {131, 9}};
 
@@ -90,8 +90,8 @@ static int write_jpeg(FILE *file, const int *size, const int *sampling, enum way
     jpeg_stdio_dest(&jpeg, file);
     jpeg.image_height = (JDIMENSION)size[0];
     jpeg.image_width = (JDIMENSION)size[1];
-    jpeg.input_components = way == GREY ? 1 : way == CMYK ? INKS : COLORS;
-    jpeg.in_color_space = way == GREY ? JCS_GRAYSCALE : way == CMYK ? JCS_CMYK : JCS_RGB;
+    jpeg.input_components = way == GRAY ? 1 : way == CMYK ? INKS : COLORS;
+    jpeg.in_color_space = way == GRAY ? JCS_GRAYSCALE : way == CMYK ? JCS_CMYK : JCS_RGB;
     jpeg_set_defaults(&jpeg);
     if (way == RGB)
         jpeg_set_colorspace(&jpeg, JCS_RGB);

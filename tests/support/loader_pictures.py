@@ -24,7 +24,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def picture(seed: int, height: int, width: int) -> NDArray[np.uint8]:
-    """A smooth colour picture `(H, W, 3)`: waves of random direction, so that JPEG keeps it well."""
+    """A smooth color picture `(H, W, 3)`: waves of random direction, so that JPEG keeps it well."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width] / max(height, width)
     channels = []

@@ -2,7 +2,7 @@
 
     loader_races.py LIBRARY FILE.beton kept|shared
 
-Two loaders with four threads each run at a time: colour jitter, a policy, two sizes, ends in mid-epoch. With `shared`,
+Two loaders with four threads each run at a time: color jitter, a policy, two sizes, ends in mid-epoch. With `shared`,
 all threads get one workspace, so that the sanitizer must find a race.
 """
 

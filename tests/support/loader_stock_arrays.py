@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 COUNT = 7
 KINDS = {
-    "grey": ("uint8", (20, 24)), "wide": ("uint16", (20, 24)), "one": ("uint16", (20, 24, 1)),
-    "colour": ("uint8", (20, 24, 3)), "four": ("uint16", (20, 24, 4)),
+    "gray": ("uint8", (20, 24)), "wide": ("uint16", (20, 24)), "one": ("uint16", (20, 24, 1)),
+    "color": ("uint8", (20, 24, 3)), "four": ("uint16", (20, 24, 4)),
 }  # fmt: skip
 
 

@@ -76,9 +76,9 @@ def longer(cases: list[Case]) -> list[Case]:
 
 
 SYNC = [
-    Case("synchronised sgd", models.resnet, clip_norm=0.5, sync=True),
-    Case("synchronised channels last adamw", models.channels_last, "adamw", sync=True),
-    Case("synchronised recomputed", models.resnet, sync=True, recompute=True),
+    Case("synchronized sgd", models.resnet, clip_norm=0.5, sync=True),
+    Case("synchronized channels last adamw", models.channels_last, "adamw", sync=True),
+    Case("synchronized recomputed", models.resnet, sync=True, recompute=True),
 ]
 LATE = Case("late", models.Late, "adamw", 0.5)
 

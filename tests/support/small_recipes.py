@@ -16,7 +16,7 @@ def shrunk(name: str, files: dict[str, str]) -> dict[str, Any]:
     """What makes a recipe small: its data, images, batch (and with it the learning rate), devices and length.
 
     Images that grow are twice as large in the end: with torch 2.15, a ResNet-50's gradients in bf16 are undefined on
-    some CPUs for images of 16 pixels, which layer4 sees as one (uninitialised memory in oneDNN's convolution of one
+    some CPUs for images of 16 pixels, which layer4 sees as one (uninitialized memory in oneDNN's convolution of one
     pixel with a stride of 2). Models stay as they are, but for those of billions of parameters. fp16, for which CPUs
     have no fast convolutions, becomes bf16.
     """

@@ -1,4 +1,4 @@
-"""What the tests of synchronised BatchNorm run inside ranks, and on one device for comparison."""
+"""What the tests of synchronized BatchNorm run inside ranks, and on one device for comparison."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ CHANNELS, SAMPLES = 3, 12
 
 
 class Activated(nn.BatchNorm2d):
-    """As timm's: a subclass whose own forward normalises and goes on."""
+    """As timm's: a subclass whose own forward normalizes and goes on."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         self.num_batches_tracked.add_(1)

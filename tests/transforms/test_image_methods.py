@@ -102,9 +102,9 @@ def test_resizing_is_bilinear_and_antialiased() -> None:
     assert targets is LABELS
     torch.testing.assert_close(small.mean((2, 3)), IMAGES.mean((2, 3)), rtol=0, atol=0.1)
     stripes = torch.tensor([0.0, 1.0]).repeat(16).expand(1, 3, 32, 32)
-    grey = t.ProgressiveResizing().batch(stripes, LABELS[:1], context())[0]
-    assert grey.shape == (1, 3, 16, 16)
-    torch.testing.assert_close(grey[..., 2:-2], torch.full((1, 3, 16, 12), 0.5), rtol=0, atol=0.13)
+    gray = t.ProgressiveResizing().batch(stripes, LABELS[:1], context())[0]
+    assert gray.shape == (1, 3, 16, 16)
+    torch.testing.assert_close(gray[..., 2:-2], torch.full((1, 3, 16, 12), 0.5), rtol=0, atol=0.13)
     assert t.ProgressiveResizing().batch(IMAGES, LABELS, context(progress=0.9))[0] is IMAGES
 
 

@@ -25,7 +25,7 @@ IGNORING_B = torch.tensor([0, -100, 3, 3, -100, 1])
 
 
 def by_hand(logits: Tensor, targets: Tensor) -> Tensor:
-    """A cross entropy that Drivetrain cannot recognise; it takes only soft targets."""
+    """A cross entropy that Drivetrain cannot recognize; it takes only soft targets."""
     assert targets.is_floating_point()
     return -(logits.log_softmax(1) * targets).sum(1).mean()
 

@@ -33,7 +33,7 @@ def test_when_it_selects() -> None:
         assert targets is LABELS
 
 
-def test_high_losses_are_favoured_by_the_published_weights() -> None:
+def test_high_losses_are_favored_by_the_published_weights() -> None:
     losses, generator = torch.tensor([3.0, 0.0, 2.0, 1.0]), torch.Generator().manual_seed(0)
     draws = torch.cat([choose(losses, 0.25, generator) for _ in range(4000)])
     weights = torch.tensor([0.875, 0.125, 0.625, 0.375]) ** 3  # quantiles to the power of 1 / keep - 1

@@ -1,4 +1,4 @@
-"""No transform synchronises with a CUDA device in a step, and its numbers there equal those of the CPU."""
+"""No transform synchronizes with a CUDA device in a step, and its numbers there equal those of the CPU."""
 
 import copy
 from collections.abc import Callable

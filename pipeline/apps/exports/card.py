@@ -136,7 +136,7 @@ def _crop_text(inputs: Inputs) -> str:
     if inputs.eval_crop == "fit":
         fill = ", ".join(map(str, fill_color(inputs.mean, inputs.depth)))
         return (
-            f"Each full picture, scaled to fit into {resized}, with its aspect ratio, and centred on the colour "
+            f"Each full picture, scaled to fit into {resized}, with its aspect ratio, and centered on the color "
             f"({fill})"
         )
     shape = "square" if height == width else f"crop of the shape {height} × {width} (height × width)"

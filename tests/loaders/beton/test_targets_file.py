@@ -40,13 +40,13 @@ def test_masks_are_png_files_that_pillow_opens(largest: int, mode: str, dtype: s
     assert np.array_equal(decoded, mask)
 
 
-def test_colours_are_those_of_pascal_voc() -> None:
-    colours = palette()
-    assert colours[[0, 1, 2, 7, 8, 15, 20]].tolist() == [
+def test_colors_are_those_of_pascal_voc() -> None:
+    colors = palette()
+    assert colors[[0, 1, 2, 7, 8, 15, 20]].tolist() == [
         [0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 128], [64, 0, 0], [192, 128, 128], [0, 64, 128],
     ]  # fmt: skip
-    assert colours[255].tolist() == [224, 224, 192]
-    assert len(np.unique(colours, axis=0)) == 256
+    assert colors[255].tolist() == [224, 224, 192]
+    assert len(np.unique(colors, axis=0)) == 256
 
 
 def test_masks_of_other_programs() -> None:
@@ -93,9 +93,9 @@ def test_what_is_not_a_mask(mask: NDArray[Any], words: str) -> None:
         (file_bytes(indices().astype(np.uint8), "PNG")[:20], "truncated"),
         (file_bytes(Image.new("RGB", (WIDTH, HEIGHT)), "PNG"), "RGB with 8 bits; expected class indices"),
         (file_bytes(Image.new("RGBA", (WIDTH, HEIGHT)), "PNG"), "RGB with transparency"),
-        (file_bytes(Image.new("LA", (WIDTH, HEIGHT)), "PNG"), "grey with transparency"),
+        (file_bytes(Image.new("LA", (WIDTH, HEIGHT)), "PNG"), "gray with transparency"),
         (file_bytes(Image.new("L", (HEIGHT, WIDTH)), "PNG"), "37 × 53 pixels .* its image has 53 × 37"),
-        (png_of(4, 0, WIDTH, HEIGHT, b""), "grey with 4 bits"),  # Pillow would give 17 times the indices
+        (png_of(4, 0, WIDTH, HEIGHT, b""), "gray with 4 bits"),  # Pillow would give 17 times the indices
         (png_of(8, 0, WIDTH, HEIGHT, b"\0" * 99), "ends after 1 of 37 rows"),
         (png_of(8, 0, WIDTH, HEIGHT, b"\0" * 3000).replace(b"IHDR", b"IEND"), "damaged: the CRC-32 of"),
         (PNG + png_chunk(b"IEND", b""), "does not begin with its only header"),
@@ -151,7 +151,7 @@ def test_what_are_not_boxes(kind: str, values: Any, words: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 30), (64, 65), (300, 2)])
 def test_lines_with_and_without_filters_are_read_alike(shape: tuple[int, int]) -> None:
-    """Pillow filters grey lines, and not those with a palette; only the latter are read without it."""
+    """Pillow filters gray lines, and not those with a palette; only the latter are read without it."""
     indices = (np.add.outer(np.arange(shape[0]) * 3, np.arange(shape[1])) % 256).astype(np.uint8)
     for stored in (encode_mask(indices), file_bytes(indices, "PNG")):
         assert np.array_equal(decode_mask(stored, *shape), indices)

@@ -61,15 +61,15 @@ def test_jpeg_passes_byte_for_byte(tmp_path: Path, options: dict[str, Any]) -> N
     assert (beton.widths[0], beton.heights[0]) == (120, 90)
 
 
-GREY = Image.fromarray(PICTURE).convert("L")
+GRAY = Image.fromarray(PICTURE).convert("L")
 LEVELS = np.linspace(0, 65535, 90 * 120).astype(np.uint16).reshape(90, 120)
 
 
 @pytest.mark.parametrize(
     ("name", "image", "treatment", "expected"),
     [
-        ("grey.jpg", GREY, "converted from L", np.asarray(GREY.convert("RGB"))),
-        ("grey.png", GREY, "converted from L", np.asarray(GREY.convert("RGB"))),
+        ("gray.jpg", GRAY, "converted from L", np.asarray(GRAY.convert("RGB"))),
+        ("gray.png", GRAY, "converted from L", np.asarray(GRAY.convert("RGB"))),
         ("c.jpg", Image.fromarray(PICTURE).convert("CMYK"), "converted from CMYK", PICTURE),
         ("deep.png", Image.fromarray(LEVELS), "converted from 16 bits", np.stack([LEVELS >> 8] * 3, axis=2)),
     ],
@@ -83,11 +83,11 @@ def test_files_become_rgb(tmp_path: Path, name: str, image: Any, treatment: str,
 
 
 @pytest.mark.parametrize("shape", [(2, 12, 10), (2, 12, 10, 1), (2, 1, 12, 10)])
-def test_grey_arrays_become_rgb(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    grey = np.random.default_rng(0).integers(0, 256, (2, 12, 10), dtype=np.uint8)
-    beton = beton_of((grey.reshape(shape), np.arange(2)), tmp_path / "grey.beton")
+def test_gray_arrays_become_rgb(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    gray = np.random.default_rng(0).integers(0, 256, (2, 12, 10), dtype=np.uint8)
+    beton = beton_of((gray.reshape(shape), np.arange(2)), tmp_path / "gray.beton")
     for number in range(2):
-        assert np.array_equal(np.asarray(beton.image(number)), np.repeat(grey[number, :, :, None], 3, axis=2))
+        assert np.array_equal(np.asarray(beton.image(number)), np.repeat(gray[number, :, :, None], 3, axis=2))
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "P", "LA", "1"])
@@ -195,7 +195,7 @@ def test_sources_store_small_images_exactly(tmp_path: Path, source: Any) -> None
     assert beton.num_classes == 7
 
 
-def test_grey_arrays_and_given_classes(tmp_path: Path) -> None:
+def test_gray_arrays_and_given_classes(tmp_path: Path) -> None:
     names = [f"class {number}" for number in range(9)]
     beton, _ = converted((IMAGES[..., 0], LABELS), tmp_path, classes=names)
     assert np.array_equal(np.asarray(beton.image(3)), np.repeat(IMAGES[3, :, :, :1], 3, axis=2))

@@ -100,7 +100,7 @@ def test_rgb_is_the_default(tmp_path: Path) -> None:
 
 # A PNG of 2 × 1 pixels with 16 bits per channel, of which Pillow reads the upper 8
 WIDE_RGB = png_of(16, 2, 2, 1, b"\0" + struct.pack(">6H", 1, 2, 3, 4, 5, 60000))
-GREY, WIDE = Image.fromarray(levels(1, 8)[0]), Image.fromarray(levels(1, 16)[0])
+GRAY, WIDE = Image.fromarray(levels(1, 8)[0]), Image.fromarray(levels(1, 16)[0])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ GREY, WIDE = Image.fromarray(levels(1, 8)[0]), Image.fromarray(levels(1, 16)[0])
         (WIDE_RGB, "L", r"more than 8 bits \(Pillow's mode RGB\)"),
         (WIDE_RGB, "RGB;16", "Pillow's mode RGB is not 'RGB;16'; pass an array of uint16"),
         (WIDE, "RGB;16", "Pillow's mode I;16 is not 'RGB;16'"),
-        (GREY, "I;16", r"have 8 bits \(Pillow's mode L\), but 'I;16' has 16"),
+        (GRAY, "I;16", r"have 8 bits \(Pillow's mode L\), but 'I;16' has 16"),
         (jpeg_bytes(picture(1, 20, 24)), "I;16", "8 bits"),
         (Image.new("F", (24, 20)), "I;16", "Pillow's mode F is not 'I;16'"),
         (Image.new("I", (24, 20), 70_000), "I;16", "not in 0 to 65535"),
@@ -121,7 +121,7 @@ GREY, WIDE = Image.fromarray(levels(1, 8)[0]), Image.fromarray(levels(1, 16)[0])
         (np.zeros((*SHAPE, 3), np.uint16), "I;16", "it has 3 channels of 16 bits, but 'I;16' has 1"),
         (np.zeros((*SHAPE, 2), np.uint8), "L", r"its shape is \(20, 24, 2\)"),
         (b"no image", "L", "it is not an image that Pillow can read"),
-        (file_bytes(GREY, "PNG")[:-30], "L", "it cannot be decoded"),
+        (file_bytes(GRAY, "PNG")[:-30], "L", "it cannot be decoded"),
         (np.zeros(SHAPE, np.uint16), None, "expected uint8, 0 to 255, or image_mode='I;16'"),
     ],
 )  # fmt: skip
@@ -130,7 +130,7 @@ def test_images_of_other_kinds(image: Any, mode: str | None, words: str, tmp_pat
 
 
 def test_all_have_one_size(tmp_path: Path) -> None:
-    data = [(GREY, 0), (GREY.resize((30, 40)), 0)]
+    data = [(GRAY, 0), (GRAY.resize((30, 40)), 0)]
     words = r"sample 1: it has 40 × 30 pixels \(height × width\), but the first sample has 20 × 24; .* resize them"
     refused(data, tmp_path, words, image_mode="L")
     report = convert(data, tmp_path / "a.beton", image_mode="L", on_error="skip")
@@ -152,7 +152,7 @@ def test_all_have_one_size(tmp_path: Path) -> None:
     ],
 )
 def test_options_of_jpegs(options: dict[str, Any], words: str, tmp_path: Path) -> None:
-    refused([(GREY, 0)], tmp_path, words, **{"image_mode": "L", **options})
+    refused([(GRAY, 0)], tmp_path, words, **{"image_mode": "L", **options})
 
 
 def test_masks_and_further_fields(tmp_path: Path) -> None:

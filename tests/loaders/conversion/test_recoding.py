@@ -23,7 +23,7 @@ from PIL import Image
 SIDES = (90, 121)  # no multiples of a block, and odd
 PICTURE = picture(3, *SIDES)
 BASELINE = "recoded losslessly as baseline"
-OPTIMISED = "Huffman tables optimised"
+OPTIMIZED = "Huffman tables optimized"
 COPIED = "copied unchanged"
 SMALLER = Encoding(optimize=True)
 
@@ -93,7 +93,7 @@ def test_pixels_are_identical(kind: str, progressive: bool) -> None:
     jpeg = jpeg_bytes(PICTURE, progressive=progressive, **KINDS[kind])
     encoded = encode_image(jpeg, SMALLER)
     assert (encoded.width, encoded.height) == SIDES[::-1]
-    assert encoded.treatment == (BASELINE if progressive else OPTIMISED)
+    assert encoded.treatment == (BASELINE if progressive else OPTIMIZED)
     assert frame_type(encoded.payload) == 0xC0
     assert progressive or len(encoded.payload) < len(jpeg)
     np.testing.assert_array_equal(by_pillow(encoded.payload), by_pillow(jpeg))
@@ -109,8 +109,8 @@ def test_pixels_are_identical_in_the_loader(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("progressive", [False, True])
-def test_grey_is_recoded_as_grey(progressive: bool) -> None:
-    """`convert` itself stores grey files as RGB."""
+def test_gray_is_recoded_as_gray(progressive: bool) -> None:
+    """`convert` itself stores gray files as RGB."""
     jpeg = jpeg_bytes(Image.fromarray(PICTURE).convert("L"), progressive=progressive)
     result = recoded(jpeg)
     assert result is not None
@@ -149,7 +149,7 @@ def test_orientation_counts_and_other_exif_data_is_dropped(progressive: bool) ->
     exif[0x0112] = 1
     jpeg = jpeg_bytes(PICTURE, **options)
     upright = encode_image(jpeg, SMALLER)
-    assert upright.treatment == (BASELINE if progressive else OPTIMISED)
+    assert upright.treatment == (BASELINE if progressive else OPTIMIZED)
     assert not any(text in upright.payload for text in (b"Exif", b"maker", b"profile"))
     np.testing.assert_array_equal(by_pillow(upright.payload), by_pillow(jpeg))
 
@@ -193,17 +193,17 @@ def test_sampling_that_cannot_be_decoded_is_refused() -> None:
 def test_what_is_recoded_with_each_check(check: str) -> None:
     plain, progressive = jpeg_bytes(PICTURE), jpeg_bytes(PICTURE, progressive=True)
     assert encode_image(plain, Encoding(check=check)).treatment == COPIED
-    assert encode_image(plain, Encoding(check=check, optimize=True)).treatment == OPTIMISED
+    assert encode_image(plain, Encoding(check=check, optimize=True)).treatment == OPTIMIZED
     assert encode_image(progressive, Encoding(check=check)).treatment == BASELINE
 
 
-def test_large_baseline_files_are_not_optimised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_baseline_files_are_not_optimized(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit of memory is lowered here; a file at the real one has 44 megapixels."""
     jpeg = jpeg_bytes(PICTURE, subsampling=0)
     coefficients = 2 * 3 * 96 * 128
-    monkeypatch.setattr("drivetrain.loaders.conversion.encode._OPTIMISED_MEMORY", coefficients)
-    assert encode_image(jpeg, SMALLER).treatment == OPTIMISED
-    monkeypatch.setattr("drivetrain.loaders.conversion.encode._OPTIMISED_MEMORY", coefficients - 1)
+    monkeypatch.setattr("drivetrain.loaders.conversion.encode._OPTIMIZED_MEMORY", coefficients)
+    assert encode_image(jpeg, SMALLER).treatment == OPTIMIZED
+    monkeypatch.setattr("drivetrain.loaders.conversion.encode._OPTIMIZED_MEMORY", coefficients - 1)
     assert encode_image(jpeg, SMALLER).treatment == COPIED
     damaged = jpeg[: len(jpeg) // 2] + b"\xff\xd9"
     assert encode_image(damaged, SMALLER).treatment.startswith("re-encoded")
@@ -246,7 +246,7 @@ def test_report_and_keep_bytes(tmp_path: Path) -> None:
     jpegs = [jpeg_bytes(PICTURE, **options) for options in ({"optimize": True}, {}, {"progressive": True})]
     folder = folder_of(tmp_path, *jpegs, PROGRESSIVE_ARITHMETIC)
     report = convert(folder, tmp_path / "a.beton", optimize=True)
-    assert report.treatments == {BASELINE: 2, OPTIMISED: 1, COPIED: 1}
+    assert report.treatments == {BASELINE: 2, OPTIMIZED: 1, COPIED: 1}
     assert f"2 {BASELINE}, " in str(report)
     end = call("convert", str(folder), str(tmp_path / "b.beton"), "--keep-bytes", "--quiet")
     assert "4 images (all copied unchanged)" in end.out

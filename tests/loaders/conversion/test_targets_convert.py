@@ -348,10 +348,10 @@ def test_inspection_counts_pixels(tmp_path: Path) -> None:
 
 
 def test_the_contact_sheet_draws_targets(tmp_path: Path) -> None:
-    grey = np.full((64, 64, 3), 100, np.uint8)
+    gray = np.full((64, 64, 3), 100, np.uint8)
     half = np.zeros((64, 64), np.uint8)
     half[:, 32:] = 1
-    sample = (grey, half, [[4, 4, 20, 20]], [[40, 40]])
+    sample = (gray, half, [[4, 4, 20, 20]], [[40, 40]])
     convert([sample], tmp_path / "a.beton", fields=FIELDS, classes=["sky", "car"])
     contact_sheet(tmp_path / "a.beton", tmp_path / "sheet.png", side=68)
     sheet = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)[2:66, 2:66]

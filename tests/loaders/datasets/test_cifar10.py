@@ -413,7 +413,7 @@ def test_real_npm_package_is_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyP
     images, labels = load_cifar10(folder, "train")
     assert images.shape == (50_000, 32, 32, 3)
     assert np.bincount(labels).tolist() == [5_000] * 10
-    # The means that every CIFAR-10 recipe normalises by.
+    # The means that every CIFAR-10 recipe normalizes by.
     np.testing.assert_allclose(images.mean((0, 1, 2)) / 255, [0.4914, 0.4822, 0.4465], atol=1e-4)
     images, labels = load_cifar10(folder, "test")
     assert images.shape == (10_000, 32, 32, 3)

@@ -22,14 +22,14 @@ LOADERS = [FFCVLoader, TorchLoader]
 
 
 @pytest.fixture(scope="module")
-def grey(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """200 pictures of one grey, so that whatever differs was painted."""
-    path = tmp_path_factory.mktemp("augment") / "grey.beton"
+def gray(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """200 pictures of one gray, so that whatever differs was painted."""
+    path = tmp_path_factory.mktemp("augment") / "gray.beton"
     convert((np.full((200, SIDE, SIDE, 3), 100, np.uint8), np.zeros(200, int)), path)
     return path
 
 
-def test_colours_are_pillows_bit_for_bit() -> None:
+def test_colors_are_pillows_bit_for_bit() -> None:
     rng = np.random.default_rng(0)
     images = np.stack([picture(seed, 30, 30) for seed in range(12)])
     factors = np.concatenate([rng.uniform(0, 2.5, (12, 3)), np.arange(12)[:, None] % 6], axis=1)
@@ -42,7 +42,7 @@ def test_colours_are_pillows_bit_for_bit() -> None:
         assert np.array_equal(found[number], np.asarray(expected))
 
 
-def test_colours_are_drawn_as_torchvision_draws_them() -> None:
+def test_colors_are_drawn_as_torchvision_draws_them() -> None:
     """Range, mean and spread of each factor; each order of the three about as often."""
     made = LoaderOptions(batch_size=1, image_size=8, color_jitter=(0.4, 0.2, 1.5))
     keys = sample_keys(1, 2, np.arange(6000))
@@ -61,7 +61,7 @@ def test_colours_are_drawn_as_torchvision_draws_them() -> None:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_colours_change_and_only_when_asked(kind: Any, photos: Path) -> None:
+def test_colors_change_and_only_when_asked(kind: Any, photos: Path) -> None:
     plain = load(kind, photos, flip=False, scale=(1, 1))
     jittered = load(kind, photos, flip=False, scale=(1, 1), color_jitter=(0.5, 0.5, 0.5))
     if kind is FFCVLoader:  # its crops do not depend on what else is drawn
@@ -73,8 +73,8 @@ def test_colours_change_and_only_when_asked(kind: Any, photos: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-def test_cutout_is_one_square_of_the_mean_colour_anywhere_inside(kind: Any, grey: Path) -> None:
-    images = load(kind, grey, cutout=6, mean=(0.1, 0.5, 0.9), seed=5)
+def test_cutout_is_one_square_of_the_mean_color_anywhere_inside(kind: Any, gray: Path) -> None:
+    images = load(kind, gray, cutout=6, mean=(0.1, 0.5, 0.9), seed=5)
     painted = (images != 100).any(1)
     assert (painted.sum((1, 2)) == 36).all()
     assert images[0][:, painted[0]].unique(dim=1).flatten().tolist() == [26, 128, 230]
@@ -86,7 +86,7 @@ def test_cutout_is_one_square_of_the_mean_colour_anywhere_inside(kind: Any, grey
         assert abs(places.float().mean() - (SIDE - 6) / 2) < 1.6
     for image, top, left in zip(painted, tops, lefts, strict=True):
         assert image[top : top + 6, left : left + 6].all()
-    assert not torch.equal(painted, (load(kind, grey, cutout=6, seed=6) != 100).any(1))
+    assert not torch.equal(painted, (load(kind, gray, cutout=6, seed=6) != 100).any(1))
 
 
 @pytest.mark.parametrize("kind", LOADERS)

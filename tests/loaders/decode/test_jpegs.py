@@ -68,7 +68,7 @@ def orientation(value: bytes, kind: int = 3, count: int = 1) -> bytes:
 def test_exif_data_that_means_nothing_leaves_the_picture_as_it_is(exif: bytes) -> None:
     """The density in the JFIF header keeps Pillow from reading the EXIF data when it opens the file."""
     jpeg = with_segment(jpeg_bytes(PICTURE, dpi=(72, 72)), 0xE1, exif)
-    assert encode_image(jpeg, Encoding(optimize=True)).treatment == "Huffman tables optimised"
+    assert encode_image(jpeg, Encoding(optimize=True)).treatment == "Huffman tables optimized"
     kept = encode_image(jpeg, Encoding())
     assert (kept.treatment, kept.payload) == (UPRIGHT, jpeg)
     small = encode_image(jpeg, Encoding(max_resolution=32))
@@ -159,7 +159,7 @@ def test_pictures_after_the_first_are_left_alone() -> None:
     assert (encoded.treatment, encoded.width, encoded.height) == (UPRIGHT, 64, 48)
     assert encoded.payload == buffer.getvalue()
     recoded = encode_image(buffer.getvalue(), Encoding(optimize=True))
-    assert (recoded.treatment, recoded.width, recoded.height) == ("Huffman tables optimised", 64, 48)
+    assert (recoded.treatment, recoded.width, recoded.height) == ("Huffman tables optimized", 64, 48)
     with Image.open(buffer) as first, Image.open(io.BytesIO(recoded.payload)) as only:
         assert (only.format, only.tobytes()) == ("JPEG", first.tobytes())
 

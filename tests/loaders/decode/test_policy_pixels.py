@@ -112,7 +112,7 @@ def test_operations_follow_one_another() -> None:
     assert np.array_equal(ours(image, *steps), np.asarray(expected))
 
 
-# How far an operation may be from torchvision's on tensors, which AugMix uses, in levels: its greys are cut off
+# How far an operation may be from torchvision's on tensors, which AugMix uses, in levels: its grays are cut off
 # where Pillow's are rounded, and its sums and places are in float32. Not listed: not at all.
 TENSOR_LEVELS = {
     "ShearX": 1,
@@ -227,9 +227,9 @@ def test_a_policy_changes_neither_crops_nor_cut_out_squares(photos: Path) -> Non
     """Its draws are its own: with a policy that does nothing but brighten, all else stays where it was."""
     with_square = load(FFCVLoader, photos, cutout=6, mean=(0.1, 0.5, 0.9))
     both = load(FFCVLoader, photos, cutout=6, mean=(0.1, 0.5, 0.9), policy={"name": "rand_augment"})
-    colour = torch.tensor([26, 128, 230], dtype=torch.uint8).view(3, 1, 1)
-    squares = (with_square == colour).all(1)
-    assert (both == colour).all(1)[squares].all()
+    color = torch.tensor([26, 128, 230], dtype=torch.uint8).view(3, 1, 1)
+    squares = (with_square == color).all(1)
+    assert (both == color).all(1)[squares].all()
 
 
 @pytest.mark.parametrize("kind", LOADERS)

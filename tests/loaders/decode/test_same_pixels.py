@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "area": {"image_size": 64, "interpolation": "area"},
     "area, evaluation": {"image_size": 50, "interpolation": "area", "train": False},
     "area, enlarged": {"image_size": 200, "interpolation": "area"},
-    "colours": {"image_size": 64, **JITTER},
+    "colors": {"image_size": 64, **JITTER},
     "bfloat16": {"image_size": 64, "dtype": torch.bfloat16, **JITTER},
     "bytes": {"image_size": 64, "dtype": torch.uint8, **JITTER},
     **{name: {"image_size": 65, "policy": {"name": name}} for name in ("rand_augment", "trivial_augment", "aug_mix")},

@@ -294,11 +294,11 @@ REFUSED_BEFORE_TRAINING: dict[str, tuple[Callable[[Toy, Path], Pipeline], type[D
         PlanError, "train.beton has 4 classes, .*o.beton has 5",
     ),
     "a class that training lacks": (
-        lambda toy, tmp: files_of(toy, write_toy(tmp / "t.beton", 64, 0, None), labelled(tmp, [0, 1, 7])),
+        lambda toy, tmp: files_of(toy, write_toy(tmp / "t.beton", 64, 0, None), labeled(tmp, [0, 1, 7])),
         PlanError, "has 4 classes, .* has the label 7",
     ),
     "float labels": (
-        lambda toy, tmp: files_of(toy, labelled(tmp, [0.5, 1.0] * 32), labelled(tmp, [0.5])),
+        lambda toy, tmp: files_of(toy, labeled(tmp, [0.5, 1.0] * 32), labeled(tmp, [0.5])),
         PlanError, "has float labels.*needs class indices. Convert",
     ),
     "output of a factory": (
@@ -339,7 +339,7 @@ def written(folder: Path, content: bytes) -> Path:
     return path
 
 
-def labelled(folder: Path, labels: list[Any]) -> Path:
+def labeled(folder: Path, labels: list[Any]) -> Path:
     path = folder / f"labels{len(labels)}.beton"
     convert((toy_arrays(len(labels), 0)[0], np.array(labels)), path, progress=False)
     return path
@@ -385,14 +385,14 @@ def test_a_folder_that_cannot_be_written_fails_before_training(toy: Toy, tmp_pat
 
 
 def test_validation_data_without_names_may_lack_the_last_class(toy: Toy, tmp_path: Path) -> None:
-    pipeline = files_of(toy, val=labelled(tmp_path, [0, 1, 2, 0]))
+    pipeline = files_of(toy, val=labeled(tmp_path, [0, 1, 2, 0]))
     assert pipeline.fit(epochs=1, progress=False).accuracy is not None
 
 
 def test_names_of_the_validation_data_count_the_classes_of_nameless_training_data(
     toy: Toy, tmp_path: Path
 ) -> None:
-    train = labelled(tmp_path, [0, 1, 2, 0] * 16)
+    train = labeled(tmp_path, [0, 1, 2, 0] * 16)
     assert files_of(toy, train).fit(epochs=1, progress=False).accuracy is not None
 
 

@@ -177,7 +177,7 @@ def test_gyro_dropout_is_told_how_long_the_run_is(toy: Toy) -> None:
 
 
 def test_surgery_after_wrapping_is_refused(one_process_group: None) -> None:  # noqa: ARG001 — a fixture
-    """On `.module` it is silent: the ranks' new parameters are never synchronised."""
+    """On `.module` it is silent: the ranks' new parameters are never synchronized."""
     wrapped = DistributedDataParallel(resnet())
     for transform in (t.SqueezeExcite(min_channels=64), t.WeightStandardization(), t.GhostBatchNorm()):
         with pytest.raises(PlanError, match=r"DistributedDataParallel|wrapped"):

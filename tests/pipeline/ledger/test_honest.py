@@ -1,4 +1,4 @@
-"""What makes the ledger's figures honest: interleaving, warm-up, synchronisation, intervals, separate costs."""
+"""What makes the ledger's figures honest: interleaving, warm-up, synchronization, intervals, separate costs."""
 
 import json
 import math

@@ -135,7 +135,7 @@ def test_it_trains_in_torchs_loader(data: str) -> None:
 
 
 def test_four_channels(tmp_path: Path) -> None:
-    """Of 8 bits, with another colour space than RGB in predictions, which are converted."""
+    """Of 8 bits, with another color space than RGB in predictions, which are converted."""
     images, labels = toy_arrays(32, seed=1)
     four = np.concatenate([images, images[..., :1]], axis=3)
     convert((four, labels), tmp_path / "four.beton", image_mode="RGBA", progress=False)

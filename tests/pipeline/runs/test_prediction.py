@@ -338,8 +338,8 @@ def test_predictions_take_the_loaders_pixels(crops: Ran) -> None:
     own = torch.stack([result.preprocess(image) for image in originals(data)])
     assert own.shape == (12, 3, 24, 32)
     assert torch.equal(own, images)
-    centre = dataclasses.replace(result.inputs, eval_crop="center").transform()
-    assert (torch.stack([centre(image) for image in originals(data)]) - images).abs().max() > 0.5
+    center = dataclasses.replace(result.inputs, eval_crop="center").transform()
+    assert (torch.stack([center(image) for image in originals(data)]) - images).abs().max() > 0.5
     for rows in (result.predict(originals(data)), load_run(folder).predict(originals(data))):
         found = torch.tensor([[row["probabilities"][name] for name in "ab"] for row in rows])
         torch.testing.assert_close(found, outputs.softmax(1), rtol=0, atol=1e-5)
@@ -361,7 +361,7 @@ def test_its_files_have_the_crop(crops: Ran, tmp_path: Path) -> None:
             in text
         )
     else:
-        known = "24 × 32 pixels (nearest), with its aspect ratio, and centred on the colour (128, 102, 76)"
+        known = "24 × 32 pixels (nearest), with its aspect ratio, and centered on the color (128, 102, 76)"
         assert f"RGB. Each full picture, scaled to fit into {known}, scaled to 0–1" in text
     assert "central" not in text
 

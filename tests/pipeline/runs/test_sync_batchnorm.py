@@ -90,7 +90,7 @@ def test_the_plan_cautions_where_batch_norm_meets_a_split_batch(toy: Toy) -> Non
     assert "GroupNorm does not depend on the split; nor does accumulate=1" in text
     for quiet in (on_ranks(factory), factory, on_ranks(toy.pipeline(plain_model()), **split)):
         assert "BatchNorm" not in wrapped(quiet)
-    assert "synchronise BatchNorm" in [step.what for step in on_ranks(factory).plan().steps]
+    assert "synchronize BatchNorm" in [step.what for step in on_ranks(factory).plan().steps]
 
 
 def test_what_contradicts_it_is_refused_with_the_remedy(toy: Toy) -> None:

@@ -272,8 +272,8 @@ def epoch(number: int, accuracy: float | None, loss: float = 1.0) -> Epoch:
 )
 def test_curves_of_short_runs_and_of_those_without_validation(epochs: list[Epoch]) -> None:
     image = Image.open(io.BytesIO(draw(History(epochs, {})))).convert("RGB")
-    colours = {colour for _, colour in image.getcolors(1 << 24) or []}
-    drawn = [tuple(bytes.fromhex(color[1:])) in colours for color in (BLUE, RED)]
+    colors = {color for _, color in image.getcolors(1 << 24) or []}
+    drawn = [tuple(bytes.fromhex(color[1:])) in colors for color in (BLUE, RED)]
     assert drawn == [True, epochs[0].accuracy is not None]
 
 

@@ -1,6 +1,6 @@
 """Each training method at work on real images: a few thousand of CIFAR-10, a small network, some epochs.
 
-Regularisers pay where plain training overfits. So the setting is one in which it does: few images, which come
+Regularizers pay where plain training overfits. So the setting is one in which it does: few images, which come
 unchanged in every epoch, and a network that has learnt them by heart at the end.
 """
 
