@@ -317,7 +317,8 @@ def test_doctor_warns_of_a_name_that_leads_to_this_machine_only(
 
 
 @pytest.mark.process
-def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
+@pytest.mark.slow
+def test_doctor_with_all_extras() -> None:
     (whole,) = run_several(["doctor"])
     assert whole.code == 0
     for extra in EXTRAS:
@@ -325,10 +326,16 @@ def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
     assert re.search(r"ok +. torch ", whole.out)
     assert "strategy ddp" in whole.out
     assert "…" not in whole.out  # nothing is cut off
+
+
+@pytest.mark.process
+def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
     doctor, train = run_several(
         ["doctor"], ["train", "cifar10-quickstart", *toy_values(toy)], blocked=("ffcv", "numba")
     )
     assert doctor.code == 0  # the core is whole
+    assert re.search(r"ok +. torch ", doctor.out)
+    assert "strategy ddp" in doctor.out
     assert re.search(r"missing +. extra ffcv", doctor.out)
     (remedy,) = (line for line in doctor.out.splitlines() if line.startswith("  extra ffcv: "))
     assert "drivetrain[ffcv]" in remedy
