@@ -40,6 +40,8 @@ class Spread:
         return cls(float(values.min()), float(np.median(values)), float(values.mean()), float(values.max()))
 
     def __str__(self) -> str:
+        if self.smallest == self.largest:
+            return f"{self.smallest:,.0f}"
         ends = f"{self.smallest:,.0f} to {self.largest:,.0f}"
         return f"{ends}, median {self.median:,.0f}, mean {self.mean:,.0f}"
 

@@ -31,6 +31,7 @@ def picture() -> Path:
     return next(Path("photos/val").rglob("*.jpg"))
 
 
+@pytest.mark.slow
 def test_every_export_is_the_model(run: FitResult) -> None:
     with Image.open(picture()) as image:
         (row,) = run.predict(image)

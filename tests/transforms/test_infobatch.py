@@ -189,6 +189,7 @@ def test_resumed_on_another_number_of_ranks(
         assert_close(resumed, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_two_ranks_resume_exactly(toy: Toy, tmp_path: Path, reference: Reference) -> None:
     pipeline = pipeline_of(toy).distribute("ddp", devices=2)

@@ -41,6 +41,11 @@ def test_a_users_own_operation(ops: Any, raws: Path) -> None:
     originals = torch.from_numpy(raw_pictures(20, SIDE)[0]).permute(0, 3, 1, 2)
     assert torch.equal(load(raws, []), originals)
     assert torch.equal(load(raws, [ops.Invert()]), 255 - originals)
+
+
+@pytest.mark.slow
+def test_operations_follow_one_another(ops: Any, raws: Path) -> None:
+    originals = torch.from_numpy(raw_pictures(20, SIDE)[0]).permute(0, 3, 1, 2)
     assert torch.equal(load(raws, [ops.Invert(), ops.Invert()]), originals)
 
 

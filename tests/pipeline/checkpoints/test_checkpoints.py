@@ -119,8 +119,14 @@ NAMES = [
 ]  # fmt: skip
 
 
+LONGER = {"no momentum", "a factory", "freezing", "selecting", "resizing"}
+"""Those that keep nothing which another of them does not keep, too: for `make test-all`."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONGER else ()) for name in NAMES]
+)
 def test_resumed_anywhere_it_is_the_same_run(name: str, toy: Toy, tmp_path: Path) -> None:
     """In the middle of the first epoch, at its end, in the middle of the second, and before the last step."""
     pipeline = cases(toy)[name]

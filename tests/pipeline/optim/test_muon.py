@@ -159,7 +159,7 @@ def test_a_group_becomes_its_matrices_and_the_rest(toy: Toy) -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("name", ["muon", "adamuon"])
+@pytest.mark.parametrize("name", ["muon", pytest.param("adamuon", marks=pytest.mark.slow)])
 def test_resuming_goes_on_bit_for_bit(name: str, toy: Toy, tmp_path: Path) -> None:
     pipeline = toy.pipeline(batch_norm_model).optimize(
         name, lr=0.05, groups={"5.*": {"orthogonalize": False}}

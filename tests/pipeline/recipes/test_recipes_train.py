@@ -126,6 +126,7 @@ def test_the_billions_are_billions(name: str) -> None:
     assert round(count * 4 / 1e9, 1) == 7.4
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_road_to_94_learns(tmp_path: Path) -> None:
     """airbench's network, optimizer and schedule, on the toy data: from chance to nearly all."""

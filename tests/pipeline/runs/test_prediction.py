@@ -367,7 +367,7 @@ def test_its_files_have_the_crop(crops: Ran, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["own.pt2", "own.onnx"])
+@pytest.mark.parametrize("name", ["own.pt2", pytest.param("own.onnx", marks=pytest.mark.slow)])
 def test_a_program_is_compared_on_these_pixels(crops: Ran, name: str, tmp_path: Path) -> None:
     _, folder, _ = crops
     exported = export(folder, tmp_path / name)

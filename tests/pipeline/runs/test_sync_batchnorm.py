@@ -62,6 +62,7 @@ def test_methods_that_run_a_batch_twice_work_with_it(toy: Toy) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.long
 def test_a_run_notes_that_batch_norm_saw_parts_of_the_batch(toy: Toy) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import fsdp_models as models
 import pytest
 import torch
-from deepspeed_jobs import DISCARDING, FEW, MOVED, MOVES, every_case, everything, moved
+from deepspeed_jobs import DISCARDING, FEW, FIRST, MOVED, MOVES, every_case, everything, moved
 from deepspeed_methods import OFFLOAD, STAGES, averaged
 from drivetrain import Pipeline
 from drivetrain.common.errors import StrategyError
@@ -97,7 +97,7 @@ def test_every_strategy_trains_every_case_like_one_device(devices: int) -> None:
     check_cases(ranks, [*STAGES, *OFFLOAD], longer(CASES))
     check_cases(ranks, OFFLOAD[1:], longer(KINDS))
     check_cases(ranks, [*STAGES[1:], *OFFLOAD[1:]], longer(BF16), 2e-2)
-    check_cases(ranks, STAGES[1:2], surgeries())
+    check_cases(ranks, STAGES[1:], surgeries())
     for name in (*STAGES, *OFFLOAD):
         check_discarded(ranks, name)
     for case in longer(MOVED):
@@ -116,9 +116,9 @@ def test_other_models_train_like_one_device(ranks: Ranks, case: Case) -> None:
     check_cases(ranks, STAGES[2:], [case])
 
 
-@pytest.mark.parametrize("case", surgeries(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
 def test_changed_models_train_like_one_device(ranks: Ranks, case: Case) -> None:
-    """Every surgery, as declared in the catalogue, under the stage that divides most."""
+    """Surgeries, as declared in the catalogue, under the stage that divides most."""
     check_cases(ranks, STAGES[2:], [case])
 
 
@@ -142,7 +142,7 @@ def test_statistics_and_evaluation_are_those_of_ddp(ranks: Ranks) -> None:
             assert run.evaluated == pytest.approx(ddp.evaluated, rel=1e-4)
 
 
-@pytest.mark.parametrize(("first", "second"), MOVES[:6])
+@pytest.mark.parametrize(("first", "second"), MOVES[:4])
 def test_a_training_moves_between_strategies(ranks: Ranks, first: str, second: str) -> None:
     """With weights and optimizer state exported by one and imported by the other, training continues unchanged."""
     single, state = moved("single", "single", replace(MOVED[0], accumulate=MOVED[0].accumulate * 2))

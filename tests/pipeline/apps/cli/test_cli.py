@@ -321,7 +321,8 @@ def test_doctor_warns_of_a_name_that_leads_to_this_machine_only(
 
 
 @pytest.mark.process
-def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
+@pytest.mark.slow
+def test_doctor_with_all_extras() -> None:
     (whole,) = run_several(["doctor"])
     assert whole.code == 0
     for extra in EXTRAS:
@@ -329,11 +330,17 @@ def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
     assert re.search(r"^  torch  +\d", whole.out, re.MULTILINE)
     assert re.search(r"^  strategies  +single, dp, ddp", whole.out, re.MULTILINE)
     assert "…" not in whole.out  # nothing is cut off
+
+
+@pytest.mark.process
+def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
     doctor, train = run_several(
         ["doctor"], ["train", "cifar10-quickstart", *toy_values(toy)], blocked=("ffcv", "numba")
     )
     assert doctor.code == 0  # the core is whole
     assert "extra ffcv" not in doctor.out.partition("Here:")[2]
+    assert re.search(r"^  torch  +\d", doctor.out, re.MULTILINE)
+    assert re.search(r"^  strategies  +single, dp, ddp", doctor.out, re.MULTILINE)
     (remedy,) = (line for line in doctor.out.splitlines() if line.startswith("  extra ffcv: "))
     assert "drivetrain[ffcv]" in remedy
     assert train.code == 0  # which loads, and needs no FFCV

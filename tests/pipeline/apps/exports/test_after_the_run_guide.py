@@ -65,6 +65,7 @@ def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert Path(name).stat().st_size
 
 
+@pytest.mark.slow
 def test_the_card_of_each_format_says_how_to_use_it(tmp_path: Path, toy: Any) -> None:
     """The code in the card runs on its file."""
     from drivetrain.pipeline import export
