@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -192,7 +192,8 @@ def strip() -> Image.Image:
     cells = {"the image": one}
     for name, kind in TRANSFORMS.items():
         if kind.kind == "image" and hasattr(kind, "image"):
-            cells[name] = kind().image(one)
+            made: Any = kind()
+            cells[name] = made.image(one)
     both = torch.stack([torch.from_numpy(np.array(each)).permute(2, 0, 1) / 255 for each in (one, other)])
     # Seeds with which one sees what the method does.
     for method, seed in ((MixUp(2.0), 3), (CutMix(), 1), (CutOut(), 3), (ColOut(0.3, 0.3), 3)):
