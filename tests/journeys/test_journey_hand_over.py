@@ -22,6 +22,7 @@ def test_lightning_trains_to_the_same_losses() -> None:
     assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(last.val_loss, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_advice_on_the_format() -> None:
     found = json.loads(done("advise", "photos/train", "--seconds", "5", "--image-size", "96", "--json"))

@@ -259,6 +259,7 @@ except DataError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.long
 def test_hundreds_of_files_need_few_descriptors(folder: Path, tmp_path: Path) -> None:

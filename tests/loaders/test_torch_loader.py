@@ -143,6 +143,7 @@ def test_worker_processes(photos: Path) -> None:
     assert not wait_until_ended(processes, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_script_without_a_main_guard(photos: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"

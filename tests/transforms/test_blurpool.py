@@ -213,7 +213,7 @@ def test_shared_module_stays_shared() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("blur_first", [True, False])
+@pytest.mark.parametrize("blur_first", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiles_without_a_break(blur_first: bool) -> None:
     torch._dynamo.reset()
     layers = (

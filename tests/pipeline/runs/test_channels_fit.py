@@ -94,6 +94,7 @@ def test_predictions_are_those_of_the_evaluation(
         result.predict(path)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_it_is_exported(run: tuple[FitResult, Path], data: str, tmp_path: Path) -> None:
     _, folder = run

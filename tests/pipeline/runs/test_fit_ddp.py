@@ -102,16 +102,26 @@ def on_one_device(cases: Any) -> Callable[[str], FitResult]:
     return result
 
 
-@pytest.fixture(scope="module")
-def on_two_ranks(cases: Any) -> list[dict[str, Any]]:
+def on_ranks(cases: Any, strategies_and_names: list[tuple[str, str]]) -> dict[str, Pipeline]:
     pipelines = {}
-    for strategy, name in (*WHOLE, ("ddp", "batch norm"), ("ddp", "mixed"), *SHARDED, *DIVIDED):
+    for strategy, name in strategies_and_names:
         pipeline, how = cases[name]
         searches = name == "freezing" and strategy not in ("fsdp", "fairscale_sharded_ddp")
         search = {"find_unused_parameters": True} if searches else {}
         pipelines[f"{strategy} {name}"] = pipeline.distribute(strategy, devices=2, **how, **search)
+    return pipelines
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(cases: Any) -> list[dict[str, Any]]:
+    pipelines = on_ranks(cases, [*WHOLE, ("ddp", "batch norm"), ("ddp", "mixed"), *SHARDED])
     pipelines["diverging"] = pipelines["ddp plain"].optimize("sgd", lr=1e9)
     return launch(fit_all, pipelines, devices=2, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def divided(cases: Any) -> list[dict[str, Any]]:
+    return launch(fit_all, on_ranks(cases, DIVIDED), devices=2, timeout=240)
 
 
 def same_training(found: Any, alone: FitResult) -> None:
@@ -123,7 +133,15 @@ def same_training(found: Any, alone: FitResult) -> None:
     torch.testing.assert_close(weights, alone.model.state_dict(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("strategy", "name"), [*WHOLE, *SHARDED, *DIVIDED])
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "name"), DIVIDED)
+def test_a_divided_optimizer_trains_as_on_one_device(
+    strategy: str, name: str, on_one_device: Callable[[str], FitResult], divided: list[dict[str, Any]]
+) -> None:
+    same_training(divided[0][f"{strategy} {name}"], on_one_device(name))
+
+
+@pytest.mark.parametrize(("strategy", "name"), [*WHOLE, *SHARDED])
 def test_two_ranks_train_as_one_device(
     strategy: str, name: str, on_one_device: Callable[[str], FitResult], on_two_ranks: list[dict[str, Any]]
 ) -> None:

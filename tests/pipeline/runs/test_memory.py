@@ -131,6 +131,7 @@ def test_writing_the_weights_takes_no_copy_of_them(tmp_path: Path) -> None:
         save_weights(state, tmp_path / "gone" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_under_torchrun_every_rank_has_the_result_and_gathers_it_at_the_end(
     ranks: list[dict[str, Any]], root: Path
 ) -> None:
@@ -142,6 +143,7 @@ def test_under_torchrun_every_rank_has_the_result_and_gathers_it_at_the_end(
     assert first["weights"] == digests(saved)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_of_shares_and_resuming_gathers_nothing_early(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         shares = [given for given, _ in rank["checkpoints"]["exports"]]

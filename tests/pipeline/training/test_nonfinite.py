@@ -344,6 +344,7 @@ def losses_on_ranks(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
     return {name: (skipped(result), result.history.epochs[-1].loss) for name, result in results.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(200)
 def test_two_ranks_skip_the_same_steps(toy: Toy) -> None:
