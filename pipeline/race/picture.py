@@ -6,19 +6,17 @@ import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...common.errors import require
 from ...common.pictures import GRID, INK, PALETTE
-
-if TYPE_CHECKING:
-    from .result import Point, RaceResult, RaceRun
 
 ABOUT = "Points: the evaluations of all runs. Lines: medians over seeds. Strokes at the target: median seconds to it."
 MARKERS = "osD^v"  # the second half dozen of variants has other marks
 
 
-def figure_of(race: RaceResult) -> Any:
+def figure_of(race: Any) -> Any:
+    """Return the picture of a `RaceResult`, which imports this file, as a matplotlib figure."""
     figure = require("matplotlib.figure", "plot", "draw the race").Figure(
         figsize=(8.5, 5), layout="constrained"
     )
@@ -61,7 +59,7 @@ def figure_of(race: RaceResult) -> Any:
     return figure
 
 
-def _where(race: RaceResult) -> str:
+def _where(race: Any) -> str:
     hardware, versions = (race.facts.get(name, {}) for name in ("hardware", "versions"))
     if not hardware:
         return ""
@@ -69,11 +67,11 @@ def _where(race: RaceResult) -> str:
     return f"{where}; torch {versions['torch']}, Drivetrain {versions['drivetrain']}"
 
 
-def medians(runs: Sequence[RaceRun]) -> list[tuple[float, float]]:
+def medians(runs: Sequence[Any]) -> list[tuple[float, float]]:
     """Return the medians of seconds and accuracy at each evaluation, as far as more than half of the runs came."""
     found = []
     for each in zip_longest(*(run.points for run in runs)):
-        points: list[Point] = [point for point in each if point is not None]
+        points: list[Any] = [point for point in each if point is not None]
         if 2 * len(points) > len(runs):
             found.append((median(p.seconds for p in points), median(p.accuracy for p in points)))
     return found

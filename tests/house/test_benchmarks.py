@@ -18,6 +18,7 @@ PEERS = ROOT / ".build/peers/bin/python"  # of `make bench-peers`; other environ
 SMALL: dict[str, list[str]] = {
     "allocator": ["--rounds", "2", "--recipe", "small.yaml"],
     "beyond_memory": ["photos", "--gigabytes", "0.02", "--memory", "1", "--rounds", "2", "--batches", "2"],
+    "charts": ["--check"],
     "cluster": ["--rounds", "2", "--steps", "1", "--ranks", "1", "--images", "100", "--latency", "0.005"],
     "fast": ["--small", "."],
     "features": [
@@ -85,7 +86,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("script", SMALL)
 def test_a_short_run(script: str, data: Path, tmp_path: Path) -> None:
-    writes = [] if script == "figures" else ["--out", str(tmp_path)]
+    writes = [] if script in ("figures", "charts") else ["--out", str(tmp_path)]
     command = [sys.executable, str(ROOT / f"benchmarks/{script}.py"), *SMALL[script], *writes]
     done = run(*command, cwd=data, timeout=560, env=ENVIRONMENT)
     if "A control group with a memory limit cannot be created" in done.stderr:

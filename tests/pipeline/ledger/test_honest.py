@@ -9,8 +9,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
@@ -170,7 +169,7 @@ def test_a_rank_measures_no_ledger(toy: Toy) -> None:
 def test_a_turn_ends_when_the_device_has_done_its_work(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a device that has still work to do: before the trial, at its end, within its parts."""
     pending: list[float] = []
-    monkeypatch.setattr(ledger_trials, "_wait_for", lambda _: time.sleep(pending.pop(0) if pending else 0))
+    monkeypatch.setattr(ledger_trials, "wait_for", lambda _: time.sleep(pending.pop(0) if pending else 0))
     with built(in_process(toy)) as variant:
         pending[:] = [1.0]
         assert run_trial(variant, "train", epoch=1, batches=1)[0].seconds < 1.0
@@ -186,7 +185,7 @@ def test_a_gpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     for device in ("cpu", "cuda:1"):
-        ledger_trials._wait_for(cast(Any, SimpleNamespace(device=torch.device(device))))
+        ledger_trials.wait_for(torch.device(device))
     assert waited == [torch.device("cuda:1")]
 
 

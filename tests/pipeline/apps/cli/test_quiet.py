@@ -91,7 +91,7 @@ def test_files_that_are_no_images_are_listed(folder: Path, tmp_path: Path) -> No
     report = convert(folder, out, progress=False)
     assert len(report.ignored) == 31
     assert str(report).splitlines()[-1] == f"  … and {31 - SHOWN} more (--verbose)"
-    assert len(call("convert", str(folder), out, "--verbose").out.splitlines()) == 32
+    assert len(call("convert", str(folder), out, "--verbose").out.splitlines()) == 33
     bad = replace(verify(out, progress=False), bad=[(number, "odd") for number in range(40)])
     assert len(str(bad).splitlines()) == 1 + SHOWN + 1
     assert len(bad.text(verbose=True).splitlines()) == 41
