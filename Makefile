@@ -11,7 +11,7 @@
 # make gpu          on a machine with a GPU: run its tests and measurements, in stages that continue where they stopped
 # make gpu-kit      pack what a GPU machine without a network needs, in parts (GPU_PYTHON=python3.12, PHOTOS=FOLDER)
 # make same         forty small trainings, compared bit for bit with the revision BASE=HEAD: before and after a rebuilding
-# make records      the races of the README and of docs/: hours; each continues where it was stopped
+# make records      race the quickstart against plain PyTorch: an hour; it continues where it was stopped
 # make fuzz         a million damaged files through the native library, under the sanitizers; ten million images for leaks
 # make libfuzzer    the same library under clang's fuzzer, guided by coverage, for SECONDS=3600 (CC=clang-19)
 # make notebooks    run the notebooks, and keep their outputs in them (NOTEBOOKS=… selects some)
@@ -107,12 +107,10 @@ lock:
 wheel: install
 	$(BIN)/python .ci/build_wheel.py dist
 
-# Finished runs are kept in the folder, and a second call continues; benchmarks/charts.py draws the results.
+# Finished runs are kept in the folder, with a table and a picture of all, and a second call continues.
 RACE := $(BIN)/drivetrain race
 records: install
 	$(RACE) cifar10-quickstart epochs=6 --target 0.75 --seeds 3 --out .build/records/cifar10-quickstart
-	cp .build/records/cifar10-quickstart/race.json benchmarks/results/race-cifar10-quickstart.json
-	$(BIN)/python benchmarks/charts.py
 
 wheels: install
 	$(BIN)/python .ci/wheels.py

@@ -154,7 +154,7 @@ def ledger_table() -> str:
         for row in ledger["rows"]
     ]
     lines += [[f"ceiling: {name}", spread(speed, 0), ""] for name, speed in ledger["ceilings"].items()]
-    return rows(" | images/s (median, quartiles) | over plain PyTorch (95 % interval)", lines)
+    return rows(" | images/s (trimmed mean, quartiles) | over plain PyTorch (95 % interval)", lines)
 
 
 CHANGES = {

@@ -38,7 +38,7 @@ CIFAR: dict[str, dict[str, Any]] = {
         "source": "David Page, How to train your ResNet (2018), https://myrtle.ai/learn/how-to-train-your-resnet/: "
         "its network at a quarter of the width, its augmentation and its schedule",
         "published": "94 % at width 64 (26 s on one V100, according to airbench's README); nothing at width 16",
-        "measured": "1,418 images/s (quartiles 1,412 to 1,426, n = 8) on two cores of an AMD EPYC, torch 2.15, "
+        "measured": "1,417 images/s (quartiles 1,412 to 1,426, n = 8) on two cores of an AMD EPYC, torch 2.15, "
         "2026-11-20: benchmarks/results/quickstart-ledger.json. Accuracy: not measured.",
         "notes": {**_SMALL_NOTES, "loader": "the baseline to compare with"},
         **_SMALL,
@@ -48,7 +48,7 @@ CIFAR: dict[str, dict[str, Any]] = {
         "description": "CIFAR-10 in minutes, using every stage. Runs on two CPU cores or any GPU.",
         "source": "the baseline recipe; BlurPool arXiv:1904.11486, label smoothing arXiv:1512.00567",
         "published": "nothing for this combination",
-        "measured": "2,991 images/s (quartiles 2,957 to 3,029, n = 8), 2.10 times plain PyTorch, on two cores of an "
+        "measured": "2,981 images/s (quartiles 2,957 to 3,029, n = 8), 2.10 times plain PyTorch, on two cores of an "
         "AMD EPYC, torch 2.15, 2026-11-20: benchmarks/results/quickstart-ledger.json. The accuracy of "
         "that run is in docs/ledger.md. On a GPU: not measured.",
         "notes": {
