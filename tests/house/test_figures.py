@@ -37,7 +37,7 @@ TESTED = "a bound that a test checks"
 NOT_OF_RESULTS: dict[str, dict[str, str]] = {
     "docs/guide/after-the-run.md": {"take 30 seconds to arrive": CONDITION},
     "README.md": {
-        "5 to 10 minutes on two CPU cores": "5:08, 5:57 and 10:10, once each, by hand; so that a reader knows how long to wait",
+        "5 to 10 minutes on two CPU cores": "5:08, 5:57 and 10:10, once each, by hand: how long to wait",
         "46 % top-1": BY_HAND,
         "n = 1": BY_HAND,
     },
