@@ -210,6 +210,12 @@ def test_what_is_not_run_imports_names_that_exist(heavy: bool) -> None:
     output_of(sys.executable, "-W", "ignore", "-c", "\n".join(there))
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_code_fits_the_page(page: str) -> None:
+    blocks = re.findall(r"```(?:python|console|yaml)\n(.*?)```", PAGES[page], re.DOTALL)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 88] == []
+
+
 def commands(page: str) -> list[list[str]]:
     """The command lines of a page, without comments, redirections and dots."""
     text = "\n".join(re.findall(r"```console\n(.*?)```", PAGES[page], re.DOTALL)).replace("\\\n", " ")
