@@ -64,7 +64,6 @@ class _Synced(nn.Module):
     sums_over_ranks = True  # all ranks must run it together, so StochasticDepth does not skip it
     is_absent = False  # whether this rank has no samples: it takes part with none; see `absent`
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward: Callable[..., Any] = super().forward
         if not self.training:
@@ -82,7 +81,9 @@ class _Synced(nn.Module):
 
 @cache  # layers of one class keep a common class
 def _synced(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Synced{kind.__name__}", (_Synced, kind), {"__module__": __name__})
+    # Here rather than as a decorator: it imports the compiler, which would take seconds in every rank.
+    forward = torch.compiler.disable(_Synced.forward)
+    return type(f"Synced{kind.__name__}", (_Synced, kind), {"__module__": __name__, "forward": forward})
 
 
 class _OverRanks(TorchFunctionMode):
