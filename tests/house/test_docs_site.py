@@ -76,7 +76,6 @@ def pages(site: Path) -> Iterator[tuple[Path, Links]]:
         yield path, Links(path)
 
 
-@pytest.mark.slow
 def test_every_link_of_the_site_leads_to_a_page_and_an_anchor(site: Path) -> None:
     found = dict(pages(site))
     assert len(found) > 35
@@ -95,7 +94,6 @@ def test_every_link_of_the_site_leads_to_a_page_and_an_anchor(site: Path) -> Non
     assert checked > 1000
 
 
-@pytest.mark.slow
 def test_the_links_of_the_sources_lead_to_pages_of_the_site(site: Path) -> None:
     """Also of the README: those that a code host resolves are not left as text or as a copy of the source."""
     for source in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
@@ -106,14 +104,12 @@ def test_the_links_of_the_sources_lead_to_pages_of_the_site(site: Path) -> None:
             assert any(link.partition("#")[0] == html for link in page.links), (source.name, target)
 
 
-@pytest.mark.slow
 def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
     for path, page in pages(site):
         for link in page.loaded:
             assert not urlsplit(link).netloc, (path.relative_to(site), link)
 
 
-@pytest.mark.slow
 def test_every_page_is_in_the_table_of_contents(site: Path) -> None:
     links = Links(site / "docs/index.html").links
     contents = {(site / "docs" / link).resolve() for link in links if "#" not in link}
@@ -125,7 +121,6 @@ def test_every_page_is_in_the_table_of_contents(site: Path) -> None:
     assert pages <= contents | {site / "docs/index.html"}
 
 
-@pytest.mark.slow
 def test_every_public_name_has_an_entry(site: Path) -> None:
     from drivetrain import transforms
     from sphinx.util.inventory import InventoryFile
@@ -141,7 +136,6 @@ def test_every_public_name_has_an_entry(site: Path) -> None:
     assert {f"drivetrain.Pipeline.{name}" for name in methods} <= entries  # some are those of a private base
 
 
-@pytest.mark.slow
 def test_notebooks_are_shown_with_their_outputs(site: Path) -> None:
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         shown = Links(site / "notebooks" / f"{path.stem}.html").loaded

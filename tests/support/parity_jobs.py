@@ -264,4 +264,5 @@ def same_run(found: Run, expected: Run, tolerance: float) -> None:
         assert found.norms == expected.norms
     else:
         assert found.norms == pytest.approx(expected.norms, abs=10 * tolerance)
-    torch.testing.assert_close(weights(found), weights(expected), rtol=0, atol=tolerance)
+    # Relative, too: some weights are above 100, where fp32 has steps of 1e-5.
+    torch.testing.assert_close(weights(found), weights(expected), rtol=1e-6, atol=tolerance)

@@ -339,7 +339,7 @@ def test_other_loaders(toy: Toy, loader: str) -> None:
     pipeline = toy.pipeline(plain_model, batch_size=BATCH, loader=loader, crop="resized", **more)
     seen = Ends()
     result = fit(pipeline.transform(t.InfoBatch(0.9, 0.25)), callbacks=[seen])
-    assert result.history.epochs[-1].val_loss < result.history.epochs[0].val_loss
+    assert result.history.epochs[-1].loss < result.history.epochs[0].loss
     assert FULL + 4 * FULL > seen.ends[3][0] >= FULL + 3
 
 
