@@ -11,27 +11,47 @@ from pathlib import Path
 
 from drivetrain import __version__
 
-sys.path.insert(0, str(Path(__file__).parent))  # for public_names and program_pages, below
+sys.path.insert(
+    0, str(Path(__file__).parent)
+)  # for public_names and program_pages, below
 
 project = "Drivetrain"
 author = "The developers of Drivetrain"
 copyright = author
 version = release = __version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx_copybutton", "public_names", "program_pages"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx_copybutton",
+    "public_names",
+    "program_pages",
+]
 root_doc = "docs/index"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**.md", "notebooks/*.ipynb"]
+include_patterns = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/**.md",
+    "notebooks/*.ipynb",
+]
 exclude_patterns = [".*", "build", "dist", "gpu-kit", "runs", "tests", "**/__pycache__"]
 
 html_theme = "furo"
 html_title = f"Drivetrain {release}"
 html_additional_pages = {"index": "to_docs.html"}
-templates_path, html_static_path, html_css_files = ["_templates"], ["_static"], ["site.css"]
+templates_path, html_static_path, html_css_files = (
+    ["_templates"],
+    ["_static"],
+    ["site.css"],
+)
 html_favicon = "_static/favicon.svg"
 html_meta = {
     "description": "Train PyTorch vision models faster, and see exactly which part made them faster."
 }
-copybutton_exclude = ".linenos, .gp, .go"  # what is copied of a session are its commands
+copybutton_exclude = (
+    ".linenos, .gp, .go"  # what is copied of a session are its commands
+)
 
 # Anchors of headings as on a code host.
 myst_heading_anchors = 4
@@ -53,7 +73,10 @@ nitpick_ignore_regex = [
         r"Against|HandOver|Image|ImageSize|LoggerArg|Metric|OnNonFinite|Path|RunArg|Starlette|WeightsArg|(list\[)?dict\[str",
     ),
     # The checks that an option's type carries.
-    (r"py:class", r"Check|FLAG|FRACTION|IN_WORDS|Kind|Positive|Within|_check_mode|callable"),
+    (
+        r"py:class",
+        r"Check|FLAG|FRACTION|IN_WORDS|Kind|Positive|Within|_check_mode|callable",
+    ),
     (
         r"py:class",
         r"AboveZero|Bins|By|Depth|Fraction(AboveZero|BelowOne)?|Fractions|Natural|Operations|ProperFraction|Severity|Sides|Size",

@@ -21,16 +21,30 @@ WIDTH = 88  # columns of a code block that fit the page
 
 
 def block(language: str, text: str) -> list[str]:
-    return [f".. code-block:: {language}", "", *(f"   {line}" for line in text.splitlines()), ""]
+    return [
+        f".. code-block:: {language}",
+        "",
+        *(f"   {line}" for line in text.splitlines()),
+        "",
+    ]
 
 
 def command_line() -> Iterator[str]:
-    context = click.Context(program, info_name="drivetrain", terminal_width=WIDTH, show_default=True)
+    context = click.Context(
+        program, info_name="drivetrain", terminal_width=WIDTH, show_default=True
+    )
     for name in program.list_commands(context):
         command = program.get_command(context, name)
         assert command is not None
-        own = click.Context(command, info_name=name, parent=context, terminal_width=WIDTH)
-        yield from (f"drivetrain {name}", "-" * (11 + len(name)), "", *block("text", command.get_help(own)))
+        own = click.Context(
+            command, info_name=name, parent=context, terminal_width=WIDTH
+        )
+        yield from (
+            f"drivetrain {name}",
+            "-" * (11 + len(name)),
+            "",
+            *block("text", command.get_help(own)),
+        )
 
 
 def recipe_keys() -> Iterator[str]:
@@ -50,11 +64,20 @@ def recipe_list() -> Iterator[str]:
         yield from (name, "-" * len(name), "", recipe["description"], "")
         for key in ("source", "published", "measured"):
             yield f"- {PROSE[key]}{recipe[key]}"
-        values = {key: value for key, value in recipe.items() if key not in ("notes", *PROSE)}
-        yield from ("", *block("yaml", yaml.safe_dump(values, sort_keys=False, width=WIDTH)))
+        values = {
+            key: value for key, value in recipe.items() if key not in ("notes", *PROSE)
+        }
+        yield from (
+            "",
+            *block("yaml", yaml.safe_dump(values, sort_keys=False, width=WIDTH)),
+        )
 
 
-PAGES = {"command-line": command_line, "recipe-keys": recipe_keys, "recipe-list": recipe_list}
+PAGES = {
+    "command-line": command_line,
+    "recipe-keys": recipe_keys,
+    "recipe-list": recipe_list,
+}
 
 
 class ProgramPage(SphinxDirective):

@@ -27,7 +27,10 @@ from sphinx.util.docutils import SphinxDirective
 SEVERAL = re.compile(r"^:(?:ivar|param) [^:]+, [^:]+:")
 """A field of several names."""
 TOP = "drivetrain"
-PACKAGES = (TOP, *(f"{TOP}.{name}" for name in ("loaders", "transforms", "strategies", "pipeline")))
+PACKAGES = (
+    TOP,
+    *(f"{TOP}.{name}" for name in ("loaders", "transforms", "strategies", "pipeline")),
+)
 
 
 @functools.cache
@@ -39,15 +42,27 @@ def public_names(package: str) -> dict[str, str]:
     """
     module = importlib.import_module(package)
     names = {}
-    for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
+    for node in ast.walk(
+        ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
+    ):
         if isinstance(node, ast.ImportFrom) and node.level:
-            source = importlib.util.resolve_name(f"{'.' * node.level}{node.module}", package)
-            names |= {alias.name: source for alias in node.names if alias.asname == alias.name}
+            source = importlib.util.resolve_name(
+                f"{'.' * node.level}{node.module}", package
+            )
+            names |= {
+                alias.name: source for alias in node.names if alias.asname == alias.name
+            }
     for name, value in vars(module).items():
         if inspect.isfunction(value) and value.__module__ == package:
             names[name] = package
-    names |= {name: package for _, name in ModuleAnalyzer.for_module(package).find_attr_docs()}
-    return {name: names[name] for name in sorted(names, key=str.lower) if not name.startswith("_")}
+    names |= {
+        name: package for _, name in ModuleAnalyzer.for_module(package).find_attr_docs()
+    }
+    return {
+        name: names[name]
+        for name in sorted(names, key=str.lower)
+        if not name.startswith("_")
+    }
 
 
 def kind_of(value: Any) -> str:
@@ -58,7 +73,10 @@ def kind_of(value: Any) -> str:
 
 def has_page(package: str, name: str) -> bool:
     own = package == TOP or name not in public_names(TOP)
-    return own and kind_of(getattr(importlib.import_module(package), name)) in ("class", "function")
+    return own and kind_of(getattr(importlib.import_module(package), name)) in (
+        "class",
+        "function",
+    )
 
 
 def write_pages(app: Sphinx) -> None:
@@ -92,7 +110,11 @@ def page(package: str, name: str, home: str) -> str:
 def summary(package: str, name: str, home: str) -> str:
     """Return the first sentence about a name."""
     value = getattr(importlib.import_module(package), name)
-    text = "\n".join(attribute_docs(name, home)) if kind_of(value) == "data" else inspect.getdoc(value) or ""
+    text = (
+        "\n".join(attribute_docs(name, home))
+        if kind_of(value) == "data"
+        else inspect.getdoc(value) or ""
+    )
     whole = " ".join(text.partition("\n\n")[0].split())
     first = re.split(r"(?<=[.:])\s", whole)[0].rstrip(":")
     return first if first.count("`") % 2 == 0 else whole
@@ -103,7 +125,12 @@ def described(package: str, name: str, home: str) -> list[str]:
     value: Any = getattr(importlib.import_module(package), name)
     kind = kind_of(value)
     if package != TOP and name in public_names(TOP):
-        return [f".. py:{kind}:: {package}.{name}", "", f"   The same as :py:obj:`{TOP}.{name}`.", ""]
+        return [
+            f".. py:{kind}:: {package}.{name}",
+            "",
+            f"   The same as :py:obj:`{TOP}.{name}`.",
+            "",
+        ]
     if kind == "data":
         return [
             f".. py:data:: {package}.{name}",
@@ -111,7 +138,11 @@ def described(package: str, name: str, home: str) -> list[str]:
             *(f"   {line}" for line in attribute_docs(name, home)),
             "",
         ]
-    options = ["   :members:", "   :show-inheritance:", *inherited(value)] if isinstance(value, type) else []
+    options = (
+        ["   :members:", "   :show-inheritance:", *inherited(value)]
+        if isinstance(value, type)
+        else []
+    )
     return [f".. auto{kind}:: {package}.{name}", *options, ""]
 
 
@@ -119,7 +150,9 @@ def inherited(value: type) -> list[str]:
     """Return the option that adds what a class inherits from classes that are not public, such as PipelineSpec."""
     bases = value.__mro__[1:]
     elsewhere = [
-        base for base in bases if not base.__module__.startswith(f"{TOP}.") or is_public(base.__name__)
+        base
+        for base in bases
+        if not base.__module__.startswith(f"{TOP}.") or is_public(base.__name__)
     ]
     if issubclass(value, BaseException) or len(elsewhere) == len(bases):
         return []
@@ -136,7 +169,11 @@ def attribute_docs(name: str, home: str) -> list[str]:
     found = ModuleAnalyzer.for_module(home).find_attr_docs().get(("", name))
     if found is not None:
         return found
-    further = public_names(home).get(name, home) if home != public_names(home).get(name) else home
+    further = (
+        public_names(home).get(name, home)
+        if home != public_names(home).get(name)
+        else home
+    )
     return attribute_docs(name, further) if further != home else []
 
 
@@ -152,22 +189,32 @@ class PublicNames(SphinxDirective):
         lines = [".. list-table::", "   :widths: 30 70", "   :class: names", ""]
         for name, home in names.items():
             place = TOP if name in public_names(TOP) else package
-            lines += [f"   * - :py:obj:`{name} <{place}.{name}>`", f"     - {summary(package, name, home)}"]
+            lines += [
+                f"   * - :py:obj:`{name} <{place}.{name}>`",
+                f"     - {summary(package, name, home)}",
+            ]
         lines.append("")
         for name, home in names.items():
             lines += [] if has_page(package, name) else described(package, name, home)
         return self.parse_text_to_nodes(StringList(lines, source=package))
 
 
-def sections(app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+def sections(
+    app: Sphinx, what: str, name: str, value: Any, options: Any, lines: list[str]
+) -> None:
     """Replace the sections of a docstring (Args, Returns, …) by reStructuredText, in place.
 
     Not with Napoleon's own handler: of a property's "Whether it is sharded: True if …" it would take the words before
     the colon for a type, and of "train, val: the loaders" the first name.
     """
     kind = "function" if what in ("attribute", "data", "property") else what
-    parsed = GoogleDocstring(lines, Config(napoleon_use_ivar=True), app, kind, name, value, options).lines()
-    lines[:] = [SEVERAL.sub(lambda names: names.group().replace(", ", ","), line) for line in parsed]
+    parsed = GoogleDocstring(
+        lines, Config(napoleon_use_ivar=True), app, kind, name, value, options
+    ).lines()
+    lines[:] = [
+        SEVERAL.sub(lambda names: names.group().replace(", ", ","), line)
+        for line in parsed
+    ]
 
 
 def plain_types(*given: Any) -> tuple[str | None, str | None]:
@@ -201,7 +248,11 @@ def public_bases(*given: Any) -> None:
         bases[:] = [
             further
             for base in bases
-            for further in (base.__bases__ if getattr(base, "__name__", "").startswith("_") else (base,))
+            for further in (
+                base.__bases__
+                if getattr(base, "__name__", "").startswith("_")
+                else (base,)
+            )
         ]
 
 
