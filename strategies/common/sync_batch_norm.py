@@ -82,7 +82,7 @@ class _Synced(nn.Module):
 @cache  # layers of one class keep a common class
 def _synced(kind: type[nn.Module]) -> type[nn.Module]:
     # Here rather than as a decorator: it imports the compiler, which would take seconds in every rank.
-    forward = torch.compiler.disable(_Synced.forward)
+    forward = torch.compiler.disable(_Synced.forward)  # type: ignore[no-untyped-call]
     return type(f"Synced{kind.__name__}", (_Synced, kind), {"__module__": __name__, "forward": forward})
 
 
