@@ -3,14 +3,15 @@
 import base64
 import html
 import io
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import DataError
+from .errors import DataError, DrivetrainError
 from .storage.files import atomic_file
 
 INK, PALE, GRID = "#222222", "#b8c4cc", "#e4e8ea"
@@ -43,6 +44,27 @@ def save_picture(figure: Any, path: Path, dpi: int = 110) -> Path:
     with atomic_file(path) as file:
         file.write(content)
     return path
+
+
+class Shown(Protocol):
+    """A result that is a picture, and plain JSON types."""
+
+    def show(self) -> Any: ...
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def save_result(result: Shown, path: str | Path, **options: Any) -> None:
+    """Write a result as JSON, or its picture, by the path's suffix, whole or not at all; `options` are those of
+    `savefig`. DrivetrainError for another suffix."""
+    path = Path(path)
+    if path.suffix in SUFFIXES:
+        content = drawn(result.show(), path.suffix, **options)
+    elif path.suffix == ".json":
+        content = json.dumps(result.to_dict(), indent=1).encode()
+    else:
+        raise DrivetrainError(f"{path} must end in .json, .png, .svg or .pdf.")
+    with atomic_file(path) as file:
+        file.write(content)
 
 
 def image_tag(png: bytes, about: str, style: str = "") -> str:

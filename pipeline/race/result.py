@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,8 +13,7 @@ from typing import Any, NamedTuple, Self
 from msgspec import Struct
 
 from ...common.errors import DrivetrainError, LedgerError
-from ...common.pictures import SUFFIXES, drawn
-from ...common.storage.files import atomic_file
+from ...common.pictures import save_result
 from ...common.storage.json_files import ShapeError, parse
 from ...common.table import Table
 from ..measuring.statistics import LEVEL, Figure, Ratio, interval_of_mean, ratio
@@ -234,15 +232,7 @@ class RaceResult:
             DrivetrainError: for another suffix, or a picture without an evaluation.
             MissingExtra: for a picture, without matplotlib.
         """
-        path = Path(path)
-        if path.suffix in SUFFIXES:
-            content = drawn(self.show(), path.suffix, dpi=150, bbox_inches="tight")
-        elif path.suffix == ".json":
-            content = json.dumps(self.to_dict(), indent=1).encode()
-        else:
-            raise DrivetrainError(f"{path} must end in .json, .png, .svg or .pdf.")
-        with atomic_file(path) as file:
-            file.write(content)
+        save_result(self, path, dpi=150, bbox_inches="tight")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

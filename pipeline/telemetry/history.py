@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from ...common.errors import DrivetrainError
-from ...common.pictures import SUFFIXES, drawn
-from ...common.storage.files import atomic_file
+from ...common.pictures import save_result
 from ...common.storage.json_files import convert
 from ...common.table import Table
 from ..tasks.metrics import Unit, format_metric
@@ -224,15 +223,7 @@ class History:
             DrivetrainError: for another suffix, or curves without a finished epoch.
             MissingExtra: for curves, without matplotlib.
         """
-        path = Path(path)
-        if path.suffix in SUFFIXES:
-            content = drawn(self.show(), path.suffix, dpi=120)
-        elif path.suffix == ".json":
-            content = json.dumps(self.to_dict(), indent=1).encode()
-        else:
-            raise DrivetrainError(f"{path} must end in .json, .png, .svg or .pdf.")
-        with atomic_file(path) as file:
-            file.write(content)
+        save_result(self, path, dpi=120)
 
     def show(self) -> Any:
         """Return the curves, which a notebook displays: a matplotlib figure, as in the run's `curves.png`.

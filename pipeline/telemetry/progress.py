@@ -7,6 +7,7 @@ from shutil import get_terminal_size
 from time import perf_counter
 from typing import Self, TextIO
 
+import torch
 from tqdm import tqdm as text_bar
 from tqdm.auto import tqdm
 
@@ -106,8 +107,6 @@ def bar_format(name: int, texts: Mapping[str, str], columns: int) -> str:
 
 def _memory() -> str:
     """Return the memory of the device that tensors take, at most so far; empty on a CPU."""
-    import torch
-
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return f"{peak / 2**30:.1f} GiB" if peak else ""
 

@@ -71,16 +71,12 @@ def examine() -> tuple[bool, str]:
     lines += _remedies(core)
     if missing := _remedies(others):
         lines += ["", "Optional, and not here:", *missing]
-    there = [
-        (one.what.partition(":")[0], one.found)
-        for one in (*core, *others)
-        if one.good and not one.what.startswith("strategy ")
-    ]
+    there = [(one.what, one.found) for one in (*core, *others) if one.good]
     return healthy, "\n".join([*lines, "", "Here:", lines_of(there)])
 
 
 def _remedies(findings: Sequence[Finding]) -> list[str]:
-    return [f"  {one.what.partition(':')[0]}: {one.remedy}" for one in findings if not one.good]
+    return [f"  {one.what}: {one.remedy}" for one in findings if not one.good]
 
 
 def _core() -> list[Finding]:
@@ -155,8 +151,9 @@ def _devices() -> list[Finding]:
     rows = strategies.available()
     findings.append(Finding("strategies", ", ".join(row.name for row in rows if row.runs_here), True))
     for row in rows:
-        why = row.why_not.removeprefix(f"strategy {row.name!r}: ")
-        findings.append(Finding(f"strategy {row.name}", row.summary, row.runs_here, why))
+        if not row.runs_here:
+            why = row.why_not.removeprefix(f"strategy {row.name!r}: ")
+            findings.append(Finding(f"strategy {row.name}", row.summary, False, why))
     return findings
 
 
