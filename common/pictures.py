@@ -4,6 +4,7 @@ import base64
 import html
 import io
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,14 +12,19 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import DataError, DrivetrainError
+from .errors import DataError
 from .storage.files import atomic_file
 
-INK, PALE, GRID = "#222222", "#b8c4cc", "#e4e8ea"
+INK, PALE, GRID, BAND = "#222222", "#b8c4cc", "#e4e8ea", "#f3f3f3"
 PALETTE = BLUE, RED, GREEN, PURPLE, ORANGE, SKY = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9",
 )  # fmt: skip
 """Colors that people with any color blindness can tell apart: Okabe and Ito, "Color Universal Design", 2008."""
+DARK = {
+    "#ffffff": "#131416", "#000000": "#e6e6e6", INK: "#e6e6e6", PALE: "#6b7882", GRID: "#34393d", BAND: "#1f2226",
+    BLUE: "#2a8fd0",
+}  # fmt: skip
+"""What a color of a picture becomes on a dark page; the others of the palette stay, because they show on both."""
 SUFFIXES = (".png", ".svg", ".pdf")
 SIDE = 160  # pixels of a thumbnail: sharp where it is shown, and two dozen are a megabyte at most
 
@@ -32,15 +38,41 @@ def check_picture(path: str | Path) -> Path:
 
 
 def drawn(figure: Any, suffix: str = ".png", **options: Any) -> bytes:
-    """Return a figure in the format of a suffix; `options` are those of `savefig`."""
+    """Return a figure in the format of a suffix; `options` are those of `savefig`. An SVG follows the reader's page,
+    light or dark; and the same figure is the same bytes."""
     buffer = io.BytesIO()
+    if suffix == ".svg":
+        import matplotlib
+
+        with matplotlib.rc_context({"svg.hashsalt": "drivetrain"}):
+            figure.savefig(buffer, format="svg", metadata={"Date": None}, **options)
+        svg = re.sub(rb"(<svg[^>]*>)", rb"\1\n" + _dark_style().encode(), buffer.getvalue(), count=1)
+        # Clips are named by a hash of their place, whose last digits vary with the layout's solver.
+        names = dict.fromkeys(re.findall(rb'<clipPath id="(p[0-9a-f]+)"', svg))
+        for number, name in enumerate(names):
+            svg = svg.replace(name, b"clip%d" % number)
+        return svg
     figure.savefig(buffer, format=suffix[1:], **options)
     return buffer.getvalue()
 
 
-def save_picture(figure: Any, path: Path, dpi: int = 110) -> Path:
+def _dark_style() -> str:
+    """Matplotlib writes colors into the elements, so the rule finds them there. White letters stand on bars and stay:
+    letters are groups (g), and areas are paths."""
+    rules = [
+        f'{element}[style*="{kind}: {light}"]{{{kind}:{dark}!important}}'
+        for light, dark in DARK.items()
+        for kind, elements in (("fill", ("path", "use", "g")), ("stroke", ("path", "use")))
+        for element in elements
+        if (element, light) != ("g", "#ffffff")
+    ]
+    rules.append(f"svg{{fill:{DARK['#000000']}}}")  # black letters have no color of their own
+    return f"<style>@media (prefers-color-scheme: dark){{{''.join(rules)}}}</style>"
+
+
+def save_picture(figure: Any, path: Path, dpi: int = 110, **options: Any) -> Path:
     """Write a figure whole or not at all, in the format of the path's suffix."""
-    content = drawn(figure, path.suffix, dpi=dpi)
+    content = drawn(figure, path.suffix, dpi=dpi, **options)
     with atomic_file(path) as file:
         file.write(content)
     return path
@@ -55,14 +87,14 @@ class Shown(Protocol):
 
 def save_result(result: Shown, path: str | Path, **options: Any) -> None:
     """Write a result as JSON, or its picture, by the path's suffix, whole or not at all; `options` are those of
-    `savefig`. DrivetrainError for another suffix."""
+    `savefig`. DataError for another suffix."""
     path = Path(path)
     if path.suffix in SUFFIXES:
         content = drawn(result.show(), path.suffix, **options)
     elif path.suffix == ".json":
-        content = json.dumps(result.to_dict(), indent=1).encode()
+        content = json.dumps(result.to_dict(), ensure_ascii=False, indent=1).encode()
     else:
-        raise DrivetrainError(f"{path} must end in .json, .png, .svg or .pdf.")
+        raise DataError(f"{path} must end in .json, .png, .svg or .pdf.")
     with atomic_file(path) as file:
         file.write(content)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ...common.errors import DataError
-from ...common.pictures import SUFFIXES, drawn
-from ...common.storage.files import atomic_file
+from ...common.pictures import save_result
 from ...common.table import Table
 
 Z = 1.959963984540054  # two-sided, 95 %
@@ -144,16 +141,8 @@ class Errors:
             DataError: for another suffix.
             MissingExtra: for a picture, without matplotlib.
         """
-        path = Path(path)
-        if path.suffix == ".json":
-            content = json.dumps(self.to_dict(), ensure_ascii=False, indent=1).encode()
-        elif path.suffix in SUFFIXES:
-            content = drawn(self.show(), path.suffix, dpi=110)
-        else:
-            raise DataError(f"{path} must end in .json, .png, .svg or .pdf.")
-        with atomic_file(path) as file:
-            file.write(content)
-        return path
+        save_result(self, path, dpi=110)
+        return Path(path)
 
     def show(self) -> Any:
         """Return the picture, which a notebook displays: a matplotlib figure."""

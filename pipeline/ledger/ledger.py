@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
@@ -12,7 +11,7 @@ from typing import Annotated, Any, Self, TypeVar
 from msgspec import Meta, Struct
 
 from ...common.errors import DrivetrainError, MissingExtra, require
-from ...common.storage.files import atomic_file
+from ...common.pictures import save_result
 from ...common.storage.json_files import ShapeError, convert, parse
 from ..measuring.statistics import LEVEL
 from ..measuring.variant import PLAIN, Costs, Kind, Trial, VariantId
@@ -208,18 +207,10 @@ class Ledger(LedgerData):
         """Write the ledger in the format of the suffix: `.json`, or a picture (`.png`, `.svg`, `.pdf`).
 
         Raises:
-            DrivetrainError: for another suffix, or a missing folder.
+            DataError: for another suffix. DrivetrainError: for a missing folder.
             MissingExtra: for a picture without the extra `plot`.
         """
-        path = Path(path)
-        if path.suffix not in (".json", ".png", ".svg", ".pdf"):
-            raise DrivetrainError(f"{path} must end in .json, .png, .svg or .pdf.")
-        drawn = None if path.suffix == ".json" else picture(self)
-        with atomic_file(path) as file:
-            if drawn is None:
-                file.write(json.dumps(self.to_dict(), indent=1).encode())
-            else:
-                drawn.savefig(file, format=path.suffix[1:], dpi=150, bbox_inches="tight")
+        save_result(self, path, dpi=150, bbox_inches="tight")
 
     def show(self) -> Any:
         """Return the picture, which a notebook displays: a matplotlib figure. Raise MissingExtra without matplotlib."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...common.errors import require
-from ...common.pictures import BLUE, GREEN, INK, ORANGE, PALE, PURPLE, RED, SKY
+from ...common.pictures import BAND, BLUE, GREEN, INK, ORANGE, PALE, PURPLE, RED, SKY
 from ..measuring.statistics import Figure, Ratio, speed_text
 from ..measuring.variant import COPY, LOADER, MODEL, PLAIN, VariantId
 from .data import LedgerData, Row
@@ -112,7 +112,7 @@ def _gains(axes: Any, ledger: LedgerData) -> None:
     axes.set_yticks(range(len(stages)), [stage.stage for stage in stages])
     axes.set_ylim(len(stages) - 0.5, -0.5)
     for at in range(0, len(stages), 2):
-        axes.axhspan(at - 0.5, at + 0.5, color="#f3f3f3", zorder=0)
+        axes.axhspan(at - 0.5, at + 0.5, color=BAND, zorder=0)
     axes.set_xlabel(f"throughput with it, over that without it ({ledger.level:.0%} intervals)")
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     _title(axes, "what each stage contributes")

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from ...common import machine
 from ...common.errors import LedgerError, PlanError, require
-from ...common.pictures import BLUE, INK, ORANGE, PURPLE, RED
+from ...common.pictures import BLUE, INK, ORANGE, PURPLE, RED, save_picture
 from ...common.storage.files import atomic_file
 from ...common.storage.json_files import ShapeError, parse
 from ...common.table import Table
@@ -154,9 +154,7 @@ class Tuned:
             comment = "".join(f"# {line}\n" for line in lines)
             text = comment + yaml.safe_dump(to_recipe(self.pipeline), sort_keys=False)
         else:
-            figure = self.picture()
-            with atomic_file(path) as file:
-                figure.savefig(file, format=path.suffix[1:], dpi=150, bbox_inches="tight")
+            save_picture(self.picture(), path, dpi=150, bbox_inches="tight")
             return
         with atomic_file(path) as file:
             file.write(text.encode())
