@@ -26,6 +26,7 @@ extensions = [
     "sphinx_copybutton",
     "public_names",
     "program_pages",
+    "legibility",
 ]
 root_doc = "docs/index"
 include_patterns = [
@@ -38,6 +39,7 @@ include_patterns = [
 exclude_patterns = [".*", "build", "dist", "gpu-kit", "runs", "tests", "**/__pycache__"]
 
 html_theme = "furo"
+pygments_dark_style = "a11y-dark"  # furo's own has comments that are hard to read
 html_title = f"Drivetrain {release}"
 html_additional_pages = {"index": "to_docs.html"}
 templates_path, html_static_path, html_css_files = (

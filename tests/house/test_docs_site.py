@@ -182,10 +182,12 @@ def test_the_reference_describes_every_public_package_and_the_contents_list_ever
 
 
 def test_mistakes_fail_the_build(tmp_path: Path) -> None:
-    """A link to a page, one to a heading, a heading of the wrong level, a page that no table of contents has."""
+    """A link to a page, one to a heading, a heading of the wrong level, a page that no table of contents has, a picture
+    that is not described."""
     source = tmp_path / "source"
     (source / "docs").mkdir(parents=True)
-    (source / "docs/index.md").write_text("# A\n\n[a page](nowhere.md)\n\n[a heading](#nothing)\n\n### B\n")
+    (source / "docs/index.md").write_text("# A\n\n[a page](nowhere.md)\n\n[a heading](#nothing)\n\n![a](a.svg)\n\n### B\n")
+    (source / "docs/a.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
     (source / "docs/alone.md").write_text("# C\n")
     done = build(source, tmp_path / "html")
     assert done.returncode == 1
@@ -193,6 +195,7 @@ def test_mistakes_fail_the_build(tmp_path: Path) -> None:
         "cross-reference target not found: 'nowhere.md'",
         "cross-reference target not found: 'nothing'",
         "Non-consecutive header level",
+        "the picture docs/a.svg needs a description of 4 words or more",
         "alone.md: WARNING: document isn't included in any toctree",
     ):
         assert warning in done.stderr
