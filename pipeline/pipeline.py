@@ -405,8 +405,8 @@ class Pipeline(PipelineSpec):
         )  # fmt: skip
 
     def tune(
-        self, *, seconds: float = 600.0, allow: Sequence[str] = (), epochs: int = 1,
-        out: str | Path | None = None, progress: bool = True,
+        self, *, seconds: float = 600.0, allow: Sequence[str] = (), target: float | None = None,
+        epochs: int | None = None, out: str | Path | None = None, progress: bool = True,
     ) -> Tuned:  # fmt: skip
         """Find the fastest way to run this training on this machine, and prove it.
 
@@ -421,12 +421,20 @@ class Pipeline(PipelineSpec):
         accepted only if the interval of the difference excludes a loss of accuracy of half a percentage point; else it
         is reported as a trade, and not taken.
 
+        With `target`, the goal is the time to an accuracy: each change of the kinds `allow` (default: all) races the
+        best pipeline so far, as `race` does, in full runs from up to eight seeds. It is accepted by the same test, on
+        the ratios of the seconds of training to the target, and dropped as soon as one of its runs does not reach the
+        target within 1.5 times the other's time.
+
         Args:
             seconds: the time budget, for everything. When it is over, the running batch is interrupted.
             allow: kinds of changes that change what the training computes: `"precision"`, `"resolution"`, `"surgery"`,
-                `"batch_size"` (with the learning rate scaled to it if its rule is known). Default: none.
+                `"batch_size"` (with the learning rate scaled to it if its rule is known); with `target` also
+                `"epochs"` (fewer). Default: none; with `target` all of them.
+            target: the accuracy to which the time is tuned, 0 to 1: of the metric that the task monitors. Default None:
+                speed is tuned. Changes of speed alone are not tried with it: tune those first.
             epochs: of each short training by which `allow` measures the accuracy. Default 1: more make it more
-                similar to the full training, and take longer.
+                similar to the full training, and take longer. With `target`: of each run; default: the recipe's.
             out: a `.json` file that keeps the trials. A second call with it continues from the first's; it must be of
                 the same pipeline, machine, environment and versions.
             progress: whether to show a progress bar of the time budget.
@@ -444,7 +452,9 @@ class Pipeline(PipelineSpec):
         """
         from .tuning.tune import tune
 
-        return tune(self, seconds=seconds, allow=allow, epochs=epochs, out=out, progress=progress)
+        return tune(
+            self, seconds=seconds, allow=allow, epochs=epochs, target=target, out=out, progress=progress
+        )
 
     def race(
         self, *, target: float, seeds: int = 3, against: Against | None = None, epochs: int | None = None,

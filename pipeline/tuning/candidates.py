@@ -25,8 +25,12 @@ AHEAD = (1, 6)
 # Environment variables of the allocator of a device: glibc's, and torch's.
 VARIABLES = {"cpu": machine.KEEPS_MEMORY, "cuda": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
 SIDES = (3 / 4, 7 / 8)  # of the image size
+SHARES = (3 / 4, 1 / 2)  # of the epochs
 LARGER = (2, 4)  # times the batch size
 MICROBATCHES = (2, 4, 8, 16, 32, 64)
+
+
+Kind = Callable[[ResolvedPlan], "list[Candidate]"]
 
 
 @dataclass(frozen=True)
@@ -70,17 +74,29 @@ def _allocator(plan: ResolvedPlan) -> list[Candidate]:
 
 def allowed(plan: ResolvedPlan, allow: Sequence[str]) -> list[Candidate]:
     """Return the changes of these kinds, which change numbers; PlanError for a kind without a change, or unknown."""
+    return [dataclasses.replace(one, numbers=True) for one in _of_kinds(plan, allow, ALLOW)]
+
+
+def to_target(plan: ResolvedPlan, allow: Sequence[str]) -> list[Candidate]:
+    """Return the changes that may reach an accuracy sooner: of these kinds, or of all. Fewer epochs come last, because
+    they are what the others' gains allow."""
+    if allow:
+        return _of_kinds(plan, sorted(allow, key=lambda name: name == "epochs"), TO_TARGET)
+    return [change for kind in TO_TARGET.values() for change in kind(plan)]
+
+
+def _of_kinds(plan: ResolvedPlan, allow: Sequence[str], kinds: Mapping[str, Kind]) -> list[Candidate]:
     changes: list[Candidate] = []
     for name in dict.fromkeys(allow):
-        if name not in ALLOW:
+        if name not in kinds:
             several = "," in str(name)
-            hint = " Pass each as an item (--allow for each)." if several else suggest(str(name), ALLOW)
+            hint = " Pass each as an item (--allow for each)." if several else suggest(str(name), kinds)
             raise PlanError(f"allow={name!r} is not a kind of change.{hint}")
-        of_this = ALLOW[name](plan)
+        of_this = kinds[name](plan)
         if not of_this:
             raise PlanError(f"allow={name!r}: there is no such change to this pipeline that would be tried.")
         changes += of_this
-    return [dataclasses.replace(one, numbers=True) for one in changes]
+    return changes
 
 
 def _precision(plan: ResolvedPlan) -> list[Candidate]:
@@ -120,8 +136,18 @@ def _transforms(plan: ResolvedPlan, kind: str) -> list[Candidate]:
     return [_transform(cls()) for cls in TRANSFORMS.values() if cls.tried_by_tune == kind and cls not in used]
 
 
-def _batch_size(plan: ResolvedPlan) -> list[Candidate]:
-    """Return larger batches, with the learning rate scaled to them if its rule is known."""
+def _epochs(plan: ResolvedPlan) -> list[Candidate]:
+    own = plan.spec.epochs or 1
+    counts = dict.fromkeys(max(int(share * own), 1) for share in SHARES)
+    return [
+        Candidate(f"epochs={count}", "step", lambda spec, count=count: spec.replace(epochs=count))  # type: ignore[misc]
+        for count in counts
+        if count != own
+    ]
+
+
+def _batch_size(plan: ResolvedPlan, times: Sequence[float] = LARGER) -> list[Candidate]:
+    """Return other batch sizes, with the learning rate scaled to them if its rule is known."""
     own = plan.data.batch_size
 
     def change(spec: PipelineSpec, batch_size: int) -> PipelineSpec:
@@ -133,17 +159,27 @@ def _batch_size(plan: ResolvedPlan) -> list[Candidate]:
             spec = spec.replace(optimization=dataclasses.replace(rate, base_batch_size=base, scale_lr=True))
         return spec.replace(data=dataclasses.replace(data, batch_size=batch_size))
 
-    sizes = (times * own for times in LARGER)
+    # All ranks and microbatches have the same number of samples.
+    sizes = (
+        int(each * own)
+        for each in times
+        if each * own % (plan.distribution.ranks * plan.distribution.accumulate) == 0
+    )
     return [Candidate(f"batch_size={size}", "step", partial(change, batch_size=size)) for size in sizes]
 
 
 # Kinds of changes that change numbers.
-ALLOW: dict[str, Callable[[ResolvedPlan], list[Candidate]]] = {
+ALLOW: dict[str, Kind] = {
     "precision": _precision,
     "resolution": _resolution,
     "surgery": lambda plan: _transforms(plan, "surgery"),
     "batch_size": _batch_size,
 }
+
+
+TO_TARGET: dict[str, Kind] = {
+    **ALLOW, "batch_size": partial(_batch_size, times=(1 / 2, 2)), "epochs": _epochs,
+}  # fmt: skip
 
 
 def fitting(plan: ResolvedPlan) -> list[Candidate]:

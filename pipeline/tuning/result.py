@@ -70,6 +70,7 @@ class Tuned:
     Attributes:
         pipeline: the tuned pipeline: the same training, run faster.
         variables: environment variables that make it faster still, to be set before Python starts.
+        target: the accuracy to which the ratios of the trials are those of times; None: they are of speeds.
         trials: every change, in the order in which they were tried.
         limits: images/s of the tuned pipeline, and of its loader and its model alone, by the names `"training"`,
             `"loader"` and `"model"`; on several ranks also what exchanging the gradients would allow,
@@ -86,6 +87,7 @@ class Tuned:
     facts: Mapping[str, Any] = field(default_factory=dict)
     stopped: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
+    target: float | None = None
 
     @property
     def accepted(self) -> tuple[Tried, ...]:
@@ -105,6 +107,8 @@ class Tuned:
     @property
     def bound(self) -> str:
         """One sentence on what limits the tuned pipeline now."""
+        if self.target is not None:
+            return "Speed is that to the target: the time of training to it without the change, over that with it."
         if not self.limits:
             return "The bottleneck is not known: there was no time to measure it."
         train, loader, model = (self.limits[name] for name in ("training", "loader", "model"))
@@ -133,7 +137,7 @@ class Tuned:
             recipe = {"none": str(error)}
         return {
             "format": FORMAT, "facts": dict(self.facts), "recipe": recipe, "gain": self.gain, "before": self.before,
-            "limits": dict(self.limits), "stopped": self.stopped,
+            "limits": dict(self.limits), "stopped": self.stopped, "target": self.target,
             "variables": dict(self.variables), "trials": [asdict(one) for one in self.trials],
         }  # fmt: skip
 
@@ -218,7 +222,8 @@ class Tuned:
 
     @property
     def _title(self) -> str:
-        gain = f": {self.gain:.2f} × as fast" if self.accepted else ""
+        goal = "" if self.target is None else f" to {self.target:.2%}"
+        gain = f": {self.gain:.2f} × as fast{goal}" if self.accepted else ""
         return f"{len(self.accepted)} of {len(self.trials)} changes accepted{gain}"
 
     def _exports(self) -> str:

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from ...common.budget import Budget, OutOfTime, alarm, rounded_up
-from ...common.checks import check_whole
+from ...common.checks import check_number, check_whole
 from ...common.errors import DrivetrainError, PlanError
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
@@ -23,8 +23,9 @@ from ..runs.folder import make_folder
 from ..tasks.scales import check_comparable
 from ..training.build import fork_rng, plain_torch, resolve_data
 from .arena import LIMIT_ROUNDS, Arena, Contender, is_out_of_memory
-from .candidates import Bottleneck, Candidate, allowed, candidates, fitting, ordered
+from .candidates import Bottleneck, Candidate, allowed, candidates, fitting, ordered, to_target
 from .result import Outcome, Tried, Tuned, TuneInterrupted, read_trials
+from .to_target import TargetTuner
 
 # Of the budget, at most for a trial: with two pipelines, a change can have all its rounds in half of it.
 SHARE = 1 / 100
@@ -34,15 +35,22 @@ COMMUNICATION = 0.5  # the bottleneck, if exchanging the gradients alone takes t
 
 @plain_torch()
 def tune(
-    spec: PipelineSpec, *, seconds: float, allow: Sequence[str], epochs: int, out: str | Path | None,
-    progress: bool,
+    spec: PipelineSpec, *, seconds: float, allow: Sequence[str], epochs: int | None, target: float | None,
+    out: str | Path | None, progress: bool,
 ) -> Tuned:  # fmt: skip
     check_measurable(seconds)
     begin = perf_counter()
+    if target is not None and epochs is not None:
+        check_whole("epochs", epochs, PlanError, 1)
+        spec = spec.replace(epochs=epochs)
     plan = resolve_data(resolve(spec), progress)
     spec = spec.replace(distribution=plan.spec.distribution)  # its precision is decided
-    changes = [*candidates(plan), *_allowed(plan, allow, epochs)]
-    facts = facts_of(plan)
+    if target is None:
+        epochs = 1 if epochs is None else epochs
+        changes = [*candidates(plan), *_allowed(plan, allow, epochs)]
+    else:
+        changes = _to_target(plan, allow, target)
+    facts = facts_of(plan) | ({} if target is None else {"target": target, "epochs": plan.spec.epochs})
     file = None if out is None else Path(out).absolute()
     if file is not None and file.suffix != ".json":
         raise PlanError(
@@ -53,8 +61,12 @@ def tune(
         make_folder(file.parent)  # before time is spent on what it will contain
         known = read_trials(file, facts)
     budget = Budget(seconds, begin, progress, "tune")
-    arena = Arena(budget.end, seconds * SHARE, probe=seconds >= PROBE_SECONDS, epochs=epochs)
-    tuner = Tuner(spec, arena, changes, fitting(plan), facts, known, budget.show)
+    tuner: Tuner | TargetTuner
+    if target is None:
+        arena = Arena(budget.end, seconds * SHARE, probe=seconds >= PROBE_SECONDS, epochs=epochs or 1)
+        tuner = Tuner(spec, arena, changes, fitting(plan), facts, known, budget.show)
+    else:
+        tuner = TargetTuner(spec, target, changes, facts, known, budget.end, budget.show)
     interrupted = False
     try:
         with budget, fork_rng(plan.seed), alarm(budget.end):
@@ -74,9 +86,28 @@ def tune(
     return tuned
 
 
-def _allowed(plan: ResolvedPlan, allow: Sequence[str], epochs: int) -> list[Candidate]:
+def _to_target(plan: ResolvedPlan, allow: Sequence[str], target: float) -> list[Candidate]:
+    _check_names(allow)
+    check_number("target", target, PlanError, "(0, 1]", also=": an accuracy")
+    if plan.spec.epochs is None:
+        raise PlanError(
+            "Number of epochs not set. Pass tune(epochs=…) (--epochs): of each run to the target."
+        )
+    if plan.data.val is None:
+        raise PlanError(
+            "target= is an accuracy, which needs validation data. Pass a second file to load() (--val)."
+        )
+    check_comparable(plan.task, "target=")
+    return to_target(plan, allow)
+
+
+def _check_names(allow: Sequence[str]) -> None:
     if isinstance(allow, str):
         raise PlanError(f"allow={allow!r} must be a sequence of names: allow=({allow!r},).")
+
+
+def _allowed(plan: ResolvedPlan, allow: Sequence[str], epochs: int) -> list[Candidate]:
+    _check_names(allow)
     found = allowed(plan, allow)
     if not found:
         return []

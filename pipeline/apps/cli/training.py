@@ -179,7 +179,7 @@ def _next_commands(out: str, *, evaluated: bool) -> list[tuple[str, str]]:
 
 def _tuned(
     pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool, allow: Sequence[str] = (),
-    epochs: int = 1,
+    epochs: int | None = None, target: float | None = None,
 ) -> Pipeline:  # fmt: skip
     from ...runs.folder import make_folder
     from ...tuning.result import TuneInterrupted
@@ -188,7 +188,7 @@ def _tuned(
         make_folder(out)
     try:
         tuned = pipeline.tune(
-            seconds=seconds, allow=allow, epochs=epochs, progress=not quiet,
+            seconds=seconds, allow=allow, epochs=epochs, target=target, progress=not quiet,
             out=None if out is None else out / "tuned.json",
         )  # fmt: skip
     except TuneInterrupted as interrupt:
@@ -216,22 +216,29 @@ def _tuned(
 @option(
     "--allow CHANGE",
     "Also try changes of what the training computes: precision, resolution, surgery or batch_size. They are "
-    "accepted only if short trainings show that they keep the accuracy. May be repeated.",
-    Text("precision", "resolution", "surgery", "batch_size"),
+    "accepted only if short trainings show that they keep the accuracy. May be repeated. With --target also epochs; "
+    "all of them if none is given.",
+    Text("precision", "resolution", "surgery", "batch_size", "epochs"),
     multiple=True,
 )
-@option("--epochs N", "Epochs of each of these short trainings.", int, default=1)
+@option("--target SHARE", "Tune the time to this accuracy, 0 to 1, instead of the speed.", float)
+@option(
+    "--epochs N",
+    "Epochs of each of these short trainings, 1 unless given; with --target, of each run.",
+    int,
+)
 @quiet
 def tune(
     recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, out: Path | None,
-    seconds: float, allow: tuple[str, ...], epochs: int, quiet: bool,
+    seconds: float, allow: tuple[str, ...], target: float | None, epochs: int | None, quiet: bool,
 ) -> None:  # fmt: skip
     """Find the fastest way to run a recipe on this machine.
 
     Without --allow, only changes that keep what the training computes are tried: workers, batches ahead, memory
     format, compiling, strategies with the same numbers, the allocator's environment variables; microbatches if the
     batch does not fit. Each is trained in turns with the best so far, and accepted only if its interval shows
-    that it is faster. With --out, a second call continues from the first's trials.
+    that it is faster. With --target, changes race to an accuracy instead, in full runs. With --out, a second call
+    continues from the first's trials.
     """
     checked = completed_recipe(recipe, overrides, train, val)
     from ...measuring.runner import check_measurable
@@ -240,7 +247,7 @@ def tune(
 
     check_measurable(seconds)
     with modules_of(recipe):
-        _tuned(Pipeline.from_recipe(checked), seconds, out, quiet, allow, epochs)
+        _tuned(Pipeline.from_recipe(checked), seconds, out, quiet, allow, epochs, target)
 
 
 def _files_in(out: Path | str) -> list[str]:

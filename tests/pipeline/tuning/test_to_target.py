@@ -1,0 +1,145 @@
+"""`tune(target=…)`: changes race to an accuracy, in real runs."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+from drivetrain import Pipeline, PlanError
+from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.race.result import Point, RaceResult, RaceRun
+from drivetrain.pipeline.tuning import to_target
+from drivetrain.pipeline.tuning.candidates import Candidate
+from drivetrain.pipeline.tuning.candidates import to_target as changes_to_target
+from drivetrain.pipeline.tuning.result import Tried, Tuned
+from pipeline_data import Sleepy, Toy
+
+TARGET = 0.9
+EPOCHS = 3  # in which the toy pipeline reaches it
+
+
+def names(pipeline: Pipeline, allow: Sequence[str] = ()) -> list[str]:
+    return [one.name for one in changes_to_target(resolve(pipeline), allow)]
+
+
+def test_fewer_epochs_are_tried_last(toy: Toy) -> None:
+    pipeline = toy.pipeline().replace(epochs=8)
+    found = names(pipeline)
+    assert found[-2:] == ["epochs=6", "epochs=4"]
+    batch = resolve(pipeline).data.batch_size
+    assert {f"batch_size={batch // 2}", f"batch_size={2 * batch}", "ProgressiveResizing"} <= {*found}
+    assert names(pipeline, ("epochs", "resolution"))[-2:] == ["epochs=6", "epochs=4"]
+    assert names(pipeline.replace(epochs=2), ("epochs",)) == ["epochs=1"]
+    for wrong in ("workers", "epochs,resolution"):
+        with pytest.raises(PlanError, match=f"allow='{wrong}' is not a kind of change"):
+            names(pipeline, (wrong,))
+
+
+def searched(
+    pipeline: Pipeline, changes: list[Candidate], known: Sequence[Tried] = (), seconds: float = 100
+) -> Tuned:
+    tuner = to_target.TargetTuner(
+        pipeline, TARGET, changes, {}, known, perf_counter() + seconds, lambda _: None
+    )
+    tuner.run()
+    return tuner.result()
+
+
+def slower(seconds: float) -> Candidate:
+    return Candidate("slower", "step", lambda spec: spec.replace(model_options={"seconds": seconds}))
+
+
+def sleepy(toy: Toy, seconds: float) -> Pipeline:
+    return toy.pipeline(Sleepy).replace(model_options={"seconds": seconds}, epochs=EPOCHS)
+
+
+def test_the_verdict_follows_from_the_times_to_the_target(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both pipelines, in seconds by seed; None: not reached."""
+
+    def raced(best: Sequence[float | None], own: Sequence[float | None]) -> Tried:
+        def race(self: Any, name: str, spec: Any, pairs: int, file: Path) -> RaceResult:
+            runs = [
+                RaceRun(who, seed, (Point(times[seed] or 9.0, 0, 0.0 if times[seed] is None else 1.0),))
+                for who, times in (("best", best), (name, own))
+                for seed in range(pairs)
+            ]
+            return RaceResult(TARGET, ("best", name), runs)
+
+        monkeypatch.setattr(to_target.TargetTuner, "_race", race)
+        (trial,) = searched(toy.pipeline(), [slower(0.0)]).trials
+        return trial
+
+    faster = raced([10.0, 11, 10, 10], [5.0, 5.5, 5.1, 5])
+    assert (faster.outcome, faster.rounds) == ("accepted", 4)
+    assert faster.low is not None
+    assert 1.5 < faster.low < 2 < (faster.high or 0)
+    assert faster.ratio == pytest.approx(2, abs=0.02)
+    dropped = raced([10.0, 11, 10, 10], [12.0, 12.5, 11.8, 12])
+    assert (dropped.outcome, dropped.rounds) == ("dropped", 4)
+    assert (dropped.high or 0) < 1
+    unclear = raced([10.0, 12] * 4, [12.0, 10] * 4)
+    assert (unclear.outcome, unclear.reason, unclear.rounds) == ("dropped", "no verdict after 8 rounds", 8)
+    never = raced([10.0, 10], [5.0, None])
+    assert (never.outcome, never.rounds) == ("dropped", 2)
+    assert never.reason == "seed 1 does not reach the target at all"
+    with pytest.raises(PlanError, match=r"reaches 0.00% from the seeds until 0. Pass a lower target"):
+        raced([None], [1.0])
+
+
+@pytest.mark.slow
+def test_a_change_that_is_sooner_there_is_kept_and_one_that_never_is_dropped(toy: Toy) -> None:
+    blind = Candidate("learns nothing", "step", lambda spec: spec.optimize("sgd", lr=1e-9))
+    changes = [blind, slower(0.0), Candidate("nonsense", "step", lambda spec: spec.optimize("sgd", lr=-1.0))]
+    tuned = searched(sleepy(toy, 0.1), changes)
+    never, faster, wrong = tuned.trials
+    assert (never.outcome, never.rounds, never.ratio) == ("dropped", 1, None)
+    assert never.reason.startswith("seed 0 does not reach the target")
+    assert faster.outcome == "accepted", faster
+    assert wrong.outcome == "failed"
+    assert tuned.pipeline.model_options == {"seconds": 0.0}
+    assert tuned.stopped == "Every change was tried."
+    assert f"× as fast to {TARGET:.2%}" in str(tuned)
+    assert "the time of training to it without the change, over that with it" in " ".join(str(tuned).split())
+
+    again = searched(sleepy(toy, 0.1), changes[:2], tuned.trials)  # nothing runs again
+    assert again.trials == tuned.trials[:2]
+    assert again.pipeline.model_options == {"seconds": 0.0}
+
+
+@pytest.mark.long
+def test_a_pipeline_that_does_not_reach_the_target_cannot_be_tuned_to_it(toy: Toy) -> None:
+    pipeline = sleepy(toy, 0.0).optimize("sgd", lr=1e-9).replace(epochs=1)
+    with pytest.raises(
+        PlanError, match=r"the pipeline itself reaches \d.*Pass a lower target, or more epochs"
+    ):
+        searched(pipeline, [slower(0.0)])
+
+
+@pytest.mark.long
+def test_the_budget_is_kept_and_the_file_continues(toy: Toy, tmp_path: Path) -> None:
+    pipeline, file = sleepy(toy, 0.05), tmp_path / "tuned.json"
+    options: dict[str, Any] = {"target": TARGET, "out": file, "allow": ("epochs",), "progress": False}
+    start = perf_counter()
+    tuned = pipeline.tune(seconds=3, **options)
+    assert perf_counter() - start < 8
+    assert tuned.stopped.startswith("Stopped at the 3 s budget. No change has a verdict: pass about ")
+    assert [one.outcome for one in tuned.trials] == ["not tried", "not tried"]
+    known = [Tried("epochs=2", "step", "dropped", reason="known", rounds=1), tuned.trials[1]]
+    Tuned(tuned.pipeline, known, facts=tuned.facts, target=TARGET).save(file)
+    assert pipeline.tune(seconds=2, **options).trials[0].reason == "known"
+    with pytest.raises(Exception, match="target"):
+        pipeline.tune(seconds=2, **options | {"target": 0.5})
+
+
+def test_what_it_cannot_tune(toy: Toy) -> None:
+    pipeline = toy.pipeline()
+    for target in (0, 1.5, "high"):
+        with pytest.raises(PlanError, match="target="):
+            pipeline.tune(target=target, epochs=1)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"epochs not set.*--epochs"):
+        pipeline.tune(target=0.5)
+    with pytest.raises(PlanError, match="epochs=0"):
+        pipeline.tune(target=0.5, epochs=0)
+    with pytest.raises(PlanError, match=r"needs validation data.*--val"):
+        Pipeline(Sleepy).load(toy.train, batch_size=16, image_size=8).tune(target=0.5, epochs=1)
