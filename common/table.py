@@ -5,11 +5,12 @@ from __future__ import annotations
 import html
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 NARROWEST = 12  # minimum width of a column that is narrowed to fit the terminal
+FIRST = 16  # minimum width of the first column of figures
 READABLE = 30  # width below which a column of sentences is hard to read; see `Table.stacks`
 
 
@@ -21,7 +22,9 @@ class Table:
     rows: Sequence[Sequence[str]]
     title: str = ""
     caption: str = ""
-    figures: bool = False  # in all columns but the first: right-aligned, never wrapped
+    figures: bool = (
+        False  # in all columns but the first: right-aligned, never wrapped; below each other if too wide
+    )
     line_after: int | None = None  # number of the row, starting at 1, below which a line is drawn
     spaced: bool = False  # a line below every row
     stacks: bool = False  # put columns after the first below each other where they would be too narrow
@@ -32,11 +35,19 @@ class Table:
     def text(self, width: int) -> str:
         """Return the table with drawn lines, wrapped to fit `width` characters, except the first column and figures."""
         widths = self._widths(width)
+        if self.figures and len(widths) > 1 and _whole(widths) > width:
+            folded = self._folded()
+            widths = folded._widths(10**6)
+            widths[0] = max(min(widths[0], width - _whole(widths) + widths[0]), FIRST)
+            return folded._text(widths) if _whole(widths) <= width else self._listed().text(width)
         if self.stacks and len(widths) > 2:
             full = self._widths(10**6)
             if any(now < min(READABLE, each) for now, each in zip(widths, full, strict=True)):
                 return self._stacked().text(width)
-        whole = sum(widths) + 3 * len(widths) + 1
+        return self._text(widths)
+
+    def _text(self, widths: Sequence[int]) -> str:
+        whole = _whole(widths)
         lines = _wrapped(self.title, whole) if self.title else []
         if self.heads:
             lines += [_rule(widths, *"┏━┳┓"), *self._cells(self.heads, widths, "┃"), _rule(widths, *"┡━╇┩")]
@@ -54,7 +65,7 @@ class Table:
         lines = [self.heads, *self.rows] if self.heads else self.rows
         columns = zip(*lines, strict=True)
         widths = [max(1, *(len(line) for cell in column for line in cell.split("\n"))) for column in columns]
-        while sum(widths) + 3 * len(widths) + 1 > width:
+        while _whole(widths) > width:
             widest = max(widths[1:], default=0)
             if self.figures or widest <= NARROWEST:
                 break
@@ -65,6 +76,32 @@ class Table:
         heads = [self.heads[0], " / ".join(filter(None, self.heads[1:]))] if self.heads else []
         rows = [(first, "\n".join(filter(None, rest))) for first, *rest in self.rows]
         return replace(self, heads=heads, rows=rows, spaced=True)
+
+    def _folded(self) -> Table:
+        """Return the table with intervals below their figures, and each word of a head below the other."""
+        rows = [[cell.replace("  (", "\n(") for cell in row] for row in self.rows]
+        return replace(self, heads=[head.replace(" ", "\n") for head in self.heads], rows=rows)
+
+    def _listed(self) -> Table:
+        """Return one column: of each row the first cell, and below it the others, each after its head."""
+        first, *heads = self.heads
+        longest = max(map(len, heads))
+        rows = [
+            [
+                "\n".join(
+                    [
+                        name,
+                        *(
+                            f"  {head:{longest}}  {cell}"
+                            for head, cell in zip(heads, cells, strict=True)
+                            if cell
+                        ),
+                    ]
+                )
+            ]
+            for name, *cells in self.rows
+        ]
+        return replace(self, heads=[first] if first else [], rows=rows, figures=False, spaced=True)
 
     def _cells(self, row: Sequence[str], widths: Sequence[int], bar: str) -> Iterator[str]:
         texts = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
@@ -106,6 +143,20 @@ class Table:
         return f"<tr>{''.join(texts)}</tr>"
 
 
+def screen_width(otherwise: int = 110) -> int:
+    """Return the columns of the terminal; of a file or a pipe, `otherwise`: what most tables need."""
+    return shutil.get_terminal_size((otherwise, 24)).columns
+
+
+def wrapped(sentences: Iterable[str], width: int) -> list[str]:
+    """Return sentences, each wrapped to its own lines."""
+    return [
+        line
+        for one in sentences
+        for line in textwrap.wrap(one, width, break_long_words=False, break_on_hyphens=False) or [""]
+    ]
+
+
 def lines_of(pairs: Sequence[tuple[str, str]], width: int | None = None) -> str:
     """Return terms and their texts in two columns without lines, which fit the terminal."""
     width = width or shutil.get_terminal_size().columns
@@ -133,6 +184,11 @@ def _broken(word: str, width: int) -> Iterator[str]:
         yield word[:end]
         word = word[end:]
     yield word
+
+
+def _whole(widths: Sequence[int]) -> int:
+    """Return the width of a table with columns of these widths."""
+    return sum(widths) + 3 * len(widths) + 1
 
 
 def _rule(widths: Sequence[int], left: str, line: str, crossing: str, right: str) -> str:

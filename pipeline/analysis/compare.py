@@ -135,7 +135,7 @@ class RunComparison:
             [run.name, *(_text(self.differences[key][n]) for key in keys)] for n, run in enumerate(self.runs)
         ]
         table = Table(["run", *keys], rows, figures=True)
-        if len(keys) <= KEYS and len(table.text(WIDTH).split("\n")[0]) <= WIDTH:
+        if len(keys) <= KEYS and len(table.text(10**6).split("\n")[0]) <= WIDTH:
             return table
         texts = [
             (run.name, ", ".join(f"{key}={_text(self.differences[key][n])}" for key in keys))

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...common.table import Table
+from ...common.table import Table, screen_width, wrapped
 from ..measuring.statistics import Ratio, ratio_of_means
 from ..measuring.variant import EXTRAS, SPLIT, VariantId
 from .ledger import Ledger
-from .table import WIDTH
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,8 @@ class Comparison:
     failed: list[str] = field(default_factory=list)  # variants and unresolved ratios, one sentence each
 
     def __repr__(self) -> str:
-        return "\n".join([self._table().text(WIDTH), *self._sentences()])
+        width = screen_width()
+        return "\n".join([self._table().text(width), *wrapped(self._sentences(), width)])
 
     def _repr_html_(self) -> str:
         return self._table().html() + "".join(f"<p>{html.escape(s)}</p>" for s in self._sentences())

@@ -4,18 +4,18 @@ import html
 from collections.abc import Mapping
 from itertools import pairwise
 
-from ...common.table import Table
+from ...common.table import Table, screen_width, wrapped
 from ..measuring.statistics import UNRESOLVED, Figure, Ratio, speed_text
 from ..measuring.variant import EXTRAS, PLAIN, Costs, VariantId
 from .data import Accuracies, LedgerData, Trained
 from .findings import bound, caveats, compound
 
-WIDTH = 110  # of a table in a terminal
 PRECISE = 0.03  # the widest interval for an overhead of a few percent
 
 
 def text(ledger: LedgerData) -> str:
-    return "\n".join([*(table.text(WIDTH) for table in tables(ledger)), *sentences(ledger)])
+    width = screen_width()
+    return "\n".join([*(table.text(width) for table in tables(ledger)), *wrapped(sentences(ledger), width)])
 
 
 def html_text(ledger: LedgerData) -> str:

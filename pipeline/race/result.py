@@ -15,13 +15,12 @@ from msgspec import Struct
 from ...common.errors import DrivetrainError, LedgerError
 from ...common.pictures import save_result
 from ...common.storage.json_files import ShapeError, parse
-from ...common.table import Table
+from ...common.table import Table, screen_width, wrapped
 from ..measuring.statistics import LEVEL, Figure, Ratio, interval_of_mean, ratio
 from ..runs.facts import check_facts
 from ..telemetry.history import Monitor
 
 FORMAT = 1
-WIDTH = 110  # of the table in a terminal
 
 
 class Point(NamedTuple):
@@ -196,7 +195,8 @@ class RaceResult:
         return Table(heads, rows, f"A race to {self.monitor} {target}", figures=True)
 
     def __repr__(self) -> str:
-        return "\n".join([self._table().text(WIDTH), *self._sentences()])
+        width = screen_width()
+        return "\n".join([self._table().text(width), *wrapped(self._sentences(), width)])
 
     def _repr_html_(self) -> str:
         return self._table().html() + "".join(f"<p>{html.escape(one)}</p>" for one in self._sentences())

@@ -13,7 +13,9 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 def luminance(color: str) -> float:
     """Relative luminance: WCAG 2.2, https://www.w3.org/TR/WCAG22/#dfn-relative-luminance."""
     values = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values)
+    red, green, blue = (
+        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values
+    )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -64,4 +66,6 @@ def test_the_same_figure_is_the_same_file() -> None:
     ledger = Ledger.load(RESULTS / "quickstart-ledger.json")
     one, other = (drawn(ledger.show(), ".svg") for _ in range(2))
     assert one == other
-    assert b"prefers-color-scheme" not in b"".join(drawn(ledger.show(), each) for each in SUFFIXES if each == ".png")
+    assert b"prefers-color-scheme" not in b"".join(
+        drawn(ledger.show(), each) for each in SUFFIXES if each == ".png"
+    )

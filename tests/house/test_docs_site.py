@@ -186,7 +186,9 @@ def test_mistakes_fail_the_build(tmp_path: Path) -> None:
     that is not described."""
     source = tmp_path / "source"
     (source / "docs").mkdir(parents=True)
-    (source / "docs/index.md").write_text("# A\n\n[a page](nowhere.md)\n\n[a heading](#nothing)\n\n![a](a.svg)\n\n### B\n")
+    (source / "docs/index.md").write_text(
+        "# A\n\n[a page](nowhere.md)\n\n[a heading](#nothing)\n\n![a](a.svg)\n\n### B\n"
+    )
     (source / "docs/a.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'/>")
     (source / "docs/alone.md").write_text("# C\n")
     done = build(source, tmp_path / "html")

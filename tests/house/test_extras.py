@@ -1,11 +1,14 @@
 """A missing optional package raises MissingExtra, which names the extra, wherever it is needed."""
 
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
 from drivetrain.loaders import convert
+from places import ROOT
 from process_state import output_of
 
 BLOCK = """
@@ -41,3 +44,9 @@ def test_missing_extra(blocked: list[str], statement: str, extra: str, tmp_path:
     program = BLOCK.format(blocked=blocked, statement=statement.format(path=path))
     assert f"pip install 'drivetrain[{extra}]'" in output_of(sys.executable, "-c", program, cwd=tmp_path)
     assert not (tmp_path / "a.png").exists()
+
+
+def test_every_extra_has_its_row_in_the_docs() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/install.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(extras)

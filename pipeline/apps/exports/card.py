@@ -1,6 +1,7 @@
 """The model card of an exported file, in Markdown: only facts that the checkpoint and its run's folder have."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +26,28 @@ _BEFORE = {"Classification": "before softmax, ", "MultiLabel": "before sigmoid, 
 _CHANNELS = {1: "one channel", 3: "RGB", 4: "RGBA"}
 _USE = {
     "safetensors": """\
+import torch
 from safetensors.torch import load_file
 
 model.load_state_dict(load_file("{name}"))  # of the model {names}
 model.eval()
+images = torch.zeros({shape})  # yours, as below
 outputs = model(images)""",
     "torch-export": """\
 import torch
 
 model = torch.export.load("{name}").module()
+images = torch.zeros({shape})  # yours, as below
 outputs = model(images)""",
     "onnx": f"""\
+import numpy as np
 import onnxruntime
 
+images = np.zeros({{shape}}, np.float32)  # yours, as below
 session = onnxruntime.InferenceSession("{{name}}")
-outputs = session.run(None, {{{{"{INPUT}": images.numpy()}}}})""",
+outputs = session.run(None, {{{{"{INPUT}": images}}}})""",
 }
-"""How to run a file of each format on `images`."""
+"""How to run a file of each format."""
 _SURGERY = {"plain": "before surgery", "trained": "after surgery"}
 
 
@@ -68,7 +74,7 @@ def write_card(
     recipe = {key: value for key, value in recipe.items() if key != "trained"}  # the card has it elsewhere
     parts = [
         _front_matter(facts, kind), MARK, f"# {exported.name}", _origin(checkpoint, recipe),
-        *_use(exported, kind, names, facts, difference), _training(checkpoint, recipe), *_results(checkpoint),
+        *_use(exported, kind, names, facts, difference), _training(checkpoint, recipe), *_results(checkpoint, recipe),
         _ledger(folder), _environment(checkpoint),
     ]  # fmt: skip
     if recipe:
@@ -101,10 +107,14 @@ def _origin(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> str:
 def _use(
     exported: Path, kind: str, names: str, facts: Mapping[str, Any], difference: Difference | None
 ) -> Iterator[str]:
-    code = _USE[kind].format(name=exported.name, names=_SURGERY[names])
+    inputs = Inputs.from_dict(facts["inputs"]) if "inputs" in facts else None
+    shape = "(1, 3, 224, 224)"  # of what the run does not say
+    if inputs is not None:
+        shape = str((1, len(inputs.mean), *height_width(inputs.image_size)))
+    code = _USE[kind].format(name=exported.name, names=_SURGERY[names], shape=shape)
     yield f"## Use\n\n```python\n{code}\n```"
-    if "inputs" in facts:
-        yield _input_text(Inputs.from_dict(facts["inputs"]), kind, facts.get("task"))
+    if inputs is not None:
+        yield _input_text(inputs, kind, facts.get("task"))
     if difference is not None:
         yield f"Compared with the trained model in PyTorch, in fp32: {difference}."
 
@@ -140,6 +150,8 @@ def _crop_text(inputs: Inputs) -> str:
             f"({fill})"
         )
     shape = "square" if height == width else f"crop of the shape {height} × {width} (height × width)"
+    if inputs.eval_ratio == 1:
+        return f"Of each picture, the largest central {shape}, resized to {resized}"
     size = f"{inputs.eval_ratio:g} × the largest size, rounded down to whole pixels"
     return f"Of each picture, the central {shape} of {size}, resized to {resized}"
 
@@ -182,7 +194,7 @@ def _text(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
-def _results(checkpoint: Checkpoint) -> Iterator[str]:
+def _results(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> Iterator[str]:
     history = checkpoint.content.history
     rated = [epoch for epoch in history.epochs if history.monitor.score(epoch) is not None]
     best = history.best
@@ -192,7 +204,10 @@ def _results(checkpoint: Checkpoint) -> Iterator[str]:
     if best is not rated[-1]:
         rows.append(_row(f"best {history.monitor}, epoch {best.epoch}", best))
     names = ("", "loss", "validation loss", *(name for name in rated[-1].metrics))
-    yield "## Results on the validation data"
+    trained = recipe.get("val") is not None and recipe.get("val") == recipe.get("train")
+    yield f"## Results on the {'training' if trained else 'validation'} data"
+    if trained:
+        yield "The model was evaluated on the data that it was trained on: how it does on new images is not known."
     yield Table(names, rows, figures=True).markdown()
     if note := _not_of_the_weights(checkpoint, history):
         yield note
@@ -224,7 +239,9 @@ def _ledger(folder: Path | None) -> str:
         ledger = Ledger.load(path)
     except DrivetrainError:
         return ""
-    return "\n\n".join(["## Speed of training", tables(ledger)[0].markdown(), ledger.bound])
+    table = tables(ledger)[0]
+    measured = [row for row in table.rows if row[1] not in ("left out", "failed")]
+    return "\n\n".join(["## Speed of training", replace(table, rows=measured).markdown(), ledger.bound])
 
 
 def _environment(checkpoint: Checkpoint) -> str:

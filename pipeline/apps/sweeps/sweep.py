@@ -21,7 +21,7 @@ from ....common.errors import PlanError
 from ....common.frozen import FrozenDict
 from ....common.signals import handled, interrupts_held
 from ....common.storage.files import atomic_file
-from ....common.table import Table
+from ....common.table import Table, screen_width
 from ...analysis.compare import RunSummary, read_run
 from ...recipes.presets import completed, parse_overrides
 from ...tasks.metrics import format_metric
@@ -30,7 +30,6 @@ from .space import SEED, Space, Values, name_of
 RECORD, OUTPUT = "sweep.json", "output.txt"
 PATIENCE = 60.0  # seconds for a run to save after Ctrl-C, before it is killed
 _LOOK = 0.05  # seconds between two looks at the processes
-WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class Swept:
                 reasons.append(f"{one.name}: {times} of {len(one.runs)} failed: {reason}")
         heads = "", f"{monitor}, mean", "spread", "runs", "time"
         caption = "Mean and standard deviation over the seeds, of the last evaluation; mean time of a run."
-        return "\n".join([Table(heads, rows, caption=caption, figures=True).text(WIDTH), *reasons])
+        return "\n".join([Table(heads, rows, caption=caption, figures=True).text(screen_width()), *reasons])
 
 
 def sweep(

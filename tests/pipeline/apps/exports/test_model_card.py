@@ -66,14 +66,28 @@ def test_it_has_the_ledgers_figures(run: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(run, tmp_path / "run")
     speeds = {PLAIN: 100.0, in_turn("FFCV loader"): 200.0, LOADER: 900.0, MODEL: 300.0}
     trials = {name: Trial(1000, 1000 / speed, 0.1) for name, speed in speeds.items()}
-    ledger = Ledger([trials, trials], {"recipe": None})
+    ledger = Ledger(
+        [trials, trials], {"recipe": None}, left_out={in_turn("BlurPool"): "there was no time for it"}
+    )
     ledger.save(copied / "ledger.json")
     text = export(copied, tmp_path / "own.safetensors").card.read_text()
     assert ledger.bound in text
     for row in ledger.rows:
-        assert f"| {row.name} |" in text
+        assert (f"| {row.name} |" in text) == (row.images_per_s is not None), row.name
+    assert len(ledger.rows) == 3
     (copied / "ledger.json").write_text("{}")
     assert "Speed of training" not in export(copied, tmp_path / "own.safetensors").card.read_text()
+
+
+def test_what_was_trained_on_is_no_validation(toy: Toy, tmp_path: Path) -> None:
+    toy.pipeline().load(toy.train, toy.train, batch_size=32, image_size=SIDE, workers=1, eval_ratio=1.0).fit(
+        epochs=1, out=tmp_path / "run", progress=False
+    )
+    text = export(tmp_path / "run", tmp_path / "own.safetensors", names="trained").card.read_text()
+    assert "## Results on the training data" in text
+    assert "how it does on new images is not known" in text
+    assert "Of each picture, the largest central square, resized to" in text
+    assert f"images = torch.zeros((1, 3, {SIDE}, {SIDE}))  # yours, as below" in text
 
 
 def test_of_a_checkpoint_alone_it_has_what_that_knows(run: Path, tmp_path: Path) -> None:
