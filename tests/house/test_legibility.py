@@ -33,7 +33,7 @@ body[data-theme="dark"] .highlight .c { color: #aaaaaa } /* Comment */
 
 
 def test_colors_of_a_dark_page_are_its_own_or_those_of_the_light_one() -> None:
-    values = {name: "#000" for name in legibility.LETTERS} | {name: "#fff" for name in legibility.BEHIND}
+    values = dict.fromkeys(legibility.LETTERS, "#000") | dict.fromkeys(legibility.BEHIND, "#fff")
     light = "".join(f"--color-{name}:{value};" for name, value in values.items() if name != "link")
     dark = "--color-background-primary:#131416;--color-brand:#5ca5ff"
     css = (
