@@ -103,6 +103,7 @@ def ledger() -> str:
     """The ledger of the quickstart, as `ledger.save("….svg")` draws it."""
     found = Ledger.load(RESULTS / "quickstart-ledger.json")
     times = found.rows[-1].ratio
+    assert times is not None
     title = (
         f"What each stage of the quickstart contributes; all train {times.value:.2f} times as fast as plain"
     )

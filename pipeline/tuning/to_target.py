@@ -69,10 +69,11 @@ class TargetTuner:
         with TemporaryDirectory(prefix="drivetrain-tune-") as folder:
             for pairs in range(1, PAIRS + 1):
                 self._show(f"{name}: runs from seed {self._spec.seed + pairs - 1}")
-                verdict = self._judged(self._race(name, spec, pairs, Path(folder, "race.json")), pairs)
-                if verdict is not None:
-                    return verdict
-        self._note("dropped", f"no verdict after {PAIRS} rounds", PAIRS)
+                found = self._race(name, spec, pairs, Path(folder, "race.json"))
+                self._trials[-1] = judged(self._trials[-1], found)
+                if self._trials[-1].outcome != "undecided":
+                    return self._trials[-1].outcome == "accepted"
+        self._note("dropped", f"no verdict after {PAIRS} rounds")
         return False
 
     def _race(self, name: str, spec: PipelineSpec, pairs: int, file: Path) -> RaceResult:
@@ -86,38 +87,8 @@ class TargetTuner:
             raise OutOfTime
         return found
 
-    def _judged(self, found: RaceResult, pairs: int) -> bool | None:
-        """Return whether the change is accepted; None: that takes more runs."""
-        best, own = found.rows
-        if best.reached < pairs:
-            top = max((point.accuracy for run in found.of(best.variant) for point in run.points), default=0.0)
-            raise _UnreachedError(
-                f"target={self._target:g}: the pipeline itself reaches {top:.2%} from the seeds until "
-                f"{self._spec.seed + pairs - 1}. Pass a lower target, or more epochs."
-            )
-        if own.reached < pairs:
-            run = found.of(own.variant)[-1]
-            limit = f"within {GIVE_UP:g} times the time of the best" if run.limit is not None else "at all"
-            self._note("dropped", run.failed or f"seed {run.seed} does not reach the target {limit}", pairs)
-            return False
-        times = {run.seed: run.seconds_to(self._target, found.monitor) for run in found.of(own.variant)}
-        ratios = [
-            (run.seconds_to(self._target, found.monitor) or 0.0) / (times[run.seed] or 1.0)
-            for run in found.of(best.variant)
-        ]
-        verdict, interval = judge(ratios)
-        several = interval.n > 1
-        self._note(
-            "undecided", "", pairs, ratio=interval.value, low=interval.low if several else None,
-            high=interval.high if several else None,
-        )  # fmt: skip
-        if verdict == "undecided":
-            return None
-        self._note(verdict, "", pairs)
-        return verdict == "accepted"
-
-    def _note(self, outcome: Outcome, reason: str, rounds: int = 0, **changes: Any) -> None:
-        self._trials[-1] = replace(self._trials[-1], outcome=outcome, reason=reason, rounds=rounds, **changes)
+    def _note(self, outcome: Outcome, reason: str) -> None:
+        self._trials[-1] = replace(self._trials[-1], outcome=outcome, reason=reason)
 
     def too_short(self, seconds: float) -> str:
         if any(one.outcome in ("accepted", "dropped") for one in self._trials):
@@ -138,6 +109,29 @@ class TargetTuner:
         return Tuned(
             self._spec, [*self._trials, *left], facts=self._facts, stopped=self.stopped, target=self._target
         )
+
+
+def judged(trial: Tried, found: RaceResult) -> Tried:
+    """Return the trial with the verdict on the change after these pairs of runs: the best pipeline's, and its own."""
+    best, own = (found.of(name) for name in found.variants)
+    times, others = ([run.seconds_to(found.target, found.monitor) for run in runs] for runs in (own, best))
+    if None in others:
+        top = max((point.accuracy for run in best for point in run.points), default=0.0)
+        raise _UnreachedError(
+            f"target={found.target:g}: without {trial.name}, seed {best[others.index(None)].seed} reaches {top:.2%}. "
+            "Pass a lower target, or more epochs."
+        )
+    if None in times:
+        run = own[times.index(None)]
+        limit = f"within {GIVE_UP:g} times the time of the best" if run.limit is not None else "at all"
+        reason = run.failed or f"seed {run.seed} does not reach the target {limit}"
+        return replace(trial, outcome="dropped", reason=reason, rounds=len(own))
+    ratios = [other / time for other, time in zip(others, times, strict=True) if other and time]
+    verdict, interval = judge(ratios)
+    low, high = (interval.low, interval.high) if interval.n > 1 else (None, None)
+    return replace(
+        trial, outcome=verdict, reason="", rounds=interval.n, ratio=interval.value, low=low, high=high
+    )
 
 
 class _UnreachedError(DrivetrainError):

@@ -1,18 +1,23 @@
 """`tune(target=…)`: changes race to an accuracy, in real runs."""
 
+import math
 from collections.abc import Sequence
+from operator import truediv
 from pathlib import Path
+from statistics import mean
 from time import perf_counter
 from typing import Any
 
 import pytest
-from drivetrain import Pipeline, PlanError
+from drivetrain import DrivetrainError, Pipeline, PlanError
 from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.measuring.statistics import LOOKS
 from drivetrain.pipeline.race.result import Point, RaceResult, RaceRun
 from drivetrain.pipeline.tuning import to_target
 from drivetrain.pipeline.tuning.candidates import Candidate
 from drivetrain.pipeline.tuning.candidates import to_target as changes_to_target
 from drivetrain.pipeline.tuning.result import Tried, Tuned
+from drivetrain.pipeline.tuning.to_target import judged
 from pipeline_data import Sleepy, Toy
 
 TARGET = 0.9
@@ -54,37 +59,40 @@ def sleepy(toy: Toy, seconds: float) -> Pipeline:
     return toy.pipeline(Sleepy).replace(model_options={"seconds": seconds}, epochs=EPOCHS)
 
 
-def test_the_verdict_follows_from_the_times_to_the_target(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both pipelines, in seconds by seed; None: not reached."""
+@pytest.mark.parametrize(
+    ("best", "own", "outcome", "reason"),
+    [
+        ([10, 11, 10], [5, 5.5, 5.1], "undecided", ""),  # too few pairs
+        ([10, 11, 10, 10], [5, 5.5, 5.1, 5], "accepted", ""),
+        ([10, 11, 10, 10], [12, 12.5, 11.8, 12], "dropped", ""),
+        ([10, 12, 10, 12], [12, 10, 12, 10], "undecided", ""),
+        ([10, 10], [5, None], "dropped", "seed 1 does not reach the target at all"),
+    ],
+)
+def test_the_verdict_follows_from_the_times_to_the_target(
+    best: list[float], own: list[float | None], outcome: str, reason: str
+) -> None:
+    """In seconds, by seed; None: not reached."""
+    trial = judged(Tried("faster", "step", "not tried"), raced(best, own))
+    assert (trial.outcome, trial.reason, trial.rounds) == (outcome, reason, len(best))
+    if None not in own:
+        assert trial.ratio == pytest.approx(math.exp(mean(map(math.log, map(truediv, best, own)))))  # type: ignore[arg-type]
+        assert trial.low is not None
+        assert (trial.low > 1 and len(best) >= LOOKS[0]) == (outcome == "accepted")
 
-    def raced(best: Sequence[float | None], own: Sequence[float | None]) -> Tried:
-        def race(self: Any, name: str, spec: Any, pairs: int, file: Path) -> RaceResult:
-            runs = [
-                RaceRun(who, seed, (Point(times[seed] or 9.0, 0, 0.0 if times[seed] is None else 1.0),))
-                for who, times in (("best", best), (name, own))
-                for seed in range(pairs)
-            ]
-            return RaceResult(TARGET, ("best", name), runs)
 
-        monkeypatch.setattr(to_target.TargetTuner, "_race", race)
-        (trial,) = searched(toy.pipeline(), [slower(0.0)]).trials
-        return trial
+def test_without_the_change_the_target_must_be_reached() -> None:
+    with pytest.raises(DrivetrainError, match=r"without faster, seed 0 reaches 0.00%. Pass a lower target"):
+        judged(Tried("faster", "step", "not tried"), raced([None], [1.0]))
 
-    faster = raced([10.0, 11, 10, 10], [5.0, 5.5, 5.1, 5])
-    assert (faster.outcome, faster.rounds) == ("accepted", 4)
-    assert faster.low is not None
-    assert 1.5 < faster.low < 2 < (faster.high or 0)
-    assert faster.ratio == pytest.approx(2, abs=0.02)
-    dropped = raced([10.0, 11, 10, 10], [12.0, 12.5, 11.8, 12])
-    assert (dropped.outcome, dropped.rounds) == ("dropped", 4)
-    assert (dropped.high or 0) < 1
-    unclear = raced([10.0, 12] * 4, [12.0, 10] * 4)
-    assert (unclear.outcome, unclear.reason, unclear.rounds) == ("dropped", "no verdict after 8 rounds", 8)
-    never = raced([10.0, 10], [5.0, None])
-    assert (never.outcome, never.rounds) == ("dropped", 2)
-    assert never.reason == "seed 1 does not reach the target at all"
-    with pytest.raises(PlanError, match=r"reaches 0.00% from the seeds until 0. Pass a lower target"):
-        raced([None], [1.0])
+
+def raced(*times: Sequence[float | None]) -> RaceResult:
+    runs = [
+        RaceRun(name, seed, (Point(9.0 if each is None else each, 0, 0.0 if each is None else 1.0),))
+        for name, own in zip(("best", "faster"), times, strict=True)
+        for seed, each in enumerate(own)
+    ]
+    return RaceResult(TARGET, ("best", "faster"), runs)
 
 
 @pytest.mark.slow
@@ -111,7 +119,7 @@ def test_a_change_that_is_sooner_there_is_kept_and_one_that_never_is_dropped(toy
 def test_a_pipeline_that_does_not_reach_the_target_cannot_be_tuned_to_it(toy: Toy) -> None:
     pipeline = sleepy(toy, 0.0).optimize("sgd", lr=1e-9).replace(epochs=1)
     with pytest.raises(
-        PlanError, match=r"the pipeline itself reaches \d.*Pass a lower target, or more epochs"
+        PlanError, match=r"without slower, seed 0 reaches \d.*Pass a lower target, or more epochs"
     ):
         searched(pipeline, [slower(0.0)])
 
