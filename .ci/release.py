@@ -6,8 +6,9 @@
 2. The source distribution has the repository's sources, and the wheel that is built from it has the same files as one
    that is built from the repository. twine checks the metadata and the README.
 3. In an empty environment for each Python, with the oldest dependencies that pyproject.toml promises and with the
-   newest: install the wheel, convert, load, train on one device and on two ranks, run the quickstart on a few images,
-   and predict. Once per Python: install the source distribution, which compiles the library, convert, load and train.
+   newest: install the wheel, convert, load, train on one device and on two ranks, run the quickstart and the README's
+   example on a few images, and predict. Once per Python: install the source distribution, which compiles the library,
+   convert, load and train.
 
 Ends with status 0 if everything passed, 1 if something failed, and 2 if a Python could not be had, so that a row was
 not tested. uv finds the Pythons on the PATH, or fetches them. Environments are deleted; what uv downloads stays in its
@@ -143,6 +144,22 @@ def check_environment(
     extras = ("quickstart",) if quickstart else ()
     printed = call(interpreter, PROGRAM, work, *extras, cwd=work, title="the smoke run")
     check_run(json.loads(printed.splitlines()[-1]), environment, archive, quickstart)
+    if quickstart:
+        check_example(work, interpreter)
+
+
+def check_example(work: Path, interpreter: Path) -> None:
+    """Run the README's example, the third command after that which creates the environment and `pip install`. Its data
+    are the few images of the smoke run, because CIFAR-10 may not be at hand."""
+    text = release_checks.example((ROOT / "README.md").read_text())
+    data = '"cifar10:train", "cifar10:test"'
+    if data not in text:
+        raise FailedError(f"the README's example no longer loads {data}\n{text}")
+    small = text.replace(data, '"small.beton", "small.beton"').replace("batch_size=500", "batch_size=40")
+    (work / "example.py").write_text(f"{small}print(result.history.epochs[-1].val_loss)\n")
+    printed = call(interpreter, "example.py", cwd=work, title="the README's example")
+    if "why here" not in printed:
+        raise FailedError(f"the README's example does not print its plan\n{printed}")
 
 
 def requirements(archive: Path) -> list[Requirement]:

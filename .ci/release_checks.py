@@ -166,3 +166,8 @@ def contents(wheel: Path) -> dict[str, bytes]:
 def has_license(root: Path) -> bool:
     """Whether the repository has a license of its own."""
     return any(file for pattern in LICENSES for file in root.glob(pattern))
+
+
+def example(readme: str) -> str:
+    """Return the README's first Python block: what a user runs after installing."""
+    return readme.partition("```python\n")[2].partition("```")[0]

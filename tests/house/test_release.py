@@ -113,3 +113,10 @@ def test_missing_programs_are_named_by_their_packages(
 
 def test_the_tests_of_a_trial_exist() -> None:
     assert all((wheels.ROOT / name).is_file() for name in wheels.PIXELS)
+
+
+def test_the_example_that_a_release_runs_is_the_readmes() -> None:
+    text = checks.example((ROOT / "README.md").read_text())
+    assert '"cifar10:train", "cifar10:test"' in text  # replaced by a few images there
+    assert "batch_size=500" in text
+    assert "print(pipeline.plan())" in text
