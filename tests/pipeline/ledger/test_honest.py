@@ -53,11 +53,11 @@ from drivetrain.pipeline.telemetry.history import Epoch, Monitor
 from drivetrain.pipeline.telemetry.provenance import provenance
 from drivetrain.strategies import Single
 from drivetrain.transforms import LabelSmoothing, Transform
-from ledgers import Acting, built, in_process, measurement_of, of_speeds, small_recipe, trials_of
-from pipeline_data import BATCH, TRAIN, Toy, plain_model
+from ledgers import BATCH, TRAIN, Acting, built, in_process, measurement_of, of_speeds, small_recipe, trials_of
+from pipeline_data import Toy, plain_model
 from torch import nn
 
-SLOW = 2.0  # seconds: far more than a trial of the tiny model takes
+SLOW = 1.0  # seconds: far more than a trial of the tiny model takes
 
 
 class SlowAtFirst(Acting):

@@ -45,8 +45,8 @@ from drivetrain.transforms import (
     TestTimeFlip,
     Transform,
 )
-from ledgers import Acting, built, in_process, measurement_of
-from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Sleepy, Toy, plain_model, surroundings
+from ledgers import BATCH, TRAIN, Acting, built, in_process, measurement_of
+from pipeline_data import CLASSES, SIDE, Sleepy, Toy, plain_model, surroundings
 from process_state import running_children
 from torch import nn
 
@@ -282,7 +282,7 @@ def test_variants_on_other_samples_are_refused(toy: Toy) -> None:
         ]
         measurement = measurement_of(pipeline, one, two, three)
         assert list(measurement.round(runners[:2], 1, batches=2)) == [one, two]
-        with pytest.raises(DrivetrainError, match=r"'only one' had 64 images .*'only three' 64 "):
+        with pytest.raises(DrivetrainError, match=r"'only one' had 16 images .*'only three' 16 "):
             measurement.round(runners, 1, batches=2)
 
 
@@ -328,7 +328,7 @@ def test_images_grow_and_layers_freeze_within_a_turn(toy: Toy) -> None:
         assert len(Watching.seen) == 2 * len(variant.phases)
 
 
-SLEEP = 0.2
+SLEEP = 0.1
 
 
 @pytest.mark.long
