@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -125,15 +126,20 @@ def test_a_rank_without_samples_changes_no_metric() -> None:
 
 @pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("shape", [(), (3, 4)], ids=["images", "pixels"])
-def test_accuracies_are_those_of_torchmetrics(k: int, shape: tuple[int, ...]) -> None:
-    """With ties, and over three ranks, of which one saw nothing."""
+def test_accuracies_are_those_of_torchmetrics(
+    k: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ties, and over three ranks, of which one saw nothing; ranks do not import it."""
     torch.manual_seed(0)
     metrics, theirs = [top(k)(6) for _ in range(4)], MulticlassAccuracy(6, average="micro", top_k=k)
     for number, size in enumerate((7, 1, 12)):
         outputs, targets = torch.randint(4, (size, 6, *shape)).float(), torch.randint(6, (size, *shape))
         for metric in (theirs, metrics[0], metrics[1 + number % 2]):
             metric.update(outputs, targets)
-    pool("top", metrics[1], [state_of(metric) for metric in metrics[1:]])
+    with monkeypatch.context() as patch:
+        for name in ("torchmetrics", "torchmetrics.utilities"):
+            patch.setitem(sys.modules, name, None)
+        pool("top", metrics[1], [state_of(metric) for metric in metrics[1:]])
     assert metrics[0].compute() == metrics[1].compute() == theirs.compute()
     metrics[0].reset()
     assert metrics[0].update_count == 0
@@ -142,10 +148,10 @@ def test_accuracies_are_those_of_torchmetrics(k: int, shape: tuple[int, ...]) ->
 
 @pytest.mark.process
 def test_a_run_starts_without_the_seconds_of_torchmetrics(toy: Toy) -> None:
-    """And of torchvision and transformers, which it imports."""
+    """And of torchvision and transformers, which it imports; nor does it need FFCV."""
     (end,) = run_several(
         ["train", "cifar10-quickstart", *toy_values(toy)],
-        blocked=("torchmetrics", "torchvision", "transformers"),
+        blocked=("torchmetrics", "torchvision", "transformers", "ffcv", "numba"),
     )
     assert end.code == 0, end.err
     assert "top1" in end.out

@@ -333,17 +333,14 @@ def test_doctor_with_all_extras() -> None:
 
 
 @pytest.mark.process
-def test_doctor_and_the_messages_without_extras(toy: Toy) -> None:
-    doctor, train = run_several(
-        ["doctor"], ["train", "cifar10-quickstart", *toy_values(toy)], blocked=("ffcv", "numba")
-    )
+def test_doctor_without_extras() -> None:
+    (doctor,) = run_several(["doctor"], blocked=("ffcv", "numba"))
     assert doctor.code == 0  # the core is whole
     assert "extra ffcv" not in doctor.out.partition("Here:")[2]
     assert re.search(r"^  torch  +\d", doctor.out, re.MULTILINE)
     assert re.search(r"^  strategies  +single, dp, ddp", doctor.out, re.MULTILINE)
     (remedy,) = (line for line in doctor.out.splitlines() if line.startswith("  extra ffcv: "))
     assert "drivetrain[ffcv]" in remedy
-    assert train.code == 0  # which loads, and needs no FFCV
 
 
 @pytest.mark.long
