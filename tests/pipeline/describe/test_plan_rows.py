@@ -21,6 +21,8 @@ that no pipeline can meet are held elsewhere only:
 | accumulation, clipping, zeroing, bf16 logits | test_strategies.py, …_ddp.py, …_fsdp.py |
 """
 
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -31,7 +33,6 @@ import torchvision
 from drivetrain import Pipeline, PlanError, StrategyError
 from drivetrain import transforms as t
 from drivetrain.strategies import launch
-from loader_pictures import run_python
 from pipeline_data import CLASSES, Toy, batch_norm_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -70,18 +71,17 @@ def test_channels_last_comes_after_blurpool(toy: Toy) -> None:
         assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
 
 
+def after_surgery() -> tuple[Any, Any, bool]:
+    for name in ("BlurPool", "SqueezeExcite", "GhostBatchNorm", "WeightStandardization", "StochasticDepth"):
+        t.get(name).apply(resnet())
+    return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), "composer" in sys.modules
+
+
 @pytest.mark.process
 def test_importing_and_applying_leaves_signal_handlers_alone() -> None:
     """Composer replaces two; nothing of ours imports it."""
-    done = run_python(
-        "import signal, sys\n"
-        "before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]\n"
-        "import torch, torchvision, drivetrain.transforms as t\n"
-        "for name in ('BlurPool', 'SqueezeExcite', 'GhostBatchNorm', 'WeightStandardization', 'StochasticDepth'):\n"
-        "    t.get(name).apply(torchvision.models.resnet.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1]))\n"
-        "print(before == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)], 'composer' in sys.modules)"
-    )
-    assert done.stdout.split() == ["True", "False"], done.stderr
+    untouched = signal.default_int_handler, signal.SIG_DFL, False
+    assert launch(after_surgery, devices=2, device="cpu", timeout=120) == [untouched] * 2
 
 
 def test_smoothing_comes_after_mixing(toy: Toy) -> None:

@@ -285,7 +285,7 @@ def test_what_is_no_task_is_refused() -> None:
 def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lines one after another, on small data; then the task of one's own that it defines."""
     monkeypatch.chdir(tmp_path)
-    pictures = jobs.images(32, 1)
+    pictures = jobs.images(16, 1)
     masks = (pictures[..., 0] > 90).astype(np.uint8)
     names: dict[str, Any] = {"images": pictures, "labels": jobs.vectors(pictures), "masks": masks}
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide/tasks.md").read_text(), re.DOTALL):
