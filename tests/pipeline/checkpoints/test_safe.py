@@ -116,7 +116,7 @@ def mutated(state: Any, place: tuple[Any, ...], value: Any) -> Any:
 
 @pytest.mark.long
 @settings(
-    max_examples=100, derandomize=True, deadline=None, database=None,
+    max_examples=60, derandomize=True, deadline=None, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(data=st.data())
@@ -319,7 +319,7 @@ def test_fuzz(saved: Path, tmp_path: Path) -> None:
     dice = random.Random(0)
     names = sorted(path.name for path in saved.iterdir())
     noticed = 0
-    for _ in range(300):
+    for _ in range(150):
         place = copy_of(saved, tmp_path)
         path = place / dice.choice(names)
         data = bytearray(path.read_bytes())

@@ -100,7 +100,8 @@ def test_balanced_classes_have_equal_shares_of_every_epoch(unequal: str, loader:
     with FFCVLoader(unequal, batch_size=8, image_size=SIDE, workers=1) as plain:
         labels = plain.labels
     weights = 1 / np.bincount(labels)[labels]
-    with made(unequal, balance="class" if by == "class" else weights, loader=loader).build() as built:
+    options = {"balance": "class" if by == "class" else weights, "loader": loader}
+    with made(unequal, workers=int(loader == "ffcv"), **options).build() as built:
         for epoch in range(3):
             drawn = np.concatenate(built.train.shares(epoch))
             assert len(drawn) == len(set(drawn)) == 64  # a repetition has a number of its own

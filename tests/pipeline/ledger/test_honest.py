@@ -53,7 +53,17 @@ from drivetrain.pipeline.telemetry.history import Epoch, Monitor
 from drivetrain.pipeline.telemetry.provenance import provenance
 from drivetrain.strategies import Single
 from drivetrain.transforms import LabelSmoothing, Transform
-from ledgers import BATCH, TRAIN, Acting, built, in_process, measurement_of, of_speeds, small_recipe, trials_of
+from ledgers import (
+    BATCH,
+    TRAIN,
+    Acting,
+    built,
+    in_process,
+    measurement_of,
+    of_speeds,
+    small_recipe,
+    trials_of,
+)
 from pipeline_data import Toy, plain_model
 from torch import nn
 

@@ -167,12 +167,12 @@ def _refuses_others(toy: Toy, file: Path, options: dict[str, Any], against: dict
 @pytest.mark.long
 def test_no_run_begins_that_cannot_be_expected_to_end(toy: Toy, tmp_path: Path) -> None:
     file, options = tmp_path / "race.json", {"target": TARGET, "epochs": 1, "against": {}, "progress": False}
-    pipeline, start = slow(toy, 0.3), perf_counter()
-    race = pipeline.race(seconds=3.5, out=file, **options)  # a run takes two seconds
-    assert perf_counter() - start < 4.5
+    pipeline, start = slow(toy, 0.15), perf_counter()
+    race = pipeline.race(seconds=1.8, out=file, **options)  # a run takes one second
+    assert perf_counter() - start < 2.8
     assert len(race.runs) == 1
     assert race.stopped == (
-        "Stopped before the next run, which was not expected to end within the 3.5 s budget: 1 of 3 runs have ended."
+        "Stopped before the next run, which was not expected to end within the 1.8 s budget: 1 of 3 runs have ended."
     )
     start = perf_counter()
     race = pipeline.race(seconds=0.1, out=file, **options)

@@ -210,7 +210,7 @@ def test_the_bar_shows_what_there_is_room_for(
 
 
 def test_the_time_left_is_that_of_the_epochs_to_come(toy: Toy, capsys: Any) -> None:
-    result = toy.pipeline(partial(Sleepy, 0.1)).fit(epochs=3)  # 0.4 s of training each, and the evaluation
+    result = toy.pipeline(partial(Sleepy, 0.04)).fit(epochs=3)  # 0.16 s of training each, and the evaluation
     first, _, last = (line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch "))
     left = timedelta(seconds=round(2 * result.history.epochs[0].seconds))
     assert first == f"{result.history.epochs[0]}  {left} left"
@@ -229,10 +229,6 @@ def test_a_run_of_named_parts_leaves_its_recipe_too(toy: Toy, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"epochs": 0}, "epochs=0 must be a positive integer"),
-        ({"epochs": "3"}, "epochs='3' must be"),
-        ({"epochs": True}, "epochs=True must be"),
-        ({"epochs": None}, r"Number of epochs not set. Pass fit\(epochs=…\)"),
         ({"out": 3}, "out=3 must be the path of a folder"),
         ({"out": b"run"}, "out=b'run' must be the path"),
         ({"out": ""}, "out='' is not a folder"),
@@ -372,20 +368,19 @@ def test_the_settings_of_the_caller_change_nothing(
 ) -> None:
     pipeline, image = toy.pipeline(), np.zeros((SIDE, SIDE, 3), np.uint8)
     plain = pipeline.fit(epochs=1, progress=False)
+
+    def settings() -> tuple[object, ...]:
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+        return *modes, torch.get_default_dtype(), torch.get_default_device()
+
     with around():
-        set_by_caller = (
-            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-            torch.get_default_device(), torch.is_autocast_enabled("cpu"),
-        )  # fmt: skip
+        set_by_caller = settings()
         result = pipeline.fit(epochs=1, progress=False)
         evaluated, predicted = result.evaluate(), result.predict(image)
         with pipeline.build() as built:
             assert next(built.engine.plain_model.parameters()).dtype == torch.float32
             assert built.begin(1).set_lr(0) == 0.1
-        assert set_by_caller == (
-            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-            torch.get_default_device(), torch.is_autocast_enabled("cpu"),
-        )  # fmt: skip
+        assert settings() == set_by_caller
     assert numbers(result) == numbers(plain)
     assert evaluated == plain.evaluate()
     assert predicted == plain.predict(image)
@@ -401,9 +396,7 @@ def test_a_relative_folder_and_another_working_directory(
 
     monkeypatch.chdir(tmp_path)
     toy.pipeline().fit(epochs=2, out="run", progress=False, callbacks=[Moves()])
-    assert left_in(tmp_path / "run") == [
-        "checkpoints", "curves.png", "history.json", "model.safetensors", "plan.txt",
-    ]  # fmt: skip
+    assert left_in(tmp_path / "run") == RUN_FILES
     assert not list((tmp_path / "at8").iterdir())
 
 

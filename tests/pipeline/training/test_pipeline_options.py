@@ -183,9 +183,9 @@ def test_the_plan_rejects_transforms_and_sources(toy: Toy) -> None:
 @pytest.mark.long
 def test_training(toy: Toy, tmp_path: Path) -> None:
     """To the end, in two image sizes; nothing stays behind in the process."""
-    pipeline = stock(toy).transform(ProgressiveResizing(initial_scale=0.5, delay=0.3))
+    pipeline = stock(toy, batch_size=16).transform(ProgressiveResizing(initial_scale=0.5, delay=0.3))
     before, threads = surroundings(), set(threading.enumerate())
-    result = pipeline.fit(epochs=5, out=tmp_path, progress=False)
+    result = pipeline.fit(epochs=3, out=tmp_path, progress=False)
     assert surroundings() == before
     assert set(threading.enumerate()) <= threads  # what an earlier test left may end meanwhile
     epochs = result.history.epochs
