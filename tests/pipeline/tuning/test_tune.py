@@ -76,11 +76,11 @@ def test_a_file_of_something_else_is_refused_and_a_second_call_goes_on(toy: Toy,
 
 @pytest.mark.long
 def test_an_interrupt_keeps_what_was_learned(toy: Toy, tmp_path: Path) -> None:
-    thread = threading.Timer(3, signal.raise_signal, [signal.SIGINT])
+    thread = threading.Timer(2, signal.raise_signal, [signal.SIGINT])
     thread.start()
     slow = pipeline_of(toy).replace(model=Sleepy, model_options={"seconds": 0.1})
     with pytest.raises(TuneInterrupted, match="after") as raised:
-        slow.tune(seconds=60, out=tmp_path / "tuned.json", progress=False)
+        slow.tune(seconds=50, out=tmp_path / "tuned.json", progress=False)
     thread.join()
     assert raised.value.tuned.stopped == "Interrupted."
     assert (tmp_path / "tuned.json").exists()

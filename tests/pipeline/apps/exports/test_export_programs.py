@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 pytestmark = pytest.mark.long
 KINDS = {"torch-export": "model.pt2", "onnx": "model.onnx"}
+FAST = ["torch-export", pytest.param("onnx", marks=pytest.mark.slow)]
 Ran = tuple[FitResult, Path]
 
 
@@ -119,7 +120,7 @@ def test_a_factory_can_be_given(toy: Toy, tmp_path: Path) -> None:
         export(folder, path, model=lambda: batch_norm_model(5))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FAST)
 def test_what_computes_something_else_is_not_written(toy: Toy, kind: str, tmp_path: Path) -> None:
     folder = own(toy, tmp_path / "run", export_models.Counting)
     with pytest.raises(ExportError, match=r"computes something else: largest difference \d.*was not written"):
@@ -136,7 +137,7 @@ def test_a_model_of_one_batch_size_is_not_exported(toy: Toy, tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FAST)
 def test_a_model_may_return_several_tensors(toy: Toy, kind: str, tmp_path: Path) -> None:
     folder = own(toy, tmp_path / "run", export_models.TwoOutputs)
     path = tmp_path / KINDS[kind]
