@@ -104,11 +104,8 @@ def test_the_command_and_the_curves(runs: Path, tmp_path: Path) -> None:
 
 
 def test_flattened() -> None:
-    recipe = {
-        "a": {"b": 1, "c": {}},
-        "l": [1, 2],
-        "transforms": [{"name": "X"}, {"name": "Y", "k": 2}, {"name": "X"}],
-    }
+    transforms = [{"name": "X"}, {"name": "Y", "k": 2}, {"name": "X"}]
+    recipe = {"a": {"b": 1, "c": {}}, "l": [1, 2], "transforms": transforms}
     assert flattened(recipe | {"trained": {"x": 1}}) == {
         "a.b": 1, "a.c": {}, "l": [1, 2], "transforms.X": True, "transforms.Y.k": 2, "transforms.X#2": True,
     }  # fmt: skip

@@ -405,21 +405,16 @@ def test_copies_to_the_device_are_counted(toy: Toy) -> None:
         assert 0 < trial.seconds < math.inf
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
-def test_a_time_that_means_nothing(seconds: Any, toy: Toy) -> None:
-    with pytest.raises(PlanError, match="must be positive"):
-        toy.pipeline().ledger(seconds=seconds)
-
-
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"within": 0}, "within=0 must be between 0 and 1"),
-        ({"accuracy": True}, "Number of epochs not set"),
-        ({"accuracy": True, "epochs": 0}, "epochs=0 must be"),
+        *(({"seconds": seconds}, "must be positive") for seconds in (0, -1, float("nan"), math.inf, "5", None)),
+        *(({"within": within}, f"within={within!r} must be between 0 and 1") for within in (0, "x", None)),
+        ({"epochs": 3}, "training runs of accuracy=True"), ({"target": 0.5}, "training runs of accuracy=True"),
+        ({"accuracy": True}, "Number of epochs not set"), ({"accuracy": True, "epochs": 0}, "epochs=0 must be"),
         ({"accuracy": True, "epochs": 1, "target": 80}, "target=80 is an accuracy"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_measured_is_refused_at_once(asked: dict[str, Any], message: str, toy: Toy) -> None:
     with pytest.raises(PlanError, match=message):
         toy.pipeline().ledger(**asked)

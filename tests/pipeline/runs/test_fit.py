@@ -22,11 +22,9 @@ import torch.nn.functional as F
 from drivetrain import Callback, DrivetrainError, Pipeline, PlanError, RunView
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline import FitResult
-from drivetrain.pipeline.optim.config import OptimizerConfig
 from drivetrain.pipeline.telemetry.history import COLUMNS, History
 from drivetrain.pipeline.telemetry.progress import Progress
 from drivetrain.pipeline.telemetry.state import EpochMeter, TrainState
-from drivetrain.pipeline.training.schedule import Schedule
 from drivetrain.transforms import BlurPool, ChannelsLast, LabelSmoothing
 from pipeline_data import (
     BATCH,
@@ -294,21 +292,6 @@ def test_touches_nothing_outside(toy: Toy) -> None:
 def test_the_same_from_a_module_as_from_its_factory(toy: Toy) -> None:
     torch.manual_seed(0)
     assert_equal_states(fit(toy.pipeline(plain_model()), 1).model, fit(toy.pipeline(plain_model), 1).model)
-
-
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-def test_schedules(schedule: str) -> None:
-    optimization = OptimizerConfig("sgd", {"lr": 2.0}, schedule=schedule, warmup=0.25)
-    layers = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([{"params": [layers.weight]}, {"params": [layers.bias], "lr": 1.0}], lr=2.0)
-    made = Schedule(optimization, optimizer, 8)
-    rates = []
-    for step in range(8):
-        rates.append(made.set_lr(step))
-        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([rates[-1], rates[-1] / 2])
-    progress = np.arange(6) / 6
-    falling = {"constant": np.ones(6), "linear": 1 - progress, "cosine": (1 + np.cos(np.pi * progress)) / 2}
-    assert rates == pytest.approx([2 / 3, 4 / 3, *(2.0 * falling[schedule])])
 
 
 def test_an_optimizer_factory_gets_the_final_parameters(toy: Toy) -> None:

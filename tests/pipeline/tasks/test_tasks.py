@@ -107,23 +107,6 @@ def test_masks_are_judged_as_by_hand() -> None:
     assert torch.equal(task.predict(logits), chosen)
 
 
-def test_a_rank_without_samples_changes_no_metric() -> None:
-    """What `compute` does with the states of three ranks, one of which saw nothing."""
-    torch.manual_seed(0)
-    parts = [(torch.randn(n, 3), (torch.rand(n, 3) < 0.5).float()) for n in (25, 14)]
-    task = MultiLabel(metrics={"map": "map", "f1": "f1", "loss_of_mine": MeanMetric()})
-    whole, *ranks = [task.meters(3) for _ in range(4)]
-    for number, (outputs, targets) in enumerate(parts):
-        for meters in (whole, ranks[number]):
-            for name in ("map", "f1"):
-                meters[name].update(outputs, targets.long())
-            meters["loss_of_mine"].update(outputs.sum(1))
-    for name in whole:
-        states = [state_of(m[name]) for m in ranks]
-        pool(name, ranks[0][name], states)
-        assert ranks[0][name].compute().item() == pytest.approx(whole[name].compute().item(), abs=1e-6)
-
-
 @pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("shape", [(), (3, 4)], ids=["images", "pixels"])
 def test_accuracies_are_those_of_torchmetrics(
