@@ -13,17 +13,14 @@ from drivetrain import DataError, Pipeline, Regression
 from drivetrain.pipeline import compare_runs, load_run
 from drivetrain.pipeline.recipes.flat import flattened
 from drivetrain.transforms import LabelSmoothing
-from pipeline_data import SIDE, Toy, plain_model
+from pipeline_data import Toy, plain_model
 
 
 @pytest.fixture(scope="module")
 def runs(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    base = Pipeline("cifar_resnet", num_classes=4, width=4).load(
-        toy.train, toy.val, batch_size=32, image_size=SIDE, workers=1
-    )
-    smooth = base.transform(LabelSmoothing(0.2)).optimize("sgd", lr=0.05)
-    for name, pipeline, epochs in (("plain", base.optimize("sgd", lr=0.1), 2), ("smooth", smooth, 1)):
+    smooth = toy.named(0.05).transform(LabelSmoothing(0.2))
+    for name, pipeline, epochs in (("plain", toy.named(), 2), ("smooth", smooth, 1)):
         pipeline.fit(epochs=epochs, out=folder / name, progress=False)
     return folder
 

@@ -240,16 +240,13 @@ def test_the_weights_that_the_run_evaluates_are_judged(toy: Toy) -> None:
 def test_other_data_and_none(toy: Toy) -> None:
     result = toy.pipeline().fit(epochs=1, progress=False)
     assert len(result.errors(toy.train)) == 128
-    without = Pipeline("cifar_resnet", num_classes=4, width=4).load(toy.train, batch_size=32, image_size=SIDE)
+    without = toy.named().load(toy.train, batch_size=32, image_size=SIDE)
     with pytest.raises(PlanError, match="no validation data"):
         errors_of_weights(without, {})
 
 
 def test_the_command(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = Pipeline("cifar_resnet", num_classes=4, width=4).load(
-        toy.train, toy.val, batch_size=32, image_size=SIDE, workers=1
-    )
-    pipeline.optimize("sgd", lr=0.1).fit(epochs=1, out=tmp_path / "run", progress=False)
+    toy.named().fit(epochs=1, out=tmp_path / "run", progress=False)
     monkeypatch.chdir(tmp_path)
     end = call("errors", "run", "--out", "e.png")
     assert (end.code, end.err) == (0, "")

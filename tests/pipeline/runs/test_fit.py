@@ -216,8 +216,7 @@ def test_the_time_left_is_that_of_the_epochs_to_come(toy: Toy, capsys: Any) -> N
 
 
 def test_a_run_of_named_parts_leaves_its_recipe_too(toy: Toy, tmp_path: Path) -> None:
-    data: dict[str, Any] = {"batch_size": BATCH, "image_size": SIDE, "workers": 1}
-    made = Pipeline("cifar_resnet", num_classes=CLASSES, width=4).load(toy.train, toy.val, **data)
+    made = toy.named()
     fit(made, 1, out=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*RUN_FILES, "recipe.yaml"}
     again = Pipeline.from_recipe(tmp_path / "recipe.yaml")

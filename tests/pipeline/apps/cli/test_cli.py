@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from command_line import COMMANDS, ENVIRONMENT, call, call_several, parsed, run, run_several, toy_values
 from drivetrain import RECIPES, Pipeline, loaders
 from drivetrain.common.machine import KEEPS_MEMORY
@@ -131,10 +132,7 @@ def test_recipes_are_listed_shown_and_explained() -> None:
 
 def test_a_file_is_a_recipe(toy: Toy, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text(
-        f"model: cifar_resnet\nmodel_options: {{num_classes: {CLASSES}, width: 4}}\ntrain: {toy.train}\n"
-        "batch_size: 32\nimage_size: 16\noptimizer: {name: sgd, lr: 1e-3}\nepochs: 1\nworkers: 1\n"
-    )
+    file.write_text(yaml.safe_dump(toy.named().replace(epochs=1).to_recipe()))
     shown, trained, wrong, folder = call_several(
         ["recipes", str(file)],
         ["train", str(file), "--out", str(tmp_path / "out"), "seed=3", "--val", toy.val],

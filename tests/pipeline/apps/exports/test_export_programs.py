@@ -9,7 +9,7 @@ import export_models
 import pytest
 import torch
 from command_line import call
-from drivetrain import CheckpointError, ExportError, MissingExtra, Pipeline
+from drivetrain import CheckpointError, ExportError, MissingExtra
 from drivetrain.pipeline import Exported, FitResult, export
 from drivetrain.pipeline.apps.exports.card import CARD
 from drivetrain.pipeline.describe.inputs import Inputs
@@ -27,11 +27,8 @@ Ran = tuple[FitResult, Path]
 def run(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """A run with surgery and averages, and its folder."""
     folder = tmp_path_factory.mktemp("exported") / "run"
-    pipeline = (
-        Pipeline("cifar_resnet", num_classes=CLASSES, width=4)
-        .load(toy.train, toy.val, batch_size=32, image_size=SIDE, workers=1, mean=(0.5, 0.4, 0.3))
-        .transform(BlurPool(min_channels=1), ChannelsLast(), EMA(half_life=2))
-        .optimize("sgd", lr=0.05)
+    pipeline = toy.named(0.05, mean=(0.5, 0.4, 0.3)).transform(
+        BlurPool(min_channels=1), ChannelsLast(), EMA(half_life=2)
     )
     return pipeline.fit(epochs=1, out=folder, progress=False), folder
 
