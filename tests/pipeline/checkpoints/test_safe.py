@@ -272,7 +272,7 @@ def test_a_crafted_pickle_is_refused_or_never_looked_at(toy: Toy, saved: Path, t
                         export(place, tmp_path / "out.safetensors", names="trained")
                 assert not proof.exists(), name
     beside = copy_of(saved, tmp_path / "beside")
-    for name in (
+    for name in [
         ".metadata",
         "model.pt",
         "optimizer.pt",
@@ -280,7 +280,7 @@ def test_a_crafted_pickle_is_refused_or_never_looked_at(toy: Toy, saved: Path, t
         "pytorch_model.bin",
         "__0_0.distcp",
         "model.pkl",
-    ):
+    ]:
         (beside / name).write_bytes(crafted)
     resume(toy, beside)  # as without them
     assert not proof.exists()

@@ -104,12 +104,7 @@ def test_what_is_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "later", "words"),
     [
-        (
-            "import sys\nn = int(sys.argv[1:] == 0)",
-            " * n",
-            "",
-            "line 3 defines, which reads the command line",
-        ),
+        ("import sys\nn = int(sys.argv[1:] == 0)", " * n", "", "line 3 defines, which reads the command"),
         ("teacher = open\nif 0:\n    teacher = teacher.fit()", " * teacher", "", "which trains"),
         ("", " * n", "if __name__ == '__main__':\n    n = 3", "uses n, which is set under if __name__"),
         ("n = 1\ndef main():\n    global n\n    n = 2", " * n", "main()", r"uses n, which main\(\) sets"),

@@ -224,16 +224,16 @@ def test_a_run_of_named_parts_leaves_its_recipe_too(toy: Toy, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("out", "message"),
     [
-        ({"out": 3}, "out=3 must be the path of a folder"),
-        ({"out": b"run"}, "out=b'run' must be the path"),
-        ({"out": ""}, "out='' is not a folder"),
+        (3, "out=3 must be the path of a folder"),
+        (b"run", "out=b'run' must be the path"),
+        ("", "out='' is not a folder"),
     ],
 )
-def test_what_no_training_can_be_told(toy: Toy, arguments: dict[str, Any], message: str) -> None:
+def test_what_is_no_folder_is_refused(toy: Toy, out: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        toy.pipeline().fit(**{"epochs": 1, **arguments})
+        toy.pipeline().fit(epochs=1, out=out)
 
 
 def test_without_validation_data(toy: Toy) -> None:
@@ -337,14 +337,11 @@ def float64() -> Iterator[None]:
 @pytest.mark.parametrize(
     "around",
     [
-        torch.no_grad,
-        torch.inference_mode,
-        float64,
-        lambda: torch.device("meta"),
+        torch.no_grad, torch.inference_mode, float64, lambda: torch.device("meta"),
         lambda: torch.autocast("cpu", torch.bfloat16),
     ],
     ids=["no_grad", "inference_mode", "float64", "device", "autocast"],
-)
+)  # fmt: skip
 def test_the_settings_of_the_caller_change_nothing(
     toy: Toy, around: Callable[[], AbstractContextManager[object]]
 ) -> None:

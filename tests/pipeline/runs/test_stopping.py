@@ -151,11 +151,10 @@ def test_without_a_folder_nothing_is_saved(toy: Toy, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("SIGTERM", "must be a list"),
-        (["SIGTER"], "'SIGTER' is not known. Known: SIGHUP, SIGTERM"),
+        ("SIGTERM", "must be a list"), (["SIGTER"], "'SIGTER' is not known. Known: SIGHUP, SIGTERM"),
         (["SIGKILL"], "'SIGKILL' is not known"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_list_of_signals_is_refused(toy: Toy, value: Any, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         toy.pipeline().fit(epochs=1, stop_on=value)

@@ -70,11 +70,8 @@ def test_labels_are_judged_as_by_hand() -> None:
 def test_numbers_are_judged_as_by_hand() -> None:
     torch.manual_seed(0)
     outputs, targets = torch.randn(40, 1), torch.randn(40)
-    found = values(
-        Regression(metrics=("mae", "mse", "rmse", "r2")),
-        [(outputs[:33], targets[:33]), (outputs[33:], targets[33:])],
-        1,
-    )
+    batches = [(outputs[:33], targets[:33]), (outputs[33:], targets[33:])]
+    found = values(Regression(metrics=("mae", "mse", "rmse", "r2")), batches, 1)
     errors = outputs[:, 0] - targets
     mse = errors.square().mean().item()
     assert found["mae"] == pytest.approx(errors.abs().mean().item(), abs=1e-6)
@@ -371,10 +368,8 @@ def test_each_reduction_over_two_ranks() -> None:
         whole = updated(meters(), [batch for of_rank in batches for batch in of_rank])
         names = as_one if seen == 2 else [*as_one, "mean", "function", "none"]
         for name in names:
-            assert first[str(seen)][name] == pytest.approx(whole[name].compute().item(), abs=1e-6), (
-                seen,
-                name,
-            )
+            expected = whole[name].compute().item()
+            assert first[str(seen)][name] == pytest.approx(expected, abs=1e-6), (seen, name)
     assert first["2"] == pytest.approx(first["2"] | first["theirs"], abs=1e-6)
     assert (first["2"]["mean"], first["2"]["function"], first["2"]["none"]) == (7.5, 56, 8)
     assert first["wrapped"] == pytest.approx(3.0)

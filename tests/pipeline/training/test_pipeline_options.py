@@ -63,11 +63,7 @@ def test_fp16_trains(toy: Toy) -> None:
 def test_the_plan_shows_both_between_surgery_and_wrapping(toy: Toy) -> None:
     how = {"activation_checkpointing": ["Residual"], "compile": "max-autotune"}
     steps = [step.what for step in toy.pipeline(small).distribute("single", **how).plan().steps]
-    parts = (
-        "recompute the activations of Residual",
-        "compile in place, mode max-autotune",
-        "wrap with single",
-    )
+    parts = "recompute the activations of Residual", "compile in place, mode max-autotune", "wrap with single"
     places = [steps.index(each) for each in parts]
     assert places == sorted(places)
 

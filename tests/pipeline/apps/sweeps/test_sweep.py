@@ -23,12 +23,10 @@ from pipeline_data import Toy
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("1,2", ["1", "2"]),
-        ('["a,b"],[]', ['["a,b"]', "[]"]),
-        ("{a,b}.beton", ["{a,b}.beton"]),
+        ("1,2", ["1", "2"]), ('["a,b"],[]', ['["a,b"]', "[]"]), ("{a,b}.beton", ["{a,b}.beton"]),
         ('"\\",",2', ['"\\","', "2"]),
     ],
-)
+)  # fmt: skip
 def test_values_are_divided_outside_of_json(text: str, parts: list[str]) -> None:
     assert split(text) == parts
 
