@@ -217,7 +217,9 @@ def _reduced(values: list[Any], reduction: Any) -> Any:
     if isinstance(values[0], list):
         items = [item for value in values for item in value]
         return reduction(items) if items and reduction is not None else items
-    if getattr(reduction, "__name__", "") == "dim_zero_cat":  # torchmetrics', of tensors whose lengths may differ
+    if (
+        getattr(reduction, "__name__", "") == "dim_zero_cat"
+    ):  # torchmetrics', of tensors whose lengths may differ
         return reduction(values)
     stacked = torch.stack(values)
     return stacked if reduction is None else reduction(stacked)

@@ -29,22 +29,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torchvision
 from drivetrain import Pipeline, PlanError, StrategyError
 from drivetrain import transforms as t
 from drivetrain.strategies import launch
-from pipeline_data import CLASSES, Toy, batch_norm_model
+from pipeline_data import Toy, batch_norm_model
+from small_recipes import half_resnet
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-
-def resnet() -> nn.Module:
-    """The first half of a ResNet of BasicBlocks."""
-    model = torchvision.models.ResNet(torchvision.models.resnet.BasicBlock, [1, 1, 1, 1])
-    model.layer3 = model.layer4 = nn.Identity()
-    model.fc = nn.Linear(128, CLASSES)
-    return model
 
 
 def built_reports(pipeline: Pipeline) -> dict[str, int]:
@@ -55,8 +47,8 @@ def built_reports(pipeline: Pipeline) -> dict[str, int]:
 
 def either_order(toy: Toy, *transforms: t.Transform) -> dict[str, int]:
     """The same, and it is the same in whatever order the user writes them."""
-    forwards = built_reports(toy.pipeline(resnet, image_size=32).transform(*transforms))
-    backwards = built_reports(toy.pipeline(resnet, image_size=32).transform(*transforms[::-1]))
+    forwards = built_reports(toy.pipeline(half_resnet, image_size=32).transform(*transforms))
+    backwards = built_reports(toy.pipeline(half_resnet, image_size=32).transform(*transforms[::-1]))
     assert forwards == backwards
     return forwards
 
@@ -66,7 +58,7 @@ def either_order(toy: Toy, *transforms: t.Transform) -> dict[str, int]:
 
 def after_surgery() -> tuple[Any, Any, bool]:
     for name in ("BlurPool", "SqueezeExcite", "GhostBatchNorm", "WeightStandardization", "StochasticDepth"):
-        t.get(name).apply(resnet())
+        t.get(name).apply(half_resnet())
     return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), "composer" in sys.modules
 
 
@@ -107,7 +99,7 @@ def test_surgeries_find_together_all_they_find_alone(
 ) -> None:
     both = either_order(toy, one, other)
     for transform in (one, other):
-        alone = built_reports(toy.pipeline(resnet, image_size=32).transform(transform))
+        alone = built_reports(toy.pipeline(half_resnet, image_size=32).transform(transform))
         assert both[type(transform).__name__] == alone[type(transform).__name__] > 0
     assert both[type(one).__name__] >= least
 
@@ -115,7 +107,7 @@ def test_surgeries_find_together_all_they_find_alone(
 @pytest.mark.parametrize("transform", [t.GhostBatchNorm(8), t.StochasticDepth()], ids=str)
 def test_surgeries_that_fail_in_composer_train(toy: Toy, transform: t.Transform) -> None:
     """With a last batch below the ghost size; on BasicBlocks, with which Composer's does nothing."""
-    result = toy.pipeline(resnet, image_size=32).transform(transform).fit(epochs=1, progress=False)
+    result = toy.pipeline(half_resnet, image_size=32).transform(transform).fit(epochs=1, progress=False)
     assert result.reports[0].changed
     assert result.accuracy is not None
 
@@ -157,7 +149,7 @@ def test_surgery_after_wrapping_or_sharding_is_refused(
     words: str,
 ) -> None:
     """On `.module` it is silent: the ranks' new parameters are never synchronized."""
-    wrapped = wrap(resnet())
+    wrapped = wrap(half_resnet())
     for transform in (t.SqueezeExcite(min_channels=64), t.WeightStandardization()):
         with pytest.raises(PlanError, match=words):
             transform.apply(wrapped)

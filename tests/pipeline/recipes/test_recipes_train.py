@@ -88,7 +88,7 @@ def test_a_step_of_a_recipe_reads_nothing_from_the_device(name: str, stand_in: d
     if RECIPES[name]["model"] in ("vit", "vit_s16"):
         overrides |= {"model": "vit", "model_options": TINY_VIT}
     else:
-        overrides |= {"model": "cifar_resnet", "model_options": {"num_classes": CLASSES, "width": 16}}
+        overrides |= {"model": "small_recipes:half_resnet", "model_options": {"num_classes": CLASSES}}
     built = Pipeline.from_recipe(name, **overrides).build()
     found: list[str] = []
     with built.train:
