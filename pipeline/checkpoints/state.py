@@ -169,6 +169,8 @@ def load_hooks(checkpoint: Checkpoint, built: Built) -> None:
                     buffer.copy_(buffers[name])
         total = torch.tensor(content.meter["total"]) if own is None else own["loss"]
         state.epoch, state.step = content.epoch, content.step
+        # Of the last step: the epoch may have only its evaluation left.
+        state.lr = float(engine.optimizer.param_groups[0]["lr"])
         state.steps_left_out = content.epoch * state.steps_per_epoch + content.step_in_epoch - content.step
         meter: dict[str, Any] = {**content.meter, "total": total.to(engine.device)}
         if meter.get("weight") is None:  # of an older version: a sum of the steps' losses

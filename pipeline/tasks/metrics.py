@@ -212,15 +212,15 @@ def _never() -> bool:
 
 
 def _reduced(values: list[Any], reduction: Any) -> Any:
-    from torchmetrics.utilities import dim_zero_cat
-
     if len(values) == 1:
         return values[0]
     if isinstance(values[0], list):
         items = [item for value in values for item in value]
         return reduction(items) if items and reduction is not None else items
-    if reduction is dim_zero_cat:  # of tensors whose lengths may differ
-        return dim_zero_cat(values)
+    if (
+        getattr(reduction, "__name__", "") == "dim_zero_cat"
+    ):  # torchmetrics', of tensors whose lengths may differ
+        return reduction(values)
     stacked = torch.stack(values)
     return stacked if reduction is None else reduction(stacked)
 

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def provenance() -> dict[str, Any]:
         },
         **({"gpu_settings": _gpu_settings()} if cuda else {}),
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "versions": {"python": platform.python_version(), **_versions()},
     }
 
 
@@ -52,6 +53,11 @@ def _gpu_settings() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
     }
+
+
+@cache  # what has been imported stays, like the revision
+def _versions() -> dict[str, str | None]:
+    return {name: version(name) for name in PACKAGES}
 
 
 def version(package: str) -> str | None:
@@ -70,6 +76,7 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
+@cache
 def _git_revision() -> str | None:
     root = Path(errors.__file__).parents[1]
     if not (root / ".git").exists():

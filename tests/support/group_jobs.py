@@ -3,6 +3,7 @@
 from typing import Any
 
 import fsdp_models as models
+import pytest
 import torch
 from deepspeed_methods import DIVIDED
 from drivetrain import strategies
@@ -78,3 +79,11 @@ def trained(strategy: str, name: str) -> dict[str, Any]:
 def all_of(pairs: list[tuple[str, str]]) -> dict[tuple[str, str], dict[str, Any]]:
     quiet()
     return {(strategy, config): trained(strategy, config) for strategy, config in pairs}
+
+
+def assert_nearly(found: dict[str, Any], alone: dict[str, Any], strategy: str) -> None:
+    """A strategy's groups are one device's, and its losses are nearly, also after a resume."""
+    assert found["groups"] == alone["groups"], strategy
+    for run in ("losses", "resumed"):
+        losses = [loss for loss, _ in alone["losses"]][-len(found[run]) :]
+        assert [loss for loss, _ in found[run]] == pytest.approx(losses, abs=2e-5), f"{strategy} {run}"

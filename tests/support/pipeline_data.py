@@ -52,6 +52,12 @@ class Toy:
         made = Pipeline(plain_model if model is None else model).load(self.train, self.val, **load)
         return made.optimize("sgd", lr=0.1, momentum=0.9, schedule="constant")
 
+    def named(self, lr: float = 0.1, **load: Any) -> Pipeline:
+        """A small ResNet on one device, in names: a recipe can express it."""
+        load = {"batch_size": BATCH, "image_size": SIDE, "workers": 1} | load
+        made = Pipeline("cifar_resnet", num_classes=CLASSES, width=4).load(self.train, self.val, **load)
+        return made.optimize("sgd", lr=lr, schedule="constant")
+
 
 def plain_model(classes: int = CLASSES) -> nn.Module:
     """Without BatchNorm: what a rank computes does not depend on how the batch is split."""

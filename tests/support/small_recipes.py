@@ -4,12 +4,22 @@ from typing import Any
 
 from drivetrain.pipeline.recipes.presets import completed
 from pipeline_data import CLASSES
+from torch import nn
+from torchvision.models.resnet import BasicBlock, ResNet
 
 BATCH, SIDE = 4, 32
 """Small, as convolutions in bf16 take long on CPUs without instructions for it."""
 TINY_VIT = {
     "num_classes": CLASSES, "image_size": SIDE, "patch_size": 16, "width": 32, "depth": 2, "heads": 2, "mlp": 64,
 }  # fmt: skip
+
+
+def half_resnet(num_classes: int = CLASSES) -> nn.Module:
+    """The first half of a ResNet of BasicBlocks."""
+    model = ResNet(BasicBlock, [1, 1, 1, 1])
+    model.layer3 = model.layer4 = nn.Identity()
+    model.fc = nn.Linear(128, num_classes)
+    return model
 
 
 def shrunk(name: str, files: dict[str, str]) -> dict[str, Any]:

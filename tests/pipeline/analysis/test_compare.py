@@ -13,17 +13,14 @@ from drivetrain import DataError, Pipeline, Regression
 from drivetrain.pipeline import compare_runs, load_run
 from drivetrain.pipeline.recipes.flat import flattened
 from drivetrain.transforms import LabelSmoothing
-from pipeline_data import SIDE, Toy, plain_model
+from pipeline_data import Toy, plain_model
 
 
 @pytest.fixture(scope="module")
 def runs(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    base = Pipeline("cifar_resnet", num_classes=4, width=4).load(
-        toy.train, toy.val, batch_size=32, image_size=SIDE, workers=1
-    )
-    smooth = base.transform(LabelSmoothing(0.2)).optimize("sgd", lr=0.05)
-    for name, pipeline, epochs in (("plain", base.optimize("sgd", lr=0.1), 2), ("smooth", smooth, 1)):
+    smooth = toy.named(0.05).transform(LabelSmoothing(0.2))
+    for name, pipeline, epochs in (("plain", toy.named(), 2), ("smooth", smooth, 1)):
         pipeline.fit(epochs=epochs, out=folder / name, progress=False)
     return folder
 
@@ -104,11 +101,8 @@ def test_the_command_and_the_curves(runs: Path, tmp_path: Path) -> None:
 
 
 def test_flattened() -> None:
-    recipe = {
-        "a": {"b": 1, "c": {}},
-        "l": [1, 2],
-        "transforms": [{"name": "X"}, {"name": "Y", "k": 2}, {"name": "X"}],
-    }
+    transforms = [{"name": "X"}, {"name": "Y", "k": 2}, {"name": "X"}]
+    recipe = {"a": {"b": 1, "c": {}}, "l": [1, 2], "transforms": transforms}
     assert flattened(recipe | {"trained": {"x": 1}}) == {
         "a.b": 1, "a.c": {}, "l": [1, 2], "transforms.X": True, "transforms.Y.k": 2, "transforms.X#2": True,
     }  # fmt: skip

@@ -170,13 +170,8 @@ def test_the_command_draws_them(files: tuple[str, str], tmp_path: Path) -> None:
     recipe = jobs.pipeline_of(files).replace(epochs=2).to_recipe()
     (tmp_path / "recipe.json").write_text(json.dumps({**recipe, "loading": {}}))
     out = tmp_path / "batch.png"
-    end = call(
-        "show",
-        str(tmp_path / "recipe.json"),
-        'loading.fields=["boxes","points","classes","weight"]',
-        "--out",
-        str(out),
-    )
+    fields = 'loading.fields=["boxes","points","classes","weight"]'
+    end = call("show", str(tmp_path / "recipe.json"), fields, "--out", str(out))
     assert (end.code, end.err) == (0, "")
     picture = np.asarray(Image.open(io.BytesIO(out.read_bytes())).convert("RGB")).astype(int)
     assert (np.abs(picture - rgb(0)).max(2) < 60).sum() > 200
@@ -199,15 +194,9 @@ def test_a_field_of_masks_is_shown(tmp_path: Path) -> None:
     shown = Image.fromarray(mask)
     shown.putpalette([0, 0, 0, 250, 120, 0])
     data = [(jobs.plane(), 2, shown, [[50, 20, 100, 60]]) for _ in range(8)]
-    convert(
-        data,
-        tmp_path / "a.beton",
-        fields={"area": "mask", "boxes": "boxes"},
-        classes=["a", "b", "c"],
-        write_mode="raw",
-        progress=False,
-    )
-    load: dict[str, Any] = {"batch_size": 8, "fields": ("area", "boxes"), "crop": "whole", "flip": False}
+    kinds = {"area": "mask", "boxes": "boxes"}
+    convert(data, tmp_path / "a.beton", fields=kinds, classes="abc", write_mode="raw", progress=False)
+    load: dict[str, Any] = {"batch_size": 8, "fields": tuple(kinds), "crop": "whole", "flip": False}
     files = str(tmp_path / "a.beton"), str(tmp_path / "a.beton")
     batch = jobs.pipeline_of(files, load).task(Idle()).show_batch(samples=2)
     assert batch.texts == ("c", "c")

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from command_line import call
-from drivetrain import Callback, CheckpointError, DrivetrainError, Pipeline
+from drivetrain import Callback, CheckpointError, DrivetrainError
 from drivetrain.pipeline import RunView, TrainingInterrupted
 from drivetrain.pipeline.apps.report import write_report
 from drivetrain.pipeline.measuring.variant import PLAIN, in_turn
 from ledgers import of_speeds
-from pipeline_data import BATCH, SIDE, Toy, write_toy
+from pipeline_data import Toy, write_toy
 
 FRAME = """<title></title><script>addEventListener("message", each => document.title = each.data)</script>
 <iframe src="copy.html" style="width: 390px; height: 800px"></iframe>"""  # Chromium's windows are wider
@@ -66,15 +66,8 @@ def checked(page: str) -> Balanced:
     return parser
 
 
-def small(toy: Toy) -> Pipeline:
-    pipeline = Pipeline("cifar_resnet", num_classes=4, width=4).load(
-        toy.train, toy.val, batch_size=BATCH, image_size=SIDE, workers=1
-    )
-    return pipeline.optimize("sgd", lr=0.1)
-
-
 def trained(toy: Toy, folder: Path) -> Path:
-    small(toy).fit(epochs=1, out=folder, progress=False)
+    toy.named().fit(epochs=1, out=folder, progress=False)
     return folder
 
 
@@ -86,14 +79,8 @@ def test_a_finished_run(toy: Toy, tmp_path: Path) -> None:
     assert (end.code, end.err) == (0, "")
     page = (tmp_path / "r.html").read_text()
     assert len(checked(page).links) == 3 + 2 * 24  # a batch, and the worst samples
-    for text in (
-        "1 epoch, finished",
-        "top1",
-        "mistaken for",
-        "plain PyTorch",
-        "wrap with single",
-        "cifar_resnet",
-    ):
+    texts = ("1 epoch, finished", "top1", "mistaken for", "plain PyTorch", "wrap with single", "cifar_resnet")
+    for text in texts:
         assert text in page, text
     assert "Not available" not in page
 
@@ -118,7 +105,7 @@ def test_everything_is_escaped_and_what_is_missing_is_named(toy: Toy, tmp_path: 
 
 def test_before_the_first_epoch_it_has_what_is_there(toy: Toy, tmp_path: Path) -> None:
     with pytest.raises(TrainingInterrupted):
-        small(toy).fit(epochs=2, out=tmp_path / "run", progress=False, callbacks=[Leave()])
+        toy.named().fit(epochs=2, out=tmp_path / "run", progress=False, callbacks=[Leave()])
     page = write_report(tmp_path / "run", tmp_path / "r.html").read_text()
     checked(page)
     for text in ("Unfinished: 0 of 2 epochs.", "No epoch has finished", "wrap with single", "versions torch"):
@@ -127,7 +114,7 @@ def test_before_the_first_epoch_it_has_what_is_there(toy: Toy, tmp_path: Path) -
 
 def test_a_result_reports_itself(toy: Toy, tmp_path: Path) -> None:
     """As the command does, and from what it has itself once its folder is gone."""
-    result = small(toy).fit(epochs=1, out=tmp_path / "run", progress=False)
+    result = toy.named().fit(epochs=1, out=tmp_path / "run", progress=False)
     page = write_report(tmp_path / "run", tmp_path / "r.html").read_text()
     assert result.report(tmp_path / "own.html").read_text() == page
     shutil.rmtree(tmp_path / "run")

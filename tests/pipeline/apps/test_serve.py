@@ -27,7 +27,7 @@ import pytest
 import segmentation_jobs as segmentation
 import uvicorn
 from command_line import ENVIRONMENT, call
-from drivetrain import Pipeline, PlanError
+from drivetrain import PlanError
 from drivetrain.pipeline import FitResult, load_run, serve_app
 from drivetrain.pipeline.apps.serve import _bound, _impatient
 from loader_pictures import jpeg_bytes, picture
@@ -81,11 +81,7 @@ def fetch(address: str, data: Any = None, **headers: str) -> tuple[int, Any, byt
 @pytest.fixture(scope="module")
 def run(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served") / "<b>run"
-
-    small = Pipeline("cifar_resnet", num_classes=4, width=4)
-    small.load(toy.train, toy.val, batch_size=32, image_size=16, workers=1).fit(
-        epochs=1, out=folder, progress=False
-    )
+    toy.named().fit(epochs=1, out=folder, progress=False)
     return folder
 
 

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from drivetrain import OptunaPruning, PlanError, RayReport
 from drivetrain.pipeline import load_run
 from pipeline_data import Toy
 from places import ROOT
+from process_state import output_of
 
 OPTUNA, RAY = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide/search.md").read_text(), re.DOTALL)
 optuna = pytest.importorskip("optuna")
@@ -42,14 +42,11 @@ def test_a_pruned_run_is_a_stopped_run(toy: Toy, tmp_path: Path) -> None:
     assert saved.stopped == f"Optuna pruned the trial after epoch 1, at top1 {saved.metrics['top1']:.6g}"
     assert trial.study.trials[0].intermediate_values == {1: saved.metrics["top1"]}
     assert len(list((out / "checkpoints").glob("step-*/state.json"))) == 1
-    more = fit(
-        **own, resume="auto", continue_stopped=True, callbacks=[OptunaPruning(trial_of(threshold=0), "top1")]
-    )
+    unpruned = OptunaPruning(trial_of(threshold=0), "top1")
+    more = fit(**own, resume="auto", continue_stopped=True, callbacks=[unpruned])
     assert (len(more.history.epochs), more.stopped) == (3, None)
-    done = fit(
-        epochs=1, progress=False, callbacks=[OptunaPruning(trial_of(), "top1")]
-    )  # nothing is left to prune
-    assert done.stopped is None
+    done = fit(epochs=1, progress=False, callbacks=[OptunaPruning(trial_of(), "top1")])
+    assert done.stopped is None  # nothing was left to prune
 
 
 @pytest.mark.parametrize(
@@ -107,39 +104,24 @@ def ray_environment() -> Iterator[dict[str, str]]:
     """Of Ray that writes to a short path only, because its sockets are below it; its processes end with the test."""
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
     paths = os.pathsep.join(path for path in sys.path if path)
-    yield os.environ | {
-        "HOME": folder,
-        "RAY_TMPDIR": folder,
-        "RAY_AUTH_MODE": "disabled",
-        "PYTHONPATH": paths,
-    }
+    own = {"HOME": folder, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": paths}
+    yield os.environ | own
     for process in left(folder):
         process.kill()
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def left(folder: str) -> list[psutil.Process]:
-    return [
-        each
-        for each in psutil.process_iter(["environ"])
-        if (each.info["environ"] or {}).get("HOME") == folder
-    ]
+    processes = psutil.process_iter(["environ"])
+    return [each for each in processes if (each.info["environ"] or {}).get("HOME") == folder]
 
 
 @pytest.mark.process
 @pytest.mark.slow
 def test_the_script_for_ray_tune(here: Path, ray_environment: dict[str, str]) -> None:
     pytest.importorskip("ray.tune")
-    done = subprocess.run(
-        [sys.executable, "-c", RAY],
-        env=ray_environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "{'lr': 0.05}" in done.stdout
+    printed = output_of(sys.executable, "-c", RAY, env=ray_environment, timeout=600)
+    assert "{'lr': 0.05}" in printed
     epochs = [len(load_run(run).history.epochs) for run in (here / "search").iterdir()]
     assert sorted(epochs) == [1, 4]  # ASHA has ended one
     assert not left(ray_environment["HOME"])

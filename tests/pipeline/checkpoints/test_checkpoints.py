@@ -14,26 +14,10 @@ import pytest
 import torch
 from checkpoint_jobs import Dropping
 from drivetrain import CheckpointError, Classification, DrivetrainError, Pipeline, PlanError
+from drivetrain import transforms as t
 from drivetrain.pipeline import Checkpoints, CheckpointWarning, FitResult, export
 from drivetrain.pipeline.checkpoints.format import Checkpoint, _digest, _measure
 from drivetrain.pipeline.runs.folder import lock_run_dir
-from drivetrain.transforms import (
-    EMA,
-    SAM,
-    SWA,
-    BatchContext,
-    ChannelsLast,
-    CutMix,
-    GyroDropout,
-    LabelSmoothing,
-    LayerFreezing,
-    Lookahead,
-    MixUp,
-    NoWeightDecay,
-    ProgressiveResizing,
-    SelectiveBackprop,
-    Transform,
-)
 from pipeline_data import (
     BATCH,
     CLASSES,
@@ -49,6 +33,7 @@ from pipeline_data import (
 )
 from safetensors import safe_open
 from safetensors.torch import load_file
+from same_runs import assert_same_run
 from torch import nn
 
 STEPS = TRAIN // BATCH  # of an epoch
@@ -81,13 +66,6 @@ def checkpoints_in(out: Path) -> list[Path]:
     return sorted((out / "checkpoints").glob("step-*"))
 
 
-def assert_same(resumed: FitResult, whole: FitResult) -> None:
-    """Every number of every epoch, and every bit of the weights."""
-    assert numbers(resumed) == numbers(whole)
-    assert [e.lr for e in resumed.history.epochs] == [e.lr for e in whole.history.epochs]
-    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
-
-
 def cases(toy: Toy) -> dict[str, Pipeline]:
     sgd, model = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}, batch_norm_model
     plain = toy.pipeline(model, flip=True).optimize("sgd", **sgd, schedule="cosine", warmup=0.2)
@@ -95,19 +73,19 @@ def cases(toy: Toy) -> dict[str, Pipeline]:
     weighted = toy.pipeline(Dropping).task(Classification(loss=loss))
     return {
         "random numbers": toy.pipeline(Dropping),
-        "adamw": plain.optimize("adamw", lr=0.01).transform(NoWeightDecay(), LabelSmoothing(0.1)),
+        "adamw": plain.optimize("adamw", lr=0.01).transform(t.NoWeightDecay(), t.LabelSmoothing(0.1)),
         "no momentum": plain.optimize("sgd", lr=0.1),
         "a factory": plain.optimize(lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5)),
-        "ema": plain.transform(EMA(half_life=3, update_every=2), ChannelsLast()),
-        "swa": plain.transform(SWA(0.3, 0.8)),
-        "lookahead": plain.transform(Lookahead(3, power=2.0)),
-        "gyro": toy.pipeline(gyro).transform(GyroDropout(total_steps=12, sigma=4, tau=1)),
-        "resizing": plain.transform(ProgressiveResizing(0.5, 0.3, 0.25, 2)),
-        "freezing": plain.transform(LayerFreezing(0.2, 1.0)),
-        "selecting": plain.transform(SelectiveBackprop(0.2, 0.9)),
-        "mixing": plain.transform(MixUp(), CutMix(), SAM(interval=2)),
+        "ema": plain.transform(t.EMA(half_life=3, update_every=2), t.ChannelsLast()),
+        "swa": plain.transform(t.SWA(0.3, 0.8)),
+        "lookahead": plain.transform(t.Lookahead(3, power=2.0)),
+        "gyro": toy.pipeline(gyro).transform(t.GyroDropout(total_steps=12, sigma=4, tau=1)),
+        "resizing": plain.transform(t.ProgressiveResizing(0.5, 0.3, 0.25, 2)),
+        "freezing": plain.transform(t.LayerFreezing(0.2, 1.0)),
+        "selecting": plain.transform(t.SelectiveBackprop(0.2, 0.9)),
+        "mixing": plain.transform(t.MixUp(), t.CutMix(), t.SAM(interval=2)),
         "in parts": plain.distribute("single", accumulate=4, clip_norm=0.1, precision="bf16"),
-        "weighted": weighted.transform(MixUp(), EMA(half_life=3)).distribute("single", accumulate=2),
+        "weighted": weighted.transform(t.MixUp(), t.EMA(half_life=3)).distribute("single", accumulate=2),
         "fp16": plain.distribute("single", precision="fp16"),  # its loss scale has moved
         "torch loader": toy.pipeline(model, loader="torch", workers=0, flip=True),
     }
@@ -137,13 +115,13 @@ def test_resumed_anywhere_it_is_the_same_run(name: str, toy: Toy, tmp_path: Path
     assert [int(path.name[5:]) for path in found] == list(range(1, 3 * STEPS + 1))
     before = surroundings()
     for step in (1, STEPS, STEPS + 2, 3 * STEPS - 1):
-        assert_same(fit(pipeline, resume=found[step - 1]), whole)
+        assert_same_run(fit(pipeline, resume=found[step - 1]), whole)
     assert surroundings() == before
 
 
 def test_cases_depend_on_what_is_restored(toy: Toy, tmp_path: Path) -> None:
     """Else they would be the same without it: one file or value of a checkpoint at a time is another's."""
-    pipeline = cases(toy)["random numbers"].transform(EMA(half_life=3)).optimize("adamw", lr=0.01)
+    pipeline = cases(toy)["random numbers"].transform(t.EMA(half_life=3)).optimize("adamw", lr=0.01)
     whole = fit(pipeline, out=tmp_path, checkpoints=ALL)
     donor, host = checkpoints_in(tmp_path)[1], checkpoints_in(tmp_path)[5]
     for name in ("model", "optimizer", "methods", "rank"):
@@ -164,7 +142,7 @@ def swap_file(host: Path, donor: Path, name: str, target: Path) -> Path:
 
 
 def test_the_files_are_those_that_other_tools_read(toy: Toy, tmp_path: Path) -> None:
-    pipeline = toy.pipeline(batch_norm_model).transform(EMA(half_life=3)).optimize("adamw", lr=0.01)
+    pipeline = toy.pipeline(batch_norm_model).transform(t.EMA(half_life=3)).optimize("adamw", lr=0.01)
     result = fit(pipeline, out=tmp_path)
     path = checkpoints_in(tmp_path)[-1]
     names = ["methods.safetensors", "model.safetensors", "optimizer.safetensors", "rank.safetensors"]
@@ -202,7 +180,7 @@ def test_auto(toy: Toy, tmp_path: Path, capsys: Any) -> None:
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").rglob("*")}
     again = pipeline.fit(epochs=3, out=tmp_path, resume=True)
     assert "the training was finished" in capsys.readouterr().out
-    assert_same(again, whole)
+    assert_same_run(again, whole)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "checkpoints").rglob("*")} == files
     with pytest.raises(PlanError, match="Pass fit"):
         fit(pipeline, resume="auto")
@@ -219,8 +197,8 @@ def test_a_damaged_one_is_passed_over(toy: Toy, tmp_path: Path) -> None:
     with pytest.warns(CheckpointWarning, match="is damaged: model.safetensors"):
         resumed = fit(pipeline, out=tmp_path, resume="auto")
     assert resumed.history.facts["resumed"][0]["step"] == 2 * STEPS
-    assert_same(resumed, whole)
-    assert_same(fit(pipeline, resume=newest), whole)  # it was rewritten
+    assert_same_run(resumed, whole)
+    assert_same_run(fit(pipeline, resume=newest), whole)  # it was rewritten
 
 
 def test_another_run_is_refused(toy: Toy, tmp_path: Path) -> None:
@@ -234,7 +212,7 @@ def test_another_run_is_refused(toy: Toy, tmp_path: Path) -> None:
         r"batch_size = 32, and this one has 16": toy.pipeline(batch_norm_model, batch_size=16),
         r"image_size": toy.pipeline(batch_norm_model, image_size=8),
         r"load settings": toy.pipeline(batch_norm_model, flip=True),
-        r"transforms = \[\]": pipeline.transform(LabelSmoothing(0.1)),
+        r"transforms = \[\]": pipeline.transform(t.LabelSmoothing(0.1)),
         r"optimizer = 'sgd', and this one has 'adamw'": pipeline.optimize("adamw", schedule="constant"),
         r"parameter groups": pipeline.optimize("sgd", lr=0.1, momentum=0.8, schedule="constant"),
         r"schedule": pipeline.optimize("sgd", lr=0.1, momentum=0.9),
@@ -266,18 +244,18 @@ def test_more_epochs_only_where_nothing_depends_on_their_number(toy: Toy, tmp_pa
     pipeline = toy.pipeline(batch_norm_model)
     whole = fit(pipeline, 4)
     fit(pipeline, 2, out=tmp_path / "constant")
-    assert_same(fit(pipeline, 4, out=tmp_path / "constant", resume="auto"), whole)
+    assert_same_run(fit(pipeline, 4, out=tmp_path / "constant", resume="auto"), whole)
     with pytest.raises(CheckpointError, match="more than epochs=1"):
         fit(pipeline, 1, out=tmp_path / "constant", resume="auto")
     words = r"epochs = 2, and this one has 3. The learning rate, or a method"
-    for number, one in enumerate((pipeline.optimize("sgd", lr=0.1), pipeline.transform(SWA(0.3, 0.8)))):
+    for number, one in enumerate((pipeline.optimize("sgd", lr=0.1), pipeline.transform(t.SWA(0.3, 0.8)))):
         fit(one, 2, out=tmp_path / str(number))
         with pytest.raises(CheckpointError, match=words):
             fit(one, 3, out=tmp_path / str(number), resume="auto")
 
 
 @dataclass(frozen=True)
-class Fading(Transform):
+class Fading(t.Transform):
     """Looks at the progress, and declares nothing."""
 
     weigh: Callable[[float], float] = abs
@@ -285,7 +263,7 @@ class Fading(Transform):
     kind: ClassVar = "batch"
     source: ClassVar[str] = "this test"
 
-    def batch(self, images: torch.Tensor, targets: torch.Tensor, context: BatchContext) -> Any:
+    def batch(self, images: torch.Tensor, targets: torch.Tensor, context: t.BatchContext) -> Any:
         return images * (1 - self.weigh(context.progress)), targets
 
 
@@ -300,8 +278,8 @@ def test_no_method_that_follows_the_length_takes_other_epochs(toy: Toy, tmp_path
     """Each is refused by what it declares; one of the user's that declares nothing learns how to."""
     pipeline = toy.pipeline(gyro)
     for name, one in {
-        "lookahead": pipeline.transform(Lookahead(2, power=3.0)),
-        "gyro": pipeline.transform(GyroDropout(sigma=4, tau=1)), "own": pipeline.transform(Fading()),
+        "lookahead": pipeline.transform(t.Lookahead(2, power=3.0)),
+        "gyro": pipeline.transform(t.GyroDropout(sigma=4, tau=1)), "own": pipeline.transform(Fading()),
     }.items():  # fmt: skip
         fit(one, 1, out=tmp_path / name)
         with pytest.raises(CheckpointError, match="depends on the length of the training: ") as caught:
@@ -309,13 +287,13 @@ def test_no_method_that_follows_the_length_takes_other_epochs(toy: Toy, tmp_path
         assert ("define the property depends_on_length" in str(caught.value)) == (name == "own")
         assert "0x" not in str(caught.value)
     for name, one in {
-        "steady": pipeline.transform(Steady()), "lookahead 0": pipeline.transform(Lookahead(2)),
-        "gyro fixed": pipeline.transform(GyroDropout(sigma=4, tau=1, total_steps=2 * STEPS)),
+        "steady": pipeline.transform(Steady()), "lookahead 0": pipeline.transform(t.Lookahead(2)),
+        "gyro fixed": pipeline.transform(t.GyroDropout(sigma=4, tau=1, total_steps=2 * STEPS)),
     }.items():  # fmt: skip
         fit(one, 1, out=tmp_path / name)
         resumed = fit(one, 2, out=tmp_path / name, resume="auto")
         if name != "steady":  # whose declaration is not true
-            assert_same(resumed, fit(one, 2))
+            assert_same_run(resumed, fit(one, 2))
 
 
 def test_functions_are_the_same_at_another_address(toy: Toy, tmp_path: Path) -> None:
@@ -393,22 +371,19 @@ def test_a_run_from_another_folder_without_checkpoints_clears_those_of_an_earlie
     assert checkpoints_in(tmp_path / "from")  # it continues in this folder
 
 
-def test_a_rank_that_is_left_over_disables_neither_lock_nor_curves(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rank", ["", "1"])
+def test_two_runs_in_one_folder_are_refused(
+    rank: str, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
-    with lock_run_dir(tmp_path), pytest.raises(DrivetrainError, match="Another run is training in"):
-        fit(toy.pipeline(plain_model), epochs=1, out=tmp_path)
-    fit(toy.pipeline(plain_model), epochs=1, out=tmp_path)
-    assert (tmp_path / "curves.png").exists()
-
-
-def test_two_runs_in_one_folder_are_refused(toy: Toy, tmp_path: Path) -> None:
+    """Also where the variable of a rank is left over, which disables neither the lock nor the curves."""
+    if rank:
+        monkeypatch.setenv("RANK", rank)
     with lock_run_dir(tmp_path):
         with pytest.raises(DrivetrainError, match=r"Another run is training in .*out="):
             fit(toy.pipeline(plain_model), epochs=1, out=tmp_path)
         assert list(tmp_path.iterdir()) == []
     assert fit(toy.pipeline(plain_model), epochs=1, out=tmp_path).history.epochs
+    assert (tmp_path / "curves.png").exists()
 
 
 VERSION_0_1 = Path(__file__).parent / "version-0.1.0/step-00000006"

@@ -116,7 +116,7 @@ def mutated(state: Any, place: tuple[Any, ...], value: Any) -> Any:
 
 @pytest.mark.long
 @settings(
-    max_examples=100, derandomize=True, deadline=None, database=None,
+    max_examples=60, derandomize=True, deadline=None, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(data=st.data())
@@ -272,7 +272,7 @@ def test_a_crafted_pickle_is_refused_or_never_looked_at(toy: Toy, saved: Path, t
                         export(place, tmp_path / "out.safetensors", names="trained")
                 assert not proof.exists(), name
     beside = copy_of(saved, tmp_path / "beside")
-    for name in (
+    for name in [
         ".metadata",
         "model.pt",
         "optimizer.pt",
@@ -280,7 +280,7 @@ def test_a_crafted_pickle_is_refused_or_never_looked_at(toy: Toy, saved: Path, t
         "pytorch_model.bin",
         "__0_0.distcp",
         "model.pkl",
-    ):
+    ]:
         (beside / name).write_bytes(crafted)
     resume(toy, beside)  # as without them
     assert not proof.exists()
@@ -319,7 +319,7 @@ def test_fuzz(saved: Path, tmp_path: Path) -> None:
     dice = random.Random(0)
     names = sorted(path.name for path in saved.iterdir())
     noticed = 0
-    for _ in range(300):
+    for _ in range(150):
         place = copy_of(saved, tmp_path)
         path = place / dice.choice(names)
         data = bytearray(path.read_bytes())
@@ -342,7 +342,7 @@ def test_fuzz(saved: Path, tmp_path: Path) -> None:
         else:  # JSON that says the same in other bytes
             assert path.name == "state.json", (how, path.name, at)
             assert checkpoint.content == Checkpoint(saved).content
-    assert noticed > 290
+    assert noticed > 145
 
 
 def test_values_that_do_not_belong_are_typed_errors(toy: Toy, saved: Path, tmp_path: Path) -> None:

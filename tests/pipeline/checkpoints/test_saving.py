@@ -64,14 +64,8 @@ def test_a_run_that_starts_anew_keeps_the_earlier_one_until_it_has_its_own(toy: 
     fit(pipeline, out=tmp_path)
     before = steps_in(tmp_path)
 
-    class Stops(Sleepy):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            if self.training and len(images) == BATCH:
-                raise KeyboardInterrupt
-            return super().forward(images)
-
     with pytest.raises(TrainingInterrupted):
-        fit(pipeline.replace(model=lambda: Stops(0), seed=1), out=tmp_path)
+        fit(pipeline.replace(model=lambda: FailsAt(0, KeyboardInterrupt), seed=1), out=tmp_path)
     assert steps_in(tmp_path) == before
     resumed = fit(pipeline.replace(seed=1), out=tmp_path, resume="auto")  # from the start: it had none
     assert "resumed" not in resumed.history.facts
@@ -132,10 +126,7 @@ def test_a_crash_before_the_first_checkpoint_of_a_branch(toy: Toy, tmp_path: Pat
     pipeline, trunk, out = toy.pipeline(lambda: Sleepy(0)), tmp_path / "trunk", tmp_path / "branch"
     whole = fit(pipeline, out=trunk, checkpoints=Checkpoints(keep=9))
     before = everything_in(trunk)
-    failing, place = (
-        toy.pipeline(lambda: FailsAt(1, ZeroDivisionError)),
-        trunk / "checkpoints" / "step-00000008",
-    )
+    failing, place = toy.pipeline(lambda: FailsAt(1, ZeroDivisionError)), trunk / "checkpoints/step-00000008"
     with pytest.raises(ZeroDivisionError):
         fit(failing, out=out, resume=place, changed_model=True)
     assert steps_in(out) == []
@@ -237,18 +228,9 @@ def test_one_ranks_failure_is_every_ranks(toy: Toy, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_after_ctrl_c_the_run_goes_on(toy: Toy, tmp_path: Path) -> None:
-    class Stops(Sleepy):
-        count = 0
-
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
-            type(self).count += self.training
-            if type(self).count == 8:
-                raise KeyboardInterrupt
-            return super().forward(images)
-
     how = Checkpoints(every_steps=2)
     with pytest.raises(TrainingInterrupted) as caught:
-        fit(toy.pipeline(lambda: Stops(0)), out=tmp_path, checkpoints=how)
+        fit(toy.pipeline(lambda: FailsAt(6, KeyboardInterrupt)), out=tmp_path, checkpoints=how)
     assert caught.value.result is not None
     assert len(caught.value.result.history.epochs) == 1
     pipeline = toy.pipeline(lambda: Sleepy(0))

@@ -113,17 +113,6 @@ def test_what_means_nothing_is_refused(how: dict[str, Any], message: str) -> Non
         on_gpu(**how)
 
 
-def test_in_a_recipe(toy: Toy) -> None:
-    made = toy.pipeline(plain_model).distribute("single", cudnn_benchmark=False, matmul_precision="high")
-    recipe = made.replace(model=plain_model).distribution
-    assert (recipe.cudnn_benchmark, recipe.matmul_precision) == (False, "high")
-    small = {"model": "cifar_resnet", "train": toy.train, "batch_size": 32, "image_size": 16}
-    read = Pipeline.from_recipe({**small, "cudnn_benchmark": False, "matmul_precision": "high"})
-    assert read.distribution.cudnn_benchmark is False
-    again = Pipeline.from_recipe(read.to_recipe())
-    assert again.distribution == read.distribution
-
-
 @pytest.mark.parametrize(
     ("precision", "lacks", "warned"), [("bf16", True, True), ("bf16", False, False), ("fp32", True, False)]
 )

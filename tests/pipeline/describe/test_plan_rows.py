@@ -21,27 +21,22 @@ that no pipeline can meet are held elsewhere only:
 | accumulation, clipping, zeroing, bf16 logits | test_strategies.py, …_ddp.py, …_fsdp.py |
 """
 
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 import torch
-import torchvision
 from drivetrain import Pipeline, PlanError, StrategyError
 from drivetrain import transforms as t
 from drivetrain.strategies import launch
-from loader_pictures import run_python
-from pipeline_data import CLASSES, Toy, batch_norm_model
+from pipeline_data import Toy, batch_norm_model
+from small_recipes import half_resnet
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-
-
-def resnet() -> nn.Module:
-    """A narrow ResNet of BasicBlocks."""
-    return torchvision.models.ResNet(
-        torchvision.models.resnet.BasicBlock, [1, 1, 1, 1], num_classes=CLASSES, width_per_group=64
-    )
 
 
 def built_reports(pipeline: Pipeline) -> dict[str, int]:
@@ -52,8 +47,8 @@ def built_reports(pipeline: Pipeline) -> dict[str, int]:
 
 def either_order(toy: Toy, *transforms: t.Transform) -> dict[str, int]:
     """The same, and it is the same in whatever order the user writes them."""
-    forwards = built_reports(toy.pipeline(resnet, image_size=32).transform(*transforms))
-    backwards = built_reports(toy.pipeline(resnet, image_size=32).transform(*transforms[::-1]))
+    forwards = built_reports(toy.pipeline(half_resnet, image_size=32).transform(*transforms))
+    backwards = built_reports(toy.pipeline(half_resnet, image_size=32).transform(*transforms[::-1]))
     assert forwards == backwards
     return forwards
 
@@ -61,82 +56,60 @@ def either_order(toy: Toy, *transforms: t.Transform) -> dict[str, int]:
 # facts of Composer: what changes the design
 
 
-def test_channels_last_comes_after_blurpool(toy: Toy) -> None:
-    """Reversed, 3 convolution weights return to NCHW, silently."""
-    pipeline = toy.pipeline(resnet, image_size=32).transform(t.ChannelsLast(), t.BlurPool())
-    with pipeline.build() as built:
-        weights = [p for p in built.engine.plain_model.parameters() if p.dim() == 4]
-        assert all(weight.is_contiguous(memory_format=torch.channels_last) for weight in weights)
+def after_surgery() -> tuple[Any, Any, bool]:
+    for name in ("BlurPool", "SqueezeExcite", "GhostBatchNorm", "WeightStandardization", "StochasticDepth"):
+        t.get(name).apply(half_resnet())
+    return signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), "composer" in sys.modules
 
 
 @pytest.mark.process
 def test_importing_and_applying_leaves_signal_handlers_alone() -> None:
     """Composer replaces two; nothing of ours imports it."""
-    done = run_python(
-        "import signal, sys\n"
-        "before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]\n"
-        "import torch, torchvision, drivetrain.transforms as t\n"
-        "for name in ('BlurPool', 'SqueezeExcite', 'GhostBatchNorm', 'WeightStandardization', 'StochasticDepth'):\n"
-        "    t.get(name).apply(torchvision.models.resnet18())\n"
-        "print(before == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)], 'composer' in sys.modules)"
-    )
-    assert done.stdout.split() == ["True", "False"], done.stderr
-
-
-def test_smoothing_comes_after_mixing(toy: Toy) -> None:
-    """Before it, half of the mixture stays unsmoothed: the smallest target is below smoothing / classes."""
-    heads = [
-        step.what.split("(")[0]
-        for step in toy.pipeline().transform(t.LabelSmoothing(), t.MixUp()).plan().steps
-    ]
-    assert heads.index("MixUp") < heads.index("LabelSmoothing")
-
-
-def test_weight_standardization_and_blurpool_keep_each_other(toy: Toy) -> None:
-    """In Composer the one order drops 6 of 20 standardisations."""
-    alone = built_reports(toy.pipeline(resnet, image_size=32).transform(t.WeightStandardization()))
-    both = either_order(toy, t.WeightStandardization(), t.BlurPool())
-    assert both["WeightStandardization"] == alone["WeightStandardization"] > 5
-    assert both["BlurPool"] > 0
-
-
-def test_an_optimizer_made_before_surgery_is_refused(toy: Toy) -> None:
-    """It would keep stale parameters, silently."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    with pytest.raises(PlanError, match=r"optimizer that is already built.*Pass its name, or a function"):
-        toy.pipeline().optimize(optimizer)  # type: ignore[arg-type]
-
-
-@pytest.mark.long
-def test_squeeze_excite_and_factorize_find_all_they_find_alone(toy: Toy) -> None:
-    """In Composer SqueezeExcite finds 13 blocks before Factorize and 6 after."""
-    factorize, excite = t.Factorize(min_channels=64, min_features=64), t.SqueezeExcite(min_channels=64)
-    both = either_order(toy, factorize, excite)
-    for transform in (factorize, excite):
-        alone = built_reports(toy.pipeline(resnet, image_size=32).transform(transform))
-        assert both[type(transform).__name__] == alone[type(transform).__name__] > 0
+    untouched = signal.default_int_handler, signal.SIG_DFL, False
+    assert launch(after_surgery, devices=2, device="cpu", timeout=120) == [untouched] * 2
 
 
 @pytest.mark.parametrize(
-    ("transform", "epochs"),
+    ("transforms", "first", "later"),
     [
-        (t.GhostBatchNorm(8), 1),  # evaluation has a last batch below the ghost size
-        (t.StochasticDepth(), 1),  # BasicBlocks, on which Composer's does nothing
+        # Before it, half of the mixture stays unsmoothed: the smallest target is below smoothing / classes.
+        ((t.LabelSmoothing(), t.MixUp()), ["MixUp"], ["LabelSmoothing"]),
+        # Of a mixture it would choose by a loss that belongs to two images.
+        ((t.CutMix(), t.MixUp(), t.SelectiveBackprop()), ["SelectiveBackprop"], ["MixUp", "CutMix"]),
     ],
-    ids=str,
 )
-def test_surgeries_that_fail_in_composer_train(toy: Toy, transform: t.Transform, epochs: int) -> None:
-    result = toy.pipeline(resnet, image_size=32).transform(transform).fit(epochs=epochs, progress=False)
+def test_the_order_of_methods(
+    transforms: tuple[t.Transform, ...], first: list[str], later: list[str], toy: Toy
+) -> None:
+    heads = [step.what.split("(")[0] for step in toy.pipeline().transform(*transforms).plan().steps]
+    assert max(map(heads.index, first)) < min(map(heads.index, later))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "least"),
+    [
+        # In Composer the one order drops 6 of 20 standardizations, and SqueezeExcite finds 6 blocks instead of 13.
+        (t.WeightStandardization(), t.BlurPool(), 6),
+        (t.Factorize(min_channels=64, min_features=64), t.SqueezeExcite(min_channels=64), 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_surgeries_find_together_all_they_find_alone(
+    one: t.Transform, other: t.Transform, least: int, toy: Toy
+) -> None:
+    both = either_order(toy, one, other)
+    for transform in (one, other):
+        alone = built_reports(toy.pipeline(half_resnet, image_size=32).transform(transform))
+        assert both[type(transform).__name__] == alone[type(transform).__name__] > 0
+    assert both[type(one).__name__] >= least
+
+
+@pytest.mark.parametrize("transform", [t.GhostBatchNorm(8), t.StochasticDepth()], ids=str)
+def test_surgeries_that_fail_in_composer_train(toy: Toy, transform: t.Transform) -> None:
+    """With a last batch below the ghost size; on BasicBlocks, with which Composer's does nothing."""
+    result = toy.pipeline(half_resnet, image_size=32).transform(transform).fit(epochs=1, progress=False)
     assert result.reports[0].changed
     assert result.accuracy is not None
-
-
-def test_a_surgery_that_finds_nothing_warns(toy: Toy) -> None:
-    with (
-        pytest.warns(UserWarning, match="SqueezeExcite changed nothing"),
-        toy.pipeline(batch_norm_model).transform(t.SqueezeExcite()).build(),
-    ):
-        pass
 
 
 def test_two_methods_that_mix_targets_compose(toy: Toy) -> None:
@@ -149,13 +122,6 @@ def test_selection_has_a_loss_for_each_image(toy: Toy) -> None:
     """Also with smoothing, whose loss it takes apart again."""
     pipeline = toy.pipeline().transform(t.SelectiveBackprop(0.0, 1.0), t.LabelSmoothing(0.1), t.MixUp())
     assert pipeline.fit(epochs=2, progress=False).accuracy is not None
-
-
-def test_selection_comes_before_mixing(toy: Toy) -> None:
-    """Composer puts it first: of a mixture it would choose by a loss that belongs to two images."""
-    transforms = (t.CutMix(), t.MixUp(), t.SelectiveBackprop())
-    heads = [step.what.split("(")[0] for step in toy.pipeline().transform(*transforms).plan().steps]
-    assert heads.index("SelectiveBackprop") < min(heads.index("MixUp"), heads.index("CutMix"))
 
 
 def test_gyro_dropout_is_told_how_long_the_run_is(toy: Toy) -> None:
@@ -176,25 +142,17 @@ def test_gyro_dropout_is_told_how_long_the_run_is(toy: Toy) -> None:
 # facts of the strategies: the order
 
 
-def test_surgery_after_wrapping_is_refused(one_process_group: None) -> None:  # noqa: ARG001 — a fixture
+@pytest.mark.parametrize(("wrap", "words"), [(DistributedDataParallel, "wrapped"), (fully_shard, "shard")])
+def test_surgery_after_wrapping_or_sharding_is_refused(
+    one_process_group: None,  # noqa: ARG001 — a fixture
+    wrap: Callable[[nn.Module], nn.Module],
+    words: str,
+) -> None:
     """On `.module` it is silent: the ranks' new parameters are never synchronized."""
-    wrapped = DistributedDataParallel(resnet())
-    for transform in (t.SqueezeExcite(min_channels=64), t.WeightStandardization(), t.GhostBatchNorm()):
-        with pytest.raises(PlanError, match=r"DistributedDataParallel|wrapped"):
+    wrapped = wrap(half_resnet())
+    for transform in (t.SqueezeExcite(min_channels=64), t.WeightStandardization()):
+        with pytest.raises(PlanError, match=words):
             transform.apply(wrapped)
-
-
-def test_surgery_after_sharding_is_refused(one_process_group: None) -> None:  # noqa: ARG001 — a fixture
-    from torch.distributed.fsdp import fully_shard
-
-    model = resnet()
-    fully_shard(model)
-    for transform in (
-        t.SqueezeExcite(min_channels=64),
-        t.WeightStandardization(),
-    ):  # BlurPool adds no parameter
-        with pytest.raises(PlanError, match="shard"):
-            transform.apply(model)
 
 
 def test_the_wrapper_of_torch_compile_is_refused(toy: Toy) -> None:
@@ -282,8 +240,7 @@ class AloneOnly(t.Transform):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp_grad_op", "hsdp"])
 def test_methods_that_a_strategy_cannot_take_are_refused(toy: Toy, strategy: str) -> None:
-    options = {"shard_size": 2} if strategy == "hsdp" else {}
-    devices = 4 if strategy == "hsdp" else 2
+    devices, options = (4, {"shard_size": 2}) if strategy == "hsdp" else (2, {})
     with pytest.raises(PlanError, match=rf"AloneOnly does not work with the strategy '{strategy}'"):
         toy.pipeline().transform(AloneOnly()).distribute(strategy, devices=devices, **options).plan()
     toy.pipeline().transform(AloneOnly()).plan()

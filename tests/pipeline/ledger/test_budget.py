@@ -27,8 +27,8 @@ from drivetrain.pipeline.ledger import measure as ledger_module
 from drivetrain.pipeline.measuring import runner as ledger_runner
 from drivetrain.pipeline.measuring.variant import MODEL, PLAIN
 from drivetrain.transforms import EMA, ChannelsLast, LabelSmoothing
-from ledgers import Acting, in_process, small_recipe
-from pipeline_data import BATCH, TRAIN, Toy, plain_model
+from ledgers import BATCH, TRAIN, Acting, in_process, small_recipe
+from pipeline_data import Toy, plain_model
 from places import SUPPORT
 from process_state import running_children, wait_until_ended
 
@@ -72,7 +72,7 @@ def staged(toy: Toy, seconds: float, **load: Any) -> Any:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("sleep", "seconds"),
-    [(0.05, 6.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0.25, 12.0), (0.02, 16.0)))],
+    [(0.02, 3.0), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0.25, 12.0), (0.02, 16.0)))],
 )
 def test_the_time_is_kept(sleep: float, seconds: float, toy: Toy, longest: list[float]) -> None:
     """Also on a machine that is slow, because the trials are measured in this very run."""
@@ -106,7 +106,7 @@ def test_slow_batches_make_shorter_turns_and_fewer_variants(toy: Toy) -> None:
 
 def test_too_short_for_any_ledger_tells_how_long_would_do(toy: Toy) -> None:
     with pytest.raises(LedgerError, match=r"seconds=0\.2 is too short: after .* pass about ") as caught:
-        staged(toy, 0.3).ledger(seconds=0.2, progress=False)
+        staged(toy, 0.1).ledger(seconds=0.2, progress=False)
     assert caught.value.ledger is None
 
     def advised(error: LedgerError) -> float:
@@ -116,7 +116,7 @@ def test_too_short_for_any_ledger_tells_how_long_would_do(toy: Toy) -> None:
     enough = advised(caught.value)
     for _ in range(3):  # plain PyTorch alone shows little of the full pipeline
         try:
-            ledger = staged(toy, 0.3).ledger(seconds=enough, progress=False)
+            ledger = staged(toy, 0.1).ledger(seconds=enough, progress=False)
         except LedgerError as error:
             enough = advised(error)
         else:
@@ -182,24 +182,29 @@ def test_what_never_ends_is_interrupted(when: str, toy: Toy, request: pytest.Fix
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     before, start = handlers(), time.monotonic()
     with pytest.raises(LedgerError, match="plain PyTorch was still in its first trial"):
-        pipeline.ledger(seconds=2, progress=False)
-    assert time.monotonic() - start < 15
+        pipeline.ledger(seconds=0.5, progress=False)
+    assert time.monotonic() - start < 12
     assert handlers() == before
 
 
+def due(seconds: float) -> float:
+    """A deadline whose alarm arrives in so many seconds."""
+    return time.perf_counter() - ledger_budget.GRACE + seconds
+
+
 def test_the_alarm_is_over_with_its_block() -> None:
-    with pytest.raises(OutOfTime), alarm(time.perf_counter() + 0.2):
+    with pytest.raises(OutOfTime), alarm(due(0.1)):
         time.sleep(30)
-    with alarm(time.perf_counter() + 0.3):
+    with alarm(due(0.1)):
         pass
-    time.sleep(1.0)  # nothing arrives any more
+    time.sleep(0.2)  # nothing arrives any more
     with pytest.raises(KeyboardInterrupt), alarm(time.perf_counter() + 60):
         signal.raise_signal(signal.SIGINT)
     found: list[str] = []
 
     def elsewhere() -> None:
-        with alarm(time.perf_counter()):
-            time.sleep(1.0)
+        with alarm(due(0.0)):
+            time.sleep(0.2)
             found.append("not interrupted")
 
     thread = threading.Thread(target=elsewhere)
@@ -212,7 +217,7 @@ def test_an_import_ends_before_the_alarm(tmp_path: Path, monkeypatch: pytest.Mon
     """One that is broken off would leave half a package in sys.modules, and files of the import system open."""
     (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(0.4)\nDONE = True\n")
     monkeypatch.syspath_prepend(tmp_path)
-    deadline = time.perf_counter() - ledger_budget.GRACE + 0.1
+    deadline = due(0.1)
 
     def imports_and_sleeps() -> None:
         with alarm(deadline):
@@ -224,7 +229,7 @@ def test_an_import_ends_before_the_alarm(tmp_path: Path, monkeypatch: pytest.Mon
     assert time.perf_counter() < deadline + ledger_budget.GRACE + 5
     assert sys.modules.pop("slow_to_import").DONE
     # A block that ends meanwhile is not ended by it, and nothing arrives later.
-    with alarm(time.perf_counter() - ledger_budget.GRACE + 0.1):
+    with alarm(due(0.1)):
         import_module("slow_to_import")
     time.sleep(3 * ledger_budget.AGAIN)
 
@@ -237,9 +242,9 @@ def test_ctrl_c_as_an_alarm_is_set_ends_it(monkeypatch: pytest.MonkeyPatch) -> N
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt), alarm(time.perf_counter() + 0.2):
+    with pytest.raises(KeyboardInterrupt), alarm(due(0.2)):
         pass
-    time.sleep(1.0)  # nothing arrives
+    time.sleep(0.3)  # nothing arrives
 
 
 def test_an_alarm_that_comes_as_its_block_ends_is_no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +263,7 @@ def test_an_alarm_that_comes_as_its_block_ends_is_no_ctrl_c(monkeypatch: pytest.
             self.lock.release()
 
     monkeypatch.setattr(ledger_budget, "threading", SimpleNamespace(**{**vars(threading), "Lock": Slow}))
-    with pytest.raises(OutOfTime), alarm(time.perf_counter() - ledger_budget.GRACE + 0.3):
+    with pytest.raises(OutOfTime), alarm(due(0.3)):
         pass
 
 
@@ -314,7 +319,7 @@ def test_ctrl_c_on_the_command_line_writes_the_ledger_so_far(
 @pytest.mark.long
 def test_ctrl_c_gives_the_ledger_so_far_and_keeps_no_model(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     Slow.alive.clear()
-    pipeline = in_process(toy, lambda: Slow(0.05)).transform(LabelSmoothing(0.1), EMA())
+    pipeline = in_process(toy, lambda: Slow(0.0)).transform(LabelSmoothing(0.1), EMA())
     handler = signal.getsignal(signal.SIGINT)
     interrupt_in_round(3, monkeypatch)
     with pytest.raises(KeyboardInterrupt) as caught:
@@ -354,35 +359,36 @@ def test_ctrl_c_in_the_trainings_keeps_the_speeds_and_those_that_were_finished(
 
     monkeypatch.setattr(ledger_module, "_train_each", first_plain)
     with pytest.raises(LedgerInterrupted) as caught:
-        pipeline.ledger(seconds=20, within=0.9, accuracy=True, epochs=1, progress=False)
+        pipeline.ledger(seconds=20, within=0.99, accuracy=True, epochs=1, progress=False)
     assert caught.value.ledger is not None
     assert list(caught.value.ledger.accuracy.rows) == [PLAIN]
     assert caught.value.ledger.rows[1].ratio is not None
 
 
-class _Decoding(TorchLoader):
-    """Its workers take very long for each sample."""
-
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
-        self.dataset.transform = _Late(self.dataset.transform)
-
-
 class _Late:
-    def __init__(self, transform: Any) -> None:
-        self.transform = transform
+    """A transform that takes longer than any test, and creates a file when it begins."""
 
-    def __call__(self, image: Any) -> Any:
-        time.sleep(0.5)
-        return self.transform(image)
+    def __init__(self, begun: Path) -> None:
+        self.begun = begun
+
+    def __call__(self, _: Any) -> Any:
+        self.begun.touch()
+        time.sleep(300)
 
 
 @pytest.mark.process
-def test_a_loader_whose_workers_decode_closes_at_once(toy: Toy) -> None:
-    """A batch takes them 16 s; torch waits 5 s for each."""
-    loader = _Decoding(toy.train, batch_size=BATCH, image_size=16, workers=2)
+def test_a_loader_whose_workers_decode_closes_at_once(toy: Toy, tmp_path: Path) -> None:
+    """torch waits 5 s for each."""
+    loader = TorchLoader(toy.train, batch_size=BATCH, image_size=16, workers=1)
+    loader.dataset.transform = _Late(tmp_path / "begun")
     batches = iter(loader)
-    threading.Timer(5.0, signal.raise_signal, [signal.SIGINT]).start()
+
+    def interrupt() -> None:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.05)
+        signal.raise_signal(signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         next(batches)
     start = time.monotonic()
@@ -410,7 +416,7 @@ def init(self, *arguments, **more):
     self.rounds = Rounds()
 ledger_record.Record.__init__ = init
 train, val = sys.argv[1:]
-pipeline = Pipeline(Sleepy, seconds=0.1).load(train, val, batch_size=32, image_size=16, loader="torch", workers=1)
+pipeline = Pipeline(Sleepy, seconds=0.1).load(train, val, batch_size=8, image_size=16, loader="torch", workers=1)
 pipeline = pipeline.distribute("ddp", devices=2)
 try:
     pipeline.ledger(seconds=400, within=0.001, progress=False)

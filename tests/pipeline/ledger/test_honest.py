@@ -1,7 +1,6 @@
 """What makes the ledger's figures honest: interleaving, warm-up, synchronization, intervals, separate costs."""
 
 import json
-import math
 import os
 import shlex
 import sys
@@ -53,11 +52,21 @@ from drivetrain.pipeline.telemetry.history import Epoch, Monitor
 from drivetrain.pipeline.telemetry.provenance import provenance
 from drivetrain.strategies import Single
 from drivetrain.transforms import LabelSmoothing, Transform
-from ledgers import Acting, built, in_process, measurement_of, of_speeds, small_recipe, trials_of
-from pipeline_data import BATCH, TRAIN, Toy, plain_model
+from ledgers import (
+    BATCH,
+    TRAIN,
+    Acting,
+    built,
+    in_process,
+    measurement_of,
+    of_speeds,
+    small_recipe,
+    trials_of,
+)
+from pipeline_data import Toy, plain_model
 from torch import nn
 
-SLOW = 2.0  # seconds: far more than a trial of the tiny model takes
+SLOW = 1.0  # seconds: far more than a trial of the tiny model takes
 
 
 class SlowAtFirst(Acting):
@@ -314,23 +323,6 @@ def test_provenance_says_which_machine_revision_and_command(monkeypatch: pytest.
     assert bool(found["git_revision"]) is checkout
     assert found["hardware"]["torch_threads"] == torch.get_num_threads()
     assert found["versions"]["torch"] == torch.__version__.partition("+")[0]
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"seconds": "5"}, "seconds='5' .* must be positive and finite"),
-        ({"seconds": None}, "seconds=None .* must be positive and finite"),
-        ({"seconds": math.inf}, "seconds=inf .* must be positive and finite"),
-        ({"within": "x"}, "within='x' must be between 0 and 1"),
-        ({"within": None}, "within=None must be between 0 and 1"),
-        ({"epochs": 3}, "training runs of accuracy=True"),
-        ({"target": 0.5}, "training runs of accuracy=True"),
-    ],
-)
-def test_what_means_nothing_is_refused_at_once(asked: dict[str, Any], message: str, toy: Toy) -> None:
-    with pytest.raises(PlanError, match=message):
-        toy.pipeline().ledger(**asked)
 
 
 @pytest.mark.long

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import astuple
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command_line import call
-from drivetrain import DrivetrainError
+from drivetrain import DrivetrainError, MissingExtra
 from drivetrain.pipeline import Ledger, compare
 from drivetrain.pipeline.ledger.comparison import differences
 from drivetrain.pipeline.ledger.data import Accuracies, Trained
@@ -155,40 +154,32 @@ def test_a_ledger_prints_and_is_json(tmp_path: Path) -> None:
     trial = {"images": 1200, "seconds": 12.0, "waited": 3.0, "samples": "", "parts": None}
     assert written["rounds"][2][str(PLAIN)] == trial
     assert (written["recipe"], written["waiting"]) == ("made <up>", pytest.approx(0.25))
+    found = Ledger.load(tmp_path / "ledger.json")
+    assert (found.rounds, found.facts, found.level) == (ledger.rounds, ledger.facts, ledger.level)
 
 
-@pytest.mark.parametrize("name", ["ledger.txt", "ledger", "ledger.jpg"])
-def test_an_ending_that_means_nothing(name: str, tmp_path: Path) -> None:
-    with pytest.raises(DrivetrainError, match=r"must end in \.json, \.png, \.svg or \.pdf"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *(
+            (name, r"must end in \.json, \.png, \.svg or \.pdf")
+            for name in ("ledger.txt", "ledger", "ledger.jpg")
+        ),
+        ("no/ledger.json", r"no/ledger\.json could not be written: No such file"),
+    ],
+)
+def test_files_that_cannot_be_written(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DrivetrainError, match=message):
         made_up().save(tmp_path / name)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(DrivetrainError, match=r"no/ledger\.json could not be written: No such file"):
-        made_up().save(tmp_path / "no" / "ledger.json")
-
-
-@pytest.mark.process
-def test_without_matplotlib(tmp_path: Path) -> None:
-    """In a process of its own, where matplotlib cannot be imported."""
-    code = """
-import sys
-sys.modules["matplotlib"] = None
-from drivetrain import MissingExtra
-from drivetrain.pipeline.ledger.ledger import Ledger
-from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Trial
-try:
-    Ledger([{name: Trial(1, 1, 0) for name in (PLAIN, LOADER, MODEL)}], {}).save(sys.argv[1])
-except MissingExtra as error:
-    print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "ledger.png")],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    assert "matplotlib is needed to draw the ledger" in done.stdout
-    assert "pip install 'drivetrain[plot]'" in done.stdout
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {"matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))}:
+        monkeypatch.setitem(sys.modules, name, None)
+    words = r"matplotlib is needed to draw the ledger.*pip install 'drivetrain\[plot\]'"
+    with pytest.raises(MissingExtra, match=f"(?s){words}"):
+        made_up().save(tmp_path / "ledger.png")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -346,13 +337,6 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
         assert 0.925 < np.mean(held) < 0.98
 
 
-def test_a_ledger_comes_back_from_its_json(tmp_path: Path) -> None:
-    ledger = made_up()
-    ledger.save(tmp_path / "ledger.json")
-    found = Ledger.load(tmp_path / "ledger.json")
-    assert (found.rounds, found.facts, found.level) == (ledger.rounds, ledger.facts, ledger.level)
-
-
 @pytest.mark.parametrize(
     "content", [None, "no", "[]", "{}", '{"rounds": [{"a": {"images": 1}}]}', '{"rounds": []}']
 )
@@ -415,8 +399,14 @@ def test_two_plans_that_differ_in_how_a_step_is_done() -> None:
     assert differences({"plan": [torch]}, {"plan": [torch, same]}) == ["Only the second's plan has: build."]
 
 
-def test_the_command_needs_a_recipe_or_two_ledgers() -> None:
-    assert "--compare A.JSON B.JSON" in call("ledger").line
+def test_what_differs_between_two_machines_is_told() -> None:
+    def facts(recipe: str, revision: str, cores: int) -> dict[str, Any]:
+        machine = {"git_revision": revision, "hardware": {"cores": cores}, "versions": {"torch": "2"}}
+        return {"recipe": recipe, "plan": [], "provenance": machine}
+
+    assert differences(facts("a", "x", 2), facts("b", "y", 4)) == [
+        "Different recipe: a and b.", "Different revision: x and y.", "Different hardware, cores: 2 and 4.",
+    ]  # fmt: skip
 
 
 def test_a_data_frame_has_a_line_per_turn() -> None:
@@ -571,20 +561,7 @@ def test_the_command_says_in_one_line_which_file_is_no_ledger(good: dict[str, An
         names = [str(tmp_path / "good.json"), str(tmp_path / name)]
         assert names[1] in call("ledger", "--compare", *names).line
     assert good["rounds"]
-
-
-def test_what_differs_between_two_machines_is_told() -> None:
-    def facts(recipe: str, revision: str, cores: int) -> dict[str, Any]:
-        return {
-            "recipe": recipe, "plan": [],
-            "provenance": {"git_revision": revision, "hardware": {"cores": cores}, "versions": {"torch": "2"}},
-        }  # fmt: skip
-
-    assert differences(facts("a", "x", 2), facts("b", "y", 4)) == [
-        "Different recipe: a and b.",
-        "Different revision: x and y.",
-        "Different hardware, cores: 2 and 4.",
-    ]
+    assert "--compare A.JSON B.JSON" in call("ledger").line
 
 
 def test_every_figure_in_the_file_has_its_n_and_spread(good: dict[str, Any]) -> None:

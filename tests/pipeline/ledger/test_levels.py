@@ -31,7 +31,7 @@ def as_ledger(rounds: list[dict[VariantId, float]], stopped: str = "") -> Ledger
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_speed_and_its_ratio_never_contradict_each_other(seed: int) -> None:
     random = np.random.default_rng(seed)
     for count in (1, 2, 3, 4, 5, 8, 13):
@@ -66,7 +66,7 @@ def test_the_intervals_hold_the_truth_as_often_as_they_say() -> None:
     random = np.random.default_rng(3)
     for count in (3, 5, 8, 12):
         held = []
-        for _ in range(400):
+        for _ in range(250):
             noise = np.exp(random.normal(0, 0.1, (count, len(NAMES))))
             drift = np.exp(np.cumsum(random.normal(0, 0.3, count)))
             rows = (np.linspace(100, 160, len(NAMES)) * noise * drift[:, None]).tolist()

@@ -22,21 +22,12 @@ import own_schedules
 import pytest
 import torch
 from drivetrain import Classification, DrivetrainError, EarlyStopping, Pipeline, PlanError, Profile
+from drivetrain import transforms as t
 from drivetrain.loaders import convert
 from drivetrain.loaders.decode.preprocess import Evaluation
 from drivetrain.loaders.options import LoaderOptions
 from drivetrain.pipeline.describe.config import DistributedConfig
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.transforms import (
-    EMA,
-    SAM,
-    BlurPool,
-    ChannelsLast,
-    GyroDropout,
-    LabelSmoothing,
-    MixUp,
-    NoWeightDecay,
-)
 from loader_pictures import jpeg_bytes, picture
 from own_transforms import Own, by_image, hard
 from pipeline_data import Toy, batch_norm_model, numbers, plain_model, write_toy
@@ -93,7 +84,9 @@ def test_the_losses_of_our_own_loop(toy: Toy, case: str) -> None:
     sgd = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3, "schedule": "cosine", "warmup": 0.3}
     pipeline = toy.pipeline(model, flip=True, **load).optimize("sgd", **sgd)
     if case == "everything":
-        pipeline = pipeline.transform(ChannelsLast(), LabelSmoothing(0.1), MixUp(0.2), NoWeightDecay())
+        pipeline = pipeline.transform(
+            t.ChannelsLast(), t.LabelSmoothing(0.1), t.MixUp(0.2), t.NoWeightDecay()
+        )
         pipeline = pipeline.distribute("single", accumulate=2, clip_norm=0.5)
     before = torch.get_rng_state(), torch.get_num_threads()
     module, found = trained(pipeline, 2)
@@ -187,7 +180,7 @@ def test_an_optimizer_of_matrices_is_refused_where_lightning_flattens_them(toy: 
 def test_what_needs_our_own_loop_is_refused(toy: Toy) -> None:
     pipeline = toy.pipeline(plain_model)
     with pytest.raises(PlanError, match="EMA, SAM works only in Drivetrain's loop"):
-        pipeline.transform(EMA(), SAM(), BlurPool()).to_lightning(epochs=1)
+        pipeline.transform(t.EMA(), t.SAM(), t.BlurPool()).to_lightning(epochs=1)
     with pytest.raises(PlanError, match=r"Pass to_lightning\(epochs=…\)"):
         pipeline.to_lightning()
     for epochs in (0, "3"):
@@ -240,14 +233,8 @@ def test_our_strategies_that_have_no_name_there() -> None:
 def test_what_the_trainer_is_told(toy: Toy) -> None:
     pipeline = toy.pipeline(plain_model).distribute("single", device="cpu", precision="bf16")
     arguments = pipeline.to_lightning(epochs=3).trainer
-    wanted = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "precision": "bf16-mixed",
-        "max_epochs": 3,
-        "strategy": "auto",
-    }
-    assert arguments | wanted == arguments
+    where = {"accelerator": "cpu", "devices": 1, "strategy": "auto"}
+    assert arguments | where | {"precision": "bf16-mixed", "max_epochs": 3} == arguments
     changed = pipeline.to_lightning(epochs=3, strategy="ddp_spawn", devices=2, logger=True).trainer
     assert changed == {**arguments, "strategy": "ddp_spawn", "devices": 2, "logger": True}
     with pytest.raises(PlanError, match=r"'ddp_spwan'\) takes Lightning's names .* Did you mean 'ddp_spawn'"):
@@ -306,7 +293,7 @@ def test_what_build_refuses_is_refused_here_too(toy: Toy, tmp_path: Path) -> Non
         ),
         "missing": plain.load(toy.train, "no.beton", batch_size=8, image_size=16),
         "loss": plain.transform(Own(by_image)),
-        "mixed targets": plain.transform(Own(hard), MixUp()),
+        "mixed targets": plain.transform(Own(hard), t.MixUp()),
         "output": toy.pipeline(lambda: plain_model(5)),
     }  # fmt: skip
     for name, pipeline in refused.items():
@@ -324,7 +311,7 @@ def test_a_surgery_that_counts_the_run_is_handed_over(toy: Toy) -> None:
     def dropping() -> nn.Module:
         return nn.Sequential(plain_model(), nn.Dropout(0.5), nn.Linear(4, 4))
 
-    module, found = trained(toy.pipeline(dropping).transform(GyroDropout()), 1)
+    module, found = trained(toy.pipeline(dropping).transform(t.GyroDropout()), 1)
     assert module.trainer.global_step == 4
     assert math.isfinite(found[0]["loss"])
 

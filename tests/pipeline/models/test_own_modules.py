@@ -4,7 +4,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from command_line import run
 from drivetrain import CheckpointError, PlanError, RecipeError
 from drivetrain.pipeline import export
 from drivetrain.pipeline.recipes.files import modules_of
-from drivetrain.transforms import ChannelsLast, Factorize, LabelSmoothing, Loss, TestTimeFlip, Transform
+from drivetrain.transforms import ChannelsLast, Factorize, LabelSmoothing, TestTimeFlip, Transform
 from pipeline_data import CLASSES, Toy, batch_norm_model, plain_model
 from safetensors.torch import load_file
 from torch import nn
@@ -114,42 +114,9 @@ def test_export_of_a_built_module(toy: Toy, tmp_path: Path) -> None:
     torch.testing.assert_close(load_file(out), result.plain_state(), rtol=0, atol=0)
 
 
-@dataclass(frozen=True)
-class Losses(Transform):
-    kind: ClassVar[Any] = "loss"
-    source: ClassVar[str] = "here"
-
-    def losses(self, loss: Loss) -> Loss:
-        return loss
-
-
-@dataclass(frozen=True)
-class Surgery(Transform):
-    kind: ClassVar[Any] = "surgery"
-    source: ClassVar[str] = "here"
-
-
-@dataclass(frozen=True)
-class Image(Transform):
-    kind: ClassVar[Any] = "image"
-    source: ClassVar[str] = "here"
-
-
-@dataclass(frozen=True)
-class Evaluation(Transform):
-    kind: ClassVar[Any] = "evaluation"
-    source: ClassVar[str] = "here"
-
-
-@dataclass(frozen=True)
-class Kindless(Transform):
-    source: ClassVar[str] = "here"
-
-
-@dataclass(frozen=True)
-class Misspelt(Transform):
-    kind: ClassVar[Any] = "losses"
-    source: ClassVar[str] = "here"
+def lacking(name: str, **declared: Any) -> type[Transform]:
+    """A transform of one's own that declares this, and nothing else."""
+    return dataclass(frozen=True)(type(name, (Transform,), {"source": "here", **declared}))
 
 
 @dataclass(frozen=True)
@@ -157,14 +124,18 @@ class Derived(TestTimeFlip):
     pass
 
 
+SURGERY = lacking("Surgery", kind="surgery")
 LACKING: dict[type[Transform], str] = {
-    Losses: "Losses is a transform of kind 'loss' and must define the method 'loss' .*It defines 'losses': rename",
-    Surgery: "Surgery is a transform of kind 'surgery' and must define the method 'apply'",
-    Image: "Image is a transform of kind 'image' and must define the property 'loader_settings'",
-    Evaluation: "Evaluation is a transform of kind 'evaluation' and must define the method 'predict'",
-    Kindless: "Kindless has kind=None; it must declare one",
-    Misspelt: "Misspelt has kind='losses'; .*Did you mean 'loss'",
-}
+    lacking("Losses", kind="loss", losses=lambda _, loss: loss):
+        "Losses is a transform of kind 'loss' and must define the method 'loss' .*It defines 'losses': rename",
+    SURGERY: "Surgery is a transform of kind 'surgery' and must define the method 'apply'",
+    lacking("Image", kind="image"):
+        "Image is a transform of kind 'image' and must define the property 'loader_settings'",
+    lacking("Evaluation", kind="evaluation"):
+        "Evaluation is a transform of kind 'evaluation' and must define the method 'predict'",
+    lacking("Kindless"): "Kindless has kind=None; it must declare one",
+    lacking("Misspelt", kind="losses"): "Misspelt has kind='losses'; .*Did you mean 'loss'",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("cls", LACKING)
@@ -175,5 +146,5 @@ def test_a_transform_that_lacks_its_method_is_refused(cls: type[Transform], toy:
 
 def test_alone_it_is_refused_too(toy: Toy) -> None:
     with pytest.raises(PlanError, match="must define the method 'apply'"):
-        Surgery().apply(nn.Linear(2, 2))
+        SURGERY().apply(nn.Linear(2, 2))
     assert toy.pipeline().transform(Derived()).transforms == (Derived(),)

@@ -7,13 +7,13 @@ import group_jobs
 import pytest
 import torch
 from drivetrain import Pipeline, PlanError, StrategyError, strategies
-from drivetrain.pipeline import Checkpoints
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.optim.config import OptimizerConfig
 from drivetrain.pipeline.optim.muon import ADAMW, MUON, AdaMuon, Muon, orthogonalized
 from drivetrain.strategies import launch
 from drivetrain.transforms import NoWeightDecay
-from pipeline_data import Toy, batch_norm_model, numbers, plain_model
+from pipeline_data import Toy, batch_norm_model, plain_model
+from same_runs import assert_resumes
 from torch import nn
 
 STEPS = 5
@@ -111,10 +111,8 @@ def test_adamuons_steps_are_as_large_as_adamws() -> None:
     matrix, vector = parameters((20, 30), (7,))
     before = matrix.detach().clone()
     optimizer = AdaMuon([matrix, vector], lr=0.03)
-    assert [(group["algorithm"], group["lr"]) for group in optimizer.param_groups] == [
-        (MUON, 0.03),
-        (ADAMW, 0.03),
-    ]
+    algorithms = [(group["algorithm"], group["lr"]) for group in optimizer.param_groups]
+    assert algorithms == [(MUON, 0.03), (ADAMW, 0.03)]
     stepped(optimizer, [matrix, vector], 1)
     torch.testing.assert_close((matrix - before).square().mean().sqrt().item(), 0.2 * 0.03)
 
@@ -132,10 +130,8 @@ def test_all_other_parameters_get_adamws_numbers() -> None:
     ours, theirs = parameters(*shapes), parameters(*shapes)
     groups = [{"params": ours[:3]}, {"params": ours[3:], "orthogonalize": False, "adamw_lr": 0.02}]
     muon = Muon(groups, lr=9.0, adamw_lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
-    assert [(group["algorithm"], group["lr"]) for group in muon.param_groups] == [
-        (ADAMW, 0.01),
-        (ADAMW, 0.02),
-    ]
+    algorithms = [(group["algorithm"], group["lr"]) for group in muon.param_groups]
+    assert algorithms == [(ADAMW, 0.01), (ADAMW, 0.02)]
     reference = [{"params": theirs[:3]}, {"params": theirs[3:], "lr": 0.02}]
     adamw = torch.optim.AdamW(reference, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
     found, expected = stepped(muon, ours), stepped(adamw, theirs)
@@ -161,17 +157,8 @@ def test_a_group_becomes_its_matrices_and_the_rest(toy: Toy) -> None:
 
 @pytest.mark.parametrize("name", ["muon", pytest.param("adamuon", marks=pytest.mark.slow)])
 def test_resuming_goes_on_bit_for_bit(name: str, toy: Toy, tmp_path: Path) -> None:
-    pipeline = toy.pipeline(batch_norm_model).optimize(
-        name, lr=0.05, groups={"5.*": {"orthogonalize": False}}
-    )
-    saved = Checkpoints(every_steps=3, keep=100)
-    whole = pipeline.fit(epochs=2, progress=False, out=tmp_path, checkpoints=saved)
-    for step in (3, 4):
-        (place,) = (path for path in (tmp_path / "checkpoints").iterdir() if path.name.endswith(f"{step:08}"))
-        again = pipeline.fit(epochs=2, progress=False, resume=place)
-        assert numbers(again)[-1] == numbers(whole)[-1]
-        for key, value in whole.model.state_dict().items():
-            assert torch.equal(again.model.state_dict()[key], value)
+    groups = {"5.*": {"orthogonalize": False}}
+    assert_resumes(toy.pipeline(batch_norm_model).optimize(name, lr=0.05, groups=groups), tmp_path)
 
 
 def test_in_recipes_and_what_is_refused(toy: Toy) -> None:
@@ -235,11 +222,7 @@ def test_under_every_strategy_that_takes_it(one_thread: None) -> None:  # noqa: 
     (first, _) = launch(group_jobs.all_of, PAIRS, devices=2, timeout=250)
     assert set(PAIRS) == set(first)
     for (strategy, optimizer), found in first.items():
-        expected = alone["single", optimizer]
-        assert found["groups"] == expected["groups"], strategy
-        for run in ("losses", "resumed"):
-            losses = [loss for loss, _ in expected["losses"]][-len(found[run]) :]
-            assert [loss for loss, _ in found[run]] == pytest.approx(losses, abs=2e-5), f"{strategy} {run}"
+        group_jobs.assert_nearly(found, alone["single", optimizer], strategy)
 
 
 def test_muon_takes_all_of_its_options_from_the_configuration() -> None:

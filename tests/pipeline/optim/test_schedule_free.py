@@ -7,12 +7,13 @@ import group_jobs
 import pytest
 import torch
 from drivetrain import PlanError
-from drivetrain.pipeline import Checkpoints, export
+from drivetrain.pipeline import export
 from drivetrain.pipeline.optim.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from drivetrain.strategies import launch
 from drivetrain.transforms import EMA
 from pipeline_data import Toy, batch_norm_model, evaluated, numbers, plain_model
 from safetensors.torch import load_file
+from same_runs import assert_resumes
 from torch import Tensor, nn
 
 STEPS = 6
@@ -130,15 +131,7 @@ def test_statistics_are_those_of_the_average(toy: Toy) -> None:
     "name", ["schedulefree_adamw", pytest.param("schedulefree_sgd", marks=pytest.mark.slow)]
 )
 def test_resuming_goes_on_bit_for_bit(name: str, toy: Toy, tmp_path: Path) -> None:
-    pipeline = schedule_free(toy, name=name, lr=0.05)
-    saved = Checkpoints(every_steps=3, keep=100)
-    whole = pipeline.fit(epochs=2, progress=False, out=tmp_path, checkpoints=saved)
-    for step in (3, 4):
-        (place,) = (path for path in (tmp_path / "checkpoints").iterdir() if path.name.endswith(f"{step:08}"))
-        again = pipeline.fit(epochs=2, progress=False, resume=place)
-        assert numbers(again)[-1] == numbers(whole)[-1]
-        for key, value in whole.model.state_dict().items():
-            assert torch.equal(again.model.state_dict()[key], value)
+    assert_resumes(schedule_free(toy, name=name, lr=0.05), tmp_path)
 
 
 def test_what_is_refused(toy: Toy) -> None:
@@ -176,10 +169,7 @@ def test_ranks_have_one_devices_numbers() -> None:
     pairs = [(name, "schedulefree") for name in ("ddp", "fsdp", "fsdp_cpu_offload")]
     (first, _) = launch(group_jobs.all_of, pairs, devices=2, timeout=250)
     for (strategy, _), found in first.items():
-        assert found["groups"] == expected["groups"], strategy
-        for run in ("losses", "resumed"):
-            losses = [loss for loss, _ in expected["losses"]][-len(found[run]) :]
-            assert [loss for loss, _ in found[run]] == pytest.approx(losses, abs=2e-5), f"{strategy} {run}"
+        group_jobs.assert_nearly(found, expected, strategy)
 
 
 @pytest.mark.process

@@ -10,11 +10,12 @@ from typing import Any
 import own_schedules
 import pytest
 import torch
-from drivetrain import Pipeline, PlanError, RecipeError
+from drivetrain import CheckpointError, Pipeline, PlanError, RecipeError
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.optim.config import OptimizerConfig
 from drivetrain.pipeline.training.schedule import Schedule
 from pipeline_data import Toy, numbers, plain_model
+from same_runs import assert_resumes
 from torch.optim import lr_scheduler
 
 Factory = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
@@ -23,12 +24,8 @@ PEAK = 0.4
 
 
 def optimizer(**options: Any) -> torch.optim.SGD:
-    groups = [
-        {"params": [torch.nn.Parameter(torch.zeros(1))]},
-        {"params": [torch.nn.Parameter(torch.zeros(1))]},
-    ]
-    groups[1]["lr"] = PEAK / 10  # type: ignore[assignment]
-    return torch.optim.SGD(groups, lr=PEAK, **options)
+    first, second = ([torch.nn.Parameter(torch.zeros(1))] for _ in range(2))
+    return torch.optim.SGD([{"params": first}, {"params": second, "lr": PEAK / 10}], lr=PEAK, **options)
 
 
 def ours(steps: int = STEPS, begin: int = 0, **options: Any) -> list[list[float]]:
@@ -275,29 +272,14 @@ def test_in_recipes_and_plans(toy: Toy) -> None:
 
 @pytest.mark.long
 def test_resuming_goes_on_bit_for_bit(toy: Toy, tmp_path: Path) -> None:
-    """In the middle of an epoch, with a scheduler that changes the momentum, too."""
-    from drivetrain.pipeline import Checkpoints
-
-    pipeline = toy.pipeline().optimize(
-        "sgd", lr=0.1, momentum=0.9, schedule=own_schedules.one_cycle, warmup=0.2
-    )
-    saved = Checkpoints(every_steps=3, keep=100)
-    whole = pipeline.fit(epochs=2, progress=False, out=tmp_path / "run", checkpoints=saved)
-    for step in (3, 4, 6):
-        (place,) = (
-            path for path in (tmp_path / "run/checkpoints").iterdir() if path.name.endswith(f"{step:08}")
-        )
-        again = pipeline.fit(epochs=2, progress=False, resume=place)
-        assert numbers(again)[-1] == numbers(whole)[-1]
-        for name, value in whole.model.state_dict().items():
-            assert torch.equal(again.model.state_dict()[name], value)
+    """With a scheduler that changes the momentum, too."""
+    one_cycle = {"schedule": own_schedules.one_cycle, "warmup": 0.2}
+    assert_resumes(toy.pipeline().optimize("sgd", lr=0.1, momentum=0.9, **one_cycle), tmp_path, (3, 4, 6))
 
 
 @pytest.mark.long
 def test_a_longer_run_from_a_finished_one(toy: Toy, tmp_path: Path) -> None:
     """A torch scheduler counts steps; what follows the progress would change the steps that are done."""
-    from drivetrain import CheckpointError
-
     steps = toy.pipeline().optimize("sgd", lr=0.1, momentum=0.9, schedule=own_schedules.steps)
     whole = steps.fit(epochs=2, progress=False)
     steps.fit(epochs=1, progress=False, out=tmp_path / "steps")

@@ -16,6 +16,7 @@ from drivetrain.pipeline.describe.inputs import Inputs
 from numpy.typing import NDArray
 from PIL import Image
 from pipeline_data import toy_arrays
+from same_runs import assert_same_run
 
 LOADING: dict[str, Any] = {
     "batch_size": 16, "image_size": 16, "workers": 1, "crop": "whole", "interpolation": "nearest", "flip": False,
@@ -59,9 +60,7 @@ def test_it_learns_and_resumes(run: tuple[FitResult, Path], data: str, tmp_path:
     assert Pipeline.from_recipe(made.to_recipe()) == made
     made.fit(epochs=3, out=tmp_path / "again", progress=False)
     again = made.fit(epochs=6, out=tmp_path / "again", resume="auto", progress=False)
-    assert [epoch.loss for epoch in again.history.epochs] == [epoch.loss for epoch in result.history.epochs]
-    for name, value in result.model.state_dict().items():
-        assert value.equal(again.model.state_dict()[name])
+    assert_same_run(again, result)
 
 
 def test_predictions_are_those_of_the_evaluation(
@@ -75,12 +74,8 @@ def test_predictions_are_those_of_the_evaluation(
     arrays = np.stack([beton.pixels(number) for number in range(64)])
     assert (result.inputs.channels, result.inputs.depth) == (1, 16)
     torch.testing.assert_close(result.preprocess(arrays[5]), images[5], rtol=0, atol=2e-6)
-    for given in (
-        arrays,
-        list(arrays),
-        [beton.image(number) for number in range(64)],
-        list(arrays[..., None]),
-    ):
+    images_of_file = [beton.image(number) for number in range(64)]
+    for given in (arrays, list(arrays), images_of_file, list(arrays[..., None])):
         found = [[row["probabilities"][name] for name in NAMES] for row in load_run(folder).predict(given)]
         torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=1e-5)
     (row,) = result.predict(arrays[7])

@@ -53,10 +53,7 @@ def test_parts_train_as_the_whole_and_a_mix_resumes(toy: Toy, parts: str, tmp_pa
 
 def test_a_mix_in_a_recipe_and_on_the_command_line(toy: Toy, parts: str, tmp_path: Path) -> None:
     recipe, out = tmp_path / "mix.yaml", tmp_path / "run"
-    content = {
-        "model": "cifar_resnet", "model_options": {"num_classes": 4, "width": 4}, "batch_size": 32, "image_size": 16,
-        "train": {parts: 3, toy.train: 1}, "optimizer": {"name": "sgd", "lr": 0.1}, "epochs": 1, "workers": 1,
-    }  # fmt: skip
+    content = toy.named().replace(epochs=1).to_recipe() | {"train": {parts: 3, toy.train: 1}, "val": None}
     recipe.write_text(yaml.safe_dump(content))
     ended = call("train", str(recipe), "--out", str(out))
     assert ended.code == 0, ended.err
@@ -131,10 +128,8 @@ def test_a_recipe_and_the_command_line(toy: Toy, tmp_path: Path, monkeypatch: py
     recipe, out = tmp_path / "remote.yaml", tmp_path / "run"
     with serving(Path(toy.train).parent) as server:
         address = server.address(Path(toy.train).name)
-        recipe.write_text(
-            f"model: cifar_resnet\nmodel_options: {{num_classes: 4, width: 4}}\ntrain: {address}\nbatch_size: 32\n"
-            f"cache: {tmp_path / 'cache'}\nimage_size: 16\noptimizer: {{name: sgd, lr: 0.1}}\nepochs: 1\nworkers: 1\n"
-        )
+        content = toy.named().replace(epochs=1).to_recipe() | {"train": address, "val": None}
+        recipe.write_text(yaml.safe_dump(content | {"cache": str(tmp_path / "cache")}))
         ended = call("train", str(recipe), "--out", str(out))
         assert ended.code == 0, ended.err
         written = yaml.safe_load((out / "recipe.yaml").read_text())

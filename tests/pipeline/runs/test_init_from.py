@@ -38,13 +38,6 @@ def averaged(toy: Toy) -> Pipeline:
     return toy.pipeline(batch_norm_model).transform(EMA(half_life=3))
 
 
-def metrics_of(result: FitResult) -> dict[str, float]:
-    last = result.history.epochs[-1]
-    assert last.val_loss is not None
-    assert last.accuracy is not None
-    return {"val_loss": last.val_loss, "top1": last.accuracy}
-
-
 def started_from(pipeline: Pipeline, source: str | Path) -> FitResult:
     """A training that changes nothing, so that its result shows where it began."""
     return pipeline.optimize("sgd", lr=0.0, schedule="constant").fit(epochs=1, init_from=source, **OPTIONS)
@@ -143,7 +136,7 @@ def test_plain_names_and_those_after_surgery_both_load(toy: Toy, tmp_path: Path)
     again = started_from(factorized, tmp_path / "trained.safetensors")
     torch.testing.assert_close(again.model.state_dict(), result.model.state_dict(), rtol=0, atol=0)
     assert plain.evaluate(tmp_path / "plain.safetensors") == plain.evaluate(source.state_dict())
-    assert factorized.evaluate(tmp_path / "trained.safetensors") == metrics_of(again)
+    assert factorized.evaluate(tmp_path / "trained.safetensors") == again.metrics
 
 
 def factorized_like(source: torch.nn.Module, result: FitResult) -> torch.nn.Module:
@@ -196,7 +189,7 @@ def test_what_cannot_begin_a_run_is_refused(
 
 def test_evaluate_gives_the_metrics_of_the_run(toy: Toy, run: tuple[Path, FitResult]) -> None:
     folder, first = run
-    expected = metrics_of(first)
+    expected = first.metrics
     pipeline = averaged(toy)
     for weights in (folder, str(folder / "checkpoints/step-00000008"), folder / "model.safetensors",
                     first.model.state_dict()):  # fmt: skip
@@ -230,7 +223,7 @@ def test_evaluate_refuses_what_is_not_of_its_model(toy: Toy, run: tuple[Path, Fi
 def test_both_on_two_ranks(strategy: str, toy: Toy, run: tuple[Path, FitResult], tmp_path: Path) -> None:
     folder, first = run
     ranks = averaged(toy).distribute(strategy, devices=2, device="cpu")
-    assert ranks.evaluate(folder) == pytest.approx(metrics_of(first), abs=1e-5)
+    assert ranks.evaluate(folder) == pytest.approx(first.metrics, abs=1e-5)
     result = started_from(
         toy.pipeline(batch_norm_model).distribute(strategy, devices=2, device="cpu"), folder
     )

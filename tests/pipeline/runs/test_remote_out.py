@@ -18,9 +18,10 @@ import psutil
 import pytest
 import s3fs
 import torch
+import yaml
 from cluster_jobs import Signals, train_apart
 from command_line import call
-from drivetrain import Callback, CheckpointError, Checkpoints, Pipeline, PlanError, RunView, strategies
+from drivetrain import Callback, CheckpointError, Checkpoints, PlanError, RunView, strategies
 from drivetrain.common.storage import addresses as sources
 from drivetrain.pipeline import TrainingInterrupted, TrainingPreempted, export, load_run
 from object_store import SECRET, Store, object_store
@@ -46,15 +47,8 @@ def store() -> Iterator[Store]:
         yield one
 
 
-def named(toy: Toy) -> Pipeline:
-    """A pipeline that a recipe can express."""
-    _, options = toy.pipeline().data.arguments()
-    pipeline = Pipeline("cifar_resnet", num_classes=4, width=4).load(toy.train, toy.val, **options)
-    return pipeline.optimize("sgd", lr=0.1, schedule="constant")
-
-
 def test_an_address_is_like_a_folder(toy: Toy, tmp_path: Path, cache: Path) -> None:
-    pipeline, out, local = named(toy), f"file://{tmp_path}/store/run", tmp_path / "local"
+    pipeline, out, local = toy.named(flip=False), f"file://{tmp_path}/store/run", tmp_path / "local"
     expected = numbers(pipeline.fit(epochs=3, out=local, progress=False))
     first = pipeline.fit(
         epochs=2, out=out, progress=False, logger="csv", checkpoints=Checkpoints(every_steps=3)
@@ -66,9 +60,7 @@ def test_an_address_is_like_a_folder(toy: Toy, tmp_path: Path, cache: Path) -> N
     assert list((cache / "runs").iterdir()) == []  # nothing is kept of a run that is finished
     resumed = pipeline.fit(epochs=3, out=out, progress=False, logger="csv", resume="auto")
     assert numbers(resumed) == expected
-    assert (
-        len((there / "metrics.csv").read_text().splitlines()) == 1 + 3
-    )  # the header, and the epochs of both runs
+    assert len((there / "metrics.csv").read_text().splitlines()) == 1 + 3  # the header, and both runs' epochs
     assert numbers(load_run(out)) == expected
     assert pipeline.evaluate(out) == pytest.approx(pipeline.evaluate(local))
     weights = tmp_path / "model.safetensors"
@@ -222,10 +214,7 @@ def test_addresses_that_cannot_be_used(toy: Toy, out: Any, words: str) -> None:
 
 def test_the_command_line(toy: Toy, tmp_path: Path) -> None:
     recipe, out, image = tmp_path / "mine.yaml", f"file://{tmp_path}/store/run", tmp_path / "image.png"
-    recipe.write_text(
-        f"model: cifar_resnet\nmodel_options: {{num_classes: 4, width: 4}}\ntrain: {toy.train}\nval: {toy.val}\n"
-        "batch_size: 32\nimage_size: 16\noptimizer: {name: sgd, lr: 0.1}\nepochs: 1\nworkers: 1\n"
-    )
+    recipe.write_text(yaml.safe_dump(toy.named().replace(epochs=1).to_recipe()))
     trained = call("train", str(recipe), "--out", out)
     assert trained.code == 0, trained.err
     assert f"{out}: curves.png, history.json, model.safetensors, plan.txt, recipe.yaml" in trained.out
@@ -247,10 +236,8 @@ class Refuses(BaseHTTPRequestHandler):
         self._answer(403, b"<Error><Code>AccessDenied</Code><Message>Access Denied</Message></Error>")
 
     def do_GET(self) -> None:
-        self._answer(
-            200,
-            b"<ListBucketResult><KeyCount>0</KeyCount><IsTruncated>false</IsTruncated></ListBucketResult>",
-        )
+        keys = b"<KeyCount>0</KeyCount><IsTruncated>false</IsTruncated>"
+        self._answer(200, b"<ListBucketResult>%b</ListBucketResult>" % keys)
 
     def do_HEAD(self) -> None:
         self._answer(404, b"")

@@ -11,24 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoint_kill_server import Losses
 from cluster_jobs import Signals, Slow
 from drivetrain import Callback, Pipeline, PlanError, RunView
-from drivetrain.pipeline import Checkpoints, FitResult, TrainingInterrupted, TrainingPreempted
+from drivetrain.pipeline import Checkpoints, TrainingInterrupted, TrainingPreempted
 from drivetrain.pipeline.checkpoints.directory import CheckpointDir
 from drivetrain.strategies.launching.launcher import launch
 from drivetrain.transforms import EMA, MixUp, ProgressiveResizing
-from pipeline_data import Toy, batch_norm_model, numbers
+from pipeline_data import Toy, batch_norm_model
 from places import SUPPORT
+from same_runs import assert_same_run
 
 STEPS = 4  # in an epoch of the toy data
-
-
-def same(result: FitResult, expected: FitResult) -> None:
-    assert numbers(result) == numbers(expected)
-    state = expected.model.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in result.model.state_dict().items())
 
 
 def preempted(
@@ -67,7 +61,7 @@ def test_one_process(toy: Toy, tmp_path: Path, step: int) -> None:
     finished = json.loads((tmp_path / "history.json").read_text())["epochs"] if step > STEPS - 1 else []
     assert len(finished) == step // STEPS
     resumed = pipeline.fit(epochs=2, out=tmp_path, progress=False, resume="auto")
-    same(resumed, pipeline.fit(epochs=2, progress=False))
+    assert_same_run(resumed, pipeline.fit(epochs=2, progress=False))
 
 
 class Interrupts(Callback):
@@ -94,7 +88,7 @@ def test_ctrl_c_saves(toy: Toy, tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert str(ended.value).endswith(f"; fit(resume='auto') continues from {saved}")
     assert (ended.value.result is None) == (step < STEPS)
     whole = pipeline.fit(epochs=2, progress=False)
-    same(pipeline.fit(epochs=2, out=tmp_path, progress=False, resume="auto"), whole)
+    assert_same_run(pipeline.fit(epochs=2, out=tmp_path, progress=False, resume="auto"), whole)
 
     for options in ({"out": tmp_path, "callbacks": [Interrupts(1, times=2)]}, {"callbacks": [Interrupts(1)]}):
         with pytest.raises(TrainingInterrupted) as at_once:
@@ -121,7 +115,7 @@ def test_ctrl_c_saves_on_ranks(toy: Toy, tmp_path: Path) -> None:
         pipeline.fit(checkpoints=Checkpoints(every_steps=1, keep=20), callbacks=[Slow()], **options)
     thread.join()
     assert ended.value.checkpoint is not None
-    same(pipeline.fit(**options, resume="auto"), pipeline.fit(epochs=3, progress=False))
+    assert_same_run(pipeline.fit(**options, resume="auto"), pipeline.fit(epochs=3, progress=False))
 
 
 def test_before_an_evaluation_with_everything_that_happens_there(toy: Toy, tmp_path: Path) -> None:
@@ -133,7 +127,7 @@ def test_before_an_evaluation_with_everything_that_happens_there(toy: Toy, tmp_p
     assert Path(str(ended.checkpoint)).name == "step-00000008"
     resumed = pipeline.fit(epochs=3, out=tmp_path, resume="auto", callbacks=[again := Losses()], **options)
     whole = pipeline.fit(epochs=3, out=tmp_path / "whole", callbacks=[expected := Losses()], **options)
-    same(resumed, whole)
+    assert_same_run(resumed, whole)
     assert resumed.history.evaluations == whole.history.evaluations
     assert again.losses == expected.losses
 
@@ -157,11 +151,10 @@ def test_without_a_folder_nothing_is_saved(toy: Toy, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("SIGTERM", "must be a list"),
-        (["SIGTER"], "'SIGTER' is not known. Known: SIGHUP, SIGTERM"),
+        ("SIGTERM", "must be a list"), (["SIGTER"], "'SIGTER' is not known. Known: SIGHUP, SIGTERM"),
         (["SIGKILL"], "'SIGKILL' is not known"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_list_of_signals_is_refused(toy: Toy, value: Any, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         toy.pipeline().fit(epochs=1, stop_on=value)
@@ -179,7 +172,7 @@ def test_ranks_agree_whoever_is_signalled(toy: Toy, tmp_path: Path) -> None:
     thread.join()
     assert forwarded.signal == "SIGUSR1"
     resumed = pipeline.fit(epochs=3, out=tmp_path, progress=False, resume="auto", stop_on=["SIGUSR1"])
-    same(resumed, pipeline.fit(epochs=3, progress=False))
+    assert_same_run(resumed, pipeline.fit(epochs=3, progress=False))
 
 
 @pytest.mark.slow
@@ -191,7 +184,7 @@ def test_ranks_leave_before_an_evaluation(toy: Toy, tmp_path: Path, strategy: st
     assert Path(str(ended.checkpoint)).name == f"step-{STEPS:08d}"
     assert not (tmp_path / "history.json").exists()
     resumed = pipeline.fit(epochs=2, out=tmp_path, progress=False, resume="auto")
-    same(resumed, pipeline.fit(epochs=2, progress=False))
+    assert_same_run(resumed, pipeline.fit(epochs=2, progress=False))
 
 
 @pytest.mark.slow

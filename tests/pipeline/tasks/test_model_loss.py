@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from drivetrain import Classification, MultiLabel, Pipeline, PlanError, Regression, Segmentation
 from drivetrain.strategies import launch
 from drivetrain.transforms import SAM, CutMix, LabelSmoothing, MixUp, SelectiveBackprop, TestTimeFlip
+from same_runs import assert_same_weights
 from task_jobs import LABELS, SIDE, Outputs, numbers_of, vectors, write
 
 LOSSES: dict[str, Callable[[Any, Any], torch.Tensor]] = {
@@ -95,11 +96,8 @@ def test_it_resumes_and_takes_what_does_not_touch_the_loss(files: Files, tmp_pat
     whole = pipeline.fit(epochs=2, progress=False)
     pipeline.fit(epochs=1, out=tmp_path, progress=False)
     again = pipeline.fit(epochs=2, out=tmp_path, progress=False, resume=True)
-    found, expected = (
-        [(e.loss, e.val_loss, e.metrics) for e in each.history.epochs] for each in (again, whole)
-    )
-    assert found == expected
-    torch.testing.assert_close(again.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
+    assert history(again) == history(whole)
+    assert_same_weights(again, whole)
 
 
 @pytest.mark.parametrize(("problem", "name"), [(None, "Classification"), (None, "MultiLabel"), (None, "Regression"),
@@ -114,8 +112,7 @@ def test_hugging_faces_loss(problem: str | None, name: str, files: Files, tmp_pa
     own, plain = (
         history(start.task(each).fit(epochs=2, progress=False)) for each in (task(loss="model"), task())
     )
-    for one, other in zip(own, plain, strict=True):
-        assert one == pytest.approx(other, abs=1e-6)
+    assert_same(own, plain)
 
 
 RANKS = (

@@ -13,6 +13,7 @@ from drivetrain.pipeline import load_run
 from drivetrain.strategies import launch
 from drivetrain.transforms import CutOut, MixUp, ProgressiveResizing, RandAugment, TestTimeFlip
 from PIL import Image
+from same_runs import assert_same_weights
 from segmentation_jobs import CLASSES, SIDE, VAL, Files, Net, history, on_two_ranks, pipeline_of, scene, write
 from torch import nn
 
@@ -72,8 +73,7 @@ def test_it_resumes_bit_for_bit(files: Files, tmp_path: Path) -> None:
     whole = pipeline.fit(epochs=3, progress=False)
     pipeline.fit(epochs=1, out=tmp_path, progress=False)
     resumed = pipeline.fit(epochs=3, out=tmp_path, progress=False, resume=True)
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    assert_same_weights(resumed, whole)
 
 
 def test_methods_that_keep_the_mask_in_place(files: Files) -> None:

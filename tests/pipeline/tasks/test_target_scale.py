@@ -15,6 +15,7 @@ from drivetrain import CheckpointError, Pipeline, PlanError, Regression
 from drivetrain.pipeline import load_run
 from drivetrain.pipeline.apps.exports.export import export
 from drivetrain.pipeline.tasks.target_scale import BUFFERS, attach_scale, carried_scale, fit_scale
+from same_runs import assert_same_weights
 from torch import nn
 
 Files = tuple[str, str]
@@ -73,8 +74,7 @@ def test_resumed_loaded_exported_and_begun_from(files: Files, tmp_path: Path) ->
     whole = pipeline.fit(epochs=2, progress=False)
     pipeline.fit(epochs=1, out=tmp_path, progress=False)
     result = pipeline.fit(epochs=2, out=tmp_path, progress=False, resume=True)
-    for name, value in whole.model.state_dict().items():
-        assert torch.equal(value, result.model.state_dict()[name]), name
+    assert_same_weights(result, whole)
     loaded = load_run(tmp_path)
     assert loaded.predict(pictures) == result.predict(pictures) == whole.predict(pictures)
     assert 100_000 < loaded.predict(pictures)[0]["value"][0] < 400_000

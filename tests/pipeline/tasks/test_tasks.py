@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -69,11 +70,8 @@ def test_labels_are_judged_as_by_hand() -> None:
 def test_numbers_are_judged_as_by_hand() -> None:
     torch.manual_seed(0)
     outputs, targets = torch.randn(40, 1), torch.randn(40)
-    found = values(
-        Regression(metrics=("mae", "mse", "rmse", "r2")),
-        [(outputs[:33], targets[:33]), (outputs[33:], targets[33:])],
-        1,
-    )
+    batches = [(outputs[:33], targets[:33]), (outputs[33:], targets[33:])]
+    found = values(Regression(metrics=("mae", "mse", "rmse", "r2")), batches, 1)
     errors = outputs[:, 0] - targets
     mse = errors.square().mean().item()
     assert found["mae"] == pytest.approx(errors.abs().mean().item(), abs=1e-6)
@@ -106,34 +104,22 @@ def test_masks_are_judged_as_by_hand() -> None:
     assert torch.equal(task.predict(logits), chosen)
 
 
-def test_a_rank_without_samples_changes_no_metric() -> None:
-    """What `compute` does with the states of three ranks, one of which saw nothing."""
-    torch.manual_seed(0)
-    parts = [(torch.randn(n, 3), (torch.rand(n, 3) < 0.5).float()) for n in (25, 14)]
-    task = MultiLabel(metrics={"map": "map", "f1": "f1", "loss_of_mine": MeanMetric()})
-    whole, *ranks = [task.meters(3) for _ in range(4)]
-    for number, (outputs, targets) in enumerate(parts):
-        for meters in (whole, ranks[number]):
-            for name in ("map", "f1"):
-                meters[name].update(outputs, targets.long())
-            meters["loss_of_mine"].update(outputs.sum(1))
-    for name in whole:
-        states = [state_of(m[name]) for m in ranks]
-        pool(name, ranks[0][name], states)
-        assert ranks[0][name].compute().item() == pytest.approx(whole[name].compute().item(), abs=1e-6)
-
-
 @pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("shape", [(), (3, 4)], ids=["images", "pixels"])
-def test_accuracies_are_those_of_torchmetrics(k: int, shape: tuple[int, ...]) -> None:
-    """With ties, and over three ranks, of which one saw nothing."""
+def test_accuracies_are_those_of_torchmetrics(
+    k: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ties, and over three ranks, of which one saw nothing; ranks do not import it."""
     torch.manual_seed(0)
     metrics, theirs = [top(k)(6) for _ in range(4)], MulticlassAccuracy(6, average="micro", top_k=k)
     for number, size in enumerate((7, 1, 12)):
         outputs, targets = torch.randint(4, (size, 6, *shape)).float(), torch.randint(6, (size, *shape))
         for metric in (theirs, metrics[0], metrics[1 + number % 2]):
             metric.update(outputs, targets)
-    pool("top", metrics[1], [state_of(metric) for metric in metrics[1:]])
+    with monkeypatch.context() as patch:
+        for name in ("torchmetrics", "torchmetrics.utilities"):
+            patch.setitem(sys.modules, name, None)
+        pool("top", metrics[1], [state_of(metric) for metric in metrics[1:]])
     assert metrics[0].compute() == metrics[1].compute() == theirs.compute()
     metrics[0].reset()
     assert metrics[0].update_count == 0
@@ -142,10 +128,10 @@ def test_accuracies_are_those_of_torchmetrics(k: int, shape: tuple[int, ...]) ->
 
 @pytest.mark.process
 def test_a_run_starts_without_the_seconds_of_torchmetrics(toy: Toy) -> None:
-    """And of torchvision and transformers, which it imports."""
+    """And of torchvision and transformers, which it imports; nor does it need FFCV."""
     (end,) = run_several(
         ["train", "cifar10-quickstart", *toy_values(toy)],
-        blocked=("torchmetrics", "torchvision", "transformers"),
+        blocked=("torchmetrics", "torchvision", "transformers", "ffcv", "numba"),
     )
     assert end.code == 0, end.err
     assert "top1" in end.out
@@ -382,10 +368,8 @@ def test_each_reduction_over_two_ranks() -> None:
         whole = updated(meters(), [batch for of_rank in batches for batch in of_rank])
         names = as_one if seen == 2 else [*as_one, "mean", "function", "none"]
         for name in names:
-            assert first[str(seen)][name] == pytest.approx(whole[name].compute().item(), abs=1e-6), (
-                seen,
-                name,
-            )
+            expected = whole[name].compute().item()
+            assert first[str(seen)][name] == pytest.approx(expected, abs=1e-6), (seen, name)
     assert first["2"] == pytest.approx(first["2"] | first["theirs"], abs=1e-6)
     assert (first["2"]["mean"], first["2"]["function"], first["2"]["none"]) == (7.5, 56, 8)
     assert first["wrapped"] == pytest.approx(3.0)

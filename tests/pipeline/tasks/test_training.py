@@ -26,8 +26,6 @@ from drivetrain import (
     Task,
 )
 from drivetrain.loaders import FFCVLoader, convert
-from drivetrain.pipeline.checkpoints.directory import CheckpointDir, best_of
-from drivetrain.pipeline.checkpoints.format import Checkpoint
 from drivetrain.pipeline.tasks.target_scale import carried_scale
 from drivetrain.strategies import launch
 from drivetrain.transforms import CutMix, LabelSmoothing, MixUp, TestTimeFlip
@@ -111,24 +109,6 @@ def test_each_is_the_same_under_every_strategy(files: Files, strategies: list[st
         for strategy, histories in found.items():
             for one, other in zip(alone, histories[name], strict=True):
                 assert other == pytest.approx(one, rel=1e-6, abs=2e-6), (strategy, name)
-
-
-def test_the_best_is_that_of_the_lowest_if_lower_is_better(files: Files, tmp_path: Path) -> None:
-    result = jobs.pipeline_of("Regression", files["Regression"]).fit(epochs=3, out=tmp_path, progress=False)
-    errors = [epoch.metrics["mae"] for epoch in result.history.epochs]
-    best = best_of([Checkpoint(path) for path in CheckpointDir(tmp_path / "checkpoints").checkpoints()])
-    assert best is not None
-    assert best.content.history.epochs[-1].metrics["mae"] == min(errors)
-
-
-def test_another_task_does_not_resume(files: Files, tmp_path: Path) -> None:
-    pipeline = jobs.pipeline_of("Regression", files["Regression"]).optimize(
-        "sgd", lr=0.05, schedule="constant"
-    )
-    pipeline.fit(epochs=1, out=tmp_path, progress=False)
-    assert len(pipeline.fit(epochs=2, out=tmp_path, progress=False, resume=True).history.epochs) == 2
-    with pytest.raises(Exception, match="is of a run with task = "):
-        pipeline.task(Regression(loss="l1")).fit(epochs=3, out=tmp_path, progress=False, resume=True)
 
 
 def weighted(last: float, smoothing: float = 0.0) -> nn.Module:
@@ -285,7 +265,7 @@ def test_what_is_no_task_is_refused() -> None:
 def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lines one after another, on small data; then the task of one's own that it defines."""
     monkeypatch.chdir(tmp_path)
-    pictures = jobs.images(32, 1)
+    pictures = jobs.images(16, 1)
     masks = (pictures[..., 0] > 90).astype(np.uint8)
     names: dict[str, Any] = {"images": pictures, "labels": jobs.vectors(pictures), "masks": masks}
     for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide/tasks.md").read_text(), re.DOTALL):

@@ -98,22 +98,6 @@ def test_the_guard_reads_the_loss_and_does_nothing_else() -> None:
     assert guarded - bare == {"aten.view.default": 1}  # that it reads is no operation
 
 
-@pytest.mark.parametrize("accumulate", [2, 4])
-def test_the_loss_of_microbatches_is_their_mean(accumulate: int) -> None:
-    torch.manual_seed(0)
-    data = batches(1)
-    losses = []
-    for parts in (1, accumulate):
-        torch.manual_seed(0)
-        engine = strategies.get("single", device="cpu").prepare(
-            torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * SIDE * SIDE, CLASSES)),
-            sgd,
-            accumulate=parts,
-        )
-        losses.append(train_epoch(engine, data, functional.cross_entropy).loss)
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-
-
 TOLERANCE = 1e-6
 expected = cache(means_jobs.by_hand)
 
@@ -247,9 +231,7 @@ def test_equal_denominators_cost_nothing() -> None:
         step = StepLoss(mean, parts, ranks, equal=equal)
         assert step.share(1, outputs, targets).item() == pytest.approx(mean.loss(outputs, targets).item())
         assert (ranks.exchanged, float(step.weight)) == (exchanges, 16)
-    unchecked = StepLoss(
-        mean_of(functional.cross_entropy), parts, linear(), equal=False
-    )  # one process on the CPU
+    unchecked = StepLoss(mean_of(functional.cross_entropy), parts, linear(), equal=False)  # of one process
     assert torch.equal(unchecked.share(1, outputs, targets), mean.loss(outputs, targets))
     assert unchecked.weight == 8
 
@@ -341,21 +323,12 @@ def test_it_trains_as_cross_entropy_does(toy: Toy) -> None:
 @pytest.mark.parametrize(
     ("function", "others", "words"),
     [
-        (
-            hard,
-            [LabelSmoothing(0.1)],
-            r"does not accept logits \(2, 4\) and class indices .*with LabelSmoothing",
-        ),
-        (
-            hard,
-            [MixUp()],
-            r"does not accept logits \(2, 4\) and probabilities \(2, 4\): .*MixUp or CutMix, probabilities",
-        ),
-        (hard, [CutMix()], r"probabilities \(2, 4\)"),
+        (hard, [LabelSmoothing(0.1)], r"does not accept logits \(2, 4\) and class indices .*with LabelSmoothing"),
+        (hard, [MixUp()], r"not accept logits \(2, 4\) and probabilities \(2, 4\): .*MixUp or CutMix, probabilities"),
+        (hard, [CutMix()], r"probabilities \(2, 4\)"), (no_tensor, [], "returns float for 2 images"),
         (by_image, [], r"returns \(2,\) for 2 images, but must return their mean"),
-        (no_tensor, [], "returns float for 2 images"),
     ],
-)
+)  # fmt: skip
 def test_what_it_cannot_take_is_told_before_training(
     toy: Toy, function: Loss, others: list[Transform], words: str
 ) -> None:

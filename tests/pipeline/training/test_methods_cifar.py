@@ -50,13 +50,7 @@ below. Clipping by value has no usual threshold; this one cuts half of the first
 TOKENS = {"SeqLengthWarmup"}
 """Methods for sequences of tokens, which have no images to train on."""
 
-LIKE_PLAIN_UNTIL = {
-    "SelectiveBackprop": 0.5,
-    "LayerFreezing": 0.5,
-    "SWA": 0.97,
-    "EMA": 1.0,
-    "TestTimeFlip": 1.0,
-}
+LIKE_PLAIN_UNTIL = {"SelectiveBackprop": 0.5, "LayerFreezing": 0.5, "SWA": 0.97, "EMA": 1, "TestTimeFlip": 1}
 """The share of the training in which a method changes no step, by its definition; 0 for the others."""
 
 
@@ -102,14 +96,9 @@ def network() -> nn.Module:
 
 def train(files: tuple[str, str], *methods: Transform, seed: int = 0) -> Trained:
     """Train on one rank; the test images are looked at once, at the end, since thousands take a while."""
-    sgd: dict[str, Any] = {
-        "lr": 0.1,
-        "momentum": 0.9,
-        "weight_decay": 5e-4,
-        "schedule": "cosine",
-        "warmup": 0.1,
-    }
-    pipeline = Pipeline(network, seed=seed).transform(*methods).optimize("sgd", **sgd)
+    sgd: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
+    pipeline = Pipeline(network, seed=seed).transform(*methods)
+    pipeline = pipeline.optimize("sgd", **sgd, schedule="cosine", warmup=0.1)
     # Whole images, never mirrored.
     images: dict[str, Any] = {"scale": (1.0, 1.0), "ratio": (1.0, 1.0), "flip": False, "eval_ratio": 1.0}
     load = partial(pipeline.load, batch_size=BATCH, image_size=32, **images)

@@ -5,56 +5,44 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import Pipeline, PlanError
+from drivetrain import transforms as t
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
-from drivetrain.transforms import (
-    EMA,
-    SAM,
-    SWA,
-    ColOut,
-    CutMix,
-    CutOut,
-    Factorize,
-    GradientClipping,
-    LabelSmoothing,
-    LayerFreezing,
-    Lookahead,
-    MixUp,
-    NoWeightDecay,
-    ProgressiveResizing,
-    SelectiveBackprop,
-    SeqLengthWarmup,
-    TestTimeFlip,
-    Transform,
-)
 from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Toy, batch_norm_model, evaluated, numbers, plain_model
 
 METHODS = [
-    MixUp(), CutMix(), CutOut(length=0.25), ColOut(), SelectiveBackprop(0.0, 1.0), ProgressiveResizing(),
-    EMA(half_life=2), SWA(0.5, 0.9), Lookahead(2), SAM(), GradientClipping("value", 0.01),
-    GradientClipping("adaptive", 0.1), GradientClipping("norm", 0.5), NoWeightDecay(), TestTimeFlip(),
-    LayerFreezing(0.0, 1.0),
+    t.MixUp(), t.CutMix(), t.CutOut(length=0.25), t.ColOut(), t.SelectiveBackprop(0.0, 1.0), t.ProgressiveResizing(),
+    t.EMA(half_life=2), t.SWA(0.5, 0.9), t.Lookahead(2), t.SAM(), t.GradientClipping("value", 0.01),
+    t.GradientClipping("adaptive", 0.1), t.GradientClipping("norm", 0.5), t.NoWeightDecay(), t.TestTimeFlip(),
+    t.LayerFreezing(0.0, 1.0),
 ]  # fmt: skip
-
-
-DDP = {"strategy": "ddp", "devices": 2}
 
 
 def fit(pipeline: Pipeline, epochs: int = 2) -> Any:
     return pipeline.fit(epochs=epochs, progress=False)
 
 
+def decaying(toy: Toy) -> Pipeline:
+    return toy.pipeline(batch_norm_model).optimize("sgd", lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+@pytest.fixture(scope="module")
+def plain(toy: Toy) -> Any:
+    return numbers(fit(decaying(toy), 4))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS, ids=str)
-def test_each_trains_and_differs_from_plain_training(toy: Toy, method: Transform) -> None:
-    plain = toy.pipeline(batch_norm_model).optimize("sgd", lr=0.05, momentum=0.9, weight_decay=0.01)
-    with_it = fit(plain.transform(method), 4)
+def test_each_trains_and_differs_from_plain_training(toy: Toy, method: t.Transform, plain: Any) -> None:
+    with_it = fit(decaying(toy).transform(method), 4)
     losses = [epoch.loss for epoch in with_it.history.epochs]
     assert losses[-1] < losses[0]
     assert with_it.history.epochs[-1].val_loss < 1.2
-    assert numbers(with_it) != numbers(fit(plain, 4))
-    assert numbers(with_it) == numbers(fit(plain.transform(method), 4))  # and is the same when run again
+    assert numbers(with_it) != plain
+    assert numbers(with_it) == numbers(
+        fit(decaying(toy).transform(method), 4)
+    )  # and is the same when run again
 
 
 def test_mixing_comes_before_smoothing_and_keeps_each_rows_sum(toy: Toy) -> None:
@@ -64,7 +52,7 @@ def test_mixing_comes_before_smoothing_and_keeps_each_rows_sum(toy: Toy) -> None
         seen.append(targets)
         return logits.sum() * 0
 
-    pipeline = toy.pipeline().transform(LabelSmoothing(0.1), CutMix(), MixUp())
+    pipeline = toy.pipeline().transform(t.LabelSmoothing(0.1), t.CutMix(), t.MixUp())
     with pipeline.build() as built:
         built.hooks.begin(built.engine, 10)
         images, labels = next(iter(built.train))
@@ -81,7 +69,7 @@ def test_mixing_comes_before_smoothing_and_keeps_each_rows_sum(toy: Toy) -> None
 def test_an_average_that_keeps_its_start_is_named(
     toy: Toy, capsys: pytest.CaptureFixture[str], half_life: float, warned: bool
 ) -> None:
-    toy.pipeline().transform(EMA(half_life=half_life)).fit(epochs=1)
+    toy.pipeline().transform(t.EMA(half_life=half_life)).fit(epochs=1)
     printed = capsys.readouterr().out
     assert (f"after all {TRAIN // BATCH} steps its average" in printed) is warned
     assert ("% initial weights" in printed) is warned
@@ -89,7 +77,7 @@ def test_an_average_that_keeps_its_start_is_named(
 
 def test_the_average_is_evaluated_and_returned(toy: Toy) -> None:
     """The returned weights have the accuracy of the history; training continues from the unaveraged weights."""
-    result = fit(toy.pipeline().transform(EMA(half_life=3)), 3)
+    result = fit(toy.pipeline().transform(t.EMA(half_life=3)), 3)
     last = result.history.epochs[-1]
     assert evaluated(result.model, toy.val) == pytest.approx((last.val_loss, last.accuracy), abs=1e-5)
     plain = fit(toy.pipeline(), 3)
@@ -98,7 +86,7 @@ def test_the_average_is_evaluated_and_returned(toy: Toy) -> None:
 
 
 def test_images_grow_in_the_decoder(toy: Toy) -> None:
-    resizing = ProgressiveResizing(initial_scale=0.5, delay=0.25, finetune=0.25, size_increment=2)
+    resizing = t.ProgressiveResizing(initial_scale=0.5, delay=0.25, finetune=0.25, size_increment=2)
     sizes = []
     with toy.pipeline().transform(resizing).build() as built:
         methods, loader = built.hooks, built.train
@@ -112,14 +100,8 @@ def test_images_grow_in_the_decoder(toy: Toy) -> None:
     assert all(len(shapes) == 1 for shapes in sizes)
 
 
-def test_too_few_epochs_to_grow(toy: Toy) -> None:
-    pipeline = toy.pipeline().transform(ProgressiveResizing(size_increment=1))
-    with pytest.raises(PlanError, match=r"epochs=2 none would have full size.* finetune to at least 0.25"):
-        fit(pipeline, 2)
-
-
 def test_in_the_end_the_model_has_the_average(toy: Toy) -> None:
-    with toy.pipeline().transform(EMA(half_life=3)).build() as built:
+    with toy.pipeline().transform(t.EMA(half_life=3)).build() as built:
         engine, methods = built.engine, built.hooks
         methods.begin(engine, len(built.train))
         train_epoch(engine, built.train, built.loss, hooks=methods)
@@ -133,12 +115,12 @@ def test_in_the_end_the_model_has_the_average(toy: Toy) -> None:
 
 
 def test_evaluation_stays_at_full_size(toy: Toy) -> None:
-    half = fit(toy.pipeline().transform(ProgressiveResizing(0.5, 1.0, 0.0, 1)), 1)
+    half = fit(toy.pipeline().transform(t.ProgressiveResizing(0.5, 1.0, 0.0, 1)), 1)
     assert evaluated(half.model, toy.val)[0] == pytest.approx(half.history.epochs[0].val_loss, abs=1e-5)
 
 
 def test_flipped_images_count_in_evaluation(toy: Toy) -> None:
-    result = fit(toy.pipeline().transform(TestTimeFlip()), 1)
+    result = fit(toy.pipeline().transform(t.TestTimeFlip()), 1)
     with FFCVLoader(toy.val, batch_size=50, image_size=SIDE, train=False, workers=1) as loader:
         images, labels = next(iter(loader))
     with torch.no_grad():
@@ -148,7 +130,7 @@ def test_flipped_images_count_in_evaluation(toy: Toy) -> None:
 
 
 def test_sam_takes_its_gradient_nearby_and_counts_batches_once(toy: Toy) -> None:
-    with toy.pipeline(batch_norm_model).transform(SAM(rho=0.5)).build() as built:
+    with toy.pipeline(batch_norm_model).transform(t.SAM(rho=0.5)).build() as built:
         engine, methods = built.engine, built.hooks
         methods.begin(engine, 1)
         parts = methods.microbatches(engine, *next(iter(built.train)), built.loss)
@@ -169,7 +151,7 @@ def test_sam_takes_its_gradient_nearby_and_counts_batches_once(toy: Toy) -> None
 
 def test_frozen_layers_stop(toy: Toy) -> None:
     """At the start of the second of two epochs, half of the layers freeze."""
-    pipeline = toy.pipeline(batch_norm_model).transform(LayerFreezing(0.0, 1.0))
+    pipeline = toy.pipeline(batch_norm_model).transform(t.LayerFreezing(0.0, 1.0))
     with pipeline.build() as built:
         model = built.engine.plain_model
         built.hooks.begin(built.engine, 2)
@@ -181,7 +163,7 @@ def test_frozen_layers_stop(toy: Toy) -> None:
 
 
 def test_no_weight_decay_reaches_the_optimizer(toy: Toy) -> None:
-    pipeline = toy.pipeline().optimize("adamw", lr=0.01, weight_decay=0.3).transform(NoWeightDecay())
+    pipeline = toy.pipeline().optimize("adamw", lr=0.01, weight_decay=0.3).transform(t.NoWeightDecay())
     with pipeline.build() as built:
         groups = built.engine.optimizer.param_groups
         decays = {p.dim(): group["weight_decay"] for group in groups for p in group["params"]}
@@ -189,7 +171,7 @@ def test_no_weight_decay_reaches_the_optimizer(toy: Toy) -> None:
 
 
 def test_selection_keeps_half_of_every_other_batch(toy: Toy) -> None:
-    with toy.pipeline().transform(SelectiveBackprop(0.0, 1.0)).build() as built:
+    with toy.pipeline().transform(t.SelectiveBackprop(0.0, 1.0)).build() as built:
         built.hooks.begin(built.engine, 100)
         sizes = []
         for images, labels in built.train:
@@ -203,10 +185,10 @@ def test_selection_keeps_half_of_every_other_batch(toy: Toy) -> None:
 def test_random_numbers_are_those_of_seed_step_and_part(toy: Toy) -> None:
     """Two ranks with one part each draw what one process draws for two parts."""
     images, labels = torch.rand(8, 3, 4, 4), torch.arange(8) % CLASSES
-    with toy.pipeline().transform(MixUp()).build() as built:
+    with toy.pipeline().transform(t.MixUp()).build() as built:
 
         def mixed(rank: int, accumulate: int, batch: slice, seed: int = 0, step: int = 3) -> list[Any]:
-            methods = TrainingHooks([MixUp()], seed, CLASSES)
+            methods = TrainingHooks([t.MixUp()], seed, CLASSES)
             methods.state.step = step
             built.engine.rank, built.engine.accumulate = rank, accumulate
             parts = methods.microbatches(built.engine, images[batch], labels[batch], built.loss)
@@ -222,16 +204,15 @@ def test_random_numbers_are_those_of_seed_step_and_part(toy: Toy) -> None:
 @pytest.mark.parametrize(
     ("methods", "distribute", "words"),
     [
-        ([GradientClipping("norm", 1.0)], {"clip_norm": 0.5}, r"clip_norm=0.5\) both clip the gradients"),
-        ([EMA(), SWA()], {}, "EMA and SWA both set the weights"),
-        ([SWA(), Lookahead()], {}, "SWA and Lookahead both set the weights"),
-        ([SeqLengthWarmup()], {}, "SeqLengthWarmup truncates sequences .* loads images"),
-        ([LayerFreezing()], DDP, "LayerFreezing leaves parameters .* find_unused_parameters=True"),
+        ([t.GradientClipping("norm", 1.0)], {"clip_norm": 0.5}, r"clip_norm=0.5\) both clip the gradients"),
+        ([t.EMA(), t.SWA()], {}, "EMA and SWA both set the weights"),
+        ([t.SWA(), t.Lookahead()], {}, "SWA and Lookahead both set the weights"),
+        ([t.SeqLengthWarmup()], {}, "SeqLengthWarmup truncates sequences .* loads images"),
     ],
     ids=lambda value: str(value)[:30],
 )
 def test_what_does_not_go_together(
-    toy: Toy, methods: list[Transform], distribute: dict[str, Any], words: str
+    toy: Toy, methods: list[t.Transform], distribute: dict[str, Any], words: str
 ) -> None:
     pipeline = toy.pipeline().transform(*methods).distribute(**{"strategy": "single", **distribute})
     with pytest.raises(PlanError, match=words):
@@ -239,13 +220,13 @@ def test_what_does_not_go_together(
 
 
 def test_padded_crops_do_not_grow(toy: Toy) -> None:
-    pipeline = toy.pipeline(crop="padded").transform(ProgressiveResizing())
+    pipeline = toy.pipeline(crop="padded").transform(t.ProgressiveResizing())
     with pytest.raises(PlanError, match=r"ProgressiveResizing changes the size .* crop='padded'"):
         pipeline.plan()
 
 
 def test_the_plan_tells_each_methods_place(toy: Toy) -> None:
-    methods = (TestTimeFlip(), EMA(), LabelSmoothing(), MixUp(), NoWeightDecay(), LayerFreezing())
+    methods = (t.TestTimeFlip(), t.EMA(), t.LabelSmoothing(), t.MixUp(), t.NoWeightDecay(), t.LayerFreezing())
     steps = toy.pipeline().transform(*methods).plan().steps
     heads = [step.what.split("(")[0].split(":")[0] for step in steps]
     assert heads[heads.index("optimizer") :] == [
@@ -260,7 +241,7 @@ def test_the_plan_tells_each_methods_place(toy: Toy) -> None:
 def test_the_result_exports_plain_names(toy: Toy) -> None:
     """The factorised weights are multiplied out: a plain model computes the same with them."""
     few = {"min_channels": 1, "min_features": 1, "latent_channels": 2, "latent_features": 2}
-    result = fit(toy.pipeline().transform(Factorize(**few)), 1)
+    result = fit(toy.pipeline().transform(t.Factorize(**few)), 1)
     assert set(result.model.state_dict()) != set(plain_model().state_dict())
     plain = plain_model()
     plain.load_state_dict(result.plain_state())

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import CheckpointError, PlanError
-from drivetrain.common.model_state import train_mode
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.runs.preflight import _model
 from drivetrain.pipeline.training import model_identity as model_identity_module
 from drivetrain.pipeline.training.model_identity import difference, model_identity
-from pipeline_data import CLASSES, Toy, batch_norm_model
+from pipeline_data import Toy, batch_norm_model
 from torch import nn
 
 NET = """
@@ -228,22 +227,6 @@ def test_a_run_resumes_only_with_its_own_model(
     assert "The model has changed since" in capsys.readouterr().out
     with pytest.raises(PlanError, match="changed_model=True lets a run resume"):
         other.fit(epochs=2, changed_model=True)
-
-
-def test_a_frozen_batch_norm_keeps_its_statistics(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
-    def frozen_norm() -> nn.Module:
-        model = batch_norm_model(CLASSES)
-        model[1].requires_grad_(False)
-        return model
-
-    result = toy.pipeline(frozen_norm).fit(epochs=1)
-    assert result.model[1].num_batches_tracked == 0
-    torch.testing.assert_close(result.model[1].running_mean, torch.zeros(8))
-    assert "Frozen: 1 (1 BatchNorm layer in evaluation mode)." in capsys.readouterr().out
-    model = batch_norm_model()
-    model[1].weight.requires_grad_(False)  # and its bias is trained
-    train_mode(model)
-    assert model[1].training
 
 
 def test_the_plan_warns_of_validation_data_that_is_trained_on(toy: Toy, tmp_path: Path) -> None:

@@ -63,11 +63,7 @@ def test_fp16_trains(toy: Toy) -> None:
 def test_the_plan_shows_both_between_surgery_and_wrapping(toy: Toy) -> None:
     how = {"activation_checkpointing": ["Residual"], "compile": "max-autotune"}
     steps = [step.what for step in toy.pipeline(small).distribute("single", **how).plan().steps]
-    parts = (
-        "recompute the activations of Residual",
-        "compile in place, mode max-autotune",
-        "wrap with single",
-    )
+    parts = "recompute the activations of Residual", "compile in place, mode max-autotune", "wrap with single"
     places = [steps.index(each) for each in parts]
     assert places == sorted(places)
 
@@ -183,9 +179,9 @@ def test_the_plan_rejects_transforms_and_sources(toy: Toy) -> None:
 @pytest.mark.long
 def test_training(toy: Toy, tmp_path: Path) -> None:
     """To the end, in two image sizes; nothing stays behind in the process."""
-    pipeline = stock(toy).transform(ProgressiveResizing(initial_scale=0.5, delay=0.3))
+    pipeline = stock(toy, batch_size=16).transform(ProgressiveResizing(initial_scale=0.5, delay=0.3))
     before, threads = surroundings(), set(threading.enumerate())
-    result = pipeline.fit(epochs=5, out=tmp_path, progress=False)
+    result = pipeline.fit(epochs=3, out=tmp_path, progress=False)
     assert surroundings() == before
     assert set(threading.enumerate()) <= threads  # what an earlier test left may end meanwhile
     epochs = result.history.epochs

@@ -1,6 +1,7 @@
 """`Pipeline.summary` and `drivetrain plan --summary`, against plain computations."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,16 +79,12 @@ class Looks(nn.Linear):
 
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [
-        (Refuses, "missing 1 required positional argument: 'prompt'"),
-        (Looks, "depends on the values of tensors"),
-    ],
+    [(Refuses, "missing 1 required .*: 'prompt'"), (Looks, "depends on the values of tensors")],
 )
 def test_a_model_that_refuses_has_parameters(make: Callable[..., nn.Module], reason: str) -> None:
-    summary = (
-        Pipeline(make, in_features=3, out_features=4).load("a.beton", batch_size=4, image_size=8).summary()
-    )
-    assert reason in summary.unknown
+    pipeline = Pipeline(make, in_features=3, out_features=4)
+    summary = pipeline.load("a.beton", batch_size=4, image_size=8).summary()
+    assert re.search(reason, summary.unknown)
     assert (summary.parameters, summary.flops, summary.activation_bytes) == (16, None, None)
     assert "not known" in " ".join(str(summary).split())
 

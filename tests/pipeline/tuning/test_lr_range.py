@@ -56,11 +56,7 @@ def test_ranks_find_the_same(toy: Toy) -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [
-        ({"lowest": 0.0}, "above 0"),
-        ({"lowest": 1.0, "highest": 0.1}, "must be below"),
-        ({"steps": 3}, "steps"),
-    ],
+    [({"lowest": 0}, "above 0"), ({"lowest": 1.0, "highest": 0.1}, "must be below"), ({"steps": 3}, "steps")],
 )
 def test_what_is_refused(toy: Toy, options: dict[str, float], words: str) -> None:
     with pytest.raises(PlanError, match=words):

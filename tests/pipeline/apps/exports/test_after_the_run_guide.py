@@ -30,7 +30,7 @@ def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     shutil.copy("pets/dog/01.jpg", "dog.jpg")
     convert("pets", "val.beton", progress=False)
     Path("net.py").write_text(
-        "from pipeline_data import batch_norm_model\n\ndef Net(): return batch_norm_model(2)\n"
+        "from pipeline_data import batch_norm_model\nNet = lambda: batch_norm_model(2)\n"
     )
     load: dict[str, Any] = {"batch_size": 8, "image_size": 24, "workers": 1}
     named = Pipeline("cifar_resnet", num_classes=2, width=4).load("val.beton", "val.beton", **load)
@@ -70,10 +70,7 @@ def test_the_card_of_each_format_says_how_to_use_it(tmp_path: Path, toy: Any) ->
     """The code in the card runs on its file."""
     from drivetrain.pipeline import export
 
-    pipeline = Pipeline("cifar_resnet", num_classes=4, width=4)
-    result = pipeline.load(toy.train, batch_size=32, image_size=16, workers=1).fit(
-        epochs=1, out=tmp_path / "run", progress=False
-    )
+    result = toy.named().fit(epochs=1, out=tmp_path / "run", progress=False)
     with torch.no_grad():
         expected = result.model(torch.zeros(1, 3, 16, 16))
     for name in ("own.safetensors", "own.pt2", "own.onnx"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from drivetrain import CheckpointError, Pipeline
+from drivetrain import CheckpointError
 from drivetrain.pipeline import Ledger, export
 from drivetrain.pipeline.apps.exports.card import CARD
 from drivetrain.pipeline.measuring.variant import LOADER, MODEL, PLAIN, Trial, in_turn
@@ -20,12 +20,7 @@ pytestmark = pytest.mark.long
 @pytest.fixture(scope="module")
 def run(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("card") / "run"
-    pipeline = (
-        Pipeline("cifar_resnet", num_classes=CLASSES, width=4)
-        .load(toy.train, toy.val, batch_size=32, image_size=SIDE, workers=1, mean=(0.5, 0.4, 0.3))
-        .transform(LabelSmoothing(0.1), EMA(half_life=2))
-        .optimize("sgd", lr=0.05)
-    )
+    pipeline = toy.named(0.05, mean=(0.5, 0.4, 0.3)).transform(LabelSmoothing(0.1), EMA(half_life=2))
     pipeline.fit(epochs=3, out=folder, progress=False)
     return folder
 

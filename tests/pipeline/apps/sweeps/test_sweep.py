@@ -16,19 +16,17 @@ import pytest
 from command_line import ENVIRONMENT, call, toy_values
 from drivetrain import PlanError
 from drivetrain.pipeline.apps.sweeps.space import Axis, name_of, space, split
-from drivetrain.pipeline.apps.sweeps.sweep import _start, job_environment
+from drivetrain.pipeline.apps.sweeps.sweep import Combination, _start, job_environment
 from pipeline_data import Toy
 
 
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("1,2", ["1", "2"]),
-        ('["a,b"],[]', ['["a,b"]', "[]"]),
-        ("{a,b}.beton", ["{a,b}.beton"]),
+        ("1,2", ["1", "2"]), ('["a,b"],[]', ['["a,b"]', "[]"]), ("{a,b}.beton", ["{a,b}.beton"]),
         ('"\\",",2', ['"\\","', "2"]),
     ],
-)
+)  # fmt: skip
 def test_values_are_divided_outside_of_json(text: str, parts: list[str]) -> None:
     assert split(text) == parts
 
@@ -99,40 +97,30 @@ def test_jobs_share_the_gpus(
 @pytest.mark.process
 @pytest.mark.long
 def test_runs_are_trained_skipped_and_their_failures_reported(toy: Toy, tmp_path: Path) -> None:
+    """The first of three runs is there already; the second and third are processes."""
     out = tmp_path / "sweep"
-    values = [one for one in toy_values(toy) if one != "epochs=2"]
-    command = [
-        "sweep",
-        "cifar10-quickstart",
-        *values,
-        "epochs=1",
-        "transforms=[]",
-        "--out",
-        str(out),
-        "--json",
-    ]
-    end = call(*command, "optimizer.lr=0.01,1e30", "seed=0", "--jobs", "2")
+    values = ["cifar10-quickstart", *(one for one in toy_values(toy) if one != "epochs=2"), "transforms=[]"]
+    first = out / "optimizer.lr=0.01"
+    assert call("train", *values, "epochs=1", "optimizer.lr=0.01", "--out", str(first)).code == 0
+    written = (first / "history.json").stat().st_mtime_ns
+    command = ["sweep", *values, "--out", str(out), "seed=0"]
+
+    end = call(*command, "epochs=1", "optimizer.lr=0.01,0.02,1e30", "--jobs", "2", "--json")
     assert end.code == 1, end
-    good, bad = json.loads(end.out)["combinations"]
-    assert (good["values"], len(good["runs"]), good["runs"][0]["failure"]) == (
-        {"optimizer.lr": "0.01"},
-        1,
-        "",
-    )
+    assert "1 of 3 runs are finished already." in end.err
+    *good, bad = json.loads(end.out)["combinations"]
+    assert [one["values"]["optimizer.lr"] for one in good] in (["0.01", "0.02"], ["0.02", "0.01"])
+    assert [(len(one["runs"]), one["runs"][0]["failure"]) for one in good] == [(1, "")] * 2
     assert bad["mean"] is None
     assert "NonFiniteError" in bad["runs"][0]["failure"]
-    history = (out / "optimizer.lr=0.01" / "history.json").stat().st_mtime_ns
 
-    end = call(*command[:-1], "optimizer.lr=0.01", "seed=0", "--jobs", "1")
-    # A fixed value gives the run another name.
-    assert "the recipe" in end.out
-    end = call(*command[:-1], "optimizer.lr=0.01,0.02", "seed=0")
-    assert "1 of 2 runs are finished already." in end.err
-    assert (out / "optimizer.lr=0.01" / "history.json").stat().st_mtime_ns == history
+    end = call(*command, "epochs=1", "optimizer.lr=0.01,0.02")
+    assert "2 of 2 runs are finished already." in end.err
+    assert (first / "history.json").stat().st_mtime_ns == written
     assert "top1, mean" in end.out
     assert max(map(len, end.out.splitlines())) <= 100
-    other = ["epochs=2" if one == "epochs=1" else one for one in command]
-    assert "epochs=1, not 2" in call(*other, "optimizer.lr=0.01,0.02", "seed=0").line
+    assert "epochs=1, not 2" in call(*command, "epochs=2", "optimizer.lr=0.01,0.02").line
+    assert Combination({}, ()).name == "the recipe"
 
 
 def _wait(condition: Any, seconds: float = 60) -> None:
