@@ -13,6 +13,7 @@ import socket
 import sys
 from typing import Any
 
+import torch._dynamo  # noqa: F401
 import torchmetrics  # noqa: F401
 import torchvision  # noqa: F401
 from drivetrain.pipeline.runs import fit  # noqa: F401
