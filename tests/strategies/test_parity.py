@@ -31,8 +31,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 Ranks = list[dict[str, Any]]
 names = pytest.mark.parametrize("name", OFTEN)
 MORE = [*WHOLE, "fsdp"]
-"""Strategies that train the other kinds of models, too, in `make test-all`; in `make test` two of them do."""
-MOST = ["fairscale_sharded_ddp", "fsdp"]
+"""Strategies that train the other kinds of models, too, in `make test-all`; in `make test` three of them do."""
+MOST = ["ddp", "fairscale_sharded_ddp", "fsdp"]
 QUICK = {
     name: [*FEW, *(SYNC if name == "fsdp" else SYNC[:1]), *((*KINDS, *BF16) if name in MOST else ())]
     for name in OFTEN

@@ -118,6 +118,8 @@ def test_a_recomputed_model_is_copied_whole_and_chosen_once() -> None:
         ({"accumulate": 1.5}, "accumulate=1.5 must be a positive integer"),
         ({"accumulate": "2"}, "accumulate='2' must be a positive integer"),
         ({"accumulate": True}, "accumulate=True must be a positive integer"),
+        ({"accumulate": 0}, "accumulate=0 must be a positive integer"),
+        ({"clip_norm": 0.0}, "clip_norm=0.0 must be a finite number"),
         ({"clip_norm": "1"}, "clip_norm='1' must be a finite number"),
         ({"clip_norm": float("nan")}, "clip_norm=nan must be a finite number"),
         ({"clipnorm": 1.0}, "prepare\\(\\) has no option 'clipnorm'.*Did you mean 'clip_norm'"),
