@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import math
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -29,6 +30,9 @@ from forked_ranks import STARTED, RankServer
 from pipeline_data import Toy
 from places import ROOT, TESTS
 from torchvision.datasets import CIFAR10
+
+os.environ.setdefault("NUMBA_OPT", "1")
+"""FFCV's operations and loaders are compiled in each process, for seconds, and run for moments."""
 
 
 class PlainRoot:

@@ -165,13 +165,13 @@ def _write(path: Path, data: bytes) -> None:
 
 def _by_torchvision(work: Path) -> Batches:
     """Download with torchvision, which compares MD5s before it unpickles anything."""
-    from torchvision.datasets import CIFAR10  # slow to import, and not needed with a complete cache
+    from ...common.vision import datasets  # slow to import, and not needed with a complete cache
 
-    python, url = [sys.executable, "-P", "-c"], str(CIFAR10.url)
+    python, url = [sys.executable, "-P", "-c"], str(datasets.CIFAR10.url)
     _run([*python, _PROBE, url, str(PROBE_SECONDS)], work, PROBE_SECONDS + 1, f"a probe of {url}")
     _run([*python, _DOWNLOAD, url, str(STALL_SECONDS)], work, DOWNLOAD_SECONDS, f"the download of {url}")
     for split, names in FILES.items():
-        dataset = CIFAR10(str(work), train=split == "train")
+        dataset = datasets.CIFAR10(str(work), train=split == "train")
         yield from _batches(names, np.split(dataset.data, len(names)), dataset.targets)
 
 

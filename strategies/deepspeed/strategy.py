@@ -260,7 +260,14 @@ def import_deepspeed(device: torch.device) -> Iterator[Any]:
 
 
 def _require() -> Any:
-    return require("deepspeed", "deepspeed", "shard a training run with ZeRO")
+    # Its autotuner, which nothing here uses, imports MLflow if it is installed: 2 s for each rank.
+    left_out = {} if "mlflow" in sys.modules or "deepspeed" in sys.modules else {"mlflow": None}
+    sys.modules.update(left_out)  # type: ignore[arg-type]
+    try:
+        return require("deepspeed", "deepspeed", "shard a training run with ZeRO")
+    finally:
+        for name in left_out:
+            del sys.modules[name]
 
 
 def reason_without_aio() -> str:

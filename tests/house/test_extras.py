@@ -3,46 +3,40 @@
 import re
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from drivetrain.loaders import convert
-from places import ROOT
-from process_state import output_of
-
-BLOCK = """
-import sys
-for name in {blocked!r}:
-    sys.modules[name] = None
 from drivetrain import MissingExtra
-try:
-    {statement}
-except MissingExtra as error:
-    print(error)
-"""
+from drivetrain.loaders import FFCVLoader, convert
+from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Trial
+from drivetrain.pipeline.ledger.ledger import Ledger
+from places import ROOT
 
 
-SAVE = """from drivetrain.pipeline.ledger.data import LOADER, MODEL, PLAIN, Trial
-    from drivetrain.pipeline.ledger.ledger import Ledger
-    Ledger([dict.fromkeys([PLAIN, LOADER, MODEL], Trial(1, 1.0, 0.0))]).save('a.png')"""
-OPERATE = "from drivetrain.loaders import FFCVLoader; FFCVLoader({path!r}, batch_size=2, image_size=8, operations=[1])"
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(
-    ("blocked", "statement", "extra"),
-    [
-        (["numba"], OPERATE, "ffcv"),
-        (["ffcv"], OPERATE, "ffcv"),
-        (["matplotlib.figure"], SAVE, "plot"),
-    ],
-)
-def test_missing_extra(blocked: list[str], statement: str, extra: str, tmp_path: Path) -> None:
-    path = str(tmp_path / "a.beton")
+def operate(folder: Path) -> None:
+    path = folder / "a.beton"
     convert((np.zeros((4, 8, 8, 3), np.uint8), np.arange(4)), path, progress=False)
-    program = BLOCK.format(blocked=blocked, statement=statement.format(path=path))
-    assert f"pip install 'drivetrain[{extra}]'" in output_of(sys.executable, "-c", program, cwd=tmp_path)
+    FFCVLoader(path, batch_size=2, image_size=8, operations=[1])
+
+
+def save(folder: Path) -> None:
+    Ledger([dict.fromkeys([PLAIN, LOADER, MODEL], Trial(1, 1.0, 0.0))]).save(folder / "a.png")
+
+
+@pytest.mark.parametrize(
+    ("blocked", "use", "extra"),
+    [("numba", operate, "ffcv"), ("ffcv", operate, "ffcv"), ("matplotlib.figure", save, "plot")],
+)
+def test_missing_extra(
+    blocked: str, use: Callable[[Path], None], extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = {name for name in sys.modules if name.startswith(f"{blocked}.")}
+    for name in (blocked, *loaded):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtra, match=re.escape(f"pip install 'drivetrain[{extra}]'")):
+        use(tmp_path)
     assert not (tmp_path / "a.png").exists()
 
 

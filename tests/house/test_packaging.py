@@ -128,7 +128,7 @@ def test_the_wheel_works_in_a_fresh_environment_from_another_folder(fresh: Fresh
     assert "cifar10-quickstart" in printed_by(fresh, tmp_path, "drivetrain", "recipes")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_wheel_converts_loads_and_trains_with_the_libjpeg_inside(fresh: Fresh, tmp_path: Path) -> None:
     """The libraries that are mapped into the process belong to the wheel, or to the wheels of other packages."""
     found, site = found_by(fresh, tmp_path), fresh[1]

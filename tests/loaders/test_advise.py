@@ -151,7 +151,7 @@ def test_a_folder_is_measured_and_nothing_is_left(photos: Path, scratch: Path, t
 
 def test_a_beton_is_measured_as_the_folder_it_is_from(photos: Path, scratch: Path, tmp_path: Path) -> None:
     convert(photos, tmp_path / "a.beton", progress=False)
-    kwargs = {**QUICK, "scratch": scratch, "workers": 1, "seconds": 2.0}
+    kwargs = {**QUICK, "scratch": scratch, "workers": 1}
     folder, beton = advise(photos, **kwargs), advise(tmp_path / "a.beton", **kwargs)
     assert [(one.name, one.size) for one in beton.rows] == [(one.name, one.size) for one in folder.rows]
     assert "2 workers" not in str(beton)
@@ -229,7 +229,7 @@ def test_a_full_disk_is_found_before_it_is_filled(
 @pytest.mark.process
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "delay", [pytest.param(0.0, id="converting", marks=pytest.mark.slow), pytest.param(2.0, id="measuring")]
+    "delay", [pytest.param(0.0, id="converting", marks=pytest.mark.slow), pytest.param(1.0, id="measuring")]
 )
 def test_an_interrupt_leaves_nothing(photos: Path, scratch: Path, delay: float) -> None:
     program = Path(sys.executable).with_name("drivetrain")

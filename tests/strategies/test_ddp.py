@@ -1,13 +1,11 @@
-"""DDP on two real CPU ranks, compared with `Single` on the same global batches."""
+"""What is specific to DDP, on two real CPU ranks; test_parity.py compares training with one device."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from ddp_jobs import BATCH_NORM, CASES, ddp_everything
+from ddp_jobs import ddp_everything
 from drivetrain.strategies import launch
-from parity_jobs import Case, train
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 
@@ -21,37 +19,6 @@ def ranks() -> list[dict[str, Any]]:
 def difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert list(a) == list(b)
     return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_two_ranks_train_like_one_device(ranks: list[dict[str, Any]], case: Case) -> None:
-    single = train("single", case)
-    # bf16 rounds at 2^-8, and the two ranks round sums of other samples.
-    tolerance = 1e-6 if case.precision == "fp32" else 2e-2
-    for rank in ranks:
-        assert rank[case.name].losses == pytest.approx(single.losses, abs=tolerance)
-        assert difference(rank[case.name].state, single.state) < 10 * tolerance
-        if case.clip_norm is None:
-            assert rank[case.name].norms == single.norms
-        else:
-            assert min(single.norms) > case.clip_norm  # so that clipping matters
-            assert rank[case.name].norms == pytest.approx(single.norms, abs=tolerance)
-    assert difference(ranks[0][case.name].state, ranks[1][case.name].state) == 0
-
-
-def test_batch_norm_trains_like_one_device_that_accumulates(ranks: list[dict[str, Any]]) -> None:
-    """Each rank's batch is one microbatch of the single device, so they normalize by the same numbers."""
-    single = train("single", replace(BATCH_NORM, accumulate=2))
-    for rank in ranks:
-        run = rank[BATCH_NORM.name]
-        assert run.losses == pytest.approx(single.losses, abs=1e-6)
-        assert run.norms == pytest.approx(single.norms, abs=1e-5)
-        weights = [name for name in run.state if "running" not in name and "num_batches" not in name]
-        kept = [{name: state[name] for name in weights} for state in (run.state, single.state)]
-        assert difference(*kept) < 1e-5
-        # A single device counts both microbatches, a rank only its own.
-        assert run.state["1.num_batches_tracked"] == single.state["1.num_batches_tracked"] / 2
-    assert difference(*(rank[BATCH_NORM.name].state for rank in ranks)) == 0
 
 
 def test_ranks_communicate_on_the_last_microbatch_only(ranks: list[dict[str, Any]]) -> None:

@@ -10,8 +10,9 @@ from drivetrain.strategies import OptimizerState, launch
 from parity_jobs import NAMES, OFTEN
 from state_jobs import (
     BEFORE,
+    ITSELF,
+    NEXT,
     OPTIMIZERS,
-    STATEFUL,
     Exported,
     Stateful,
     everything,
@@ -26,7 +27,6 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 Ranks = list[dict[str, Any]]
 names = pytest.mark.parametrize("name", OFTEN)
 kinds = pytest.mark.parametrize("kind", OPTIMIZERS)
-ring = pytest.mark.parametrize("kind", STATEFUL)
 
 
 @pytest.fixture(scope="module")
@@ -102,22 +102,20 @@ def test_two_ranks_go_on_with_what_one_device_exported(
         goes_on(rank["imported"][name, "single", kind], alone["single", kind], alone["single", kind])
 
 
-@ring
 @names
-def test_two_ranks_go_on_with_their_own_export_bit_for_bit(ranks: Ranks, name: str, kind: str) -> None:
+def test_two_ranks_go_on_with_their_own_export_bit_for_bit(ranks: Ranks, name: str) -> None:
     for rank in ranks:
-        given, found = rank["exported"][name, kind], rank[f"{name} to itself, {kind}"]
+        given, found = rank["exported"][name, ITSELF], rank[f"{name} to itself"]
         same_state(found, given)
         assert found.losses == given.losses
 
 
-@ring
 @names
 def test_two_ranks_go_on_with_another_strategys_export(
-    ranks: Ranks, alone: dict[tuple[str, str], Exported], name: str, kind: str
+    ranks: Ranks, alone: dict[tuple[str, str], Exported], name: str
 ) -> None:
     for rank in ranks:
-        goes_on(rank[f"{name} to the next, {kind}"], rank["exported"][name, kind], alone["single", kind])
+        goes_on(rank[f"{name} to the next"], rank["exported"][name, NEXT], alone["single", NEXT])
 
 
 @names

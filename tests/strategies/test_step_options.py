@@ -4,7 +4,6 @@ import copy
 import math
 from collections.abc import Callable
 from functools import cache
-from itertools import product
 from typing import Any
 
 import fsdp_models as models
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from drivetrain import StrategyError, strategies
 from drivetrain.strategies.common.placement import recompute_activations
 from parity_jobs import Case, Run, train
-from step_option_jobs import NAMES, OPTIONS, REFUSED, run_all
+from step_option_jobs import ALL, OPTIONS, QUICK, run_all
 from strategy_jobs import make_optimizer
 from torch import nn
 
@@ -119,6 +118,8 @@ def test_a_recomputed_model_is_copied_whole_and_chosen_once() -> None:
         ({"accumulate": 1.5}, "accumulate=1.5 must be a positive integer"),
         ({"accumulate": "2"}, "accumulate='2' must be a positive integer"),
         ({"accumulate": True}, "accumulate=True must be a positive integer"),
+        ({"accumulate": 0}, "accumulate=0 must be a positive integer"),
+        ({"clip_norm": 0.0}, "clip_norm=0.0 must be a finite number"),
         ({"clip_norm": "1"}, "clip_norm='1' must be a finite number"),
         ({"clip_norm": float("nan")}, "clip_norm=nan must be a finite number"),
         ({"clipnorm": 1.0}, "prepare\\(\\) has no option 'clipnorm'.*Did you mean 'clip_norm'"),
@@ -141,12 +142,10 @@ def close(found: Run, expected: Run, tolerance: float, statistics: bool = True) 
             torch.testing.assert_close(found.state[name], value, rtol=0, atol=tolerance)
 
 
-@pytest.fixture(
-    scope="module", params=[2, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 4))]
-)
-def ranks(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
-    """A number of ranks, and what rank 0 of them found in all cases; they are started once."""
-    return request.param, strategies.launch(run_all, devices=request.param, timeout=270)[0]
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Any]:
+    """What rank 0 of two found in all cases; they are started once."""
+    return strategies.launch(run_all, QUICK, devices=2, timeout=270)[0]
 
 
 @cache
@@ -158,22 +157,36 @@ def plain(name: str, parts: int) -> Run:
     )
 
 
-@pytest.mark.parametrize(
-    ("strategy", "name"), [pair for pair in product(NAMES, OPTIONS) if pair not in REFUSED]
-)
-def test_ranks_train_as_one_device(ranks: tuple[int, dict[str, Any]], strategy: str, name: str) -> None:
-    """In fp32 to the same numbers; half precision rounds.
+def check_run(runs: dict[str, Any], strategy: str, name: str, ranks: int) -> None:
+    """In fp32 the numbers of one device; half precision rounds.
 
     BatchNorm's statistics are left out: of four microbatches one device counts four, and two ranks the mean of two.
     """
-    number, runs = ranks
     tolerance = 1e-5 if OPTIONS[name][0].precision == "fp32" else 3e-2
-    close(runs[f"{strategy}: {name}"], plain(name, number), tolerance, statistics=False)
+    close(runs[f"{strategy}: {name}"], plain(name, ranks), tolerance, statistics=False)
 
 
-def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(ranks: tuple[int, dict[str, Any]]) -> None:
+@pytest.mark.parametrize(("strategy", "name"), QUICK)
+def test_ranks_train_as_one_device(runs: dict[str, Any], strategy: str, name: str) -> None:
+    check_run(runs, strategy, name, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_strategy_trains_with_every_option(ranks: int) -> None:
+    runs = strategies.launch(run_all, ALL, devices=ranks, timeout=270)[0]
+    for strategy, name in ALL:
+        check_run(runs, strategy, name, ranks)
+    check_overflows(runs)
+
+
+def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(runs: dict[str, Any]) -> None:
+    check_overflows(runs)
+
+
+def check_overflows(runs: dict[str, Any]) -> None:
     """With clip_norm, too: a step that is skipped has no norm, and the next one a finite norm."""
-    for name, found in ranks[1]["overflow"].items():
+    for name, found in runs["overflow"].items():
         assert found.same == [True, False], name
         assert found.skipped == [True, False], name
         assert found.scale == 32768, name
@@ -183,8 +196,8 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(ranks: tuple[int, di
         assert math.isfinite(second or 0.0), name
 
 
-def test_deepspeed_refuses_fp16(ranks: tuple[int, dict[str, Any]]) -> None:
-    refusals = ranks[1]["refused"]
+def test_deepspeed_refuses_fp16(runs: dict[str, Any]) -> None:
+    refusals = runs["refused"]
     assert refusals
     assert all("precision='fp16'" in message for message in refusals.values())
 

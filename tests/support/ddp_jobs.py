@@ -1,47 +1,29 @@
-"""What the tests of DDP run inside ranks: small trainings, and what an engine does among ranks."""
+"""What the tests of DDP run inside ranks: what an engine does among them."""
 
 import copy
 import time
-import warnings
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from drivetrain import strategies
-from parity_jobs import Case, microbatch_gradients, train
+from parity_jobs import microbatch_gradients, quiet
 from strategy_jobs import build, make_optimizer, refusal
 from torch import nn
-
-small = partial(Case, model=partial(build, False), steps=5, pixels=6)
-CASES = [
-    small("sgd"),
-    small("sgd, clipped", clip_norm=0.05),
-    small("sgd, accumulated", accumulate=2),
-    small("sgd, clipped, accumulated", clip_norm=0.05, accumulate=2),
-    small("adamw", optimizer="adamw"),
-    small("adamw, clipped, accumulated", optimizer="adamw", clip_norm=0.05, accumulate=2),
-    small("bf16", precision="bf16"),
-]
-BATCH_NORM = small("batch norm", model=partial(build, True), clip_norm=0.05)
 
 
 def ddp_everything() -> dict[str, object]:
     """All that is asked of DDP in one launch, because starting ranks costs seconds."""
-    rank = dist.get_rank()
-    warnings.simplefilter("error")  # as in the tests' own process
-    torch.set_num_threads(1)
-    # Each rank starts from weights of its own: DDP must begin from rank 0's.
-    results: dict[str, object] = {case.name: train("ddp", case, seed=rank) for case in CASES}
-    results[BATCH_NORM.name] = train("ddp", BATCH_NORM)
-    results["gradients"] = microbatch_gradients("ddp")
-    results["buffers"] = synced_buffers()
-    results["reduced"] = reduced()
-    results["barrier"] = barrier_waits()
+    quiet()
     synced = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Sequential(nn.SyncBatchNorm(8)))
-    results["sync batch norm"] = refusal("ddp", synced)
-    results["single"] = refusal("single", build(False))
-    results["nested launch"] = strategies.launch(dist.get_rank, devices=2)
-    return results
+    return {
+        "gradients": microbatch_gradients("ddp"),
+        "buffers": synced_buffers(),
+        "reduced": reduced(),
+        "barrier": barrier_waits(),
+        "sync batch norm": refusal("ddp", synced),
+        "single": refusal("single", build(False)),
+        "nested launch": strategies.launch(dist.get_rank, devices=2),
+    }
 
 
 def synced_buffers() -> list[dict[str, torch.Tensor]]:

@@ -18,16 +18,16 @@ from drivetrain.loaders import convert
 
 
 class Slow:
-    """60 small pictures, 20 ms each; labels and layout are the same for any `shade`."""
+    """60 small pictures, `pause` seconds each; labels and layout are the same for any `shade`."""
 
-    def __init__(self, shade: int) -> None:
-        self.shade = shade
+    def __init__(self, shade: int, pause: float) -> None:
+        self.shade, self.pause = shade, pause
 
     def __len__(self) -> int:
         return 60
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        time.sleep(0.02)
+        time.sleep(self.pause)
         return np.full((64, 64, 3), index + self.shade, np.uint8), index
 
 
@@ -54,7 +54,7 @@ def child(out: str, stderr: str, limit: int, renames: int, number: int) -> int:
         die_after(renames)
     try:
         classes = [f"{number}-{label}" for label in range(60)]
-        convert(Slow(number), out, workers=2, classes=classes)
+        convert(Slow(number, 0.02 if renames < 0 else 0.0), out, workers=2, classes=classes)
     except DrivetrainError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

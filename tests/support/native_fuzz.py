@@ -14,14 +14,17 @@ those of FOLDER, which keeps what it finds.
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
-NATIVE = Path(__file__).parents[2] / "loaders" / "native"
+ROOT = Path(__file__).parents[2]
+NATIVE, COMPILED = ROOT / "loaders" / "native", ROOT / ".build" / "native_fuzz"
 CORPUS = Path(__file__).with_name("jpeg_corpus.c")
 FLAGS = {
     "address": ["-fsanitize=address,undefined"],
@@ -63,14 +66,25 @@ _COMPILE = ["gcc", "-std=gnu11", "-O1", "-g", "-ffp-contract=off", _PIECES, "-fn
 
 def build(out: Path, flags: Sequence[str]) -> None:
     sources = [Path(__file__).with_suffix(".c"), *sorted(NATIVE.glob("*.c"))]
-    command = [*_COMPILE, *flags, "-o", out, *sources, "-ljpeg", "-lm", "-lpthread"]
-    subprocess.run(command, check=True, timeout=300)
+    _compile(out, sources, [*flags, "-ljpeg", "-lm", "-lpthread"])
 
 
 def build_library(out: Path, flags: Sequence[str]) -> None:
-    sources = sorted(NATIVE.glob("*.c"))
-    command = [*_COMPILE, *flags, "-shared", "-fPIC", "-o", out, *sources, "-ljpeg", "-lm"]
-    subprocess.run(command, check=True, timeout=300)
+    _compile(out, sorted(NATIVE.glob("*.c")), [*flags, "-shared", "-fPIC", "-ljpeg", "-lm"])
+
+
+def _compile(out: Path, sources: Sequence[Path], flags: Sequence[str]) -> None:
+    """Compile to `out`; what has been compiled of the same text is kept, because that takes seconds."""
+    digest = sha256(repr([*_COMPILE, *flags]).encode())
+    for path in (*sources, *sorted(NATIVE.glob("*.h"))):
+        digest.update(path.read_bytes())
+    kept = COMPILED / digest.hexdigest()
+    if not kept.exists():
+        COMPILED.mkdir(parents=True, exist_ok=True)
+        partial = COMPILED / f"{os.getpid()}.partial"
+        subprocess.run([*_COMPILE, "-o", partial, *sources, *flags], check=True, timeout=300)
+        partial.replace(kept)
+    shutil.copy(kept, out)
 
 
 def write_corpus(folder: Path) -> None:
@@ -90,7 +104,7 @@ def write_jpeg(
 def _corpus_program(folder: Path) -> Path:
     program = folder.parent / "jpeg_corpus"
     if not program.exists():
-        subprocess.run([*_COMPILE, "-o", program, CORPUS, "-ljpeg"], check=True, timeout=300)
+        _compile(program, [CORPUS], ["-ljpeg"])
     return program
 
 

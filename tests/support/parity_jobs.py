@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
-STEPS, LONG, BATCH = 3, 8, 8
+STEPS, LONG, BATCH = 2, 8, 8
 """Steps of a training, of one in `make test-all`, and the global batch."""
 
 SHARDED = ["fsdp", "fsdp_grad_op", "fsdp_cpu_offload", "hsdp"]
@@ -80,7 +80,9 @@ SYNC = [
     Case("synchronized channels last adamw", models.channels_last, "adamw", sync=True),
     Case("synchronized recomputed", models.resnet, sync=True, recompute=True),
 ]
-LATE = Case("late", models.Late, "adamw", 0.5)
+FEW = [CASES[1], CASES[4]]
+"""A ResNet with SGD and a transformer with AdamW, both clipped and accumulated."""
+LATE = Case("late", models.Late, "adamw", 0.5, steps=4)
 
 
 @dataclass
@@ -110,7 +112,7 @@ def train(strategy: str, case: Case, *, seed: int = 0, parts: int = 1, given: An
         engine.model.train()
         images, labels = batch(step, case.pixels)
         run.losses.append(one_step(engine, step, images, labels, run))
-        if step == case.steps // 2:
+        if step == (case.steps - 1) // 2:
             run.evaluated = evaluate(engine, images)
     engine.sync_buffers()
     run.state = engine.export_state()
@@ -158,13 +160,12 @@ def quiet() -> None:
     torch.set_num_threads(1)
 
 
-def parity(names: list[str], more: list[str], long: bool = False) -> dict[str, object]:
-    """All cases of each strategy, and for those of `more` the other kinds of models and bf16."""
+def parity(cases: dict[str, list[Case]]) -> dict[str, object]:
+    """The cases of each strategy, and what is asked of some of them alone."""
     quiet()
     results: dict[str, object] = {}
-    for name in names:
-        cases = [*CASES, *SYNC, *((*KINDS, *BF16) if name in more else ())]
-        for case in longer(cases) if long else cases:
+    for name, each in cases.items():
+        for case in each:
             # Each rank starts from weights of its own: rank 0's must become everyone's.
             results[f"{name} {case.name}"] = train(name, case, seed=dist.get_rank(), **options_of(name))
         results[f"{name} held"] = held(name, **options_of(name))

@@ -1,6 +1,7 @@
 """What the tests of a step's options run inside ranks."""
 
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import fsdp_models as models
@@ -18,20 +19,25 @@ OPTIONS: dict[str, tuple[Case, dict[str, Any]]] = {
 }
 NAMES = [*parity_jobs.NAMES, "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 REFUSED = {(name, "fp16") for name in NAMES if name.startswith("deepspeed")}
+ALL = [pair for pair in product(NAMES, OPTIONS) if pair not in REFUSED]
+SHARDED = [*parity_jobs.SHARDED, "deepspeed_stage_3"]
+QUICK = [
+    (name, option) for name, option in ALL
+    if name in (*parity_jobs.OFTEN, "deepspeed_stage_1", "deepspeed_stage_3")
+    and option != ("recomputed" if name in SHARDED else "transformer recomputed")
+]  # fmt: skip
+"""What `make test` trains: one of the recomputed models with each strategy."""
 
 
-def run_all() -> dict[str, Any]:
+def run_all(pairs: list[tuple[str, str]]) -> dict[str, Any]:
     quiet()
-    results: dict[str, Any] = {
-        f"{strategy}: {name}": train(strategy, case, given=options, **options_of(strategy))
-        for strategy in NAMES
-        for name, (case, options) in OPTIONS.items()
-        if (strategy, name) not in REFUSED
-    }
+    results: dict[str, Any] = {}
+    for strategy, name in pairs:
+        case, options = OPTIONS[name]
+        results[f"{strategy}: {name}"] = train(strategy, case, given=options, **options_of(strategy))
     results["overflow"] = {
         f"{name}, clip_norm={clip_norm}": overflow_on_one_rank(name, clip_norm)
-        for name in NAMES
-        if (name, "fp16") not in REFUSED
+        for name in (name for name, option in pairs if option == "fp16")
         for clip_norm in (None, 1.0)
     }
     results["refused"] = {n: refusal(n, models.resnet(), precision="fp16") for n, _ in sorted(REFUSED)}

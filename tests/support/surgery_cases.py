@@ -1,6 +1,6 @@
 """Each surgery with its test models, and the number of modules that it changes in each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import pytest
 import surgery_models as m
@@ -41,12 +41,18 @@ CASES: dict[str, tuple[t.Transform, Factory, int]] = {
 }  # fmt: skip
 cases = pytest.mark.parametrize(("transform", "factory", "count"), CASES.values(), ids=CASES)
 _FIRST = {type(transform): name for name, (transform, *_) in reversed(CASES.items())}
-_MARKS = {name: [] if name in _FIRST.values() else [pytest.mark.slow] for name in CASES}
-cases_at_length = pytest.mark.parametrize(
-    ("transform", "factory", "count"),
-    [pytest.param(*case, id=name, marks=_MARKS[name]) for name, case in CASES.items()],
-)
-"""The same, for tests that take long: one model of each surgery in `make test`, the others in `make test-all`."""
+
+
+def first_cases(but: Collection[type[t.Transform]] = ()) -> pytest.MarkDecorator:
+    """The same, for tests that take long: one model of each surgery in `make test`, the others, and those of the
+    surgeries `but`, in `make test-all`."""
+    quick = [name for kind, name in _FIRST.items() if kind not in but]
+    marks = {name: [] if name in quick else [pytest.mark.slow] for name in CASES}
+    values = [pytest.param(*case, id=name, marks=marks[name]) for name, case in CASES.items()]
+    return pytest.mark.parametrize(("transform", "factory", "count"), values)
+
+
+cases_at_length = first_cases()
 
 
 def made(factory: Factory) -> nn.Module:

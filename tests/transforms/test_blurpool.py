@@ -227,7 +227,6 @@ def test_compiles_without_a_break(blur_first: bool) -> None:
     compiled = torch.compile(model.eval(), backend="eager", fullgraph=True)
     for size in (16, 20):  # the second size makes the shapes symbolic
         torch.testing.assert_close(compiled(images(2, 3, size, size)), model(images(2, 3, size, size)))
-    assert torch._dynamo.explain(model)(images(2, 3, 16, 16)).graph_break_count == 0
 
 
 # ---- The numbers ----

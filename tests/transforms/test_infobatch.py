@@ -170,7 +170,7 @@ def test_resumed_anywhere_it_is_the_same_run(toy: Toy, tmp_path: Path, reference
     pipeline = pipeline_of(toy)
     whole = fit(pipeline, out=tmp_path, checkpoints=ALL)
     ends = np.cumsum(reference.steps)
-    for step in (1, ends[0], ends[0] + 3, ends[1], ends[2] + 1, ends[3], ends[3] + 2, ends[5] - 1):
+    for step in (1, ends[0], ends[0] + 3, ends[3], ends[5] - 1):
         resumed = fit(pipeline, resume=tmp_path / "checkpoints" / f"step-{step:08d}")
         assert numbers(resumed) == numbers(whole), step
         torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
@@ -178,15 +178,15 @@ def test_resumed_anywhere_it_is_the_same_run(toy: Toy, tmp_path: Path, reference
 
 @pytest.mark.long
 @pytest.mark.parametrize("within", [2, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("before", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_resumed_on_another_number_of_ranks(
-    toy: Toy, tmp_path: Path, reference: Reference, within: int
+    toy: Toy, tmp_path: Path, reference: Reference, before: int, within: int
 ) -> None:
-    alone, both = pipeline_of(toy), pipeline_of(toy).distribute("ddp", devices=2)
+    pipelines = [pipeline_of(toy), pipeline_of(toy).distribute("ddp", devices=2)]
     step = reference.steps[0] + reference.steps[1] + within
-    for first, second, place in ((alone, both, tmp_path / "a"), (both, alone, tmp_path / "b")):
-        fit(first, out=place, callbacks=[StopsAt(step)])
-        resumed = fit(second, out=place, resume=True, continue_stopped=True)
-        assert_close(resumed, reference)
+    fit(pipelines[before - 1], out=tmp_path, callbacks=[StopsAt(step)])
+    resumed = fit(pipelines[-before], out=tmp_path, resume=True, continue_stopped=True)
+    assert_close(resumed, reference)
 
 
 @pytest.mark.slow

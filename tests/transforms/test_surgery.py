@@ -11,7 +11,18 @@ import torch.nn.functional as F
 from drivetrain import transforms as t
 from drivetrain.common.errors import PlanError
 from drivetrain.transforms import BlurPool, StochasticDepth, WeightStandardization
-from surgery_cases import CASES, EXCITE, FACTORIZE, GHOST, Factory, cases, cases_at_length, made, same_numbers
+from surgery_cases import (
+    CASES,
+    EXCITE,
+    FACTORIZE,
+    GHOST,
+    Factory,
+    cases,
+    cases_at_length,
+    first_cases,
+    made,
+    same_numbers,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,6 +39,7 @@ def changed(transform: t.Transform, factory: Factory, count: int) -> nn.Module:
 
 
 EACH = {type(transform): transform for transform, _, _ in CASES.values()}.values()
+ORDER = [FACTORIZE, BlurPool(), WeightStandardization(), EXCITE, GHOST, StochasticDepth()]
 
 
 def test_every_surgery_is_here() -> None:
@@ -209,25 +221,28 @@ def test_a_model_that_is_wrapped_already_is_refused(transform: t.Transform) -> N
         transform.apply(model)
 
 
-@pytest.mark.long
-@cases_at_length
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute:UserWarning"
-)  # dynamo, where it resumes after a break
-@pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_compiles_whole(transform: t.Transform, factory: Factory, count: int, train: bool) -> None:
+def check_compiled(model: nn.Module, safe: bool = True) -> None:
+    """Its output is the model's, and has gradients."""
     torch._dynamo.reset()
-    model = changed(transform, factory, count)
-    safe = type(transform).compile_safe
-    compiled = torch.compile(model.train(train), backend="eager", fullgraph=safe)
+    compiled = torch.compile(model, backend="eager", fullgraph=safe)
     torch.manual_seed(3)
     state = copy.deepcopy(model.state_dict())
     found = compiled(models.images())
+    found.sum().backward()
     model.load_state_dict(state)
     torch.manual_seed(3)
     assert found.isfinite().all()
     if safe:
         torch.testing.assert_close(found, model(models.images()))
+
+
+@pytest.mark.long
+@first_cases(but=[type(transform) for transform in ORDER])  # which are compiled together
+# dynamo, where it resumes after a break
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_compiles_whole(transform: t.Transform, factory: Factory, count: int, train: bool) -> None:
+    check_compiled(changed(transform, factory, count).train(train), type(transform).compile_safe)
 
 
 @pytest.mark.long
@@ -276,8 +291,6 @@ def test_meta_weights_then_to_empty(transform: t.Transform, factory: Factory, co
 
 # ---- together ----
 
-ORDER = [FACTORIZE, BlurPool(), WeightStandardization(), EXCITE, GHOST, StochasticDepth()]
-
 
 def test_the_declared_order_loses_nothing() -> None:
     """Each surgery finds, after those it declares to follow, all that it would find alone; Composer's do not."""
@@ -299,7 +312,6 @@ def test_the_other_order_is_said() -> None:
 
 
 def test_all_together() -> None:
-    torch._dynamo.reset()
     weights = made(models.resnet).state_dict()
     before, after = made(models.resnet), models.resnet()
     for model in (before, after):
@@ -311,7 +323,7 @@ def test_all_together() -> None:
         state = transform.from_plain(state, after)
     after.load_state_dict(state)
     same_numbers(before, after)
-    torch.compile(after.train(), backend="eager", fullgraph=True)(models.images()).sum().backward()
+    check_compiled(after.train())
     pickle.loads(pickle.dumps(after))
     for transform in reversed(ORDER):
         state = transform.to_plain(state, after)

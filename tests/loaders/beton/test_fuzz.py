@@ -12,6 +12,8 @@ import shutil
 import signal
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,12 @@ def original(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return path
 
 
+@pytest.fixture(scope="module")
+def reader() -> Iterator[Reader]:
+    with closing(Reader()) as one:
+        yield one
+
+
 def row_of(beton: Beton) -> Any:
     return metadata_dtype([column.field for column in beton.columns.values()])
 
@@ -206,20 +214,19 @@ def judge(mutant: Mutant, answer: dict[str, Any], sound: list[Any], verified: bo
 @pytest.mark.process
 @pytest.mark.parametrize("mutants", [30, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("verified", [False, True], ids=["alone", "with-manifest"])
-def test_damage_is_refused_or_harmless(original: Path, tmp_path: Path, verified: bool, mutants: int) -> None:
-    beton, path, reader = open_beton(original), tmp_path / "mutant.beton", Reader()
+def test_damage_is_refused_or_harmless(
+    original: Path, reader: Reader, tmp_path: Path, verified: bool, mutants: int
+) -> None:
+    beton, path = open_beton(original), tmp_path / "mutant.beton"
     outcomes: Counter[str] = Counter()
-    try:
-        sound = reader.read(original, verified, limit=100)["samples"]
-        assert [label for label, _, _ in sound] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-        if verified:
-            shutil.copy(manifest_path(original), manifest_path(path))
-        for mutant in make_mutants(beton, mutants, seed=2 + verified):
-            path.unlink(missing_ok=True)
-            subprocess.run(["cp", "--sparse=always", original, path], check=True, timeout=10)
-            mutant.apply(path)
-            outcomes[judge(mutant, reader.read(path, verified), sound, verified)] += 1
-    finally:
-        reader.close()
+    sound = reader.read(original, verified, limit=100)["samples"]
+    assert [label for label, _, _ in sound] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    if verified:
+        shutil.copy(manifest_path(original), manifest_path(path))
+    for mutant in make_mutants(beton, mutants, seed=2 + verified):
+        path.unlink(missing_ok=True)
+        subprocess.run(["cp", "--sparse=always", original, path], check=True, timeout=10)
+        mutant.apply(path)
+        outcomes[judge(mutant, reader.read(path, verified), sound, verified)] += 1
     assert outcomes["refused"] > 0.3 * mutants, outcomes  # else the mutants do not reach what they should
     assert outcomes["identical"] > 0.05 * mutants, outcomes

@@ -126,8 +126,8 @@ def test_an_open_file_survives_its_replacement(tmp_path: Path) -> None:
     "older", [pytest.param(False, id="new", marks=pytest.mark.slow), pytest.param(True, id="older")]
 )
 def test_sigkill_leaves_no_file_that_looks_finished(server: Server, tmp_path: Path, older: bool) -> None:
-    """At ten random moments each: an older pair of files stays whole or is refused with the remedy."""
-    killed, moments = 0, np.random.default_rng(11 + older).uniform(0, 0.75, 10)
+    """At six random moments: an older pair of files stays whole or is refused with the remedy."""
+    killed, moments = 0, np.random.default_rng(11 + older).uniform(0, 0.75, 6)
     for number, delay in enumerate(moments):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -146,7 +146,7 @@ def test_sigkill_leaves_no_file_that_looks_finished(server: Server, tmp_path: Pa
             with pytest.raises(BetonError):
                 open_beton(partial)
         assert whole_or_refused(out) in ({60} if status == 0 else {0, 5, 60} if older else {0, 60})
-    assert killed >= 5
+    assert killed >= 3
 
 
 @pytest.mark.long

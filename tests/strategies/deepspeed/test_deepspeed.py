@@ -6,7 +6,7 @@ from typing import Any
 import fsdp_models as models
 import pytest
 import torch
-from deepspeed_jobs import DISCARDING, FEW, FIRST, MOVED, MOVES, every_case, everything, moved
+from deepspeed_jobs import DISCARDING, FIRST, MOVED, MOVES, every_case, everything, moved
 from deepspeed_methods import OFFLOAD, STAGES, averaged
 from drivetrain import Pipeline
 from drivetrain.common.errors import StrategyError
@@ -23,7 +23,7 @@ from drivetrain.transforms import (
     WeightStandardization,
 )
 from fsdp_jobs import on_meta, surgeries
-from parity_jobs import BF16, CASES, KINDS, Case, Run, longer, same_run, train, weights
+from parity_jobs import BF16, CASES, FEW, KINDS, Case, Run, longer, same_run, train, weights
 from pipeline_data import Toy, numbers, plain_model
 from strategy_jobs import make_optimizer
 
