@@ -10,8 +10,7 @@ def three_augment(color_jitter: float, image: Any) -> Any:
     """Return a Pillow image (a tensor becomes one), changed, with random numbers from torch's global generator."""
     import torch  # here: the options of loaders are checked without it
     from PIL import ImageFilter
-
-    from .vision import v2
+    from torchvision.transforms import v2
 
     change = v2.functional
     if isinstance(image, torch.Tensor):

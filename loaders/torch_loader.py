@@ -17,13 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
+from torchvision.datasets.vision import StandardTransform
 
 from ..common.errors import BetonError, DataError, DrivetrainError
 from ..common.exhaustion import exhaustion, is_exhaustion
 from ..common.options.signatures import documented
 from ..common.signals import interrupts_held
 from ..common.storage.cache import Remote
-from ..common.vision import datasets
 from .datasets.torch_dataset import BetonDataset, PictureFolder, make_transform, open_dataset
 from .decode.moving import check_motion, moving_fields
 from .device import DeviceFeed
@@ -106,7 +106,7 @@ class TorchLoader(EpochLoader):
     def _prepare(self) -> None:
         self.dataset.transform = make_transform(self.settings, self.depth)
         if hasattr(self.dataset, "transforms"):  # torchvision's data sets have both
-            self.dataset.transforms = datasets.vision.StandardTransform(self.dataset.transform)
+            self.dataset.transforms = StandardTransform(self.dataset.transform)
 
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         shares = self.shares(epoch)[start:]

@@ -40,7 +40,7 @@ class _Policy(Transform):
 
     def image(self, image: Image) -> Any:
         """Return one image, changed, with random numbers from torch's global generator."""
-        from ..common.vision import v2
+        from torchvision.transforms import v2
 
         return getattr(v2, self._torchvision)(*vars(self).values())(image)
 

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torchvision import tv_tensors
+from torchvision.datasets import ImageFolder, VisionDataset
+from torchvision.transforms import v2
 
 from ...common.errors import DataError
 from ...common.storage.cache import Remote
-from ...common.vision import datasets, tv_tensors, v2
 from ..beton.data_set import BetonFiles, open_files
 from ..beton.image_modes import RGB, mode_of
 from ..beton.open_file import Identity
@@ -29,7 +31,7 @@ from ..sources import Files, Source, files_of
 _LOCAL = Remote()
 
 
-class BetonDataset(datasets.VisionDataset):  # type: ignore[misc]
+class BetonDataset(VisionDataset):  # type: ignore[misc]
     """`.beton` files as a torchvision data set: PIL decodes, `transform` makes an element of a batch. With `verify`,
     each sample is compared with its CRC-32 in the manifest."""
 
@@ -81,7 +83,7 @@ class BetonDataset(datasets.VisionDataset):  # type: ignore[misc]
         return (image if self.transform is None else self.transform(image)), label
 
 
-class PictureFolder(datasets.ImageFolder):  # type: ignore[misc]
+class PictureFolder(ImageFolder):  # type: ignore[misc]
     """torchvision's ImageFolder with the classes and files that `convert` uses: no hidden ones."""
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:

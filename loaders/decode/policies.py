@@ -76,7 +76,7 @@ def complete(policy: Any) -> tuple[str, dict[str, Any]]:
 
 def torchvision_policy(policy: Mapping[str, Any]) -> Any:
     """Return torchvision's transform for the policy, or DeiT's, from PIL image to PIL image."""
-    from ...common.vision import v2
+    from torchvision.transforms import v2
 
     name, options = complete(policy)
     if name == "rand_augment":

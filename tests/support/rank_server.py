@@ -16,7 +16,6 @@ import sys
 import threading
 from typing import Any
 
-import torch._dynamo  # noqa: F401
 import torchmetrics  # noqa: F401
 import torchvision  # noqa: F401
 from drivetrain.pipeline.runs import fit  # noqa: F401
