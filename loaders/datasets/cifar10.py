@@ -165,7 +165,7 @@ def _write(path: Path, data: bytes) -> None:
 
 def _by_torchvision(work: Path) -> Batches:
     """Download with torchvision, which compares MD5s before it unpickles anything."""
-    from ...common.vision import datasets  # slow to import, and not needed with a complete cache
+    from torchvision import datasets  # slow to import, and not needed with a complete cache
 
     python, url = [sys.executable, "-P", "-c"], str(datasets.CIFAR10.url)
     _run([*python, _PROBE, url, str(PROBE_SECONDS)], work, PROBE_SECONDS + 1, f"a probe of {url}")
