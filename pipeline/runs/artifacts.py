@@ -12,7 +12,8 @@ from ...common.model_state import ModelState
 from ...common.signals import interrupts_held
 from ..checkpoints.weights import load_model, save_model
 from ..describe.inputs import metadata
-from ..telemetry.history import HISTORY, Epoch, Evaluation, History, read_history
+from ..telemetry.history import HISTORY, Epoch, Evaluation, History, StepPoint, read_history
+from ..telemetry.host_copy import HostCopy
 from ..telemetry.observer import Observer
 from ..telemetry.progress import echo
 from ..telemetry.state import TrainState
@@ -20,6 +21,7 @@ from .config import FitConfig
 from .folder import MODEL, clear_results, draw_curves, with_trained, write
 
 PICTURE = 30.0  # seconds between two plots of the curves
+POINTS = 1000  # steps whose losses are kept for the curves: as many as a picture is wide
 Weights = Callable[[], ModelState]
 """Gathers the tensors used in evaluation, by plain names; empty on ranks that do not keep them."""
 
@@ -56,8 +58,13 @@ class RunArtifacts(Observer):
     """History and weights, in memory and in the run's folder. Every rank has one, which updates its `outcome` after
     each epoch; only rank 0, the `lead`, writes and prints."""
 
-    def __init__(self, job: FitJob, outcome: RankResult, lead: bool, facts: dict[str, Any]) -> None:
+    def __init__(
+        self, job: FitJob, outcome: RankResult, lead: bool, facts: dict[str, Any], steps: int
+    ) -> None:  # fmt: skip
+        """`steps` are those of the full run."""
         self._job, self._outcome, self._lead = job, outcome, lead
+        self._every = -(-steps // POINTS)
+        self._pending: list[tuple[float, float, HostCopy]] = []
         self._folder = job.folder if lead else None
         self._next_picture = perf_counter() + PICTURE
         outcome.history = History([], facts)
@@ -73,6 +80,17 @@ class RunArtifacts(Observer):
     def on_start(self, state: TrainState) -> None:  # noqa: ARG002
         if self._folder is not None:
             write(self._folder, with_trained(self._job.texts, self.history.facts))
+
+    def on_step_end(self, state: TrainState) -> None:
+        if self._lead and state.step % self._every == 0:
+            at = round(state.position / state.steps_per_epoch, 4)
+            self._pending.append((at, state.lr, HostCopy(state.step_loss)))
+
+    def flush(self) -> None:
+        if self._pending:
+            points = [StepPoint(at, copy.values(), lr) for at, lr, copy in self._pending]
+            self._outcome.history = replace(self.history, steps=[*self.history.steps, *points])
+            self._pending = []
 
     def keep(self, history: History, weights: Weights, within: int = 0) -> None:
         """Store weights and history after an epoch, or `within` steps of the next. Every rank must call it."""

@@ -77,7 +77,7 @@ class Run(Observer):
         facts |= {name: note for name, note in self._notes.items() if note}
         if initial is not None:
             facts["init_from"] = initial.to_dict()
-        self._artifacts = RunArtifacts(job, outcome, self._lead, facts)
+        self._artifacts = RunArtifacts(job, outcome, self._lead, facts, job.epochs * self._length)
         self._echo = self._artifacts.echo
         loggers = job.logger if self._lead else ()
         self._metrics = Metrics(

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from ...common.errors import require
-from ...common.pictures import BLUE, GRID, INK, RED, drawn
+from ...common.pictures import BLUE, GRID, INK, PALE, RED, drawn
 from ..tasks.metrics import format_metric
 
 TRAIN, VAL = BLUE, RED
@@ -18,6 +18,8 @@ class Drawn(Protocol):
 
     @property
     def epochs(self) -> Sequence[Any]: ...
+    @property
+    def steps(self) -> Sequence[Any]: ...
     @property
     def best(self) -> Any: ...
     @property
@@ -38,6 +40,10 @@ def figure_of(history: Drawn) -> Any:
     figure.subplots_adjust(left=0.08, right=0.985, bottom=0.085, top=0.89, hspace=0.18, wspace=0.2)
     epochs, monitor = history.epochs, history.monitor
     (losses, metric), (rate, speed) = figure.subplots(2, 2, sharex=True)
+    if steps := [step for step in history.steps if math.isfinite(step.loss)]:
+        at = [step.at for step in steps]
+        losses.plot(at, [step.loss for step in steps], color=PALE, linewidth=0.8, label="steps", zorder=1)
+        rate.plot(at, [step.lr for step in steps], color=PALE, linewidth=1.6, zorder=1)
     _curve(losses, epochs, [epoch.loss for epoch in epochs], TRAIN, "training (its own loss function)")
     _curve(losses, epochs, [epoch.val_loss for epoch in epochs], VAL, "validation (the task's own)")
     losses.legend(frameon=False, fontsize=8)
@@ -51,7 +57,7 @@ def figure_of(history: Drawn) -> Any:
     speed.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     titles = (
         "loss, mean of the epoch", f"{monitor} in validation{', %' * (monitor.unit is not None)}",
-        "learning rate at the epoch's end", "training throughput, images/s",
+        "learning rate, dots at the epoch's end", "training throughput, images/s",
     )  # fmt: skip
     for axes, title in zip((losses, metric, rate, speed), titles, strict=True):
         axes.set_title(title, loc="left", y=1.0, fontsize=10, color=INK)
@@ -61,7 +67,8 @@ def figure_of(history: Drawn) -> Any:
         axes.margins(y=0.12)
         _leave_outliers_above(axes)
     for axes in (rate, speed):
-        axes.set_ylim(0, 1.12 * max(axes.lines[0].get_ydata()) or 1)  # at a rate of 0 both ends would be 0
+        highest = max(max(line.get_ydata(), default=0) for line in axes.lines)
+        axes.set_ylim(0, 1.12 * highest or 1)  # at a rate of 0 both ends would be 0
         axes.set_xlabel("epoch")
     figure.suptitle(_title(history), x=0.01, y=0.985, ha="left", va="top", fontsize=11, color=INK)
     return figure
@@ -79,11 +86,12 @@ def _curve(axes: Any, epochs: Sequence[Any], values: list[float | None], color: 
 
 def _leave_outliers_above(axes: Any) -> None:
     """Let values far above all others, such as the loss of a failed evaluation, leave the plot, where an arrow tells
-    their value: they would flatten everything else."""
-    points = [
-        (x, y) for line in axes.lines for x, y in zip(*line.get_data(), strict=True) if math.isfinite(y)
+    that of an epoch: they would flatten everything else."""
+    lines = [
+        (line, [(x, y) for x, y in zip(*line.get_data(), strict=True) if math.isfinite(y)])
+        for line in axes.lines
     ]
-    values = sorted(y for _, y in points)
+    values = sorted(y for _, points in lines for _, y in points)
     if len(values) < 4:
         return
     middle, spread = median(values), values[3 * len(values) // 4] - values[len(values) // 4]
@@ -93,7 +101,7 @@ def _leave_outliers_above(axes: Any) -> None:
     room = 0.12 * (max(kept) - min(kept)) or 0.12 * abs(max(kept)) or 1
     top = max(kept) + room
     axes.set_ylim(min(kept) - room, top)
-    for x, y in points:
+    for x, y in [point for line, points in lines if line.get_marker() == "o" for point in points]:
         if y > top:
             axes.annotate(
                 f"{y:.3g} ↑",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from ...common.errors import DrivetrainError
 from ...common.pictures import save_result
@@ -168,6 +168,14 @@ class Monitor:
         return self.name.replace("_", " ")
 
 
+class StepPoint(NamedTuple):
+    """A step of the curves."""
+
+    at: float  # epochs trained until then: 1.5 in the middle of the second
+    loss: float  # of this step on rank 0
+    lr: float  # of the first parameter group
+
+
 class _Stop(TypedDict):
     reason: str
     epoch: int
@@ -179,6 +187,7 @@ class _Saved(TypedDict):
 
     epochs: list[Epoch]
     evaluations: NotRequired[list[Evaluation]]
+    steps: NotRequired[list[StepPoint]]
     monitor: NotRequired[Monitor]
     units: NotRequired[dict[str, Unit | None]]
     stopped: NotRequired[_Stop]
@@ -188,7 +197,8 @@ class _Saved(TypedDict):
 
 @dataclass(repr=False)
 class History:
-    """The finished epochs, facts about the run that produced them, and its evaluations within epochs.
+    """The finished epochs, facts about the run that produced them, its evaluations within epochs, and the loss and
+    learning rate of up to a thousand steps, evenly spaced, for the curves.
 
     Example::
 
@@ -200,21 +210,25 @@ class History:
     epochs: list[Epoch] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     evaluations: list[Evaluation] = field(default_factory=list)
+    steps: list[StepPoint] = field(default_factory=list, compare=False)  # those of rank 0, which only it has
 
     def to_dict(self) -> dict[str, Any]:
         """Return the history as plain JSON types."""
         within = {"evaluations": [*map(_saved, self.evaluations)]} if self.evaluations else {}
-        return {"epochs": [*map(_saved, self.epochs)], **within, **self.facts}
+        steps = {"steps": [[*step] for step in self.steps]} if self.steps else {}
+        return {"epochs": [*map(_saved, self.epochs)], **within, **steps, **self.facts}
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> History:
         """Return the history that `to_dict` gave as plain JSON types. ShapeError names the first field that is missing
         or of another type."""
         typed = convert(saved, _Saved)
-        facts = {key: value for key, value in saved.items() if key not in ("epochs", "evaluations")}
+        facts = {key: value for key, value in saved.items() if key not in ("epochs", "evaluations", "steps")}
         units = facts.get("units", {})
         within = [replace(each, units=units) for each in typed.get("evaluations", [])]
-        return cls([replace(epoch, units=units) for epoch in typed["epochs"]], facts, within)
+        return cls(
+            [replace(epoch, units=units) for epoch in typed["epochs"]], facts, within, typed.get("steps", [])
+        )
 
     def save(self, path: str | Path) -> None:
         """Write the history as `.json`, or its curves as `.png`, `.svg` or `.pdf`; atomically.
