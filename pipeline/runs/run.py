@@ -332,6 +332,7 @@ class Run(Observer):
 
     def _save(self) -> None:
         assert self._writer is not None
+        self._artifacts.flush()
         part, content = states.capture_state(
             self._built, run=self._name, strategy=self._plan.distribution.name, facts=self._facts,
             description=description(self._plan), history=self._artifacts.history,

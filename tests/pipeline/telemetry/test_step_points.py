@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drivetrain import Checkpoints
+from drivetrain import Callback, Checkpoints
+from drivetrain.pipeline import RunView
 from drivetrain.pipeline.runs import artifacts
 from drivetrain.pipeline.telemetry.curves import figure_of
 from drivetrain.pipeline.telemetry.history import History, StepPoint
-from pipeline_data import BATCH, TRAIN, FailsAt, Sleepy, Toy
+from pipeline_data import BATCH, TRAIN, Toy
 
 STEPS = TRAIN // BATCH
 
@@ -24,6 +25,12 @@ class Losses:
     def log(self, values: dict[str, float], step: int) -> None:
         if "step/loss" in values:
             self.steps[step] = values["step/loss"], values["step/lr"]
+
+
+class Fails(Callback):
+    def on_step_end(self, view: RunView) -> None:
+        if view.step == STEPS + 3:
+            raise ZeroDivisionError
 
 
 def test_they_are_those_that_a_logger_gets(toy: Toy, tmp_path: Path) -> None:
@@ -54,10 +61,11 @@ def test_a_long_run_has_as_many_as_a_picture_shows(toy: Toy, monkeypatch: pytest
 @pytest.mark.long
 def test_a_resumed_run_has_those_of_one_that_was_not_stopped(toy: Toy, tmp_path: Path) -> None:
     options: dict[str, Any] = {"epochs": 2, "progress": False, "checkpoints": Checkpoints(every_steps=2)}
-    whole = toy.pipeline(Sleepy).fit(out=tmp_path / "whole", **options).history
+    pipeline = toy.pipeline()
+    whole = pipeline.fit(out=tmp_path / "whole", **options).history
     with pytest.raises(ZeroDivisionError):
-        toy.pipeline(lambda: FailsAt(STEPS + 3, ZeroDivisionError)).fit(out=tmp_path / "run", **options)
-    resumed = toy.pipeline(Sleepy).fit(out=tmp_path / "run", resume=True, **options).history
+        pipeline.fit(out=tmp_path / "run", callbacks=[Fails()], **options)
+    resumed = pipeline.fit(out=tmp_path / "run", resume=True, **options).history
     assert resumed.steps == whole.steps
 
 
