@@ -181,7 +181,7 @@ def test_a_loop_that_was_overtaken_says_so(photos: Path, kind: type[FFCVLoader] 
 
 
 @pytest.mark.process
-def test_thread_counts_are_left_alone_and_nothing_is_printed(photos: Path) -> None:
+def test_thread_counts_are_left_alone_and_nothing_is_printed_or_imported(photos: Path) -> None:
     code = """
 import sys, warnings
 warnings.simplefilter("error")
@@ -194,6 +194,15 @@ for images, labels in loader:
 next(iter(loader))
 assert torch.get_num_threads() == 2, torch.get_num_threads()
 assert "numba" not in sys.modules and "ffcv" not in sys.modules
+from drivetrain.loaders import TorchLoader
+assert "torch._dynamo" not in sys.modules, "a worker of TorchLoader would take 2 s longer"
+from torchvision.ops import roi_align
+from torchvision.tv_tensors import Mask, wrap
+assert roi_align(torch.ones(1, 1, 4, 4), torch.tensor([[0, 0, 0, 2, 2.0]]), 2).sum() == 4
+assert type(wrap(torch.ones(2), like=Mask(torch.ones(2)))) is Mask
+assert sys.modules["torchvision.ops.roi_align"].is_compile_supported("cpu")
+assert sys.modules["torch._dynamo.utils"].__file__
+assert type(wrap(torch.ones(2), like=Mask(torch.ones(2)))) is Mask
 """  # it ends with a loop left early and nothing closed
     run = run_python(code, photos, OMP_NUM_THREADS="2")
     assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
