@@ -122,23 +122,6 @@ def pillows(image: Image.Image, box: tuple[int, int, int, int], side: int) -> np
     return np.asarray(cut.resize((side, side), Image.Resampling.BILINEAR)).astype(int)
 
 
-@pytest.mark.parametrize("side", [1, 7, 31, 44, 57, 58, 150])
-def test_bilinear_is_pillows(photos: Path, side: int) -> None:
-    """Shrunk, as it is, and magnified; where a JPEG is decoded whole."""
-    beton = open_beton(photos)
-    images, _ = load(photos, image_size=side, train=False, eval_ratio=1.0, dtype=torch.uint8)
-    for index, found in enumerate(images):
-        image = beton.image(index)
-        edge = min(image.size)
-        box = ((image.height - edge) // 2, (image.width - edge) // 2, edge, edge)
-        error = np.abs(found.permute(1, 2, 0).numpy() - pillows(image, box, side))
-        if edge < 2 * side:
-            assert error.max() <= 2
-            assert error.mean() < 0.3
-        else:  # decoded at a half or less: another filter, of the same width
-            assert error.mean() < 6
-
-
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_crop_of_raw_pixels_is_pillows(data: st.DataObject) -> None:
