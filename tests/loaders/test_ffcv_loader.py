@@ -87,7 +87,7 @@ def center_average(image: np.ndarray, side: int, ratio: float) -> np.ndarray:
     top, left = (height - edge) // 2, (width - edge) // 2
     weights = area_weights(side, edge)
     cut = image[top : top + edge, left : left + edge].astype(float)
-    averages: np.ndarray = np.einsum("ij,jkc,lk->ilc", weights, cut, weights)
+    averages: np.ndarray = np.einsum("ij,jkc,lk->ilc", weights, cut, weights, optimize=True)
     return averages
 
 
@@ -345,7 +345,9 @@ def test_memory_is_used_again_only_when_nobody_holds_it(photos: Path, hold: Any)
 
 
 def content(held: Any) -> bytes:
-    return bytes(held) if isinstance(held, torch.UntypedStorage) else np.asarray(held).tobytes()
+    if isinstance(held, torch.UntypedStorage):
+        held = torch.empty(0, dtype=torch.uint8).set_(held)
+    return np.asarray(held).tobytes()
 
 
 def test_memory_is_used_again(photos: Path) -> None:
