@@ -1,7 +1,7 @@
 """torchvision, imported without torch's compiler: that takes 2 s more in each process, such as a loader's worker."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
@@ -45,12 +45,12 @@ def _disabled_later(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _without_compiler() -> Any:
+def _without_compiler() -> Iterator[None]:
     later, disable = _Later(_COMPILER), torch.compiler.disable
     if "torchvision" in sys.modules or sys.modules.setdefault(_COMPILER, later) is not later:
         yield
         return
-    torch.compiler.disable = _disabled_later
+    torch.compiler.disable = _disabled_later  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ import torch
 from drivetrain import strategies
 from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import FSDP, HSDP, FSDPCPUOffload, launch
-from fsdp_jobs import FAMILY, WRAPS, changed, everything, gather_to_each_rank, on_meta, surgeries
+from fsdp_jobs import FAMILY, WRAPS, changed, everything, on_meta, surgeries
 from parity_jobs import CASES, Case, same_run, train
 from strategy_jobs import make_optimizer
 from torch import nn
@@ -170,8 +170,8 @@ def test_the_models_are_built_of_several_units() -> None:
     assert [len(find_blocks(make())) for make in (models.resnet, models.Transformer)] == [2, 2]
 
 
-def test_a_tensor_is_gathered_only_where_it_is_kept() -> None:
-    for rank, found in enumerate(launch(gather_to_each_rank, devices=2, device="cpu")):
+def test_a_tensor_is_gathered_only_where_it_is_kept(ranks: Ranks) -> None:
+    for rank, found in enumerate(each["gathered to each"] for each in ranks):
         sizes = [30, 5, 5, 1]
         expected = [(size, True) if home == rank else (0, False) for size in sizes for home in range(2)]
         assert found == expected

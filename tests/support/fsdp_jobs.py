@@ -55,6 +55,7 @@ def everything() -> dict[str, object]:
     results["units"] = {name: names_of_units(model(), wrap) for name, (model, wrap, _) in WRAPS.items()}
     results["nested"] = train("fsdp", CASES[1], seed=dist.get_rank(), wrap=nested)
     results["refusals"] = refusals()
+    results["gathered to each"] = gather_to_each_rank()
     return results
 
 
