@@ -261,13 +261,15 @@ def import_deepspeed(device: torch.device) -> Iterator[Any]:
 
 def _require() -> Any:
     # Its autotuner, which nothing here uses, imports MLflow if it is installed: 2 s for each rank.
-    left_out = {} if "mlflow" in sys.modules or "deepspeed" in sys.modules else {"mlflow": None}
-    sys.modules.update(left_out)  # type: ignore[arg-type]
+    modules: dict[str, Any] = sys.modules
+    left_out = "mlflow" not in modules and "deepspeed" not in modules
+    if left_out:
+        modules["mlflow"] = None
     try:
         return require("deepspeed", "deepspeed", "shard a training run with ZeRO")
     finally:
-        for name in left_out:
-            del sys.modules[name]
+        if left_out:
+            del modules["mlflow"]
 
 
 def reason_without_aio() -> str:

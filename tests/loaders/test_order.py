@@ -1,6 +1,5 @@
 """The order of samples: determined by (seed, epoch), independent of workers and ranks, and exactly resumable."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from drivetrain.loaders.options import LoaderOptions
 from drivetrain.loaders.order import WINDOW, epoch_batches, rank_slice
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loader_pictures import run_python
 
 COUNT, SIDE = 23, 12
 
@@ -85,19 +83,6 @@ def test_any_number_of_workers(photos: Path, train: bool) -> None:
     assert same(epoch(photos, train=train, seed=5, epoch=3, batches_ahead=1), one)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_ranks_make_up_the_global_batch(photos: Path, world: int, drop_last: bool) -> None:
-    whole = epoch(photos, seed=9, drop_last=drop_last)
-    parts = [epoch(photos, seed=9, drop_last=drop_last, rank=rank, world_size=world) for rank in range(world)]
-    if world == 4 and not drop_last:  # two samples are left: they and the first two make the last batch
-        first = [values[:2] for values in whole[0]]
-        whole[-1] = tuple(torch.cat(pair) for pair in zip(whole[-1], first, strict=True))
-    assert same(joined(parts), whole)
-    assert len(whole) == (4 if drop_last else 5)
-    assert [len(labels) for _, labels in parts[-1]][:4] == [4 // world] * 4
-
-
 @pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
 @pytest.mark.parametrize(
     ("samples", "batch", "world"), [(21, 4, 4), (23, 8, 2), (17, 4, 2), (5, 2, 2), (21, 6, 3)]
@@ -164,21 +149,6 @@ def test_a_launched_process_that_has_not_joined_its_group(
     assert len(epoch(numbered, rank=0, world_size=1)) == 6
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert len(epoch(numbered)) == 6
-
-
-@pytest.mark.process
-def test_another_process_gives_the_same_pixels(photos: Path) -> None:
-    code = """
-import hashlib, sys
-from drivetrain.loaders import FFCVLoader
-loader = FFCVLoader(sys.argv[1], batch_size=4, image_size=16, seed=8, workers=2)
-loader.set_epoch(5)
-print(hashlib.sha256(b"".join(images.numpy().tobytes() for images, _ in loader)).hexdigest())
-"""
-    run = run_python(code, photos)
-    assert run.returncode == 0, run.stderr
-    own = b"".join(images.numpy().tobytes() for images, _ in epoch(photos, seed=8, epoch=5))
-    assert run.stdout.strip() == hashlib.sha256(own).hexdigest()
 
 
 def test_drop_last_and_the_length(numbered: Path) -> None:

@@ -181,7 +181,7 @@ def test_a_loop_that_was_overtaken_says_so(photos: Path, kind: type[FFCVLoader] 
 
 
 @pytest.mark.process
-def test_thread_counts_are_left_alone_and_nothing_is_printed(photos: Path) -> None:
+def test_thread_counts_are_left_alone_and_nothing_is_printed_or_imported(photos: Path) -> None:
     code = """
 import sys, warnings
 warnings.simplefilter("error")

@@ -52,15 +52,6 @@ def test_same_samples_in_the_same_batches(numbered: Path, options: dict[str, Any
     assert {labels.dtype for _, labels in theirs} == {torch.int64}
 
 
-def test_evaluation_is_close(photos: Path) -> None:
-    """Two decoders, two ways to resize: near, on average, on smooth pictures; and nearest to its own."""
-    ours = torch.cat([images for images, _ in load(FFCVLoader, photos, train=False, image_size=48)])
-    theirs = torch.cat([images for images, _ in load(TorchLoader, photos, train=False, image_size=48)])
-    assert (ours - theirs).abs().mean() < 0.12
-    distances = (ours[:, None] - theirs[None]).abs().mean(dim=(2, 3, 4))
-    assert distances.argmin(dim=1).tolist() == list(range(18))
-
-
 def test_stored_pixels_come_out_exactly(numbered: Path) -> None:
     options = {"train": False, "image_size": 12, "eval_ratio": 1.0, "dtype": torch.uint8}
     ours, theirs = load(FFCVLoader, numbered, **options), load(TorchLoader, numbered, **options)

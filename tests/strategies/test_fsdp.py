@@ -8,8 +8,8 @@ import torch
 from drivetrain import strategies
 from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import FSDP, HSDP, FSDPCPUOffload, launch
-from fsdp_jobs import FAMILY, WRAPS, everything, gather_to_each_rank, on_meta, surgeries
-from parity_jobs import CASES, Case, parity, same_run, train
+from fsdp_jobs import FAMILY, WRAPS, changed, everything, on_meta, surgeries
+from parity_jobs import CASES, Case, same_run, train
 from strategy_jobs import make_optimizer
 from torch import nn
 
@@ -26,7 +26,7 @@ def ranks() -> Ranks:
 
 @pytest.mark.parametrize("case", surgeries(), ids=lambda case: case.name)
 def test_changed_models_train_like_one_device(ranks: Ranks, case: Case) -> None:
-    """Under DDP every fifth, which leaves some parameters out; all are in the slow test."""
+    """Under DDP every fifth; all are in the slow test."""
     single = train("single", case, parts=2)
     for rank in ranks:
         for name in ("fsdp", "ddp"):
@@ -36,9 +36,8 @@ def test_changed_models_train_like_one_device(ranks: Ranks, case: Case) -> None:
 
 @pytest.mark.slow
 def test_changed_models_train_like_one_device_under_ddp() -> None:
-    cases = surgeries()
-    for rank in launch(parity, {"ddp": cases}, devices=2, timeout=280):
-        for case in cases:
+    for rank in launch(changed, "ddp", devices=2, timeout=280):
+        for case in surgeries():
             same_run(rank[f"ddp {case.name}"], train("single", case, parts=2), 1e-5)
 
 
@@ -171,8 +170,8 @@ def test_the_models_are_built_of_several_units() -> None:
     assert [len(find_blocks(make())) for make in (models.resnet, models.Transformer)] == [2, 2]
 
 
-def test_a_tensor_is_gathered_only_where_it_is_kept() -> None:
-    for rank, found in enumerate(launch(gather_to_each_rank, devices=2, device="cpu")):
+def test_a_tensor_is_gathered_only_where_it_is_kept(ranks: Ranks) -> None:
+    for rank, found in enumerate(each["gathered to each"] for each in ranks):
         sizes = [30, 5, 5, 1]
         expected = [(size, True) if home == rank else (0, False) for size in sizes for home in range(2)]
         assert found == expected

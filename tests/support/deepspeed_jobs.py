@@ -33,6 +33,8 @@ MOVES = [
     ("fsdp", "deepspeed_stage_3_offload"), ("deepspeed_stage_3_offload", "ddp"),
     ("ddp", "deepspeed_stage_2"), ("deepspeed_stage_2", "ddp"),
 ]  # fmt: skip
+UNUSED = ["torch._inductor.compile_fx", "mlflow"]
+"""What DeepSpeed would import for its Muon and its autotuner, which no training here uses; each takes seconds."""
 FIRST = surgeries()[::5]
 """The surgeries of `make test`; those of FSDP are all."""
 DISCARDING = [STAGES[0], OFFLOAD[-1]]
@@ -53,7 +55,7 @@ def everything(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
         results |= parity(STAGES[:2], FEW)
         gc.freeze()  # stage 3 collects garbage for each engine, which what was imported makes slow
         results |= parity(STAGES[2:], FEW) | parity(OFFLOAD, FEW[:1])
-    results["compiler"] = "torch._inductor.compile_fx" in sys.modules
+    results["imported"] = [name for name in UNUSED if name in sys.modules]
     results["printed"] = printed.read_text()
     printed.unlink()
     results["process"] = before, process()

@@ -45,9 +45,7 @@ class Changed:
 def everything() -> dict[str, object]:
     """All that is asked of the family alone in one launch, because starting ranks costs seconds."""
     quiet()
-    results: dict[str, object] = {}
-    results |= {f"fsdp {case.name}": train("fsdp", case) for case in surgeries()}
-    results |= {f"ddp {case.name}": train("ddp", case) for case in surgeries()[1::5]}
+    results: dict[str, object] = {**changed("fsdp"), **changed("ddp", every=5)}
     results["gradients"] = microbatch_gradients("fsdp")
     results["stale"] = evaluated_before_step()
     results["layouts"] = activation_layouts()
@@ -57,7 +55,14 @@ def everything() -> dict[str, object]:
     results["units"] = {name: names_of_units(model(), wrap) for name, (model, wrap, _) in WRAPS.items()}
     results["nested"] = train("fsdp", CASES[1], seed=dist.get_rank(), wrap=nested)
     results["refusals"] = refusals()
+    results["gathered to each"] = gather_to_each_rank()
     return results
+
+
+def changed(strategy: str, every: int = 1) -> dict[str, object]:
+    """Trainings of changed models. GyroDropout draws its masks when it is made: from the same seed on each rank."""
+    quiet()
+    return {f"{strategy} {case.name}": train(strategy, case) for case in surgeries()[every - 1 :: every]}
 
 
 def nested(name: str, module: nn.Module) -> bool:

@@ -252,16 +252,6 @@ def train(model: nn.Module, session: Session, steps: range, total: int = 40) -> 
     return losses
 
 
-@pytest.mark.parametrize("method", [EMA(half_life=5), SWA(start=0.5, end=0.9), SWA(end=1.0)], ids=repr)
-def test_a_short_training(method: EMA | SWA) -> None:
-    model = net()
-    session = method.session(model)
-    losses = train(model, session, range(40))
-    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
-    session.finish()
-    assert loss_of(model.eval(), 60, 99).item() < losses[0]
-
-
 @pytest.mark.parametrize("method", [EMA(5, update_every=3), SWA(0.3, 0.9, update_every=3)], ids=repr)
 @pytest.mark.parametrize("pause", [5, 20, 38])
 def test_a_checkpoint_goes_on_as_if_nothing_were(method: EMA | SWA, pause: int) -> None:

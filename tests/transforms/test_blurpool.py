@@ -5,12 +5,11 @@ import warnings
 from collections.abc import Callable
 
 import pytest
-import surgery_models
 import torch
 import torch.nn.functional as F
 import torchvision
 from drivetrain.transforms import BlurPool, NothingChanged
-from drivetrain.transforms.blurpool import BlurConv2d, BlurMaxPool2d, blur
+from drivetrain.transforms.blurpool import blur
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
@@ -57,40 +56,6 @@ def dense_blur(x: Tensor, stride: int = 1) -> Tensor:
 
 
 # ---- What changes, and the reports ----
-
-
-@pytest.mark.parametrize(
-    ("factory", "count"),
-    [
-        pytest.param(torchvision.models.resnet18, 7, id="resnet18"),
-        pytest.param(small_resnet, 7, id="basic_blocks"),
-        pytest.param(surgery_models.convnext, 1, id="convnext"),
-        pytest.param(Arbitrary, 2, id="arbitrary"),
-    ],
-)
-@pytest.mark.parametrize("train", [True, False])
-def test_models(factory: Callable[[], nn.Module], count: int, train: bool) -> None:
-    torch.manual_seed(0)
-    model = factory().train(train)
-    before, parameters = copy.deepcopy(model), dict(model.named_parameters())
-    shape = model(images()).shape
-    report = BlurPool().apply(model)
-
-    assert len(report.changed) == count
-    blurred = (BlurConv2d, BlurMaxPool2d)
-    assert list(report.changed) == [n for n, module in model.named_modules() if isinstance(module, blurred)]
-    assert all(module.training is train for module in model.modules())
-    after = dict(model.named_parameters())
-    assert list(after) == list(parameters)
-    assert all(after[name] is parameters[name] for name in parameters), "an earlier optimizer would be stale"
-    assert list(model.state_dict()) == list(before.state_dict())
-    assert [name for name, _ in model.named_buffers()] == [name for name, _ in before.named_buffers()]
-
-    out = model(images())
-    assert out.shape == shape
-    assert not torch.allclose(out, before(images()))
-    out.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_resnet18_report() -> None:
@@ -143,17 +108,6 @@ def test_what_came_later_is_changed_too() -> None:
     report = BlurPool().apply(model.append(nn.MaxPool2d(2)))
     assert report.changed == ("1",)
     assert len(report.notes) == 1
-
-
-def test_nothing_to_change_warns() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
-    with pytest.warns(NothingChanged) as caught:
-        report = BlurPool().apply(model)
-    text = str(caught[0].message)
-    assert report.changed == ()
-    assert "Conv2d with a stride above 1 and at least 16 input channels and MaxPool2d" in text
-    assert "Sequential is made of 2 Linear, 1 ReLU." in text
-    assert caught[0].filename == __file__
 
 
 def test_nothing_changed_names_the_obstacle() -> None:

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from drivetrain import transforms as t
 from drivetrain.common.errors import DataError, PlanError
 from drivetrain.transforms.common.draws import draw_beta
-from drivetrain.transforms.cutmix import area, box_around
 from drivetrain.transforms.cutout import inside
 
 IMAGES = torch.randn(6, 3, 20, 16, generator=torch.Generator().manual_seed(0)) + 5
@@ -68,15 +67,6 @@ def test_colout_keeps_rows_and_columns_in_order() -> None:
 
 def test_colout_keeps_at_least_one() -> None:
     assert t.ColOut(row=0.99, column=0).batch(IMAGES, LABELS, context())[0].shape == (6, 3, 1, 16)
-
-
-def test_the_schedule() -> None:
-    sizes = t.ProgressiveResizing(initial_scale=0.5, delay=0.5, finetune=0.2, size_increment=4)
-    expected = {0: 112, 0.49: 112, 0.5: 112, 0.65: 168, 0.79: 220, 0.8: 224, 0.9: 224, 1: 224}
-    assert {progress: sizes.size(224, progress) for progress in expected} == expected
-    path = [sizes.size(224, k / 1000) for k in range(1001)]
-    assert path == sorted(path)
-    assert all(size % 4 == 0 for size in path)
 
 
 @pytest.mark.parametrize(("options", "size", "progress", "expected"), [
@@ -164,18 +154,6 @@ def test_beta_has_the_moments_and_quantiles_of_torchs(alpha: float) -> None:
         assert share == pytest.approx(expected, abs=0.03), bound
 
 
-def test_mixup_by_hand() -> None:
-    """Every image is a mixture of itself and one other; the targets have the same weights."""
-    mixed, targets = t.MixUp(alpha=1.0).batch(IMAGES, LABELS, context())
-    generator = torch.Generator().manual_seed(0)
-    z = draw_beta(1.0, generator)
-    share, partner = min(z, 1 - z), torch.randperm(6, generator=generator)
-    assert 0.01 < share <= 0.5
-    torch.testing.assert_close(mixed, (1 - share) * IMAGES + share * IMAGES[partner])
-    hot = F.one_hot(LABELS, 5).float()
-    torch.testing.assert_close(targets, (1 - share) * hot + share * hot[partner])
-
-
 def test_cutmix_by_hand() -> None:
     """Counting the replaced pixels of each image gives the target's share."""
     images = torch.arange(6.0)[:, None, None, None].expand(6, 3, 10, 12)
@@ -184,12 +162,6 @@ def test_cutmix_by_hand() -> None:
         for i in range(6):
             counts = torch.bincount(mixed[i, 0].flatten().long(), minlength=6) / 120
             torch.testing.assert_close(targets[i], counts, rtol=0, atol=1e-6)
-
-
-def test_cutmix_boxes() -> None:
-    assert box_around(5, 6, 10, 12, kept=0.75) == (3, 7, 3, 9)  # sides halved: 5 → 4 rows, 6 columns
-    assert box_around(0, 11, 10, 12, kept=0.0) == (0, 5, 5, 12)  # the whole size, cut at two edges
-    assert area(box_around(5, 6, 10, 12, kept=1.0)) == 0
 
 
 @pytest.mark.parametrize("mixer", MIXERS, ids=repr)

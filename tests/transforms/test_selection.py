@@ -21,14 +21,10 @@ def context(seed: int = 0, **options) -> BatchContext:
     return BatchContext(generator=torch.Generator().manual_seed(seed), **given)
 
 
-def test_when_it_selects() -> None:
-    select = SelectiveBackprop()
-    assert [p for p in (0, 0.49, 0.5, 0.89, 0.9, 1) if select.selects(p, 0)] == [0.5, 0.89]
-    assert [step for step in range(4) if select.selects(0.6, step)] == [0, 2]
-    assert [step for step in range(4) if SelectiveBackprop(interrupt=3).selects(0.6, step)] == [0, 1, 3]
-    assert all(SelectiveBackprop(interrupt=0).selects(0.6, step) for step in range(4))
+def test_a_batch_that_is_not_selected_from_stays() -> None:
+    """`test_composer.py` compares when that is."""
     for off in (context(progress=0.2), context(step=1)):
-        images, targets = select.batch(IMAGES, LABELS, off)
+        images, targets = SelectiveBackprop().batch(IMAGES, LABELS, off)
         assert images is IMAGES
         assert targets is LABELS
 

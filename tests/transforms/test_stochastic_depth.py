@@ -103,19 +103,6 @@ def test_rates_and_blocks() -> None:
     assert "Replaced the drop rate" in note
 
 
-def test_evaluation_is_that_of_the_plain_model() -> None:
-    for factory in (models.resnet, models.vit, models.timm_vit, models.timm_resnet):
-        model = factory().eval()
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                nn.init.ones_(module.weight)  # timm's last one is 0, and with it the branch
-        plain = copy.deepcopy(model)
-        StochasticDepth("sample", 0.9, "uniform").apply(model)
-        x = models.images()
-        torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0)
-        assert not torch.allclose(model.train()(x), plain.train()(x))
-
-
 def test_blocks_without_a_shortcut_are_left_alone() -> None:
     report = StochasticDepth().apply(torchvision.models.efficientnet_b0())
     assert len(report.changed) == 9

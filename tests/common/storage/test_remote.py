@@ -151,7 +151,7 @@ def test_an_outage_is_waited_for_and_reported(
     monkeypatch.setattr(terminal, "_SILENT", 0.1)
     loader = FFCVLoader(address, **OPTIONS)
     server.fail = 10**6
-    back = threading.Timer(1.5, lambda: setattr(server, "fail", 0))
+    back = threading.Timer(0.6, lambda: setattr(server, "fail", 0))
     back.start()
     assert torch.equal(epochs(loader, 1)[0], local)
     back.join()

@@ -367,7 +367,7 @@ def test_verify_finds_bad_targets_without_checksums(tmp_path: Path) -> None:
     beton = beton_of(Samples(), path, fields=FIELDS, classes=CLASSES)
     data = bytearray(path.read_bytes())
     label, boxes = beton.columns["label"], beton.columns["boxes"]
-    for byte in range(0, int(label.sizes[1]), 7):
+    for byte in range(0, int(label.sizes[1]), 23):
         changed = bytearray(data)
         changed[int(label.pointers[1]) + byte] ^= 4
         copy.write_bytes(changed)

@@ -122,11 +122,6 @@ def test_settings_that_cannot_be(kind: Any, photos: Path, options: dict[str, Any
         kind(photos, **{"batch_size": 4, "image_size": SIDE, **options})
 
 
-def test_torchvision_has_no_area_resize(photos: Path) -> None:
-    with pytest.raises(DataError, match="interpolation='area' is only available in FFCVLoader"):
-        TorchLoader(photos, batch_size=4, image_size=SIDE, interpolation="area")
-
-
 @pytest.mark.parametrize("kind", LOADERS)
 def test_alternating_flips_show_both_sides_in_two_epochs(kind: Any, tmp_path: Path) -> None:
     pictures = np.stack([picture(seed, SIDE, SIDE) for seed in range(40)])
