@@ -73,6 +73,11 @@ class BetonFiles:
             first = int(pages[-1].max()) + 1
         return np.concatenate(pages)
 
+    @property
+    def samples_on_a_page(self) -> int:
+        """About so many samples that follow each other are on one page of a file."""
+        return max(self.files[0].page_size * len(self) // sum(len(one.file) for one in self.files), 1)
+
     def read(self, name: str, indices: Indices) -> Any:
         if len(self.files) == 1:
             return self.files[0].read(name, indices)

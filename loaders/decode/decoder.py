@@ -24,6 +24,7 @@ from ..beton.open_file import ChangedError
 from ..native import jpegs, library
 from ..native.stop import Stop, Stopped
 from ..options import LoaderOptions, fill_color
+from ..order.batches import taken
 from . import augmentation, draws
 from .augmentation import REPLACEMENT
 from .moving import MovingTargets
@@ -56,7 +57,7 @@ class BatchRequest:
     keys: NDArray[np.uint64]
     draws: tuple[Draw, ...]  # one per group of views
     epoch: int
-    among: NDArray[np.int64]  # the samples that may take the place of one that cannot be decoded
+    among: NDArray[np.int64] | range  # the samples that may take the place of one that cannot be decoded
     targets: dict[str, Any]  # by name, those that move with the images; see `MovingTargets.empty`
     stop: Stop = field(default_factory=Stop)
     # The samples that could not be decoded (on_error="skip"); `indices` has those in their places.
@@ -222,7 +223,7 @@ class Decoder:
 
     def request(
         self, numbers: NDArray[np.int64], epoch: int, images: Sequence[torch.Tensor],
-        among: NDArray[np.int64], targets: dict[str, Any], stop: Stop | None = None,
+        among: NDArray[np.int64] | range, targets: dict[str, Any], stop: Stop | None = None,
     ) -> BatchRequest:  # fmt: skip
         """Return what loads the samples `numbers` `(n,)` of that epoch into `images`, one per group of views, and
         `targets`. A number is an index; the number of all samples is added for each repetition in an epoch."""
@@ -259,7 +260,7 @@ class Decoder:
         if (failure := self._failure(workspace, request, alone)) is None:
             return
         draw = draws.uniforms(request.keys[alone], REPLACEMENT, _REPLACEMENTS)[0]
-        for number in request.among[(draw * len(request.among)).astype(np.int64)]:
+        for number in taken(request.among, (draw * len(request.among)).astype(np.int64)):
             images = [draw.images[alone] for draw in request.draws]
             targets = {name: values[alone] for name, values in request.targets.items()}
             numbers = np.array([number])
