@@ -24,7 +24,7 @@ from .beton.reader import count_classes
 from .decode.moving import MovingTargets
 from .device import DeviceFeed
 from .image_size import ImageSize, size_text
-from .options import EVAL_RATIO, LoaderKeywords, LoaderOptions, odd_size, too_small
+from .options import EVAL_RATIO, LoaderKeywords, LoaderOptions, check_sizes
 from .order.arrays import array_order, mixed_array
 from .order.batches import WINDOW, LastBatch, Order, Shares, as_array, check_batch_size, last_batch, shares
 from .order.epoch import NEWEST, in_runs, mixed, shuffled, unshuffled
@@ -132,7 +132,7 @@ class EpochLoader(ABC):
     @property
     def num_classes(self) -> int:
         """Number of classes; see `count_classes`. Of masks without class names 0: it is not known."""
-        return len(self.classes) if self.has_masks else count_classes(self.classes, self.labels)
+        return len(self.classes) if self.has_masks or self.classes else count_classes([], self.labels)
 
     @property
     def has_masks(self) -> bool:
@@ -592,15 +592,5 @@ def _check_contents(settings: LoaderOptions, beton: BetonFiles | None) -> None:
         raise DataError(f"verify=True needs the checksums of a manifest, but {where}. Remove verify=True.")
     if beton is not None:
         check_images(settings, beton.channels, beton.depth, beton.name)
-        for _, own in settings.groups if settings.train else ():
-            _check_sizes(own, beton)
-
-
-def _check_sizes(settings: LoaderOptions, beton: BetonFiles) -> None:
-    (height, width), heights, widths = settings.size, beton.heights, beton.widths
-    if settings.crop == "random" and (small := (widths < width) | (heights < height)).any():
-        at = int(np.argmax(small))
-        raise too_small(f"sample {at} of {beton.name}", heights[at], widths[at], settings.image_size)
-    if settings.shifts and (odd := (widths != width) | (heights != height)).any():
-        at = int(np.argmax(odd))
-        raise odd_size(f"sample {at} of {beton.name}", widths[at], heights[at], settings.image_size)
+        for _, own in settings.groups if settings.train and not beton.lazy else ():
+            check_sizes(own, beton.heights, beton.widths, beton.name)

@@ -103,7 +103,7 @@ class FFCVLoader(EpochLoader):
 
     def _make_decoder(self) -> Decoder:
         decoder = Decoder(self.beton, self.settings, self._operations)
-        self._sample_bytes = 3 * self.settings.sample_pixels + int(self.beton.sizes.mean())
+        self._sample_bytes = 3 * self.settings.sample_pixels + int(self.beton.known.sizes.mean())
         batch = min(self.settings.batch_size, len(self._indices))
         share = -(-batch // self.settings.world_size) + self._last.joined
         groups = [prod(shape) * self._image_dtype.itemsize for shape in decoder.shapes(share)]

@@ -15,8 +15,13 @@ from ...common.storage.cache import Remote
 from ..sources import Files, Source, files_of, in_threads
 from .open_file import Identity
 from .reader import Beton, open_beton
+from .tables import Rows
 
 Indices = NDArray[np.int64]
+
+CHECKED = 1 << 18
+"""Samples of a data set that are all checked when it is opened, in about 0.3 s; of a larger one, those that are used."""
+_KNOWN = 512  # samples of a larger one whose sizes stand for all
 
 
 class BetonFiles:
@@ -36,13 +41,8 @@ class BetonFiles:
         first = self.files[0]
         self.fields, self.targets, self.classes = first.fields, first.targets, first.classes
         self.channels, self.depth, self.label_name = first.channels, first.depth, first.label_name
-        self.modes = self._joined(lambda one: one.modes)
-        self.widths = self._joined(lambda one: one.widths)
-        self.heights = self._joined(lambda one: one.heights)
-        self.pointers = self._joined(lambda one: one.pointers)
-        self.sizes = self._joined(lambda one: one.sizes)
-        descriptors = np.array([one.file.descriptor for one in betons], dtype=np.int32)
-        self.descriptors = np.repeat(descriptors, np.diff(self.starts))  # `(N,)` of the file that each is in
+        self.lazy = any(one.tables is not None for one in self.files)
+        """Whether samples are checked when they are used. Then the arrays `(N,)` are of all samples only if needed."""
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -51,6 +51,53 @@ class BetonFiles:
         """Return the color of each class index in a mask, `"#rrggbb"`: that of the first file which has one, or ""."""
         own = (one.colors.get(name, ()) for one in self.files)
         return tuple(next(filter(None, each), "") for each in itertools.zip_longest(*own))
+
+    @cached_property
+    def modes(self) -> NDArray[np.uint8]:
+        return self._joined(lambda one: one.modes)
+
+    @cached_property
+    def widths(self) -> NDArray[np.uint16]:
+        return self._joined(lambda one: one.widths)
+
+    @cached_property
+    def heights(self) -> NDArray[np.uint16]:
+        return self._joined(lambda one: one.heights)
+
+    @cached_property
+    def pointers(self) -> NDArray[np.uint64]:
+        return self._joined(lambda one: one.pointers)
+
+    @cached_property
+    def sizes(self) -> NDArray[np.uint64]:
+        return self._joined(lambda one: one.sizes)
+
+    @cached_property
+    def _all(self) -> Rows:
+        """What `rows` returns, of all samples."""
+        descriptors = np.array([one.file.descriptor for one in self.files], dtype=np.int32)
+        return Rows(
+            np.repeat(descriptors, np.diff(self.starts)), self.modes.astype(np.int32), self.widths, self.heights,
+            self.pointers, self.sizes,
+        )  # fmt: skip
+
+    def rows(self, indices: Indices) -> Rows:
+        """Return what the native core has to know of the samples `indices` `(n,)`."""
+        if not self.lazy:
+            return self._all.part(indices)
+        by_file = [(at, one.rows(own)) for one, at, own in self._by_file(indices)]
+        if len(by_file) == 1:
+            return by_file[0][1]
+        back = np.argsort(np.concatenate([at for at, _ in by_file]))
+        columns = zip(*(vars(rows).values() for _, rows in by_file), strict=True)
+        return Rows(*(np.concatenate(column)[back] for column in columns))
+
+    @cached_property
+    def known(self) -> Rows:
+        """The rows of all samples; of a data set that is checked when used, those of some, evenly taken."""
+        if not self.lazy:
+            return self._all
+        return self.rows(np.linspace(0, len(self) - 1, _KNOWN).astype(np.int64))
 
     @cached_property
     def labels(self) -> NDArray[Any]:
@@ -144,7 +191,7 @@ class BetonFiles:
             yield self.files[number], at, indices[at] - self.starts[number]
 
     def _joined(self, values: Callable[[Beton], Any]) -> NDArray[Any]:
-        arrays = [values(one) for one in self.files]
+        arrays = [np.asarray(values(one)) for one in self.files]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)  # a single one is not copied
 
     def _check(self) -> None:
@@ -187,7 +234,8 @@ def open_files(source: Source, remote: Remote = Remote()) -> BetonFiles:  # noqa
     """Open a data source: a `.beton` file, a pattern such as `train-{000..127}.beton`, or several with weights. Each
     takes a descriptor: where needed, the process's soft limit is raised until they are closed."""
     files = files_of(source)
+    most = CHECKED // len(files.names)
     with more_descriptors(len(files.names)) as keep:
-        opened = BetonFiles(files, in_threads(lambda name: open_beton(name, remote), files.names))
+        opened = BetonFiles(files, in_threads(lambda name: open_beton(name, remote, most), files.names))
         keep(opened)
     return opened
