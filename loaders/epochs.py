@@ -587,7 +587,7 @@ def _check_contents(settings: LoaderOptions, beton: BetonFiles | None) -> None:
         if name not in known:
             wrong = f"fields={list(settings.fields)}: {name!r} is not a field of {where}."
             raise DataError(wrong + suggest(name, known))
-    if settings.verify and (beton is None or beton.checksums is None):
+    if settings.verify and (beton is None or not beton.has_checksums):
         where = "the source is not a .beton file" if beton is None else f"{beton.name} has no manifest"
         raise DataError(f"verify=True needs the checksums of a manifest, but {where}. Remove verify=True.")
     if beton is not None:

@@ -65,12 +65,17 @@ class Rows:
     heights: NDArray[np.uint16]
     pointers: NDArray[np.uint64]
     sizes: NDArray[np.uint64]
+    files: tuple[OpenFile, ...] = ()  # that the descriptors are of, to keep them open; none: they stay open anyway
+
+    @property
+    def columns(self) -> tuple[NDArray[Any], ...]:
+        return self.descriptors, self.modes, self.widths, self.heights, self.pointers, self.sizes
 
     def __len__(self) -> int:
         return len(self.modes)
 
     def part(self, samples: slice | Indices) -> Rows:
-        return Rows(*(column[samples] for column in vars(self).values()))
+        return Rows(*(column[samples] for column in self.columns), self.files)
 
 
 class Tables:
@@ -117,7 +122,7 @@ class Tables:
         pointers, sizes = self._located(number, rows, indices)
         shape = [self._image(number, rows, name) for name in ("mode", "width", "height")]
         descriptors = np.full(len(indices), self._file.descriptor, np.int32)
-        return Rows(descriptors, shape[0].astype(np.int32), shape[1], shape[2], pointers, sizes)
+        return Rows(descriptors, shape[0].astype(np.int32), shape[1], shape[2], pointers, sizes, (self._file,))
 
     def _lazy(self, read: Callable[..., NDArray[Any]], *first: Any) -> Any:
         return Lazy(self._samples, partial(read, *first))

@@ -225,7 +225,7 @@ class Decoder:
 
     def _samples(self, rows: Rows) -> library.Samples:
         """Return the rows for the native core; they must live as long as it works with them."""
-        columns = map(library.address, vars(rows).values())
+        columns = map(library.address, rows.columns)
         return library.Samples(*columns, self._beton.channels, self._beton.depth // 8)
 
     def request(

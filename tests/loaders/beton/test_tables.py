@@ -246,3 +246,45 @@ def test_a_file_that_becomes_shorter(raw: Path) -> None:
         os.truncate(raw, 10_000)
         with pytest.raises(BetonError, match=r"raw.beton had \d+ bytes when it was opened and now has 10000"):
             list(itertools.islice(epoch, 200))
+
+
+def descriptors_of(folder: Path) -> int:
+    """How many files of the folder this process has open."""
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    return sum(os.readlink(link).startswith(str(folder)) for link in links if os.path.islink(link))
+
+
+def test_of_many_files_some_are_open(
+    folder: Path, tmp_path: Path, lazily: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(Samples(60), tmp_path / "{00..11}.beton", fields=FIELDS)
+    source, options = tmp_path / "{00..11}.beton", {"fields": FIELDS, "verify": True, "drop_last": True}
+    whole = list(batches(FFCVLoader, folder / "all.beton", **options))
+    lazily()
+    monkeypatch.setattr(data_set, "MOST_OPEN", 2)
+    with FFCVLoader(source, batch_size=10, image_size=24, workers=2, seed=5, **options) as loader:
+        assert descriptors_of(tmp_path) == 2
+        for expected, found in zip(whole, loader, strict=True):
+            assert torch.equal(expected[0], found[0])
+            assert torch.equal(expected[1], found[1])
+            # Those of the batches in preparation, of 10 samples each, besides, and as many manifests
+            assert descriptors_of(tmp_path) <= 2 * (2 + 12)
+        loader.close()
+        assert loader.beton.labels.tolist() == [index % 6 for index in range(60)]
+        assert descriptors_of(tmp_path) <= 4
+        first = loader.beton.files[0]
+        assert loader.beton.files[0] is first
+        del first
+        loader.beton.files[10], loader.beton.files[11]
+        shutil.copy(tmp_path / "00.beton", tmp_path / "copy.beton")
+        os.replace(tmp_path / "copy.beton", tmp_path / "00.beton")
+        with pytest.raises(BetonError, match=r"00.beton is no longer the file that the loader opened"):
+            list(loader)
+        (tmp_path / "00.beton").unlink()
+        with pytest.raises(BetonError, match=r"00.beton does not exist"):
+            list(loader)
+    with pytest.raises(BetonError, match=r"has the fields"):
+        open_files(tmp_path / "{01,02,03}.beton").files[0]
+        shutil.copy(folder / "raw.beton", tmp_path / "04.beton")
+        shutil.copy(manifest_path(folder / "raw.beton"), tmp_path / "04.beton.json")
+        open_files(tmp_path / "{01..05}.beton")
