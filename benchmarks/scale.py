@@ -2,10 +2,10 @@
 
     python benchmarks/scale.py [--rounds 5] [--most 1000000000] [--ranks 10000] [--out …]
 
-The files are made here: the tables of a shard are written in full, the pixels are a hole of 100 kB a sample, which reads
-as zeros, and the shards are links to one file, so that a few hundred MB of disk are enough. Each round is a process of
-its own that opens the data with `FFCVLoader`, computes the order of an epoch, and loads a first batch. Memory is the
-process's highest, above what it has after the imports.
+The files are made here: the tables of a shard are written in full, the pixels are a hole of 100 kB a sample, which
+reads as zeros, and the shards are links to one file, so that a few hundred MB of disk are enough. Each round is a
+process of its own that opens the data with `FFCVLoader`, computes the order of an epoch, and loads a first batch.
+Memory is the process's highest, above what it has after the imports.
 """
 
 from __future__ import annotations
@@ -132,7 +132,15 @@ def main() -> None:
         rows[f"{samples:,} in {files:,}"] = {"samples": samples, "files": files, "batch": batch, **row}
         medians = (f"{row[name]['median']:,.{digits}f}" for name, digits in FIGURES.items())
         cells.append((f"{samples:,}", f"{files:,}", *medians))
-    heads = ("samples", "files", "opening s", "MB", f"order of 1 of {asked.ranks:,} ranks s", "MB", "first batch s")
+    heads = (
+        "samples",
+        "files",
+        "opening s",
+        "MB",
+        f"order of 1 of {asked.ranks:,} ranks s",
+        "MB",
+        "first batch s",
+    )
     save([Table(heads, cells)], {"ranks": asked.ranks, "scale": rows}, asked.out / "scale.json")
 
 

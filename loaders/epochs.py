@@ -304,8 +304,8 @@ class EpochLoader(ABC):
 
     @property
     def order_version(self) -> int:
-        """The version of the order: 2; 1, by arrays of all samples, after the state of a run that began with it, and for
-        samples in shares in quasi-random order, which are not in runs in the file."""
+        """The version of the order: 2; or 1, by arrays of all samples, after the state of a run that began with it, and
+        for samples in shares in quasi-random order, which are not in runs in the file."""
         in_shares = bool(self._parts) or self._weights_of_samples is not None
         return 1 if in_shares and self.settings.order == "quasi_random" else self._version
 
@@ -480,9 +480,9 @@ class EpochLoader(ABC):
         finished = state["position"] >= min(state["batches"], len(self))
         if finished and state["position"] < state["batches"] and not self.settings.drop_last:
             raise DataError(
-                f"The loader's state lacks its epoch's last batch, of {len(self._indices) % own['batch_size']} samples, "
-                f"which cannot be shared among {self.settings.world_size} ranks. Resume on fewer ranks, or start an "
-                "epoch with set_epoch."
+                f"The loader's state lacks its epoch's last batch, of {len(self._indices) % own['batch_size']} "
+                f"samples, which cannot be shared among {self.settings.world_size} ranks. Resume on fewer ranks, or "
+                "start an epoch with set_epoch."
             )
         if finished and not within:
             self.set_epoch(state["epoch"] + 1)

@@ -395,7 +395,7 @@ def check_sizes(
     settings: LoaderOptions, heights: NDArray[Any], widths: NDArray[Any], source: str,
     numbers: NDArray[Any] | None = None,
 ) -> None:  # fmt: skip
-    """Raise DataError for training images `(n,)`, of samples with these `numbers` or of all, that a crop cannot take."""
+    """Raise DataError for training images `(n,)` that a crop cannot take, of samples with these `numbers` or of all."""
     height, width = settings.size
     if settings.crop == "random" and (small := (widths < width) | (heights < height)).any():
         at = int(small.argmax())

@@ -24,7 +24,7 @@ from .tables import Rows
 Indices = NDArray[np.int64]
 
 CHECKED = 1 << 18
-"""Samples of a data set that are all checked when it is opened, in about 0.3 s; of a larger one, those that are used."""
+"""Samples of a data set that are all checked when it is opened, in about 0.3 s; of a larger one those that are used."""
 MOST_OPEN = 1024
 """Files of a data set that are open at a time, and take a descriptor: of more, those that were used last."""
 _KNOWN = 256  # samples of a larger one whose sizes stand for all
@@ -99,7 +99,8 @@ class BetonFiles:
         back = np.argsort(np.concatenate([at for at, _ in by_file]))
         columns = zip(*(rows.columns for _, rows in by_file), strict=True)
         files = tuple(file for _, rows in by_file for file in rows.files)
-        return Rows(*(np.concatenate(column)[back] for column in columns), files)
+        joined: list[Any] = [np.concatenate(column)[back] for column in columns]
+        return Rows(*joined, files)
 
     @cached_property
     def known(self) -> Rows:
@@ -215,8 +216,8 @@ class BetonFiles:
 
 
 class Shelf(Sequence[Beton]):
-    """The files of a data set of many, opened when they are used; the `MOST_OPEN` used last stay open. Rows of others keep
-    their own file open until a batch is loaded."""
+    """The files of a data set of many, opened when they are used; the `MOST_OPEN` used last stay open. Rows of others
+    keep their own file open until a batch is loaded."""
 
     def __init__(self, open_one: Callable[[int], Beton], length: int) -> None:
         self._open_one, self._length = open_one, length
@@ -295,8 +296,11 @@ def _brief(value: object) -> str:
 
 
 def open_files(source: Source, remote: Remote = Remote()) -> BetonFiles:  # noqa: B008  frozen
-    """Open a data source: a `.beton` file, a pattern such as `train-{000..127}.beton`, or several with weights. Each of
-    up to `MOST_OPEN` files takes a descriptor: where needed, the process's soft limit is raised until they are closed."""
+    """Open a data source: a `.beton` file, a pattern such as `train-{000..127}.beton`, or several with weights.
+
+    Each of up to `MOST_OPEN` files takes a descriptor: where needed, the process's soft limit is raised until they are
+    closed. Of more files, each is opened once to be checked, and again when it is used.
+    """
     files = files_of(source)
     names, most = files.names, CHECKED // len(files.names)
     with more_descriptors(min(len(names), MOST_OPEN)) as keep:
@@ -318,6 +322,8 @@ def open_files(source: Source, remote: Remote = Remote()) -> BetonFiles:  # noqa
                     betons.append(one)
                 else:
                     shelf.put(number, one)
-        opened = BetonFiles(files, shelf or betons, identities, np.cumsum(counts, dtype=np.int64), check.has_checksums)
+        opened = BetonFiles(
+            files, shelf or betons, identities, np.cumsum(counts, dtype=np.int64), check.has_checksums
+        )
         keep(opened)
     return opened

@@ -5,8 +5,8 @@ table to the end of the file. The padding is zeros; Drivetrain stores its seal i
 Source: libffcv/ffcv, `ffcv/types.py`, `ffcv/fields` and `ffcv/writer.py` (1.0.2).
 
 FFCV checks only the version number; a damaged file then hangs, crashes or returns wrong pixels. Here every number that
-reading samples relies on is checked, vectorized: a million samples take a fraction of a second. Of large files, `tables`
-checks those of the samples that are read.
+reading samples relies on is checked, vectorized: a million samples take a fraction of a second. Of large files,
+`tables` checks those of the samples that are read.
 """
 
 from __future__ import annotations
@@ -281,8 +281,8 @@ def check_allocations(
     if bad.any():
         at = int(np.argmax(bad))
         raise BetonError(
-            f"{path}: row {at if numbers is None else numbers[at]} of the allocation table ({table[at]}) points outside "
-            f"the data or crosses a page of {page} bytes."
+            f"{path}: row {at if numbers is None else numbers[at]} of the allocation table ({table[at]}) points "
+            f"outside the data or crosses a page of {page} bytes."
         )
 
 

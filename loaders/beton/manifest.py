@@ -5,8 +5,8 @@ It is stored in the manifest, and in the `.beton` after the metadata, in padding
 read. So a conversion killed between its two renames, or a file copied without its manifest, can never combine one
 data set's class names with another's pixels.
 
-To read large files sample by sample, the manifest has a CRC-32 of each `BLOCK` samples' tables and checksums (`Blocks`),
-whose own digest has the seal in it; and the checksums, which come last, in lines of equal length.
+To read large files sample by sample, the manifest has a CRC-32 of each `BLOCK` samples' tables and checksums
+(`Blocks`), whose own digest has the seal in it; and the checksums, which come last, in lines of equal length.
 """
 
 from __future__ import annotations

@@ -92,12 +92,10 @@ class OpenFile:
     def read_many(self, starts: NDArray[np.integer], size: int) -> NDArray[np.uint8]:
         """Return the `size` bytes that begin at each of `starts` `(n,)`, as `(n, size)`."""
         self.fetch(starts, size)
-        if (
-            len(starts) > 1
-            and size <= _SMALL
-            and len(joined := self._small(starts.tolist(), size)) == len(starts) * size
-        ):
-            return np.frombuffer(joined, dtype=np.uint8).reshape(-1, size)
+        if len(starts) > 1 and size <= _SMALL:
+            joined = self._small(starts.tolist(), size)
+            if len(joined) == len(starts) * size:
+                return np.frombuffer(joined, dtype=np.uint8).reshape(-1, size)
         found: NDArray[np.uint8] = np.empty((len(starts), size), dtype=np.uint8)
         try:
             for row, start in zip(found, starts.tolist(), strict=True):

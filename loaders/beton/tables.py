@@ -1,6 +1,6 @@
 """The tables of a large file, read and checked sample by sample: opening it costs the same whatever its size, and the
-ranks of a machine share what they read in the system's page cache. Read with `pread`, as samples are: a mapped file that
-another program truncates would kill the process (`open_file`)."""
+ranks of a machine share what they read in the system's page cache. Read with `pread`, as samples are: a mapped file
+that another program truncates would kill the process (`open_file`)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Lazy:
         return self._read(np.asarray(index))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        return self[:].astype(dtype, copy=False)
+        return np.asarray(self[:], dtype)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ class Rows:
     heights: NDArray[np.uint16]
     pointers: NDArray[np.uint64]
     sizes: NDArray[np.uint64]
-    files: tuple[OpenFile, ...] = ()  # that the descriptors are of, to keep them open; none: they stay open anyway
+    files: tuple[
+        OpenFile, ...
+    ] = ()  # that the descriptors are of, to keep them open; none: they stay open anyway
 
     @property
     def columns(self) -> tuple[NDArray[Any], ...]:
@@ -75,7 +77,8 @@ class Rows:
         return len(self.modes)
 
     def part(self, samples: slice | Indices) -> Rows:
-        return Rows(*(column[samples] for column in self.columns), self.files)
+        some: list[Any] = [column[samples] for column in self.columns]
+        return Rows(*some, self.files)
 
 
 class Tables:
@@ -122,7 +125,9 @@ class Tables:
         pointers, sizes = self._located(number, rows, indices)
         shape = [self._image(number, rows, name) for name in ("mode", "width", "height")]
         descriptors = np.full(len(indices), self._file.descriptor, np.int32)
-        return Rows(descriptors, shape[0].astype(np.int32), shape[1], shape[2], pointers, sizes, (self._file,))
+        return Rows(
+            descriptors, shape[0].astype(np.int32), shape[1], shape[2], pointers, sizes, (self._file,)
+        )
 
     def _lazy(self, read: Callable[..., NDArray[Any]], *first: Any) -> Any:
         return Lazy(self._samples, partial(read, *first))
@@ -137,10 +142,12 @@ class Tables:
         return values
 
     def _pointers(self, number: int, indices: Indices) -> NDArray[np.uint64]:
-        return self._located(number, self._rows(indices), indices)[0]
+        pointers: NDArray[np.uint64] = self._located(number, self._rows(indices), indices)[0]
+        return pointers
 
     def _sizes(self, number: int, indices: Indices) -> NDArray[np.uint64]:
-        return self._located(number, self._rows(indices), indices)[1]
+        sizes: NDArray[np.uint64] = self._located(number, self._rows(indices), indices)[1]
+        return sizes
 
     def _of_image(self, number: int, name: str, indices: Indices) -> NDArray[Any]:
         rows = self._rows(indices)

@@ -1,5 +1,5 @@
-"""The order of version 1, by arrays of all samples: for checkpoints of runs that began with it, and for samples in shares
-(`balance=`, weights of a mix) in quasi-random order."""
+"""The order of version 1, by arrays of all samples: for checkpoints of runs that began with it, and for samples in
+shares (`balance=`, weights of a mix) in quasi-random order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .batches import WINDOW, Indices, Order, as_array, shares
 def array_order(
     indices: Indices, *, order: str, seed: int, epoch: int, batch_size: int, pages: Indices | None = None
 ) -> Order:
-    """Return the samples `(n,)` in the order of an epoch. `pages`, for quasi-random order, has the page of the file that
-    each sample of the data set is on."""
+    """Return the samples `(n,)` in the order of an epoch. `pages`, for quasi-random order, has the page of the file
+    that each sample of the data set is on."""
     random = np.random.default_rng([seed, epoch])  # not their sum, FFCV's: seed 2, epoch 0 would repeat 1, 1
     if order == "random":
         indices = random.permutation(indices)

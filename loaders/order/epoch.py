@@ -28,8 +28,9 @@ def shuffled(given: Order, *, seed: int, epoch: int) -> Order:
 
 
 def in_runs(given: Order, *, seed: int, epoch: int, block: int, window: int) -> Order:
-    """Return the samples block by block in random order, mixed among the blocks of about `window` samples: quasi-random
-    order. A block is so many samples that follow each other in the file; the last one may be shorter, and comes anywhere.
+    """Return the samples block by block in random order, mixed among the blocks of about `window` samples.
+
+    A block is so many samples that follow each other in the file; the last one may be shorter, and comes anywhere.
     """
     n, block = given.count, min(block, given.count)
     blocks = -(-n // block)

@@ -46,7 +46,7 @@ def permuted(positions: Numbers, n: int, key: Keys) -> Numbers:
     bits = max((n - 1).bit_length(), 2)
     found: Numbers = _network(positions.astype(np.uint64), bits, key).view(np.int64)
     while len(outside := np.flatnonzero(found >= n)):
-        keys = key if np.ndim(key) == 0 else key[outside]
+        keys = key[outside] if isinstance(key, np.ndarray) else key
         found[outside] = _network(found[outside].view(np.uint64), bits, keys).view(np.int64)
     return found
 

@@ -2,7 +2,8 @@
 
 One line of stdin, `HOW PATH`, one JSON answer on a line of stdout: `{"error": type and message}`,
 `{"samples": [[label, digest of the pixels, digest of the further fields], …]}`, or `{"crash": status}`. HOW is
-`plain`, `verified`, or `lazy`: verified, with tables that are checked sample by sample. This process has imported all and computed nothing, so that forking it is sound and cheap.
+`plain`, `verified`, or `lazy`: verified, with tables that are checked sample by sample. This process has imported all
+and computed nothing, so that forking it is sound and cheap.
 """
 
 import hashlib
