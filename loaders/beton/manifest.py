@@ -15,7 +15,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -80,15 +80,18 @@ class Blocks:
         columns = (given[name] for name in ("head", "metadata", "allocations", "checksums"))
         own = cls(*(np.frombuffer(bytes.fromhex(column), "<u4") for column in columns))
         count = -(-samples // BLOCK)
-        if given["samples"] != BLOCK or [len(crcs) for crcs in astuple(own)] != [1, count, count, count]:
+        if given["samples"] != BLOCK or [len(crcs) for crcs in own.columns()] != [1, count, count, count]:
             raise ValueError("its blocks are not those of its samples")
         if given["sha256"] != own._digest(seal):
             raise ValueError("the digest of its blocks differs")
         return own
 
+    def columns(self) -> list[NDArray[np.uint32]]:
+        return [self.head, self.metadata, self.allocations, self.checksums]
+
     def _digest(self, seal: bytes) -> str:
         return hashlib.sha256(
-            b"".join([seal, *(crcs.astype("<u4").tobytes() for crcs in astuple(self))])
+            b"".join([seal, *(crcs.astype("<u4").tobytes() for crcs in self.columns())])
         ).hexdigest()
 
 
@@ -127,7 +130,7 @@ def read_manifest(
         classes, tables = list(manifest["classes"]), int(manifest["tables_crc32"])
         checksums = np.array(manifest.pop("crc32"), dtype=np.uint32)
         manifest.pop("blocks", None)
-        whole = checksums.shape == (manifest["samples"],) and all(isinstance(name, str) for name in classes)
+        whole = checksums.shape == (manifest["samples"],) and set(map(type, classes)) <= {str}
         sealed = bytes.fromhex(manifest.get("seal", ""))
         expected = seal(tables, checksums)
         check_targets(manifest.get("targets", {}), kinds)
@@ -184,7 +187,7 @@ def read_head(
             return None
         own = manifest["samples"] == samples and dict(manifest["fields"]) == kinds
         sealed = bytes.fromhex(manifest["seal"])
-        whole = all(isinstance(name, str) for name in list(manifest["classes"]))
+        whole = set(map(type, list(manifest["classes"]))) <= {str}
         blocks = Blocks.from_json(manifest.pop("blocks"), int(samples), sealed)
         check_targets(manifest.get("targets", {}), kinds)
         check_colors(dict(manifest.get("colors", {})), kinds)
