@@ -100,7 +100,7 @@ class BetonFiles:
         columns = zip(*(rows.columns for _, rows in by_file), strict=True)
         files = tuple(file for _, rows in by_file for file in rows.files)
         joined: list[Any] = [np.concatenate(column)[back] for column in columns]
-        return Rows(*joined, files)
+        return Rows(*joined, files=files)
 
     @cached_property
     def known(self) -> Rows:

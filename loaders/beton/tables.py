@@ -78,7 +78,7 @@ class Rows:
 
     def part(self, samples: slice | Indices) -> Rows:
         some: list[Any] = [column[samples] for column in self.columns]
-        return Rows(*some, self.files)
+        return Rows(*some, files=self.files)
 
 
 class Tables:
