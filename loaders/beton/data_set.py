@@ -99,8 +99,7 @@ class BetonFiles:
         back = np.argsort(np.concatenate([at for at, _ in by_file]))
         columns = zip(*(rows.columns for _, rows in by_file), strict=True)
         files = tuple(file for _, rows in by_file for file in rows.files)
-        joined: list[Any] = [np.concatenate(column)[back] for column in columns]
-        return Rows(*joined, files=files)
+        return Rows.of([np.concatenate(column)[back] for column in columns], files)
 
     @cached_property
     def known(self) -> Rows:

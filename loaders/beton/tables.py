@@ -69,6 +69,11 @@ class Rows:
         OpenFile, ...
     ] = ()  # that the descriptors are of, to keep them open; none: they stay open anyway
 
+    @classmethod
+    def of(cls, columns: list[Any], files: tuple[OpenFile, ...]) -> Rows:
+        descriptors, modes, widths, heights, pointers, sizes = columns
+        return cls(descriptors, modes, widths, heights, pointers, sizes, files)
+
     @property
     def columns(self) -> tuple[NDArray[Any], ...]:
         return self.descriptors, self.modes, self.widths, self.heights, self.pointers, self.sizes
@@ -77,8 +82,7 @@ class Rows:
         return len(self.modes)
 
     def part(self, samples: slice | Indices) -> Rows:
-        some: list[Any] = [column[samples] for column in self.columns]
-        return Rows(*some, files=self.files)
+        return Rows.of([column[samples] for column in self.columns], self.files)
 
 
 class Tables:
