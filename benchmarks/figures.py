@@ -244,12 +244,26 @@ def tuning_table() -> str:
     return rows("recipe | change | outcome | speed with it over that without", lines)
 
 
+def scale_table() -> str:
+    """Return what one of many ranks pays for data of several sizes."""
+    lines = []
+    for row in result("scale")["scale"].values():
+        costs = [
+            f"{row[f'{part} {name}']['median']:,.{digits}f}"
+            for part, places in (("opening", 2), ("order", 3))
+            for name, digits in (("seconds", places), ("cpu_seconds", places), ("megabytes", 0))
+        ]
+        lines.append([f"{row['samples']:,}", f"{row['files']:,}", *costs])
+    return rows("samples | files | opening: s | CPU s | MB | order of an epoch: s | CPU s | MB", lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "tuned recipes": tuning_table,
     "loaders": loaders_table,
     "ledger of the quickstart": ledger_table,
     "methods": methods_table,
     "cost of several ranks": ranks_table,
+    "cost of a rank by samples": scale_table,
 }
 
 

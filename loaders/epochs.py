@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -24,17 +24,10 @@ from .beton.reader import count_classes
 from .decode.moving import MovingTargets
 from .device import DeviceFeed
 from .image_size import ImageSize, size_text
-from .options import EVAL_RATIO, LoaderKeywords, LoaderOptions, odd_size, too_small
-from .order import (
-    LastBatch,
-    check_batch_size,
-    epoch_batches,
-    last_batch,
-    mixed,
-    rank_slice,
-    require_pages,
-    shares,
-)
+from .options import EVAL_RATIO, LoaderKeywords, LoaderOptions, check_sizes
+from .order.arrays import array_order, mixed_array
+from .order.batches import WINDOW, LastBatch, Order, Shares, as_array, check_batch_size, last_batch, shares
+from .order.epoch import NEWEST, in_runs, mixed, shuffled, unshuffled
 from .selection import SampleOptions, Selection, by_weight, check_indices, frequencies
 
 Batch = tuple[Any, ...]
@@ -57,7 +50,6 @@ class EpochLoader(ABC):
         self.created_with = settings
         """The settings at the beginning: `set_image_size` and `set_policy` change `settings`."""
         _check_contents(settings, beton)
-        self._pages = None if beton is None or settings.order != "quasi_random" else beton.pages
         self._weighted = () if beton is None else beton.parts
         self._weights = [weight for weight, _, _ in self._weighted]
         if self._weighted and settings.order == "sequential":
@@ -69,9 +61,10 @@ class EpochLoader(ABC):
         """Samples of this rank for which others were loaded (`on_error="skip"`), since the list was last emptied."""
         self.set_indices(indices)
         if settings.order == "quasi_random":
-            require_pages(self._pages)
+            require_pages(beton)
         self._next_epoch, self._resume_at = 0, 0
         self._epoch, self._position = 0, 0
+        self._version = NEWEST
         self._running = 0  # number of the active iteration; a new one, or close(), ends older ones
 
     @abstractmethod
@@ -92,7 +85,7 @@ class EpochLoader(ABC):
         self._release()
 
     def _repr_html_(self) -> str:
-        own, samples = self.settings, len(self.indices)
+        own, samples = self.settings, len(self._indices)
         root = getattr(getattr(self, "dataset", None), "root", "a data set")  # of torchvision's
         views = "" if own.views == 1 else f", {own.views if isinstance(own.views, int) else 'several'} views"
         ranks = (
@@ -139,7 +132,7 @@ class EpochLoader(ABC):
     @property
     def num_classes(self) -> int:
         """Number of classes; see `count_classes`. Of masks without class names 0: it is not known."""
-        return len(self.classes) if self.has_masks else count_classes(self.classes, self.labels)
+        return len(self.classes) if self.has_masks or self.classes else count_classes([], self.labels)
 
     @property
     def has_masks(self) -> bool:
@@ -181,12 +174,12 @@ class EpochLoader(ABC):
         return tuple(moving[name] if name in moving else self._value(indices, name) for name in own.fields)
 
     def __len__(self) -> int:
-        return self._batches(len(self.kept))
+        return self._batches(len(self._kept))
 
     @property
     def full_length(self) -> int:
         """Number of batches of an epoch with all of `indices`, also of those that `keep` leaves out."""
-        return self._batches(len(self.indices))
+        return self._batches(len(self._indices))
 
     def _batches(self, samples: int) -> int:
         full, rest = divmod(samples, self.settings.batch_size)
@@ -195,7 +188,7 @@ class EpochLoader(ABC):
 
     @property
     def _last(self) -> LastBatch:
-        return self._last_of(len(self.kept))
+        return self._last_of(len(self._kept))
 
     def _last_of(self, samples: int) -> LastBatch:
         own = self.settings
@@ -264,21 +257,67 @@ class EpochLoader(ABC):
             f"{batch:,} bytes, {share} images of {size_text(own.image_size)} pixels each"
         )
 
-    def shares(self, epoch: int) -> list[NDArray[np.int64]]:
-        """Return this rank's samples for each batch of an epoch; for repeated ones, see `mixed`."""
-        own, indices = self.settings, self.kept
-        if self.selected is not None and self.selected.weights is not None:
-            indices = by_weight(
-                indices, self.selected.weights, seed=own.seed, epoch=epoch, repeats=self.samples
-            )
+    def shares(self, epoch: int) -> Sequence[NDArray[np.int64]]:
+        """Return this rank's samples for each batch of an epoch, computed when they are used; for repeated ones, see
+        `order.epoch.mixed`."""
+        own = self.settings
+        order = self._order(epoch) if self.order_version > 1 else self._array_order(epoch)
+        return Shares(order, own.batch_size, self._last_of(order.count), own.rank, own.world_size)
+
+    def _order(self, epoch: int) -> Order:
+        own = self.settings
+        key = {"seed": own.seed, "epoch": epoch}
+        if self._weights_of_samples is not None:
+            given = unshuffled(self._by_weight(epoch))
         elif self._parts:
-            indices = mixed(self._parts, self._weights, seed=own.seed, epoch=epoch, samples=self.samples)
-        batches = epoch_batches(
-            indices, order=own.order, seed=own.seed, epoch=epoch,
-            batch_size=own.batch_size, drop_last=own.drop_last, pad_last=own.pad_last, train=own.train,
-            world_size=own.world_size, pages=self._pages,
-        )  # fmt: skip
-        return [rank_slice(batch, own.rank, own.world_size) for batch in batches]
+            given = mixed(self._parts, self._weights, **key, samples=self.samples)
+        else:
+            by_place = own.order == "quasi_random" and not isinstance(self._kept, range)
+            given = unshuffled(np.sort(self._kept) if by_place else self._kept)
+        if own.order == "random":
+            return shuffled(given, **key)
+        if own.order == "quasi_random":
+            block = require_pages(self.beton).samples_on_a_page
+            return in_runs(given, **key, block=block, window=WINDOW * own.batch_size)
+        return given
+
+    def _array_order(self, epoch: int) -> Order:
+        """Return the order of version 1."""
+        own, key = self.settings, {"seed": self.settings.seed, "epoch": epoch}
+        indices = self.kept
+        if self._weights_of_samples is not None:
+            indices = self._by_weight(epoch)
+        elif self._parts:
+            indices = mixed_array(self._parts, self._weights, **key, samples=self.samples)
+        pages = require_pages(self.beton).pages if own.order == "quasi_random" else None
+        return array_order(indices, order=own.order, **key, batch_size=own.batch_size, pages=pages)
+
+    def _by_weight(self, epoch: int) -> NDArray[np.int64]:
+        assert self._weights_of_samples is not None
+        return by_weight(
+            self.kept, self._weights_of_samples, seed=self.settings.seed, epoch=epoch, repeats=self.samples
+        )
+
+    @property
+    def _weights_of_samples(self) -> NDArray[np.float64] | None:
+        return None if self.selected is None else self.selected.weights
+
+    @property
+    def order_version(self) -> int:
+        """The version of the order: 2; or 1, by arrays of all samples, after the state of a run that began with it, and
+        for samples in shares in quasi-random order, which are not in runs in the file."""
+        in_shares = bool(self._parts) or self._weights_of_samples is not None
+        return 1 if in_shares and self.settings.order == "quasi_random" else self._version
+
+    @property
+    def indices(self) -> NDArray[np.int64]:
+        """The samples of the data set that are used, `(n,)`."""
+        return as_array(self._indices)
+
+    @property
+    def kept(self) -> NDArray[np.int64]:
+        """The samples of the following epochs, `(n,)`: `indices`, or those of them that `keep` was given."""
+        return as_array(self._kept)
 
     def set_indices(self, indices: Any) -> None:
         """Set the samples of the following epochs; None selects the full data set.
@@ -286,11 +325,14 @@ class EpochLoader(ABC):
         Raises:
             DataError: if an index is out of range, or there are too few for a batch.
         """
-        chosen = check_indices(indices, self.samples)
+        chosen = range(self.samples) if indices is None else check_indices(indices, self.samples)
         own = self.settings
         full = (own.train or own.drop_last) and not own.pad_last
         check_batch_size(own.batch_size, len(chosen), full=full, world_size=own.world_size)
-        parts = [chosen[(chosen >= first) & (chosen < end)] for _, first, end in self._weighted]
+        parts = [
+            range(first, end) if isinstance(chosen, range) else chosen[(chosen >= first) & (chosen < end)]
+            for _, first, end in self._weighted
+        ]
         drawn = shares(len(chosen), self._weights) if parts else []
         for part, count, (weight, first, end) in zip(parts, drawn, self._weighted, strict=True):
             if len(part) == 0:
@@ -303,10 +345,9 @@ class EpochLoader(ABC):
                     f"The weight {weight:g} leaves no sample of {len(chosen)} for the data set with the samples "
                     f"{first} to {end - 1}. Leave it out, or raise its weight."
                 )
-        self.indices: NDArray[np.int64] = chosen
-        self.kept: NDArray[np.int64] = chosen
-        """The samples of the following epochs: `indices`, or those of them that `keep` was given."""
-        self._parts = parts
+        self._indices: NDArray[np.int64] | range = chosen
+        self._kept: NDArray[np.int64] | range = chosen
+        self._parts: list[NDArray[np.int64] | range] = list(parts)
         self.selected: Selection | None = None
         """What `select` was given, until the indices are set again."""
 
@@ -326,7 +367,7 @@ class EpochLoader(ABC):
                 the weights of a mix), which pruning would change.
         """
         if indices is None:
-            self.kept = self.indices
+            self._kept = self._indices
             return
         if self._parts or (self.selected is not None and self.selected.weights is not None):
             raise DataError(
@@ -336,13 +377,13 @@ class EpochLoader(ABC):
         used[self.indices] = True
         if not used[chosen].all():
             raise DataError(
-                f"keep(): sample {chosen[~used[chosen]][0]} is not one of the loader's {len(self.indices)} indices. "
+                f"keep(): sample {chosen[~used[chosen]][0]} is not one of the loader's {len(self._indices)} indices. "
                 "Pass some of them."
             )
         own = self.settings
         full = (own.train or own.drop_last) and not own.pad_last
         check_batch_size(own.batch_size, len(chosen), full=full, world_size=own.world_size)
-        self.kept = chosen
+        self._kept = chosen
 
     def selection(self, options: SampleOptions) -> Selection:
         """Return which of the data set's samples the options select."""
@@ -404,8 +445,8 @@ class EpochLoader(ABC):
         """Return the loader's position: the epoch, and how many of its global batches have been yielded."""
         own, mix = self.settings, {"weights": self._weights} if self._weighted else {}
         position = {"epoch": self._epoch, "position": self._position, "seed": own.seed}
-        data = {"batch_size": own.batch_size, "samples": len(self.indices), "order": own.order}
-        return {**position, **data, "batches": len(self), **mix}
+        data = {"batch_size": own.batch_size, "samples": len(self._indices), "order": own.order}
+        return {**position, **data, "order_version": self.order_version, "batches": len(self), **mix}
 
     def load_state_dict(self, state: dict[str, Any], *, within: bool = False) -> None:
         """Continue right after the last batch of `state`, the result of `state_dict`, also on another number of ranks.
@@ -418,7 +459,8 @@ class EpochLoader(ABC):
                 be shared among these ranks.
         """
         own = {"weights": [], **self.state_dict()}
-        state = {"batches": len(self), "weights": [], **state}  # states of older versions lack them
+        # States of older versions lack some, and continue in the order that these had.
+        state = {"batches": len(self), "weights": [], "order_version": 1, **state}
         for key, value in own.items():
             given = state.get(key)
             if type(given) is not type(value) or (isinstance(given, int) and given < 0):
@@ -429,12 +471,18 @@ class EpochLoader(ABC):
                     f"The loader's state has {key}={state[key]}, but this loader has {own[key]}. Create the loader "
                     "with the same settings, or start a new epoch with set_epoch."
                 )
+        if state["order_version"] not in range(1, NEWEST + 1):
+            raise DataError(
+                f"The loader's state has order_version={state['order_version']}, and this version of Drivetrain knows "
+                f"1 to {NEWEST}. Resume with the version that wrote it, or start a new epoch with set_epoch."
+            )
+        self._version = state["order_version"]
         finished = state["position"] >= min(state["batches"], len(self))
         if finished and state["position"] < state["batches"] and not self.settings.drop_last:
             raise DataError(
-                f"The loader's state lacks its epoch's last batch, of {len(self.indices) % own['batch_size']} samples, "
-                f"which cannot be shared among {self.settings.world_size} ranks. Resume on fewer ranks, or start an "
-                "epoch with set_epoch."
+                f"The loader's state lacks its epoch's last batch, of {len(self._indices) % own['batch_size']} "
+                f"samples, which cannot be shared among {self.settings.world_size} ranks. Resume on fewer ranks, or "
+                "start an epoch with set_epoch."
             )
         if finished and not within:
             self.set_epoch(state["epoch"] + 1)
@@ -447,6 +495,15 @@ class EpochLoader(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def require_pages(beton: BetonFiles | None) -> BetonFiles:
+    if beton is None:
+        raise DataError(
+            "order='quasi_random' reads a .beton file page by page, but this source has no pages. Set "
+            "order='random', or convert it."
+        )
+    return beton
 
 
 def options_here(given: LoaderKeywords) -> LoaderOptions:
@@ -530,20 +587,10 @@ def _check_contents(settings: LoaderOptions, beton: BetonFiles | None) -> None:
         if name not in known:
             wrong = f"fields={list(settings.fields)}: {name!r} is not a field of {where}."
             raise DataError(wrong + suggest(name, known))
-    if settings.verify and (beton is None or beton.checksums is None):
+    if settings.verify and (beton is None or not beton.has_checksums):
         where = "the source is not a .beton file" if beton is None else f"{beton.name} has no manifest"
         raise DataError(f"verify=True needs the checksums of a manifest, but {where}. Remove verify=True.")
     if beton is not None:
         check_images(settings, beton.channels, beton.depth, beton.name)
-        for _, own in settings.groups if settings.train else ():
-            _check_sizes(own, beton)
-
-
-def _check_sizes(settings: LoaderOptions, beton: BetonFiles) -> None:
-    (height, width), heights, widths = settings.size, beton.heights, beton.widths
-    if settings.crop == "random" and (small := (widths < width) | (heights < height)).any():
-        at = int(np.argmax(small))
-        raise too_small(f"sample {at} of {beton.name}", heights[at], widths[at], settings.image_size)
-    if settings.shifts and (odd := (widths != width) | (heights != height)).any():
-        at = int(np.argmax(odd))
-        raise odd_size(f"sample {at} of {beton.name}", widths[at], heights[at], settings.image_size)
+        for _, own in settings.groups if settings.train and not beton.lazy else ():
+            check_sizes(own, beton.heights, beton.widths, beton.name)

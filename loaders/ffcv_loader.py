@@ -51,7 +51,7 @@ class FFCVLoader(EpochLoader):
             A pattern such as `train-{000..127}.beton` stands for several files that are one data set, whose samples are
             numbered through in this order. A dict of sources and weights, `{"photos.beton": 3, "scans.beton": 1}`, is a
             mix: an epoch has as many samples as all of them together, and of each data set its share by weight; see
-            `order.mixed`. Files of a data set, and of a mix, have the same fields and classes.
+            `order.epoch.mixed`. Files of a data set, and of a mix, have the same fields and classes.
         indices: the samples to use, as indices or as a boolean mask. Default None: all.
         device: where the batches go. Bytes are copied to a GPU from pinned memory and normalized there on a separate
             stream, one batch ahead; only the stream that is current when a batch is yielded waits for it.
@@ -103,8 +103,8 @@ class FFCVLoader(EpochLoader):
 
     def _make_decoder(self) -> Decoder:
         decoder = Decoder(self.beton, self.settings, self._operations)
-        self._sample_bytes = 3 * self.settings.sample_pixels + int(self.beton.sizes.mean())
-        batch = min(self.settings.batch_size, len(self.indices))
+        self._sample_bytes = 3 * self.settings.sample_pixels + int(self.beton.known.sizes.mean())
+        batch = min(self.settings.batch_size, len(self._indices))
         share = -(-batch // self.settings.world_size) + self._last.joined
         groups = [prod(shape) * self._image_dtype.itemsize for shape in decoder.shapes(share)]
         groups.append(share * decoder.targets.sample_bytes)
@@ -147,7 +147,7 @@ class FFCVLoader(EpochLoader):
         decoder = self._decoder
         images = [self._empty(shape, self._image_dtype) for shape in decoder.shapes(len(indices))]
         targets = decoder.targets.empty(len(indices), self._empty)
-        request = decoder.request(indices, epoch, images, self.indices, targets, stop)
+        request = decoder.request(indices, epoch, images, self._indices, targets, stop)
         step = self._chunk(len(indices))
         with interrupts_held():
             parts = [

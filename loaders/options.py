@@ -30,6 +30,7 @@ from .image_size import ImageSize, height_width, is_size, size_text, usual_size
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
 # ImageNet's, for pixels scaled to 0–1; torchvision's documented values.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -388,6 +389,22 @@ def too_small(sample: str, height: int, width: int, image_size: ImageSize) -> Da
         f"crop='random' cuts {size_text(image_size)} pixels (height × width) out of each image, but {sample} has "
         f"{height} × {width}. Use a smaller image_size, or crop='resized'."
     )
+
+
+def check_sizes(
+    settings: LoaderOptions, heights: NDArray[Any], widths: NDArray[Any], source: str,
+    numbers: NDArray[Any] | None = None,
+) -> None:  # fmt: skip
+    """Raise DataError for training images `(n,)` that a crop cannot take, of samples with these `numbers` or of all."""
+    height, width = settings.size
+    if settings.crop == "random" and (small := (widths < width) | (heights < height)).any():
+        at = int(small.argmax())
+        sample = f"sample {at if numbers is None else numbers[at]} of {source}"
+        raise too_small(sample, heights[at], widths[at], settings.image_size)
+    if settings.shifts and (odd := (widths != width) | (heights != height)).any():
+        at = int(odd.argmax())
+        sample = f"sample {at if numbers is None else numbers[at]} of {source}"
+        raise odd_size(sample, widths[at], heights[at], settings.image_size)
 
 
 def check_workers(workers: Any, least: int = 1) -> int:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ..common.checks import is_number
 from ..common.errors import DataError
 from ..common.options.config import IN_WORDS, NONE, Config, Kind, Natural, PathText, Positive, Whole, Within
+from .order.batches import as_array
 
 Indices = NDArray[np.int64]
 FILE = Kind(lambda value: isinstance(value, str | Path) and str(value) != "", "the path of a file")
@@ -39,7 +40,7 @@ WEIGHTS = Kind(
 
 def frequencies(
     indices: Indices,
-    parts: Sequence[Indices],
+    parts: Sequence[Indices | range],
     shares: Sequence[float],
     weights: NDArray[np.float64] | None = None,
 ) -> NDArray[np.float64]:
@@ -49,7 +50,7 @@ def frequencies(
         return weights
     often = np.ones(len(indices))
     for part, share in zip(parts, shares, strict=True):
-        often[np.isin(indices, part)] = share / max(len(part), 1)
+        often[np.isin(indices, as_array(part))] = share / max(len(part), 1)
     return often
 
 
@@ -383,7 +384,7 @@ def _places(groups: NDArray[np.int64], random: NDArray[np.uint64]) -> Indices:
 
 
 def by_class(samples: Indices, classes: NDArray[np.int64]) -> list[Indices]:
-    """Return the samples of each class, which `order.mixed` gives equal shares."""
+    """Return the samples of each class, which `order.epoch.mixed` gives equal shares."""
     order = np.argsort(classes, kind="stable")
     return np.split(samples[order], np.flatnonzero(np.diff(classes[order])) + 1)
 

@@ -27,6 +27,7 @@ from .decode.moving import moving_fields
 from .device import Buffers, feed_of
 from .epochs import Batch, EpochLoader, check_device, options_here
 from .options import LoaderKeywords, LoaderOptions, check_workers
+from .order.batches import taken
 from .sources import Source, files_of
 
 PATIENCE = 600.0  # seconds without a batch after which FFCV counts as hung
@@ -138,7 +139,7 @@ class StockFFCVLoader(EpochLoader):
                 batches_ahead=self.settings.batches_ahead,
                 pipelines={name: image if kind == "rgb_image" else None for name, kind in names.items()},
             )  # fmt: skip
-            first = self._start(self.indices[:1])
+            first = self._start(taken(self._indices, np.zeros(1, np.int64)))
             try:
                 first.next("while compiling")
             finally:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
 from types import TracebackType
@@ -87,7 +87,7 @@ class TorchLoader(EpochLoader):
         super().__init__(own, indices, len(self.dataset), beton)
         self._device = check_device(device)
         self._feed = None if self._device.type == "cpu" else DeviceFeed(self._device)
-        self._keys: list[list[tuple[int, int]]] = []  # (epoch, sample index) of the epoch's batches
+        self._keys = _Keys()
         self._generator = torch.Generator()  # used by DataLoader, so that the global one is unaffected
         self._loader: DataLoader[Any] | None = None
 
@@ -110,7 +110,7 @@ class TorchLoader(EpochLoader):
 
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         shares = self.shares(epoch)[start:]
-        self._keys[:] = [[(epoch, index) for index in share.tolist()] for share in shares]
+        self._keys.epoch, self._keys.shares = epoch, shares[:]  # with a place of its own in the order
         if self._loader is None:
             self._loader = self._make_loader()
         try:
@@ -207,6 +207,20 @@ def _all_but_hung_up(
     """Report an uncaught error as usual, unless it only means that the other side has closed the connection."""
     if not issubclass(kind, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, traceback)
+
+
+class _Keys:
+    """(epoch, sample index) of the batches of an epoch, for DataLoader, which keeps this object from epoch to epoch."""
+
+    epoch: int
+    shares: Sequence[NDArray[np.int64]] = ()
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        epoch = self.epoch
+        return ([(epoch, index) for index in share.tolist()] for share in self.shares)
+
+    def __len__(self) -> int:
+        return len(self.shares)
 
 
 class _Keyed(Dataset[Any]):

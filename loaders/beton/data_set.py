@@ -1,8 +1,12 @@
 """One or several `.beton` files, read as one data set: their samples one after the other."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -15,34 +19,38 @@ from ...common.storage.cache import Remote
 from ..sources import Files, Source, files_of, in_threads
 from .open_file import Identity
 from .reader import Beton, open_beton
+from .tables import Rows
 
 Indices = NDArray[np.int64]
+
+CHECKED = 1 << 18
+"""Samples of a data set that are all checked when it is opened, in about 0.3 s; of a larger one those that are used."""
+MOST_OPEN = 1024
+"""Files of a data set that are open at a time, and take a descriptor: of more, those that were used last."""
+_KNOWN = 256  # samples of a larger one whose sizes stand for all
 
 
 class BetonFiles:
     """The samples of several files with the same fields and classes, numbered through in the files' order. What it
     shares with `Beton` is the same in all files, or the arrays of all samples, `(N,)`."""
 
-    def __init__(self, files: Files, betons: list[Beton]) -> None:
-        self.files, self.name = tuple(betons), str(files)
-        # The index of each file's first sample; the last entry is the number of all samples.
-        self.starts = np.cumsum([0, *map(len, betons)], dtype=np.int64)
+    def __init__(
+        self, files: Files, betons: Sequence[Beton], identities: Sequence[Identity], starts: Indices,
+        has_checksums: bool,
+    ) -> None:  # fmt: skip
+        self.files, self.name, self.identities = betons, str(files), identities
+        self.has_checksums = has_checksums  # all files have a manifest
+        self.starts = starts  # the index of each file's first sample, and then the number of all samples
         self.parts: tuple[tuple[float, int, int], ...] = ()  # weight, first and end of each data set of a mix
         if files.weights is not None:
             ends = np.cumsum([0, *(len(part.files) for part in files.parts)])
             bounds = self.starts[ends].tolist()
             self.parts = tuple(zip(files.weights, bounds[:-1], bounds[1:], strict=True))
-        self._check()
         first = self.files[0]
         self.fields, self.targets, self.classes = first.fields, first.targets, first.classes
         self.channels, self.depth, self.label_name = first.channels, first.depth, first.label_name
-        self.modes = self._joined(lambda one: one.modes)
-        self.widths = self._joined(lambda one: one.widths)
-        self.heights = self._joined(lambda one: one.heights)
-        self.pointers = self._joined(lambda one: one.pointers)
-        self.sizes = self._joined(lambda one: one.sizes)
-        descriptors = np.array([one.file.descriptor for one in betons], dtype=np.int32)
-        self.descriptors = np.repeat(descriptors, np.diff(self.starts))  # `(N,)` of the file that each is in
+        self.lazy = isinstance(betons, Shelf) or any(one.tables is not None for one in betons)
+        """Whether samples are checked when they are used. Then the arrays `(N,)` are of all samples only if needed."""
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -53,6 +61,55 @@ class BetonFiles:
         return tuple(next(filter(None, each), "") for each in itertools.zip_longest(*own))
 
     @cached_property
+    def modes(self) -> NDArray[np.uint8]:
+        return self._joined(lambda one: one.modes)
+
+    @cached_property
+    def widths(self) -> NDArray[np.uint16]:
+        return self._joined(lambda one: one.widths)
+
+    @cached_property
+    def heights(self) -> NDArray[np.uint16]:
+        return self._joined(lambda one: one.heights)
+
+    @cached_property
+    def pointers(self) -> NDArray[np.uint64]:
+        return self._joined(lambda one: one.pointers)
+
+    @cached_property
+    def sizes(self) -> NDArray[np.uint64]:
+        return self._joined(lambda one: one.sizes)
+
+    @cached_property
+    def _all(self) -> Rows:
+        """What `rows` returns, of all samples."""
+        descriptors = np.array([one.file.descriptor for one in self.files], dtype=np.int32)
+        return Rows(
+            np.repeat(descriptors, np.diff(self.starts)), self.modes.astype(np.int32), self.widths, self.heights,
+            self.pointers, self.sizes,
+        )  # fmt: skip
+
+    def rows(self, indices: Indices) -> Rows:
+        """Return what the native core has to know of the samples `indices` `(n,)`."""
+        if not self.lazy:
+            return self._all.part(indices)
+        by_file = [(at, one.rows(own)) for one, at, own in self._by_file(indices)]
+        if len(by_file) == 1:
+            return by_file[0][1]
+        back = np.argsort(np.concatenate([at for at, _ in by_file]))
+        columns = zip(*(rows.columns for _, rows in by_file), strict=True)
+        files = tuple(file for _, rows in by_file for file in rows.files)
+        return Rows.of([np.concatenate(column)[back] for column in columns], files)
+
+    @cached_property
+    def known(self) -> Rows:
+        """The rows of all samples; of a data set that is checked when used, those of some, evenly taken."""
+        if not self.lazy:
+            return self._all
+        some = self.rows(np.linspace(0, len(self) - 1, _KNOWN).astype(np.int64))
+        return replace(some, files=())  # which need not stay open
+
+    @cached_property
     def labels(self) -> NDArray[Any]:
         """`(N,)` or `(N, K)`, as `Beton.labels`; raises `BetonError` if they are masks."""
         return self._joined(lambda one: one.labels)
@@ -60,7 +117,7 @@ class BetonFiles:
     @cached_property
     def checksums(self) -> NDArray[np.uint32] | None:
         """`(N,)` CRC-32 of each sample when it was converted; None if a file has no manifest."""
-        if any(one.checksums is None for one in self.files):
+        if not self.has_checksums:
             return None
         return self._joined(lambda one: one.checksums)
 
@@ -72,6 +129,15 @@ class BetonFiles:
             pages.append(one.pointers.astype(np.int64) // one.page_size + first)
             first = int(pages[-1].max()) + 1
         return np.concatenate(pages)
+
+    @property
+    def samples_on_a_page(self) -> int:
+        """About so many samples that follow each other are on one page of a file."""
+        return max(self.files[0].page_size * len(self) // self._bytes, 1)
+
+    @property
+    def _bytes(self) -> int:
+        return sum(size for _, _, size in self.identities)
 
     def read(self, name: str, indices: Indices) -> Any:
         if len(self.files) == 1:
@@ -103,24 +169,29 @@ class BetonFiles:
 
     @cached_property
     def remote(self) -> bool:
-        return any(one.file.mirror is not None for one in self.files)
+        return any(one.file.mirror is not None for one in self._open)
 
     @cached_property
     def exceeds_memory(self) -> bool:
         """Whether the files are larger than the free memory, so that the system cannot keep what it has read."""
-        return sum(len(one.file) for one in self.files) > machine.free_memory()
+        return self._bytes > machine.free_memory()
+
+    @property
+    def _open(self) -> Sequence[Beton]:
+        return self.files.open if isinstance(self.files, Shelf) else self.files
 
     def require_sizes(self) -> None:
-        for one in self.files:
+        for one in self._open:
             one.file.require_size()
 
     def require_identities(self, identities: list[Identity]) -> None:
-        for one, identity in zip(self.files, identities, strict=True):
-            one.file.require_identity(identity)
+        for number, (own, identity) in enumerate(zip(self.identities, identities, strict=True)):
+            if own != identity:
+                self.files[number].file.require_identity(identity)
 
     def close(self) -> None:
         """End what `prefetch` has begun. The files stay open."""
-        for one in self.files:
+        for one in self._open:
             one.close()
 
     def locate(self, index: int) -> tuple[Beton, int]:
@@ -139,27 +210,74 @@ class BetonFiles:
             yield self.files[number], at, indices[at] - self.starts[number]
 
     def _joined(self, values: Callable[[Beton], Any]) -> NDArray[Any]:
-        arrays = [values(one) for one in self.files]
+        arrays = [np.asarray(values(one)) for one in self.files]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)  # a single one is not copied
 
-    def _check(self) -> None:
-        first = self.files[0]
-        for one in self.files[1:]:
-            for what, own, there in (
-                ("fields", _types(one), _types(first)),
-                ("targets", one.targets, first.targets),
-                ("classes", one.classes, first.classes),
-            ):
-                if own != there:
-                    raise BetonError(
-                        f"{one.path} has the {what} {_brief(own)}, and {first.path} has {_brief(there)}. Files of one "
-                        f"data set, and of a mix, must have the same {what} in the same order. Convert them alike "
-                        "(classes=, fields=)."
-                    )
-        for before, one in itertools.pairwise(self.files):
-            if not _follows(one.manifest.get("shard"), before.manifest):
-                wrong = f"{one.path} does not follow {before.path}: they are from different conversions."
-                raise BetonError(f"{wrong} Convert the data again.")
+
+class Shelf(Sequence[Beton]):
+    """The files of a data set of many, opened when they are used; the `MOST_OPEN` used last stay open. Rows of others
+    keep their own file open until a batch is loaded."""
+
+    def __init__(self, open_one: Callable[[int], Beton], length: int) -> None:
+        self._open_one, self._length = open_one, length
+        self._used = OrderedDict[int, Beton]()
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def open(self) -> list[Beton]:
+        with self._lock:
+            return list(self._used.values())
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(self._length))]
+        number = range(self._length)[number]
+        with self._lock:
+            if number in self._used:
+                self._used.move_to_end(number)
+                return self._used[number]
+        return self.put(number, self._open_one(number))
+
+    def put(self, number: int, beton: Beton) -> Beton:
+        """Keep a file open, and close the one that was not used for the longest time."""
+        with self._lock:
+            beton = self._used.setdefault(number, beton)
+            while len(self._used) > MOST_OPEN:
+                self._used.popitem(last=False)
+        return beton
+
+
+class _Checks:
+    """Compare each file of a data set with the first one and the one before."""
+
+    def __init__(self) -> None:
+        self._first: Beton | None = None
+        self._before: tuple[Path, dict[str, Any]] | None = None
+        self.has_checksums = True
+
+    def __call__(self, one: Beton) -> None:
+        first = self._first = self._first or one
+        self.has_checksums &= one.checksums is not None
+        for what, own, there in (
+            ("fields", _types(one), _types(first)),
+            ("targets", one.targets, first.targets),
+            ("classes", one.classes, first.classes),
+        ):
+            if own != there:
+                raise BetonError(
+                    f"{one.path} has the {what} {_brief(own)}, and {first.path} has {_brief(there)}. Files of one "
+                    f"data set, and of a mix, must have the same {what} in the same order. Convert them alike "
+                    "(classes=, fields=)."
+                )
+        if "classes" in one.manifest:
+            one.manifest["classes"] = first.manifest["classes"]  # once in memory
+        if self._before is not None and not _follows(one.manifest.get("shard"), self._before[1]):
+            wrong = f"{one.path} does not follow {self._before[0]}: they are from different conversions."
+            raise BetonError(f"{wrong} Convert the data again.")
+        self._before = one.path, {key: one.manifest[key] for key in ("shard", "seal") if key in one.manifest}
 
 
 def _follows(shard: Any, before: dict[str, Any]) -> bool:
@@ -179,10 +297,34 @@ def _brief(value: object) -> str:
 
 
 def open_files(source: Source, remote: Remote = Remote()) -> BetonFiles:  # noqa: B008  frozen
-    """Open a data source: a `.beton` file, a pattern such as `train-{000..127}.beton`, or several with weights. Each
-    takes a descriptor: where needed, the process's soft limit is raised until they are closed."""
+    """Open a data source: a `.beton` file, a pattern such as `train-{000..127}.beton`, or several with weights.
+
+    Each of up to `MOST_OPEN` files takes a descriptor: where needed, the process's soft limit is raised until they are
+    closed. Of more files, each is opened once to be checked, and again when it is used.
+    """
     files = files_of(source)
-    with more_descriptors(len(files.names)) as keep:
-        opened = BetonFiles(files, in_threads(lambda name: open_beton(name, remote), files.names))
+    names, most = files.names, CHECKED // len(files.names)
+    with more_descriptors(min(len(names), MOST_OPEN)) as keep:
+        betons, identities, counts, check = list[Beton](), list[Identity](), [0], _Checks()
+
+        def again(number: int) -> Beton:
+            beton = open_beton(names[number], remote, most)
+            beton.file.require_identity(identities[number])
+            return beton
+
+        shelf = Shelf(again, len(names)) if len(names) > MOST_OPEN else None
+        for first in range(0, len(names), MOST_OPEN):
+            some = in_threads(lambda name: open_beton(name, remote, most), names[first : first + MOST_OPEN])
+            for number, one in enumerate(some, first):
+                check(one)
+                identities.append(one.file.identity)
+                counts.append(len(one))
+                if shelf is None:
+                    betons.append(one)
+                else:
+                    shelf.put(number, one)
+        opened = BetonFiles(
+            files, shelf or betons, identities, np.cumsum(counts, dtype=np.int64), check.has_checksums
+        )
         keep(opened)
     return opened

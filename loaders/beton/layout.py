@@ -5,7 +5,8 @@ table to the end of the file. The padding is zeros; Drivetrain stores its seal i
 Source: libffcv/ffcv, `ffcv/types.py`, `ffcv/fields` and `ffcv/writer.py` (1.0.2).
 
 FFCV checks only the version number; a damaged file then hangs, crashes or returns wrong pixels. Here every number that
-reading samples relies on is checked, vectorized: a million samples take a fraction of a second.
+reading samples relies on is checked, vectorized: a million samples take a fraction of a second. Of large files,
+`tables` checks those of the samples that are read.
 """
 
 from __future__ import annotations
@@ -187,8 +188,9 @@ def _read_fields(path: Path, header: Any) -> tuple[list[Field], Field, Field]:
     return fields, image, label
 
 
-def fetch_tables(path: Path, patience: float) -> tuple[Any, list[Field], Field, Field]:
-    """Return header, fields, image and label; of a remote file, fetch all tables."""
+def fetch_tables(path: Path, patience: float, most: int | None) -> tuple[Any, list[Field], Field, Field]:
+    """Return header, fields, image and label; of a remote file with at most so many samples (None: any
+    number), fetch all tables."""
     mirror = Mirror.at(path, patience)
     if mirror is None:
         header = read_header(path)
@@ -199,6 +201,8 @@ def fetch_tables(path: Path, patience: float) -> tuple[Any, list[Field], Field, 
         start = min(tables_start(int(header["num_fields"])), mirror.size)
         mirror.fetch(np.array([0]), start)
         fields, image, label = _read_fields(path, header)
+        if most is not None and header["num_samples"] > most:
+            return header, fields, image, label
         end = min(tables_end(int(header["num_samples"]), fields) + SEAL_BYTES, mirror.size)
         table = min(int(header["alloc_table_ptr"]), mirror.size)
         mirror.fetch(np.array([start, table]), np.array([end - start, mirror.size - table]))
@@ -231,12 +235,7 @@ def label_field(fields: list[Field]) -> Field | None:
 
 def read_columns(path: Path, data: OpenFile, header: Any, fields: list[Field]) -> dict[str, Column]:
     """Return the fields of all samples by name, validated; not yet whether labels are possible."""
-    end = tables_end(int(header["num_samples"]), fields)
-    if end > len(data):
-        raise BetonError(
-            f"{path} is truncated: {header['num_samples']} samples need {end} bytes of metadata, "
-            f"the file has {len(data)}."
-        )
+    end = check_places(path, data, header, fields)
     rows = data[tables_start(len(fields)) : end].view(metadata_dtype(fields))
     table = _read_allocations(path, data, header, end, len(rows))
     return {column.field.name: column for column in _match_allocations(path, fields, rows, table)}
@@ -244,29 +243,47 @@ def read_columns(path: Path, data: OpenFile, header: Any, fields: list[Field]) -
 
 def _read_allocations(path: Path, data: OpenFile, header: Any, first: int, samples: int) -> Any:
     """Return the allocation table sorted by position; data may be anywhere from byte `first` to the table."""
-    start = int(header["alloc_table_ptr"])
-    if start > len(data) or (len(data) - start) % ALLOCATION.itemsize:
-        raise BetonError(
-            f"{path} is truncated: its allocation table should start at byte {start} and fill the file in "
-            f"rows of {ALLOCATION.itemsize}, but the file has {len(data)} bytes."
-        )
-    table = np.frombuffer(data[start:].tobytes(), dtype=ALLOCATION)
-    page, limit, one = np.uint64(header["page_size"]), np.uint64(start), np.uint64(1)
+    table = np.frombuffer(data[int(header["alloc_table_ptr"]) :].tobytes(), dtype=ALLOCATION)
+    check_allocations(path, header, table, first, samples)
     ends = table["ptr"] + table["size"]
-    bad = (table["sample_id"] >= samples) | (ends > limit) | (ends < table["ptr"])
-    bad |= table["ptr"] < np.uint64(first)
-    bad |= table["ptr"] // page != (np.maximum(ends, table["ptr"] + one) - one) // page
-    if bad.any():
-        row = int(np.argmax(bad))
-        raise BetonError(
-            f"{path}: row {row} of the allocation table ({table[row]}) points outside the data or crosses a "
-            f"page of {page} bytes."
-        )
     if (table["ptr"][1:] < ends[:-1]).any():  # written by several FFCV processes, or corrupt
         table = table[np.lexsort((table["size"], table["ptr"]))]
         if (table["ptr"][:-1] + table["size"][:-1] > table["ptr"][1:]).any():
             raise BetonError(f"{path}: allocations overlap.")
     return table
+
+
+def check_places(path: Path, data: OpenFile, header: Any, fields: list[Field]) -> int:
+    """Return where the metadata ends; raise BetonError unless both tables are within the file."""
+    end, start = tables_end(int(header["num_samples"]), fields), int(header["alloc_table_ptr"])
+    if end > len(data):
+        raise BetonError(
+            f"{path} is truncated: {header['num_samples']} samples need {end} bytes of metadata, "
+            f"the file has {len(data)}."
+        )
+    if start > len(data) or (len(data) - start) % ALLOCATION.itemsize:
+        raise BetonError(
+            f"{path} is truncated: its allocation table should start at byte {start} and fill the file in "
+            f"rows of {ALLOCATION.itemsize}, but the file has {len(data)} bytes."
+        )
+    return end
+
+
+def check_allocations(
+    path: Path, header: Any, table: Any, first: int, samples: int, numbers: NDArray[np.int64] | None = None
+) -> None:
+    """Reject rows of the allocation table, whose `numbers` are their places in it, that point outside the data."""
+    page, limit, one = np.uint64(header["page_size"]), np.uint64(header["alloc_table_ptr"]), np.uint64(1)
+    ends = table["ptr"] + table["size"]
+    bad = (table["sample_id"] >= samples) | (ends > limit) | (ends < table["ptr"])
+    bad |= table["ptr"] < np.uint64(first)
+    bad |= table["ptr"] // page != (np.maximum(ends, table["ptr"] + one) - one) // page
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise BetonError(
+            f"{path}: row {at if numbers is None else numbers[at]} of the allocation table ({table[at]}) points "
+            f"outside the data or crosses a page of {page} bytes."
+        )
 
 
 def _match_allocations(path: Path, fields: list[Field], rows: Any, table: Any) -> list[Column]:
@@ -291,7 +308,7 @@ def _match_allocations(path: Path, fields: list[Field], rows: Any, table: Any) -
             filled = np.ones(len(rows), dtype=bool)
         sizes = np.zeros(len(rows), dtype=np.uint64)
         sizes[filled] = _claim(path, pointers, filled, table, used)
-        _check_sizes(path, field, values, sizes)
+        check_sizes(path, field, values, sizes)
         columns.append(Column(field, values.copy(), pointers, sizes))
     if not np.array_equal(np.bincount(empty["sample_id"].astype(np.int64), minlength=len(rows)), empties):
         raise BetonError(f"{path}: the allocation table and the metadata disagree on the empty values.")
@@ -312,7 +329,10 @@ def _claim(path: Path, pointers: Any, filled: Any, table: Any, used: NDArray[np.
     return table["size"][at]
 
 
-def _check_sizes(path: Path, field: Field, values: Any, sizes: NDArray[np.uint64]) -> None:
+def check_sizes(
+    path: Path, field: Field, values: Any, sizes: NDArray[np.uint64], numbers: NDArray[np.int64] | None = None
+) -> None:
+    """Reject values of samples, these `numbers` or all, whose data cannot have the length in bytes that it has."""
     if field.kind == "rgb_image":
         mode, lengths = values["mode"], values["width"].astype(np.uint64) * values["height"] * np.uint64(3)
         wrong = (lengths == 0) | (mode > MODE_RAW) | ((mode == MODE_RAW) & (sizes != lengths))
@@ -321,19 +341,22 @@ def _check_sizes(path: Path, field: Field, values: Any, sizes: NDArray[np.uint64
         lengths = np.full(len(values), field.nbytes, dtype=np.uint64) if is_array else values["size"]
         wrong = sizes != lengths
     if wrong.any():
-        sample = int(np.argmax(wrong))
-        content = f"{field.name!r} is {field} of {lengths[sample]}"
+        at = int(np.argmax(wrong))
+        content = f"{field.name!r} is {field} of {lengths[at]}"
         if field.kind == "rgb_image":
-            row = values[sample]
+            row = values[at]
             content = f"mode {row['mode']}, {row['width']} × {row['height']} pixels"
-        reason = f"sample {sample} has {content} in {sizes[sample]} bytes, which is impossible"
+        sample = at if numbers is None else numbers[at]
+        reason = f"sample {sample} has {content} in {sizes[at]} bytes, which is impossible"
         raise BetonError(f"{path}: {reason}.")
 
 
-def check_numbers(path: Path, column: Column, classes: int) -> None:
-    """Reject impossible labels, such as ints read as floats because one bit of a type flipped."""
-    labels = column.values
-    if column.field.kind == "int":
+def check_numbers(
+    path: Path, kind: str, labels: Any, classes: int, numbers: NDArray[np.int64] | None = None
+) -> None:
+    """Reject impossible labels, such as ints read as floats because one bit of a type flipped; of samples, these
+    `numbers` or all."""
+    if kind == "int":
         bad = (labels < -(1 << 31)) | (labels >= (1 << 31))
         if classes:
             bad |= (labels < 0) | (labels >= classes)
@@ -343,7 +366,8 @@ def check_numbers(path: Path, column: Column, classes: int) -> None:
         bad = (labels != 0) & ~((np.abs(labels) >= tiny) & (np.abs(labels) <= largest))
         allowed = "a number that fits float32"
     if bad.any():
-        sample = int(np.argmax(bad))
+        at = int(np.argmax(bad))
+        sample = at if numbers is None else numbers[at]
         raise BetonError(
-            f"{path}: sample {sample} has the label {labels[sample]}, which is not {allowed}. Convert the data again."
+            f"{path}: sample {sample} has the label {labels[at]}, which is not {allowed}. Convert the data again."
         )

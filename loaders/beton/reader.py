@@ -22,9 +22,10 @@ from ...common.storage.cache import Remote, local_copy
 from ...common.storage.files import renames_held, wait_for_renames
 from ..native import jpegs
 from .image_modes import mode_of
-from .layout import MODE_RAW, Column, check_numbers, fetch_tables, read_columns
-from .manifest import manifest_path, read_manifest
+from .layout import MODE_RAW, Column, Field, check_numbers, fetch_tables, read_columns
+from .manifest import Blocks, manifest_path, read_head, read_manifest
 from .open_file import ChangedError, OpenFile
+from .tables import Rows, Tables
 from .targets import decode_mask
 
 _ATTEMPTS = 5  # to open a file that conversions may be replacing
@@ -46,7 +47,7 @@ class Beton:
         label_name: the label's field: the one named `label`, else the first int, float or ndarray, else the first
             bytes, which are masks.
         page_size: in bytes.
-        manifest: the manifest's content; empty if there is none.
+        manifest: the manifest's content, without its checksums and digests; empty if there is none.
         checksums: `(N,)` CRC-32 of each sample when it was converted; None without a manifest.
 
     Example::
@@ -74,9 +75,20 @@ class Beton:
     page_size: int
     manifest: dict[str, Any]
     checksums: NDArray[np.uint32] | None
+    tables: Tables | None = None  # of a large file: the arrays above are read from them when they are indexed
 
     def __len__(self) -> int:
         return len(self.modes)
+
+    def rows(self, indices: NDArray[np.int64]) -> Rows:
+        """Return what the native core has to know of the samples `indices` `(n,)`."""
+        if self.tables is not None:
+            return self.tables.images(list(self.columns).index(self.image_name), indices)
+        return Rows(
+            np.full(len(indices), self.file.descriptor, np.int32), self.modes[indices].astype(np.int32),
+            self.widths[indices], self.heights[indices], self.pointers[indices], self.sizes[indices],
+            (self.file,),
+        )  # fmt: skip
 
     @property
     def data(self) -> NDArray[np.uint8]:
@@ -297,7 +309,7 @@ class Beton:
     def num_classes(self) -> int:
         """Number of classes; see `count_classes`. Of masks without class names 0: it is not known."""
         masks = self.label_name in self.targets
-        return len(self.classes) if masks else count_classes(self.classes, self.labels)
+        return len(self.classes) if masks or self.classes else count_classes([], self.labels)
 
 
 def count_classes(names: Sequence[str], labels: NDArray[Any]) -> int:
@@ -310,7 +322,7 @@ def count_classes(names: Sequence[str], labels: NDArray[Any]) -> int:
     return int(labels.max()) + 1 if labels.dtype.kind in "iub" else 1
 
 
-def open_beton(path: str | Path, remote: Remote = Remote()) -> Beton:  # noqa: B008  frozen
+def open_beton(path: str | Path, remote: Remote = Remote(), most: int | None = None) -> Beton:  # noqa: B008  frozen
     """Open and validate a `.beton` file; nothing is decoded yet.
 
     Checks every number that reading relies on: positions are inside the file; allocations exist, belong to the
@@ -321,6 +333,8 @@ def open_beton(path: str | Path, remote: Remote = Remote()) -> Beton:  # noqa: B
         path: the file, or its address, such as `s3://bucket/train.beton`: then its tables are fetched here, and samples
             when they are read; see `load(patience=)`.
         remote: the folder of local copies, its limit, and the patience with servers.
+        most: a file with more samples is checked sample by sample when they are used, if its manifest has digests by
+            block. Default None: all is checked now.
 
     Raises:
         BetonError: naming the file, what is wrong, and where.
@@ -337,13 +351,13 @@ def open_beton(path: str | Path, remote: Remote = Remote()) -> Beton:  # noqa: B
     for _ in range(_ATTEMPTS - 1):
         before = _identities(path)
         try:
-            return _open(path, remote.patience)
+            return _open(path, remote.patience, most)
         except BetonError:
             wait_for_renames(path)
             if _identities(path) == before:
                 raise  # nobody replaced the files in the meantime
     with renames_held(path):  # writers that replace the files faster than they are read wait for this one
-        return _open(path, remote.patience)
+        return _open(path, remote.patience, most)
 
 
 def _identities(path: Path) -> list[tuple[int, int] | None]:
@@ -358,10 +372,14 @@ def _identities(path: Path) -> list[tuple[int, int] | None]:
     return identities
 
 
-def _open(path: Path, patience: float) -> Beton:
+def _open(path: Path, patience: float, most: int | None) -> Beton:
     try:
-        header, fields, field, label = fetch_tables(path, patience)
+        header, fields, field, label = fetch_tables(path, patience, most)
         file = OpenFile(path, patience)
+        samples = int(header["num_samples"])
+        large = most is not None and samples > most
+        if large and (head := read_head(path, file, header, fields)) is not None:
+            return _open_lazily(path, file, header, fields, (field, label), head)
         columns = read_columns(path, file, header, fields)
         manifest, checksums = read_manifest(path, file, header, fields)
     except OSError as error:
@@ -370,7 +388,7 @@ def _open(path: Path, patience: float) -> Beton:
             raise exhaustion(error, wanted) from error
         raise BetonError(f"{path} cannot be read: {error.strerror or error}.") from error
     if not label.allocated:
-        check_numbers(path, columns[label.name], len(manifest.get("classes", [])))
+        check_numbers(path, label.kind, columns[label.name].values, len(manifest.get("classes", [])))
     image = columns[field.name]
     # Contiguous, as the compiled loader requires
     if field.kind == "rgb_image":
@@ -378,10 +396,30 @@ def _open(path: Path, patience: float) -> Beton:
     else:
         modes = np.full(len(image.values), MODE_RAW, dtype=np.uint8)
         heights, widths = (np.full(len(modes), side, dtype=np.uint16) for side in field.shape[:2])
+    return _beton(path, file, header, (field, label), columns, (modes, widths, heights), manifest, checksums)
+
+
+def _open_lazily(
+    path: Path, file: OpenFile, header: Any, fields: list[Field], parts: tuple[Field, Field],
+    head: tuple[dict[str, Any], Blocks, int],
+) -> Beton:  # fmt: skip
+    manifest, blocks, lines = head
+    field, label = parts
+    tables = Tables(path, file, header, fields, label, len(manifest["classes"]), blocks, lines)
+    images = tables.image_columns(fields.index(field))
+    return _beton(path, file, header, parts, tables.columns(), images, manifest, tables.checksums(), tables)
+
+
+def _beton(
+    path: Path, file: OpenFile, header: Any, parts: tuple[Field, Field], columns: dict[str, Column],
+    images: Sequence[Any], manifest: dict[str, Any], checksums: Any, tables: Tables | None = None,
+) -> Beton:  # fmt: skip
+    (field, label), (modes, widths, heights) = parts, images
+    image = columns[field.name]
     return Beton(
         path=path, file=file, image_name=field.name,
         channels=3 if field.kind == "rgb_image" else (*field.shape, 1)[2], depth=8 * field.dtype.itemsize,
         modes=modes, widths=widths, heights=heights, pointers=image.pointers, sizes=image.sizes,
         columns=columns, label_name=label.name, page_size=int(header["page_size"]),
-        manifest=manifest, checksums=checksums,
+        manifest=manifest, checksums=checksums, tables=tables,
     )  # fmt: skip

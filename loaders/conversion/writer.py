@@ -17,7 +17,7 @@ from ...common.errors import DataError
 from ...common.storage.files import atomic_files
 from ..beton import layout
 from ..beton.layout import Field
-from ..beton.manifest import manifest_path, seal, write_manifest
+from ..beton.manifest import Blocks, manifest_path, seal, write_manifest
 from .encode import Encoded
 from .values import Colors, Stored
 
@@ -181,7 +181,7 @@ def write_betons(
             pages = Pages(layout.tables_end(share, fields) + layout.SEAL_BYTES)
             _write_samples(file, itertools.islice(rest, share), share, pages, columns, part)
             columns.check_classes(len(about["classes"]))
-            tables, digest = _write_tables(file, columns, pages)
+            tables, digest, blocks = _write_tables(file, columns, pages)
             # With the seal before, so that files of different conversions are never read as one data set.
             shard = {"number": number, "of": len(outs), "follows": follows}
             manifest = {
@@ -195,6 +195,7 @@ def write_betons(
                 **({"shard": shard} if len(outs) > 1 else {}),
                 "tables_crc32": tables,
                 "seal": (follows := digest.hex()),
+                "blocks": blocks.to_json(digest),
             }
             write_manifest(manifest_file, manifest, columns.checksums)
             written.fields = manifest["fields"]
@@ -232,8 +233,9 @@ def _listed(colors: Mapping[str, Colors]) -> dict[str, list[str]]:
     }
 
 
-def _write_tables(file: BinaryIO, columns: Columns, pages: Pages) -> tuple[int, bytes]:
-    """Write allocation table, fields, metadata, seal and, last, the header; return the tables' CRC-32 and the seal."""
+def _write_tables(file: BinaryIO, columns: Columns, pages: Pages) -> tuple[int, bytes, Blocks]:
+    """Write allocation table, fields, metadata, seal and, last, the header; return the tables' CRC-32, the seal and the
+    digests by block."""
     count = len(columns.fields)
     fields = np.stack([field.descriptor() for field in columns.fields])
     header = np.array([(layout.VERSION, count, pages.size, len(columns), pages.end)], dtype=layout.HEADER)
@@ -252,4 +254,4 @@ def _write_tables(file: BinaryIO, columns: Columns, pages: Pages) -> tuple[int, 
     ):
         file.seek(position)
         file.write(part.view(np.uint8).data)
-    return crc, digest
+    return crc, digest, Blocks.of(header.tobytes() + fields.tobytes(), metadata, table, columns.checksums)

@@ -56,7 +56,7 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
             if self._identities is not None:
                 opened.require_identities(self._identities)
             # Set last: a worker continues after an error, and must not read from a file that was rejected.
-            self._beton, self._identities = opened, [one.file.identity for one in opened.files]
+            self._beton, self._identities = opened, list(opened.identities)
         return self._beton
 
     def __getstate__(self) -> dict[str, Any]:

@@ -21,9 +21,11 @@ from ..beton.data_set import BetonFiles
 from ..beton.image_modes import RGB, channels_text
 from ..beton.layout import MODE_JPEG
 from ..beton.open_file import ChangedError
+from ..beton.tables import Rows
 from ..native import jpegs, library
 from ..native.stop import Stop, Stopped
-from ..options import LoaderOptions, fill_color
+from ..options import LoaderOptions, check_sizes, fill_color
+from ..order.batches import taken
 from . import augmentation, draws
 from .augmentation import REPLACEMENT
 from .moving import MovingTargets
@@ -53,10 +55,11 @@ class BatchRequest:
     """A batch of n samples to load, and the images to make of them."""
 
     indices: NDArray[np.int64]
+    rows: Rows
     keys: NDArray[np.uint64]
     draws: tuple[Draw, ...]  # one per group of views
     epoch: int
-    among: NDArray[np.int64]  # the samples that may take the place of one that cannot be decoded
+    among: NDArray[np.int64] | range  # the samples that may take the place of one that cannot be decoded
     targets: dict[str, Any]  # by name, those that move with the images; see `MovingTargets.empty`
     stop: Stop = field(default_factory=Stop)
     # The samples that could not be decoded (on_error="skip"); `indices` has those in their places.
@@ -180,14 +183,11 @@ class Decoder:
         for views, own in settings.groups:
             self._groups.append(Group(own, first, views, operations, kind))
             first += views
-        self._heights, self._widths = beton.heights.astype(np.int64), beton.widths.astype(np.int64)
-        self._largest = int((self._heights * self._widths).max()) * self._pixel  # bytes of pixels
-        self._longest = int(beton.sizes[beton.modes == MODE_JPEG].max(initial=1))  # bytes of a JPEG
-        columns = (
-            beton.descriptors, beton.modes.astype(np.int32), beton.widths, beton.heights, beton.pointers, beton.sizes
-        )  # fmt: skip
-        self._samples = library.Samples(*map(library.address, columns), beton.channels, beton.depth // 8)
-        self._columns = columns  # keeps their memory
+        known = beton.known
+        self._largest = (
+            int((known.heights.astype(np.int64) * known.widths).max()) * self._pixel
+        )  # bytes of pixels
+        self._longest = int(known.sizes[known.modes == MODE_JPEG].max(initial=1))  # bytes of a JPEG
         self.part = max(_PART // (self._pixel * settings.sample_pixels), 1)
         self.coefficient_bytes = library.MOST_MEMORY  # of a JPEG with several scans, for each thread
         self._workspaces = Workspaces()
@@ -208,7 +208,10 @@ class Decoder:
             for group in self._groups
         ]  # fmt: skip
         native = self._core.dt_workspace_bytes(
-            self._samples, len(self._beton), (library.Views * len(views))(*views), len(views)
+            self._samples(self._beton.known),
+            len(self._beton.known),
+            (library.Views * len(views))(*views),
+            len(views),
         )
         # Besides the native core's: images for FFCV's operations, and one before it is placed.
         further = [
@@ -220,19 +223,28 @@ class Decoder:
         ]  # fmt: skip
         return int(native) + max(further)
 
+    def _samples(self, rows: Rows) -> library.Samples:
+        """Return the rows for the native core; they must live as long as it works with them."""
+        columns = map(library.address, rows.columns)
+        return library.Samples(*columns, self._beton.channels, self._beton.depth // 8)
+
     def request(
         self, numbers: NDArray[np.int64], epoch: int, images: Sequence[torch.Tensor],
-        among: NDArray[np.int64], targets: dict[str, Any], stop: Stop | None = None,
+        among: NDArray[np.int64] | range, targets: dict[str, Any], stop: Stop | None = None,
     ) -> BatchRequest:  # fmt: skip
         """Return what loads the samples `numbers` `(n,)` of that epoch into `images`, one per group of views, and
         `targets`. A number is an index; the number of all samples is added for each repetition in an epoch."""
         keys, indices = draws.sample_keys(self._settings.seed, epoch, numbers), numbers % len(self._beton)
-        sizes = self._heights[indices], self._widths[indices]
+        rows = self._beton.rows(indices)
+        sizes = rows.heights.astype(np.int64), rows.widths.astype(np.int64)
+        if self._beton.lazy and self._settings.train:
+            for group in self._groups:
+                check_sizes(group.settings, *sizes, self._beton.name, indices)
         drawn = tuple(
             group.draw(keys, numbers, epoch, sizes, own)
             for group, own in zip(self._groups, images, strict=True)
         )
-        return BatchRequest(indices, keys, drawn, epoch, among, targets, stop or Stop())
+        return BatchRequest(indices, rows, keys, drawn, epoch, among, targets, stop or Stop())
 
     def load(self, request: BatchRequest, part: slice) -> None:
         """Load one chunk of the batch; errors name the sample. Raises Stopped if the request's flag is set."""
@@ -259,7 +271,7 @@ class Decoder:
         if (failure := self._failure(workspace, request, alone)) is None:
             return
         draw = draws.uniforms(request.keys[alone], REPLACEMENT, _REPLACEMENTS)[0]
-        for number in request.among[(draw * len(request.among)).astype(np.int64)]:
+        for number in taken(request.among, (draw * len(request.among)).astype(np.int64)):
             images = [draw.images[alone] for draw in request.draws]
             targets = {name: values[alone] for name, values in request.targets.items()}
             numbers = np.array([number])
@@ -280,15 +292,16 @@ class Decoder:
             group.part(draw, part, draw.images[part])
             for group, draw in zip(self._groups, request.draws, strict=True)
         ]
+        rows = request.rows.part(part)
         if self._groups[0].operations is None:
-            self._decode(workspace, parts, indices, request.stop)
+            self._decode(workspace, parts, indices, rows, request.stop)
         else:
-            self._decode_and_operate(workspace, parts, indices, request.stop)
+            self._decode_and_operate(workspace, parts, indices, rows, request.stop)
         if self.targets.kinds:
             self.targets.load(request.targets, indices, request.draws[0].choices, part)
 
     def _decode_and_operate(
-        self, workspace: int, parts: list[_Part], indices: NDArray[np.int64], stop: Stop
+        self, workspace: int, parts: list[_Part], indices: NDArray[np.int64], rows: Rows, stop: Stop
     ) -> None:
         """Load the samples; apply FFCV's operations to their levels, before CutOut and the dtype."""
         levels = []
@@ -299,7 +312,7 @@ class Decoder:
             if images.dtype != torch.uint8:
                 images = torch.empty(images.shape, dtype=torch.uint8)
             levels.append(_Part(part.group, choices, part.keys, images))
-        self._decode(workspace, levels, indices, stop)
+        self._decode(workspace, levels, indices, rows, stop)
         for part, level in zip(parts, levels, strict=True):
             images, group = level.images.flatten(0, 1), part.group
             assert group.operations is not None
@@ -308,13 +321,15 @@ class Decoder:
             self._core.dt_finish(made, part.choices, len(images), images.data_ptr(), part.images.data_ptr())
 
     def _decode(
-        self, workspace: int, parts: list[_Part], indices: NDArray[np.int64], stop: Stop, again: bool = False
-    ) -> None:
+        self, workspace: int, parts: list[_Part], indices: NDArray[np.int64], rows: Rows, stop: Stop,
+        again: bool = False,
+    ) -> None:  # fmt: skip
         status = np.empty(len(indices), dtype=np.int32)
         crcs = np.zeros(len(indices), dtype=np.uint32) if self._settings.verify else None
         views = (library.Views * len(parts))(*(part.views() for part in parts))
+        places = np.arange(len(indices))  # in the rows
         self._core.dt_load(
-            workspace, self._samples, library.address(indices), len(indices), views, len(parts),
+            workspace, self._samples(rows), library.address(places), len(indices), views, len(parts),
             stop.limits(self.coefficient_bytes), library.address(crcs), status.ctypes.data,
         )  # fmt: skip
         if stop.is_set:
@@ -325,7 +340,7 @@ class Decoder:
                 beton, own = self._beton.locate(index)
                 beton.require_unchanged(own)  # raises; or has fetched a sample of a remote file again
             if not again:
-                self._decode(workspace, parts, indices, stop, again=True)
+                self._decode(workspace, parts, indices, rows, stop, again=True)
                 return
         if status.any():
             at = int(np.argmax(status))
@@ -340,7 +355,7 @@ class Decoder:
             disagree = "its JPEG header and the file's metadata disagree on the size"
             return beton.sample_error(own, disagree if status == library.WRONG_SIZE else "it cannot be read")
         limits = stop.limits(self.coefficient_bytes)
-        message = jpegs.complaint(stored, int(self._widths[index]), int(self._heights[index]), limits)
+        message = jpegs.complaint(stored, int(beton.widths[own]), int(beton.heights[own]), limits)
         if status == library.TOO_LARGE:
             return DataError(
                 f"{self._beton.name}: sample {index} cannot be decoded: {message}. Such a JPEG, progressive or in "

@@ -166,9 +166,8 @@ class MovingTargets:
     def evaluated(self, indices: NDArray[np.int64]) -> dict[str, Any]:
         """Return those of the samples `indices` `(n,)` in evaluation, for which nothing is drawn, by name."""
         into = self.empty(len(indices), lambda shape, dtype: torch.empty(shape, dtype=dtype))
-        heights, widths = (
-            each[indices].astype(np.int64) for each in (self._beton.heights, self._beton.widths)
-        )
+        rows = self._beton.rows(indices)
+        heights, widths = rows.heights.astype(np.int64), rows.widths.astype(np.int64)
         choices = draw_choices(self._settings, np.zeros(len(indices), np.uint64), heights, widths)
         self.load(into, indices, choices, slice(0, len(indices)))
         return into

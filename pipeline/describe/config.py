@@ -91,7 +91,7 @@ class DataConfig(ReadOptions, SampleOptions):
     (s3://bucket/train.beton), files that are one data set (train-{000..127}.beton), a data set by name (cifar10:train);
     or a mix of several, with their weights: {a.beton: 3, b.beton: 1}. Files of one data set, and of a mix, have the
     same fields and classes. An epoch of a mix has as many samples as all its data sets together, of each its share by
-    weight: `loaders.order.mixed`."""
+    weight: `loaders.order.epoch.mixed`."""
     val: Annotated[
         str | Files | None, SOURCE, Kind(lambda value: value is None, "None"), Check(_check_val), IN_WORDS
     ] = None

@@ -9,7 +9,7 @@ from typing import Any
 from ...common.errors import DataError, PlanError, first_of
 from ...common.storage.addresses import is_address
 from ...loaders.beton.layout import read_header
-from ...loaders.order import check_batch_size
+from ...loaders.order.batches import check_batch_size
 from ...loaders.selection import frequencies
 from ...loaders.sources import Files, Source, files_of
 from ..tasks.standard import Regression

@@ -35,7 +35,8 @@ from ..training.model_identity import difference, model_identity
 from .artifacts import FitJob
 
 _MODEL = "model"  # the fact with a checksum of what the model is
-_EDGE = 1 << 20  # bytes of a file's beginning and end that are compared
+_EDGE, _FILES = 1 << 20, 64  # bytes of a file's beginning and end that are compared, of so many files
+_LEAST = 1 << 12  # bytes, of each of more files: 100,000 take 0.8 GB and some seconds
 _LAG = 5.0  # seconds that a network file system may need to show a new file
 _REMOTE_LAG = 60.0  # seconds that rank 0 may need to write one to an address, with retries
 _OWN = (
@@ -96,15 +97,17 @@ def facts(plan: ResolvedPlan, job: FitJob) -> dict[str, str]:
 def digest(source: Source) -> str:
     """Return what distinguishes a data source from others, at once for any size."""
     files = files_of(source)
-    digests = [_digest(Path(file)) for file in files.names]
+    edge = max(min(_EDGE, _EDGE * _FILES // len(files.names)), _LEAST)
+    digests = [_digest(Path(file), edge) for file in files.names]
     if len(digests) == 1:
         return digests[0]
     weights = "" if files.weights is None else f", weights {', '.join(map('{:g}'.format, files.weights))}"
     return f"{len(digests)} files, CRC {zlib.crc32(' '.join(digests).encode()):08x}{weights}"
 
 
-def _digest(path: Path) -> str:
-    """A `.beton` file ends with a digest of all its samples, and begins with the labels and positions."""
+def _digest(path: Path, edge: int) -> str:
+    """A `.beton` file ends with the places of its samples, and begins with labels and sizes: compare so many bytes of
+    both."""
     if (mirror := Mirror.at(path)) is not None:
         return f"{mirror.size:,} bytes, {mirror.version}"
     if path.is_dir():
@@ -113,9 +116,9 @@ def _digest(path: Path) -> str:
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
-        crc = zlib.crc32(file.read(_EDGE))
-        file.seek(max(size - _EDGE, 0))
-        return f"{size:,} bytes, CRC {zlib.crc32(file.read(_EDGE), crc):08x}"
+        crc = zlib.crc32(file.read(edge))
+        file.seek(max(size - edge, 0))
+        return f"{size:,} bytes, CRC {zlib.crc32(file.read(edge), crc):08x}"
 
 
 @contextmanager

@@ -33,6 +33,7 @@ SMALL: dict[str, list[str]] = {
     ),
     "raw_bandwidth": ["--images", "64", "--rounds", "2"],
     "revisions": ["photos", "--base", "HEAD", "--rounds", "2"],
+    "scale": ["--rounds", "2", "--most", "200000", "--ranks", "100"],
     "strategies": ["--rounds", "2", "--steps", "1", "--ranks", "1"],
     "targets": ["photos", "--rounds", "2"],
     "threads": ["--synthetic", "--rounds", "2", "--workers", "1", "2", "--images", "1024"],

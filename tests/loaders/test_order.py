@@ -10,7 +10,9 @@ from drivetrain.common.errors import DataError
 from drivetrain.common.options.config import options_of
 from drivetrain.loaders import FFCVLoader, TorchLoader
 from drivetrain.loaders.options import LoaderOptions
-from drivetrain.loaders.order import WINDOW, epoch_batches, rank_slice
+from drivetrain.loaders.order.arrays import array_order
+from drivetrain.loaders.order.batches import WINDOW, Shares, last_batch
+from drivetrain.loaders.order.epoch import in_runs, shuffled, unshuffled
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -128,10 +130,9 @@ def test_the_last_batch_of_the_defect() -> None:
     """33 samples, batch 16, 2 ranks were [8, 8, 1] and [8, 8, 0], whose mean loss is NaN."""
 
     def sizes(**options: Any) -> list[list[int]]:
-        batches = epoch_batches(
-            np.arange(33), order="random", seed=0, epoch=0, batch_size=16, world_size=2, **options
-        )
-        return [[len(rank_slice(batch, rank, 2)) for batch in batches] for rank in (0, 1)]
+        last = last_batch(33, 16, **{"pad_last": False, "train": True, "world_size": 2, **options})
+        order = shuffled(unshuffled(range(33)), seed=0, epoch=0)
+        return [[len(share) for share in Shares(order, 16, last, rank, 2)] for rank in (0, 1)]
 
     assert sizes(drop_last=True) == [[8, 8], [8, 8]]
     assert sizes(drop_last=False) == [[8, 8, 1], [8, 8, 1]]
@@ -186,25 +187,34 @@ def test_quasi_random_order_goes_by_stretches_of_pages(data: st.DataObject) -> N
     batch = data.draw(st.integers(1, 8), label="batch")
     indices = np.array(data.draw(st.permutations(range(samples)), label="indices"))[: samples // 2 + 1]
     pages = np.arange(samples) // per_page
-    batches = epoch_batches(
-        indices, order="quasi_random", seed=1, epoch=data.draw(st.integers(0, 9)), batch_size=batch,
-        drop_last=False, pages=pages,
-    )  # fmt: skip
-    found = np.concatenate(batches)
+    options = {"seed": 1, "epoch": data.draw(st.integers(0, 9))}
+    if data.draw(st.booleans(), label="of version 1"):
+        order = array_order(indices, order="quasi_random", **options, batch_size=batch, pages=pages)
+    else:
+        indices = np.sort(indices)
+        pages[indices] = np.arange(len(indices)) // per_page
+        order = in_runs(unshuffled(indices), **options, block=per_page, window=WINDOW * batch)
+    found = order.at(np.arange(order.count))
     assert sorted(found) == sorted(indices)
-    assert [len(one) for one in batches[:-1]] == [batch] * (len(batches) - 1)
     places = {page: np.flatnonzero(pages[found] == page) for page in set(pages[indices].tolist())}
     for where in places.values():  # a page lies within one stretch of 16 batches, or a page more
         assert where.max() - where.min() < WINDOW * batch + per_page
 
 
-def test_quasi_random_order_mixes_and_changes() -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_quasi_random_order_mixes_and_changes(version: int) -> None:
     pages = np.arange(1000) // 10
-    options: dict[str, Any] = {"order": "quasi_random", "seed": 4, "batch_size": 5, "drop_last": False}
-    first, second, same = (
-        np.concatenate(epoch_batches(np.arange(1000), epoch=number, pages=pages, **options))
-        for number in (0, 1, 0)
-    )
+
+    def epoch_of(number: int) -> Any:
+        if version == 1:
+            order = array_order(
+                np.arange(1000), order="quasi_random", seed=4, epoch=number, batch_size=5, pages=pages
+            )
+        else:
+            order = in_runs(unshuffled(range(1000)), seed=4, epoch=number, block=10, window=WINDOW * 5)
+        return order.at(np.arange(1000))
+
+    first, second, same = (epoch_of(number) for number in (0, 1, 0))
     assert np.array_equal(first, same)
     assert not np.array_equal(first, second)
     per_batch = [len(set(pages[first[start : start + 5]])) for start in range(0, 1000, 5)]
@@ -292,6 +302,7 @@ def test_resuming_then_the_next_epoch_is_whole(photos: Path) -> None:
             "batch_size": 4,
             "samples": 18,
             "order": "random",
+            "order_version": 2,
             "batches": 5,
         }
 
@@ -326,6 +337,36 @@ def test_state_of_another_loader(numbered: Path, kind: Any, change: dict[str, An
     with pytest.raises(DataError, match="epoch=None"):
         made.load_state_dict({})
     assert made.state_dict() == before
+
+
+@pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
+def test_a_state_of_an_older_version_keeps_its_order(numbered: Path, kind: Any) -> None:
+    """The order of version 1 is NumPy's permutation, recorded here; new runs have that of version 2."""
+    options = {"batch_size": 4, "image_size": SIDE, "workers": 0 if kind is TorchLoader else 1, "seed": 3}
+    first = [np.random.default_rng([3, number]).permutation(COUNT).tolist() for number in (1, 2)]
+    assert first[0][:8] == [13, 10, 11, 2, 20, 14, 9, 5]
+
+    def labels(made: Any) -> list[int]:
+        return [int(label) for _, batch in made for label in batch]
+
+    state = {"epoch": 1, "position": 2, "seed": 3, "batch_size": 4, "samples": COUNT, "order": "random"}
+    with kind(numbered, **options) as made:
+        made.load_state_dict(state)
+        assert made.order_version == made.state_dict()["order_version"] == 1
+        assert labels(made) == first[0][8:]
+        assert labels(made) == first[1]
+        saved = made.state_dict()
+    assert (saved["order_version"], saved["epoch"]) == (1, 2)
+    with kind(numbered, **options) as made:
+        made.load_state_dict(saved | {"position": 1, "batches": 6})
+        assert labels(made) == first[1][4:]
+    with kind(numbered, **options) as made:
+        assert made.order_version == made.state_dict()["order_version"] == 2
+        made.set_epoch(2)
+        assert sorted(found := labels(made)) == sorted(first[1])
+        assert found != first[1]
+        with pytest.raises(DataError, match="order_version=3, and this version of Drivetrain knows 1 to 2"):
+            made.load_state_dict(saved | {"order_version": 3})
 
 
 def test_a_last_batch_that_was_not_given_yet_is_not_lost(numbered: Path) -> None:

@@ -14,7 +14,8 @@ from drivetrain.common.errors import BetonError
 from drivetrain.common.storage.cache import Remote, local_copy
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
 from drivetrain.loaders.beton.data_set import open_files
-from drivetrain.loaders.order import epoch_batches, mixed
+from drivetrain.loaders.order.arrays import array_order, mixed_array
+from drivetrain.loaders.order.epoch import mixed, shuffled
 from drivetrain.loaders.sources import expand, files_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -147,13 +148,23 @@ def test_repetitions_within_an_epoch_differ(folder: Path) -> None:
     st.lists(st.tuples(st.integers(1, 40), st.floats(0.01, 100)), min_size=1, max_size=4),
     st.integers(0, 20),
     st.integers(0, 3),
+    st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_shares_and_turns_of_any_mix(sets: list[tuple[int, float]], epoch: int, seed: int) -> None:
+def test_shares_and_turns_of_any_mix(
+    sets: list[tuple[int, float]], epoch: int, seed: int, older: bool
+) -> None:
     bounds = np.cumsum([0, *(size for size, _ in sets)])
     parts = [np.arange(a, b) for a, b in itertools.pairwise(bounds)]
     weights, total = [weight for _, weight in sets], int(bounds[-1])
-    epochs = [mixed(parts, weights, seed=seed, epoch=e, samples=total) for e in range(epoch + 1)]
+    options: list[dict[str, int]] = [{"seed": seed, "epoch": number} for number in range(epoch + 1)]
+    if older:
+        epochs = [mixed_array(parts, weights, **each, samples=total) for each in options]
+        order = array_order(epochs[-1], order="random", **options[-1], batch_size=7)
+    else:
+        drawn = [mixed(parts, weights, **each, samples=total) for each in options]
+        epochs = [each.at(np.arange(each.count)) for each in drawn]
+        order = shuffled(drawn[-1], **options[-1])
     for part, weight in zip(parts, weights, strict=True):
         counts = [int(np.isin(one % total, part).sum()) for one in epochs]
         assert len(set(counts)) == 1
@@ -162,8 +173,7 @@ def test_shares_and_turns_of_any_mix(sets: list[tuple[int, float]], epoch: int, 
         times = {seen[index] for index in part.tolist()}
         assert max(times) - min(times) <= 1
     assert all(len(np.unique(one)) == len(one) == total for one in epochs)
-    batches = epoch_batches(epochs[-1], order="random", seed=seed, epoch=epoch, batch_size=7, drop_last=False)
-    assert sorted(np.concatenate(batches)) == sorted(epochs[-1])
+    assert sorted(order.at(np.arange(order.count))) == sorted(epochs[-1])
 
 
 def test_selected_samples_of_a_mix(folder: Path) -> None:

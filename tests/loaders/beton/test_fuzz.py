@@ -40,10 +40,10 @@ class Reader:
         assert self.process.stdout is not None
         self._selector.register(self.process.stdout, selectors.EVENT_READ)
 
-    def read(self, path: Path, verified: bool, limit: float = LIMIT) -> dict[str, Any]:
+    def read(self, path: Path, how: str, limit: float = LIMIT) -> dict[str, Any]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(f"{'verified' if verified else 'plain'} {path}\n")
+        self.process.stdin.write(f"{how} {path}\n")
         self.process.stdin.flush()
         if not self._selector.select(limit):
             raise AssertionError(f"{path} hangs for {limit} s")
@@ -213,20 +213,21 @@ def judge(mutant: Mutant, answer: dict[str, Any], sound: list[Any], verified: bo
 
 @pytest.mark.process
 @pytest.mark.parametrize("mutants", [30, pytest.param(400, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("verified", [False, True], ids=["alone", "with-manifest"])
+@pytest.mark.parametrize("how", ["plain", "verified", "lazy"])
 def test_damage_is_refused_or_harmless(
-    original: Path, reader: Reader, tmp_path: Path, verified: bool, mutants: int
+    original: Path, reader: Reader, tmp_path: Path, how: str, mutants: int
 ) -> None:
+    verified = how != "plain"
     beton, path = open_beton(original), tmp_path / "mutant.beton"
     outcomes: Counter[str] = Counter()
-    sound = reader.read(original, verified, limit=100)["samples"]
+    sound = reader.read(original, how, limit=100)["samples"]
     assert [label for label, _, _ in sound] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     if verified:
         shutil.copy(manifest_path(original), manifest_path(path))
-    for mutant in make_mutants(beton, mutants, seed=2 + verified):
+    for mutant in make_mutants(beton, mutants, seed=2 + verified + (how == "lazy")):
         path.unlink(missing_ok=True)
         subprocess.run(["cp", "--sparse=always", original, path], check=True, timeout=10)
         mutant.apply(path)
-        outcomes[judge(mutant, reader.read(path, verified), sound, verified)] += 1
+        outcomes[judge(mutant, reader.read(path, how), sound, verified)] += 1
     assert outcomes["refused"] > 0.3 * mutants, outcomes  # else the mutants do not reach what they should
     assert outcomes["identical"] > 0.05 * mutants, outcomes

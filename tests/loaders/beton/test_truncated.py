@@ -204,6 +204,6 @@ def test_emptied_while_it_is_opened(photos: Path, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(reader, "fetch_tables", emptying)
     with pytest.raises(BetonError, match=r"is truncated: .* the file has 0"):
-        reader._open(path, 1.0)
+        reader._open(path, 1.0, None)
     with pytest.raises(BetonError, match="0 bytes"):
         open_beton(path)

@@ -1,0 +1,88 @@
+"""The order of an epoch, version 2: the sample at each position is computed by itself, so that a rank of ten thousand
+computes its share, and holds some thousand of it at a time, whatever the size of the data set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .batches import Indices, Order, shares, taken
+from .permutation import key_of, permuted, subkeys
+
+NEWEST = 2
+"""The version of the order of new runs. A loader's state has its own; without one, it is 1 (`arrays`)."""
+
+_SHUFFLE, _WITHIN, _BLOCKS, _MIX = range(4)  # uses of one seed and epoch
+
+
+def unshuffled(samples: Indices | range) -> Order:
+    """Return the samples, `(n,)` or a range with step 1, in their own order."""
+    return Order(len(samples), lambda positions: taken(samples, positions))
+
+
+def shuffled(given: Order, *, seed: int, epoch: int) -> Order:
+    """Return the samples in random order."""
+    key = key_of(seed, epoch, purpose=_SHUFFLE)
+    return Order(given.count, lambda positions: given.at(permuted(positions, given.count, key)))
+
+
+def in_runs(given: Order, *, seed: int, epoch: int, block: int, window: int) -> Order:
+    """Return the samples block by block in random order, mixed among the blocks of about `window` samples.
+
+    A block is so many samples that follow each other in the file; the last one may be shorter, and comes anywhere.
+    """
+    n, block = given.count, min(block, given.count)
+    blocks = -(-n // block)
+    each = -(-window // block)  # blocks in a window
+    within, among = (key_of(seed, epoch, purpose=use) for use in (_WITHIN, _BLOCKS))
+    # The slot of the last block, among those of all blocks, and by how much it is shorter.
+    slot, missing = int(among) % blocks, blocks * block - n
+
+    def start(slots: Indices) -> Indices:
+        return slots * block - missing * (slots > slot)
+
+    def slots_of(positions: Indices) -> Indices:
+        return (positions + missing * (positions >= (slot + 1) * block - missing)) // block
+
+    def at(positions: Indices) -> Indices:
+        first = slots_of(positions) // each * each
+        starts = start(first)
+        sizes = start(np.minimum(first + each, blocks)) - starts
+        keys, moved = subkeys(within, first), positions - starts
+        for size in np.unique(sizes).tolist():  # all but two windows have the same
+            here = sizes == size
+            moved[here] = permuted(moved[here], size, keys[here])
+        moved += starts
+        slots = slots_of(moved)
+        numbers = np.full_like(slots, blocks - 1)
+        full = slots != slot
+        numbers[full] = permuted(slots[full] - (slots[full] > slot), max(blocks - 1, 1), among)
+        return given.at(numbers * block + moved - start(slots))
+
+    return Order(n, at)
+
+
+def mixed(
+    parts: Sequence[Indices | range], weights: Sequence[float], *, seed: int, epoch: int, samples: int
+) -> Order:
+    """Return the samples of one epoch of a mix, to be shuffled: each data set in `parts` has its exact share by weight,
+    and goes through its samples in random order again and again, across epochs.
+
+    Each repetition of a sample in an epoch is a multiple of `samples` higher, for an augmentation of its own.
+    """
+    counts = shares(sum(map(len, parts)), weights)
+    ends = np.cumsum(counts)
+
+    def at(positions: Indices) -> Indices:
+        found = np.empty_like(positions)
+        numbers = np.searchsorted(ends, positions, side="right")
+        for number in np.unique(numbers).tolist():
+            part, count, here = parts[number], counts[number], numbers == number
+            before, start = divmod(epoch * count, len(part))  # rounds of it, and the place in the next one
+            turns, places = np.divmod(positions[here] - (ends[number] - count) + start, len(part))
+            keys = subkeys(key_of(seed, number, purpose=_MIX), turns, before)
+            found[here] = taken(part, permuted(places, len(part), keys)) + turns * samples
+        return found
+
+    return Order(int(ends[-1]), at)
