@@ -1,7 +1,6 @@
 """Run `drivetrain` in separate processes."""
 
 import io
-import json
 import os
 import sys
 import warnings
@@ -16,25 +15,6 @@ from drivetrain.pipeline.apps.cli.app import main, program
 from pipeline_data import CLASSES, Toy
 
 ENVIRONMENT = {**os.environ, "COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
-
-# Runs commands one after another in one process, because starting one takes seconds.
-SEVERAL = """
-import contextlib, io, json, sys
-commands, blocked = json.loads(sys.argv[1])
-sys.modules.update(dict.fromkeys(blocked))
-from drivetrain.pipeline.apps.cli.app import main
-ends = []
-for command in commands:
-    sys.argv[:] = ["drivetrain", *command]
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        try:
-            main()
-        except SystemExit as end:
-            code = end.code or 0
-    ends.append((code, out.getvalue(), err.getvalue()))
-print(json.dumps(ends))
-"""
-
 
 _CONTEXT = click.Context(program)
 COMMANDS: dict[str, click.Command] = {
@@ -54,10 +34,10 @@ class End(NamedTuple):
         return self.err
 
 
-def run(*command: str, cwd: Path | None = None) -> End:
+def run(*command: str, cwd: Path | None = None, **variables: str) -> End:
     """One command, by the installed program, whose own folder is not on Python's path."""
     program = Path(sys.executable).with_name("drivetrain")
-    done = process_state.run(str(program), *command, env=ENVIRONMENT, cwd=cwd)
+    done = process_state.run(str(program), *command, env=ENVIRONMENT | variables, cwd=cwd)
     return End(done.returncode, done.stdout, done.stderr)
 
 
@@ -83,13 +63,6 @@ def call_several(*commands: list[str]) -> list[End]:
         for name in ("COLUMNS", "NO_COLOR", "TERM"):
             patch.setenv(name, ENVIRONMENT[name])
         return [call(*command) for command in commands]
-
-
-def run_several(*commands: list[str], blocked: tuple[str, ...] = ()) -> list[End]:
-    """Several commands in one process, in which the `blocked` modules cannot be imported."""
-    several = sys.executable, "-c", SEVERAL, json.dumps([commands, blocked])
-    printed = process_state.output_of(*several, env=ENVIRONMENT)
-    return [End(*end) for end in json.loads(printed.splitlines()[-1])]
 
 
 def parsed(command: str, *arguments: str) -> dict[str, Any]:

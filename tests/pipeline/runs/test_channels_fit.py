@@ -142,8 +142,8 @@ def test_four_channels(tmp_path: Path) -> None:
     assert len(result.predict([four[0], Image.fromarray(four[1]), Image.fromarray(images[2])])) == 3
 
 
-def test_inputs_of_earlier_runs_are_rgb() -> None:
+def test_inputs_of_earlier_runs_are_rgb_and_central_crops() -> None:
     saved = {"image_size": 32, "eval_ratio": 0.875, "mean": [0.5] * 3, "std": [0.5] * 3, "classes": ["a"]}
     inputs = Inputs.from_dict(saved)
-    assert (inputs.channels, inputs.depth) == (3, 8)
+    assert (inputs.channels, inputs.depth, inputs.eval_crop) == (3, 8, "center")
     assert Inputs.from_dict(json.loads(json.dumps(inputs.to_dict()))) == inputs

@@ -367,12 +367,6 @@ def test_a_program_is_compared_on_these_pixels(crops: Ran, name: str, tmp_path: 
     assert exported.difference.scale == pytest.approx(largest, rel=1e-4)
 
 
-def test_facts_of_earlier_runs_still_load(crops: Ran) -> None:
-    saved = crops[0].inputs.to_dict()
-    assert saved.pop("eval_crop") != "center"
-    assert Inputs.from_dict(saved).eval_crop == "center"
-
-
 def test_the_preprocessing_is_shown(crops: Ran) -> None:
     inputs, shown = crops[0].inputs, repr(crops[0].preprocess)
     assert f"24 × 32, eval_crop='{inputs.eval_crop}', interpolation='nearest'" in shown

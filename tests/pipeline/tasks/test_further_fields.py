@@ -130,6 +130,7 @@ def test_what_does_not_take_them(files: tuple[str, str], changed: Any, message: 
     ("load", "message"),
     [
         ({"fields": ["boxs"]}, "'boxs' is not a field of .*Did you mean 'boxes'"),
+        ({"fields": "boxes"}, "fields='boxes' must be a list of texts or a dict"),
         ({"loader": "torch"}, "only available in FFCVLoader"),
         (
             {"policy": {"name": "trivial_augment"}},
@@ -140,11 +141,6 @@ def test_what_does_not_take_them(files: tuple[str, str], changed: Any, message: 
 def test_fields_that_cannot_be_loaded(files: tuple[str, str], load: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         jobs.pipeline_of(files, load).build()
-
-
-def test_a_text_is_not_a_list_of_names(files: tuple[str, str]) -> None:
-    with pytest.raises(DataError, match="fields='boxes' must be a list of texts or a dict"):
-        jobs.pipeline_of(files, {"fields": "boxes"})
 
 
 def test_a_loss_that_does_not_take_them_is_named_before_training(files: tuple[str, str]) -> None:

@@ -96,7 +96,10 @@ def test_it_resumes_and_takes_what_does_not_touch_the_loss(files: Files, tmp_pat
     whole = pipeline.fit(epochs=2, progress=False)
     pipeline.fit(epochs=1, out=tmp_path, progress=False)
     again = pipeline.fit(epochs=2, out=tmp_path, progress=False, resume=True)
-    assert history(again) == history(whole)
+    found, expected = (
+        [(e.loss, e.val_loss, e.metrics) for e in each.history.epochs] for each in (again, whole)
+    )
+    assert found == expected
     assert_same_weights(again, whole)
 
 

@@ -11,13 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from command_line import run_several, toy_values
 from drivetrain import Classification, MultiLabel, PlanError, Regression, Segmentation, Task
 from drivetrain.pipeline.tasks import get, to_dict
 from drivetrain.pipeline.tasks.metrics import compute, pool, state_of, top
 from drivetrain.pipeline.tasks.nests import to_float
 from drivetrain.strategies import launch
-from pipeline_data import Toy
 from task_jobs import Cosine
 from torch import nn
 from torchmetrics import MaxMetric, MeanMetric, Metric, MinMaxMetric, PearsonCorrCoef, SumMetric
@@ -124,17 +122,6 @@ def test_accuracies_are_those_of_torchmetrics(
     metrics[0].reset()
     assert metrics[0].update_count == 0
     assert top(9)(6).compute().isnan()
-
-
-@pytest.mark.process
-def test_a_run_starts_without_the_seconds_of_torchmetrics(toy: Toy) -> None:
-    """And of torchvision and transformers, which it imports; nor does it need FFCV."""
-    (end,) = run_several(
-        ["train", "cifar10-quickstart", *toy_values(toy)],
-        blocked=("torchmetrics", "torchvision", "transformers", "ffcv", "numba"),
-    )
-    assert end.code == 0, end.err
-    assert "top1" in end.out
 
 
 def test_a_task_is_a_value() -> None:
