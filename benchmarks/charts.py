@@ -115,8 +115,8 @@ def ledger() -> str:
 
 CHARTS: dict[str, Callable[[], str]] = {"loaders.svg": loaders, "quickstart-ledger.svg": ledger}
 STRIP = "augmentations.webp"
-GALLERY = ("own-photographs", "segmentation", "multi-label", "self-supervised", "from-one-process-to-sharded", "from-s3",
-           "export-and-serve")  # fmt: skip
+GALLERY = ("own-photographs", "segmentation", "multi-label", "self-supervised")
+GALLERY += ("from-one-process-to-sharded", "from-s3", "export-and-serve")
 """The notebooks of `docs/gallery.md`, which shows the last picture of each."""
 SIDE, COLUMNS, GAP, LINE = 160, 5, 12, 26  # of the strip, in pixels
 

@@ -4,12 +4,14 @@ import json
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torchvision
 from drivetrain import DataError
 from drivetrain.pipeline import Ledger
 from drivetrain.transforms import TRANSFORMS
+from PIL import Image
 from places import ROOT, load_script
 from torch import nn
 
@@ -204,6 +206,21 @@ def test_a_picture_is_what_the_results_say(name: str) -> None:
     assert drawn == charts.CHARTS[name](), "run benchmarks/charts.py"
     assert "prefers-color-scheme: dark" in drawn
     assert len(drawn.partition("<title>")[2].partition("</title>")[0]) > 40
+
+
+@pytest.mark.parametrize("notebook", charts.GALLERY)
+def test_the_gallery_shows_what_the_notebook_shows(notebook: str) -> None:
+    """But for the losses of its compression; if it differs, run benchmarks/charts.py."""
+    path = charts.PICTURES / f"{notebook}.webp"
+    with Image.open(path) as committed:
+        pixels = np.asarray(committed.convert("RGB"), np.float32)
+    shown = np.asarray(charts.last_picture(notebook), np.float32)
+    assert pixels.shape == shown.shape
+    assert np.abs(pixels - shown).mean() < 8
+    assert path.stat().st_size < 60_000
+    page = PAGES["docs/gallery.md"]
+    assert f"(pictures/{path.name})" in page
+    assert f"(../notebooks/{notebook}.ipynb)" in page
 
 
 def test_every_picture_of_a_page_is_there_and_described() -> None:
