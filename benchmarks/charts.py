@@ -118,6 +118,7 @@ STRIP = "augmentations.webp"
 GALLERY = ("own-photographs", "segmentation", "multi-label", "self-supervised")
 GALLERY += ("from-one-process-to-sharded", "from-s3", "export-and-serve")
 """The notebooks of `docs/gallery.md`, which shows the last picture of each."""
+GALLERY_WIDTH = 800  # pixels at most
 SIDE, COLUMNS, GAP, LINE = 160, 5, 12, 26  # of the strip, in pixels
 
 
@@ -175,7 +176,7 @@ def last_picture(notebook: str) -> Image.Image:
         if "image/png" in out.get("data", {})
     ]
     image = Image.open(io.BytesIO(base64.b64decode(shown[-1]))).convert("RGB")
-    image.thumbnail((2 * WIDTH, 2 * WIDTH))
+    image.thumbnail((GALLERY_WIDTH, GALLERY_WIDTH))
     return image
 
 
@@ -194,7 +195,7 @@ def main() -> None:
     if not check:  # pixels of these depend on Pillow's version
         strip().save(PICTURES / STRIP, quality=85)
         for notebook in GALLERY:
-            last_picture(notebook).save(PICTURES / f"{notebook}.webp", quality=80, method=6)
+            last_picture(notebook).save(PICTURES / f"{notebook}.webp", quality=70, method=6)
 
 
 if __name__ == "__main__":
