@@ -115,7 +115,7 @@ def ledger() -> str:
 
 CHARTS: dict[str, Callable[[], str]] = {"loaders.svg": loaders, "quickstart-ledger.svg": ledger}
 STRIP = "augmentations.webp"
-GALLERY = ("own-photographs", "segmentation", "multi-label", "self-supervised")
+GALLERY: tuple[str, ...] = ("own-photographs", "segmentation", "multi-label", "self-supervised")
 GALLERY += ("from-one-process-to-sharded", "from-s3", "export-and-serve")
 """The notebooks of `docs/gallery.md`, which shows the last picture of each."""
 GALLERY_WIDTH = 800  # pixels at most
