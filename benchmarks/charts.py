@@ -1,4 +1,5 @@
-"""Draw the pictures of the README and of `docs/` from the JSON files in `results/`, as SVG.
+"""Draw the pictures of the README and of `docs/` from the JSON files in `results/`, as SVG, and those of the gallery
+from the committed notebooks.
 
     python benchmarks/charts.py [--check]
 
@@ -9,7 +10,9 @@ telephone. `--check` writes nothing, and fails if a picture differs from the fil
 from __future__ import annotations
 
 import argparse
+import base64
 import html
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -113,6 +116,10 @@ def ledger() -> str:
 
 CHARTS: dict[str, Callable[[], str]] = {"loaders.svg": loaders, "quickstart-ledger.svg": ledger}
 STRIP = "augmentations.webp"
+GALLERY: tuple[str, ...] = ("own-photographs", "segmentation", "multi-label", "self-supervised")
+GALLERY += ("from-one-process-to-sharded", "from-s3", "export-and-serve")
+"""The notebooks of `docs/gallery.md`, which shows the last picture of each."""
+GALLERY_WIDTH = 800  # pixels at most
 SIDE, COLUMNS, GAP, LINE = 160, 5, 12, 26  # of the strip, in pixels
 
 
@@ -160,6 +167,20 @@ def strip() -> Image.Image:
     return drawn
 
 
+def last_picture(notebook: str) -> Image.Image:
+    """Return the last picture that a committed notebook shows, at most as wide as a page."""
+    cells = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
+    shown = [
+        out["data"]["image/png"]
+        for cell in cells
+        for out in cell.get("outputs", ())
+        if "image/png" in out.get("data", {})
+    ]
+    image = Image.open(io.BytesIO(base64.b64decode(shown[-1]))).convert("RGB")
+    image.thumbnail((GALLERY_WIDTH, GALLERY_WIDTH))
+    return image
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -172,8 +193,10 @@ def main() -> None:
             path.write_text(drawn)
         elif not path.exists() or path.read_text() != drawn:
             raise DataError(f"{path} is not what results/ says. Run benchmarks/charts.py.")
-    if not check:  # its pixels depend on Pillow's version
+    if not check:  # pixels of these depend on Pillow's version
         strip().save(PICTURES / STRIP, quality=85)
+        for notebook in GALLERY:
+            last_picture(notebook).save(PICTURES / f"{notebook}.webp", quality=70, method=6)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@ import json
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torchvision
 from drivetrain import DataError
 from drivetrain.pipeline import Ledger
 from drivetrain.transforms import TRANSFORMS
+from PIL import Image
 from places import ROOT, load_script
 from torch import nn
 
@@ -30,6 +32,7 @@ LOOKS_MEASURED = re.compile(
 """A ratio, a share, a speed, a time, an interval or a count of rounds."""
 
 BY_HAND = "measured once, by hand; the text states what was measured"
+NOTEBOOK = "of the notebook that the entry links, once; its outputs are committed"
 ADVISE = "printed by `drivetrain advise`; the text states photographs, machine and rounds"
 SETTING = "a setting or a limit"
 CONDITION = "a condition of a measurement"
@@ -58,6 +61,21 @@ NOT_OF_RESULTS: dict[str, dict[str, str]] = {
         "3,886 images/s, which is": ADVISE,
         "by less than 5 %": ADVISE,
         "crops of 8 to 100 %": CONDITION,
+    },
+    "docs/gallery.md": {
+        "(n = 1)": BY_HAND,
+        "62 s for the full notebook": NOTEBOOK,
+        "mean IoU of 92.7 %": NOTEBOOK,
+        "reach 41.1 %, and 85.7 % of the pixels": BY_HAND,
+        "98 s for the notebook": NOTEBOOK,
+        "6 min 43 s of processor time, and 28 min behind": BY_HAND,
+        "mean average precision of 82.9 %": NOTEBOOK,
+        "86 s": NOTEBOOK,
+        "with five labels per class, 86 % of the validation pictures are right instead of 57 %": NOTEBOOK,
+        "131 s for": NOTEBOOK,
+        "80 s, the server": NOTEBOOK,
+        "a request takes 37 ms": NOTEBOOK,
+        "102 s": NOTEBOOK,
     },
     "docs/guide/callbacks.md": {"after 10 seconds": SETTING},
     "docs/guide/cluster.md": {"600 seconds by default": SETTING, "(5 s × 3)": SETTING, "(30 s)": SETTING},
@@ -204,6 +222,21 @@ def test_a_picture_is_what_the_results_say(name: str) -> None:
     assert drawn == charts.CHARTS[name](), "run benchmarks/charts.py"
     assert "prefers-color-scheme: dark" in drawn
     assert len(drawn.partition("<title>")[2].partition("</title>")[0]) > 40
+
+
+@pytest.mark.parametrize("notebook", charts.GALLERY)
+def test_the_gallery_shows_what_the_notebook_shows(notebook: str) -> None:
+    """But for the losses of its compression; if it differs, run benchmarks/charts.py."""
+    path = charts.PICTURES / f"{notebook}.webp"
+    with Image.open(path) as committed:
+        pixels = np.asarray(committed.convert("RGB"), np.float32)
+    shown = np.asarray(charts.last_picture(notebook), np.float32)
+    assert pixels.shape == shown.shape
+    assert np.abs(pixels - shown).mean() < 8
+    assert path.stat().st_size < 60_000
+    page = PAGES["docs/gallery.md"]
+    assert f"(pictures/{path.name})" in page
+    assert f"(../notebooks/{notebook}.ipynb)" in page
 
 
 def test_every_picture_of_a_page_is_there_and_described() -> None:

@@ -24,9 +24,15 @@ pytestmark = [pytest.mark.process, pytest.mark.alone]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 LONG = (
     "convert-your-data",
+    "export-and-serve",
     "from-one-process-to-sharded",
+    "from-s3",
+    "multi-label",
+    "own-photographs",
     "quickstart",
     "read-a-ledger",
+    "segmentation",
+    "self-supervised",
 )  # up to minutes each
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
