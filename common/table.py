@@ -30,7 +30,7 @@ class Table:
     stacks: bool = False  # put columns after the first below each other where they would be too narrow
 
     def __str__(self) -> str:
-        return self.text(shutil.get_terminal_size().columns)
+        return self.text(screen_width())
 
     def text(self, width: int) -> str:
         """Return the table with drawn lines, wrapped to fit `width` characters, except the first column and figures."""
@@ -38,16 +38,16 @@ class Table:
         if self.figures and len(widths) > 1 and _whole(widths) > width:
             folded = self._folded()
             widths = folded._widths(10**6)
-            widths[0] = max(min(widths[0], width - _whole(widths) + widths[0]), FIRST)
-            return folded._text(widths) if _whole(widths) <= width else self._listed().text(width)
+            widths[0] = min(widths[0], max(width - _whole(widths) + widths[0], FIRST))
+            return folded._text(widths, width) if _whole(widths) <= width else self._listed().text(width)
         if self.stacks and len(widths) > 2:
             full = self._widths(10**6)
             if any(now < min(READABLE, each) for now, each in zip(widths, full, strict=True)):
                 return self._stacked().text(width)
-        return self._text(widths)
+        return self._text(widths, width)
 
-    def _text(self, widths: Sequence[int]) -> str:
-        whole = _whole(widths)
+    def _text(self, widths: Sequence[int], width: int) -> str:
+        whole = max(_whole(widths), min(width, 80))  # of title and caption
         lines = _wrapped(self.title, whole) if self.title else []
         if self.heads:
             lines += [_rule(widths, *"┏━┳┓"), *self._cells(self.heads, widths, "┃"), _rule(widths, *"┡━╇┩")]

@@ -31,9 +31,21 @@ def test_figures_stand_on_the_right_and_are_never_wrapped() -> None:
     table = Table(
         ("", "images/s"), [("plain PyTorch", "1"), ("+ bf16", "1,418  (1,412 to 1,426)")], figures=True
     )
-    assert table.text(20).splitlines()[3:5] == [
+    assert table.text(50).splitlines()[3:5] == [
         "│ plain PyTorch │                       1 │",
         "│ + bf16        │ 1,418  (1,412 to 1,426) │",
+    ]
+    assert table.text(40).splitlines()[3:-1] == [  # the interval below its figure
+        "│ plain PyTorch │                1 │",
+        "│ + bf16        │            1,418 │",
+        "│               │ (1,412 to 1,426) │",
+    ]
+    assert table.text(20).splitlines()[1:-1] == [  # each row as a list
+        "│ plain PyTorch                       │",
+        "│   images/s  1                       │",
+        "├─────────────────────────────────────┤",
+        "│ + bf16                              │",
+        "│   images/s  1,418  (1,412 to 1,426) │",
     ]
 
 

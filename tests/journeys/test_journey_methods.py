@@ -22,7 +22,7 @@ def test_four_methods() -> None:
     torch.testing.assert_close(opened.model.state_dict(), result.model.state_dict(), rtol=0, atol=0)
     assert opened.evaluate() == pytest.approx(result.metrics, abs=1e-6)
     without = photos("cifar_resnet").transform(*methods[1:]).fit(epochs=3, progress=False)
-    assert without.history.epochs[-1].loss == pytest.approx(result.history.epochs[-1].loss, rel=1e-3)
+    assert without.history.epochs[-1].loss == pytest.approx(result.history.epochs[-1].loss, rel=1e-2)
     assert without.metrics["val_loss"] != pytest.approx(result.metrics["val_loss"], rel=1e-3)
 
 

@@ -37,6 +37,12 @@ from ledgers import of_speeds, trials_of
 WHOLE = in_turn("FFCV loader")
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal in which each sentence is a line."""
+    monkeypatch.setenv("COLUMNS", "1000")
+
+
 def made_up(*, model: float = 900, loader: float = 4000) -> Ledger:
     """Three rounds on a machine that gets slower; the FFCV loader is 2, 2.5 and 3 times as fast."""
     rounds = []

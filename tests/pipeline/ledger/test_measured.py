@@ -1,6 +1,7 @@
 """Measured ledgers: real training runs on tiny data, with a known bottleneck that sleeps."""
 
 import dataclasses
+import html
 import json
 import math
 import time
@@ -346,7 +347,8 @@ def test_an_extra_that_takes_long_is_seen_in_the_row(toy: Toy, monkeypatch: pyte
     assert ledger.extras_share is not None
     slept = SLEEP * len(ledger.rounds) / sum(trials[EXTRAS].seconds for trials in ledger.rounds)
     assert slept < ledger.extras_share < 1
-    assert str(EXTRAS) in str(ledger)
+    assert EXTRAS in {*ledger.rounds[0]}
+    assert str(EXTRAS) in html.unescape(ledger._repr_html_())
 
 
 @pytest.mark.parametrize("extra", [(Progress, "on_step_end"), (NonFiniteGuard, "should_step")])

@@ -198,7 +198,10 @@ def test_what_cannot_be_raced_is_refused(toy: Toy, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_command_races_a_recipe_against_others(toy: Toy, tmp_path: Path) -> None:
+def test_the_command_races_a_recipe_against_others(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "150")  # no name is wrapped
     out, values = tmp_path / "race", toy_values(toy)
     against = "optimizer.lr=0.01 batch_size=16"
     command = ["race", "cifar10-quickstart", *values, "--target", "0.2", "--seeds", "1", "--out", str(out)]

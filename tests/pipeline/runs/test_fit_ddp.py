@@ -70,7 +70,7 @@ def cases(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple
         "accumulated": (toy.pipeline(plain_model), {"accumulate": 2}),
         "batch norm": (toy.pipeline(batch_norm_model), {}),
         "a module": (toy.pipeline(plain_model()), {}),
-        "a rank without a share": (toy.pipeline().load(**lonely), {}),
+        "a rank without a share": (toy.pipeline().load(**lonely).replace(seed=1), {}),
         "torch loader": (toy.pipeline().load(**torch_loader), {}),
         "mixed": (toy.pipeline().transform(t.MixUp(), t.CutMix(), t.ColOut(), t.CutOut()), {}),
         "methods": (
@@ -78,7 +78,7 @@ def cases(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple
             {},
         ),
         "bandwidths": (toy.pipeline().transform(t.EfficientTrain(size_increment=2), t.RandAugment()), {}),
-        "layout": (toy.pipeline().transform(t.ChannelsLast(), t.WeightStandardization()), {}),
+        "layout": (toy.pipeline().transform(t.ChannelsLast(), t.WeightStandardization()).replace(seed=1), {}),
         "freezing": (toy.pipeline().transform(t.LayerFreezing(0.0, 1.0)), {}),
         "averaged": (toy.pipeline(plain_model).transform(t.EMA(half_life=3), t.NoWeightDecay()), {}),
         "swa": (toy.pipeline().transform(t.SWA(start=0.3, end=0.7)), {}),

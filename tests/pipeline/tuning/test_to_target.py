@@ -132,7 +132,8 @@ def test_the_budget_is_kept_and_the_file_continues(toy: Toy, tmp_path: Path) -> 
     tuned = pipeline.tune(seconds=3, **options)
     assert perf_counter() - start < 8
     assert tuned.stopped.startswith("Stopped at the 3 s budget. No change has a verdict: pass about ")
-    assert [one.outcome for one in tuned.trials] == ["not tried", "not tried"]
+    assert tuned.trials[0].outcome in ("not tried", "undecided")  # by how many pairs were run
+    assert tuned.trials[1].outcome == "not tried"
     known = [Tried("epochs=2", "step", "dropped", reason="known", rounds=1), tuned.trials[1]]
     Tuned(tuned.pipeline, known, facts=tuned.facts, target=TARGET).save(file)
     assert pipeline.tune(seconds=2, **options).trials[0].reason == "known"

@@ -40,7 +40,12 @@ def pipelines(toy: Toy) -> dict[str, tuple[Pipeline, dict[str, Any]]]:
     return {
         "plain": (toy.pipeline(plain_model), {}),
         "clipped accumulated": (toy.pipeline(plain_model), {"clip_norm": 0.05, "accumulate": 2}),
-        "methods": (toy.pipeline().transform(ChannelsLast(), WeightStandardization(), NoWeightDecay()), {}),
+        "methods": (
+            toy.pipeline()
+            .transform(ChannelsLast(), WeightStandardization(), NoWeightDecay())
+            .replace(seed=1),
+            {},
+        ),
         "batches": (
             toy.pipeline(plain_model).transform(
                 SelectiveBackprop(), MixUp(), TestTimeFlip(), ProgressiveResizing(finetune=0.25)
