@@ -110,7 +110,7 @@ wheel: install
 # Finished runs are kept in the folder, with a table and a picture of all, and a second call continues.
 RACE := $(BIN)/drivetrain race
 records: install
-	$(RACE) cifar10-quickstart epochs=6 --target 0.75 --seeds 3 --out .build/records/cifar10-quickstart
+	$(RACE) cifar10-quickstart epochs=5 --target 0.75 --seeds 3 --out .build/records/cifar10-quickstart
 
 wheels: install
 	$(BIN)/python .ci/wheels.py
