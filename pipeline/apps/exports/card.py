@@ -22,7 +22,7 @@ CARD = "MODEL_CARD.md"
 LEDGER = "ledger.json"
 MARK = "<!-- Written by `drivetrain export`, which replaces this file. -->"
 _MANY = 50  # classes beyond this number are only in the file's metadata
-_BEFORE = {"Classification": "before softmax, ", "MultiLabel": "before sigmoid, "}
+_LOGITS = ("Classification(", "MultiLabel(")  # tasks whose outputs are logits
 _CHANNELS = {1: "one channel", 3: "RGB", 4: "RGBA"}
 _USE = {
     "safetensors": """\
@@ -133,8 +133,8 @@ def _input_text(inputs: Inputs, kind: str, task_name: object) -> str:
     listed = (
         ", ".join(inputs.classes) if count <= _MANY else "their names are in the file's metadata, `inputs`"
     )
-    before = next((text for task, text in _BEFORE.items() if str(task_name).startswith(f"{task}(")), "")
-    return f"{text}\n\n{result}: {before}a value for each of {count} classes: {listed}."
+    values = "logits, one" if str(task_name).startswith(_LOGITS) else "a value"
+    return f"{text}\n\n{result}: {values} for each of {count} classes: {listed}."
 
 
 def _crop_text(inputs: Inputs) -> str:
