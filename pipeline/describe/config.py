@@ -313,13 +313,14 @@ class FitOptions(Config):
     saved or returned. A skipped step still advances the learning rate, and the history counts it. On a GPU, `"skip"`
     makes every step wait for its loss and gradients."""
     logger: Annotated[object, TEXT, TEXTS, NONE, Kind(lambda _: True, "an object", json=False)] = None
-    """Where metrics and hyperparameters go: `"csv"` (`out/metrics.csv`), `"tensorboard"` (`out/tensorboard/`),
-    `"wandb"` or `"mlflow"` (a run that is begun and ended here, configured by their own environment variables), an
-    object with `log(dict, step=)` or `log_metrics(dict, step=)`, such as `wandb.init(…)` or the module `mlflow`, or a
-    list of them. Hyperparameters are the recipe's values by dotted key, `optimizer.lr`. It receives the metrics of each
-    epoch, and those of every `log_every`-th step under names that begin with `step/`, where the loss is that of rank
-    0's share of the batch. Only rank 0 logs; if this call starts the ranks, an object is copied to it. A logger that
-    fails is disabled, with a `LoggerWarning`. A resumed run continues the same files."""
+    """Where metrics and hyperparameters go: `"csv"` (`out/metrics.csv`), `"prometheus"` (`out/metrics.prom`: the newest
+    values, for node_exporter's textfile collector), `"tensorboard"` (`out/tensorboard/`), `"wandb"` or `"mlflow"` (a
+    run that is begun and ended here, configured by their own environment variables), an object with `log(dict, step=)`
+    or `log_metrics(dict, step=)`, such as `wandb.init(…)` or the module `mlflow`, or a list of them. Hyperparameters
+    are the recipe's values by dotted key, `optimizer.lr`. It receives the metrics of each epoch, and those of every
+    `log_every`-th step under names that begin with `step/`, where the loss is that of rank 0's share of the batch. Only
+    rank 0 logs; if this call starts the ranks, an object is copied to it. A logger that fails is disabled, with a
+    `LoggerWarning`. A resumed run continues the same files."""
     log_every: Positive = LOG_EVERY
     """Optimizer steps between two entries of the logger. The default costs next to nothing. Logging never waits for the
     device."""

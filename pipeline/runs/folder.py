@@ -25,7 +25,7 @@ from ..recipes.files import RECIPE, read_recipe
 from ..recipes.flat import flattened
 from ..recipes.script import FILES, modules_named, provide, recipe_and_files
 from ..telemetry.history import HISTORY, Epoch, Evaluation, read_history
-from ..telemetry.loggers import METRICS
+from ..telemetry.loggers import METRICS, PROMETHEUS
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
 
@@ -84,7 +84,7 @@ def replaced(folder: Path, resume: str | Path | None) -> str:
 
 def clear_results(folder: Path) -> None:
     """Remove an earlier run's results, so that they are never next to another run's recipe."""
-    for name in (MODEL, UNLISTED, HISTORY, CURVES, METRICS):
+    for name in (MODEL, UNLISTED, HISTORY, CURVES, METRICS, PROMETHEUS):
         _remove(folder / name)
 
 

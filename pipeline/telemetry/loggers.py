@@ -6,11 +6,12 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -28,7 +29,8 @@ from .state import TrainState
 Values = dict[str, float]
 """Metrics by name. Of a step: `step/loss` and so on; of an epoch: the fields of its `Epoch` that are not None."""
 
-NAMES, METRICS = ("csv", "tensorboard", "wandb", "mlflow"), "metrics.csv"
+NAMES = ("csv", "prometheus", "tensorboard", "wandb", "mlflow")
+METRICS, PROMETHEUS = "metrics.csv", "metrics.prom"
 _SERVICES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
 STEP = ("step/loss", "step/lr", "step/images_per_s", "step/data_wait_fraction")
 
@@ -154,7 +156,12 @@ def _by_name(name: str, folder: Path | None, step: int) -> object:
     if name == "mlflow":
         return MLflowLogger(folder, step)
     assert folder is not None  # `check` ensures it
-    return (CSVLogger if name == "csv" else TensorBoardLogger)(folder, step)
+    kinds: dict[str, Any] = {
+        "csv": CSVLogger,
+        "prometheus": PrometheusLogger,
+        "tensorboard": TensorBoardLogger,
+    }
+    return kinds[name](folder, step)
 
 
 def _give(one: object, values: Mapping[str, Any]) -> None:
@@ -204,6 +211,42 @@ class CSVLogger:
             self._rewrite(new=new)
         with self._path.open("a", newline="") as file:
             csv.DictWriter(file, self._columns).writerow({"step": step, **values})
+
+
+class PrometheusLogger:
+    """Writes `metrics.prom`: the newest value of each metric as a gauge, in Prometheus' text format
+    (https://prometheus.io/docs/instrumenting/exposition_formats/). node_exporter's textfile collector reads it, from a
+    link `*.prom` in its folder; the file is replaced as a whole, as that asks for. `drivetrain_updated_seconds`, of the
+    last entry, tells a running job from one that hangs."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._path, self._values = folder / PROMETHEUS, dict[str, float]()
+        escaped = str(folder).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        self._labels = f'{{run="{escaped}"}}'
+        self.log({}, step)
+
+    def log(self, values: Values, step: int) -> None:
+        self._values |= {**values, "step": step, "updated_seconds": time()}
+        lines = []
+        for name, value in self._values.items():
+            own = f"drivetrain_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
+            lines += [f"# TYPE {own} gauge", f"{own}{self._labels} {_number(value)}"]
+        with atomic_file(self._path) as file:
+            file.write("\n".join([*lines, ""]).encode())
+
+
+def _number(value: float) -> str:
+    """Return a number as Prometheus writes it."""
+    value = float(value)
+    return (
+        repr(value)
+        if math.isfinite(value)
+        else "NaN"
+        if math.isnan(value)
+        else "+Inf"
+        if value > 0
+        else "-Inf"
+    )
 
 
 class TensorBoardLogger:
