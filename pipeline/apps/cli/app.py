@@ -33,7 +33,8 @@ class Bash(BashComplete):
 
 MODULES = {
     "new": "new", "convert": "data", "inspect": "data", "verify": "data", "advise": "data", "show": "analysis",
-    "plan": "analysis", "train": "training", "folds": "training", "sweep": "sweep", "predict": "training",
+    "plan": "analysis", "train": "training", "watch": "watch", "folds": "training", "sweep": "sweep",
+    "predict": "training",
     "errors": "analysis", "compare": "analysis", "report": "analysis", "export": "training", "serve": "serve",
     "ledger": "training", "tune": "training", "race": "race", "job": "job",
 }  # fmt: skip

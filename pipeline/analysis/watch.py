@@ -1,0 +1,114 @@
+"""What a run that another process trains has reached, read from its folder or address."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...common.errors import DataError
+from ..checkpoints.remote import opened
+from ..recipes.files import RECIPE
+from ..tasks.metrics import format_metric
+from ..telemetry.history import HISTORY
+from ..telemetry.loggers import METRICS, PROMETHEUS
+from .compare import RunSummary, read_run
+
+QUIET = 120.0  # seconds without news after which the line says so first
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A moment of a run; it prints as one line.
+
+    Attributes:
+        summary: of its finished epochs and its recipe.
+        newest: the newest metrics by name, if the run has `logger="prometheus"`: `step`, `step_loss` and so on.
+        age: seconds since its files changed; None if unknown, as of an address without these metrics.
+    """
+
+    summary: RunSummary
+    newest: Mapping[str, float] = field(default_factory=dict)
+    age: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether no epoch is to come: the last planned one ended, or a callback stopped the run."""
+        return self.summary.history.stopped is not None or (
+            self.summary.epochs > 0 and not self.summary.problem
+        )
+
+    def __str__(self) -> str:
+        run, history, newest = self.summary, self.summary.history, self.newest
+        planned = "" if run.planned is None else f" of {run.planned}"
+        parts = [f"{run.name}: {run.epochs}{planned} epochs"]
+        if "step" in newest:
+            parts.append(f"step {newest['step']:,.0f}")
+        if "step_loss" in newest:
+            parts.append(f"loss {newest['step_loss']:.4f}")
+        elif history.epochs:
+            parts.append(f"loss {history.epochs[-1].loss:.4f}")
+        speed = newest.get("step_images_per_s", history.epochs[-1].images_per_s if history.epochs else None)
+        if speed is not None:
+            parts.append(f"{speed:,.0f} images/s")
+        if "step_data_wait_fraction" in newest:
+            parts.append(f"waiting {newest['step_data_wait_fraction']:.0%}")
+        if history.latest:
+            parts.append(history.latest)
+        if run.best is not None:
+            value = format_metric(run.monitor.of(run.best) or 0.0, run.monitor.unit)
+            parts.append(f"best {value}, epoch {run.best.epoch}")
+        if self.ended:
+            parts.append("stopped: " + history.stopped if history.stopped is not None else "finished")
+        elif self.age is not None:
+            ago = f"{self.age:.0f} s" if self.age < QUIET else f"{self.age / 60:.0f} min"
+            parts.append(f"{ago} ago" if self.age < QUIET else f"no news for {ago}")
+        return ", ".join(parts)
+
+
+def look(run: str | Path) -> RunState:
+    """Return what a run has reached now. No weights are read, and no code of its recipe is run.
+
+    Args:
+        run: its folder (`fit(out=…)`, `--out`) or address.
+
+    Raises:
+        DataError: if it is not a run.
+        CheckpointError: if an address cannot be reached.
+    """
+    folder = opened(run, RECIPE, HISTORY, PROMETHEUS)
+    summary = read_run(folder, Path(str(run).rstrip("/")).name)
+    if not summary.epochs and not summary.recipe and not (folder / HISTORY).exists():
+        raise DataError(f"{run} is not a run: {summary.problem}. Pass a folder of fit(out=…), --out.")
+    newest = _newest(folder / PROMETHEUS)
+    if "updated_seconds" in newest:
+        changed: float | None = newest["updated_seconds"]
+    elif folder == Path(run):
+        changed = max(
+            map(_changed, (folder / HISTORY, folder / METRICS, folder / RECIPE, folder / "checkpoints"))
+        )
+    else:
+        changed = None
+    return RunState(summary, newest, None if changed is None else max(time.time() - changed, 0.0))
+
+
+def _changed(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _newest(path: Path) -> dict[str, float]:
+    """Return the gauges of `metrics.prom` by name, without what all begin with; none of a file that is not one."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError):
+        return {}
+    found = {}
+    for line in lines:
+        name, _, rest = line.partition("{")
+        with suppress(ValueError):
+            found[name.removeprefix("drivetrain_")] = float(rest.rpartition(" ")[2])
+    return found

@@ -1,0 +1,43 @@
+"""`drivetrain watch`: what a run that another process trains has reached."""
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from .options import Command, Place, argument, option
+
+
+@click.command(cls=Command)
+@argument("run", "Folder or address of a run (train --out), finished or not.", Place())
+@option("--every SECONDS", "Seconds between two looks.", float, default=5)
+@option("--once", "Print one line, and end.")
+def watch(run: Path | str, every: float, once: bool) -> None:
+    """Show what a run has reached, until it ends.
+
+    A line has the epochs, the last and the best metric, and the time since its files changed. With --logger prometheus,
+    the run also writes step, loss and images/s within epochs. Ctrl-C ends the watching, not the run.
+    """
+    from ....common.checks import check_number
+    from ....common.errors import PlanError
+    from ...analysis.watch import look
+
+    check_number("--every", every, PlanError, "(0, inf)", also=": seconds")
+    live, line = sys.stdout.isatty() and not once, ""
+    try:
+        while True:
+            state = look(run)
+            if live:
+                print(f"\r{state}\033[K", end="", flush=True)
+            elif (now := str(replace(state, age=None))) != line:  # a log has no line for a second that passes
+                line = now
+                print(state, flush=True)
+            if once or state.ended:
+                break
+            time.sleep(every)
+    except KeyboardInterrupt:
+        pass
+    if live:
+        print()

@@ -1,0 +1,105 @@
+"""`drivetrain watch`: a run that another process trains, and one that has ended."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command_line import call, done
+from drivetrain import EarlyStopping
+from drivetrain.pipeline.analysis import watch
+from pipeline_data import BATCH, TRAIN, Toy
+
+STEPS = TRAIN // BATCH
+
+
+def test_a_finished_run(toy: Toy, tmp_path: Path) -> None:
+    history = toy.named().fit(epochs=2, out=tmp_path / "run", progress=False).history
+    text = done("watch", str(tmp_path / "run"))  # it ends by itself
+    assert text.startswith(f"run: 2 of 2 epochs, loss {history.epochs[-1].loss:.4f}, ")
+    assert f"{history.latest}, best " in text
+    assert text.endswith(", finished\n")
+
+
+def test_the_newest_metrics_of_a_step(toy: Toy, tmp_path: Path) -> None:
+    history = toy.named().fit(
+        epochs=1, out=tmp_path, logger="prometheus", log_every=1, progress=False, checkpoints=None
+    ).history  # fmt: skip
+    text = done("watch", str(tmp_path), "--once")
+    assert f"step {STEPS}, loss {history.steps[-1].loss:.4f}, " in text
+    assert ", waiting " in text
+
+
+def test_a_run_that_a_callback_stopped(toy: Toy, tmp_path: Path) -> None:
+    stop = EarlyStopping(patience=1, min_delta=1.0)
+    toy.named().fit(epochs=9, out=tmp_path, callbacks=[stop], progress=False)
+    assert ", stopped: " in done("watch", str(tmp_path))
+
+
+TRAINS = """
+import sys, time
+from drivetrain import Callback, Pipeline
+
+class Slow(Callback):
+    def on_step_end(self, view):
+        time.sleep(0.2)
+
+Pipeline("cifar_resnet", num_classes=4, width=4).load(sys.argv[1], batch_size=32, image_size=16, workers=1).fit(
+    epochs=3, out=sys.argv[2], logger="prometheus", log_every=1, callbacks=[Slow()], progress=False
+)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.long
+@pytest.mark.timeout(100)
+def test_a_run_of_another_process_is_followed_to_its_end(toy: Toy, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with subprocess.Popen([sys.executable, "-c", TRAINS, toy.train, str(run)]) as training:
+        while not (run / "metrics.prom").exists():
+            assert training.poll() is None
+            time.sleep(0.05)
+        lines = done("watch", str(run), "--every", "0.1").splitlines()
+        assert training.wait(60) == 0
+    steps = [int(line.partition("step ")[2].partition(",")[0]) for line in lines]
+    assert steps == sorted(steps)
+    assert len({*steps}) > 3
+    assert lines[0].endswith("s ago")
+    assert lines[-1].startswith("run: 3 of 3 epochs, step ")
+    assert lines[-1].endswith(", finished")
+
+
+def test_a_run_without_news_says_so(toy: Toy, tmp_path: Path) -> None:
+    toy.named().fit(epochs=1, out=tmp_path, logger="prometheus", progress=False)
+    path = tmp_path / "metrics.prom"
+    old = f"{time.time() - 600}"
+    lines = [
+        f"{line.rpartition(' ')[0]} {old}" if line.startswith("drivetrain_updated_seconds") else line
+        for line in path.read_text().splitlines()
+    ]
+    path.write_text("\n".join(lines))
+    (tmp_path / "recipe.yaml").write_text(
+        (tmp_path / "recipe.yaml").read_text().replace("epochs: 1", "epochs: 5")
+    )
+    assert done("watch", str(tmp_path), "--once").endswith(", no news for 10 min\n")
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe", b"", b"drivetrain_step{\n{} 1e\n", b"drivetrain_step_loss{a} x"]
+)
+def test_a_damaged_file_of_metrics_is_none(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "metrics.prom"
+    path.write_bytes(content)
+    assert watch._newest(path) == {}
+
+
+def test_what_is_not_a_run(tmp_path: Path) -> None:
+    for place, words in (
+        (tmp_path, "is not a run: it is no run"),
+        (tmp_path / "no", "there is no such folder"),
+    ):
+        end = call("watch", str(place))
+        assert end.code == 1
+        assert words in end.err
+    assert "--every=0.0 must be a number above 0" in call("watch", str(tmp_path), "--every", "0").err
