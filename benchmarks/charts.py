@@ -14,16 +14,18 @@ import base64
 import html
 import io
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from drivetrain.common import pictures
 from drivetrain.common.errors import DataError
-from drivetrain.pipeline import Ledger
+from drivetrain.pipeline import Ledger, RaceResult
 from drivetrain.transforms import TRANSFORMS, BatchContext, ColOut, CutMix, CutOut, MixUp
 from PIL import Image, ImageDraw, ImageFont
 
@@ -33,9 +35,13 @@ WIDTH, MARGIN, ROW = 720, 16, 44
 STYLE = """<style>
 text { font: 20px system-ui, sans-serif; fill: #1a1a1a } .title { font-weight: 600 } .small { font-size: 17px }
 .ours { fill: #0072b2 } .other { fill: #b8b8b8 } .end { text-anchor: end }
-.spread { stroke: #1a1a1a; stroke-width: 2 }
+.spread { stroke: #1a1a1a; stroke-width: 2 } .grid { stroke: #e0e0e0 } .middle { text-anchor: middle }
+.plain { fill: #767676; stroke: #767676 } .curve { fill: none; stroke-width: 2 } .dashed { stroke-dasharray: 6 5 }
+circle.ours, .ours.curve { stroke: #0072b2 }
 @media (prefers-color-scheme: dark) {
 text { fill: #ececec } .ours { fill: #56b4e9 } .other { fill: #6b6b6b } .spread { stroke: #ececec }
+.grid { stroke: #34393d }
+.plain { fill: #9a9a9a; stroke: #9a9a9a } circle.ours, .ours.curve { stroke: #56b4e9 } .curve { fill: none }
 }
 </style>"""
 
@@ -114,7 +120,73 @@ def ledger() -> str:
     return svg.replace("<style>", f"<title>{html.escape(title)}</title>\n<style>", 1)
 
 
-CHARTS: dict[str, Callable[[], str]] = {"loaders.svg": loaders, "quickstart-ledger.svg": ledger}
+def race() -> str:
+    """Accuracy over seconds of training: each evaluation a point, and a line through the means of the epochs."""
+    found = RaceResult.load(RESULTS / "race-cifar10-quickstart.json")
+    wide, high, left, top = 560, 300, 78, 56
+    longest = max(point.seconds for run in found.runs for point in run.points)
+    lowest = min(point.accuracy for run in found.runs for point in run.points) - 0.02
+    highest = max(point.accuracy for run in found.runs for point in run.points) + 0.02
+
+    def across(seconds: float) -> float:
+        return left + wide * seconds / (1.05 * longest)
+
+    def down(accuracy: float) -> float:
+        return top + high * (highest - accuracy) / (highest - lowest)
+
+    title = f"Time to {found.target:.0%} on CIFAR-10: two CPU cores, the same network"
+    drawn = [f'<text class="title" x="{MARGIN}" y="{MARGIN + 18}">{html.escape(title)}</text>']
+    for percent in range(math.ceil(20 * lowest) * 5, int(100 * highest) + 1, 5):
+        at = down(percent / 100)
+        drawn += [
+            f'<line class="grid" x1="{left}" x2="{left + wide}" y1="{at:.1f}" y2="{at:.1f}"/>',
+            f'<text class="end small" x="{left - 8}" y="{at + 6:.1f}">{percent} %</text>',
+        ]
+    every = 1 if longest < 480 else 2
+    for minutes in range(0, int(longest // 60) + 1, every):
+        drawn.append(
+            f'<text class="middle small" x="{across(60 * minutes):.1f}" y="{top + high + 24}">{minutes} min</text>'
+        )
+    at = down(found.target)
+    drawn.append(f'<line class="spread dashed" x1="{left}" x2="{left + wide}" y1="{at:.1f}" y2="{at:.1f}"/>')
+    told = []
+    for row, color in zip(found.rows, ("ours", "plain"), strict=True):
+        runs = found.of(row.variant)
+        epochs = list(zip(*(run.points for run in runs), strict=False))
+        line = [(mean(one.seconds for one in each), mean(one.accuracy for one in each)) for each in epochs]
+        path = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in line)
+        drawn.append(f'<polyline class="{color} curve" points="{path}"/>')
+        drawn += [
+            f'<circle class="{color}" cx="{across(x):.1f}" cy="{down(y):.1f}" r="4"/>'
+            for each in epochs for x, y in ((one.seconds, one.accuracy) for one in each)
+        ]  # fmt: skip
+        name = "Drivetrain" if color == "ours" else "plain PyTorch"
+        x, y = line[-2]
+        place = f'class="end" x="{across(x) - 14:.1f}"' if color == "ours" else f'x="{across(x) + 16:.1f}"'
+        drawn.append(f'<text {place} y="{down(y) + (-6 if color == "ours" else 22):.1f}">{name}</text>')
+        told.append(f"{name} {row.seconds.value:.0f} s" if row.seconds else name)
+    about = found.provenance
+    below = [
+        f"{found.rows[0].runs} seeds in turns, every evaluation a point; {about['hardware']['processor']},",
+        f"torch {about['versions']['torch']}, {about['date'][:10]}: results/race-cifar10-quickstart.json",
+    ]
+    drawn += [
+        f'<text class="small" x="{MARGIN}" y="{top + high + 54 + 24 * number}">{html.escape(line)}</text>'
+        for number, line in enumerate(below)
+    ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + high + 92}" role="img">'
+        f"<title>{html.escape(f'{title}: {chr(44).join(told)}')}</title>\n{STYLE}\n"
+        + "\n".join(drawn)
+        + "\n</svg>\n"
+    )
+
+
+CHARTS: dict[str, Callable[[], str]] = {
+    "loaders.svg": loaders,
+    "quickstart-ledger.svg": ledger,
+    "time-to-accuracy.svg": race,
+}
 STRIP = "augmentations.webp"
 GALLERY: tuple[str, ...] = ("own-photographs", "segmentation", "multi-label", "self-supervised")
 GALLERY += ("from-one-process-to-sharded", "from-s3", "export-and-serve")

@@ -32,6 +32,7 @@ from ..runs.fit import fit
 from ..runs.folder import make_folder
 from ..tasks.scales import check_comparable, scales
 from ..telemetry.history import Monitor
+from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, plain_torch, resolve_data
 from .clock import RaceClock
 from .result import Point, RaceInterrupted, RaceResult, RaceRun, read_runs
@@ -68,7 +69,7 @@ def race(
     if file is not None:
         make_folder(file.parent)  # before time is spent on what it will contain
         runs = read_runs(file, facts)
-    result = RaceResult(target, tuple(given), runs, monitor, give_up, facts)
+    result = RaceResult(target, tuple(given), runs, monitor, give_up, facts, provenance=provenance())
     racing = _Race(result, runs, given, range(spec.seed, spec.seed + seeds), file, progress)
     deadline = None if seconds is None else begin + seconds
     interrupted, why = False, ""

@@ -95,6 +95,7 @@ class RaceResult:
         give_up: a run is stopped that takes this many times as long as the fastest; None: none is.
         facts: options, machine and versions.
         stopped: why the race ended.
+        provenance: date, command, revision, hardware and versions of the last call.
 
     Example::
 
@@ -111,6 +112,7 @@ class RaceResult:
     give_up: float | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     stopped: str = ""
+    provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def rows(self) -> list[RaceRow]:
@@ -222,7 +224,7 @@ class RaceResult:
         return {
             "format": FORMAT, "target": self.target, "monitor": asdict(self.monitor), "give_up": self.give_up,
             "variants": list(self.variants), "rows": rows, "stopped": self.stopped, "facts": dict(self.facts),
-            "runs": [asdict(run) for run in self.runs],
+            "runs": [asdict(run) for run in self.runs], "provenance": dict(self.provenance),
         }  # fmt: skip
 
     def save(self, path: str | Path) -> None:
@@ -257,6 +259,7 @@ class RaceResult:
             saved.give_up,
             saved.facts,
             saved.stopped,
+            saved.provenance,
         )
 
 
@@ -269,6 +272,7 @@ class _File(Struct):
     runs: list[RaceRun]
     facts: dict[str, Any]
     stopped: str = ""
+    provenance: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies it
 
 
 def read_runs(path: Path, facts: Mapping[str, Any]) -> list[RaceRun]:

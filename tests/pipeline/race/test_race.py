@@ -210,6 +210,7 @@ def test_the_command_races_a_recipe_against_others(
     assert race.variants == ("cifar10-quickstart", against)
     assert all(name in printed for name in (*race.variants, "seconds to 20.00%"))
     assert race.facts[f"{against}: batch_size"] == "16"
+    assert {"date", "command", "hardware", "versions"} <= {*race.provenance}
     assert done(*command, "--against", against) == printed  # nothing is trained again
     assert json.loads((out / "race.json").read_text())["rows"][0]["runs"] == 1
     assert (out / "race.png").exists()
