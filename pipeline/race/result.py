@@ -272,7 +272,7 @@ class _File(Struct):
     runs: list[RaceRun]
     facts: dict[str, Any]
     stopped: str = ""
-    provenance: dict[str, Any] = {}  # noqa: RUF012 - msgspec copies it
+    provenance: dict[str, Any] = {}  # msgspec copies it for each
 
 
 def read_runs(path: Path, facts: Mapping[str, Any]) -> list[RaceRun]:
