@@ -163,7 +163,7 @@ def race() -> str:
         name = "Drivetrain" if color == "ours" else "plain PyTorch"
         x, y = line[-2]
         place = f'class="end" x="{across(x) - 14:.1f}"' if color == "ours" else f'x="{across(x) + 16:.1f}"'
-        drawn.append(f'<text {place} y="{down(y) + (-6 if color == "ours" else 22):.1f}">{name}</text>')
+        drawn.append(f'<text {place} y="{down(y) + (-6 if color == "ours" else 42):.1f}">{name}</text>')
         told.append(f"{name} {row.seconds.value:.0f} s" if row.seconds else name)
     about = found.provenance
     below = [
