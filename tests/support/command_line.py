@@ -16,7 +16,7 @@ from pipeline_data import CLASSES, Toy
 
 ENVIRONMENT = {**os.environ, "COLUMNS": "110", "NO_COLOR": "1", "TERM": "dumb"}
 
-_CONTEXT = click.Context(program)
+_CONTEXT = click.Context(program, **program.context_settings)
 COMMANDS: dict[str, click.Command] = {
     name: program.get_command(_CONTEXT, name) for name in program.list_commands(_CONTEXT)
 }
@@ -67,7 +67,7 @@ def call_several(*commands: list[str]) -> list[End]:
 
 def parsed(command: str, *arguments: str) -> dict[str, Any]:
     """The values that a command's function gets; fails if it cannot parse the arguments."""
-    return COMMANDS[command].make_context(command, list(arguments)).params
+    return COMMANDS[command].make_context(command, list(arguments), parent=_CONTEXT).params
 
 
 def toy_values(toy: Toy) -> list[str]:
