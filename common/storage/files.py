@@ -119,21 +119,27 @@ def _partial_file(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
     """Open a temporary file next to `path`, under a unique name; remove it at the end. Its writer holds a lock on it:
     an unlocked one was left by a killed writer, and is removed here."""
     _remove_leftovers(path)
-    while True:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
-        file = cast(BinaryIO, temporary.open("x+b"))
-        with suppress(OSError):
-            acquire(file)
-        if _is_at(file, temporary):
-            break
-        file.close()  # another writer removed it before it was locked
-    try:
+    with ExitStack() as stack:
+        while True:
+            temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+            stack.callback(_remove, temporary)  # before it is there: Ctrl-C may come as soon as it is
+            file = cast(BinaryIO, temporary.open("x+b"))
+            stack.callback(_close, file)
+            with suppress(OSError):
+                acquire(file)
+            if _is_at(file, temporary):  # else another writer removed it before it was locked
+                break
         yield temporary, file
-    finally:
-        with suppress(OSError):  # it was renamed
-            temporary.unlink()
-        with suppress(OSError):  # on success it is already flushed and synced; otherwise the disk may be full
-            file.close()
+
+
+def _close(file: BinaryIO) -> None:
+    with suppress(OSError):  # if it was renamed, it is on disk; otherwise the disk may be full
+        file.close()
+
+
+def _remove(temporary: Path) -> None:
+    with suppress(OSError):  # it was renamed
+        temporary.unlink()
 
 
 def _remove_leftovers(path: Path) -> None:

@@ -4,9 +4,11 @@ import fcntl
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drivetrain.common.errors import DrivetrainError
+from drivetrain.common.storage import files
 from drivetrain.common.storage.files import atomic_file, atomic_files, renames_held, wait_for_renames
 
 
@@ -137,3 +139,24 @@ def test_a_reader_holds_writers_that_come_later(tmp_path: Path) -> None:
 def test_a_reader_needs_no_right_to_write_the_folder(tmp_path: Path) -> None:
     with renames_held(tmp_path / "nowhere" / "a"):  # where no lock file can be created either
         pass
+
+
+def test_ctrl_c_as_soon_as_a_temporary_file_is_there_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt within `open`, and one while the file is locked."""
+    opened = Path.open
+
+    def interrupted(self: Path, *arguments: Any, **options: Any) -> Any:
+        opened(self, *arguments, **options).close()
+        raise KeyboardInterrupt
+
+    def locked(*_: Any, **__: Any) -> bool:
+        raise KeyboardInterrupt
+
+    for owner, name, function in ((Path, "open", interrupted), (files, "acquire", locked)):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, function)
+            with pytest.raises(KeyboardInterrupt), atomic_file(tmp_path / "a.json"):
+                pass
+        assert list(tmp_path.iterdir()) == [], name
