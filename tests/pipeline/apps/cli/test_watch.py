@@ -102,4 +102,7 @@ def test_what_is_not_a_run(tmp_path: Path) -> None:
         end = call("watch", str(place))
         assert end.code == 1
         assert words in end.err
-    assert "--every=0.0 must be a finite number above 0: seconds" in call("watch", str(tmp_path), "--every", "0").err
+    assert (
+        "--every=0.0 must be a finite number above 0: seconds"
+        in call("watch", str(tmp_path), "--every", "0").err
+    )
