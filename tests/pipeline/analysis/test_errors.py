@@ -89,7 +89,10 @@ def _stored(file: str, sample: int) -> Any:
     return images[0].permute(1, 2, 0)
 
 
-def test_the_table_has_precision_recall_and_their_intervals(toy: Toy) -> None:
+def test_the_table_has_precision_recall_and_their_intervals(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")  # a narrower terminal lists only what a class has
     errors = toy.pipeline().fit(epochs=1, progress=False).errors()
     assert isinstance(errors, ClassErrors)
     for k, row in enumerate(errors.to_dict()["table"]):
