@@ -80,9 +80,10 @@ def look(run: str | Path) -> RunState:
     """
     folder = opened(run, RECIPE, HISTORY, PROMETHEUS)
     summary = read_run(folder, Path(str(run).rstrip("/")).name)
-    if not summary.epochs and not summary.recipe and not (folder / HISTORY).exists():
-        raise DataError(f"{run} is not a run: {summary.problem}. Pass a folder of fit(out=…), --out.")
     newest = _newest(folder / PROMETHEUS)
+    # A run that begins has these metrics before its other files.
+    if not (summary.epochs or summary.recipe or newest or (folder / HISTORY).exists()):
+        raise DataError(f"{run} is not a run: {summary.problem}. Pass a folder of fit(out=…), --out.")
     if "updated_seconds" in newest:
         changed: float | None = newest["updated_seconds"]
     elif folder == Path(run):

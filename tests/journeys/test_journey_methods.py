@@ -11,7 +11,7 @@ from journey_models import photos
 @pytest.mark.long
 def test_four_methods() -> None:
     methods = EMA(half_life=4), MixUp(0.2), LabelSmoothing(0.1), SqueezeExcite(min_channels=16)
-    pipeline = photos("cifar_resnet").transform(*methods)
+    pipeline = photos("cifar_resnet").replace(seed=1).transform(*methods)
     why = {step.what.split("(")[0]: step.why for step in pipeline.plan().steps}
     order = list(why)
     assert order.index("SqueezeExcite") < order.index("wrap with single") < order.index("MixUp")
@@ -21,8 +21,8 @@ def test_four_methods() -> None:
     opened = load_run("runs/four")
     torch.testing.assert_close(opened.model.state_dict(), result.model.state_dict(), rtol=0, atol=0)
     assert opened.evaluate() == pytest.approx(result.metrics, abs=1e-6)
-    without = photos("cifar_resnet").transform(*methods[1:]).fit(epochs=3, progress=False)
-    assert without.history.epochs[-1].loss == pytest.approx(result.history.epochs[-1].loss, rel=1e-2)
+    without = photos("cifar_resnet").replace(seed=1).transform(*methods[1:]).fit(epochs=3, progress=False)
+    assert without.history.epochs[-1].loss == pytest.approx(result.history.epochs[-1].loss, rel=1e-3)
     assert without.metrics["val_loss"] != pytest.approx(result.metrics["val_loss"], rel=1e-3)
 
 

@@ -49,6 +49,6 @@ def test_a_few_of_each_class_and_classes_of_unequal_size() -> None:
     assert seen(per_class=2, batch_size=6) == {0: 2, 1: 2, 2: 2}
     np.save("some.npy", [*range(8), 8, 16])  # eight of the first class, one of each other
     assert seen(indices="some.npy", batch_size=10) == {0: 8, 1: 1, 2: 1}
-    counts = seen(indices="some.npy", balance="class", batch_size=9)
-    assert max(counts.values()) - min(counts.values()) <= 2  # of 4, 3 and 3, the epoch leaves one out
+    counts = seen(indices="some.npy", balance="class", batch_size=10)  # a smaller batch would leave some out
+    assert max(counts.values()) - min(counts.values()) <= 1
     assert "18 of 24" in done("plan", "mine.yaml", "val=null", "val_split=0.25", "balance=class")

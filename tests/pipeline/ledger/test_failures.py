@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,13 +25,15 @@ from torch import nn
 
 
 class Fragile(Acting):
-    """A model that raises in its forwards of whole training batches from number `fails_at` on; None: never."""
+    """A model that raises in its forwards of whole training batches from number `fails_at` on; None: never. It is the
+    bottleneck, whatever the noise."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         super().__init__()
         self.fails_at = fails_at
 
     def act(self, _: torch.Tensor) -> None:
+        time.sleep(0.02)
         if self.fails_at is not None and self.forwards >= self.fails_at > 0:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
@@ -57,7 +60,7 @@ class Mends(Breaks):
 
 
 def measured(pipeline: Pipeline) -> Ledger:
-    return pipeline.ledger(seconds=95, within=0.99, progress=False)
+    return pipeline.ledger(seconds=95, within=0.95, progress=False)
 
 
 def assert_shown_everywhere(ledger: Ledger, name: str, reason: str, folder: Path) -> None:
@@ -161,7 +164,7 @@ def test_one_training_that_diverges_is_a_row(toy: Toy) -> None:
     )
     with pytest.raises(NonFiniteError):
         pipeline.replace(transforms=()).fit(epochs=1, progress=False)
-    ledger = pipeline.ledger(seconds=25, within=0.99, accuracy=True, epochs=1, progress=False)
+    ledger = pipeline.ledger(seconds=25, within=0.95, accuracy=True, epochs=1, progress=False)
     assert ledger.accuracy is not None
     rows = ledger.accuracy.rows
     assert rows[PLAIN].accuracy is None

@@ -9,6 +9,7 @@ import pytest
 from command_line import call, done
 from drivetrain import EarlyStopping
 from drivetrain.pipeline.analysis import watch
+from drivetrain.pipeline.telemetry.loggers import PrometheusLogger
 from pipeline_data import BATCH, TRAIN, Toy
 
 STEPS = TRAIN // BATCH
@@ -68,6 +69,11 @@ def test_a_run_of_another_process_is_followed_to_its_end(toy: Toy, tmp_path: Pat
     assert lines[0].endswith("s ago")
     assert lines[-1].startswith("run: 3 of 3 epochs, step ")
     assert lines[-1].endswith(", finished")
+
+
+def test_a_run_that_begins_has_its_metrics_first(tmp_path: Path) -> None:
+    PrometheusLogger(tmp_path, 0)
+    assert ": 0 epochs, step 0, " in done("watch", str(tmp_path), "--once")
 
 
 def test_a_run_without_news_says_so(toy: Toy, tmp_path: Path) -> None:
