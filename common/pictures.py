@@ -90,13 +90,13 @@ def save_result(result: Shown, path: str | Path, **options: Any) -> None:
     `savefig`. DataError for another suffix."""
     path = Path(path)
     if path.suffix in SUFFIXES:
-        content = drawn(result.show(), path.suffix, **options)
+        save_picture(result.show(), path, **options)
     elif path.suffix == ".json":
         content = json.dumps(result.to_dict(), ensure_ascii=False, indent=1).encode()
+        with atomic_file(path) as file:
+            file.write(content)
     else:
         raise DataError(f"{path} must end in .json, .png, .svg or .pdf.")
-    with atomic_file(path) as file:
-        file.write(content)
 
 
 def image_tag(png: bytes, about: str, style: str = "") -> str:

@@ -22,9 +22,7 @@ class Table:
     rows: Sequence[Sequence[str]]
     title: str = ""
     caption: str = ""
-    figures: bool = (
-        False  # in all columns but the first: right-aligned, never wrapped; below each other if too wide
-    )
+    figures: bool = False  # in all columns but the first: right-aligned; below each other if too wide
     line_after: int | None = None  # number of the row, starting at 1, below which a line is drawn
     spaced: bool = False  # a line below every row
     stacks: bool = False  # put columns after the first below each other where they would be too narrow
@@ -86,21 +84,10 @@ class Table:
         """Return one column: of each row the first cell, and below it the others, each after its head."""
         first, *heads = self.heads
         longest = max(map(len, heads))
-        rows = [
-            [
-                "\n".join(
-                    [
-                        name,
-                        *(
-                            f"  {head:{longest}}  {cell}"
-                            for head, cell in zip(heads, cells, strict=True)
-                            if cell
-                        ),
-                    ]
-                )
-            ]
-            for name, *cells in self.rows
-        ]
+        rows = []
+        for name, *cells in self.rows:
+            own = [f"  {head:{longest}}  {cell}" for head, cell in zip(heads, cells, strict=True) if cell]
+            rows.append(["\n".join([name, *own])])
         return replace(self, heads=[first] if first else [], rows=rows, figures=False, spaced=True)
 
     def _cells(self, row: Sequence[str], widths: Sequence[int], bar: str) -> Iterator[str]:

@@ -217,9 +217,8 @@ def _reduced(values: list[Any], reduction: Any) -> Any:
     if isinstance(values[0], list):
         items = [item for value in values for item in value]
         return reduction(items) if items and reduction is not None else items
-    if (
-        getattr(reduction, "__name__", "") == "dim_zero_cat"
-    ):  # torchmetrics', of tensors whose lengths may differ
+    # torchmetrics', which is not imported for it: of tensors whose lengths may differ.
+    if getattr(reduction, "__name__", "") == "dim_zero_cat":
         return reduction(values)
     stacked = torch.stack(values)
     return stacked if reduction is None else reduction(stacked)

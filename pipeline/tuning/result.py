@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import yaml
 from msgspec import Struct
@@ -239,6 +239,23 @@ class TuneInterrupted(KeyboardInterrupt):
             f"the tuning was interrupted after {len(tuned.trials)} trial(s), which its `tuned` contains"
         )
         self.tuned = tuned
+
+
+class Change(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def bottleneck(self) -> str: ...
+
+
+def untried(changes: Sequence[Change], trials: Sequence[Tried]) -> list[Tried]:
+    """Return the changes that are not among the trials, for which there was no time."""
+    names = {one.name for one in trials}
+    return [
+        Tried(one.name, one.bottleneck, "not tried", reason="no time was left")
+        for one in changes
+        if one.name not in names
+    ]
 
 
 class _File(Struct):

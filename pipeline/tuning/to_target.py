@@ -18,7 +18,7 @@ from ..measuring.statistics import judge
 from ..race.race import race
 from ..race.result import RaceResult
 from .candidates import Candidate
-from .result import Outcome, Tried, Tuned
+from .result import Outcome, Tried, Tuned, untried
 
 PAIRS = 8  # of runs for a change, at most: more would take days where a run takes hours
 GIVE_UP = 1.5
@@ -45,9 +45,7 @@ class TargetTuner:
                 if known.outcome == "accepted":
                     self._spec = candidate.change(self._spec)
                 continue
-            self._trials.append(
-                Tried(candidate.name, candidate.bottleneck, "not tried", reason="no time was left")
-            )
+            self._trials += untried([candidate], [])
             try:
                 spec = candidate.change(self._spec)
                 resolve(spec)
@@ -100,12 +98,7 @@ class TargetTuner:
         """There is nothing to close: each race ends what it starts."""
 
     def result(self) -> Tuned:
-        names = {one.name for one in self._trials}
-        left = [
-            Tried(one.name, one.bottleneck, "not tried", reason="no time was left")
-            for one in self._changes
-            if one.name not in names
-        ]
+        left = untried(self._changes, self._trials)
         return Tuned(
             self._spec, [*self._trials, *left], facts=self._facts, stopped=self.stopped, target=self._target
         )

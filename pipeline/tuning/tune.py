@@ -24,7 +24,7 @@ from ..tasks.scales import check_comparable
 from ..training.build import fork_rng, plain_torch, resolve_data
 from .arena import LIMIT_ROUNDS, Arena, Contender, is_out_of_memory
 from .candidates import Bottleneck, Candidate, allowed, candidates, fitting, ordered, to_target
-from .result import Outcome, Tried, Tuned, TuneInterrupted, read_trials
+from .result import Outcome, Tried, Tuned, TuneInterrupted, read_trials, untried
 from .to_target import TargetTuner
 
 # Of the budget, at most for a trial: with two pipelines, a change can have all its rounds in half of it.
@@ -317,12 +317,7 @@ class Tuner:
             self._best.close()
 
     def result(self) -> Tuned:
-        names = {one.name for one in self._trials}
-        left = [
-            Tried(one.name, one.bottleneck, "not tried", reason="no time was left")
-            for one in self._changes
-            if one.name not in names
-        ]
+        left = untried(self._changes, self._trials)
         return Tuned(
             self._spec, [*self._trials, *left], self._limits, self._before, self._facts, self.stopped,
             self._variables,

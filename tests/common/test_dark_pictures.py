@@ -1,27 +1,14 @@
 """An SVG that Drivetrain writes can be read on a light page and on a dark one."""
 
 import re
-from pathlib import Path
 
 import pytest
 from drivetrain.common.pictures import DARK, PALETTE, SUFFIXES, drawn
 from drivetrain.pipeline import Ledger
+from places import ROOT, load_script
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-
-
-def luminance(color: str) -> float:
-    """Relative luminance: WCAG 2.2, https://www.w3.org/TR/WCAG22/#dfn-relative-luminance."""
-    values = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (
-        value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values
-    )
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one: str, other: str) -> float:
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
+RESULTS = ROOT / "benchmarks" / "results"
+contrast = load_script("legibility", ROOT / "docs").contrast
 
 
 @pytest.fixture(scope="module")
