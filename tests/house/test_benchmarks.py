@@ -25,6 +25,7 @@ SMALL: dict[str, list[str]] = {
         "--epochs", "1", "--label-epochs", "1", "--seeds", "2", "--train", "train.beton", "--val", "val.beton",
     ],
     "figures": ["--check"],
+    "limits": ["small.yaml", "--rounds", "2", "--batches", "4"],
     "loaders": ["photos", "--rounds", "2"],
     "loop": ["--rounds", "2", "--steps", "50"],
     "muon": ["--recipe", "small.yaml", "--seeds", "2", "--lrs", "0.01", "0.02", "--tuning-epochs", "1"],
