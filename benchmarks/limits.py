@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     pipeline = Pipeline.from_recipe(options.recipe, **parse_overrides(options.overrides))
-    plan = resolve_data(resolve(pipeline.spec), True)
+    plan = resolve_data(resolve(pipeline), True)
     with plain_torch(), fork_rng(plan.seed), ExitStack() as stack:
         whole = in_turn(plan)[-1]
         variant, _ = build_variant(whole.plan, Loaders(stack), stack, options.batches)
