@@ -5,8 +5,8 @@
 The peak is that of a large matrix product, by torch, in the precision of the recipe, on as many threads. The floating
 point operations of an image are counted by torch (`FlopCounterMode`: matrix products and convolutions, forward and
 backward); those of an optimizer that multiplies matrices, such as Muon, are in its time, not in the count. Each round
-has the matrix product, the model alone on a batch in memory, the loader alone, full training, and full training timed by
-part, in turns, every second round in reverse order. The processor time of the loader alone shows which share of the
+has the matrix product, the model alone on a batch in memory, the loader alone, full training, and full training timed
+by part, in turns, every second round in reverse order. The processor time of the loader alone shows which share of the
 cores it takes from training.
 """
 
@@ -113,13 +113,16 @@ def report(figures: dict[str, list[float]], product: str, count: float, bench: B
         name: {
             "images/s": summarize(speeds),
             **({} if name == "loader alone" else {
-                "share of the peak": summarize([speed * count / rate for speed, rate in zip(speeds, rates, strict=True)])
+                "share of the peak": summarize([a * count / b for a, b in zip(speeds, rates, strict=True)]),
             }),
         }
         for name, speeds in figures.items()
     }  # fmt: skip
     cores = os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0))
-    cpu = [seconds * speed / cores for seconds, speed in zip(bench.cpu[1:], figures["full training"], strict=True)]
+    cpu = [
+        seconds * speed / cores
+        for seconds, speed in zip(bench.cpu[1:], figures["full training"], strict=True)
+    ]
     over = [a / b for a, b in zip(figures["full training"], figures["model alone"], strict=True)]
     parts = {name: summarize([one[name] for one in bench.parts[1:]]) for name in bench.parts[0]}
     others = {

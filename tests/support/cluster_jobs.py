@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from drivetrain.pipeline.apps.cli import doctor
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.runs.artifacts import FitJob
 from drivetrain.pipeline.runs.preflight import preflight
+from drivetrain.strategies.launching import health
 from drivetrain.strategies.launching.meeting import meet
 from pipeline_data import attempt, numbers
 from process_state import free_port as free_port
@@ -96,6 +97,7 @@ def doctor_of_ranks(port: int) -> dict[str, tuple[Any, str]]:
             "alike": mock.patch.dict(os.environ),
             "another torch": mock.patch.object(torch, "__version__", "2.9.1" if other else "2.15.0+cpu"),
             "another host": mock.patch.object(socket, "gethostname", return_value=f"node{rank}"),
+            "slow": mock.patch.multiple(health, _wait=lambda _: time.sleep(0.4 * other), _SECONDS=0.1),
             "no interface": mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "nix0" if other else "lo"}),
             "missing": mock.patch.dict(os.environ),
         }
@@ -103,7 +105,9 @@ def doctor_of_ranks(port: int) -> dict[str, tuple[Any, str]]:
             if name == "missing" and other:
                 continue
             patience = 1 if name in ("missing", "no interface") else 20
-            with case, redirect_stdout(io.StringIO()) as printed:
+            host = mock.patch.object(socket, "gethostname", return_value=f"node{rank}")
+            apart = host if name == "slow" else nullcontext()
+            with case, apart, redirect_stdout(io.StringIO()) as printed:
                 end = attempt(partial(doctor.examine_ranks, patience))
                 if dist.is_initialized():
                     dist.destroy_process_group()

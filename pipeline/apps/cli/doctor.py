@@ -22,6 +22,7 @@ from ....common.table import Table, lines_of
 from ....common.version import __version__
 from ....strategies.devices import rank_device
 from ....strategies.launching.group import AllReduce, all_reduce_speed, join_group
+from ....strategies.launching.health import Health, bandwidths, examine_health, slow
 from ....strategies.launching.launcher import blocked_growth, killed_with_agent
 from ....strategies.launching.meeting import Meeting, lost_ranks_named, meet, under_torchrun
 from ...telemetry.provenance import version
@@ -213,11 +214,16 @@ def examine_ranks(timeout: float) -> bool:
         meeting = meet(timeout, about_this_rank())
         findings = [_rank(number, info, meeting.ranks) for number, info in enumerate(meeting.ranks)]
         speeds: list[Finding] = []
+        slower: list[str] = []
         try:
-            speeds = _speeds(meeting, timeout)
+            speeds, health = _speeds(meeting, timeout)
+            healthy, slower = _healths(meeting.ranks, health)
+            findings += healthy
         finally:  # where the ranks cannot exchange tensors, their addresses show why
             if os.environ["RANK"] == "0":
                 print(_table([*findings, *speeds], meeting), flush=True)
+                if slower:  # job files read this line
+                    print(f"Leave out: {','.join(slower)}", flush=True)
     return all(finding.good for finding in findings)
 
 
@@ -247,7 +253,7 @@ def _device() -> torch.device:
         return torch.device("cpu")
 
 
-def _speeds(meeting: Meeting, timeout: float) -> list[Finding]:
+def _speeds(meeting: Meeting, timeout: float) -> tuple[list[Finding], list[Health]]:
     ranks = len(meeting.ranks)
     gpus = all(info["device"] != "CPU" for info in meeting.ranks)  # on each rank the same
     join_group(device=None if gpus else "cpu", timeout=timeout, meeting=meeting)
@@ -255,14 +261,46 @@ def _speeds(meeting: Meeting, timeout: float) -> list[Finding]:
         device = _device() if gpus else torch.device("cpu")
         backend = "NCCL on the GPUs" if gpus else "gloo on the CPUs"
         measured = [all_reduce_speed(size, device) for size in (4, *SIZES) if ranks > 1]
+        health = examine_health([info["host"] for info in meeting.ranks], device)
     dist.destroy_process_group()
     if not measured:
-        return [Finding("all-reduce", "not measured: there is only one rank", True)]
+        return [Finding("all-reduce", "not measured: there is only one rank", True)], health
     latency, *others = measured
     found = {"4 bytes": f"latency {latency.median * 1e6:,.0f} µs ({_spread(latency, 1e6, ',.0f')})"}
     for each in others:
         found[f"{each.size >> 20} MiB"] = f"{each.bandwidth / 1e9:.2f} GB/s ({_spread(each, 1e3, '.1f')} ms)"
-    return [Finding(f"all-reduce of {size}, {backend}", text, True) for size, text in found.items()]
+    findings = [Finding(f"all-reduce of {size}, {backend}", text, True) for size, text in found.items()]
+    return findings, health
+
+
+def _healths(ranks: Sequence[Mapping[str, Any]], health: Sequence[Health]) -> tuple[list[Finding], list[str]]:
+    """Return what is found of each machine's speed and memory, and the machines to leave out."""
+    hosts = [info["host"] for info in ranks]
+    computes: dict[str, dict[str, float]] = {}  # by device: of each rank
+    for number, (info, each) in enumerate(zip(ranks, health, strict=True)):
+        computes.setdefault(info["device"], {})[f"{number}"] = each.operations
+    slower = {int(number) for of_device in computes.values() for number in slow(of_device)}
+    sends = bandwidths(hosts, health)
+    apart = set(slow(sends))
+    findings, bad = [], list[str]()
+    for host in dict.fromkeys(hosts):
+        own = [number for number, name in enumerate(hosts) if name == host]
+        speeds = [health[number].operations / 1e9 for number in own]
+        text = f"computes {min(speeds):,.0f} to {max(speeds):,.0f} GFLOP/s a rank (fp32)"
+        text += f", sends {sends[host] / 1e9:.2f} GB/s to another machine" if host in sends else ""
+        wrong = [
+            f"rank {number} computes at less than half of the others' speed"
+            for number in own
+            if number in slower
+        ]
+        wrong += [f"rank {number}: memory returned other values than were written" for number in own
+                  if not health[number].sound]  # fmt: skip
+        wrong += ["it sends at less than half of the others' speed"] if host in apart else []
+        findings.append(
+            Finding(host, text, not wrong, "; ".join(wrong) + "; leave this machine out" * bool(wrong))
+        )
+        bad += [host] * bool(wrong)
+    return findings, bad
 
 
 def _spread(measured: AllReduce, scale: float, form: str) -> str:

@@ -26,8 +26,8 @@ SCHEDULERS = ("slurm", "kubernetes", "ray", "skypilot")
 )  # fmt: skip
 @option("--cpus-per-gpu N", "CPU cores for each GPU, for the loaders.", int, name="cpus", default=8)
 @option("--gpu-type NAME", "Name of the GPUs in the scheduler's words, e.g. H100; skypilot requires it.")
-@option("--time TIME", "Time limit, for slurm: minutes, HH:MM:SS or DAYS-HH:MM:SS.")
-@option("--image IMAGE", "Container image, for kubernetes, which requires it, and skypilot.")
+@option("--time TIME", "Time limit, for slurm and kubernetes: minutes, HH:MM:SS or DAYS-HH:MM:SS.")
+@option("--image IMAGE", "Container image, for kubernetes, which requires it, skypilot and slurm (pyxis).")
 @option("--name NAME", "Name of the job. Default: the recipe's.")
 def job(
     scheduler: str, recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None,

@@ -30,7 +30,7 @@ SIGNALS = f"--signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout {SHUTD
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
 _TIME = re.compile(r"\d+|\d+(:[0-5]\d){1,2}|\d+-\d{1,2}(:[0-5]\d){0,2}", re.ASCII)
 _GPU = re.compile(r"[A-Za-z0-9][-._A-Za-z0-9]*")
-_IMAGE = re.compile(r"[A-Za-z0-9][-._:/@A-Za-z0-9]*")
+_IMAGE = re.compile(r"[A-Za-z0-9][-._:/@#A-Za-z0-9]*")
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,19 @@ def _fitting(batch_size: int, how: DistributedConfig, numbers: range, processes:
         else:
             fitting.append(number)
     return tuple(fitting)
+
+
+def seconds_of(time: str) -> int:
+    """Return the seconds of a time limit in SLURM's words: minutes, MM:SS, HH:MM:SS, or DAYS-HH and perhaps more."""
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    else:
+        hours, minutes, seconds = (0, *parts, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def fill(template: str, **values: object) -> str:

@@ -1,9 +1,10 @@
 """Manifests for Kubernetes: an Indexed Job, its Service, its volume, and the recipe."""
 
 from ....common.errors import PlanError
-from .job import SIGNALS, TORCHRUN_PORT, WARNING_SECONDS, Job, fill, literal, scalar, stoppable
+from .job import SIGNALS, TORCHRUN_PORT, WARNING_SECONDS, Job, fill, literal, scalar, seconds_of, stoppable
 
 _RESTARTS = 10
+_MEMORY = 16  # GiB for each process
 _MAX_CONFIG = 1_000_000  # bytes; a ConfigMap may have 1 MiB
 # Folders that an image needs itself.
 _SYSTEM = [
@@ -29,7 +30,10 @@ apiVersion: batch/v1
 kind: Job
 metadata:
   name: @name@
+  # With Kueue, which starts all pods or none (its waitForPodsReady), name a queue, and add under spec: suspend: true
+  # labels: {kueue.x-k8s.io/queue-name: team}
 spec:
+  @deadline@
   completionMode: Indexed
   completions: @most@
   parallelism: @most@
@@ -51,6 +55,8 @@ spec:
       subdomain: @name@
       restartPolicy: Never
       terminationGracePeriodSeconds: @warning@
+      # Which jobs are evicted first when machines are short (kubectl get priorityclass):
+      # priorityClassName: training
       @selector@
       containers:
       - name: train
@@ -64,9 +70,13 @@ spec:
         - drivetrain
         args:  # of drivetrain train
         @arguments@
+        # If the pods find each other only through one of several network interfaces:
+        # env: [{name: GLOO_SOCKET_IFNAME, value: eth0}, {name: NCCL_SOCKET_IFNAME, value: eth0}]
         resources:
           requests:
             cpu: @cores@
+            memory: @memory@Gi  # of its processes, /dev/shm and the data in the system's cache; fewer is slower
+            ephemeral-storage: 20Gi  # of the cache of data at an address and of checkpoints on their way
           @limits@
         volumeMounts:
         @shared_mount@
@@ -150,7 +160,9 @@ def kubernetes(job: Job) -> str:
     words = job.arguments(recipe and f"/recipe/{recipe}")
     return fill(
         _MANIFESTS, name=name, most=job.most, restarts=_RESTARTS * job.most, warning=WARNING_SECONDS,
-        image=scalar(job.image), cores=job.cpus * job.processes, script=_script(job), success=_success(job),
+        image=scalar(job.image), cores=job.cpus * job.processes, memory=_MEMORY * job.processes,
+        script=_script(job), success=_success(job),
+        deadline="" if job.time is None else f"activeDeadlineSeconds: {seconds_of(job.time)}",
         # Kubernetes would replace "$(…)".
         arguments="\n".join(f"- {scalar(word.replace('$(', '$$('))}" for word in words),
         selector="" if job.gpu_type is None else f"nodeSelector:\n  nvidia.com/gpu.product: {scalar(job.gpu_type)}",

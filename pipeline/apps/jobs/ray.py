@@ -14,15 +14,22 @@ Run it in a folder that all machines of the Ray cluster see, from which paths in
 
 import os
 
-from drivetrain import Pipeline
+from drivetrain import Callback, Pipeline
 from drivetrain.pipeline import Checkpoints
 from drivetrain.pipeline.recipes.files import modules_of
-from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train import FailureConfig, RunConfig, ScalingConfig, report
 from ray.train.torch import TorchConfig, TorchTrainer
 
 RECIPE = @recipe@
 OVERRIDES = @overrides@
 OUT = @out@
+
+
+class Report(Callback):
+    """Passes the metrics of each epoch to Ray, for its dashboard and results; every worker has to."""
+
+    def on_epoch_end(self, view):
+        report({"epoch": view.epoch, "loss": view.history[-1].loss, **view.metrics})
 
 
 def train(config):
@@ -32,7 +39,7 @@ def train(config):
         pipeline = Pipeline.from_recipe(RECIPE, **{**OVERRIDES, "devices": "auto"})
         # A lost worker costs what came after the last checkpoint. Ray forwards no signals that could announce it.
         checkpoints = Checkpoints(every_minutes=@minutes@)
-        pipeline.fit(out=OUT, resume="auto", checkpoints=checkpoints)
+        pipeline.fit(out=OUT, resume="auto", checkpoints=checkpoints, callbacks=[Report()])
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ class Scheduler:
 
 
 SCHEDULERS = {
-    "slurm": Scheduler(slurm, ("time",), same_folder=True),
-    "kubernetes": Scheduler(kubernetes, ("image",), mounts=True, elastic=True),
+    "slurm": Scheduler(slurm, ("time", "image"), same_folder=True),
+    "kubernetes": Scheduler(kubernetes, ("image", "time"), mounts=True, elastic=True),
     "ray": Scheduler(ray, elastic=True),
     "skypilot": Scheduler(skypilot, ("image",), mounts=True, copies=True),
 }

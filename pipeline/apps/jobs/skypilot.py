@@ -15,7 +15,8 @@ resources:
   @gpus@
   cpus: @cores@+
   @image@
-  # For preemptible machines: use_spot: true. SkyPilot then replaces those that the cloud takes away.
+  # Preemptible machines, which are cheaper; SkyPilot replaces those that the cloud takes away:
+  # use_spot: true
   job_recovery:
     max_restarts_on_errors: 3
     recover_on_exit_codes: [75]  # stopped and saved; without limit
@@ -25,8 +26,13 @@ resources:
 # The recipe and modules of your own are in this folder, which is copied to the machines.
 workdir: .
 
-# Install Drivetrain here, unless the image has it. This reports what is missing.
+# Variables that the machines need and nobody else may see, from yours: sky jobs launch --secret AWS_ACCESS_KEY_ID FILE
+# secrets: {AWS_ACCESS_KEY_ID: null, AWS_SECRET_ACCESS_KEY: null}
+
+# Install Drivetrain here, unless the image has it: from a folder beside the recipe, or a wheel. `doctor` ends with 1
+# if something that training needs is missing, and the job ends before it costs more.
 setup: |
+  if ! python -c "import drivetrain" 2>/dev/null; then pip install ./drivetrain; fi
   python -m drivetrain doctor
 
 @run@
@@ -37,9 +43,10 @@ _SHARED = """\
 volumes:
   @folder@: @name@
 """
-_AT_AN_ADDRESS = (
-    "# The results are at an address, and so should the data be. The machines need credentials for it."
-)
+_AT_AN_ADDRESS = """\
+# The results are at an address, and so should the data be, which is read from there. To have it as files instead:
+# file_mounts: {/data: {source: s3://bucket/data, mode: COPY}}
+"""
 _SCRIPT = """\
 # The first machine is where the machines meet.
 address=$(head -n 1 <<< "$SKYPILOT_NODE_IPS")

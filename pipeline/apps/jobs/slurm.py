@@ -2,7 +2,9 @@
 
 import shlex
 
-from .job import SIGNALS, WARNING_SECONDS, Job, fill, stoppable
+from .job import CHECKPOINT_MINUTES, SIGNALS, WARNING_SECONDS, Job, fill, stoppable
+
+_FAILURES = 20  # starts after which a failed job is not started again
 
 _SCRIPT = """\
 #!/bin/bash
@@ -15,34 +17,72 @@ _SCRIPT = """\
 # One task per node: torchrun, which starts a process for each GPU. Several tasks would be several trainings.
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=@cores@
+# Memory of each node. 0: all that it has, for jobs with nodes of their own; where jobs share nodes, e.g. 200G.
+#SBATCH --mem=0
 @gpus@
 @time@
+# Nodes to leave out, such as those that the check below has named: remove the first # of the line.
+##SBATCH --exclude=node07
 # @warning@ seconds before the time limit, SLURM signals this script, which then requeues its job.
 #SBATCH --signal=B:USR1@@warning@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
-# Activate the environment that has Drivetrain here, e.g.: source /shared/venv/bin/activate
+@environment@
+# If the nodes find each other only through one of several network interfaces, or not at all:
+# export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
 
 # The first node is where the nodes meet; the port follows from the job's number, so that no two jobs share one.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((10000 + SLURM_JOB_ID % 20000))
+port=$((10000 + SLURM_JOB_ID % 10000 * 2))
 
-# When torchrun ends on one node, the others have five minutes.
+# Before training, for about a minute: do devices, versions and network agree? Is a node much slower than others?
+# Then the job starts again without it.
+slow=$(@check@ | tee /dev/stderr | sed -n 's/^Leave out: //p')
+if [ -n "$slow" ]; then
+    before=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\\([^ (]*\\).*/\\1/p')
+    trap '' TERM  # with which SLURM ends a script that requeues its job
+    scontrol requeuehold "$SLURM_JOB_ID"
+    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$before${before:+,}$slow"
+    scontrol release "$SLURM_JOB_ID"
+    exit 1
+fi
+
+# When torchrun ends on one node, the others have five minutes. What each rank prints is also in a file of its own.
 @run@
-if [ "$status" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+# Saved because of the time limit: again. Failed after more time than a checkpoint takes to come: again,
+# @failures@ times at most, because that is rather a lost node than a mistake, which would show at once.
+if [ "$status" -eq 75 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+elif [ "$status" -ne 0 ] && [ "$SECONDS" -gt @seconds@ ] && [ "${SLURM_RESTART_COUNT:-0}" -lt @failures@ ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
 exit "$status"
 """
+# srun's options come first, torchrun's last.
+_CHECK = """\
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK"@container@ \\
+    torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node=@processes@ \\
+    --rdzv-backend=c10d --rdzv-endpoint="$first:$((port + 1))" --rdzv-id="check-$SLURM_JOB_ID" \\
+    -m drivetrain doctor --ranks"""
 _COMMAND = """\
-srun --wait=300 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
+srun --wait=300 --cpus-per-task="$SLURM_CPUS_PER_TASK"@container@ \\
     torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node=@processes@ \\
     --rdzv-backend=c10d --rdzv-endpoint="$first:$port" --rdzv-id="$SLURM_JOB_ID" \\
+    --log-dir="$SLURM_JOB_NAME-$SLURM_JOB_ID.ranks" --tee=3 \\
     @signals@ \\
     -m drivetrain train @arguments@"""
+_ENVIRONMENT = "# Activate the environment that has Drivetrain here, e.g.: source /shared/venv/bin/activate\n"
+_CONTAINER = (
+    "# srun starts the container by its plugin pyxis: what is below runs inside, this script does not.\n"
+)
 
 
 def slurm(job: Job) -> str:
-    command = fill(_COMMAND, processes=job.processes, signals=SIGNALS, arguments=shlex.join(job.arguments()))
+    container = _container(job)
+    command = fill(
+        _COMMAND, processes=job.processes, signals=SIGNALS, arguments=shlex.join(job.arguments()), container=container
+    )  # fmt: skip
     gpu_type = "" if job.gpu_type is None else f"{job.gpu_type}:"
     listed = ",".join(map(str, job.nodes))
     return fill(
@@ -51,5 +91,20 @@ def slurm(job: Job) -> str:
         nodes=listed if job.left_out else job.nnodes.replace(":", "-"),
         gpus=f"#SBATCH --gpus-per-node={gpu_type}{job.processes}" if job.on_gpus else "",
         time="" if job.time is None else f"#SBATCH --time={job.time}",
+        environment=_CONTAINER if job.image else _ENVIRONMENT, failures=_FAILURES,
+        seconds=60 * CHECKPOINT_MINUTES,
+        check=fill(_CHECK, processes=job.processes, container=container),
         run=stoppable(command, "step", "USR1", "srun forwards it to torchrun"),
     )  # fmt: skip
+
+
+def _container(job: Job) -> str:
+    """Return the options of pyxis: the image, with the folders that all machines share."""
+    if job.image is None:
+        return ""
+    top = "" if job.top_folder is None else f",{job.top_folder}:{job.top_folder}"
+    folder = '"$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR' + f'{top}"'
+    return (
+        f" \\\n    --container-image={shlex.quote(job.image)} --container-mounts={folder} "
+        '--container-workdir="$SLURM_SUBMIT_DIR"'
+    )

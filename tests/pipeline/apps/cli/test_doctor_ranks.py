@@ -49,6 +49,10 @@ def test_two_ranks() -> None:
     assert said["another host"] is False
     assert "2 rank(s) on 2 host(s)" in text["another host"]
     assert "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on node1" in text["another host"]
+    assert said["slow"] is False
+    assert "rank 1 computes at less than half of the others' speed; leave this machine out" in text["slow"]
+    assert first["slow"][1].endswith("\nLeave out: node1\n")
+    assert "Leave out" not in text["alike"]
     for end in (said["no interface"], second["no interface"][0]):
         assert "cannot exchange tensors with all of them" in end
     assert "GLOO_SOCKET_IFNAME=nix0 is not an interface of" in text["no interface"], "the table shows why"

@@ -88,9 +88,72 @@ def test_slurm(recipe: str) -> None:
     assert options == {
         "job-name": "mine", "output": "%x-%j.log", "nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "32",
         "gpus-per-node": "h100:8", "time": "1-12:00:00", "signal": "B:USR1@180", "requeue": "", "open-mode": "append",
+        "mem": "0",
     }  # fmt: skip
     first_command = min(n for n, line in enumerate(text.splitlines()) if line and not line.startswith("#"))
     assert all(not line.startswith("#SBATCH") for line in text.splitlines()[first_command:])
+
+
+@pytest.mark.parametrize("out", ["/shared/run", "s3://bucket/run"])
+def test_slurm_in_a_container(recipe: str, tmp_path: Path, out: str) -> None:
+    """Both steps run in it, with the folder of submission and the shared one."""
+    stand_in = '#!/bin/bash\nprintf "%s\\n" "$@" >> "$REQUESTS"\n'
+    path = programs(tmp_path / "bin", srun=stand_in, scontrol=SCONTROL)
+    environment = surroundings(path, tmp_path / "requests") | {"SLURM_SUBMIT_DIR": "/home/a b"}
+    text = written("slurm", recipe, image="registry#team/image:1", out=out)
+    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    given = (tmp_path / "requests").read_text().splitlines()
+    mounts = "/home/a b:/home/a b" + ",/shared:/shared" * (out[0] == "/")
+    for option in ("image=registry#team/image:1", f"mounts={mounts}", "workdir=/home/a b"):
+        assert given.count(f"--container-{option}") == 2
+
+
+TORCHRUN_AFTER = """\
+#!/bin/bash
+if [[ "$*" == *"doctor --ranks"* ]]; then printf 'a table\\n%s' "$FOUND"; exit 0; fi
+echo trained >> "$REQUESTS"
+exit "$STATUS"
+"""
+
+
+@pytest.mark.parametrize(
+    ("found", "status", "seconds", "restarts", "expected"),
+    [
+        ("", 0, 9000, "", []),
+        ("", 1, 500, "", []),  # a mistake, which would fail again
+        ("", 1, 700, "", ["requeue"]),
+        ("", 1, 700, "19", ["requeue"]),
+        ("", 1, 700, "20", []),
+        (
+            "Leave out: node07,node09\n",
+            1,
+            0,
+            "",
+            ["show job", "requeuehold", "ExcNodeList=node07,node09", "release"],
+        ),
+    ],
+)
+def test_slurm_starts_again(
+    recipe: str, tmp_path: Path, found: str, status: int, seconds: int, restarts: str, expected: list[str]
+) -> None:
+    """After a failure that came late, and without a node that the check has named, before it trains."""
+    path = programs(tmp_path / "bin", srun=SRUN, scontrol=SCONTROL, torchrun=TORCHRUN_AFTER)
+    requests = tmp_path / "requests"
+    environment = surroundings(path, requests) | {
+        "FOUND": found,
+        "STATUS": f"{status}",
+        "SECONDS": f"{seconds}",
+    }
+    environment |= {"SLURM_RESTART_COUNT": restarts} if restarts else {}
+    text = written("slurm", recipe)
+    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    asked = requests.read_text().splitlines()
+    assert asked[:1] == ([] if found else ["trained"]) or found
+    assert len(asked) == len(expected) + (not found)
+    for line, part in zip(asked[not found :], expected, strict=True):
+        assert part in line
 
 
 def test_numbers_of_nodes(recipe: str) -> None:
@@ -120,6 +183,8 @@ def test_kubernetes(recipe: str) -> None:
     assert "$(" not in pod["command"][2]
     assert pod["args"][0] == "/recipe/mine.yaml"
     assert pod["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert pod["resources"]["requests"] == {"cpu": 32, "memory": "128Gi", "ephemeral-storage": "20Gi"}
+    assert "activeDeadlineSeconds" not in found["Job"]["spec"]
     assert found["Job"]["spec"]["podFailurePolicy"]["rules"][1]["onExitCodes"]["values"] == [75]
     assert "ConfigMap" not in manifests(written("kubernetes", "cifar10-fast", "strategy=ddp"))
     schema = pytest.importorskip("kubernetes_validate", reason="the published schemas are not installed")
@@ -128,6 +193,22 @@ def test_kubernetes(recipe: str) -> None:
     found["Job"]["spec"]["completion"] = 2
     with pytest.raises(schema.ValidationError, match="completion"):
         schema.validate(found["Job"], "1.37", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        ("90", 5400),
+        ("10:30", 630),
+        ("2:00:05", 7205),
+        ("1-6", 108000),
+        ("1-06:30", 109800),
+        ("0-00:00:09", 9),
+    ],
+)
+def test_a_time_limit_of_kubernetes_is_written_as_for_slurm(recipe: str, time: str, seconds: int) -> None:
+    job = manifests(written("kubernetes", recipe, time=time))["Job"]["spec"]
+    assert job["activeDeadlineSeconds"] == seconds
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -214,7 +295,7 @@ WRONG: dict[str, tuple[str, list[str], dict[str, Any], str]] = {
     "a folder above": ("skypilot", [], {"out": "/shared/../mine"}, "Pass an absolute path"),
     "a folder of the system": ("kubernetes", [], {"out": "/usr/run"}, "in /usr, which the image needs itself"),
     "no image": ("kubernetes", [], {"image": None}, "Pass --image"),
-    "an image for slurm": ("slurm", [], {"image": "a"}, "for slurm has no --image"),
+    "an image for ray": ("ray", [], {"image": "a"}, "for ray has no --image"),
     "a time for ray": ("ray", [], {"time": "10"}, "for ray has no --time"),
     "a bad time": ("slurm", [], {"time": "10h"}, "--time '10h' must be minutes, HH:MM:SS"),
     "a time with a line": ("slurm", [], {"time": "10\n#SBATCH --x"}, "--time '10"),
