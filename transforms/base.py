@@ -193,8 +193,9 @@ class Transform:
     """Of a batch transform: whether each image that it returns is still of one sample, in its place in the batch."""
     prunes_samples: ClassVar[bool] = False
     """Whether its session leaves samples out of epochs, and weights the losses of others, by the loss of each."""
-    tried_by_tune: ClassVar[Literal["", "format", "resolution", "surgery"]] = ""
-    """The kind of change as which `Pipeline.tune` tries it, with its defaults; "" if it does not."""
+    tried_by_tune: ClassVar[Literal["", "format", "resolution", "surgery", "methods"]] = ""
+    """The kind of change as which `Pipeline.tune` tries it, with its defaults; "" if it does not. "methods", whose gain
+    is not in the speed of a step alone, only with a target."""
 
     def __post_init__(self) -> None:
         # Not the fields of a custom subclass, whose types may be anything.

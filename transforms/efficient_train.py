@@ -92,6 +92,7 @@ class EfficientTrain(Transform):
     source = "Wang et al. 2024, arXiv:2405.08768"
     keeps_samples = True
     changes_image_size = True
+    tried_by_tune = "methods"
     targets = ("class indices", "labels", "values")
     excludes = ("ProgressiveResizing",)
     depends_on_length = True

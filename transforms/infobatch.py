@@ -82,6 +82,7 @@ class InfoBatch(Transform):
     anneal: FractionBelowOne = 0.125
 
     kind = "schedule"
+    tried_by_tune = "methods"
     source = "Qin et al. 2024, arXiv:2303.04947"
     targets = ("class indices", "labels", "values", "masks")
     prunes_samples = True

@@ -178,7 +178,8 @@ ALLOW: dict[str, Kind] = {
 
 
 TO_TARGET: dict[str, Kind] = {
-    **ALLOW, "batch_size": partial(_batch_size, times=(1 / 2, 2)), "epochs": _epochs,
+    **ALLOW, "methods": lambda plan: _transforms(plan, "methods"),
+    "batch_size": partial(_batch_size, times=(1 / 2, 2)), "epochs": _epochs,
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from drivetrain.pipeline.measuring.statistics import LOOKS
 from drivetrain.pipeline.race.result import Point, RaceResult, RaceRun
 from drivetrain.pipeline.tuning import to_target
 from drivetrain.pipeline.tuning.candidates import Candidate
+from drivetrain.pipeline.tuning.candidates import candidates as changes_of_speed
 from drivetrain.pipeline.tuning.candidates import to_target as changes_to_target
 from drivetrain.pipeline.tuning.result import Tried, Tuned
 from drivetrain.pipeline.tuning.to_target import judged
@@ -34,6 +35,8 @@ def test_fewer_epochs_are_tried_last(toy: Toy) -> None:
     assert found[-2:] == ["epochs=6", "epochs=4"]
     batch = resolve(pipeline).data.batch_size
     assert {f"batch_size={batch // 2}", f"batch_size={2 * batch}", "ProgressiveResizing"} <= {*found}
+    assert names(pipeline, ("methods",)) == ["EfficientTrain", "InfoBatch"]
+    assert not {"EfficientTrain", "InfoBatch"} & {one.name for one in changes_of_speed(resolve(pipeline))}
     assert names(pipeline, ("epochs", "resolution"))[-2:] == ["epochs=6", "epochs=4"]
     assert names(pipeline.replace(epochs=2), ("epochs",)) == ["epochs=1"]
     for wrong in ("workers", "epochs,resolution"):
