@@ -430,7 +430,7 @@ class Pipeline(PipelineSpec):
             seconds: the time budget, for everything. When it is over, the running batch is interrupted.
             allow: kinds of changes that change what the training computes: `"precision"`, `"resolution"`, `"surgery"`,
                 `"batch_size"` (with the learning rate scaled to it if its rule is known); with `target` also
-                `"methods"` (EfficientTrain, InfoBatch) and `"epochs"` (fewer). Default: none; with `target` all of them.
+                `"methods"` (EfficientTrain, InfoBatch) and `"epochs"` (fewer). Default: none; with `target`, all.
             target: the accuracy to which the time is tuned, 0 to 1: of the metric that the task monitors. Default None:
                 speed is tuned. Changes of speed alone are not tried with it: tune those first.
             epochs: of each short training by which `allow` measures the accuracy. Default 1: more make it more
