@@ -290,7 +290,7 @@ def _first_cause(ranks: list[Rank]) -> StrategyError:
         _look(ranks)
         failed = [(rank, rank.report) for rank in ranks if rank.report and _failed(rank)]
     rank, report = min(failed, key=lambda pair: (pair[1].echo, pair[1].time))
-    message = f"launch: rank {rank.number} of {len(ranks)} {report.what}. All ranks were terminated."
+    message = f"launch: rank {rank.number} of {len(ranks)} {report.what.removesuffix('.')}. All ranks were terminated."
     returned = [rank.number for rank in ranks if rank.report and not _failed(rank)]
     if report.echo and returned:
         message += f" Rank(s) {returned} had already returned: they made fewer collective calls."

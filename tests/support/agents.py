@@ -1,4 +1,5 @@
-"""Machines of a cluster, on loopback or in namespaces: agents of torchrun with workers that run `drivetrain`."""
+"""Machines of a cluster, on loopback or in namespaces: each is an agent of torchrun with one worker that runs
+`drivetrain`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from places import SUPPORT
 from process_state import free_port
 
 PATIENCE = 90.0  # seconds that anything may take
-RDZV = "last_call_timeout=1,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt="
+RDZV = "last_call_timeout=1,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=6"
 
 
 class Agent:
@@ -29,14 +30,12 @@ class Agent:
         self, job: Job, number: int, arguments: Sequence[str], machine: Machine | None, code: Path | None
     ) -> None:
         self.log, self.machine = job.folder / f"agent {number}.log", machine
-        conf = f"{RDZV}{6 * job.ranks}"  # processes that start slow each other
-        host, where = ("127.0.0.1" if machine is None else "node0"), []
+        host, conf, where = ("127.0.0.1" if machine is None else "node0"), RDZV, []
         if machine is None:  # several on one host cannot find out which of them is the one that is named
             conf += f",is_host={'true' if number == 0 else 'false'}"
             where = ["--local-addr=127.0.0.1"]
         command = [
-            sys.executable, "-m", "torch.distributed.run", f"--nnodes={job.nodes}",
-            f"--nproc-per-node={job.ranks}",
+            sys.executable, "-m", "torch.distributed.run", f"--nnodes={job.nodes}", "--nproc-per-node=1",
             "--rdzv-backend=c10d", f"--rdzv-endpoint={host}:{job.port}", "--rdzv-id=test", f"--rdzv-conf={conf}",
             *where, f"--max-restarts={job.restarts}", "--shutdown-timeout=20", "-m", "drivetrain", *arguments,
         ]  # fmt: skip
@@ -44,8 +43,7 @@ class Agent:
         path = os.pathsep.join(filter(None, folders))
         environment = {
             **os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "SEEN_SAMPLES": str(job.seen),
-            "SLOW": str(job.slow), "FEWEST": f"{int(job.nodes.partition(':')[0]) * job.ranks}",
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if job.grows else "0",
+            "SLOW": str(job.slow), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if job.grows else "0",
         } | ({"GLOO_SOCKET_IFNAME": "lo"} if machine is None else {})  # fmt: skip
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -58,17 +56,14 @@ class Agent:
         return self.log.read_text()
 
     def worker(self) -> psutil.Process:
-        return self.workers()[0]
-
-    def workers(self) -> list[psutil.Process]:
         agent = psutil.Process(self.process.pid)
         if self.machine is not None:
             (agent,) = agent.children()  # of nsenter
-        return agent.children()
+        return agent.children()[0]
 
-    def end(self, patience: float = PATIENCE) -> int:
+    def end(self) -> int:
         try:
-            return self.process.wait(patience)
+            return self.process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"an agent did not end:\n{self.output}") from None
 
@@ -84,10 +79,8 @@ class Job:
         nodes: str = "2",
         restarts: int = 0,
         grows: bool = False,
-        ranks: int = 1,
     ) -> None:
         self.folder, self.nodes, self.restarts, self.grows = folder, nodes, restarts, grows
-        self.ranks = ranks  # of each machine
         self.seen, self.out, self.port = folder / "seen", folder / "run", free_port()
         self.slow = folder / "slow"
         self.seen.mkdir()
@@ -102,9 +95,9 @@ class Job:
         self._started.append(agent.process)
         return agent
 
-    def wait(self, condition: Callable[[], bool], what: str, patience: float = PATIENCE) -> None:
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Wait until the condition holds; fail if all agents end before, or it takes too long."""
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + PATIENCE
         while not condition():
             ended = all(agent.process.poll() is not None for agent in self.agents)
             if ended or time.monotonic() > deadline:

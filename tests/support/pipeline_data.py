@@ -104,7 +104,7 @@ class Recording(Sleepy):
     """Under torchrun, appends a line per training step to a file in the folder `$SEEN_SAMPLES`: the step, counted from
     1, which checkpoints keep, and the CRC of each sample.
 
-    While the file `$SLOW` exists, a step of the fewest ranks takes a second: time for another machine to start."""
+    While the file `$SLOW` exists, a step of a single rank takes a second: time for another machine to start."""
 
     steps: torch.Tensor
 
@@ -117,7 +117,7 @@ class Recording(Sleepy):
         result = super().forward(images)
         if self.training and "RANK" in os.environ and len(images) > 2:  # two images try it before training
             self.steps += 1
-            if os.environ["WORLD_SIZE"] == os.environ["FEWEST"] and Path(os.environ["SLOW"]).exists():
+            if os.environ["WORLD_SIZE"] == "1" and Path(os.environ["SLOW"]).exists():
                 time.sleep(1)
             self._keep(images)
         return result
