@@ -22,18 +22,6 @@ from process_state import wait_until_ended
 pytestmark = [pytest.mark.process, pytest.mark.alone]
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-LONG = (
-    "convert-your-data",
-    "export-and-serve",
-    "from-one-process-to-sharded",
-    "from-s3",
-    "multi-label",
-    "own-photographs",
-    "quickstart",
-    "read-a-ledger",
-    "segmentation",
-    "self-supervised",
-)  # up to minutes each
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -42,8 +30,9 @@ def code_cells(path: Path) -> list[Any]:
 
 
 def test_there_are_notebooks() -> None:
-    """Those that the README walks through."""
-    assert {*LONG, "surgery-by-hand"} <= {path.stem for path in NOTEBOOKS}
+    """All that the README and the gallery walk through."""
+    pages = "".join((ROOT / page).read_text() for page in ("README.md", "docs/gallery.md"))
+    assert {*re.findall(r"notebooks/([\w-]+)\.ipynb", pages)} == {path.stem for path in NOTEBOOKS}
 
 
 @each_notebook
@@ -62,10 +51,8 @@ def kinds(cell: Any) -> set[str]:
 
 @pytest.mark.timeout(280)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in LONG else []) for p in NOTEBOOKS],
-)
+@pytest.mark.slow
+@each_notebook
 def test_notebook_runs(
     path: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
