@@ -18,6 +18,7 @@ from ..common.errors import DataError
 from ..common.options.signatures import documented
 from ..common.signals import interrupts_held
 from ..common.storage.cache import Remote
+from ..common.storage.stream import BLOCK
 from ..common.threads import end, results
 from .beton.data_set import BetonFiles, open_files
 from .decode.decoder import BatchRequest, Decoder
@@ -86,7 +87,8 @@ class FFCVLoader(EpochLoader):
         own = options_here(options)
         self.workers, self._device = check_workers(own.workers), check_device(device)
         self._operations = tuple(operations)
-        self.beton: BetonFiles = open_files(source, Remote(own.cache, own.cache_limit, own.patience))
+        remote = Remote(own.cache, own.cache_limit, own.patience, own.stream)
+        self.beton: BetonFiles = open_files(source, remote)
         super().__init__(own, indices, len(self.beton), self.beton)
         self._pool: ThreadPoolExecutor | None = None
         self._stops: WeakSet[Stop] = WeakSet()  # of all epochs whose batches may be loading
@@ -110,8 +112,22 @@ class FFCVLoader(EpochLoader):
         groups.append(share * decoder.targets.sample_bytes)
         if self._feed is not None:  # torch rounds pinned memory up
             groups = [1 << (size - 1).bit_length() for size in groups if size]
+        self._require_room(share)
         self.memory = decoder.require_memory(self.settings.batches_ahead + 3, sum(groups), self.workers)
         return decoder
+
+    def _require_room(self, share: int) -> None:
+        """Raise DataError if a stream may not keep the batches in preparation."""
+        if self.beton.room is None:
+            return
+        each = int(self.beton.known.sizes.mean()) + BLOCK  # a sample ends within a block
+        needed = (self.settings.batches_ahead + 2) * share * each
+        if needed > self.beton.room:
+            raise DataError(
+                f"stream=True: this process may keep {self.beton.room / 1e9:,.3f} GB of {self.beton.name}, and the "
+                f"batches in preparation take about {needed / 1e9:,.3f} GB. Pass a larger cache_limit=, or fewer "
+                "batches_ahead=."
+            )
 
     def _is_ready(self) -> bool:
         with interrupts_held():
@@ -120,12 +136,15 @@ class FFCVLoader(EpochLoader):
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         ahead = self._ahead = deque()
         shares = self.shares(epoch)[start:]
+        coming = None if self.beton.room is None else Coming(self.shares(epoch + 1), len(self.beton))
         stop = Stop()
         self._stops.add(stop)
         try:
             for number in range(len(shares)):
                 while len(ahead) <= self.settings.batches_ahead and number + len(ahead) < len(shares):
-                    ahead.append(self._submit(shares[number + len(ahead)], epoch, stop))
+                    place = number + len(ahead)
+                    self._announce(shares[place], coming, epoch * len(self) + start + place)
+                    ahead.append(self._submit(shares[place], epoch, stop))
                 yield self._batch(_finished(*ahead.popleft()))
         finally:
             stop.set()
@@ -143,7 +162,6 @@ class FFCVLoader(EpochLoader):
                 "This process was forked from the one whose threads load, and has none of them. Start processes with "
                 "spawn, or create the loader in them."
             )
-        self.beton.prefetch(indices % len(self.beton))
         decoder = self._decoder
         images = [self._empty(shape, self._image_dtype) for shape in decoder.shapes(len(indices))]
         targets = decoder.targets.empty(len(indices), self._empty)
@@ -155,6 +173,15 @@ class FFCVLoader(EpochLoader):
                 for at in range(0, len(indices), step)
             ]
         return parts, request
+
+    def _announce(self, numbers: NDArray[np.int64], coming: Coming | None, now: int) -> None:
+        """Begin to read a batch, the number `now` of all epochs."""
+        indices = numbers % len(self.beton)
+        if coming is None:
+            self.beton.prefetch(indices)
+        else:
+            begin = (now // len(self) + 1) * len(self)
+            self.beton.prefetch(indices, now, begin + coming.batches(indices))
 
     def _chunk(self, n: int) -> int:
         """Return the number of samples in a chunk of a batch of n: so few that no worker idles at the batch's end, but
@@ -192,6 +219,24 @@ class FFCVLoader(EpochLoader):
         self.beton.close()
         self._decoder.close()
         self._buffers.clear()
+
+
+class Coming:
+    """In which batch of an epoch a rank uses each sample."""
+
+    def __init__(self, shares: Sequence[NDArray[np.int64]], samples: int) -> None:
+        every = [share % samples for share in shares]
+        numbers = np.repeat(np.arange(len(every), dtype=np.float32), [len(one) for one in every])
+        used = np.concatenate(every) if every else np.empty(0, np.int64)
+        self._used, first = np.unique(used, return_index=True)
+        self._numbers = numbers[first]
+
+    def batches(self, indices: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the number of the batch of each index `(n,)`; infinity for those that it does not use."""
+        if not len(self._used):
+            return np.full(len(indices), np.inf, np.float32)
+        places = np.minimum(np.searchsorted(self._used, indices), len(self._used) - 1)
+        return np.where(self._used[places] == indices, self._numbers[places], np.float32(np.inf))
 
 
 def _finished(parts: Sequence[Future[None]], request: BatchRequest) -> BatchRequest:

@@ -76,6 +76,11 @@ class ReadOptions(Config):
     cache_limit: Annotated[float | None, Within("(0, 1e9]", ", in GB"), IN_WORDS] = None
     """GB that these copies may take on disk; None: no limit. Copies that nobody uses are removed, the least recently
     used first."""
+    stream: bool = False
+    """Keep no whole copies of files at an address, but what the next batches need, and as much of the next epoch as
+    fits into `cache_limit` (None: half of the free disk), which the ranks of a machine divide: for data larger than
+    the disk. What is needed the latest is dropped first. Only with `loader="ffcv"`, on Linux; nothing is left for
+    later jobs."""
     patience: Annotated[float, Within("[0, 1e9]", ", in seconds"), IN_WORDS] = PATIENCE
     """Seconds for which the server of files at an address may not answer. Its requests are repeated with growing
     pauses, which is reported. Five minutes are enough for the restart of a server or a router."""
@@ -316,6 +321,7 @@ class ReadKeywords(TypedDict, total=False):
     batches_ahead: int
     cache: str | Path | None
     cache_limit: float | None
+    stream: bool
     patience: float
     # end
 

@@ -315,6 +315,7 @@ def stock_options(given: LoaderKeywords) -> LoaderOptions:
         ("color_jitter", train and any(made.color_jitter), "Leave it out"),
         ("policy", train and made.policy is not None, "Leave it out"),
         ("cutout", train and made.cutout > 0, "Leave it out"),
+        ("stream", made.stream, "Leave it out"),
     )
     for name, wrong, remedy in refused:
         if wrong:

@@ -68,6 +68,10 @@ class TorchLoader(EpochLoader):
             raise DataError("on_error='skip' is only available in FFCVLoader. Use 'raise'.")
         if own.interpolation == "area":
             raise DataError("interpolation='area' is only available in FFCVLoader. Use 'bilinear'.")
+        if own.stream:
+            raise DataError(
+                "stream=True is only available in FFCVLoader. Use loader='ffcv', or leave it out."
+            )
         remote = Remote(own.cache, own.cache_limit, own.patience)
         self.dataset = open_dataset(source, make_transform(own), own.verify, remote)
         beton = self.dataset.beton if isinstance(self.dataset, BetonDataset) else None

@@ -12,6 +12,7 @@ import struct
 import tempfile
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,6 +51,7 @@ class Remote:
     # GB on disk; copies that nobody uses are removed, the least recently used first; None: no limit.
     cache_limit: float | None = None
     patience: float = PATIENCE  # seconds that a server may not answer before that is an error
+    stream: bool = False  # keep no whole copies, but what this process needs soon, up to `cache_limit`
 
     def __post_init__(self) -> None:
         if not (self.cache is None or isinstance(self.cache, str | Path)):
@@ -68,15 +70,23 @@ def local_copy(address: str, remote: Remote = Remote()) -> Path:
     # Of one version of the file, and of one start of the machine: a crash may lose blocks marked as written.
     facts: dict[str, object] = {"address": address, "size": size, "version": version, "boot": _boot()}
     name = address.rstrip("/").rpartition("/")[2].partition("?")[0] or "data.beton"
-    folder = root / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    folder, block = root / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16], BLOCK
     try:
         root.mkdir(parents=True, exist_ok=True)
+        if remote.stream:
+            from .stream import Stream, check_holes, room_for_streams  # here: it extends this module
+
+            check_holes(root)
+            block = Stream.block
+            facts["stream"] = {"process": os.getpid(), "bytes": room_for_streams(root, remote.cache_limit)}
+            folder = root / f"{folder.name}-{uuid.uuid4().hex[:16]}"  # of this process alone
         if not (folder / FACTS).exists():
             path, mark, query = address.partition("?")
             manifest = RemoteFile(f"{path}.json{mark}{query}", remote.patience).whole()
             with locked(root / ".lock"):  # each counts the copies of the others
-                _make_room(root, folder, size, remote.cache_limit)
-                _make(folder, name, size, facts, manifest)
+                if not remote.stream:
+                    _make_room(root, folder, size, remote.cache_limit)
+                _make(folder, name, size, -(-size // block), facts, manifest)
         os.utime(folder / FACTS)  # the time of its last use
     except OSError as error:
         if is_exhaustion(error):
@@ -88,11 +98,13 @@ def local_copy(address: str, remote: Remote = Remote()) -> Path:
     return folder / name
 
 
-def _make(folder: Path, name: str, size: int, facts: dict[str, object], manifest: bytes | None) -> None:
+def _make(
+    folder: Path, name: str, size: int, blocks: int, facts: dict[str, object], manifest: bytes | None
+) -> None:  # fmt: skip
     """Create the folder of a copy. Several processes may do so at the same time: the first one wins."""
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     try:
-        for file, length in ((name, size), (BLOCKS, max(-(-size // BLOCK), 1))):
+        for file, length in ((name, size), (BLOCKS, max(blocks, 1))):
             with (temporary / file).open("wb") as made:
                 made.truncate(length)
         if manifest is not None:
@@ -137,9 +149,11 @@ def _last_use(facts: Path) -> float:
 
 
 def _bytes(folder: Path) -> tuple[int, int]:
-    """Return the length of a copy's files, and what they take on disk."""
+    """Return what a copy's files take on disk when it is full, and now. A stream does not fill."""
     files = [each.stat() for each in folder.iterdir()]
-    return sum(each.st_size for each in files), sum(each.st_blocks * 512 for each in files)
+    present = sum(each.st_blocks * 512 for each in files)
+    streams = "stream" in json.loads((folder / FACTS).read_text())
+    return present if streams else sum(each.st_size for each in files), present
 
 
 def _remove_unused(facts: Path) -> bool:
@@ -173,6 +187,8 @@ class Mirror:
     """A sparse local copy, which several threads and processes may use and fill at the same time. It keeps one
     descriptor: a data set may have thousands of files."""
 
+    block = BLOCK
+
     def __init__(self, path: Path, patience: float | None = None) -> None:
         facts = json.loads((path.parent / FACTS).read_text())
         self.address, self.version = str(facts["address"]), str(facts["version"])
@@ -181,7 +197,7 @@ class Mirror:
         self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self.descriptor).atexit = False
         acquire(self.descriptor, shared=True)  # `cache` removes only copies that nobody uses
-        self._blocks = self._marked(range(max(-(-self.size // BLOCK), 1)))  # known here to have arrived
+        self._blocks = self._marked(range(max(-(-self.size // self.block), 1)))  # known here to have arrived
         self._source: RemoteFile | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
@@ -190,8 +206,13 @@ class Mirror:
     @classmethod
     def at(cls, path: Path, patience: float | None = None) -> Mirror | None:
         """Return the mirror whose copy `path` is; None for any other file."""
-        there = (path.parent / FACTS).exists() and (path.parent / BLOCKS).exists()
-        return cls(path, patience) if there else None
+        if not ((path.parent / FACTS).exists() and (path.parent / BLOCKS).exists()):
+            return None
+        if "stream" in json.loads((path.parent / FACTS).read_text()):
+            from .stream import Stream
+
+            return Stream(path, patience)
+        return cls(path, patience)
 
     def prefetch(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> None:
         """Begin to fetch the ranges, `sizes` bytes from each of `starts` `(n,)`, without waiting for them."""
@@ -201,10 +222,16 @@ class Mirror:
         """Return when the ranges are in the copy; raise DataError if the source does not deliver them."""
         results([*self._request(starts, sizes)])
 
+    @contextmanager
+    def pinned(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> Iterator[None]:
+        """Inside the block, the ranges are in the copy; raise DataError if the source does not deliver them."""
+        self.fetch(starts, sizes)
+        yield
+
     def forget(self, start: int, size: int) -> None:
         """Mark a range as not fetched, because its content is not what it should be."""
         with self._lock:
-            self._mark(range(start // BLOCK, -(-(start + size) // BLOCK)), 0)
+            self._mark(range(start // self.block, -(-(start + size) // self.block)), 0)
 
     def close(self) -> None:
         """Drop the requests that have not begun, and the threads. The mirror can be used again."""
@@ -222,7 +249,7 @@ class Mirror:
         """Return the requests, old and new, that the ranges wait for."""
         sizes = np.broadcast_to(np.asarray(sizes, dtype=np.int64), np.shape(starts))
         starts = np.asarray(starts, dtype=np.int64)
-        firsts, ends = starts // BLOCK, -(-(starts + sizes) // BLOCK)
+        firsts, ends = starts // self.block, -(-(starts + sizes) // self.block)
         found: set[Future[None]] = set()
         with self._lock:
             missing: set[int] = set()
@@ -230,7 +257,7 @@ class Mirror:
                 if not self._blocks[first:end].all():
                     missing.update((first + np.flatnonzero(self._blocks[first:end] == 0)).tolist())
             found.update(self._pending[block] for block in missing & self._pending.keys())
-            for run in _runs(sorted(missing - self._pending.keys())):
+            for run in runs(sorted(missing - self._pending.keys())):
                 self._pool = self._pool or _threads()
                 with interrupts_held():
                     future = self._pool.submit(self._fetch, run)
@@ -244,17 +271,20 @@ class Mirror:
             source = self._source = self._source or RemoteFile(self.address, self._patience, self.version)
             with self._locked(run, source):
                 missing = run.start + np.flatnonzero(self._marked(run) == 0)
-                for part in _runs(missing.tolist()):
+                for part in runs(missing.tolist()):
                     self._copy(source, part)
-                self._blocks[run.start : run.stop] = 1
+                self._arrived(run)
         finally:
             with self._lock:
                 for block in run:
                     self._pending.pop(block, None)
 
+    def _arrived(self, run: range) -> None:
+        self._blocks[run.start : run.stop] = 1
+
     def _copy(self, source: RemoteFile, run: range) -> None:
-        start = run.start * BLOCK
-        data = memoryview(source.read(start, min(run.stop * BLOCK, self.size) - start))
+        start = run.start * self.block
+        data = memoryview(source.read(start, min(run.stop * self.block, self.size) - start))
         try:
             while data:
                 written = os.pwrite(self.descriptor, data, start)
@@ -296,7 +326,7 @@ class Mirror:
 
     def _lock_blocks(self, run: range, kind: int) -> bool:
         """Lock the bytes of blocks, or unlock them; return False if another process has locked some of them."""
-        lock = struct.pack("hhqqi0q", kind, os.SEEK_SET, run.start * BLOCK, len(run) * BLOCK, 0)
+        lock = struct.pack("hhqqi0q", kind, os.SEEK_SET, run.start * self.block, len(run) * self.block, 0)
         try:
             fcntl.fcntl(self.descriptor, fcntl.F_OFD_SETLK, lock)
         except (BlockingIOError, PermissionError):
@@ -306,11 +336,12 @@ class Mirror:
         return True
 
 
-def _runs(blocks: Iterable[int]) -> Iterator[range]:
-    """Yield ranges that cover the ascending block numbers, each at most one request long."""
+def runs(blocks: Iterable[int], gap: int = _GAP) -> Iterator[range]:
+    """Yield ranges that cover the ascending block numbers, each at most one request long, and blocks between them that
+    are less than `gap` apart."""
     first = last = -1
     for block in blocks:
-        if first >= 0 and (block - last > _GAP or block - first >= _REQUEST):
+        if first >= 0 and (block - last > gap or block - first >= _REQUEST):
             yield range(first, last + 1)
             first = -1
         if first < 0:

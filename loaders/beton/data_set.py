@@ -3,6 +3,7 @@
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from ...common import machine
 from ...common.errors import BetonError
 from ...common.exhaustion import more_descriptors
 from ...common.storage.cache import Remote
+from ...common.storage.stream import Stream
 from ..sources import Files, Source, files_of, in_threads
 from .open_file import Identity
 from .reader import Beton, open_beton
@@ -154,15 +156,19 @@ class BetonFiles:
                 found[place] = value
         return found
 
-    def prefetch(self, indices: Indices) -> None:
+    def prefetch(self, indices: Indices, now: float = 0.0, later: NDArray[np.float32] | None = None) -> None:
         if self.remote or self.exceeds_memory:
-            for one, _, own in self._by_file(indices):
-                one.prefetch(own, local=self.exceeds_memory)
+            for one, at, own in self._by_file(indices):
+                again = None if later is None else later[at]
+                one.prefetch(own, local=self.exceeds_memory, now=now, later=again)
 
-    def prepare(self, indices: Indices) -> None:
-        if self.remote:
-            for one, _, own in self._by_file(indices):
-                one.prepare(own)
+    @contextmanager
+    def prepared(self, indices: Indices) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self.remote:
+                for one, _, own in self._by_file(indices):
+                    stack.enter_context(one.prepared(own))
+            yield
 
     def are_unchanged(self, indices: Indices, images: NDArray[np.uint32]) -> bool:
         return all(one.are_unchanged(own, images[at]) for one, at, own in self._by_file(indices))
@@ -170,6 +176,12 @@ class BetonFiles:
     @cached_property
     def remote(self) -> bool:
         return any(one.file.mirror is not None for one in self._open)
+
+    @cached_property
+    def room(self) -> int | None:
+        """The bytes that this process may keep of the files, if it streams them."""
+        mirrors = (one.file.mirror for one in self._open)
+        return next((each.room.size for each in mirrors if isinstance(each, Stream)), None)
 
     @cached_property
     def exceeds_memory(self) -> bool:

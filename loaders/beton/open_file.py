@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -74,10 +75,11 @@ class OpenFile:
                 "Create a new loader."
             )
 
-    def fetch(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> None:
-        """Return when the `sizes` bytes from each of `starts` `(n,)` are on this machine; see `Mirror.fetch`."""
-        if self.mirror is not None:
-            self.mirror.fetch(starts, sizes)
+    def pinned(
+        self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int
+    ) -> AbstractContextManager[None]:
+        """Inside the block, the `sizes` bytes from each of `starts` `(n,)` are on this machine; see `Mirror.pinned`."""
+        return nullcontext() if self.mirror is None else self.mirror.pinned(starts, sizes)
 
     def announce(self, starts: NDArray[np.integer], sizes: NDArray[np.integer]) -> None:
         """Ask the system to read the `sizes` bytes from each of `starts` `(n,)` into memory, without waiting."""
@@ -91,7 +93,10 @@ class OpenFile:
 
     def read_many(self, starts: NDArray[np.integer], size: int) -> NDArray[np.uint8]:
         """Return the `size` bytes that begin at each of `starts` `(n,)`, as `(n, size)`."""
-        self.fetch(starts, size)
+        with self.pinned(starts, size):
+            return self._read_many(starts, size)
+
+    def _read_many(self, starts: NDArray[np.integer], size: int) -> NDArray[np.uint8]:
         if len(starts) > 1 and size <= _SMALL:
             joined = self._small(starts.tolist(), size)
             if len(joined) == len(starts) * size:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
+import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +23,7 @@ from ...common.exhaustion import exhaustion, is_exhaustion
 from ...common.storage.addresses import is_address
 from ...common.storage.cache import Remote, local_copy
 from ...common.storage.files import renames_held, wait_for_renames
+from ...common.storage.stream import Stream
 from ..native import jpegs
 from .image_modes import mode_of
 from .layout import MODE_RAW, Column, Field, check_numbers, fetch_tables, read_columns
@@ -204,27 +208,40 @@ class Beton:
             )
         raise self.sample_error(index, "its data changed since the conversion (CRC-32 mismatch)")
 
-    def prefetch(self, indices: NDArray[np.int64], *, local: bool) -> None:
+    def prefetch(
+        self,
+        indices: NDArray[np.int64],
+        *,
+        local: bool,
+        now: float = 0.0,
+        later: NDArray[np.float32] | None = None,
+    ) -> None:
         """Begin to read the images of the samples `indices` `(n,)`, which are wanted soon, without waiting for them.
 
-        With `local` also of a file of this machine: it pays if the file is larger than the memory.
+        With `local` also of a file of this machine: it pays if the file is larger than the memory. Of a stream, that is
+        the time `now`, and each is wanted again at the time `later`.
         """
-        if self.file.mirror is not None:
+        if later is not None and isinstance(self.file.mirror, Stream):
+            self.file.mirror.expect(self.pointers[indices], self.sizes[indices], now, later)
+        elif self.file.mirror is not None:
             self.file.mirror.prefetch(self.pointers[indices], self.sizes[indices])
         elif local:
             self.file.announce(self.pointers[indices], self.sizes[indices])
 
-    def prepare(self, indices: NDArray[np.int64]) -> None:
-        """Return when the images of the samples `indices` `(n,)` are on this machine.
+    @contextmanager
+    def prepared(self, indices: NDArray[np.int64]) -> Iterator[None]:
+        """Inside the block, the images of the samples `indices` `(n,)` are on this machine.
 
         Samples of a remote file are compared with their checksums at their first use; a mismatch is a `BetonError`.
         """
         if self.file.mirror is None:
+            yield
             return
-        self.file.fetch(self.pointers[indices], self.sizes[indices])
-        for index in indices[self._unseen[indices]].tolist():
-            self.require_unchanged(index)
-        self._unseen[indices] = False
+        with self.file.pinned(self.pointers[indices], self.sizes[indices]):
+            for index in indices[self._unseen[indices]].tolist():
+                self.require_unchanged(index)
+            self._unseen[indices] = False
+            yield
 
     @cached_property
     def _unseen(self) -> NDArray[np.bool_]:
@@ -347,7 +364,21 @@ def open_beton(path: str | Path, remote: Remote = Remote(), most: int | None = N
         (32, ['cat', 'dog'])
         >>> beton.close()
     """
-    path = local_copy(str(path), remote) if is_address(path) else Path(path)
+    if not is_address(path):
+        return _opened(Path(path), remote, most)
+    copy = local_copy(str(path), remote)
+    try:
+        beton = _opened(copy, remote, most)
+    except BaseException:
+        if remote.stream:
+            shutil.rmtree(copy.parent, ignore_errors=True)
+        raise
+    if remote.stream:  # nobody else uses it
+        weakref.finalize(beton.file, shutil.rmtree, copy.parent, ignore_errors=True)
+    return beton
+
+
+def _opened(path: Path, remote: Remote, most: int | None) -> Beton:
     for _ in range(_ATTEMPTS - 1):
         before = _identities(path)
         try:

@@ -287,16 +287,16 @@ class Decoder:
     def _load(self, workspace: int, request: BatchRequest, part: slice) -> None:
         part = slice(part.start, min(part.stop, len(request.indices)))
         indices = np.ascontiguousarray(request.indices[part])
-        self._beton.prepare(indices)
         parts = [
             group.part(draw, part, draw.images[part])
             for group, draw in zip(self._groups, request.draws, strict=True)
         ]
         rows = request.rows.part(part)
-        if self._groups[0].operations is None:
-            self._decode(workspace, parts, indices, rows, request.stop)
-        else:
-            self._decode_and_operate(workspace, parts, indices, rows, request.stop)
+        with self._beton.prepared(indices):
+            if self._groups[0].operations is None:
+                self._decode(workspace, parts, indices, rows, request.stop)
+            else:
+                self._decode_and_operate(workspace, parts, indices, rows, request.stop)
         if self.targets.kinds:
             self.targets.load(request.targets, indices, request.draws[0].choices, part)
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ...common.errors import CheckpointError, RecipeError, StrategyError
-from ...common.storage.addresses import RemoteFolder, is_address
+from ...common.storage.addresses import RemoteFile, RemoteFolder, is_address
 from ...common.storage.cache import Mirror
 from ...common.storage.files import appears
 from ...common.terminal import Wait
@@ -40,7 +40,7 @@ _LEAST = 1 << 12  # bytes, of each of more files: 100,000 take 0.8 GB and some s
 _LAG = 5.0  # seconds that a network file system may need to show a new file
 _REMOTE_LAG = 60.0  # seconds that rank 0 may need to write one to an address, with retries
 _OWN = (
-    "train", "val", "cache", "cache_limit", "patience", "devices", "loading", "name", "description", "source",
+    "train", "val", "cache", "cache_limit", "patience", "stream", "devices", "loading", "name", "description", "source",
     "published", "measured", "notes",
 )  # fmt: skip
 """Keys of a recipe in which ranks may differ (paths), that preflight compares otherwise, or that describe it."""
@@ -98,16 +98,20 @@ def digest(source: Source) -> str:
     """Return what distinguishes a data source from others, at once for any size."""
     files = files_of(source)
     edge = max(min(_EDGE, _EDGE * _FILES // len(files.names)), _LEAST)
-    digests = [_digest(Path(file), edge) for file in files.names]
+    digests = [_digest(file, edge) for file in files.names]
     if len(digests) == 1:
         return digests[0]
     weights = "" if files.weights is None else f", weights {', '.join(map('{:g}'.format, files.weights))}"
     return f"{len(digests)} files, CRC {zlib.crc32(' '.join(digests).encode()):08x}{weights}"
 
 
-def _digest(path: Path, edge: int) -> str:
+def _digest(file: str, edge: int) -> str:
     """A `.beton` file ends with the places of its samples, and begins with labels and sizes: compare so many bytes of
     both."""
+    if is_address(file):  # of a stream
+        size, version = RemoteFile(file).facts()
+        return f"{size:,} bytes, {version}"
+    path = Path(file)
     if (mirror := Mirror.at(path)) is not None:
         return f"{mirror.size:,} bytes, {mirror.version}"
     if path.is_dir():

@@ -20,6 +20,7 @@ from torch import nn
 from ... import loaders
 from ...common.errors import PlanError, StrategyError
 from ...common.model_state import ModelState, load_state, train_mode
+from ...common.storage.addresses import is_address
 from ...common.storage.cache import Remote
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width
@@ -290,11 +291,17 @@ def make_loader(
 
 
 def source_files(data: DataConfig, source: Source, *, progress: bool = True) -> str | Files:
-    """Return files or a folder: named data sets are converted; of remote files, local copies, still empty."""
+    """Return files or a folder: named data sets are converted; of remote files, local copies, still empty, or the
+    addresses of streams."""
     if data.loader == "torch" and isinstance(source, str) and Path(source).is_dir():
         return source
     remote = Remote(data.cache, data.cache_limit, data.patience)
-    local = partial(loaders.resolve, progress=progress, remote=remote)
+
+    def local(name: str) -> str | Path:
+        if data.stream and is_address(name):  # each rank has its own
+            return name
+        return loaders.resolve(name, progress=progress, remote=remote)
+
     files = files_of(source)
     return str(local(files.names[0])) if len(files.names) == 1 and files.weights is None else files.map(local)
 

@@ -1,0 +1,230 @@
+"""What a process keeps on disk of remote files that are larger: blocks that are wanted soon, instead of whole copies.
+
+The order of an epoch is known in advance, and that of the next one, too. So the block that is dropped is the one whose
+next use is the furthest in the future, which is the optimum (Belady 1966, "A study of replacement algorithms for a
+virtual-storage computer"), and not the one that was used the longest ago: each sample is used once in an epoch, so the
+oldest blocks are those that come back first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import heapq
+import json
+import math
+import os
+import shutil
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import machine
+from ..errors import DataError
+from .cache import FACTS, Mirror, runs
+
+BLOCK = (
+    1 << 14
+)  # bytes: of larger ones, more would be fetched again that belongs to the samples next to the wanted one
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
+_NEVER = np.float32(np.inf)
+_AGAIN = 256.0  # batches after which a part of a table is expected to be read again
+_AHEAD = 64.0  # batches that may be in preparation
+_SPARE = 4  # entries of the heap per block that is kept, after which stale ones are removed
+_rooms: dict[Path, Room] = {}
+_rooms_lock = threading.Lock()
+
+
+class Room:
+    """The disk space that the streams of a process share. Times are counted in batches, through all epochs."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.blocks = size, 0  # bytes that may be kept, and blocks that are
+        self.clock, self._settled = 0.0, 0.0  # the time of the newest batch, and when uses were last settled
+        self.lock = threading.RLock()
+        self._streams = weakref.WeakValueDictionary[int, Stream]()
+        self._heap: list[tuple[float, int, int]] = []  # minus the time of the next use, stream and block
+
+    @classmethod
+    def of(cls, folder: Path, size: int) -> Room:
+        with _rooms_lock:
+            return _rooms.setdefault(folder, cls(size))
+
+    def add(self, stream: Stream) -> None:
+        with self.lock:
+            self._streams[id(stream)] = stream
+
+    def push(self, stream: Stream, blocks: NDArray[np.int64]) -> None:
+        """Note when blocks that are kept are used next."""
+        for use, block in zip((-stream.uses[blocks]).tolist(), blocks.tolist(), strict=True):
+            heapq.heappush(self._heap, (use, id(stream), block))
+
+    def trim(self) -> None:
+        """Drop blocks until the others fit. Those in use stay, whatever their number."""
+        if len(self._heap) > _SPARE * (self.blocks + 1024):
+            self._heap = sorted({entry for entry in self._heap if self._stream_of(entry) is not None})
+        dropped: dict[Stream, list[int]] = {}
+        while self.blocks * BLOCK > self.size and self._heap:
+            entry = heapq.heappop(self._heap)
+            if (stream := self._stream_of(entry)) is not None:
+                stream.take(entry[2])
+                self.blocks -= 1
+                dropped.setdefault(stream, []).append(entry[2])
+        for stream, blocks in dropped.items():
+            stream.drop(sorted(blocks))
+
+    def advance(self, now: float) -> None:
+        """Set the clock. Now and then, forget uses that did not happen: of a loop that was left, a table read once."""
+        self.clock = now
+        if not 0 <= now - self._settled < _AGAIN / 4:
+            self._settled = now
+            for stream in list(self._streams.values()):
+                stream.settle(now - _AHEAD)
+
+    def _stream_of(self, entry: tuple[float, int, int]) -> Stream | None:
+        """Return the stream that an entry is of; None if its block is gone, in use, or has another next use."""
+        use, number, block = entry
+        stream = self._streams.get(number)
+        current = stream is not None and stream.is_kept(block) and -use == stream.uses[block]
+        return stream if current else None
+
+
+class Stream(Mirror):
+    """A sparse file that holds some blocks of a remote one; `Room` limits their number. Only this process uses it."""
+
+    block = BLOCK
+
+    def __init__(self, path: Path, patience: float | None = None) -> None:
+        own = json.loads((path.parent / FACTS).read_text())["stream"]
+        if own["process"] != os.getpid():
+            raise DataError(
+                f"{path} is streamed by another process. Load it with FFCVLoader (loader='ffcv'), whose threads share "
+                "it, or leave stream= out."
+            )
+        super().__init__(path, patience)
+        self.room = Room.of(path.parent.parent, own["bytes"])
+        self._lock = self.room.lock
+        count = len(self._blocks)
+        self.uses = np.full(count, _NEVER, np.float32)  # when each block is wanted next
+        self._later = np.full(count, _NEVER, np.float32)  # when again, after that
+        self._pins = np.zeros(count, np.int32)  # how many are reading it
+        self.room.add(self)
+        with self._lock:
+            self.room.blocks += int(self._blocks.sum())
+            self.room.push(self, np.flatnonzero(self._blocks))
+        weakref.finalize(self, _given_back, self.room, self._blocks).atexit = False
+
+    def is_kept(self, block: int) -> bool:
+        return bool(self._blocks[block]) and not self._pins[block]
+
+    def expect(
+        self, starts: NDArray[np.integer], sizes: NDArray[np.integer], now: float, later: NDArray[np.float32]
+    ) -> None:
+        """Note that ranges are wanted at the time `now`, and then, each, at the time `later` `(n,)`; fetch them."""
+        with self._lock:
+            self.room.advance(now)
+            for first, end, again in zip(*_blocks_of(starts, sizes), later.tolist(), strict=True):
+                self.uses[first:end], self._later[first:end] = now, again
+                kept = first + np.flatnonzero(self._blocks[first:end])
+                self.room.push(self, kept)
+        self.prefetch(starts, sizes)
+
+    @contextmanager
+    def pinned(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> Iterator[None]:
+        spans = list(zip(*_blocks_of(starts, sizes), strict=True))
+        with self._lock:
+            for first, end in spans:
+                self._pins[first:end] += 1
+        try:
+            self.fetch(starts, sizes)
+            yield
+        finally:
+            with self._lock:
+                for first, end in spans:
+                    self._pins[first:end] -= 1
+                    later = self._later[
+                        first:end
+                    ]  # of what nobody has announced, such as a part of a table: soon
+                    self.uses[first:end] = np.where(np.isinf(later), self.room.clock + _AGAIN, later)
+                    self.room.push(self, first + np.flatnonzero(self._blocks[first:end]))
+                self.room.trim()
+
+    def take(self, block: int) -> None:
+        self._blocks[block] = 0
+
+    def drop(self, blocks: list[int]) -> None:
+        """Give back the disk space of blocks in ascending order, which nobody finds any more."""
+        for run in runs(blocks, gap=1):
+            self._mark(run, 0)
+            punch(self.descriptor, run.start * BLOCK, len(run) * BLOCK)
+
+    def settle(self, now: float) -> None:
+        """Forget uses before the time `now` that have not happened, because a loop was left."""
+        with self._lock:
+            past = np.flatnonzero((self._blocks == 1) & (self.uses < now) & (self._pins == 0))
+            self.uses[past] = _NEVER
+            self.room.push(self, past)
+
+    def _mark(self, run: range, arrived: int) -> None:
+        with self._lock:
+            part = slice(run.start, run.stop)
+            before = int(self._blocks[part].sum())
+            super()._mark(run, arrived)
+            self.room.blocks += arrived * len(run) - before
+            if arrived:
+                self.room.push(self, np.arange(run.start, run.stop))
+                self.room.trim()
+
+    def _arrived(self, run: range) -> None:
+        """`_mark` has noted it, and some may be gone again."""
+
+
+def _given_back(room: Room, blocks: NDArray[np.uint8]) -> None:
+    with room.lock:
+        room.blocks -= int(blocks.sum())
+
+
+def _blocks_of(starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> tuple[list[int], list[int]]:
+    """Return the first block of each range, and the one after its last."""
+    starts = np.asarray(starts, np.int64)
+    ends = starts + np.broadcast_to(np.asarray(sizes, np.int64), starts.shape)
+    return (starts // BLOCK).tolist(), (-(-ends // BLOCK)).tolist()
+
+
+def room_for_streams(folder: Path, limit: float | None) -> int:
+    """Return the bytes that this process may keep in the folder: the share of one of this machine's ranks of `limit`
+    GB, at most of half of the free disk."""
+    free = shutil.disk_usage(folder).free
+    return int(min(math.inf if limit is None else limit * 1e9, free / 2)) // machine.local_ranks()
+
+
+def check_holes(folder: Path) -> None:
+    """Raise DataError if files in the folder cannot give back a part of their disk space."""
+    probe = folder / f".holes-{os.getpid()}-{threading.get_ident()}"
+    try:
+        with probe.open("w+b") as file:
+            file.truncate(BLOCK)
+            punch(file.fileno(), 0, BLOCK)
+    except (OSError, AttributeError) as error:
+        raise DataError(
+            f"stream=True: the file system of {folder} cannot give back parts of a file ({error}). Pass a folder on "
+            "ext4, xfs, btrfs or tmpfs with cache=, or leave stream= out."
+        ) from error
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def punch(descriptor: int, start: int, size: int) -> None:
+    """Give back the disk space of a range of a file, which then reads as zeros (Linux)."""
+    call: Any = ctypes.CDLL(None, use_errno=True).fallocate64
+    mode = _KEEP_SIZE | _PUNCH_HOLE
+    while call(descriptor, mode, ctypes.c_longlong(start), ctypes.c_longlong(size)):
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))

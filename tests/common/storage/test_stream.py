@@ -1,0 +1,187 @@
+"""Files at an address that are larger than the disk: the local file's pixels, within the room, and what is fetched."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drivetrain import DataError, Pipeline
+from drivetrain.common.storage import addresses, stream
+from drivetrain.common.storage.cache import FACTS, Remote, local_copy
+from drivetrain.common.storage.stream import BLOCK
+from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert
+from drivetrain.loaders.ffcv_loader import Coming
+from range_server import RangeServer, serving
+
+SAMPLES, SIDE = 120, 180
+OPTIONS: dict[str, Any] = {
+    "batch_size": 2, "batches_ahead": 1, "image_size": 32, "workers": 2, "dtype": torch.uint8,
+}  # fmt: skip
+LIMIT = 0.004  # GB; a third of the file
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="holes in files are Linux's")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One file of 120 raw images of about 100 KB, and the same in three shards."""
+    made = tmp_path_factory.mktemp("served")
+    images = np.random.default_rng(0).integers(0, 256, (SAMPLES, SIDE, SIDE, 3), dtype=np.uint8)
+    data = images, np.arange(SAMPLES) % 5
+    convert(data, made / "train.beton", write_mode="raw", progress=False)
+    convert(data, made / "part-{0..2}.beton", write_mode="raw", progress=False)
+    return made
+
+
+@pytest.fixture
+def server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
+    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
+    monkeypatch.setattr(addresses, "_PAUSE", 0.01)
+    monkeypatch.setattr(stream, "_rooms", {})
+    with serving(folder) as one:
+        yield one
+
+
+def on_disk(folder: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*.beton"))
+
+
+@pytest.mark.parametrize("order", ["random", "quasi_random"])
+@pytest.mark.parametrize("name", ["train.beton", "part-{0..2}.beton"])
+def test_the_pixels_of_the_local_file_in_a_third_of_its_size(
+    server: RangeServer, folder: Path, tmp_path: Path, order: str, name: str
+) -> None:
+    size, most = SAMPLES * SIDE * SIDE * 3, 0
+    with (
+        FFCVLoader(folder / name, order=order, **OPTIONS) as local,
+        FFCVLoader(server.address(name), order=order, stream=True, cache_limit=LIMIT, **OPTIONS) as far,
+    ):
+        tables = server.bytes
+        for epoch in range(4):
+            for near, (images, labels) in zip(local, far, strict=True):
+                assert torch.equal(near[0], images), epoch
+                assert torch.equal(near[1], labels)
+                most = max(most, on_disk(tmp_path / "cache"))
+        room = far.beton.room
+    assert room == LIMIT * 1e9
+    assert size / 6 < most <= room + 64 * BLOCK, "of those that are being decoded"
+    fetched = (server.bytes - tables) / size
+    # 4.3 times without a cache, since a sample ends within a block; 3.4 if what was used last were kept.
+    assert 1 < fetched < 3.4
+    del far
+    assert not list((tmp_path / "cache").rglob("*.beton")), "nothing is left"
+
+
+def test_a_loop_that_is_left_and_epochs_that_are_skipped(server: RangeServer, folder: Path) -> None:
+    options = OPTIONS | {"stream": True, "cache_limit": LIMIT}
+    with (
+        FFCVLoader(server.address("train.beton"), **options) as far,
+        FFCVLoader(folder / "train.beton", **OPTIONS) as local,
+    ):
+        for epoch in (0, 3, 1, 2):
+            far.set_epoch(epoch)
+            for number, _ in enumerate(far):
+                if number == 20:
+                    break
+        for loader in (far, local):
+            loader.set_epoch(5)
+        assert all(torch.equal(one[0], other[0]) for one, other in zip(local, far, strict=True))
+
+
+def furthest_first(order: list[list[int]], keeps: int) -> int:
+    """How often Belady's rule has to fetch a sample, one batch after the other, as it is written."""
+    kept: set[int] = set()
+    fetched = 0
+    for number, batch in enumerate(order):
+        rest = order[number + 1 :]
+        for sample in batch:
+            fetched += sample not in kept
+            kept.add(sample)
+        while len(kept) > keeps:
+            uses = {one: next((n for n, later in enumerate(rest) if one in later), len(rest)) for one in kept}
+            kept.remove(max(sorted(uses), key=uses.__getitem__))
+    return fetched
+
+
+def test_it_fetches_what_beladys_rule_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With images of exactly one block each."""
+    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
+    monkeypatch.setattr(stream, "_rooms", {})
+    side, samples, epochs = 148, 90, 3  # 65,712 bytes: four blocks and a part of one
+    images = np.random.default_rng(0).integers(0, 256, (samples, side, side, 3), dtype=np.uint8)
+    (tmp_path / "served").mkdir()
+    convert(
+        (images, np.arange(samples) % 5), tmp_path / "served/train.beton", write_mode="raw", progress=False
+    )
+    options = OPTIONS | {"workers": 1}
+    with serving(tmp_path / "served") as server:
+        loader = FFCVLoader(server.address("train.beton"), stream=True, cache_limit=0.0024, **options)
+        tables = server.bytes
+        with loader:
+            order = [share.tolist() for epoch in range(epochs) for share in loader.shares(epoch)]
+            for _ in range(epochs):
+                for _ in loader:
+                    pass
+        blocks = (server.bytes - tables) / BLOCK
+        room = loader.beton.room
+        assert room is not None
+    per_sample = side * side * 3 / BLOCK + 1
+    best = furthest_first(order, int(room / BLOCK / per_sample)) * per_sample
+    assert 0.8 * best < blocks < 1.25 * best, "batches in preparation take a part of the room"
+
+
+def test_what_does_not_work_is_refused(server: RangeServer) -> None:
+    address = server.address("train.beton")
+    with pytest.raises(DataError, match=r"may keep 0.001 GB of .* Pass a larger cache_limit="):
+        FFCVLoader(address, stream=True, cache_limit=0.0005, **OPTIONS)
+    for loader in (TorchLoader, StockFFCVLoader):
+        with pytest.raises(DataError, match="stream=True is"):
+            loader(address, batch_size=2, image_size=32, stream=True)
+    copy = local_copy(address, Remote(stream=True))
+    program = "import sys; from drivetrain.loaders import open_beton; open_beton(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(copy)], capture_output=True, text=True, check=False
+    )
+    assert "is streamed by another process. Load it with FFCVLoader" in done.stderr
+
+
+def test_a_killed_process_leaves_what_the_next_copy_removes(
+    server: RangeServer, folder: Path, tmp_path: Path
+) -> None:
+    program = textwrap.dedent("""
+        import os, sys
+        from drivetrain.loaders import FFCVLoader
+        loader = FFCVLoader(sys.argv[1], batch_size=2, batches_ahead=1, image_size=32, stream=True, cache_limit=0.004)
+        next(iter(loader))
+        os.kill(os.getpid(), 9)
+    """)
+    address = server.address("train.beton")
+    subprocess.run([sys.executable, "-c", program, address], check=False)
+    (left,) = (tmp_path / "cache").rglob(FACTS)
+    os.utime(left, (0, 0))
+    size = (folder / "train.beton").stat().st_size
+    local_copy(address, Remote(cache_limit=(size + 1000) / 1e9))
+    assert not left.exists()
+
+
+@pytest.mark.process
+def test_a_pipeline_trains_from_a_stream_as_from_the_file(server: RangeServer, folder: Path) -> None:
+    """On two ranks, each of which has its own half of the room."""
+    pipeline = Pipeline("cifar_resnet", num_classes=5, width=4)
+    options: dict[str, Any] = {"batch_size": 8, "image_size": 16, "batches_ahead": 1}
+    local = pipeline.load(folder / "train.beton", **options).fit(epochs=2, progress=False)
+    far = pipeline.load(server.address("train.beton"), stream=True, cache_limit=0.02, **options)
+    assert far.fit(epochs=2, progress=False).history.epochs[-1].loss == local.history.epochs[-1].loss
+    two = far.distribute("ddp", devices=2, device="cpu")
+    assert len(two.fit(epochs=1, progress=False).history.epochs) == 1
+
+
+def test_when_a_rank_uses_a_sample_next() -> None:
+    coming = Coming([np.array([5, 2]), np.array([7]), np.array([2 + 10])], 10)
+    assert coming.batches(np.array([2, 5, 7, 1])).tolist() == [0.0, 0.0, 1.0, np.inf]
+    assert Coming([], 10).batches(np.array([3])).tolist() == [np.inf]
