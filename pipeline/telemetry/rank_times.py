@@ -109,14 +109,14 @@ class RankClock(Observer):
             self._begun = perf_counter()
         elif self._apart and self._sample is None:
             self._sample = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._sample[0].record()  # type: ignore[no-untyped-call]
+            self._sample[0].record()
             self._begun = 1.0
 
     def after_forward(self, state: TrainState) -> None:  # noqa: ARG002
         if not self._cuda:
             self._forward += perf_counter() - self._begun
         elif self._sample is not None and self._begun:
-            self._sample[1].record()  # type: ignore[no-untyped-call]
+            self._sample[1].record()
             self._begun = 0.0
 
     def on_step_end(self, state: TrainState) -> None:
@@ -134,7 +134,7 @@ class RankClock(Observer):
         if step % self._every or not self._steps:
             return ()
         if self._sample is not None and not self._begun and self._sample[1].query():  # type: ignore[no-untyped-call]
-            milliseconds = self._sample[0].elapsed_time(self._sample[1])  # type: ignore[no-untyped-call]
+            milliseconds = self._sample[0].elapsed_time(self._sample[1])
             self._sampled, self._sample = milliseconds / 1000 * self._engine.accumulate, None
         taken, own, data = (seconds / self._steps for seconds in self._sums)
         self._steps, self._sums = 0, [0.0, 0.0, 0.0]

@@ -83,8 +83,8 @@ class NonFiniteGuard(Observer):
             )
 
     def _of_all_ranks(self, loss: torch.Tensor, step: int) -> torch.Tensor:
-        """Return the losses of all ranks, then their requests, `(2 · world_size,)`, and what their clocks have recorded,
-        if it is due; of one rank only its loss."""
+        """Return the losses of all ranks, then their requests, `(2 · world_size,)`, and the records of their clocks, if
+        due; of one rank only its loss."""
         ranks, flags = self._engine.world_size, self._requests.flags()
         if ranks == 1:
             self._requests.agree([flags])
