@@ -4,7 +4,8 @@ them."""
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 
@@ -21,6 +22,16 @@ def handled(
     finally:
         for number, earlier in before.items():
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+
+
+def has_default(number: signal.Signals) -> bool:
+    """Whether a signal has its default effect; handlers in C count, too, such as faulthandler's (known on Linux)."""
+    if signal.getsignal(number) is not signal.SIG_DFL:
+        return False
+    with suppress(OSError, StopIteration), Path("/proc/self/status").open() as lines:
+        caught = next(line for line in lines if line.startswith("SigCgt:"))
+        return not int(caught.split()[1], 16) >> (number - 1) & 1
+    return True
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from time import perf_counter
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from ...common.checks import check_picklable
 from ...common.errors import CheckpointError, DrivetrainError, PlanError
 from ...strategies import Engine
+from ...strategies.launching.group import COLLECTIVE_TIMEOUT
 from ..callbacks.callback import Callback, RunOptions, RunView
 from ..describe.resolve import ResolvedPlan
 from ..tasks.scales import scales
@@ -72,6 +74,7 @@ class RunCallbacks(Observer):
     def __init__(
         self, callbacks: Sequence[Callback], engine: Engine, view: RunView, eval_every: int | None,
         evaluate: Callable[[], object], stop: Callable[[str], None], clock: RankClock | None = None,
+        timeout: float = COLLECTIVE_TIMEOUT,
     ) -> None:  # fmt: skip
         self._all, self._engine, self._view, self._clock = tuple(callbacks), engine, view, clock
         self._every, self._evaluate, self._stop = eval_every, evaluate, stop
@@ -80,7 +83,8 @@ class RunCallbacks(Observer):
         self._saved: Mapping[str, Mapping[str, Any]] = {}
         self._failure: tuple[str, Exception] | None = None
         ranks = engine.world_size > 1 and len(self._all) > 0
-        self._group: Any = dist.new_group(backend="gloo") if ranks else None
+        limit = timedelta(seconds=timeout)  # torch's own is half an hour
+        self._group: Any = dist.new_group(backend="gloo", timeout=limit) if ranks else None
         self._late: Exchange | None = None
         self._started, self._agreed = False, ""
 

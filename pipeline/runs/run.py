@@ -99,7 +99,14 @@ class Run(Observer):
         )
         every = None if built.val is None else job.eval_every_steps
         self._callbacks = RunCallbacks(
-            job.callbacks, self._engine, view, every, self._evaluate_within, self._stop, clock
+            job.callbacks,
+            self._engine,
+            view,
+            every,
+            self._evaluate_within,
+            self._stop,
+            clock,
+            plan.distribution.timeout,
         )
         buffers = self._engine.plain_model.named_buffers()
         self._infinite = {name for name, value in buffers if not value.isfinite().all()}

@@ -25,6 +25,24 @@ class SlowCallback(Callback):
         time.sleep(SLOW * (view.rank == self.rank))
 
 
+class HangingCallback(Callback):
+    def on_step_end(self, view: RunView) -> None:
+        if view.rank and view.step == 2:
+            time.sleep(600)
+
+
+class HangingForward(Sleepy):
+    """A model whose second step does not end on rank 1."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.seconds += (
+            self.training and dist.is_initialized() and len(images) > 2
+        )  # two images try it before
+        if self.seconds == 2 and dist.get_rank() == 1:
+            time.sleep(600)
+        return self.layers(images)
+
+
 class SlowForward(Sleepy):
     """A model whose training takes longer on one rank."""
 
