@@ -25,7 +25,7 @@ def test_the_stacks_are_in_the_folder(
 ) -> None:
     pipeline = toy.pipeline(model).distribute("ddp", devices=2, device="cpu", timeout=8)
     place = tmp_path / "stacks.txt"
-    said = f"(?s)The stacks of all ranks are in {re.escape(str(place))}\..*(Run the same|start the training)"
+    said = rf"(?s)The stacks of all ranks are in {re.escape(str(place))}\..*(Run the same|start the training)"
     with pytest.raises(StrategyError, match=said):
         pipeline.fit(epochs=1, out=tmp_path, callbacks=callbacks, progress=False)
     _, first, second = place.read_text().split("--- rank ")
