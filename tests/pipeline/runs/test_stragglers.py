@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import done
 from drivetrain import Pipeline
 from drivetrain.pipeline.telemetry.rank_times import FACTOR, INTERVALS
 from drivetrain.strategies import launch
@@ -73,3 +74,9 @@ def test_all_ranks_are_in_the_metrics(toy: Toy, tmp_path: Path) -> None:
         assert gauges["memory_bytes", rank] > 1e7
     assert gauges["data_wait_seconds", 1] > SLOW > gauges["data_wait_seconds", 0]
     assert gauges["own_seconds", 1] > SLOW + USUAL > gauges["own_seconds", 0]
+    text = done("watch", str(tmp_path / "slow data"), "--once")
+    own, data = (f"{gauges[name, 1]:.3f}" for name in ("own_seconds", "data_wait_seconds"))
+    assert f", slowest rank 1 of 2: {own} s per step, {data} s of data, " in text
+    rows = [line.split() for line in text.splitlines() if line.startswith("│")]
+    assert [row[1] for row in rows] == ["1", "0"]
+    assert rows[0][5] == own
