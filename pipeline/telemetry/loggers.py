@@ -25,18 +25,18 @@ from ...common.storage.files import atomic_file
 from .history import COLUMNS, Epoch, Evaluation
 from .host_copy import HostCopy
 from .observer import Observer
-from .rank_times import RankTimes
+from .otel import OpenTelemetryLogger
+from .otel import modules as otel_modules
+from .rank_times import GAUGES, RankTimes
 from .state import TrainState
 
 Values = dict[str, float]
 """Metrics by name. Of a step: `step/loss` and so on; of an epoch: the fields of its `Epoch` that are not None."""
 
-NAMES = ("csv", "prometheus", "tensorboard", "wandb", "mlflow")
+NAMES = ("csv", "prometheus", "otel", "tensorboard", "wandb", "mlflow")
 METRICS, PROMETHEUS = "metrics.csv", "metrics.prom"
-RANK_GAUGES = tuple(
-    f"drivetrain_rank_{name}" for name in ("step_seconds", "own_seconds", "data_wait_seconds", "memory_bytes")
-)
-"""Names of the fields of `RankTimes`."""
+RANK_GAUGES = tuple(f"drivetrain_rank_{name}" for name in GAUGES)
+"""Prometheus' names of the fields of `RankTimes`."""
 _SERVICES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
 STEP = ("step/loss", "step/lr", "step/images_per_s", "step/data_wait_fraction")
 
@@ -96,6 +96,9 @@ def _check_name(name: str, folder: Path | None) -> None:
     if name in _SERVICES:
         _service(name)
         return
+    if name == "otel":
+        otel_modules()
+        return
     if folder is None:
         raise PlanError(f"logger={name!r} writes to the folder of the run. Pass fit(out=…) (--out).")
     if name == "tensorboard":
@@ -152,7 +155,7 @@ class Loggers:
     def log_ranks(self, times: Sequence[RankTimes], step: int) -> None:
         """Log the median and the slowest rank; those that have labels receive all ranks."""
         for one, _ in self._all:
-            if isinstance(one, PrometheusLogger):
+            if isinstance(one, PrometheusLogger | OpenTelemetryLogger):
                 one.ranks = times
         slowest = max(range(len(times)), key=lambda rank: times[rank].own)
         middle = median_low(each.own for each in times)
@@ -162,7 +165,7 @@ class Loggers:
     def close(self) -> None:
         """Close the loggers created here; the user's own objects stay open."""
         for one, _ in self._all:
-            if isinstance(one, TensorBoardLogger | WandbLogger | MLflowLogger):
+            if isinstance(one, TensorBoardLogger | WandbLogger | MLflowLogger | OpenTelemetryLogger):
                 one.close()
 
 
@@ -171,6 +174,8 @@ def _by_name(name: str, folder: Path | None, step: int) -> object:
         return WandbLogger(folder, step)
     if name == "mlflow":
         return MLflowLogger(folder, step)
+    if name == "otel":
+        return OpenTelemetryLogger(folder, step)
     assert folder is not None  # `check` ensures it
     kinds: dict[str, Any] = {
         "csv": CSVLogger,

@@ -61,6 +61,10 @@ class RankTimes(NamedTuple):
     memory: float  # bytes: the most that was allocated on the GPU; on the CPU the process's resident memory
 
 
+GAUGES = ("step_seconds", "own_seconds", "data_wait_seconds", "memory_bytes")
+"""Names of these numbers outside."""
+
+
 class RankClock(Observer):
     """Measures this rank, and on rank 0 receives the times of all and names stragglers; the first of a run's observers.
     `NonFiniteGuard` exchanges what `record` returns. `every` is the run's `log_every`; `apart`: whether the forward
