@@ -24,9 +24,10 @@ def handled(
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
 
 
-def has_default(number: signal.Signals) -> bool:
-    """Whether a signal has its default effect; handlers in C count, too, such as faulthandler's (known on Linux)."""
-    if signal.getsignal(number) is not signal.SIG_DFL:
+def is_unhandled(number: signal.Signals) -> bool:
+    """Whether a signal has its default effect or is ignored, as SIGINT and SIGQUIT are in what a shell script starts with
+    `&`. Handlers in C count, too, such as faulthandler's (known on Linux)."""
+    if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN):
         return False
     with suppress(OSError, StopIteration), Path("/proc/self/status").open() as lines:
         caught = next(line for line in lines if line.startswith("SigCgt:"))

@@ -24,7 +24,7 @@ import cloudpickle
 import psutil
 
 from ...common.errors import StrategyError
-from ...common.signals import handled, has_default, interrupts_held
+from ...common.signals import handled, is_unhandled, interrupts_held
 from .. import registry
 from .group import COLLECTIVE_TIMEOUT, in_group, is_rank, join_group
 from .meeting import LostRankError, lost_ranks_named
@@ -264,7 +264,7 @@ def _started(
 @contextmanager
 def _collected(stacks: Stacks) -> Iterator[Stacks]:
     """Inside the block, SIGQUIT asks for the stacks of the ranks."""
-    with handled([signal.SIGQUIT] * has_default(signal.SIGQUIT), lambda *_: setattr(stacks, "wanted", True)):
+    with handled([signal.SIGQUIT] * is_unhandled(signal.SIGQUIT), lambda *_: setattr(stacks, "wanted", True)):
         yield stacks
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from ...common.signals import has_default
+from ...common.signals import is_unhandled
 
 PATIENCE = 2.0  # seconds that ranks have to write
 _ROUND = 0.05  # seconds between two looks whether they have
@@ -46,7 +46,7 @@ def note(path: Path | None) -> None:
 @contextmanager
 def written_at_sigquit(file: IO[bytes]) -> Iterator[None]:
     """Inside the block, SIGQUIT writes the stacks of all threads to `file`, unless the signal has a handler already."""
-    if not has_default(signal.SIGQUIT):
+    if not is_unhandled(signal.SIGQUIT):
         yield
         return
     faulthandler.register(signal.SIGQUIT, file=file, all_threads=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from cluster_jobs import free_port
 from drivetrain.common.errors import StrategyError
-from drivetrain.common.signals import has_default
+from drivetrain.common.signals import is_unhandled
 from drivetrain.strategies import launch
 from drivetrain.strategies.launching import launcher
 from forked_ranks import STARTED, RankServer
@@ -51,7 +51,7 @@ def test_a_hang(tmp_path: Path, how: str, limits: dict[str, float], said: str, r
     assert rank_0 in first
     assert second.startswith("rank 1, process ")
     assert "in hang_here" in second
-    assert has_default(signal.SIGQUIT)
+    assert is_unhandled(signal.SIGQUIT)
 
 
 def test_without_a_place_the_file_is_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +71,12 @@ def soon(condition: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
 def test_sigquit_to_the_launching_process_and_to_a_rank(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], before: signal.Handlers
 ) -> None:
+    """A shell script that starts a process with `&` has SIGQUIT ignored in it."""
+    signal.signal(signal.SIGQUIT, before)
     place, ends = tmp_path / "stacks.txt", tmp_path / "ends"
     texts: list[str] = []
 
@@ -95,7 +98,7 @@ def test_sigquit_to_the_launching_process_and_to_a_rank(
     assert [text.count("--- rank 0") for text in texts] == [1, 1]
     assert [text.count("--- rank 1") for text in texts] == [1, 2]
     assert capfd.readouterr().err.count(f"Stacks are in {place}") == 2
-    assert has_default(signal.SIGQUIT)
+    assert signal.signal(signal.SIGQUIT, signal.SIG_DFL) is before
 
 
 def test_a_handler_of_the_user_stays(tmp_path: Path) -> None:
@@ -105,7 +108,7 @@ def test_a_handler_of_the_user_stays(tmp_path: Path) -> None:
     with (tmp_path / "own").open("w+") as file:
         faulthandler.register(signal.SIGQUIT, file=file)
         try:
-            assert not has_default(signal.SIGQUIT)
+            assert not is_unhandled(signal.SIGQUIT)
             launch(work_until, ends, devices=1, device="cpu", timeout=60)
             os.kill(os.getpid(), signal.SIGQUIT)
             assert "test_a_handler_of_the_user_stays" in (tmp_path / "own").read_text()
@@ -117,7 +120,7 @@ SCRIPT = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 from pathlib import Path
-from drivetrain.common.signals import has_default
+from drivetrain.common.signals import is_unhandled
 from drivetrain.strategies import launch
 
 def hang_here():
@@ -132,7 +135,7 @@ def train():
 try:
     launch(train, devices=2, device="cpu", collective_timeout=8, stacks=Path(sys.argv[1]))
 except Exception as error:
-    print(has_default(signal.SIGQUIT), type(error).__name__, error, flush=True)
+    print(is_unhandled(signal.SIGQUIT), type(error).__name__, error, flush=True)
     os._exit(3)
 """
 
