@@ -25,7 +25,7 @@ def handled(
 
 
 def is_unhandled(number: signal.Signals) -> bool:
-    """Whether a signal has its default effect or is ignored, as SIGINT and SIGQUIT are in what a shell script starts with
+    """Whether a signal has its default effect or is ignored, as SIGQUIT is in what a shell script starts with
     `&`. Handlers in C count, too, such as faulthandler's (known on Linux)."""
     if signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN):
         return False

@@ -24,7 +24,7 @@ import cloudpickle
 import psutil
 
 from ...common.errors import StrategyError
-from ...common.signals import handled, is_unhandled, interrupts_held
+from ...common.signals import handled, interrupts_held, is_unhandled
 from .. import registry
 from .group import COLLECTIVE_TIMEOUT, in_group, is_rank, join_group
 from .meeting import LostRankError, lost_ranks_named
