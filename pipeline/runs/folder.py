@@ -32,7 +32,8 @@ from ..telemetry.state import TrainState
 PLAN, CURVES = "plan.txt", "curves.png"
 MODEL, UNLISTED = "model.safetensors", "model.unlisted.safetensors"
 STACKS = "stacks.txt"
-"""Stacks of ranks, if one of them hung, or at SIGQUIT."""
+"""Stacks of ranks, with dates, if one of them hung, or at SIGQUIT. They stay when a new run begins: ranks may already
+have written some."""
 _PATIENCE = 3.0  # seconds that a failing run waits for an upload
 
 
@@ -86,7 +87,7 @@ def replaced(folder: Path, resume: str | Path | None) -> str:
 
 def clear_results(folder: Path) -> None:
     """Remove an earlier run's results, so that they are never next to another run's recipe."""
-    for name in (MODEL, UNLISTED, HISTORY, CURVES, METRICS, PROMETHEUS, STACKS):
+    for name in (MODEL, UNLISTED, HISTORY, CURVES, METRICS, PROMETHEUS):
         _remove(folder / name)
 
 
