@@ -67,7 +67,7 @@ GAUGES = ("step_seconds", "own_seconds", "data_wait_seconds", "memory_bytes")
 
 class RankClock(Observer):
     """Measures this rank, and on rank 0 receives the times of all and names stragglers; the first of a run's observers.
-    `NonFiniteGuard` exchanges what `record` returns. `every` is the run's `log_every`; `apart`: whether the forward
+    `NonFiniteGuard` exchanges what `numbers` returns. `every` is the run's `log_every`; `apart`: whether the forward
     exchanges nothing; `received` is called with the times of all ranks and the step, `named` with a new straggler."""
 
     def __init__(
@@ -113,14 +113,14 @@ class RankClock(Observer):
             self._begun = perf_counter()
         elif self._apart and self._sample is None:
             self._sample = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._sample[0].record()
+            self._sample[0].record(torch.cuda.current_stream(self._engine.device))
             self._begun = 1.0
 
     def after_forward(self, state: TrainState) -> None:  # noqa: ARG002
         if not self._cuda:
             self._forward += perf_counter() - self._begun
         elif self._sample is not None and self._begun:
-            self._sample[1].record()
+            self._sample[1].record(torch.cuda.current_stream(self._engine.device))
             self._begun = 0.0
 
     def on_step_end(self, state: TrainState) -> None:
@@ -133,8 +133,8 @@ class RankClock(Observer):
         self._end = self._mark = now
         self._data = data
 
-    def record(self, step: int) -> Sequence[float]:
-        """Return this rank's `RankTimes` since the last record, at every `every`-th step, else nothing."""
+    def numbers(self, step: int) -> Sequence[float]:
+        """Return this rank's `RankTimes` since the last ones, at the end of an interval, else nothing."""
         if step % self._every or not self._steps:
             return ()
         if self._sample is not None and not self._begun and self._sample[1].query():  # type: ignore[no-untyped-call]
@@ -142,11 +142,15 @@ class RankClock(Observer):
             self._sampled, self._sample = milliseconds / 1000 * self._engine.accumulate, None
         taken, own, data = (seconds / self._steps for seconds in self._sums)
         self._steps, self._sums = 0, [0.0, 0.0, 0.0]
-        memory = torch.cuda.max_memory_allocated() if self._cuda else psutil.Process().memory_info().rss
+        memory = (
+            torch.cuda.max_memory_allocated(self._engine.device)
+            if self._cuda
+            else psutil.Process().memory_info().rss
+        )
         return RankTimes(taken, own + self._sampled, data, memory)
 
     def receive(self, step: int, numbers: Sequence[float]) -> None:
-        """Take the records of all ranks, one after the other."""
+        """Take the numbers of all ranks, one after the other."""
         if self._engine.rank or not numbers:
             return
         width = len(RankTimes._fields)

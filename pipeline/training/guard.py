@@ -27,7 +27,7 @@ class NonFiniteGuard(Observer):
     with `clip_norm`; else in the next loss, those of the last step in the weights, which `check_weights` reads before
     anything keeps them. `"skip"` waits for loss and norm, and restores buffers (BatchNorm's, which a bad batch would
     corrupt). Steps that fp16's loss scaler skips (`scaled`) are expected, up to `OVERFLOWS`. `advice` returns the end
-    of an error message; `requests` are agreed on, and what `clock` records is sent, in the same exchange."""
+    of an error message; `requests` are agreed on, and the numbers of `clock` are sent, in the same exchange."""
 
     def __init__(
         self,
@@ -83,13 +83,13 @@ class NonFiniteGuard(Observer):
             )
 
     def _of_all_ranks(self, loss: torch.Tensor, step: int) -> torch.Tensor:
-        """Return the losses of all ranks, then their requests, `(2 · world_size,)`, and the records of their clocks, if
-        due; of one rank only its loss."""
+        """Return the losses of all ranks, then their requests, `(2 · world_size,)`, and the numbers of their clocks,
+        if due; of one rank only its loss."""
         ranks, flags = self._engine.world_size, self._requests.flags()
         if ranks == 1:
             self._requests.agree([flags])
             return loss.reshape(1)
-        record = () if self._clock is None else self._clock.record(step)
+        record = () if self._clock is None else self._clock.numbers(step)
         numbers = torch.zeros((2 + len(record)) * ranks, device=self._engine.device)
         numbers[self._engine.rank] = loss
         for at, number in enumerate(record, 2 * ranks + len(record) * self._engine.rank):

@@ -67,7 +67,7 @@ def test_an_interval_has_ten_steps_at_least(every: int, due: list[int]) -> None:
     taken.on_epoch_start(state)
     steps = []
     for step in range(1, due[1] + 1):
-        if taken.record(step):
+        if taken.numbers(step):
             steps.append(step)
         taken.on_step_end(state)
     assert steps == due
@@ -96,7 +96,7 @@ def steps(taken: RankClock, time: Time, number: int, *, data: float, ahead: floa
         taken.ran_ahead(ahead)
         time.now += 0.8 - data
         taken.on_step_end(state)
-    return taken.record(10)
+    return taken.numbers(10)
 
 
 @pytest.mark.parametrize(("apart", "own"), [(True, 0.5), (False, 0.3)])
@@ -118,7 +118,8 @@ def test_on_a_gpu_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
             assert enable_timing
             made.append(self)
 
-        def record(self) -> None: ...
+        def record(self, stream: Any) -> None:
+            assert stream == ("stream of", torch.device("cuda"))
 
         def query(self) -> bool:
             return arrived[0]
@@ -129,7 +130,10 @@ def test_on_a_gpu_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
             return 50.0
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3e9)
+    monkeypatch.setattr(
+        torch.cuda, "max_memory_allocated", lambda device: 3e9 if device.type == "cuda" else 0
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
     taken, _ = clock("cuda")
     time = Time(monkeypatch)
     assert steps(taken, time, 9, data=0.3, ahead=0.25) == pytest.approx((1.0, 0.05, 0.3, 3e9))
