@@ -113,6 +113,11 @@ class RunArtifacts(Observer):
         if self._folder is not None:
             self.history.save(self._folder / HISTORY)
 
+    def add_straggler(self, straggler: dict[str, Any]) -> None:
+        known = self.history.facts.get("stragglers", [])
+        facts = {**self.history.facts, "stragglers": [*known, straggler]}
+        self._outcome.history = replace(self.history, facts=facts)
+
     def resume(self, history: History) -> None:
         """Restore the finished epochs, with weights if the run's folder has those of the same epochs."""
         self._outcome.history = history

@@ -30,6 +30,7 @@ from ..telemetry.loggers import Metrics
 from ..telemetry.observer import Observer, Observers
 from ..telemetry.progress import Progress, progress_file
 from ..telemetry.provenance import provenance
+from ..telemetry.rank_times import RankClock
 from ..telemetry.state import TrainState
 from ..training.agreement import Requests
 from ..training.build import Built
@@ -63,7 +64,17 @@ class Run(Observer):
         self._schedule = Schedule(plan.optimization, self._engine.optimizer, job.epochs * self._length, scale)
         self._store = None if job.folder is None else CheckpointDir(job.folder.resolve() / "checkpoints")
         scaled = plan.distribution.precision == "fp16"
-        self._guard = NonFiniteGuard(self._engine, job.on_nonfinite, self._advice, requests, scaled=scaled)
+        clock = None
+        if built.engine.world_size > 1:
+            apart = not (built.engine.sharded or plan.distribution.sync_batchnorm)
+            clock = RankClock(
+                built.engine, job.log_every, apart=apart, received=lambda *of: self._metrics.log_ranks(*of),
+                named=lambda straggler: self._artifacts.add_straggler(straggler),
+            )  # fmt: skip
+        self._clock: Observer = clock or Observer()
+        self._guard = NonFiniteGuard(
+            self._engine, job.on_nonfinite, self._advice, requests, scaled=scaled, clock=clock
+        )
         self._units = {name: each.unit for name, each in scales(plan.task).items() if each.unit is not None}
         inputs = Inputs.of(built.train, built.val, plan.data.eval_size)
         facts: dict[str, Any] = {
@@ -88,7 +99,14 @@ class Run(Observer):
         )
         every = None if built.val is None else job.eval_every_steps
         self._callbacks = RunCallbacks(
-            job.callbacks, self._engine, view, every, self._evaluate_within, self._stop
+            job.callbacks,
+            self._engine,
+            view,
+            every,
+            self._evaluate_within,
+            self._stop,
+            clock,
+            plan.distribution.timeout,
         )
         buffers = self._engine.plain_model.named_buffers()
         self._infinite = {name for name, value in buffers if not value.isfinite().all()}
@@ -113,7 +131,7 @@ class Run(Observer):
         remote = RemoteRun.at(self._job.folder) if self._lead else None
         publishing = Observer() if remote is None else PublishResults(remote)
         self._observer = Observers(
-            self._guard, self._metrics, self._artifacts, self._callbacks, publishing, self
+            self._clock, self._guard, self._metrics, self._artifacts, self._callbacks, publishing, self
         )
         failed = True
         try:
