@@ -1,9 +1,9 @@
-"""Tensors by name in safetensors files: read one by one, written as a whole or not at all."""
+"""Tensors by name in safetensors files: read one by one or by rows, written as a whole or not at all."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,14 @@ from .files import atomic_file
 
 
 class Tensors(Mapping[str, torch.Tensor]):
-    """Tensors by name, each read from its file on access."""
+    """Tensors by name, each read from its file on access; `shape_of` and `rows_of` read less."""
 
-    def __init__(
-        self, readers: Mapping[str, Callable[[], torch.Tensor]], metadata: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, readers: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
         self.readers, self.metadata = readers, metadata or {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.readers[name]()
+        value: torch.Tensor = self.readers[name]()
+        return value
 
     def __contains__(self, name: object) -> bool:
         return name in self.readers
@@ -41,13 +40,55 @@ def open_tensors(path: Path) -> Tensors:
         metadata = file.metadata() or {}
         wide = json.loads(metadata.get("complex", "{}"))
         keys = file.keys()
-        return Tensors({key: partial(_tensor, path, file, key, wide.get(key)) for key in keys}, metadata)
+        return Tensors({key: Stored(path, file, key, wide.get(key)) for key in keys}, metadata)
 
 
-def _tensor(path: Path, file: Any, key: str, wide: str | None) -> torch.Tensor:
-    with _safetensors_errors(path):
-        value: torch.Tensor = file.get_tensor(key)
-        return value if wide is None else torch.view_as_complex(value).to(_COMPLEX[wide])
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in an open file: calling it reads it, a slice of it reads these rows only."""
+
+    path: Path
+    file: Any
+    key: str
+    wide: str | None = None  # the name of a dtype of `_COMPLEX`
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        with _safetensors_errors(self.path):
+            shape = tuple(self.file.get_slice(self.key).get_shape())
+        return shape if self.wide is None else shape[:-1]
+
+    @property
+    def dtype(self) -> str:
+        """Its name in safetensors, such as "F32"."""
+        with _safetensors_errors(self.path):
+            return str(self.file.get_slice(self.key).get_dtype())
+
+    def __call__(self) -> torch.Tensor:
+        with _safetensors_errors(self.path):
+            return self._complex(self.file.get_tensor(self.key))
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        with _safetensors_errors(self.path):
+            return self._complex(self.file.get_slice(self.key)[rows])
+
+    def _complex(self, value: torch.Tensor) -> torch.Tensor:
+        return value if self.wide is None else torch.view_as_complex(value).to(_COMPLEX[self.wide])
+
+
+def shape_of(source: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """Return the shape of a tensor of `source`, which is not read if it is in a file; () for a number."""
+    return tuple(getattr(_unread(source, name), "shape", ()))
+
+
+def rows_of(source: Mapping[str, Any], name: str, start: int, stop: int) -> torch.Tensor:
+    """Return these rows of a tensor of `source`; of one in a file, only they are read."""
+    rows: torch.Tensor = _unread(source, name)[start:stop]
+    return rows
+
+
+def _unread(source: Mapping[str, Any], name: str) -> Any:
+    return source.readers[name] if isinstance(source, Tensors) else source[name]
 
 
 @contextmanager

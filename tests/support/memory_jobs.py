@@ -14,6 +14,7 @@ import torch.distributed as dist
 from drivetrain import Pipeline
 from drivetrain.strategies.engine import LocalEngine
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 WIDTH, DEPTH = 1024, 10
 BYTES = DEPTH * (WIDTH + 1) * WIDTH * 4
@@ -70,8 +71,9 @@ def watched(pipeline: Pipeline, epochs: int, torchrun: bool, **arguments: Any) -
         held = sum(one().untyped_storage().nbytes() for one in given if one() is not None)
         with growth(grown):
             found = original(engine, keep)
-        given.extend(weakref.ref(value) for value in found.values())
-        exports.append((sum(value.untyped_storage().nbytes() for value in found.values()), held))
+        own = [value.to_local() if isinstance(value, DTensor) else value for value in found.values()]
+        given.extend(map(weakref.ref, own))
+        exports.append((sum(value.untyped_storage().nbytes() for value in own), held))
         return found
 
     if torchrun:
