@@ -279,14 +279,17 @@ class Checkpoint:
         if kind == UNLISTED and not any(name.startswith(f"{UNLISTED}") for name in self.content.files):
             return []
         if kind != OWN and shards is not None:
-            count = min(count, shards.files)
+            count = shards.files
         elif kind != OWN and "model.safetensors" in self.content.files:
             count = 1
         return [_file_name(kind, rank, count) for rank in range(count)]
 
     def _check_files(self) -> None:
+        shards, ranks = self.content.shards, len(self.content.ranks)
+        if shards is not None and shards.files > ranks:
+            raise ShapeError(f"its shards.files: {shards.files} files of {ranks} ranks")
         names = {name for kind in (*SHARED, OWN) for name in self._names(kind)}
-        if self.content.shards is None:
+        if shards is None:
             names |= {_index_name(kind) for kind in SHARED if len(self._names(kind)) > 1}
         for name in sorted(self.content.files.keys() - names):  # it could point outside the folder
             raise ShapeError(f"it lists {name!r}, which is not a file that checkpoints have")
