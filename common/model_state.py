@@ -16,8 +16,8 @@ from .errors import first_of
 
 @dataclass(frozen=True)
 class ModelState:
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # what `load_state_dict` takes
-    unlisted: dict[str, torch.Tensor] = field(default_factory=dict)  # such as non-persistent buffers
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what `load_state_dict` takes
+    unlisted: Mapping[str, torch.Tensor] = field(default_factory=dict)  # such as non-persistent buffers
 
     def __bool__(self) -> bool:
         return bool(self.weights)

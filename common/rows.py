@@ -22,3 +22,9 @@ def shard_of(value: torch.Tensor) -> tuple[int, int] | None:
         return None
     mesh = tensor.device_mesh
     return mesh.size(divided[0]), mesh.get_local_rank(divided[0])
+
+
+def local_part(value: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a DTensor, sharing memory; another tensor itself."""
+    part: torch.Tensor = value.to_local() if hasattr(value, "device_mesh") else value  # type: ignore[operator]
+    return part

@@ -1,6 +1,7 @@
 """Tensors by name in safetensors files: read one by one or by rows, written as a whole or not at all."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,10 +60,12 @@ class Stored:
         return shape if self.wide is None else shape[:-1]
 
     @property
-    def dtype(self) -> str:
-        """Its name in safetensors, such as "F32"."""
+    def dtype(self) -> torch.dtype:
+        if self.wide is not None:
+            return _COMPLEX[self.wide]
         with _safetensors_errors(self.path):
-            return str(self.file.get_slice(self.key).get_dtype())
+            name = self.file.get_slice(self.key).get_dtype()
+            return next(dtype for dtype, own in _NAMES.items() if own == name)
 
     def __call__(self) -> torch.Tensor:
         with _safetensors_errors(self.path):
@@ -116,33 +119,44 @@ def save_weights(
     epochs: int | str | None = None,
     about: Mapping[str, str] | None = None,
 ) -> None:
-    """Write CPU tensors as safetensors, atomically, with `about` as metadata. `epochs` is the epoch of the history that
-    they belong to (within one, a text): a process killed between the two files leaves newer weights."""
+    """Write CPU tensors as safetensors, atomically, with `about` as metadata. Of `Tensors`, each is read when it is
+    written, in their `file_order`, so that one is held at a time. `epochs` is the epoch of the history that they belong
+    to (within one, a text): a process killed between the two files leaves newer weights."""
     metadata = {**(about or {}), **({} if epochs is None else {"epochs": str(epochs)})}
     kinds = {kind: name for name, kind in _COMPLEX.items()}
-    wide = {name: kinds[value.dtype] for name, value in state.items() if value.dtype in kinds}
+    order = file_order(state)
+    dtypes = {name: _unread(state, name).dtype for name in order}
+    wide = {name: kinds[dtype] for name, dtype in dtypes.items() if dtype in kinds}
     if wide:
         metadata["complex"] = json.dumps(wide, sort_keys=True)
     # Sorted, so that equal tensors with equal metadata are equal files.
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     end = 0
-    plain = {name: torch.view_as_real(value) if name in wide else value for name, value in state.items()}
-    # Larger elements first, so that each tensor is aligned.
-    ordered = sorted(plain.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    for name, value in ordered:
-        if value.dtype not in _NAMES:
-            raise DrivetrainError(f"{path} cannot hold {name!r}: safetensors has no {value.dtype}.")
-        begin, end = end, end + value.numel() * value.element_size()
-        header[name] = {
-            "dtype": _NAMES[value.dtype],
-            "shape": list(value.shape),
-            "data_offsets": [begin, end],
-        }
+    for name in order:
+        dtype, shape = dtypes[name], list(shape_of(state, name))
+        if name in wide:
+            dtype, shape = dtype.to_real(), [*shape, 2]
+        if dtype not in _NAMES:
+            raise DrivetrainError(f"{path} cannot hold {name!r}: safetensors has no {dtype}.")
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     # One by one: safetensors' `save` copies all in memory, and its `save_file` replaces the file that is open here.
     with atomic_file(Path(path)) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, value in ordered:
+        for name in order:
+            value = torch.view_as_real(state[name]) if name in wide else state[name]
             if value.numel():
                 file.write(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def file_order(state: Mapping[str, Any]) -> list[str]:
+    """Return the names in the order in which `save_weights` reads and writes them: larger elements first, so that each
+    tensor is aligned."""
+    sizes = {name: _unread(state, name).dtype for name in state}
+    return sorted(state, key=lambda name: (-_real(sizes[name]).itemsize, name))
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype in _COMPLEX.values() else dtype

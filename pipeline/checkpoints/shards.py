@@ -10,8 +10,9 @@ import torch
 from msgspec import Meta, Struct
 
 from ...common.errors import CheckpointError
-from ...common.rows import chunk, shard_of
-from ...common.storage.tensors import Stored, Tensors, open_tensors
+from ...common.model_state import ModelState
+from ...common.rows import chunk, local_part, shard_of
+from ...common.storage.tensors import Stored, Tensors, file_order, open_tensors
 from ...strategies import Engine
 from ...strategies.engine import copied
 
@@ -41,13 +42,47 @@ def own_share(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> tuple[dict
             if engine.rank == 0:
                 own[key] = copied(full)
             continue
-        rows: torch.Tensor = value.to_local()  # type: ignore[attr-defined]
+        rows = local_part(value)
         shapes[key] = list(value.shape)
         if engine.rank < engine.shards and (
             engine.rank == 0 or len(rows)
         ):  # else another rank writes the same
             own[key] = copied(rows)
     return own, shapes
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A tensor of a sharded model: calling it, which every rank must, gathers it on rank 0."""
+
+    engine: Engine
+    value: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.value.dtype
+
+    def __call__(self) -> torch.Tensor:
+        return self.engine.gather(self.value, 0).detach().cpu()
+
+
+def gathered_one_by_one(engine: Engine, held: ModelState) -> ModelState:
+    """Return the tensors of a sharded model, each gathered on rank 0 when it is accessed. Every rank must access all,
+    in the order of `save_model`; those other than rank 0 do so here, and get an empty state."""
+    weights, unlisted = (
+        Tensors({name: _Held(engine, value) for name, value in each.items()})
+        for each in (held.weights, held.unlisted)
+    )
+    if engine.rank == 0:
+        return ModelState(weights, unlisted)
+    for each in (unlisted, weights):
+        for name in file_order(each):
+            each[name]
+    return ModelState()
 
 
 def open_shards(paths: Sequence[Path], shapes: Shapes) -> Tensors:
@@ -84,7 +119,7 @@ class _Sharded:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _shard(self, number: int) -> Stored:
-        """Return what a file has of it; raise CheckpointError unless those are the rows that should be there."""
+        """Return what a file has of it; raise CheckpointError unless it is what should be there."""
         first, end = chunk(self.shape[0], len(self.paths), number)
         shape, dtype = (end - first, *self.shape[1:]), self.opened(0).readers[self.key].dtype
         own: Stored | None = self.opened(number).readers.get(self.key)

@@ -62,10 +62,10 @@ def capture_state(
     shared: dict[str, dict[str, torch.Tensor]] = {}
     shapes: dict[str, Shapes] = {}
 
-    def take(kind: str, tensors: dict[str, torch.Tensor]) -> None:
+    def take(kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         if keep is as_held:
             tensors, shapes[kind] = own_share(engine, tensors)
-        shared[kind] = tensors
+        shared[kind] = dict(tensors)
 
     with buffers_kept(engine.plain_model):
         engine.sync_buffers()
@@ -291,13 +291,13 @@ def chosen(place: Path, *, best: bool) -> Checkpoint:
 
 def evaluated_state(checkpoint: Checkpoint) -> ModelState:
     with restoring(checkpoint):
-        state = ModelState(dict(checkpoint.tensors("model")), dict(checkpoint.tensors(UNLISTED)))
+        weights, unlisted = dict(checkpoint.tensors("model")), dict(checkpoint.tensors(UNLISTED))
         for kept in with_averages(checkpoint).values():
             for averages in kept.values():
                 if isinstance(averages, Tensors):  # a custom method may also keep JSON values
-                    _replace(state.weights, averages)
-                    _replace(state.unlisted, averages)
-        return state
+                    _replace(weights, averages)
+                    _replace(unlisted, averages)
+        return ModelState(weights, unlisted)
 
 
 def _replace(state: dict[str, torch.Tensor], averages: Tensors) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...common.errors import PlanError
 from ...common.model_state import has_mean, unlisted_tensors
-from ...common.rows import chunk, shard_of
+from ...common.rows import chunk, local_part, shard_of
 from ...common.storage.tensors import Tensors, rows_of, shape_of
 from ..base import Session
 from .tensors import is_dtensor, locals_of
@@ -179,7 +179,7 @@ def _load(average: Tensor, state: Mapping[str, Any], name: str) -> None:
     """Copy a tensor of `state`, full or a DTensor, into `average`, of which each rank may hold some rows."""
     own = shard_of(average)
     if own is not None and (isinstance(state, Tensors) or not is_dtensor(state[name])):
-        locals_of([average])[0].copy_(rows_of(state, name, *chunk(average.shape[0], *own)))
+        local_part(average).copy_(rows_of(state, name, *chunk(average.shape[0], *own)))
         return
     value = state[name]
     if is_dtensor(average) and not is_dtensor(value):
