@@ -143,13 +143,13 @@ def of_a_name(state: dict[str, Any]) -> None:
     state["shards"]["shapes"]["model"]["surprise"] = [3, 128]
 
 
-WORDS = r"4.weight.*rows 2 to 4, F32 of shape \(2, 128\)\. Use another checkpoint"
+WORDS = r"4.weight.*rows 2 to 4, torch.float32 of shape \(2, 128\)\. Use another checkpoint"
 
 
 @pytest.mark.parametrize(("files", "state", "message"), [
     (without_rows, None, f"{SECOND} has nothing of '{WORDS}"),
-    (with_fewer_rows, None, rf"{SECOND} has F32 of shape \(1, 128\) of '{WORDS}"),
-    (of_another_dtype, None, rf"{SECOND} has F64 of shape \(2, 128\) of '{WORDS}"),
+    (with_fewer_rows, None, rf"{SECOND} has torch.float32 of shape \(1, 128\) of '{WORDS}"),
+    (of_another_dtype, None, rf"{SECOND} has torch.float64 of shape \(2, 128\) of '{WORDS}"),
     (None, of_another_shape, r"'4.weight' has shape \(3, 128\) in the saved state but \(4, 128\)"),
     (None, of_a_name, f"{FIRST} does not have 'surprise'.*Use another checkpoint"),
     (None, lambda state: state["shards"].update(files=1), "its shards.files: expected `int` >= 2"),
