@@ -3,8 +3,8 @@
     python benchmarks/checkpoints.py [--millions 50] [--rounds 9] [--steps 2] [--out benchmarks/results]
 
 Two ranks with FSDP2 and AdamW on the CPU, through gloo, one thread each. In each round, the same state is saved by
-Drivetrain, as `fit` does (`capture_state`, `all_finite` and `CheckpointWriter.save`: each rank's rows, with digests), and by
-`torch.distributed.checkpoint.async_save` (DCP), in turns. Measured on each rank, of which the slowest counts:
+Drivetrain, as `fit` does (`capture_state`, `all_finite` and `CheckpointWriter.save`: each rank's rows, with digests),
+and by `torch.distributed.checkpoint.async_save` (DCP), in turns. Measured on each rank, of which the slowest counts:
 
 - blocking: seconds from the call until training goes on. The previous checkpoint of either is complete before.
 - complete: seconds from the call until the files are complete.
@@ -131,7 +131,7 @@ def theirs(built: Built, folder: Path) -> Save:
     return begin
 
 
-def slowest(built: Built, values: list[float]) -> list[float]:
+def slowest(values: list[float]) -> list[float]:
     found = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return [float(value) for value in found]
@@ -145,7 +145,7 @@ def trial(built: Built, begin: Save, number: int, steps: int) -> list[float]:
     blocking = perf_counter() - start
     step = sum(one_step(built) for _ in range(steps)) / steps
     wait()
-    return slowest(built, [blocking, perf_counter() - start, step])
+    return slowest([blocking, perf_counter() - start, step])
 
 
 def on_rank(pipeline: Pipeline, folder: Path, rounds: int, steps: int) -> dict[str, dict[str, list[float]]]:
@@ -160,7 +160,7 @@ def on_rank(pipeline: Pipeline, folder: Path, rounds: int, steps: int) -> dict[s
         one_step(built)
         savers = {OURS: ours(built, folder), DCP: theirs(built, folder)}
         for number in range(1, rounds + 2):  # the first does not count
-            plain = slowest(built, [sum(one_step(built) for _ in range(steps)) / steps])
+            plain = slowest([sum(one_step(built) for _ in range(steps)) / steps])
             for name in list(savers)[:: -1 if number % 2 else 1]:
                 values = trial(built, savers[name], number, steps)
                 time.sleep(0.2)  # the files' removal is not the next one's

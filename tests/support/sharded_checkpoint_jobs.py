@@ -2,13 +2,15 @@
 
 import os
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from drivetrain import Pipeline, strategies
 from drivetrain.common.storage.tensors import Tensors, save_weights
-from drivetrain.pipeline import Checkpoints
+from drivetrain.pipeline import Checkpoints, CheckpointWarning
 from drivetrain.pipeline.checkpoints import format as checkpoint_format
 from drivetrain.pipeline.checkpoints.format import grouped, key_of
 from drivetrain.pipeline.checkpoints.shards import Shapes, open_shards, own_share
@@ -112,3 +114,21 @@ def train_until_killed(pipeline: Pipeline, out: Path, victim: int, step: int, mo
 
     checkpoint_format.save_weights = write_and_die  # type: ignore[assignment]
     pipeline.fit(epochs=2, out=out, progress=False, checkpoints=EVERY_STEP)
+
+
+def resumed(pipeline: Pipeline, out: Path) -> tuple[int, list[str], list[int]]:
+    """On this rank: the step that a run resumed from, its warnings, and the bytes of each file that it verified."""
+    sizes: list[int] = []
+    measure = checkpoint_format._measure
+
+    def measured(path: Path) -> Any:
+        found = measure(path)
+        sizes.append(found["bytes"])
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CheckpointWarning)
+        patch.setattr(checkpoint_format, "_measure", measured)
+        result = pipeline.fit(epochs=2, out=out, resume="auto", progress=False, checkpoints=None)
+    warned = [str(each.message) for each in caught if issubclass(each.category, CheckpointWarning)]
+    return result.history.facts["resumed"][-1]["step"], warned, sizes

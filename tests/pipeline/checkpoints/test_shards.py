@@ -16,7 +16,7 @@ from drivetrain.strategies import launch
 from drivetrain.transforms import EMA
 from pipeline_data import Toy, numbers, plain_model
 from safetensors.torch import load_file, save_file
-from sharded_checkpoint_jobs import FAMILY, round_trips, train_until_killed
+from sharded_checkpoint_jobs import FAMILY, resumed, round_trips, train_until_killed
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 STEP = "step-00000006"
@@ -120,6 +120,22 @@ def test_the_checkpoint_before_a_damaged_one_is_found(run: Path, tmp_path: Path)
         assert find(out).path.name == STEP
 
 
+@pytest.mark.parametrize("damaged", [FIRST, SECOND])
+def test_ranks_verify_together_and_skip_what_any_of_them_finds_damaged(
+    damaged: str, toy: Toy, run: Path, tmp_path: Path
+) -> None:
+    out = shutil.copytree(run, tmp_path / "run")
+    newest = out / "checkpoints" / "step-00000008"
+    data = (newest / damaged).read_bytes()
+    (newest / damaged).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    first, second = launch(resumed, pipeline(toy, "fsdp", 2), out, devices=2, timeout=120)
+    assert first[0] == second[0] == 6
+    assert damaged in first[1][0]
+    assert second[1] == []
+    files = Checkpoint(out / "checkpoints" / STEP).content.files
+    assert len(first[2]) + len(second[2]) == 2 * len(files)  # of two checkpoints
+
+
 def without_rows(place: Path) -> None:
     tensors = load_file(place / SECOND)
     save_file({key: value for key, value in tensors.items() if key != "4.weight"}, place / SECOND)
@@ -179,8 +195,8 @@ def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
         launch(train_until_killed, made, out, victim, 5, moment, devices=2, timeout=120)
     assert (out / "checkpoints" / ".step-00000005.partial").exists()
     assert find(out).path.name == "step-00000004"
-    resumed = made.fit(epochs=2, out=out, resume="auto", progress=False)
-    assert resumed.history.facts["resumed"][0]["step"] == 4
+    result = made.fit(epochs=2, out=out, resume="auto", progress=False)
+    assert result.history.facts["resumed"][0]["step"] == 4
     torch.testing.assert_close(
-        resumed.model.state_dict(), load_file(run / "model.safetensors"), rtol=0, atol=0
+        result.model.state_dict(), load_file(run / "model.safetensors"), rtol=0, atol=0
     )
