@@ -26,6 +26,11 @@ class ModelState:
         return {**self.weights, **self.unlisted}
 
 
+def in_memory(state: ModelState) -> ModelState:
+    """Return the tensors, each read once, if they are read on access."""
+    return ModelState(dict(state.weights), dict(state.unlisted))
+
+
 def has_mean(value: torch.Tensor) -> bool:
     """Return whether a mean of several such tensors makes sense."""
     return value.is_floating_point() or value.is_complex()

@@ -104,6 +104,10 @@ class _Sharded:
     key: str
     shape: tuple[int, ...]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._shard(0).dtype
+
     def __call__(self) -> torch.Tensor:
         return self[:]
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ...common.errors import CheckpointError, DrivetrainError
-from ...common.model_state import ModelState, buffers_kept, split_state, unlisted_tensors
+from ...common.model_state import ModelState, buffers_kept, in_memory, split_state, unlisted_tensors
 from ...common.storage.tensors import Tensors
 from ...strategies import Engine
 from ...strategies.common.optimizer_state import Homes, Keep, OptimizerState, as_held, home_of
@@ -290,24 +291,44 @@ def chosen(place: Path, *, best: bool) -> Checkpoint:
 
 
 def evaluated_state(checkpoint: Checkpoint) -> ModelState:
+    """Return the weights used for evaluation, with averages in the model's dtypes, as `Tensors`."""
     with restoring(checkpoint):
-        weights, unlisted = dict(checkpoint.tensors("model")), dict(checkpoint.tensors(UNLISTED))
+        weights, unlisted = (dict(checkpoint.tensors(kind).readers) for kind in ("model", UNLISTED))
         for kept in with_averages(checkpoint).values():
             for averages in kept.values():
-                if isinstance(averages, Tensors):  # a custom method may also keep JSON values
-                    _replace(weights, averages)
-                    _replace(unlisted, averages)
-        return ModelState(weights, unlisted)
+                if not isinstance(averages, Tensors):  # a custom method may also keep JSON values
+                    continue
+                for own in (weights, unlisted):
+                    own |= {
+                        name: _Average(own[name], averages.readers[name])
+                        for name in own.keys() & averages.keys()
+                    }
+        return ModelState(Tensors(weights), Tensors(unlisted))
 
 
-def _replace(state: dict[str, torch.Tensor], averages: Tensors) -> None:
-    """Replace tensors by their averages, in their own dtype, one at a time: so memory holds one copy of the weights."""
-    for name in state.keys() & set(averages):
-        state[name] = averages[name].to(state[name].dtype)
+@dataclass(frozen=True)
+class _Average:
+    """A stored average: calling it reads it, in the dtype of the tensor that it replaces."""
+
+    own: Any
+    average: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.average.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.own.dtype
+        return dtype
+
+    def __call__(self) -> torch.Tensor:
+        average: torch.Tensor = self.average()
+        return average.to(self.dtype)
 
 
 def plain_names(checkpoint: Checkpoint, model: ModelArg = None) -> ModelState:
-    state = evaluated_state(checkpoint)
+    state = in_memory(evaluated_state(checkpoint))  # whose tensors a surgery's translation tells apart
     otherwise = "use names='trained' (--names trained), or FitResult.plain_state()"
     built, transforms = rebuild(checkpoint, state.weights, model, otherwise)
     with restoring(checkpoint):

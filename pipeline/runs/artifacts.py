@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ...common.model_state import ModelState
+from ...common.model_state import ModelState, in_memory
 from ...common.signals import interrupts_held
 from ...common.storage.tensors import Tensors
 from ..checkpoints.weights import load_model, open_model, save_model
@@ -107,10 +107,10 @@ class RunArtifacts(Observer):
                 moment = f"{epochs} and {within} steps" if within else epochs
                 save_model(state, self._folder / MODEL, epochs=moment, about=metadata(history.facts))
                 history.save(self._folder / HISTORY)
-                if isinstance(state.weights, Tensors):  # they were gathered for the file
+                if isinstance(state.weights, Tensors):  # they were gathered or read for the file
                     state = open_model(self._folder / MODEL)
             self._outcome.history = history
-            self._outcome.state = state
+            self._outcome.state = in_memory(state)
 
     def add(self, epoch: Epoch, weights: Weights) -> None:
         self.keep(replace(self.history, epochs=[*self.history.epochs, epoch]), weights)
