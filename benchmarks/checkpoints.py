@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from drivetrain import Pipeline, strategies
 from drivetrain.loaders import convert
 from drivetrain.pipeline import Checkpoints
@@ -43,6 +42,7 @@ from drivetrain.pipeline.training.build import Built, build
 from measuring import compare, save
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 OURS, DCP = "Drivetrain", "torch's DCP, async_save"
 WIDTH, BATCH, SIDE, CLASSES = 1024, 8, 8, 10
@@ -112,13 +112,13 @@ def ours(built: Built, folder: Path) -> Save:
 
 def theirs(built: Built, folder: Path) -> Save:
     # The collectives of its thread must not meet those of the steps.
-    group = dist.new_group(backend="gloo")
+    group: Any = dist.new_group(backend="gloo")
 
     def begin(number: int) -> Callable[[], None]:
         place = folder / f"dcp-{number}"
         model, optimizer = get_state_dict(built.engine.plain_model, built.engine.optimizer)
         state = {"model": model, "optimizer": optimizer}
-        response: Any = dcp.async_save(state, checkpoint_id=str(place), process_group=group)
+        response: Any = async_save(state, checkpoint_id=str(place), process_group=group)
 
         def wait() -> None:
             getattr(response, "upload_completion", response).result()

@@ -26,5 +26,6 @@ def shard_of(value: torch.Tensor) -> tuple[int, int] | None:
 
 def local_part(value: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a DTensor, sharing memory; another tensor itself."""
-    part: torch.Tensor = value.to_local() if hasattr(value, "device_mesh") else value  # type: ignore[operator]
+    tensor: Any = value
+    part: torch.Tensor = tensor.to_local() if hasattr(value, "device_mesh") else value
     return part
