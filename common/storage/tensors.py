@@ -64,8 +64,7 @@ class Stored:
         if self.wide is not None:
             return _COMPLEX[self.wide]
         with _safetensors_errors(self.path):
-            name = self.file.get_slice(self.key).get_dtype()
-            return next(dtype for dtype, own in _NAMES.items() if own == name)
+            return _DTYPES[self.file.get_slice(self.key).get_dtype()]
 
     def __call__(self) -> torch.Tensor:
         with _safetensors_errors(self.path):
@@ -108,6 +107,7 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.uint32: "U32",
     torch.uint64: "U64", torch.complex64: "C64",
 }  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 # Not in safetensors: real and imaginary parts are in another dimension, name and dtype in the metadata `complex`.
 _COMPLEX = {"complex128": torch.complex128}
 

@@ -17,7 +17,7 @@ from ...strategies import Engine
 from ...strategies.engine import copied
 
 REMEDY = "Use another checkpoint, or start from scratch with resume=None."
-_OPEN = 16  # files of one kind that are kept open, of perhaps thousands
+_OPEN = 128  # files of one kind that are kept open, of perhaps thousands
 
 Shapes = dict[str, Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]]
 
@@ -32,7 +32,8 @@ class Shards(Struct, frozen=True, forbid_unknown_fields=True):
 
 def own_share(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Shapes]:
     """Return copies on the CPU of what this rank writes: its rows of DTensors, and on rank 0 all other tensors; and the
-    full shapes of the former. Every rank must call it: a DTensor whose rows are not sharded is gathered."""
+    full shapes of the former. Of ranks with the same rows (HSDP), the first writes. Every rank must call it: a DTensor
+    whose rows are not sharded is gathered."""
     own: dict[str, torch.Tensor] = {}
     shapes: Shapes = {}
     for key, value in tensors.items():
@@ -44,9 +45,7 @@ def own_share(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> tuple[dict
             continue
         rows = local_part(value)
         shapes[key] = list(value.shape)
-        if engine.rank < engine.shards and (
-            engine.rank == 0 or len(rows)
-        ):  # else another rank writes the same
+        if engine.rank < engine.shards and (engine.rank == 0 or len(rows)):
             own[key] = copied(rows)
     return own, shapes
 
