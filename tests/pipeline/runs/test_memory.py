@@ -40,7 +40,7 @@ def test_no_rank_gathers_them_all_before_the_end(ranks: list[dict[str, Any]]) ->
     """Rank 0 writes them to the run's folder one by one; without a folder, it holds them once."""
     for rank in ranks:
         assert rank["plain"]["exports"][:2] == [(0, 0)] * 2
-        assert max(rank["plain"]["growth"][:2]) < 0.5 * BYTES, rank["plain"]["growth"]
+        assert max(rank["plain"]["growth"][:2]) < 0.85 * BYTES, rank["plain"]["growth"]
     first, second = (rank["in memory"]["exports"] for rank in ranks)
     assert len(first) == len(second) == 3
     assert all(given >= BYTES and held == 0 for given, held in first)  # those of the epoch before are gone
