@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from ...common.errors import CheckpointError, NonFiniteError
 from ...common.model_state import ModelState, buffers_kept, describe_frozen, split_state, train_mode
+from ...common.rows import local_part
+from ...strategies.common.optimizer_state import as_held
 from ...strategies.devices import wait_for
 from ..callbacks.callback import RunView
 from ..checkpoints import state as states
@@ -20,6 +22,7 @@ from ..checkpoints.directory import CheckpointDir, ResumePoint, begin_run, choos
 from ..checkpoints.fingerprint import check_compatible, check_model, description, fingerprint, tied_to_length
 from ..checkpoints.format import Checkpoint
 from ..checkpoints.remote import RemoteRun, shown
+from ..checkpoints.shards import gathered_one_by_one
 from ..checkpoints.state import evaluated_state
 from ..checkpoints.writer import CheckpointWriter
 from ..describe.inputs import Inputs
@@ -252,10 +255,9 @@ class Run(Observer):
                     seconds=earlier + perf_counter() - start, lr=state.lr,
                     skipped=stats.skipped + stats.overflowed, replaced=replaced, units=self._units,
                 )  # fmt: skip
-                keeps = self._keeps(number)
                 if evaluation is not None:
                     self._callbacks.on_evaluation_end(state, evaluation)
-                artifacts.add(epoch, lambda: self._weights(keeps=keeps))
+                artifacts.add(epoch, lambda: self._weights(number))
             observer.on_epoch_end(state, epoch)
 
     def _replaced(self) -> int:
@@ -313,9 +315,8 @@ class Run(Observer):
             self._evaluate_within()
         stopped = {"reason": reason, "epoch": state.epoch, "step": state.step}
         history = replace(artifacts.history, facts={**artifacts.history.facts, "stopped": stopped})
-        keeps = self._keeps(self._job.epochs)
         with buffers_kept(self._engine.plain_model), self._evaluating():
-            artifacts.keep(history, lambda: self._weights(keeps=keeps), within)
+            artifacts.keep(history, lambda: self._weights(self._job.epochs), within)
         self._echo(f"Stopped after step {state.step:,} (epoch {state.epoch + (within > 0)}): {reason}.")
 
     def on_step_end(self, state: TrainState) -> None:
@@ -387,24 +388,27 @@ class Run(Observer):
             self._engine.sync_buffers()  # averages of buffers (EMA, SWA) differ between ranks, too
             yield
 
-    def _weights(self, *, keeps: bool) -> ModelState:
-        """Gather all evaluated tensors. Raise on every rank if a value is not finite that was finite before the run."""
-        state = split_state(self._engine.plain_model, self._engine.export_state(lambda _: keeps))
-        bad = [name for name, value in state.weights.items() if not value.isfinite().all()]
+    def _weights(self, epoch: int) -> ModelState:
+        """Gather all evaluated tensors for the ranks that keep them. Raise on every rank if a value is not finite that
+        was finite before the run. Of a sharded model, rank 0 gathers one at a time into its file."""
+        engine, model, keeps = self._engine, self._engine.plain_model, self._keeps(epoch)
+        streams = engine.shards > 0 and self._job.folder is not None and not self._job.on_each_rank(epoch)
+        state = split_state(model, engine.export_state(as_held if streams else lambda _: keeps))
+        bad = [name for name, value in state.weights.items() if not local_part(value).isfinite().all()]
         # A forward may set what the state dict leaves out, such as a mask with infinities.
-        bad += [name for name, value in state.unlisted.items() if value.isnan().any()]
+        bad += [name for name, value in state.unlisted.items() if local_part(value).isnan().any()]
         bad = [name for name in bad if name not in self._infinite]
-        if self._engine.reduce(torch.tensor(float(len(bad))), "sum").item():
+        if engine.reduce(torch.tensor(float(len(bad))), "sum").item():
             where = f" ({', '.join(bad[:8])})" if bad else ""
             raise NonFiniteError(
                 f"After step {self.state.step} the weights used in evaluation are not finite{where}; they were not "
                 f"saved. {self._advice()}"
             )
-        return state
+        return gathered_one_by_one(engine, state) if streams else state
 
     def _keeps(self, epoch: int) -> bool:
         """The ranks gather the full weights for rank 0; at the end for all, if each returns the result to a caller."""
-        return self._lead or (self._job.each_rank and epoch >= self._job.epochs)
+        return self._lead or self._job.on_each_rank(epoch)
 
     def _check(self, number: int, stats: EpochStats, evaluation: Evaluation | None) -> None:
         val_loss = None if evaluation is None else evaluation.val_loss
