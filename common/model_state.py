@@ -16,14 +16,19 @@ from .errors import first_of
 
 @dataclass(frozen=True)
 class ModelState:
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # what `load_state_dict` takes
-    unlisted: dict[str, torch.Tensor] = field(default_factory=dict)  # such as non-persistent buffers
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)  # what `load_state_dict` takes
+    unlisted: Mapping[str, torch.Tensor] = field(default_factory=dict)  # such as non-persistent buffers
 
     def __bool__(self) -> bool:
         return bool(self.weights)
 
     def all(self) -> dict[str, torch.Tensor]:
         return {**self.weights, **self.unlisted}
+
+
+def in_memory(state: ModelState) -> ModelState:
+    """Return the tensors, each read once, if they are read on access."""
+    return ModelState(dict(state.weights), dict(state.unlisted))
 
 
 def has_mean(value: torch.Tensor) -> bool:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .telemetry.history import History as History
     from .telemetry.loggers import Logger as Logger
     from .telemetry.loggers import LoggerWarning as LoggerWarning
+    from .telemetry.rank_times import StragglerWarning as StragglerWarning
     from .training.build import Built as Built
     from .training.loop import evaluate as evaluate
     from .training.loop import train_epoch as train_epoch

@@ -57,6 +57,9 @@ class Engine(Protocol):
     rank: int
     world_size: int
     accumulate: int
+    shards: int
+    """Over how many ranks the rows of each parameter are sharded as by `torch.chunk` (DTensors): ranks write such rows
+    to checkpoints as they are. 0 if they are not: then checkpoints have full tensors, each from one rank."""
     skipped: bool
     """Whether the last `step` changed neither weights nor optimizer, because fp16 gradients overflowed."""
     note: str
@@ -137,15 +140,17 @@ class Engine(Protocol):
         and what that leaves out, non-persistent buffers; `model_state.split_state` separates them.
 
         Every rank must call it: tensors are gathered one at a time, and each rank keeps those whose name its own `keep`
-        accepts (None: all). Raises `StrategyError` if a module has an extra state that is not a tensor.
+        accepts (None: all). With `optimizer_state.as_held`, nothing is gathered or copied. Raises `StrategyError` if a
+        module has an extra state that is not a tensor.
         """
 
     def import_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Overwrite the model's state with that of any engine, in place. Non-persistent buffers may be missing.
 
         Every rank must call it, with a mapping that has all tensors in full; each takes its shard. Tensors are read one
-        at a time, so a mapping that reads a file need not hold them all. Raises `StrategyError` if names or shapes
-        differ from the model's: nothing has changed if names differ; a shape is checked when its tensor is loaded.
+        at a time, so a mapping that reads a file need not hold them all; of `Tensors`, `fsdp` reads only the rows that
+        this rank holds. Raises `StrategyError` if names or shapes differ from the model's: nothing has changed if names
+        differ; a shape is checked when its tensor is loaded.
         """
 
     def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..common.errors import StrategyError
 from .base import OptimizerFactory
-from .common.optimizer_state import Entry
+from .common.optimizer_state import Entry, Keep
 from .common.placement import build_optimizer, check_ranks, enter, put_on
 from .engine import LocalEngine, RanksEngine
 from .options import Options, PrepareOptions
@@ -188,12 +188,12 @@ class OwnedEngine(DDPEngine):
         return Remote(self.rank, value.shape, value.dtype) if value.dim() else value.detach().cpu()
 
     def _exported(
-        self, parameter: nn.Parameter, name: str, key: str, value: object, home: int | None
+        self, parameter: nn.Parameter, name: str, key: str, value: object, keep: Keep | None
     ) -> torch.Tensor | float:
         if isinstance(value, Remote):
             mine = self.optimizer.state[parameter][key] if value.rank == self.rank else None
             value = value.send(mine, self.device)
-        return super()._exported(parameter, name, key, value, home)
+        return super()._exported(parameter, name, key, value, keep)
 
     def _owns(self, parameter: nn.Parameter) -> bool:
         return parameter in self._owned

@@ -12,12 +12,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..common.errors import StrategyError
 from ..common.model_state import has_mean, set_buffer, unlisted_tensors, vacant_buffers
+from ..common.storage.tensors import shape_of
 from .base import Engine, Held
 from .common.memory import tensors_in
 from .common.optimizer_state import (
     Entry,
     Keep,
     OptimizerState,
+    as_held,
     export_groups,
     home_of,
     import_groups,
@@ -31,7 +33,7 @@ class LocalEngine(Engine):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
     ) -> None:
         self.model, self.optimizer, self.device = model, optimizer, device
-        self.rank, self.world_size = 0, 1
+        self.rank, self.world_size, self.shards = 0, 1, 0
         self.accumulate, self._options = options.accumulate, options
         self.note, self.skipped = "", False
         self._microbatches = 0  # accumulated since the last step
@@ -129,9 +131,9 @@ class LocalEngine(Engine):
     def export_state(self, keep: Keep | None = None) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = {}
         for name, value in self._tensors("export_state").items():
-            whole = self.gather(value, home_of(keep, name))
+            whole = self._gathered(value, name, keep)
             if keep is None or keep(name):
-                state[name] = copied(whole)
+                state[name] = whole if keep is as_held else copied(whole)
         return state
 
     @torch.no_grad()
@@ -150,14 +152,13 @@ class LocalEngine(Engine):
         for name, value in own.items():
             if name in unlisted:
                 continue
-            saved = state[name]
-            shape = self._shape(value)
-            if saved.shape != shape:
+            saved, shape = shape_of(state, name), tuple(self._shape(value))
+            if saved != shape:
                 raise StrategyError(
-                    f"import_state: {name!r} has shape {tuple(saved.shape)} in the saved state but {tuple(shape)} in "
-                    f"the model. Build the model with the same factory."
+                    f"import_state: {name!r} has shape {saved} in the saved state but {shape} in the model. Build the "
+                    f"model with the same factory."
                 )
-            self._write(value, saved)
+            self._write(value, state, name)
 
     @torch.no_grad()
     def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
@@ -168,11 +169,13 @@ class LocalEngine(Engine):
         for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
             name = names[parameter]
             entry = {
-                key: self._exported(parameter, name, key, value, home_of(keep, name))
+                key: self._exported(parameter, name, key, value, keep)
                 for key, value in entries.get(name, {}).items()
                 if value is not None  # SGD without momentum
             }
-            if entry and (keep is None or keep(name)):
+            if entry and keep is as_held:
+                kept[name] = entry
+            elif entry and (keep is None or keep(name)):
                 kept[name] = {k: copied(v) if isinstance(v, torch.Tensor) else v for k, v in entry.items()}
         return OptimizerState(groups, kept, self._scaler.state_dict())
 
@@ -188,11 +191,14 @@ class LocalEngine(Engine):
                 saved = state.entries.get(names[parameter]) if self._owns(parameter) else None
                 if saved is not None:
                     self.optimizer.state[parameter] = {
-                        key: self._imported(key, value, parameter, group) for key, value in saved.items()
+                        key: self._imported(saved, key, parameter, group) for key in saved
                     }
 
     def gather(self, value: torch.Tensor, home: int | None = None) -> torch.Tensor:  # noqa: ARG002
         return value
+
+    def _gathered(self, value: torch.Tensor, name: str, keep: Keep | None) -> torch.Tensor:
+        return value if keep is as_held else self.gather(value, home_of(keep, name))
 
     def barrier(self) -> None:
         # Reads a reduced number: unlike `dist.barrier` this needs no device of its own under NCCL.
@@ -217,8 +223,8 @@ class LocalEngine(Engine):
     def _shape(self, value: torch.Tensor) -> torch.Size:
         return value.shape
 
-    def _write(self, value: torch.Tensor, whole: torch.Tensor) -> None:
-        value.copy_(self._part(whole, value))
+    def _write(self, value: torch.Tensor, source: Mapping[str, Any], name: str) -> None:
+        value.copy_(self._read(source, name, value))
 
     def held(self) -> Held:
         parameters = list(self.plain_model.parameters())
@@ -226,9 +232,10 @@ class LocalEngine(Engine):
         count = sum(parameter.numel() for parameter in parameters)
         return Held(parameters, gradients, list(tensors_in(self.optimizer)), count)
 
-    def _part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        """Return this rank's shard of `whole`, a CPU tensor that every rank has, where it holds `like`."""
-        return whole
+    def _read(self, source: Mapping[str, Any], name: str, like: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """Return a tensor of `source`, which every rank has in full on the CPU; this rank's shard if `like` is one."""
+        value: torch.Tensor = source[name]
+        return value
 
     def _tensors(self, caller: str) -> dict[str, torch.Tensor]:
         state = {**self.plain_model.state_dict(), **unlisted_tensors(self.plain_model)}
@@ -253,10 +260,10 @@ class LocalEngine(Engine):
         return True
 
     def _exported(
-        self, parameter: nn.Parameter, name: str, key: str, value: object, home: int | None  # noqa: ARG002
+        self, parameter: nn.Parameter, name: str, key: str, value: object, keep: Keep | None  # noqa: ARG002
     ) -> torch.Tensor | float:  # fmt: skip
         if isinstance(value, torch.Tensor):
-            return self.gather(value.detach(), home)
+            return self._gathered(value.detach(), name, keep)
         if isinstance(value, int | float):
             return value
         raise StrategyError(
@@ -264,12 +271,13 @@ class LocalEngine(Engine):
         )
 
     def _imported(
-        self, key: str, value: torch.Tensor | float, parameter: torch.Tensor, group: dict[str, Any]
+        self, saved: Entry, key: str, parameter: torch.Tensor, group: dict[str, Any]
     ) -> torch.Tensor | float:
+        if shape_of(saved, key):
+            return self._read(saved, key, parameter).to(parameter.device, copy=True)
+        value = saved[key]
         if not isinstance(value, torch.Tensor):
             return value
-        if value.dim():
-            return self._part(value, parameter).to(parameter.device, copy=True)
         # A count of steps is on the CPU, as torch keeps it, unless a kernel reads it. NAdam keeps another number.
         on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
         return value.to("cpu" if on_cpu else parameter.device, copy=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Unpack, cast
@@ -11,10 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ..common import machine
 from ..common.errors import StrategyError
+from ..common.rows import chunk, shard_of
+from ..common.storage.tensors import rows_of, shape_of
 from .base import OptimizerFactory
 from .common import sharding
 from .common.blocks import ModuleFilter, check_filter
@@ -27,6 +30,13 @@ from .options import Options, PrepareOptions
 class FSDPEngine(RanksEngine):
     """A model with sharded parameters. A forward in evaluation leaves parameters gathered (those outside of the blocks;
     with `fsdp_grad_op` all) until the next backward, `step` or `export_state`."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
+    ) -> None:
+        super().__init__(model, optimizer, device, options)
+        own = filter(None, map(shard_of, model.parameters()))
+        self.shards = next((shards for shards, _ in own), 0)
 
     @cached_property
     def _units(self) -> list[FSDPModule]:
@@ -66,12 +76,18 @@ class FSDPEngine(RanksEngine):
             return sharding.gathered_rows(part.to_local(), part.shape[0], home, mesh.get_group())
         return part.full_tensor()
 
-    def _part(self, whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        if not isinstance(like, DTensor):
-            return whole
-        # Every rank already has the same values: none are sent.
-        whole = whole.to(self.device)
-        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
+    def _read(self, source: Mapping[str, Any], name: str, like: torch.Tensor) -> torch.Tensor:
+        own = shard_of(like)
+        if own is None:
+            return super()._read(source, name, like)
+        shape = torch.Size(shape_of(source, name))
+        rows = rows_of(source, name, *chunk(shape[0], *own))
+        mesh, placements = cast(DTensor, like).device_mesh, cast(DTensor, like).placements
+        stride = torch.empty(shape, device="meta").stride()
+        value = DTensor.from_local(
+            rows.to(self.device), mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+        return value.to(like.device)
 
     def _tensors(self, caller: str) -> dict[str, torch.Tensor]:
         self.reshard()

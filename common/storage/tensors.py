@@ -1,9 +1,10 @@
-"""Tensors by name in safetensors files: read one by one, written as a whole or not at all."""
+"""Tensors by name in safetensors files: read one by one or by rows, written as a whole or not at all."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,14 @@ from .files import atomic_file
 
 
 class Tensors(Mapping[str, torch.Tensor]):
-    """Tensors by name, each read from its file on access."""
+    """Tensors by name, each read from its file on access; `shape_of` and `rows_of` read less."""
 
-    def __init__(
-        self, readers: Mapping[str, Callable[[], torch.Tensor]], metadata: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, readers: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
         self.readers, self.metadata = readers, metadata or {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.readers[name]()
+        value: torch.Tensor = self.readers[name]()
+        return value
 
     def __contains__(self, name: object) -> bool:
         return name in self.readers
@@ -41,13 +41,56 @@ def open_tensors(path: Path) -> Tensors:
         metadata = file.metadata() or {}
         wide = json.loads(metadata.get("complex", "{}"))
         keys = file.keys()
-        return Tensors({key: partial(_tensor, path, file, key, wide.get(key)) for key in keys}, metadata)
+        return Tensors({key: Stored(path, file, key, wide.get(key)) for key in keys}, metadata)
 
 
-def _tensor(path: Path, file: Any, key: str, wide: str | None) -> torch.Tensor:
-    with _safetensors_errors(path):
-        value: torch.Tensor = file.get_tensor(key)
-        return value if wide is None else torch.view_as_complex(value).to(_COMPLEX[wide])
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in an open file: calling it reads it, a slice of it reads these rows only."""
+
+    path: Path
+    file: Any
+    key: str
+    wide: str | None = None  # the name of a dtype of `_COMPLEX`
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        with _safetensors_errors(self.path):
+            shape = tuple(self.file.get_slice(self.key).get_shape())
+        return shape if self.wide is None else shape[:-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        if self.wide is not None:
+            return _COMPLEX[self.wide]
+        with _safetensors_errors(self.path):
+            return _DTYPES[self.file.get_slice(self.key).get_dtype()]
+
+    def __call__(self) -> torch.Tensor:
+        with _safetensors_errors(self.path):
+            return self._complex(self.file.get_tensor(self.key))
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        with _safetensors_errors(self.path):
+            return self._complex(self.file.get_slice(self.key)[rows])
+
+    def _complex(self, value: torch.Tensor) -> torch.Tensor:
+        return value if self.wide is None else torch.view_as_complex(value).to(_COMPLEX[self.wide])
+
+
+def shape_of(source: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """Return the shape of a tensor of `source`, which is not read if it is in a file; () for a number."""
+    return tuple(getattr(_unread(source, name), "shape", ()))
+
+
+def rows_of(source: Mapping[str, Any], name: str, start: int, stop: int) -> torch.Tensor:
+    """Return these rows of a tensor of `source`; of one in a file, only they are read."""
+    rows: torch.Tensor = _unread(source, name)[start:stop]
+    return rows
+
+
+def _unread(source: Mapping[str, Any], name: str) -> Any:
+    return source.readers[name] if isinstance(source, Tensors) else source[name]
 
 
 @contextmanager
@@ -64,6 +107,7 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.uint32: "U32",
     torch.uint64: "U64", torch.complex64: "C64",
 }  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 # Not in safetensors: real and imaginary parts are in another dimension, name and dtype in the metadata `complex`.
 _COMPLEX = {"complex128": torch.complex128}
 
@@ -75,33 +119,44 @@ def save_weights(
     epochs: int | str | None = None,
     about: Mapping[str, str] | None = None,
 ) -> None:
-    """Write CPU tensors as safetensors, atomically, with `about` as metadata. `epochs` is the epoch of the history that
-    they belong to (within one, a text): a process killed between the two files leaves newer weights."""
+    """Write CPU tensors as safetensors, atomically, with `about` as metadata. Of `Tensors`, each is read when it is
+    written, in their `file_order`, so that one is held at a time. `epochs` is the epoch of the history that they belong
+    to (within one, a text): a process killed between the two files leaves newer weights."""
     metadata = {**(about or {}), **({} if epochs is None else {"epochs": str(epochs)})}
     kinds = {kind: name for name, kind in _COMPLEX.items()}
-    wide = {name: kinds[value.dtype] for name, value in state.items() if value.dtype in kinds}
+    order = file_order(state)
+    dtypes = {name: _unread(state, name).dtype for name in order}
+    wide = {name: kinds[dtype] for name, dtype in dtypes.items() if dtype in kinds}
     if wide:
         metadata["complex"] = json.dumps(wide, sort_keys=True)
     # Sorted, so that equal tensors with equal metadata are equal files.
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     end = 0
-    plain = {name: torch.view_as_real(value) if name in wide else value for name, value in state.items()}
-    # Larger elements first, so that each tensor is aligned.
-    ordered = sorted(plain.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    for name, value in ordered:
-        if value.dtype not in _NAMES:
-            raise DrivetrainError(f"{path} cannot hold {name!r}: safetensors has no {value.dtype}.")
-        begin, end = end, end + value.numel() * value.element_size()
-        header[name] = {
-            "dtype": _NAMES[value.dtype],
-            "shape": list(value.shape),
-            "data_offsets": [begin, end],
-        }
+    for name in order:
+        dtype, shape = dtypes[name], list(shape_of(state, name))
+        if name in wide:
+            dtype, shape = dtype.to_real(), [*shape, 2]
+        if dtype not in _NAMES:
+            raise DrivetrainError(f"{path} cannot hold {name!r}: safetensors has no {dtype}.")
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     # One by one: safetensors' `save` copies all in memory, and its `save_file` replaces the file that is open here.
     with atomic_file(Path(path)) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, value in ordered:
+        for name in order:
+            value = torch.view_as_real(state[name]) if name in wide else state[name]
             if value.numel():
                 file.write(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def file_order(state: Mapping[str, Any]) -> list[str]:
+    """Return the names in the order in which `save_weights` reads and writes them: larger elements first, so that each
+    tensor is aligned."""
+    sizes = {name: _unread(state, name).dtype for name in state}
+    return sorted(state, key=lambda name: (-_real(sizes[name]).itemsize, name))
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype in _COMPLEX.values() else dtype

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...common.errors import DataError
+from ...common.table import Table
 from ..checkpoints.remote import opened
 from ..recipes.files import RECIPE
 from ..tasks.metrics import format_metric
 from ..telemetry.history import HISTORY
-from ..telemetry.loggers import METRICS, PROMETHEUS
+from ..telemetry.loggers import METRICS, PROMETHEUS, RANK_GAUGES
+from ..telemetry.rank_times import RankTimes
 from .compare import RunSummary, read_run
 
 QUIET = 120.0  # seconds without news after which the line says so first
+ROWS = 8  # ranks that are shown, the slowest first
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,24 @@ class RunState:
         summary: of its finished epochs and its recipe.
         newest: the newest metrics by name, if the run has `logger="prometheus"`: `step`, `step_loss` and so on.
         age: seconds since its files changed; None if unknown, as of an address without these metrics.
+        ranks: what the steps of each rank take, from the same metrics; empty of a single rank.
     """
 
     summary: RunSummary
     newest: Mapping[str, float] = field(default_factory=dict)
     age: float | None = None
+    ranks: Sequence[RankTimes] = ()
+
+    @property
+    def slowest(self) -> list[int]:
+        """The ranks, the one that the others wait for first."""
+        return sorted(range(len(self.ranks)), key=lambda rank: -self.ranks[rank].own)
+
+    def table(self) -> Table:
+        """Return a row for each of the slowest ranks."""
+        rows = [(f"{rank}", *_cells(self.ranks[rank])) for rank in self.slowest[:ROWS]]
+        heads = ("rank", "s per step", "without waiting for ranks", "waiting for data", "memory")
+        return Table(heads, rows, figures=True)
 
     @property
     def ended(self) -> bool:
@@ -39,6 +55,13 @@ class RunState:
         return self.summary.history.stopped is not None or (
             self.summary.epochs > 0 and not self.summary.problem
         )
+
+    def _slowest(self) -> str:
+        if not self.ranks:
+            return ""
+        first = self.slowest[0]
+        _, own, data, _ = _cells(self.ranks[first])
+        return f"slowest rank {first} of {len(self.ranks)}: {own} s per step, {data} s of data"
 
     def __str__(self) -> str:
         run, history, newest = self.summary, self.summary.history, self.newest
@@ -55,8 +78,7 @@ class RunState:
             parts.append(f"{speed:,.0f} images/s")
         if "step_data_wait_fraction" in newest:
             parts.append(f"waiting {newest['step_data_wait_fraction']:.0%}")
-        if history.latest:
-            parts.append(history.latest)
+        parts += filter(None, [self._slowest(), history.latest])
         if run.best is not None:
             value = format_metric(run.monitor.of(run.best) or 0.0, run.monitor.unit)
             parts.append(f"best {value}, epoch {run.best.epoch}")
@@ -92,7 +114,8 @@ def look(run: str | Path) -> RunState:
         )
     else:
         changed = None
-    return RunState(summary, newest, None if changed is None else max(time.time() - changed, 0.0))
+    age = None if changed is None else max(time.time() - changed, 0.0)
+    return RunState(summary, newest, age, _ranks(folder / PROMETHEUS))
 
 
 def _changed(path: Path) -> float:
@@ -103,6 +126,20 @@ def _changed(path: Path) -> float:
 
 def _newest(path: Path) -> dict[str, float]:
     """Return the gauges of `metrics.prom` by name, without what all begin with; none of a file that is not one."""
+    gauges = _gauges(path)
+    return {name.removeprefix("drivetrain_"): value for (name, rank), value in gauges.items() if not rank}
+
+
+def _ranks(path: Path) -> Sequence[RankTimes]:
+    gauges, ranks = _gauges(path), list[RankTimes]()
+    with suppress(KeyError):
+        while True:
+            ranks.append(RankTimes(*(gauges[name, f"{len(ranks)}"] for name in RANK_GAUGES)))
+    return ranks
+
+
+def _gauges(path: Path) -> dict[tuple[str, str], float]:
+    """Return the values of `metrics.prom` by name and label `rank`, which is "" without one."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError):
@@ -110,6 +147,13 @@ def _newest(path: Path) -> dict[str, float]:
     found = {}
     for line in lines:
         name, _, rest = line.partition("{")
+        labels, _, value = rest.rpartition(" ")
+        rank = labels.rpartition('rank="')[2].removesuffix('"}') if name in RANK_GAUGES else ""
         with suppress(ValueError):
-            found[name.removeprefix("drivetrain_")] = float(rest.rpartition(" ")[2])
+            found[name, rank] = float(value)
     return found
+
+
+def _cells(times: RankTimes) -> tuple[str, str, str, str]:
+    seconds = [f"{each:.3f}" for each in (times.step, times.own, times.data_wait)]
+    return seconds[0], seconds[1], seconds[2], f"{times.memory / 2**30:.2f} GiB"

@@ -8,8 +8,11 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, get_args
+
+import torch
 
 from ...common.checks import check_flag, check_number, check_whole, make_plain
 from ...common.errors import CheckpointError, DrivetrainError, PlanError
@@ -20,6 +23,10 @@ from ...strategies import Engine, Precision
 from ..training.agreement import broadcast_text
 from .format import Checkpoint, remove
 from .remote import CHECKPOINTS, RUN, STATE, STEP, RemoteRun, opened, shown
+
+_VERIFY = "verify"  # in rank 0's answer: a checkpoint whose files the ranks are to verify
+Verify = Callable[[Checkpoint], None]
+"""Raises CheckpointError if a file is missing or damaged."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Checkpoints:
         keep_best: also keep the checkpoint with the best monitored metric, of those whose weights were evaluated;
             of equal ones the first. Default True.
         background: write the files in a thread while training continues. The values are copied to the CPU first,
-            which takes the memory of one checkpoint there. Default True.
+            which takes the memory of one checkpoint there; with `fsdp`, of the rank's shard. Default True.
 
     Raises:
         PlanError: if a value is invalid.
@@ -155,15 +162,15 @@ class CheckpointDir:
         about = self._about()
         return None if about is None else about["run"]
 
-    def newest(self) -> Checkpoint | None:
+    def newest(self, verify: Verify = Checkpoint.verify) -> Checkpoint | None:
         """Return the newest complete one of the run, else the one that it continues; warn of each damaged one."""
         about = self._about()
         for path in self.checkpoints():
-            checkpoint = _load_complete(path, None if about is None else about["run"])
+            checkpoint = _load_complete(path, None if about is None else about["run"], verify)
             if checkpoint is not None:
                 return checkpoint
         origin = None if about is None else about.get("continues")
-        return None if origin is None else _load_complete(self.local(origin))
+        return None if origin is None else _load_complete(self.local(origin), None, verify)
 
     def of_run(self, run: str | None) -> Iterator[Checkpoint]:
         """Yield the checkpoints of `run` (None: of any), the newest first; skip those with a damaged `state.json`."""
@@ -207,14 +214,14 @@ def best_of(checkpoints: list[Checkpoint]) -> Checkpoint | None:
     return max(rated, key=lambda entry: entry[:2])[2] if rated else None
 
 
-def find(place: Path) -> Checkpoint:
+def find(place: Path, verify: Verify = Checkpoint.verify) -> Checkpoint:
     """Return and verify the checkpoint at `place`, or the newest complete one if `place` is the folder of a run."""
     if (place / STATE).exists() or STEP.fullmatch(place.name):
         checkpoint = Checkpoint(place)
-        checkpoint.verify()
+        verify(checkpoint)
         return checkpoint
     store = CheckpointDir(place / "checkpoints")
-    if (newest := store.newest()) is not None:
+    if (newest := store.newest(verify)) is not None:
         return newest
     why = " Its run stopped before its first checkpoint, or saved none."
     if others := store.checkpoints():
@@ -227,13 +234,15 @@ def find(place: Path) -> Checkpoint:
     )
 
 
-def _load_complete(path: Path, run: str | None = None) -> Checkpoint | None:
+def _load_complete(
+    path: Path, run: str | None = None, verify: Verify = Checkpoint.verify
+) -> Checkpoint | None:
     """Return the checkpoint if it is complete and of `run` (None: of any); otherwise warn, and return None."""
     try:
         checkpoint = Checkpoint(path)
         if run is not None and checkpoint.content.run != run:
             return None
-        checkpoint.verify()
+        verify(checkpoint)
     except CheckpointError as error:
         warnings.warn(f"{error} Skipping it; looking for an older one.", CheckpointWarning, stacklevel=3)
         return None
@@ -248,8 +257,8 @@ class ResumePoint:
 
 
 def choose_start(engine: Engine, resume: str | Path | None, store: CheckpointDir | None) -> ResumePoint:
-    """Return where a run starts, the same on all ranks. Rank 0 verifies the checkpoint, and changes no file."""
-    answer = _on_rank_0(engine, lambda: _look(resume, store))
+    """Return where a run starts, the same on all ranks, which verify the checkpoint together, and change no file."""
+    answer = _on_rank_0(engine, lambda: _look(resume, store, partial(_verify_together, engine)))
     place = answer["place"]
     checkpoint = None if place is None else _opened(place, store, verified=engine.rank == 0)
     return ResumePoint(checkpoint, answer["run"], answer["goes_on"])
@@ -293,6 +302,7 @@ def _opened(place: str, store: CheckpointDir | None, verified: bool) -> Checkpoi
 
 
 def _on_rank_0(engine: Engine, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `work` returns on rank 0. The others wait for that, and verify their share of files on request."""
     answer: dict[str, Any] = {}
     if engine.rank == 0:
         try:
@@ -300,19 +310,45 @@ def _on_rank_0(engine: Engine, work: Callable[[], dict[str, Any]]) -> dict[str, 
         except DrivetrainError as error:
             answer = {"error": str(error)}
     answer = json.loads(broadcast_text(engine, json.dumps(answer)))
+    while _VERIFY in answer:
+        _damage(engine, Path(answer[_VERIFY]))
+        answer = json.loads(broadcast_text(engine, ""))
     if "error" in answer:
         raise CheckpointError(answer["error"])
     return answer
 
 
-def _look(resume: str | Path | None, store: CheckpointDir | None) -> dict[str, Any]:
+def _verify_together(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Verify a checkpoint, each rank some of its files. Rank 0 calls it while the others are in `_on_rank_0`."""
+    if engine.world_size == 1 or checkpoint.remote is not None:
+        checkpoint.verify()
+        return
+    broadcast_text(engine, json.dumps({_VERIFY: str(checkpoint.path.absolute())}))
+    if damage := _damage(engine, checkpoint.path):
+        raise CheckpointError(damage)
+
+
+def _damage(engine: Engine, path: Path) -> str:
+    """Return why a checkpoint is damaged, the same on every rank, or ""; each verifies some of its files."""
+    error, failed = "", torch.zeros(engine.world_size)
+    try:
+        Checkpoint(path).verify(engine.rank, engine.world_size)
+    except CheckpointError as reason:
+        error, failed[engine.rank] = str(reason), 1.0
+    first = next((rank for rank, bad in enumerate(engine.reduce(failed, "sum").tolist()) if bad), None)
+    return "" if first is None else broadcast_text(engine, error, source=first)
+
+
+def _look(
+    resume: str | Path | None, store: CheckpointDir | None, verify: Verify = Checkpoint.verify
+) -> dict[str, Any]:
     checkpoint, goes_on = None, False
     if resume == "auto":
         assert store is not None  # fit has checked
-        checkpoint = store.newest()
+        checkpoint = store.newest(verify)
         goes_on = checkpoint is not None and store.run == checkpoint.content.run
     elif resume is not None:
-        checkpoint = find(opened(resume) if store is None else store.local(resume))
+        checkpoint = find(opened(resume) if store is None else store.local(resume), verify)
         if store is not None and store.holds(checkpoint.path):
             _check_newest(store, checkpoint)
             goes_on = True

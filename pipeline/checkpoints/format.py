@@ -4,13 +4,16 @@
 
     step-00000123/
         state.json                  the position of the run, and the SHA-256 of every other file
-        model.safetensors           by parameter name; sharded, model-00001-of-00002.safetensors and
-                                    model.safetensors.index.json, Hugging Face's layout
+        model.safetensors           by parameter name; if sharded, model-00001-of-00002.safetensors, in one of two ways
         optimizer.safetensors       tensors named "<parameter>::<key>" (`key_of`); shards likewise
         unlisted.safetensors        what the model's state dict leaves out: non-persistent buffers. Only if there are
                                     any, and not in checkpoints of older versions; shards likewise
         methods.safetensors         averages (EMA, SWA); shards likewise
         rank-00001-of-00002.safetensors    state of one rank: random states, local buffers
+
+If the rows of tensors are sharded (FSDP), each file has those that its rank held, and `state.json` the full shapes
+(`shards.Shards`). If a model is sharded otherwise (DeepSpeed's third stage), each file has some of the tensors in full,
+and `model.safetensors.index.json` lists them: Hugging Face's layout, which older versions used for FSDP, too.
 """
 
 import hashlib
@@ -32,11 +35,11 @@ from ...common.storage.tensors import Tensors, open_tensors, save_weights
 from ...common.version import __version__
 from ..telemetry.history import History
 from .remote import STATE, RemoteRun, shown
+from .shards import REMEDY, Shards, open_shards
 
 UNLISTED, OWN = "unlisted", "rank"
 SHARED = ("model", "optimizer", "methods", UNLISTED)  # by all ranks; the kind `OWN` is of one rank
 TENSORS = {"tensors": True}  # in the state of a method, for averages, which are in `methods.safetensors`
-REMEDY = "Use another checkpoint, or start from scratch with resume=None."
 
 Values = dict[str, Any]
 Count = Annotated[int, Meta(ge=0)]
@@ -98,9 +101,12 @@ class CheckpointContent(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     history: History
     files: dict[str, FileFacts] = {}
     ranks: list[RankContent] = []
+    shards: Shards | None = None
 
     def to_json(self) -> bytes:
         state = {**structs.asdict(self), "history": self.history.to_dict()}
+        if self.shards is None:  # older versions do not know it
+            del state["shards"]
         return _canonical({**state, "sha256": _digest(state)})
 
     @classmethod
@@ -132,6 +138,7 @@ class Part:
     tensors: dict[str, dict[str, torch.Tensor]]
     own: RankContent
     writers: int
+    indexed: bool = False  # whether Hugging Face's index is to tell who wrote which tensor
 
 
 def write_part(folder: Path, part: Part, rank: int, ranks: int) -> None:
@@ -143,7 +150,10 @@ def write_part(folder: Path, part: Part, rank: int, ranks: int) -> None:
             path = folder / _file_name(kind, rank, ranks if kind == OWN else part.writers)
             save_weights(tensors, path, about={"format": "pt"})  # Hugging Face's loader requires the metadata
             files[path.name] = _measure(path)
-            sizes[path.name] = {key: value.numel() * value.element_size() for key, value in tensors.items()}
+            if part.indexed:
+                sizes[path.name] = {
+                    key: value.numel() * value.element_size() for key, value in tensors.items()
+                }
         with atomic_file(note_path(folder, rank)) as file:
             file.write(json.dumps({"files": files, "sizes": sizes, "own": structs.asdict(part.own)}).encode())
     except (OSError, DrivetrainError) as error:
@@ -209,12 +219,19 @@ class Checkpoint:
     def place(self) -> str:
         return shown(self.path)
 
-    def verify(self) -> None:
-        """Compare every file with its digest. In a copy, fetch those that are missing or differ from the address."""
-        remote = RemoteRun.at(self.path.absolute().parent.parent)
+    @property
+    def remote(self) -> RemoteRun | None:
+        return RemoteRun.at(self.path.absolute().parent.parent)
+
+    def verify(self, number: int = 0, count: int = 1) -> None:
+        """Compare the files with their digests: all, or this one's of `count` shares. In a copy, fetch those that are
+        missing or differ from the address."""
+        remote, files = self.remote, self.content.files
+        largest = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+        own = {name: files[name] for name in largest[number::count]}
         if remote is not None:
-            remote.fetch(self.path, self.content.files)
-        for name, about in self.content.files.items():
+            remote.fetch(self.path, own)
+        for name, about in own.items():
             try:
                 actual = _measure(self.path / name)
                 if actual != about and remote is not None:
@@ -222,7 +239,9 @@ class Checkpoint:
                     remote.fetch(self.path, {name: about})
                     actual = _measure(self.path / name)
             except OSError as error:
-                raise CheckpointError(f"The checkpoint {self.place} is damaged: {name}: {error}.") from None
+                raise CheckpointError(
+                    f"The checkpoint {self.place} is damaged: {name}: {error}. Use an older checkpoint."
+                ) from None
             if actual != about:
                 raise CheckpointError(
                     f"The checkpoint {self.place} is damaged: {name} has {actual['bytes']} bytes that differ from "
@@ -241,8 +260,16 @@ class Checkpoint:
             )
 
     def tensors(self, *kinds: str, rank: int | None = None) -> Tensors:
-        names = [name for kind in kinds for name in self._names(kind)]
-        opened = [open_tensors(self.path / name) for name in (names if rank is None else [names[rank]])]
+        """Return the tensors of these kinds in full; of the kind `OWN`, those of a rank."""
+        opened: list[Tensors] = []
+        for kind in kinds:
+            paths = [self.path / name for name in self._names(kind)]
+            if rank is not None:
+                opened.append(open_tensors(paths[rank]))
+            elif self.content.shards is None:
+                opened += map(open_tensors, paths)
+            elif paths:
+                opened.append(open_shards(paths, self.content.shards.shapes.get(kind, {})))
         return Tensors({name: reader for tensors in opened for name, reader in tensors.readers.items()})
 
     @property
@@ -255,16 +282,22 @@ class Checkpoint:
         return history.monitor.score(here[-1]) if here else None
 
     def _names(self, kind: str) -> list[str]:
-        count = len(self.content.ranks)
+        count, shards = len(self.content.ranks), self.content.shards
         if kind == UNLISTED and not any(name.startswith(f"{UNLISTED}") for name in self.content.files):
             return []
-        if kind != OWN and "model.safetensors" in self.content.files:
+        if kind != OWN and shards is not None:
+            count = shards.files
+        elif kind != OWN and "model.safetensors" in self.content.files:
             count = 1
         return [_file_name(kind, rank, count) for rank in range(count)]
 
     def _check_files(self) -> None:
+        shards, ranks = self.content.shards, len(self.content.ranks)
+        if shards is not None and shards.files > ranks:
+            raise ShapeError(f"its shards.files: {shards.files} files of {ranks} ranks")
         names = {name for kind in (*SHARED, OWN) for name in self._names(kind)}
-        names |= {_index_name(kind) for kind in SHARED if len(self._names(kind)) > 1}
+        if shards is None:
+            names |= {_index_name(kind) for kind in SHARED if len(self._names(kind)) > 1}
         for name in sorted(self.content.files.keys() - names):  # it could point outside the folder
             raise ShapeError(f"it lists {name!r}, which is not a file that checkpoints have")
         for name in sorted(names - self.content.files.keys()):  # its tensors would not be restored

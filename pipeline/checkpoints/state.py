@@ -1,9 +1,10 @@
 """Capture and restore a run's state, each rank's share on the CPU; or export its evaluated weights and its model."""
 
 import random
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,10 +14,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ...common.errors import CheckpointError, DrivetrainError
-from ...common.model_state import ModelState, buffers_kept, split_state, unlisted_tensors
+from ...common.model_state import ModelState, buffers_kept, in_memory, split_state, unlisted_tensors
 from ...common.storage.tensors import Tensors
 from ...strategies import Engine
-from ...strategies.common.optimizer_state import Homes, Keep, OptimizerState, home_of
+from ...strategies.common.optimizer_state import Homes, Keep, OptimizerState, as_held, home_of
 from ...strategies.engine import copied
 from ...transforms import Transform
 from ..models.factories import model_factory
@@ -29,7 +30,6 @@ from .directory import CheckpointDir, best_of, find
 from .fingerprint import rebuild_spec
 from .format import (
     OWN,
-    REMEDY,
     TENSORS,
     UNLISTED,
     Checkpoint,
@@ -42,6 +42,7 @@ from .format import (
     grouped,
     key_of,
 )
+from .shards import REMEDY, Shapes, Shards, own_share
 from .weights import plain_state
 
 
@@ -59,9 +60,20 @@ def capture_state(
         own |= {key_of("buffer", name): copied(each) for name, each in engine.plain_model.named_buffers()}
     algorithm, words, *rest = np.random.get_state()  # noqa: NPY002 — the global state, which models may use
     of_numpy = [algorithm, np.asarray(words).tolist(), *rest]
+    shared: dict[str, dict[str, torch.Tensor]] = {}
+    shapes: dict[str, Shapes] = {}
+
+    def take(kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        if keep is as_held:
+            tensors, shapes[kind] = own_share(engine, tensors)
+        shared[kind] = dict(tensors)
+
     with buffers_kept(engine.plain_model):
         engine.sync_buffers()
         model = split_state(engine.plain_model, engine.export_state(keep))
+        take("model", model.weights)
+        if unlisted_tensors(engine.plain_model):
+            take(UNLISTED, model.unlisted)
     optimizer = engine.export_optimizer(keep)
     averages, own_averages, values = _methods(engine, hooks, keep)
     moments: dict[str, torch.Tensor] = {}
@@ -70,15 +82,15 @@ def capture_state(
         for key, value in entry.items():
             if isinstance(value, torch.Tensor):
                 moments[key_of(name, key)] = value
-            else:
+            elif keep is not as_held or engine.rank == 0:
                 numbers.setdefault(name, {})[key] = value
-    shared = {"model": model.weights, "optimizer": moments, "methods": averages}
-    if unlisted_tensors(engine.plain_model):
-        shared[UNLISTED] = model.unlisted
+    take("optimizer", moments)
+    take("methods", averages)
     part = Part(
         {**(shared if engine.rank < writers else {}), OWN: own | own_averages},
         RankContent({"python": random.getstate(), "numpy": of_numpy}, numbers, callbacks or {}),
         writers,
+        indexed=writers > 1 and keep is not as_held,
     )
     return part, CheckpointContent(
         epoch=position.epoch,
@@ -88,6 +100,7 @@ def capture_state(
         optimizer=OptimizerContent(optimizer.groups, dict(optimizer.loss_scale)),
         methods=values,
         loader=built.train.state_dict(),
+        shards=Shards(writers, shapes) if writers > 1 and keep is as_held else None,
         **about,
     )
 
@@ -103,7 +116,9 @@ def shares(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
 
 
 def _writing_plan(engine: Engine) -> tuple[Keep, int]:
-    """Return which tensors this rank keeps, and how many ranks write: all if parameters are sharded."""
+    """Return which tensors this rank keeps, and how many ranks write: all that have a shard, if there are any."""
+    if engine.shards:
+        return as_held, engine.shards
     if not engine.sharded:
         return (lambda _: engine.rank == 0), 1
     return Homes(engine.rank, shares(engine.sizes(), engine.world_size)), engine.world_size
@@ -129,9 +144,12 @@ def _methods(
             pooled = engine.pool_buffers(buffers) if engine.world_size > 1 else {}
             own |= {key_of(what, name): copied(buffers[name]) for name in pooled}
             for name, tensor in value.items():
-                gathered = pooled[name] if name in pooled else engine.gather(tensor, home_of(keep, name))
+                if name in pooled:
+                    gathered = pooled[name]
+                else:
+                    gathered = tensor if keep is as_held else engine.gather(tensor, home_of(keep, name))
                 if keep(name):
-                    whole[key_of(what, name)] = copied(gathered)
+                    whole[key_of(what, name)] = gathered if keep is as_held else copied(gathered)
     return whole, own, values
 
 
@@ -143,12 +161,19 @@ def all_finite(part: Part, model: nn.Module) -> bool:
 def load_engine(checkpoint: Checkpoint, engine: Engine) -> None:
     with restoring(checkpoint):
         engine.import_state(checkpoint.tensors("model", UNLISTED))
-        entries: dict[str, Any] = dict(grouped(checkpoint.tensors("optimizer")))
+        entries = grouped(checkpoint.tensors("optimizer"))
         for rank in checkpoint.content.ranks:
             for name, numbers in rank.numbers.items():
-                entries[name] = ChainMap(numbers, entries.get(name, {}))
+                tensors = entries[name].readers if name in entries else {}
+                entries[name] = Tensors(
+                    {**tensors, **{key: partial(_same, one) for key, one in numbers.items()}}
+                )
         plain = checkpoint.content.optimizer
         engine.import_optimizer(OptimizerState(plain.groups, entries, plain.loss_scale))
+
+
+def _same(value: Number) -> Number:
+    return value
 
 
 def buffers_left(checkpoint: Checkpoint, engine: Engine) -> list[str]:
@@ -266,24 +291,44 @@ def chosen(place: Path, *, best: bool) -> Checkpoint:
 
 
 def evaluated_state(checkpoint: Checkpoint) -> ModelState:
+    """Return the weights used for evaluation, with averages in the model's dtypes, as `Tensors`."""
     with restoring(checkpoint):
-        state = ModelState(dict(checkpoint.tensors("model")), dict(checkpoint.tensors(UNLISTED)))
+        weights, unlisted = (dict(checkpoint.tensors(kind).readers) for kind in ("model", UNLISTED))
         for kept in with_averages(checkpoint).values():
             for averages in kept.values():
-                if isinstance(averages, Tensors):  # a custom method may also keep JSON values
-                    _replace(state.weights, averages)
-                    _replace(state.unlisted, averages)
-        return state
+                if not isinstance(averages, Tensors):  # a custom method may also keep JSON values
+                    continue
+                for own in (weights, unlisted):
+                    own |= {
+                        name: _Average(own[name], averages.readers[name])
+                        for name in own.keys() & averages.keys()
+                    }
+        return ModelState(Tensors(weights), Tensors(unlisted))
 
 
-def _replace(state: dict[str, torch.Tensor], averages: Tensors) -> None:
-    """Replace tensors by their averages, in their own dtype, one at a time: so memory holds one copy of the weights."""
-    for name in state.keys() & set(averages):
-        state[name] = averages[name].to(state[name].dtype)
+@dataclass(frozen=True)
+class _Average:
+    """A stored average: calling it reads it, in the dtype of the tensor that it replaces."""
+
+    own: Any
+    average: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.average.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.own.dtype
+        return dtype
+
+    def __call__(self) -> torch.Tensor:
+        average: torch.Tensor = self.average()
+        return average.to(self.dtype)
 
 
 def plain_names(checkpoint: Checkpoint, model: ModelArg = None) -> ModelState:
-    state = evaluated_state(checkpoint)
+    state = in_memory(evaluated_state(checkpoint))  # whose tensors a surgery's translation tells apart
     otherwise = "use names='trained' (--names trained), or FitResult.plain_state()"
     built, transforms = rebuild(checkpoint, state.weights, model, otherwise)
     with restoring(checkpoint):

@@ -314,8 +314,9 @@ class FitOptions(Config):
     makes every step wait for its loss and gradients."""
     logger: Annotated[object, TEXT, TEXTS, NONE, Kind(lambda _: True, "an object", json=False)] = None
     """Where metrics and hyperparameters go: `"csv"` (`out/metrics.csv`), `"prometheus"` (`out/metrics.prom`: the newest
-    values, for node_exporter's textfile collector), `"tensorboard"` (`out/tensorboard/`), `"wandb"` or `"mlflow"` (a
-    run that is begun and ended here, configured by their own environment variables), an object with `log(dict, step=)`
+    values, for node_exporter's textfile collector), `"otel"` (OpenTelemetry's SDK, over OTLP), `"tensorboard"`
+    (`out/tensorboard/`), `"wandb"` or `"mlflow"` (a run that is begun and ended here), these three services configured
+    by their own environment variables, an object with `log(dict, step=)`
     or `log_metrics(dict, step=)`, such as `wandb.init(…)` or the module `mlflow`, or a list of them. Hyperparameters
     are the recipe's values by dotted key, `optimizer.lr`. It receives the metrics of each epoch, and those of every
     `log_every`-th step under names that begin with `step/`, where the loss is that of rank 0's share of the batch. Only

@@ -8,9 +8,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ...common.model_state import ModelState
+from ...common.model_state import ModelState, in_memory
 from ...common.signals import interrupts_held
-from ..checkpoints.weights import load_model, save_model
+from ...common.storage.tensors import Tensors
+from ..checkpoints.weights import load_model, open_model, save_model
 from ..describe.inputs import metadata
 from ..telemetry.history import HISTORY, Epoch, Evaluation, History, StepPoint, read_history
 from ..telemetry.host_copy import HostCopy
@@ -42,6 +43,10 @@ class FitJob(FitConfig):
     @property
     def saves(self) -> bool:
         return self.folder is not None and self.checkpoints is not None
+
+    def on_each_rank(self, epoch: int) -> bool:
+        """Whether every rank keeps the weights after this epoch."""
+        return self.each_rank and epoch >= self.epochs
 
 
 @dataclass
@@ -102,8 +107,10 @@ class RunArtifacts(Observer):
                 moment = f"{epochs} and {within} steps" if within else epochs
                 save_model(state, self._folder / MODEL, epochs=moment, about=metadata(history.facts))
                 history.save(self._folder / HISTORY)
+                if isinstance(state.weights, Tensors):  # they were gathered or read for the file
+                    state = open_model(self._folder / MODEL)
             self._outcome.history = history
-            self._outcome.state = state
+            self._outcome.state = in_memory(state)
 
     def add(self, epoch: Epoch, weights: Weights) -> None:
         self.keep(replace(self.history, epochs=[*self.history.epochs, epoch]), weights)
@@ -112,6 +119,11 @@ class RunArtifacts(Observer):
         self._outcome.history = replace(self.history, evaluations=[*self.history.evaluations, evaluation])
         if self._folder is not None:
             self.history.save(self._folder / HISTORY)
+
+    def add_straggler(self, straggler: dict[str, Any]) -> None:
+        known = self.history.facts.get("stragglers", [])
+        facts = {**self.history.facts, "stragglers": [*known, straggler]}
+        self._outcome.history = replace(self.history, facts=facts)
 
     def resume(self, history: History) -> None:
         """Restore the finished epochs, with weights if the run's folder has those of the same epochs."""

@@ -4,6 +4,8 @@ import json
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from time import perf_counter
 from typing import Any
 
 import torch.distributed as dist
@@ -11,11 +13,13 @@ import torch.distributed as dist
 from ...common.checks import check_picklable
 from ...common.errors import CheckpointError, DrivetrainError, PlanError
 from ...strategies import Engine
+from ...strategies.launching.group import COLLECTIVE_TIMEOUT
 from ..callbacks.callback import Callback, RunOptions, RunView
 from ..describe.resolve import ResolvedPlan
 from ..tasks.scales import scales
 from ..telemetry.history import Epoch, Evaluation
 from ..telemetry.observer import Observer
+from ..telemetry.rank_times import RankClock
 from ..telemetry.state import TrainState
 from ..training.agreement import Exchange, broadcast_text
 from .ranks import trains_here
@@ -69,16 +73,18 @@ class RunCallbacks(Observer):
 
     def __init__(
         self, callbacks: Sequence[Callback], engine: Engine, view: RunView, eval_every: int | None,
-        evaluate: Callable[[], object], stop: Callable[[str], None],
+        evaluate: Callable[[], object], stop: Callable[[str], None], clock: RankClock | None = None,
+        timeout: float = COLLECTIVE_TIMEOUT,
     ) -> None:  # fmt: skip
-        self._all, self._engine, self._view = tuple(callbacks), engine, view
+        self._all, self._engine, self._view, self._clock = tuple(callbacks), engine, view, clock
         self._every, self._evaluate, self._stop = eval_every, evaluate, stop
         self._at_steps = any(type(one).on_step_end is not Callback.on_step_end for one in self._all)
         self._reads_late = engine.device.type == "cuda"
         self._saved: Mapping[str, Mapping[str, Any]] = {}
         self._failure: tuple[str, Exception] | None = None
         ranks = engine.world_size > 1 and len(self._all) > 0
-        self._group: Any = dist.new_group(backend="gloo") if ranks else None
+        limit = timedelta(seconds=timeout)  # torch's own is half an hour
+        self._group: Any = dist.new_group(backend="gloo", timeout=limit) if ranks else None
         self._late: Exchange | None = None
         self._started, self._agreed = False, ""
 
@@ -192,7 +198,10 @@ class RunCallbacks(Observer):
             self._late = exchange if late else None
             if read is None:
                 return
+            start = perf_counter()
             codes = read.values()
+            if self._clock is not None:
+                self._clock.waited(perf_counter() - start)
         if FAILED in codes:
             self._raise(codes.index(FAILED))
         if STOP in codes and not self._agreed:

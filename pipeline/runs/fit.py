@@ -21,7 +21,16 @@ from ..training.build import plain_torch, rebuild_model, resolve_data
 from .artifacts import FitJob, RankResult
 from .callbacks import check_callbacks, run_options
 from .config import FitConfig
-from .folder import descriptions, draw_curves, lock_run_dir, make_folder, published, replaced, taken_up
+from .folder import (
+    STACKS,
+    descriptions,
+    draw_curves,
+    lock_run_dir,
+    make_folder,
+    published,
+    replaced,
+    taken_up,
+)
 from .initial import InitialWeights, check_source
 from .preflight import preflight
 from .ranks import built_here, on_ranks, trains_here
@@ -86,7 +95,10 @@ def _fit(plan: ResolvedPlan, job: FitJob) -> FitResult:
     interrupted: TrainingInterrupted | None = None
     try:
         patience = UPLOAD_PATIENCE if is_address(job.out) else None
-        outcome = on_ranks(plan, train_rank, job, forward=job.stop_on, patience=patience, saves=job.saves)
+        outcome = on_ranks(
+            plan, train_rank, job, forward=job.stop_on, patience=patience, saves=job.saves,
+            stacks=None if folder is None else folder / STACKS,
+        )  # fmt: skip
     except KeyboardInterrupt as interrupt:
         outcome = getattr(interrupt, "outcome", None) or RankResult()
         result = _finish(plan, outcome, job.out) if outcome.state else None

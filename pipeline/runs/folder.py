@@ -31,6 +31,9 @@ from ..telemetry.state import TrainState
 
 PLAN, CURVES = "plan.txt", "curves.png"
 MODEL, UNLISTED = "model.safetensors", "model.unlisted.safetensors"
+STACKS = "stacks.txt"
+"""Stacks of ranks, with dates, if one of them hung, or at SIGQUIT. They stay when a new run begins: ranks may already
+have written some."""
 _PATIENCE = 3.0  # seconds that a failing run waits for an upload
 
 

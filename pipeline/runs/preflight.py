@@ -45,7 +45,7 @@ _OWN = (
 )  # fmt: skip
 """Keys of a recipe in which ranks may differ (paths), that preflight compares otherwise, or that describe it."""
 _SHARED = (
-    "epochs", "eval_every", "eval_every_steps", "on_nonfinite", "checkpoints", "resume", "init_from",
+    "epochs", "eval_every", "eval_every_steps", "on_nonfinite", "checkpoints", "resume", "init_from", "log_every",
 )  # fmt: skip
 """Options of `fit` that are the same on all ranks."""
 

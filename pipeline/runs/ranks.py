@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
@@ -21,10 +22,10 @@ Result = TypeVar("Result")
 
 def on_ranks(
     plan: ResolvedPlan, function: Callable[..., Result], *args: Any, forward: Collection[str] = (),
-    patience: float | None = None, saves: bool = False,
+    patience: float | None = None, saves: bool = False, stacks: Path | None = None,
 ) -> Result:  # fmt: skip
     """Return what `function(plan, *args)` returns on rank 0; raise a rank's Drivetrain errors as if they occurred here.
-    Signals of `forward` reach launched ranks instead; `patience` and `saves` are as in `launch`."""
+    Signals of `forward` reach launched ranks instead; `patience`, `saves` and `stacks` are as in `launch`."""
     refuse_lone_task()
     if is_alone(plan):
         return function(plan, *args)
@@ -33,7 +34,7 @@ def on_ranks(
         signals = [signal.Signals[name] for name in forward]
         return strategies.launch(
             function, plan, *args, devices=how.ranks, device=how.device, collective_timeout=how.timeout,
-            forward=signals, saves=saves, **waits,
+            forward=signals, saves=saves, stacks=stacks, **waits,
         )[0]  # fmt: skip
     except StrategyError as error:
         if isinstance(error.__cause__, DrivetrainError | SystemExit):

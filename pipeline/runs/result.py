@@ -232,7 +232,7 @@ class FitResult:
 
             >>> torch.save(result.plain_state(), "plain.pt")
         """
-        return plain_state(self._state, self.model, self.transforms).weights
+        return dict(plain_state(self._state, self.model, self.transforms).weights)
 
     @property
     def _state(self) -> ModelState:

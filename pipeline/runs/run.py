@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from ...common.errors import CheckpointError, NonFiniteError
 from ...common.model_state import ModelState, buffers_kept, describe_frozen, split_state, train_mode
+from ...common.rows import local_part
+from ...strategies.common.optimizer_state import as_held
 from ...strategies.devices import wait_for
 from ..callbacks.callback import RunView
 from ..checkpoints import state as states
@@ -20,6 +22,7 @@ from ..checkpoints.directory import CheckpointDir, ResumePoint, begin_run, choos
 from ..checkpoints.fingerprint import check_compatible, check_model, description, fingerprint, tied_to_length
 from ..checkpoints.format import Checkpoint
 from ..checkpoints.remote import RemoteRun, shown
+from ..checkpoints.shards import gathered_one_by_one
 from ..checkpoints.state import evaluated_state
 from ..checkpoints.writer import CheckpointWriter
 from ..describe.inputs import Inputs
@@ -30,6 +33,7 @@ from ..telemetry.loggers import Metrics
 from ..telemetry.observer import Observer, Observers
 from ..telemetry.progress import Progress, progress_file
 from ..telemetry.provenance import provenance
+from ..telemetry.rank_times import RankClock
 from ..telemetry.state import TrainState
 from ..training.agreement import Requests
 from ..training.build import Built
@@ -63,7 +67,17 @@ class Run(Observer):
         self._schedule = Schedule(plan.optimization, self._engine.optimizer, job.epochs * self._length, scale)
         self._store = None if job.folder is None else CheckpointDir(job.folder.resolve() / "checkpoints")
         scaled = plan.distribution.precision == "fp16"
-        self._guard = NonFiniteGuard(self._engine, job.on_nonfinite, self._advice, requests, scaled=scaled)
+        clock = None
+        if built.engine.world_size > 1:
+            apart = not (built.engine.sharded or plan.distribution.sync_batchnorm)
+            clock = RankClock(
+                built.engine, job.log_every, apart=apart, received=lambda *of: self._metrics.log_ranks(*of),
+                named=lambda straggler: self._artifacts.add_straggler(straggler),
+            )  # fmt: skip
+        self._clock: Observer = clock or Observer()
+        self._guard = NonFiniteGuard(
+            self._engine, job.on_nonfinite, self._advice, requests, scaled=scaled, clock=clock
+        )
         self._units = {name: each.unit for name, each in scales(plan.task).items() if each.unit is not None}
         inputs = Inputs.of(built.train, built.val, plan.data.eval_size)
         facts: dict[str, Any] = {
@@ -88,7 +102,14 @@ class Run(Observer):
         )
         every = None if built.val is None else job.eval_every_steps
         self._callbacks = RunCallbacks(
-            job.callbacks, self._engine, view, every, self._evaluate_within, self._stop
+            job.callbacks,
+            self._engine,
+            view,
+            every,
+            self._evaluate_within,
+            self._stop,
+            clock,
+            plan.distribution.timeout,
         )
         buffers = self._engine.plain_model.named_buffers()
         self._infinite = {name for name, value in buffers if not value.isfinite().all()}
@@ -113,7 +134,7 @@ class Run(Observer):
         remote = RemoteRun.at(self._job.folder) if self._lead else None
         publishing = Observer() if remote is None else PublishResults(remote)
         self._observer = Observers(
-            self._guard, self._metrics, self._artifacts, self._callbacks, publishing, self
+            self._clock, self._guard, self._metrics, self._artifacts, self._callbacks, publishing, self
         )
         failed = True
         try:
@@ -234,10 +255,9 @@ class Run(Observer):
                     seconds=earlier + perf_counter() - start, lr=state.lr,
                     skipped=stats.skipped + stats.overflowed, replaced=replaced, units=self._units,
                 )  # fmt: skip
-                keeps = self._keeps(number)
                 if evaluation is not None:
                     self._callbacks.on_evaluation_end(state, evaluation)
-                artifacts.add(epoch, lambda: self._weights(keeps=keeps))
+                artifacts.add(epoch, lambda: self._weights(number))
             observer.on_epoch_end(state, epoch)
 
     def _replaced(self) -> int:
@@ -295,9 +315,8 @@ class Run(Observer):
             self._evaluate_within()
         stopped = {"reason": reason, "epoch": state.epoch, "step": state.step}
         history = replace(artifacts.history, facts={**artifacts.history.facts, "stopped": stopped})
-        keeps = self._keeps(self._job.epochs)
         with buffers_kept(self._engine.plain_model), self._evaluating():
-            artifacts.keep(history, lambda: self._weights(keeps=keeps), within)
+            artifacts.keep(history, lambda: self._weights(self._job.epochs), within)
         self._echo(f"Stopped after step {state.step:,} (epoch {state.epoch + (within > 0)}): {reason}.")
 
     def on_step_end(self, state: TrainState) -> None:
@@ -369,24 +388,27 @@ class Run(Observer):
             self._engine.sync_buffers()  # averages of buffers (EMA, SWA) differ between ranks, too
             yield
 
-    def _weights(self, *, keeps: bool) -> ModelState:
-        """Gather all evaluated tensors. Raise on every rank if a value is not finite that was finite before the run."""
-        state = split_state(self._engine.plain_model, self._engine.export_state(lambda _: keeps))
-        bad = [name for name, value in state.weights.items() if not value.isfinite().all()]
+    def _weights(self, epoch: int) -> ModelState:
+        """Gather all evaluated tensors for the ranks that keep them. Raise on every rank if a value is not finite that
+        was finite before the run. Of a sharded model, rank 0 gathers one at a time into its file."""
+        engine, model, keeps = self._engine, self._engine.plain_model, self._keeps(epoch)
+        streams = engine.shards > 0 and self._job.folder is not None and not self._job.on_each_rank(epoch)
+        state = split_state(model, engine.export_state(as_held if streams else lambda _: keeps))
+        bad = [name for name, value in state.weights.items() if not local_part(value).isfinite().all()]
         # A forward may set what the state dict leaves out, such as a mask with infinities.
-        bad += [name for name, value in state.unlisted.items() if value.isnan().any()]
+        bad += [name for name, value in state.unlisted.items() if local_part(value).isnan().any()]
         bad = [name for name in bad if name not in self._infinite]
-        if self._engine.reduce(torch.tensor(float(len(bad))), "sum").item():
+        if engine.reduce(torch.tensor(float(len(bad))), "sum").item():
             where = f" ({', '.join(bad[:8])})" if bad else ""
             raise NonFiniteError(
                 f"After step {self.state.step} the weights used in evaluation are not finite{where}; they were not "
                 f"saved. {self._advice()}"
             )
-        return state
+        return gathered_one_by_one(engine, state) if streams else state
 
     def _keeps(self, epoch: int) -> bool:
         """The ranks gather the full weights for rank 0; at the end for all, if each returns the result to a caller."""
-        return self._lead or (self._job.each_rank and epoch >= self._job.epochs)
+        return self._lead or self._job.on_each_rank(epoch)
 
     def _check(self, number: int, stats: EpochStats, evaluation: Evaluation | None) -> None:
         val_loss = None if evaluation is None else evaluation.val_loss

@@ -8,9 +8,10 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median_low
 from time import perf_counter, time
 from types import ModuleType
 from typing import Any, Protocol
@@ -24,13 +25,18 @@ from ...common.storage.files import atomic_file
 from .history import COLUMNS, Epoch, Evaluation
 from .host_copy import HostCopy
 from .observer import Observer
+from .otel import OpenTelemetryLogger
+from .otel import modules as otel_modules
+from .rank_times import GAUGES, RankTimes
 from .state import TrainState
 
 Values = dict[str, float]
 """Metrics by name. Of a step: `step/loss` and so on; of an epoch: the fields of its `Epoch` that are not None."""
 
-NAMES = ("csv", "prometheus", "tensorboard", "wandb", "mlflow")
+NAMES = ("csv", "prometheus", "otel", "tensorboard", "wandb", "mlflow")
 METRICS, PROMETHEUS = "metrics.csv", "metrics.prom"
+RANK_GAUGES = tuple(f"drivetrain_rank_{name}" for name in GAUGES)
+"""Prometheus' names of the fields of `RankTimes`."""
 _SERVICES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
 STEP = ("step/loss", "step/lr", "step/images_per_s", "step/data_wait_fraction")
 
@@ -90,6 +96,9 @@ def _check_name(name: str, folder: Path | None) -> None:
     if name in _SERVICES:
         _service(name)
         return
+    if name == "otel":
+        otel_modules()
+        return
     if folder is None:
         raise PlanError(f"logger={name!r} writes to the folder of the run. Pass fit(out=…) (--out).")
     if name == "tensorboard":
@@ -143,10 +152,20 @@ class Loggers:
                     stacklevel=2,
                 )
 
+    def log_ranks(self, times: Sequence[RankTimes], step: int) -> None:
+        """Log the median and the slowest rank; those that have labels receive all ranks."""
+        for one, _ in self._all:
+            if isinstance(one, PrometheusLogger | OpenTelemetryLogger):
+                one.ranks = times
+        slowest = max(range(len(times)), key=lambda rank: times[rank].own)
+        middle = median_low(each.own for each in times)
+        values = {"slowest": slowest, "slowest_own_s": times[slowest].own, "median_own_s": middle}
+        self.log({f"ranks/{name}": value for name, value in values.items()}, step)
+
     def close(self) -> None:
         """Close the loggers created here; the user's own objects stay open."""
         for one, _ in self._all:
-            if isinstance(one, TensorBoardLogger | WandbLogger | MLflowLogger):
+            if isinstance(one, TensorBoardLogger | WandbLogger | MLflowLogger | OpenTelemetryLogger):
                 one.close()
 
 
@@ -155,6 +174,8 @@ def _by_name(name: str, folder: Path | None, step: int) -> object:
         return WandbLogger(folder, step)
     if name == "mlflow":
         return MLflowLogger(folder, step)
+    if name == "otel":
+        return OpenTelemetryLogger(folder, step)
     assert folder is not None  # `check` ensures it
     kinds: dict[str, Any] = {
         "csv": CSVLogger,
@@ -217,12 +238,13 @@ class PrometheusLogger:
     """Writes `metrics.prom`: the newest value of each metric as a gauge, in Prometheus' text format
     (https://prometheus.io/docs/instrumenting/exposition_formats/). node_exporter's textfile collector reads it, from a
     link `*.prom` in its folder; the file is replaced as a whole, as that asks for. `drivetrain_updated_seconds`, of the
-    last entry, tells a running job from one that hangs."""
+    last entry, tells a running job from one that hangs. `ranks` have gauges with a label `rank`."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self._path, self._values = folder / PROMETHEUS, dict[str, float]()
         escaped = str(folder).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        self._labels = f'{{run="{escaped}"}}'
+        self._run = f'run="{escaped}"'
+        self.ranks: Sequence[RankTimes] = ()
         self.log({}, step)
 
     def log(self, values: Values, step: int) -> None:
@@ -230,9 +252,16 @@ class PrometheusLogger:
         lines = []
         for name, value in self._values.items():
             own = f"drivetrain_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
-            lines += [f"# TYPE {own} gauge", f"{own}{self._labels} {_number(value)}"]
+            lines += [f"# TYPE {own} gauge", f"{own}{{{self._run}}} {_number(value)}"]
+        lines += self._of_ranks()
         with atomic_file(self._path) as file:
             file.write("\n".join([*lines, ""]).encode())
+
+    def _of_ranks(self) -> Iterator[str]:
+        for name, values in zip(RANK_GAUGES, zip(*self.ranks, strict=True), strict=False):
+            yield f"# TYPE {name} gauge"
+            for rank, value in enumerate(values):
+                yield f'{name}{{{self._run},rank="{rank}"}} {_number(value)}'
 
 
 def _number(value: float) -> str:
@@ -356,6 +385,10 @@ class Metrics(Observer):
             stacked = torch.stack([one.to(device, torch.float64).reshape(()) for one in tensors])
             self._extra.append((step, list(values), HostCopy(stacked)))
             self._arrive_extra()
+
+    def log_ranks(self, times: Sequence[RankTimes], step: int) -> None:
+        if self._loggers:
+            self._loggers.log_ranks(times, step)
 
     def _arrive_extra(self, *, wait: bool = False) -> None:
         while self._extra and (wait or self._extra[0][2].arrived):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from time import perf_counter
 
 import torch
 
@@ -12,6 +13,7 @@ from ...transforms.common.tensors import locals_of, total_norm
 from ..describe.config import OnNonFinite
 from ..telemetry.host_copy import HostCopy
 from ..telemetry.observer import Observer
+from ..telemetry.rank_times import RankClock
 from ..telemetry.state import TrainState
 from .agreement import Requests
 
@@ -25,7 +27,7 @@ class NonFiniteGuard(Observer):
     with `clip_norm`; else in the next loss, those of the last step in the weights, which `check_weights` reads before
     anything keeps them. `"skip"` waits for loss and norm, and restores buffers (BatchNorm's, which a bad batch would
     corrupt). Steps that fp16's loss scaler skips (`scaled`) are expected, up to `OVERFLOWS`. `advice` returns the end
-    of an error message; `requests` are agreed on in the same exchange."""
+    of an error message; `requests` are agreed on, and the numbers of `clock` are sent, in the same exchange."""
 
     def __init__(
         self,
@@ -35,7 +37,9 @@ class NonFiniteGuard(Observer):
         requests: Requests | None = None,
         *,
         scaled: bool = False,
+        clock: RankClock | None = None,
     ) -> None:
+        self._clock = clock
         self._engine, self._skip = engine, how == "skip"
         self._requests = requests or Requests()
         self._advice, self._scaled = advice, scaled
@@ -51,12 +55,14 @@ class NonFiniteGuard(Observer):
     @torch.no_grad()
     def should_step(self, state: TrainState) -> bool:
         """On CUDA, raise for the previous step. Every rank must call it."""
-        numbers = self._of_all_ranks(state.step_loss)
+        numbers = self._of_all_ranks(state.step_loss, state.step + 1)
         if self._at_once:
             self._look_at_norm()
             return self._judged(state.step + 1, numbers.tolist())
-        now = state.step + 1, HostCopy(numbers)
+        now, start = (state.step + 1, HostCopy(numbers)), perf_counter()
         self.flush()
+        if self._clock is not None:
+            self._clock.ran_ahead(perf_counter() - start)
         self._late = now
         return True
 
@@ -76,14 +82,18 @@ class NonFiniteGuard(Observer):
                 f"After step {state.step} the weights are not finite; they were not saved. {self._remedies()}"
             )
 
-    def _of_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the losses of all ranks and then their requests, `(2 · world_size,)`; of one rank only its loss."""
+    def _of_all_ranks(self, loss: torch.Tensor, step: int) -> torch.Tensor:
+        """Return the losses of all ranks, then their requests, `(2 · world_size,)`, and the numbers of their clocks,
+        if due; of one rank only its loss."""
         ranks, flags = self._engine.world_size, self._requests.flags()
         if ranks == 1:
             self._requests.agree([flags])
             return loss.reshape(1)
-        numbers = torch.zeros(2 * ranks, device=self._engine.device)
+        record = () if self._clock is None else self._clock.numbers(step)
+        numbers = torch.zeros((2 + len(record)) * ranks, device=self._engine.device)
         numbers[self._engine.rank] = loss
+        for at, number in enumerate(record, 2 * ranks + len(record) * self._engine.rank):
+            numbers[at] = number
         if flags:
             numbers[ranks + self._engine.rank] = flags
         return self._engine.reduce(numbers, "sum")
@@ -123,8 +133,11 @@ class NonFiniteGuard(Observer):
         )
 
     def _judged(self, step: int, numbers: list[float]) -> bool:
-        losses, flags = numbers[: self._engine.world_size], numbers[self._engine.world_size :]
-        self._requests.agree(flags)
+        ranks = self._engine.world_size
+        losses = numbers[:ranks]
+        self._requests.agree(numbers[ranks : 2 * ranks])
+        if self._clock is not None:
+            self._clock.receive(step, numbers[2 * ranks :])
         bad = {rank: value for rank, value in enumerate(losses) if not math.isfinite(value)}
         if not bad:
             return True

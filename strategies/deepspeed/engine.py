@@ -153,23 +153,23 @@ class DeepSpeedEngine(RanksEngine):
     def _shape(self, value: torch.Tensor) -> torch.Size:
         return cast(torch.Size, getattr(value, "ds_shape", value.shape))
 
-    def _write(self, value: torch.Tensor, whole: torch.Tensor) -> None:
+    def _write(self, value: torch.Tensor, source: Mapping[str, Any], name: str) -> None:
         if not hasattr(value, "ds_id"):
-            value.detach().copy_(whole)
+            value.detach().copy_(source[name])
             return
         with self._deepspeed.zero.GatheredParameters([value], modifier_rank=0):
-            value.data.copy_(whole)
+            value.data.copy_(source[name])
 
     def _entries(self, names: Mapping[nn.Parameter, str]) -> Mapping[str, Entry]:
         parameters = (parameter for group in self._groups for parameter in group)
         return {names[p]: self.optimizer.state.get(self._flat(p), {}) for p in parameters}
 
     def _exported(
-        self, parameter: nn.Parameter, name: str, key: str, value: object, home: int | None
+        self, parameter: nn.Parameter, name: str, key: str, value: object, keep: Keep | None
     ) -> torch.Tensor | float:
         if isinstance(value, torch.Tensor) and value.shape == self._flat(parameter).shape:  # one per element
             value = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
-        return super()._exported(parameter, name, key, value, home)
+        return super()._exported(parameter, name, key, value, keep)
 
     def _set_state(self, parameter: nn.Parameter, key: str, whole: torch.Tensor) -> None:
         if self._stage < 3:

@@ -15,19 +15,21 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import cloudpickle
 import psutil
 
 from ...common.errors import StrategyError
-from ...common.signals import handled, interrupts_held
+from ...common.signals import handled, interrupts_held, is_unhandled
 from .. import registry
 from .group import COLLECTIVE_TIMEOUT, in_group, is_rank, join_group
 from .meeting import LostRankError, lost_ranks_named
 from .rank_main import BOOT, COMPLETE
+from .stacks import Stacks
 
 Result = TypeVar("Result")
 
@@ -126,6 +128,7 @@ def launch(
     collective_timeout: float = COLLECTIVE_TIMEOUT,
     forward: Collection[signal.Signals] = (),
     saves: bool = False,
+    stacks: Path | None = None,
 ) -> list[Result]:
     """Call `function(*args)` on `devices` ranks in one process group, and return their results.
 
@@ -139,6 +142,9 @@ def launch(
     KeyboardInterrupt (a subclass that carries what was finished), that object is raised. A rank in a collective
     receives Ctrl-C only when the collective returns.
 
+    SIGQUIT to this process (Ctrl-\\) or to a rank appends the Python stacks of all ranks, or of that one, to a file,
+    unless the signal has a handler; so does a rank that hangs until `timeout` or `collective_timeout`.
+
     Args:
         function: called on every rank.
         args: its arguments.
@@ -151,6 +157,7 @@ def launch(
         forward: signals to this process that are forwarded to the ranks instead of their usual effect. Ignored if this
             process is a rank, and in other threads than the main one.
         saves: whether ranks save at Ctrl-C: waits without limit, after a second one for `patience`. Default False.
+        stacks: the file for stacks. Default None: `drivetrain-stacks-PID.txt` in the folder for temporary files.
 
     Returns:
         One result per rank, in order; under torchrun a list with only this rank's.
@@ -164,15 +171,16 @@ def launch(
     if devices < 1:
         raise StrategyError(f"launch: devices={devices} must be a positive integer.")
     if is_rank():
-        return [_call_here(function, args, devices, device, collective_timeout)]
+        return [_call_here(function, args, devices, device, collective_timeout, stacks)]
     job = _pickle_job(function, args)
     deadline = None if timeout is None else time.monotonic() + timeout
     with (
-        _started(job, devices, device, collective_timeout) as ranks,
+        _started(job, devices, device, collective_timeout) as (ranks, directory),
         handled(forward, lambda number, _: _signal(ranks, number)),
+        _collected(Stacks(stacks, directory)) as collected,
     ):
         try:
-            _wait_for_results(ranks, deadline, timeout)
+            _wait_for_results(ranks, collected, deadline, timeout)
             end = time.monotonic() + _EXIT_PATIENCE  # for exit handlers
             while time.monotonic() < end and not all(rank.exited() for rank in ranks):
                 time.sleep(0.01)
@@ -182,8 +190,9 @@ def launch(
 
 
 def _call_here(
-    function: Callable[..., Result], args: tuple[Any, ...], devices: int, device: str | None, timeout: float
-) -> Result:
+    function: Callable[..., Result], args: tuple[Any, ...], devices: int, device: str | None, timeout: float,
+    stacks: Path | None,
+) -> Result:  # fmt: skip
     import torch.distributed as dist
 
     world_size = dist.get_world_size() if in_group() else int(os.environ["WORLD_SIZE"])
@@ -199,7 +208,7 @@ def _call_here(
     with killed_with_agent():
         meeting = join_group(device=device, timeout=timeout)
         assert meeting is not None
-        with lost_ranks_named(dist.get_rank(), world_size, timeout, meeting.name):
+        with lost_ranks_named(dist.get_rank(), world_size, timeout, meeting.name, stacks):
             result = function(*args)
     # Not after an exception: leaving a broken group may wait for the others forever.
     dist.destroy_process_group()
@@ -228,7 +237,9 @@ def _can_be_pickled(value: object) -> bool:
 
 
 @contextmanager
-def _started(job: bytes, devices: int, device: str | None, timeout: float) -> Iterator[list[Rank]]:
+def _started(
+    job: bytes, devices: int, device: str | None, timeout: float
+) -> Iterator[tuple[list[Rank], str]]:
     ranks: list[Rank] = []
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as directory, _file_in_memory("job") as file:
         order = {
@@ -242,12 +253,23 @@ def _started(job: bytes, devices: int, device: str | None, timeout: float) -> It
                 with interrupts_held():  # Popen would forget a process that has just started
                     ranks.append(Rank(number, devices, file.fileno()))
             file.close()  # it is gone when the ranks have loaded it
-            yield ranks
+            yield ranks, directory
         finally:
             for rank in ranks:
                 rank.kill()
             for rank in ranks:
                 rank.close()
+
+
+@contextmanager
+def _collected(stacks: Stacks) -> Iterator[Stacks]:
+    """Inside the block, SIGQUIT asks for the stacks of the ranks."""
+    with handled([signal.SIGQUIT] * is_unhandled(signal.SIGQUIT), lambda *_: setattr(stacks, "wanted", True)):
+        yield stacks
+
+
+def _running(ranks: list[Rank]) -> dict[int, int]:
+    return {rank.number: rank.process.pid for rank in ranks if rank.report is None}
 
 
 def _look(ranks: list[Rank]) -> None:
@@ -263,18 +285,21 @@ def _signal(ranks: list[Rank], number: int) -> None:
                 os.kill(rank.process.pid, number)
 
 
-def _wait_for_results(ranks: list[Rank], deadline: float | None, timeout: float | None) -> None:
+def _wait_for_results(
+    ranks: list[Rank], stacks: Stacks, deadline: float | None, timeout: float | None
+) -> None:
     waiting = ranks
     while waiting:
         _look(ranks)
         if any(_failed(rank) for rank in ranks):
-            raise _first_cause(ranks)
+            raise _first_cause(ranks, stacks)
+        stacks.look(_running(ranks))
         waiting = [rank for rank in ranks if rank.report is None]
         if waiting and deadline is not None and time.monotonic() > deadline:
             raise StrategyError(
                 f"launch: rank(s) {[rank.number for rank in waiting]} of {len(ranks)} did not return "
                 f"within timeout={timeout:g} s; all ranks were terminated. Increase the timeout, or look for a "
-                f"collective call that not every rank makes."
+                f"collective call that not every rank makes.{_stacks_of_all(ranks, stacks, 'the time limit passed')}"
             )
 
 
@@ -282,7 +307,13 @@ def _failed(rank: Rank) -> bool:
     return rank.report is not None and rank.report.kind != "result"
 
 
-def _first_cause(ranks: list[Rank]) -> StrategyError:
+def _stacks_of_all(ranks: list[Rank], stacks: Stacks, why: str) -> str:
+    known = {rank.number: rank.report.traceback for rank in ranks if rank.report and rank.report.traceback}
+    path = stacks.collect(why, _running(ranks), known)
+    return f" The stacks of all ranks are in {path}." if path else ""
+
+
+def _first_cause(ranks: list[Rank], stacks: Stacks) -> StrategyError:
     """Return the error of the rank that failed first; one that only lost its connection comes last."""
     patience = time.monotonic() + _ECHO_PATIENCE
     failed: list[tuple[Rank, Report]] = []
@@ -294,6 +325,11 @@ def _first_cause(ranks: list[Rank]) -> StrategyError:
     returned = [rank.number for rank in ranks if rank.report and not _failed(rank)]
     if report.echo and returned:
         message += f" Rank(s) {returned} had already returned: they made fewer collective calls."
+    if report.kind == "died" and (text := stacks.take(rank.number)):
+        report = rank.report = replace(report, traceback=text)
+    # NCCL's watchdog aborts ranks that have waited for too long.
+    if _running(ranks) and (report.echo or "SIGABRT" in report.what):
+        message += _stacks_of_all(ranks, stacks, f"rank {rank.number} {report.what}")
     if report.traceback:
         message += f"\n\nTraceback of rank {rank.number}:\n{report.traceback}"
     error = (LostRankError if report.echo or report.kind == "died" else StrategyError)(message)

@@ -10,10 +10,12 @@ their time is up for a rank that has ended, e.g. because its machine lacks the d
 heartbeat in the store. A rank whose collective fails looks whose heartbeat has stopped, or who left an error there.
 """
 
+import faulthandler
 import json
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -22,10 +24,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 from ...common.errors import StrategyError
 from ...common.terminal import Wait
+from .stacks import append, note, written_at_sigquit
 
 _ATTEMPT = 5.0  # seconds that one attempt to connect may take
 _LOOKS = (0.02, 0.08, 0.15, 0.25)  # seconds between two looks for a key
@@ -37,6 +41,11 @@ _PAUSE = 0.02  # seconds before the answer to another start is looked at again
 BEAT = 1.0  # seconds between two heartbeats
 _MISSED = 3.5  # seconds without a heartbeat after which a rank counts as lost
 _ANSWER = 5.0  # seconds that the store has for an answer
+_WANTED, _WRITTEN = (
+    "stacks/wanted",
+    "stacks/written",
+)  # keys: who collects stacks, and the sentence about their file
+_STACK = 20_000  # characters of a rank's stacks
 _meetings = 0  # of this process, whether or not the others came
 Told = tuple[str, tuple[Mapping[str, Any], ...]]  # the name of a meeting, and what each rank has told
 
@@ -257,12 +266,15 @@ def is_echo(error: BaseException, text: str) -> bool:
 
 
 class Peers:
-    """The heartbeats of the ranks of one start, with its `name`: an earlier one's are in the same store."""
+    """The heartbeats of the ranks of one start, with its `name`: an earlier one's are in the same store. `stacks` is
+    the file for what ranks are doing when one hangs, and `own` what this one writes its stacks to."""
 
-    def __init__(self, rank: int, ranks: int, name: str) -> None:
+    def __init__(self, rank: int, ranks: int, name: str, stacks: Path | None, own: IO[bytes]) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._stacks, self._own = rank, ranks, stacks, own
+        self._told = False  # its stacks have been posted
+        self._size = self._read = 0  # bytes in `own` at the last look, and those that are known
         self._done = threading.Event()
         self._answers = True  # the store does, as far as is known
         # A connection of its own: another call through torch's may wait for minutes.
@@ -279,19 +291,23 @@ class Peers:
         with suppress(Exception):
             self._post("error", f"{type(error).__name__}: {error}")
 
-    def report(self, timeout: float) -> str:
-        """Return, after a few seconds, which ranks failed or are lost, as a sentence. A thread that may be left behind
-        asks: when a network is silent, some calls of torch's store wait a quarter of an hour."""
+    def report(self, timeout: float, trace: str) -> str:
+        """Return, after a few seconds, which ranks failed or are lost, as a sentence, and where their stacks are; this
+        rank's is `trace`. A thread that may be left behind asks: when a network is silent, some calls of torch's store
+        wait a quarter of an hour."""
         found: list[str] = []
-        asking = threading.Thread(target=lambda: found.append(self._report(timeout)), daemon=True)
+        asking = threading.Thread(target=lambda: found.append(self._report(timeout, trace)), daemon=True)
         asking.start()
-        asking.join(_MISSED + _ANSWER)
+        asking.join(_MISSED + 2 * _ANSWER)
         self._answers = bool(found)
         return found[0] if found else _no_answer()
 
-    def _report(self, timeout: float) -> str:
+    def _report(self, timeout: float, trace: str) -> str:
         try:
             ranks = range(self._ranks)
+            self._told = True
+            self._post("stacks", trace[-_STACK:])
+            collects = self._store.compare_set(_WANTED, "", str(self._rank)).decode() == str(self._rank)
             before = [self._get("beat", rank) for rank in ranks]
             for _ in range(round(_MISSED / 0.5)):
                 errors = [(rank, text) for rank in ranks if (text := self._get("error", rank))]
@@ -300,14 +316,49 @@ class Peers:
                 time.sleep(0.5)
             same = [rank for rank in ranks if self._get("beat", rank) == before[rank]]
             lost = [self._name(rank) for rank in same if rank != self._rank]
+            at = "" if lost else self._stacks_of_all(timeout, collects=collects)
         except Exception:
             return _no_answer()
         if lost:
             return f"{', '.join(lost)} does not answer: its process, its host or the network is lost."
         return (
             f"no rank is lost, but one did not take part in a collective within {timeout:g} s. If it was busy, e.g. "
-            "with slow data, pass distribute(timeout=…)."
+            f"with slow data, pass distribute(timeout=…).{at}"
         )
+
+    def _stacks_of_all(self, timeout: float, *, collects: bool) -> str:
+        """One of the ranks that have waited writes what all have posted; the others wait until it has."""
+        wait, ranks, place = Wait(_ANSWER), range(self._ranks), ""
+        if collects:
+            while wait.left > 0 and not all(self._get("stacks", rank) for rank in ranks):
+                time.sleep(0.2)
+            texts = {self._name(rank): self._get("stacks", rank) or "No answer." for rank in ranks}
+            path = append(self._stacks, f"no collective within {timeout:g} s", texts)
+            place = f" The stacks of all ranks are in {path} ({socket.gethostname()})." if path else " "
+            self._store.set(_WRITTEN, place)
+        while not collects and wait.left > -1 and not place:
+            time.sleep(0.2)
+            place = self._store.get(_WRITTEN).decode() if self._store.check([_WRITTEN]) else ""
+        return place.rstrip()
+
+    def _keep_stacks(self) -> None:
+        """Keep what SIGQUIT has written."""
+        before, self._size = self._size, os.fstat(self._own.fileno()).st_size
+        if self._read < self._size == before:  # it is complete
+            text = self._written()
+            note(append(self._stacks, "SIGQUIT", {f"rank {self._rank}, process {os.getpid()}": text}))
+
+    def _post_stacks(self) -> None:
+        """Post this rank's stacks if another one wants them."""
+        if not self._told and self._store.check([_WANTED]):
+            self._told = True
+            faulthandler.dump_traceback(self._own, all_threads=True)
+            self._post("stacks", self._written()[-_STACK:])
+
+    def _written(self) -> str:
+        begin, descriptor = self._read, self._own.fileno()
+        self._read = self._size = os.fstat(descriptor).st_size
+        return os.pread(descriptor, self._read - begin, begin).decode(errors="replace")
 
     def _beat(self) -> None:
         count = 0
@@ -315,6 +366,10 @@ class Peers:
             count += 1
             with suppress(Exception):  # the store ends with the job
                 self._post("beat", str(count))
+                if count % 3 == 0:
+                    self._post_stacks()
+            with suppress(OSError, ValueError):  # the file is closed at the end
+                self._keep_stacks()
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} ({self._get('who', rank)})"
@@ -332,11 +387,26 @@ def _no_answer() -> str:
 
 
 @contextmanager
-def lost_ranks_named(rank: int, ranks: int, timeout: float, name: str) -> Iterator[None]:
+def lost_ranks_named(
+    rank: int, ranks: int, timeout: float, name: str, stacks: Path | None = None
+) -> Iterator[None]:
     """Inside the block, post heartbeats; turn the failure of a collective into a `LostRankError` that names the rank.
-    `timeout` is that of the collectives, for the message."""
+    `timeout` is that of the collectives, for the message. If a rank hangs, the stacks of all are appended to the file
+    `stacks`, at SIGQUIT to this process its own."""
+    with (
+        tempfile.TemporaryFile(buffering=0) as own,
+        written_at_sigquit(own),
+        _lost_ranks_named(rank, ranks, timeout, name, stacks, own),
+    ):
+        yield
+
+
+@contextmanager
+def _lost_ranks_named(
+    rank: int, ranks: int, timeout: float, name: str, stacks: Path | None, own: IO[bytes]
+) -> Iterator[None]:
     try:
-        peers = Peers(rank, ranks, name)
+        peers = Peers(rank, ranks, name, stacks, own)
     except Exception:  # a launcher whose store is not torch's
         yield
         return
@@ -347,7 +417,7 @@ def lost_ranks_named(rank: int, ranks: int, timeout: float, name: str) -> Iterat
         if not is_echo(error, text):
             peers.fail(error)
             raise
-        said = peers.report(timeout)
+        said = peers.report(timeout, text)
         name = f"Rank {rank} of {ranks} ({socket.gethostname()})"
         raise LostRankError(f"{name} stops, because {said}") from error
     except BaseException as error:

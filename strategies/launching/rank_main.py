@@ -5,7 +5,6 @@ so that standard output and error are the user's. Standard input is a pipe that 
 as late as possible: the parent must be watched during the seconds that takes.
 """
 
-import faulthandler
 import io
 import mmap
 import os
@@ -22,6 +21,7 @@ import cloudpickle
 
 from ...common.signals import handlers_kept
 from .meeting import is_echo
+from .stacks import write_own
 
 # The interpreter's `-c` program; its arguments are the descriptors of the job and of the answer.
 BOOT = """
@@ -44,7 +44,7 @@ def main(order: dict[str, Any], job: mmap.mmap, answer: int) -> None:
     threading.Thread(target=_die_with_parent, args=(_take_stdin(), order["directory"]), daemon=True).start()
     # A parent started in the background has SIGINT ignored, and that is inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    faulthandler.enable()  # a segmentation fault leaves its Python stack on stderr
+    write_own(order["directory"], int(os.environ["RANK"]))
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with open(answer, "wb") as file:
         try:

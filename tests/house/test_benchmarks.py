@@ -19,6 +19,7 @@ SMALL: dict[str, list[str]] = {
     "allocator": ["--rounds", "2", "--recipe", "small.yaml"],
     "beyond_memory": ["photos", "--gigabytes", "0.02", "--memory", "1", "--rounds", "2", "--batches", "2"],
     "charts": ["--check"],
+    "checkpoints": ["--millions", "2", "--rounds", "2", "--steps", "1"],
     "cluster": ["--rounds", "2", "--steps", "1", "--ranks", "1", "--images", "100", "--latency", "0.005"],
     "fast": ["--small", "."],
     "features": [

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from drivetrain import Pipeline
+from drivetrain.pipeline.runs.artifacts import RunArtifacts
+from drivetrain.strategies.common.optimizer_state import as_held
 from drivetrain.strategies.engine import LocalEngine
 from torch import nn
 
-WIDTH, DEPTH = 1024, 10
+WIDTH, DEPTH = 1024, 24
 BYTES = DEPTH * (WIDTH + 1) * WIDTH * 4
-"""Of the blocks' parameters: about 42 MB."""
+"""Of the blocks' parameters: about 100 MB."""
 
 
 class Block(nn.Sequential):
@@ -60,27 +62,34 @@ def _status(name: str) -> int:
 
 
 def watched(pipeline: Pipeline, epochs: int, torchrun: bool, **arguments: Any) -> dict[str, Any]:
-    """Train on this rank. Of each export of the weights: its bytes, and those of earlier ones that are still held."""
+    """Train on this rank. Of each export of the weights: its bytes, and those of earlier ones that are still held; and
+    by how much this process grew as it kept those of each epoch."""
     exports: list[tuple[int, int]] = []
     given: list[Any] = []
     grown: list[int] = []
-    original = LocalEngine.export_state
+    export, keep = LocalEngine.export_state, RunArtifacts.keep
 
     def export_state(engine: LocalEngine, keep: Any = None) -> dict[str, torch.Tensor]:
         held = sum(one().untyped_storage().nbytes() for one in given if one() is not None)
-        with growth(grown):
-            found = original(engine, keep)
+        found = export(engine, keep)
+        if keep is as_held:  # neither gathered nor copied
+            exports.append((0, held))
+            return found
         given.extend(weakref.ref(value) for value in found.values())
         exports.append((sum(value.untyped_storage().nbytes() for value in found.values()), held))
         return found
 
+    def kept(artifacts: RunArtifacts, *given: Any, **options: Any) -> None:
+        with growth(grown):
+            keep(artifacts, *given, **options)
+
     if torchrun:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the group is there: nothing connects
-    LocalEngine.export_state = export_state  # type: ignore[method-assign]
+    LocalEngine.export_state, RunArtifacts.keep = export_state, kept  # type: ignore[method-assign]
     try:
         result = pipeline.fit(epochs=epochs, progress=False, **arguments)
     finally:
-        LocalEngine.export_state = original  # type: ignore[method-assign]
+        LocalEngine.export_state, RunArtifacts.keep = export, keep  # type: ignore[method-assign]
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
     weights = digests(result.model.state_dict())
@@ -91,6 +100,7 @@ def everything(pipeline: Pipeline, out: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     return {
         "plain": watched(pipeline, 3, False, out=out / "plain", checkpoints=None),
+        "in memory": watched(pipeline, 3, False),
         "torchrun": watched(pipeline, 2, True, out=out / "torchrun", checkpoints=None),
         "checkpoints": watched(pipeline, 1, False, out=out / "checkpoints"),
         "resumed": watched(pipeline, 2, True, resume=out / "checkpoints"),

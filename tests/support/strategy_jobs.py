@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,3 +101,27 @@ def join_with_a_slow_rank(folder: str, seconds: float) -> float:
     begin = time.monotonic()
     join_group(f"file://{folder}/again", "cpu")
     return time.monotonic() - begin
+
+
+def hang_here() -> None:
+    time.sleep(600)
+
+
+def hang_on_rank_1(how: str) -> None:
+    """Rank 1 sleeps, while rank 0 waits for it in a collective, ends as by NCCL's watchdog, or has returned."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        hang_here()
+    if how == "waits":
+        dist.all_reduce(torch.ones(1))
+    elif how == "aborts":
+        time.sleep(0.5)
+        os.abort()
+
+
+def work_until(place: Path) -> str:
+    """Leave this process's id in a file; return what another file has, once it is there."""
+    place.with_suffix(f".{dist.get_rank()}").write_text(str(os.getpid()))
+    while not place.exists():
+        time.sleep(0.05)
+    return place.read_text()

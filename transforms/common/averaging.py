@@ -1,6 +1,6 @@
 """Averages of a model's parameters and buffers during training: shared by EMA, SWA and Lookahead."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from ...common.errors import PlanError
 from ...common.model_state import has_mean, unlisted_tensors
+from ...common.rows import chunk, local_part, shard_of
+from ...common.storage.tensors import Tensors, rows_of, shape_of
 from ..base import Session
 from .tensors import is_dtensor, locals_of
 
@@ -84,20 +86,16 @@ class Averages:
             )
         self._leave_out(set(self._averages) - set(state))
         for name, average in self._averages.items():
-            value = state[name]
-            if name in self._loose and value.shape != average.shape:
-                self._averages[name] = value.to(average.device)
+            shape = shape_of(state, name)
+            if name in self._loose and shape != average.shape:
+                self._averages[name] = state[name].to(average.device)
                 continue
-            if value.shape != average.shape:
+            if shape != average.shape:
                 raise PlanError(
-                    f"The average of {name!r} has shape {tuple(value.shape)}, but the model's tensor has "
-                    f"{tuple(average.shape)}. Load it into the model it was computed for."
+                    f"The average of {name!r} has shape {shape}, but the model's tensor has {tuple(average.shape)}. "
+                    "Load it into the model it was computed for."
                 )
-            if is_dtensor(average) and not is_dtensor(value):
-                from torch.distributed.tensor import distribute_tensor
-
-                value = distribute_tensor(value.to(average.device), average.device_mesh, average.placements)
-            average.copy_(value)
+            _load(average, state, name)
 
     @torch.no_grad()
     def _write(self, values: dict[str, Tensor]) -> None:
@@ -175,6 +173,20 @@ def _copy(value: Tensor) -> Tensor:
     if has_mean(value):
         return value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
     return value.clone()
+
+
+def _load(average: Tensor, state: Mapping[str, Any], name: str) -> None:
+    """Copy a tensor of `state`, full or a DTensor, into `average`, of which each rank may hold some rows."""
+    own = shard_of(average)
+    if own is not None and (isinstance(state, Tensors) or not is_dtensor(state[name])):
+        local_part(average).copy_(rows_of(state, name, *chunk(average.shape[0], *own)))
+        return
+    value = state[name]
+    if is_dtensor(average) and not is_dtensor(value):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(value.to(average.device), average.device_mesh, average.placements)
+    average.copy_(value)
 
 
 def _groups(tensors: dict[str, Tensor]) -> list[list[str]]:

@@ -37,6 +37,7 @@ EXTRAS = {
     "optuna": (("optuna",), "search with Optuna"),
     "wandb": (("wandb",), "log to Weights & Biases"),
     "mlflow": (("mlflow-skinny",), "log to MLflow"),
+    "otel": (("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"), "log to OpenTelemetry"),
     "tensorboard": (("tensorboard",), "write files for TensorBoard"),
     "lightning": (("lightning",), "hand a pipeline over to Lightning"),
     "timm": (("timm",), "build timm's models by name"),

@@ -74,8 +74,9 @@ def fit_options(function: F) -> F:
 @option("--every-minutes N", "Save a checkpoint N minutes after the last one, too.", float)
 @option(
     "--logger NAME",
-    "Log the metrics of steps and epochs: csv, prometheus or tensorboard, to --out; wandb or mlflow. May be repeated.",
-    Text("csv", "prometheus", "tensorboard", "wandb", "mlflow"), multiple=True,
+    "Log the metrics of steps and epochs: csv, prometheus or tensorboard, to --out; wandb, mlflow or otel. May be "
+    "repeated.",
+    Text("csv", "prometheus", "otel", "tensorboard", "wandb", "mlflow"), multiple=True,
 )  # fmt: skip
 @option(
     "--tune N",

@@ -13,12 +13,13 @@ from .options import Command, Place, argument, option
 @click.command(cls=Command)
 @argument("run", "Folder or address of a run (train --out), finished or not.", Place())
 @option("--every SECONDS", "Seconds between two looks.", float, default=5)
-@option("--once", "Print one line, and end.")
+@option("--once", "Print one line, and the slowest ranks of several, and end.")
 def watch(run: Path | str, every: float, once: bool) -> None:
     """Show what a run has reached, until it ends.
 
     A line has the epochs, the last and the best metric, and the time since its files changed. With --logger prometheus,
-    the run also writes step, loss and images/s within epochs. Ctrl-C ends the watching, not the run.
+    the run also writes step, loss and images/s within epochs, and what each of several ranks takes per step. Ctrl-C
+    ends the watching, not the run.
     """
     from ....common.checks import check_number
     from ....common.errors import PlanError
@@ -34,6 +35,8 @@ def watch(run: Path | str, every: float, once: bool) -> None:
             elif (now := str(replace(state, age=None))) != line:  # a log has no line for a second that passes
                 line = now
                 print(state, flush=True)
+            if once and state.ranks:
+                print(state.table(), flush=True)
             if once or state.ended:
                 break
             time.sleep(every)

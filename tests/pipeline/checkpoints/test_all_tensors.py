@@ -183,8 +183,10 @@ torch.save(model.eval()(torch.ones(1, 3, 32, 32)), sys.argv[3])
 
 
 def test_a_method_may_keep_any_json_values_beside_averages(tmp_path: Path) -> None:
-    averages = Tensors({key_of("Own.mean", "weight"): lambda: torch.ones(2)})
-    saved: dict[str, Any] = {"model": {"weight": torch.zeros(2)}, "methods": averages, "unlisted": {}}
+    own = {"model": {"weight": torch.zeros(2)}, "methods": {key_of("Own.mean", "weight"): torch.ones(2)}}
+    for kind, tensors in own.items():
+        save_weights(tensors, tmp_path / kind)
+    saved = {kind: open_tensors(tmp_path / kind) for kind in own} | {"unlisted": Tensors({})}
     kept = {"best": 0.5, "since": None, "seen": [[1, 2]], "note": "weight", "mean": TENSORS}
     content = SimpleNamespace(methods={"counts": {}, "Own": kept})
     checkpoint: Any = SimpleNamespace(path=tmp_path, content=content, tensors=saved.__getitem__)

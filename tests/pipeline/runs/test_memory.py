@@ -16,7 +16,7 @@ from drivetrain.pipeline.runs import ranks as run_ranks
 from drivetrain.pipeline.runs.artifacts import FitJob
 from drivetrain.pipeline.runs.run import Run
 from drivetrain.strategies import launch
-from memory_jobs import BYTES, WIDTH, Wide, digests, everything, growth
+from memory_jobs import BYTES, DEPTH, WIDTH, Wide, digests, everything, growth
 from pipeline_data import Toy
 from safetensors.torch import load_file
 
@@ -36,8 +36,12 @@ def ranks(toy: Toy, root: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_only_the_rank_that_keeps_them_gathers_them_and_once(ranks: list[dict[str, Any]]) -> None:
-    first, second = (rank["plain"]["exports"] for rank in ranks)
+def test_no_rank_gathers_them_all_before_the_end(ranks: list[dict[str, Any]]) -> None:
+    """Rank 0 writes them to the run's folder one by one; without a folder, it holds them once."""
+    for rank in ranks:
+        assert rank["plain"]["exports"][:2] == [(0, 0)] * 2
+        assert max(rank["plain"]["growth"][:2]) < 0.85 * BYTES, rank["plain"]["growth"]
+    first, second = (rank["in memory"]["exports"] for rank in ranks)
     assert len(first) == len(second) == 3
     assert all(given >= BYTES and held == 0 for given, held in first)  # those of the epoch before are gone
     assert second[:2] == [(0, 0)] * 2
@@ -72,7 +76,7 @@ def test_whose_callers_get_the_result(toy: Toy, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 def test_the_rank_that_keeps_none_does_not_grow_by_a_copy(ranks: list[dict[str, Any]]) -> None:
     """As the system counts its memory, in which buffers of the communication are, too."""
-    first, second = (rank["plain"]["growth"] for rank in ranks)
+    first, second = (rank["in memory"]["growth"] for rank in ranks)
     assert max(first) > BYTES, first  # a copy is visible here, where the allocator kept no memory for it
     assert min(second[:2]) < 0.85 * BYTES, second  # the allocator's own growth is in one of them at times
 
@@ -104,7 +108,7 @@ def test_nothing_of_a_finished_run_waits_for_the_garbage_collector(
 
 
 def test_writing_the_weights_takes_no_copy_of_them(tmp_path: Path) -> None:
-    state, grown = {str(n): torch.randn(WIDTH, WIDTH) for n in range(10)}, list[int]()
+    state, grown = {str(n): torch.randn(WIDTH, WIDTH) for n in range(DEPTH)}, list[int]()
     save_weights(state, tmp_path / "warm.safetensors")
     with growth(grown):
         save_weights(state, tmp_path / "model.safetensors")
@@ -142,11 +146,17 @@ def test_under_torchrun_every_rank_has_the_result_and_gathers_it_at_the_end(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_of_shares_and_resuming_gathers_nothing_early(ranks: list[dict[str, Any]]) -> None:
+def test_a_checkpoint_is_of_shares_and_resuming_gathers_nothing_early(
+    ranks: list[dict[str, Any]], root: Path
+) -> None:
+    (place,) = (root / "checkpoints" / "checkpoints").glob("step-*")
+    shares = [(place / f"model-0000{number}-of-00002.safetensors").stat().st_size for number in (1, 2)]
+    assert 0.4 * BYTES < min(shares) <= max(shares) < 0.6 * BYTES
     for rank in ranks:
-        shares = [given for given, _ in rank["checkpoints"]["exports"]]
-        # Of each epoch: the weights that are kept, then this rank's share of the checkpoint.
-        assert 0.3 * BYTES < shares[1] < 0.8 * BYTES
+        # Of the last epoch: the weights that are kept, for every rank is a caller; then, the checkpoint.
+        (kept, _), (gathered, _) = rank["checkpoints"]["exports"]
+        assert kept >= BYTES
+        assert gathered == 0
         assert rank["resumed"]["exports"][-1][0] >= BYTES
     first, second = (rank["resumed"] for rank in ranks)
     assert first["weights"] == second["weights"]

@@ -34,7 +34,7 @@ OFFERS: list[tuple[str, set[str]]] = [
     ("train baseline train=mi", {"train=mine.yaml"}),
     ("train baseline epochs =", set()),
     ("train baseline --ledger seed", {"seed="}),
-    ("train --logger ", {"csv", "prometheus", "tensorboard", "wandb", "mlflow"}),
+    ("train --logger ", {"csv", "prometheus", "otel", "tensorboard", "wandb", "mlflow"}),
     ("train --ledger-seconds ", set()),
     ("ledger --compare x mi", FILES),
     ("export run x --format ", {"safetensors", "torch-export", "onnx"}),

@@ -1,0 +1,196 @@
+"""Measure how long a checkpoint of a sharded model blocks training, against torch's distributed checkpoints.
+
+    python benchmarks/checkpoints.py [--millions 50] [--rounds 9] [--steps 2] [--out benchmarks/results]
+
+Two ranks with FSDP2 and AdamW on the CPU, through gloo, one thread each. In each round, the same state is saved by
+Drivetrain, as `fit` does (`capture_state`, `all_finite` and `CheckpointWriter.save`: each rank's rows, with digests),
+and by `torch.distributed.checkpoint.async_save` (DCP), in turns. Measured on each rank, of which the slowest counts:
+
+- blocking: seconds from the call until training goes on. The previous checkpoint of either is complete before.
+- complete: seconds from the call until the files are complete.
+- step: seconds of a training step while the files are written, and without.
+
+A ratio above 1 is in Drivetrain's favor. DCP writes no digests, and its index is pickled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+import uuid
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from drivetrain import Pipeline, strategies
+from drivetrain.loaders import convert
+from drivetrain.pipeline import Checkpoints
+from drivetrain.pipeline.checkpoints.directory import CheckpointDir
+from drivetrain.pipeline.checkpoints.fingerprint import description, fingerprint
+from drivetrain.pipeline.checkpoints.state import all_finite, capture_state
+from drivetrain.pipeline.checkpoints.writer import CheckpointWriter
+from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.telemetry.history import History
+from drivetrain.pipeline.training.build import Built, build
+from measuring import compare, save
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+OURS, DCP = "Drivetrain", "torch's DCP, async_save"
+WIDTH, BATCH, SIDE, CLASSES = 1024, 8, 8, 10
+FIGURES = ("blocking", "complete", "step while writing")
+
+
+class Wide(nn.Module):
+    """A model of about so many million parameters in layers of equal size."""
+
+    def __init__(self, millions: float = 50, classes: int = CLASSES) -> None:
+        super().__init__()
+        self.first = nn.Linear(3 * SIDE * SIDE, WIDTH)
+        depth = max(1, round(millions * 1e6 / WIDTH**2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(depth))
+        self.last = nn.Linear(WIDTH, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.first(images.flatten(1))
+        for block in self.blocks:
+            x = x + 0.1 * block(x)
+        result: torch.Tensor = self.last(x)
+        return result
+
+
+def pipeline_of(folder: Path, millions: float) -> Pipeline:
+    """Return a pipeline on a few images of noise: its loader's position is part of a checkpoint."""
+    images = np.random.default_rng(0).integers(0, 256, (4 * BATCH, SIDE, SIDE, 3), dtype=np.uint8)
+    file = folder / "noise.beton"
+    convert((images, np.arange(len(images)) % CLASSES), file, progress=False)
+    made = Pipeline(Wide, millions=millions).load(str(file), batch_size=BATCH, image_size=SIDE, workers=1)
+    return made.optimize("adamw", lr=1e-4).distribute("fsdp", devices=2, device="cpu")
+
+
+def one_step(built: Built) -> float:
+    engine = built.engine
+    start = perf_counter()
+    with engine.forward_context():
+        loss = engine.model(torch.ones(BATCH // 2, 3, SIDE, SIDE)).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+    engine.barrier()
+    return perf_counter() - start
+
+
+Save = Callable[[int], Callable[[], None]]
+"""Begins to save; returns a function that waits until all files are complete."""
+
+
+def ours(built: Built, folder: Path) -> Save:
+    run = uuid.UUID(int=0).hex
+    store = CheckpointDir(folder / "checkpoints")
+    writer = CheckpointWriter(built.engine, store, Checkpoints(keep=1, keep_best=False), run)
+    facts, about = fingerprint(built.plan, built, 1), description(built.plan)
+
+    def begin(number: int) -> Callable[[], None]:
+        built.hooks.state.step = number  # which names the folder
+        part, content = capture_state(
+            built, run=run, strategy="fsdp", facts=facts, description=about, history=History([], {})
+        )
+        bad = torch.tensor(float(not all_finite(part, built.engine.plain_model)))
+        assert not built.engine.reduce(bad, "sum").item()
+        writer.save(part, content)
+        return writer.close
+
+    return begin
+
+
+def theirs(built: Built, folder: Path) -> Save:
+    # The collectives of its thread must not meet those of the steps.
+    group: Any = dist.new_group(backend="gloo")
+
+    def begin(number: int) -> Callable[[], None]:
+        place = folder / f"dcp-{number}"
+        model, optimizer = get_state_dict(built.engine.plain_model, built.engine.optimizer)
+        state = {"model": model, "optimizer": optimizer}
+        response: Any = async_save(state, checkpoint_id=str(place), process_group=group)
+
+        def wait() -> None:
+            getattr(response, "upload_completion", response).result()
+            built.engine.barrier()
+            if built.engine.rank == 0:
+                shutil.rmtree(folder / f"dcp-{number - 1}", ignore_errors=True)
+
+        return wait
+
+    return begin
+
+
+def slowest(values: list[float]) -> list[float]:
+    found = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [float(value) for value in found]
+
+
+def trial(built: Built, begin: Save, number: int, steps: int) -> list[float]:
+    """Return the seconds of `FIGURES`: a checkpoint that is written while so many steps are trained."""
+    built.engine.barrier()
+    start = perf_counter()
+    wait = begin(number)
+    blocking = perf_counter() - start
+    step = sum(one_step(built) for _ in range(steps)) / steps
+    wait()
+    return slowest([blocking, perf_counter() - start, step])
+
+
+def on_rank(pipeline: Pipeline, folder: Path, rounds: int, steps: int) -> dict[str, dict[str, list[float]]]:
+    """Return the seconds by figure and contender; those of a step also without a checkpoint."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, list[float]]] = {figure: {OURS: [], DCP: []} for figure in FIGURES}
+    found["step while writing"]["without a checkpoint"] = []
+    with build(resolve(pipeline)) as built:
+        built.hooks.begin(built.engine, 1, built.train)
+        built.begin_epoch()
+        one_step(built)
+        savers = {OURS: ours(built, folder), DCP: theirs(built, folder)}
+        for number in range(1, rounds + 2):  # the first does not count
+            plain = slowest([sum(one_step(built) for _ in range(steps)) / steps])
+            for name in list(savers)[:: -1 if number % 2 else 1]:
+                values = trial(built, savers[name], number, steps)
+                time.sleep(0.2)  # the files' removal is not the next one's
+                if number > 1:
+                    for figure, value in zip(FIGURES, values, strict=True):
+                        found[figure][name].append(value)
+            if number > 1:
+                found["step while writing"]["without a checkpoint"] += plain
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--millions", type=float, default=50)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        pipeline = pipeline_of(folder, options.millions)
+        ranks = strategies.launch(on_rank, pipeline, folder, options.rounds, options.steps, devices=2)
+    tables, results = [], {"parameters": options.millions * 1e6, "ranks": 2}
+    for figure, figures in ranks[0].items():
+        table, results[figure] = compare(f"{figure}, 2 ranks", "s", figures, OURS)
+        tables.append(table)
+    save(tables, results, options.out / "checkpoints.json")
+
+
+if __name__ == "__main__":
+    main()

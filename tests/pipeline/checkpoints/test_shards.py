@@ -1,0 +1,202 @@
+"""Checkpoints by shard: ranks write the rows that they hold, and read those that they need; damage is a typed error."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drivetrain import CheckpointError, Pipeline, StrategyError
+from drivetrain.pipeline import Checkpoints, CheckpointWarning, export
+from drivetrain.pipeline.checkpoints.directory import find
+from drivetrain.pipeline.checkpoints.format import SHARED, Checkpoint, _digest, _measure
+from drivetrain.strategies import launch
+from drivetrain.transforms import EMA
+from pipeline_data import Toy, numbers, plain_model
+from safetensors.torch import load_file, save_file
+from sharded_checkpoint_jobs import FAMILY, resumed, round_trips, train_until_killed
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
+STEP = "step-00000006"
+
+
+def test_ranks_write_their_rows_and_read_only_these(tmp_path: Path) -> None:
+    ranks = launch(round_trips, tmp_path, devices=4, timeout=120)
+    rows = {
+        "fsdp": [(2, 1, 1), (2, None, 1), (2, None, None), (1, None, None)],
+        "hsdp in pairs": [(4, 1, 1), (3, None, 1)] * 2,
+        "hsdp alone": [()] * 4,
+    }
+    for name in FAMILY:
+        for number, rank in enumerate(ranks):
+            own, together, loaded = rank[name]
+            assert together, (name, number)
+            assert loaded, (name, number)
+            if name in rows and rows[name][number]:
+                names = ("first.weight", "second.weight::exp_avg", "last.weight")
+                assert tuple(own.get(each) for each in names) == rows[name][number], (name, number)
+
+
+def pipeline(toy: Toy, strategy: str = "single", ranks: int = 1) -> Pipeline:
+    made = toy.pipeline(plain_model).optimize("adamw", lr=0.01, warmup=0.2).transform(EMA(half_life=3))
+    return made.distribute(strategy, devices=ranks, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def run(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """On two ranks with FSDP, a checkpoint after every second step."""
+    out = tmp_path_factory.mktemp("shards")
+    pipeline(toy, "fsdp", 2).fit(
+        epochs=2, out=out, progress=False, checkpoints=Checkpoints(every_steps=2, keep=9)
+    )
+    return out
+
+
+def copy_of(run: Path, folder: Path) -> Path:
+    return shutil.copytree(run / "checkpoints" / STEP, folder / STEP)
+
+
+def rewrite_state(place: Path, change: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
+    """Change `state.json`, with digests that are right."""
+    state = json.loads((place / "state.json").read_text())
+    del state["sha256"]
+    change(state)
+    state["files"] = {path.name: _measure(path) for path in place.iterdir() if path.name != "state.json"}
+    (place / "state.json").write_text(json.dumps({**state, "sha256": _digest(state)}))
+
+
+def test_a_run_at_the_end_is_what_the_ranks_had(toy: Toy, run: Path, tmp_path: Path) -> None:
+    export(run, tmp_path / "out.safetensors", names="trained")
+    exported, kept = load_file(tmp_path / "out.safetensors"), load_file(run / "model.safetensors")
+    torch.testing.assert_close(exported, kept, rtol=0, atol=0)
+    again = pipeline(toy).fit(epochs=2, resume=run, progress=False)
+    torch.testing.assert_close(again.model.state_dict(), kept, rtol=0, atol=0)
+
+
+def test_shards_of_older_versions_resume_alike(toy: Toy, run: Path, tmp_path: Path) -> None:
+    """Those had full tensors in each file, and Hugging Face's index."""
+    place = copy_of(run, tmp_path)
+    checkpoint = Checkpoint(place)
+    for kind in SHARED[:3]:
+        tensors = dict(checkpoint.tensors(kind))
+        names = [f"{kind}-0000{number}-of-00002.safetensors" for number in (1, 2)]
+        homes = {key: names[number % 2] for number, key in enumerate(sorted(tensors))}
+        own = {
+            name: {key: tensors[key].clone() for key, home in homes.items() if home == name} for name in names
+        }
+        for name in names:
+            (place / name).unlink()
+            save_file(own[name], place / name)
+        (place / f"{kind}.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
+    rewrite_state(place, lambda state: state.pop("shards"))
+    old, new = (
+        pipeline(toy).fit(epochs=2, resume=each, progress=False)
+        for each in (place, run / "checkpoints" / STEP)
+    )
+    assert numbers(old) == numbers(new)
+    torch.testing.assert_close(old.model.state_dict(), new.model.state_dict(), rtol=0, atol=0)
+
+
+FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+
+
+def test_a_shard_that_is_damaged_or_missing(toy: Toy, run: Path, tmp_path: Path) -> None:
+    place = copy_of(run, tmp_path)
+    data = (place / SECOND).read_bytes()
+    (place / SECOND).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=f"{STEP} is damaged: {SECOND} has .* Use an older checkpoint"):
+        pipeline(toy).fit(epochs=2, resume=place, progress=False)
+    (place / SECOND).unlink()
+    with pytest.raises(CheckpointError, match=f"{STEP} is damaged: {SECOND}: .* Use an older checkpoint"):
+        pipeline(toy).fit(epochs=2, resume=place, progress=False)
+
+
+def test_the_checkpoint_before_a_damaged_one_is_found(run: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(run, tmp_path / "run")
+    (out / "checkpoints" / "step-00000008" / SECOND).unlink()
+    with pytest.warns(CheckpointWarning, match=SECOND):
+        assert find(out).path.name == STEP
+
+
+@pytest.mark.parametrize("damaged", [FIRST, SECOND])
+def test_ranks_verify_together_and_skip_what_any_of_them_finds_damaged(
+    damaged: str, toy: Toy, run: Path, tmp_path: Path
+) -> None:
+    out = shutil.copytree(run, tmp_path / "run")
+    newest = out / "checkpoints" / "step-00000008"
+    data = (newest / damaged).read_bytes()
+    (newest / damaged).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    first, second = launch(resumed, pipeline(toy, "fsdp", 2), out, devices=2, timeout=120)
+    assert first[0] == second[0] == 6
+    assert damaged in first[1][0]
+    assert second[1] == []
+    files = Checkpoint(out / "checkpoints" / STEP).content.files
+    assert len(first[2]) + len(second[2]) == 2 * len(files)  # of two checkpoints
+
+
+def without_rows(place: Path) -> None:
+    tensors = load_file(place / SECOND)
+    save_file({key: value for key, value in tensors.items() if key != "4.weight"}, place / SECOND)
+
+
+def with_fewer_rows(place: Path) -> None:
+    tensors = load_file(place / SECOND)
+    save_file(tensors | {"4.weight": tensors["4.weight"][1:].clone()}, place / SECOND)
+
+
+def of_another_dtype(place: Path) -> None:
+    tensors = load_file(place / SECOND)
+    save_file(tensors | {"4.weight": tensors["4.weight"].double()}, place / SECOND)
+
+
+def of_another_shape(state: dict[str, Any]) -> None:
+    state["shards"]["shapes"]["model"]["4.weight"] = [3, 128]
+
+
+def of_a_name(state: dict[str, Any]) -> None:
+    state["shards"]["shapes"]["model"]["surprise"] = [3, 128]
+
+
+WORDS = r"4.weight.*rows 2 to 4, torch.float32 of shape \(2, 128\)\. Use another checkpoint"
+
+
+@pytest.mark.parametrize(("files", "state", "message"), [
+    (without_rows, None, f"{SECOND} has nothing of '{WORDS}"),
+    (with_fewer_rows, None, rf"{SECOND} has torch.float32 of shape \(1, 128\) of '{WORDS}"),
+    (of_another_dtype, None, rf"{SECOND} has torch.float64 of shape \(2, 128\) of '{WORDS}"),
+    (None, of_another_shape, r"'4.weight' has shape \(3, 128\) in the saved state but \(4, 128\)"),
+    (None, of_a_name, f"{FIRST} does not have 'surprise'.*Use another checkpoint"),
+    (None, lambda state: state["shards"].update(files=1), "its shards.files: expected `int` >= 2"),
+    (None, lambda state: state["shards"].update(files=10**12), "its shards.files: 1000000000000 files of 2 ranks"),
+    (None, lambda state: state["shards"]["shapes"]["model"].update({"4.weight": []}), "its shards.shapes.*length"),
+])  # fmt: skip
+def test_other_shards_than_the_state_lists(
+    files: Callable[[Path], None] | None, state: Any, message: str, toy: Toy, run: Path, tmp_path: Path
+) -> None:
+    """Although all digests are right."""
+    place = copy_of(run, tmp_path)
+    if files is not None:
+        files(place)
+    rewrite_state(place, state or (lambda _: None))
+    with pytest.raises(CheckpointError, match=message):
+        pipeline(toy).fit(epochs=2, resume=place, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("victim", "moment"), [(1, "after model"), (0, "before optimizer"), (1, "after rank")]
+)
+def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
+    victim: int, moment: str, toy: Toy, run: Path, tmp_path: Path
+) -> None:
+    made, out = pipeline(toy, "fsdp", 2), tmp_path / "run"
+    with pytest.raises(StrategyError, match=f"rank {victim} of 2 was killed by SIGKILL"):
+        launch(train_until_killed, made, out, victim, 5, moment, devices=2, timeout=120)
+    assert (out / "checkpoints" / ".step-00000005.partial").exists()
+    assert find(out).path.name == "step-00000004"
+    result = made.fit(epochs=2, out=out, resume="auto", progress=False)
+    assert result.history.facts["resumed"][0]["step"] == 4
+    torch.testing.assert_close(
+        result.model.state_dict(), load_file(run / "model.safetensors"), rtol=0, atol=0
+    )

@@ -1,0 +1,134 @@
+"""What ranks do in the tests of checkpoints by shard. A module, because ranks import it."""
+
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drivetrain import Pipeline, strategies
+from drivetrain.common.storage.tensors import Tensors, save_weights
+from drivetrain.pipeline import Checkpoints, CheckpointWarning
+from drivetrain.pipeline.checkpoints import format as checkpoint_format
+from drivetrain.pipeline.checkpoints.format import grouped, key_of
+from drivetrain.pipeline.checkpoints.shards import Shapes, open_shards, own_share
+from drivetrain.strategies import Engine, OptimizerState
+from drivetrain.strategies.common.optimizer_state import as_held
+from torch import nn
+
+EVERY_STEP = Checkpoints(every_steps=1, keep=99)
+FAMILY: dict[str, dict[str, Any]] = {
+    "fsdp": {}, "fsdp_grad_op": {}, "fsdp_cpu_offload": {}, "hsdp in pairs": {"shard_size": 2},
+    "hsdp alone": {"shard_size": 1},
+}  # fmt: skip
+
+
+class Uneven(nn.Module):
+    """Of 7, 1 and 2 rows, which four ranks share unevenly; and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(3, 7), nn.Linear(7, 1), nn.Linear(1, 2, bias=False)
+        self.register_buffer("seen", torch.zeros(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        return self.last(self.second(self.first(x)))
+
+
+def stepped(name: str, seed: int) -> Engine:
+    torch.manual_seed(seed)
+    strategy = strategies.get(name.partition(" ")[0], device="cpu", **FAMILY[name])
+    engine = strategy.prepare(Uneven(), lambda p: torch.optim.AdamW(p, lr=0.1))
+    engine.backward(engine.model(torch.randn(4, 3)).square().mean())
+    engine.step()
+    return engine
+
+
+def tensors_of(engine: Engine, keep: Any) -> dict[str, torch.Tensor]:
+    moments = {
+        key_of(name, key): value
+        for name, entry in engine.export_optimizer(keep).entries.items()
+        for key, value in entry.items()
+    }
+    return engine.export_state(keep) | moments
+
+
+def load(engine: Engine, tensors: Tensors) -> None:
+    names = engine.plain_model.state_dict().keys()
+    engine.import_state(Tensors({name: each for name, each in tensors.readers.items() if name in names}))
+    entries = grouped(Tensors({key: each for key, each in tensors.readers.items() if "::" in key}))
+    engine.import_optimizer(OptimizerState(engine.export_optimizer(as_held).groups, entries))
+
+
+def files_of(engine: Engine, folder: Path) -> tuple[list[Path], Shapes]:
+    """Write this rank's share; return the files of all."""
+    own, shapes = own_share(engine, tensors_of(engine, as_held))
+    paths = [folder / f"{rank}.safetensors" for rank in range(engine.shards)]
+    if engine.rank < engine.shards:
+        save_weights(own, paths[engine.rank])
+    engine.barrier()
+    return paths, shapes
+
+
+def round_trips(folder: Path) -> dict[str, Any]:
+    """By strategy: the rows of each tensor in this rank's file; whether all files together have what a gathering has;
+    and whether an engine has it after loading, without the files that have none of its rows."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name in FAMILY:
+        place = folder / name
+        place.mkdir(exist_ok=True)
+        engine = stepped(name, seed=0)
+        paths, shapes = files_of(engine, place)
+        shard = engine.rank % engine.shards
+        rows = {key: len(value) for key, value in open_shards([paths[shard]], {}).items() if key in shapes}
+        whole, opened = tensors_of(engine, None), open_shards(paths, shapes)
+        together = opened.keys() == whole.keys() and all(
+            torch.equal(opened[key], whole[key]) for key in whole
+        )
+        own = [path if number in (0, shard) else place / "gone" for number, path in enumerate(paths)]
+        other = stepped(name, seed=1)
+        load(other, open_shards(own, shapes))
+        loaded = all(torch.equal(value, whole[key]) for key, value in tensors_of(other, None).items())
+        found[name] = rows, together, loaded
+    return found
+
+
+def train_until_killed(pipeline: Pipeline, out: Path, victim: int, step: int, moment: str) -> None:
+    """Rank `victim` is killed as it writes the checkpoint of that step, before or after the file of a kind."""
+    write = checkpoint_format.save_weights
+
+    def write_and_die(state: Any, path: Path, **about: Any) -> None:
+        when, kind = moment.split()
+        due = (
+            torch.distributed.get_rank() == victim and f"{step:08d}" in str(path.parent) and kind in path.name
+        )
+        if due and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(state, path, **about)
+        if due:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoint_format.save_weights = write_and_die  # type: ignore[assignment]
+    pipeline.fit(epochs=2, out=out, progress=False, checkpoints=EVERY_STEP)
+
+
+def resumed(pipeline: Pipeline, out: Path) -> tuple[int, list[str], list[int]]:
+    """On this rank: the step that a run resumed from, its warnings, and the bytes of each file that it verified."""
+    sizes: list[int] = []
+    measure = checkpoint_format._measure
+
+    def measured(path: Path) -> Any:
+        found = measure(path)
+        sizes.append(found["bytes"])
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", CheckpointWarning)
+        patch.setattr(checkpoint_format, "_measure", measured)
+        result = pipeline.fit(epochs=2, out=out, resume="auto", progress=False, checkpoints=None)
+    warned = [str(each.message) for each in caught if issubclass(each.category, CheckpointWarning)]
+    return result.history.facts["resumed"][-1]["step"], warned, sizes
