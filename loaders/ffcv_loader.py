@@ -18,7 +18,7 @@ from ..common.errors import DataError
 from ..common.options.signatures import documented
 from ..common.signals import interrupts_held
 from ..common.storage.cache import Remote
-from ..common.storage.stream import BLOCK
+from ..common.storage.holes import STREAM_BLOCK
 from ..common.threads import end, results
 from .beton.data_set import BetonFiles, open_files
 from .decode.decoder import BatchRequest, Decoder
@@ -120,7 +120,7 @@ class FFCVLoader(EpochLoader):
         """Raise DataError if a stream may not keep the batches in preparation."""
         if self.beton.room is None:
             return
-        each = int(self.beton.known.sizes.mean()) + BLOCK  # a sample ends within a block
+        each = int(self.beton.known.sizes.mean()) + STREAM_BLOCK  # a sample ends within a block
         needed = (self.settings.batches_ahead + 2) * share * each
         if needed > self.beton.room:
             raise DataError(

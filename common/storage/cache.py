@@ -30,6 +30,7 @@ from ..signals import interrupts_held
 from ..threads import results
 from .addresses import PATIENCE, RemoteFile
 from .files import acquire, cache_folder, locked
+from .holes import STREAM_BLOCK, check_holes, room_for_streams
 
 _RECENT = 60.0  # seconds after a copy was asked for, in which it is not removed although nobody has opened it
 FACTS = "mirror.json"  # the address, size and version of the remote file, next to the copy
@@ -74,10 +75,8 @@ def local_copy(address: str, remote: Remote = Remote()) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
         if remote.stream:
-            from .stream import Stream, check_holes, room_for_streams  # here: it extends this module
-
             check_holes(root)
-            block = Stream.block
+            block = STREAM_BLOCK
             facts["stream"] = {"process": os.getpid(), "bytes": room_for_streams(root, remote.cache_limit)}
             folder = root / f"{folder.name}-{uuid.uuid4().hex[:16]}"  # of this process alone
         if not (folder / FACTS).exists():
@@ -202,17 +201,6 @@ class Mirror:
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._pending: dict[int, Future[None]] = {}
-
-    @classmethod
-    def at(cls, path: Path, patience: float | None = None) -> Mirror | None:
-        """Return the mirror whose copy `path` is; None for any other file."""
-        if not ((path.parent / FACTS).exists() and (path.parent / BLOCKS).exists()):
-            return None
-        if "stream" in json.loads((path.parent / FACTS).read_text()):
-            from .stream import Stream
-
-            return Stream(path, patience)
-        return cls(path, patience)
 
     def prefetch(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> None:
         """Begin to fetch the ranges, `sizes` bytes from each of `starts` `(n,)`, without waiting for them."""

@@ -8,31 +8,22 @@ oldest blocks are those that come back first.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import heapq
 import json
-import math
 import os
-import shutil
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import machine
 from ..errors import DataError
-from .cache import FACTS, Mirror, runs
+from .cache import BLOCKS, FACTS, Mirror, runs
+from .holes import STREAM_BLOCK, punch
 
-BLOCK = (
-    1 << 14
-)  # bytes: of larger ones, more would be fetched again that belongs to the samples next to the wanted one
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 _NEVER = np.float32(np.inf)
 _AGAIN = 256.0  # batches after which a part of a table is expected to be read again
 _AHEAD = 64.0  # batches that may be in preparation
@@ -70,7 +61,7 @@ class Room:
         if len(self._heap) > _SPARE * (self.blocks + 1024):
             self._heap = sorted({entry for entry in self._heap if self._stream_of(entry) is not None})
         dropped: dict[Stream, list[int]] = {}
-        while self.blocks * BLOCK > self.size and self._heap:
+        while self.blocks * STREAM_BLOCK > self.size and self._heap:
             entry = heapq.heappop(self._heap)
             if (stream := self._stream_of(entry)) is not None:
                 stream.take(entry[2])
@@ -98,7 +89,7 @@ class Room:
 class Stream(Mirror):
     """A sparse file that holds some blocks of a remote one; `Room` limits their number. Only this process uses it."""
 
-    block = BLOCK
+    block = STREAM_BLOCK
 
     def __init__(self, path: Path, patience: float | None = None) -> None:
         own = json.loads((path.parent / FACTS).read_text())["stream"]
@@ -162,7 +153,7 @@ class Stream(Mirror):
         """Give back the disk space of blocks in ascending order, which nobody finds any more."""
         for run in runs(blocks, gap=1):
             self._mark(run, 0)
-            punch(self.descriptor, run.start * BLOCK, len(run) * BLOCK)
+            punch(self.descriptor, run.start * STREAM_BLOCK, len(run) * STREAM_BLOCK)
 
     def settle(self, now: float) -> None:
         """Forget uses before the time `now` that have not happened, because a loop was left."""
@@ -194,37 +185,12 @@ def _blocks_of(starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) ->
     """Return the first block of each range, and the one after its last."""
     starts = np.asarray(starts, np.int64)
     ends = starts + np.broadcast_to(np.asarray(sizes, np.int64), starts.shape)
-    return (starts // BLOCK).tolist(), (-(-ends // BLOCK)).tolist()
+    return (starts // STREAM_BLOCK).tolist(), (-(-ends // STREAM_BLOCK)).tolist()
 
 
-def room_for_streams(folder: Path, limit: float | None) -> int:
-    """Return the bytes that this process may keep in the folder: the share of one of this machine's ranks of `limit`
-    GB, at most of half of the free disk."""
-    free = shutil.disk_usage(folder).free
-    return int(min(math.inf if limit is None else limit * 1e9, free / 2)) // machine.local_ranks()
-
-
-def check_holes(folder: Path) -> None:
-    """Raise DataError if files in the folder cannot give back a part of their disk space."""
-    probe = folder / f".holes-{os.getpid()}-{threading.get_ident()}"
-    try:
-        with probe.open("w+b") as file:
-            file.truncate(BLOCK)
-            punch(file.fileno(), 0, BLOCK)
-    except (OSError, AttributeError) as error:
-        raise DataError(
-            f"stream=True: the file system of {folder} cannot give back parts of a file ({error}). Pass a folder on "
-            "ext4, xfs, btrfs or tmpfs with cache=, or leave stream= out."
-        ) from error
-    finally:
-        probe.unlink(missing_ok=True)
-
-
-def punch(descriptor: int, start: int, size: int) -> None:
-    """Give back the disk space of a range of a file, which then reads as zeros (Linux)."""
-    call: Any = ctypes.CDLL(None, use_errno=True).fallocate64
-    mode = _KEEP_SIZE | _PUNCH_HOLE
-    while call(descriptor, mode, ctypes.c_longlong(start), ctypes.c_longlong(size)):
-        number = ctypes.get_errno()
-        if number != errno.EINTR:
-            raise OSError(number, os.strerror(number))
+def mirror_at(path: Path, patience: float | None = None) -> Mirror | None:
+    """Return the mirror whose copy `path` is; None for any other file."""
+    facts = path.parent / FACTS
+    if not (facts.exists() and (path.parent / BLOCKS).exists()):
+        return None
+    return (Stream if "stream" in json.loads(facts.read_text()) else Mirror)(path, patience)

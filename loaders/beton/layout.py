@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.errors import BetonError
-from ...common.storage.cache import Mirror
+from ...common.storage.stream import mirror_at
 from .image_modes import CHANNELS
 from .open_file import OpenFile
 
@@ -191,7 +191,7 @@ def _read_fields(path: Path, header: Any) -> tuple[list[Field], Field, Field]:
 def fetch_tables(path: Path, patience: float, most: int | None) -> tuple[Any, list[Field], Field, Field]:
     """Return header, fields, image and label; of a remote file with at most so many samples (None: any
     number), fetch all tables."""
-    mirror = Mirror.at(path, patience)
+    mirror = mirror_at(path, patience)
     if mirror is None:
         header = read_header(path)
         return header, *_read_fields(path, header)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.errors import BetonError
-from ...common.storage.cache import Mirror
+from ...common.storage.stream import mirror_at
 
 Identity = tuple[int, int, int]  # a file's device, inode and size in bytes
 _SMALL = 1 << 12  # bytes, such as a row of a table: to copy them costs less than to read into an array
@@ -29,7 +29,7 @@ class OpenFile:
 
     def __init__(self, path: Path, patience: float | None = None) -> None:
         self.path, self._patience = path, patience  # seconds; see `Remote`
-        self.mirror = Mirror.at(path, patience)  # the remote file that this one is a copy of
+        self.mirror = mirror_at(path, patience)  # the remote file that this one is a copy of
         if self.mirror is None:
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # for `pread`; never seek in it
             weakref.finalize(self, os.close, self.descriptor).atexit = False

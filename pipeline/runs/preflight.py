@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from ...common.errors import CheckpointError, RecipeError, StrategyError
 from ...common.storage.addresses import RemoteFile, RemoteFolder, is_address
-from ...common.storage.cache import Mirror
 from ...common.storage.files import appears
+from ...common.storage.stream import mirror_at
 from ...common.terminal import Wait
 from ...common.version import __version__
 from ...loaders.sources import Source, files_of
@@ -112,7 +112,7 @@ def _digest(file: str, edge: int) -> str:
         size, version = RemoteFile(file).facts()
         return f"{size:,} bytes, {version}"
     path = Path(file)
-    if (mirror := Mirror.at(path)) is not None:
+    if (mirror := mirror_at(path)) is not None:
         return f"{mirror.size:,} bytes, {mirror.version}"
     if path.is_dir():
         names = sorted(str(each.relative_to(path)) for each in path.rglob("*"))

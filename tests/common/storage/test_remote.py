@@ -16,7 +16,7 @@ from drivetrain import DataError
 from drivetrain.common import terminal
 from drivetrain.common.errors import BetonError
 from drivetrain.common.storage import addresses as sources
-from drivetrain.common.storage.cache import BLOCK, BLOCKS, Mirror, Remote, runs, local_copy
+from drivetrain.common.storage.cache import BLOCK, BLOCKS, Mirror, Remote, local_copy, runs
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, inspect, open_beton, verify
 from hypothesis import given
 from hypothesis import strategies as st
@@ -327,8 +327,8 @@ def test_a_folder_that_cannot_be_written(address: str, tmp_path: Path) -> None:
 
 @given(st.sets(st.integers(0, 1000), max_size=200))
 def test_runs_cover_the_blocks(blocks: set[int]) -> None:
-    runs = list(runs(sorted(blocks)))
-    covered = [block for run in runs for block in run]
+    found = list(runs(sorted(blocks)))
+    covered = [block for run in found for block in run]
     assert covered == sorted(set(covered))
     assert blocks <= set(covered)
-    assert all(run.start in blocks and run[-1] in blocks and len(run) <= 128 for run in runs)
+    assert all(run.start in blocks and run[-1] in blocks and len(run) <= 128 for run in found)

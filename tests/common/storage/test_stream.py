@@ -14,7 +14,7 @@ import torch
 from drivetrain import DataError, Pipeline
 from drivetrain.common.storage import addresses, stream
 from drivetrain.common.storage.cache import FACTS, Remote, local_copy
-from drivetrain.common.storage.stream import BLOCK
+from drivetrain.common.storage.holes import STREAM_BLOCK as BLOCK
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert
 from drivetrain.loaders.ffcv_loader import Coming
 from range_server import RangeServer, serving

@@ -9,6 +9,7 @@ import yaml
 from command_line import call
 from drivetrain import CheckpointError, DataError, Pipeline, PlanError
 from drivetrain.common.storage.cache import Mirror
+from drivetrain.common.storage.stream import mirror_at
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.pipeline.runs.preflight import digest
 from drivetrain.pipeline.training.build import source_files
@@ -113,7 +114,7 @@ def test_it_trains_as_on_local_files(toy: Toy, tmp_path: Path) -> None:
         assert f"load {train}" in str(remote.plan())
         first = remote.fit(epochs=2, out=out, progress=False)
         assert numbers(first) == expected
-        assert [Mirror.at(file) is None for file in cache.glob("*/*.beton")] == [False, False]
+        assert [mirror_at(file) is None for file in cache.glob("*/*.beton")] == [False, False]
         before = server.bytes
         shared = remote.distribute("ddp", devices=2).fit(epochs=1, progress=False)
         np.testing.assert_allclose(numbers(shared), numbers(first)[:1], atol=2e-6)
