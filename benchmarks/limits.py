@@ -54,7 +54,7 @@ def operations(variant: BuiltVariant, batches: int) -> float:
     with FlopCounterMode(display=False) as counter:
         trial, _ = run_trial(variant, "model", 0, batches)
     # A trial has each phase once, whatever its share of the run; the count is exact for a single phase.
-    return counter.get_total_flops() / trial.images / len(variant.phases)
+    return float(counter.get_total_flops() / trial.images / len(variant.phases))
 
 
 class Bench:

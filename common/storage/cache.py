@@ -16,9 +16,10 @@ import uuid
 import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -199,7 +200,7 @@ class Mirror:
         self._blocks = self._marked(range(max(-(-self.size // self.block), 1)))  # known here to have arrived
         self._source: RemoteFile | None = None
         self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
+        self._lock: AbstractContextManager[Any] = threading.Lock()
         self._pending: dict[int, Future[None]] = {}
 
     def prefetch(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> None:

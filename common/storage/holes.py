@@ -14,7 +14,7 @@ from typing import Any
 from .. import machine
 from ..errors import DataError
 
-# Bytes: smaller than a copy's, because what belongs to the samples next to the wanted one would be fetched again and again.
+# Bytes: smaller than a copy's, because what belongs to the samples next to the wanted one would be fetched again.
 STREAM_BLOCK = 1 << 14
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 

@@ -105,13 +105,13 @@ def digest(source: Source) -> str:
     return f"{len(digests)} files, CRC {zlib.crc32(' '.join(digests).encode()):08x}{weights}"
 
 
-def _digest(file: str, edge: int) -> str:
+def _digest(name: str, edge: int) -> str:
     """A `.beton` file ends with the places of its samples, and begins with labels and sizes: compare so many bytes of
     both."""
-    if is_address(file):  # of a stream
-        size, version = RemoteFile(file).facts()
+    if is_address(name):  # of a stream
+        size, version = RemoteFile(name).facts()
         return f"{size:,} bytes, {version}"
-    path = Path(file)
+    path = Path(name)
     if (mirror := mirror_at(path)) is not None:
         return f"{mirror.size:,} bytes, {mirror.version}"
     if path.is_dir():

@@ -305,7 +305,7 @@ def test_the_folder_keeps_to_its_limit(server: RangeServer, served: Path, tmp_pa
         shutil.copy(served, served.with_name(name))
     limit = 1.5 * size / 1e9
     used = open_beton(local_copy(server.address("one.beton"), Remote(cache, limit)))
-    used.file.fetch(np.array([0]), size)
+    used.file.mirror.fetch(np.array([0]), size)
     with pytest.raises(DataError, match=r"does not fit into .*small.*cache_limit is"):
         local_copy(server.address("two.beton"), Remote(cache, limit))
     del used
