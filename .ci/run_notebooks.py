@@ -1,6 +1,7 @@
 """Run notebooks from top to bottom and keep their outputs in them: `make notebooks [NOTEBOOKS="a.ipynb …"]`.
 
-Each notebook runs in its own kernel, in an empty folder, so that no output contains a path of this machine.
+Each notebook runs in its own kernel, in an empty folder, so that no output contains a path of this machine; the home
+folder, where data is cached, is written as ~.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from time import perf_counter
 
 import nbformat
 from nbclient import NotebookClient
+from nbformat import NotebookNode
 
 SECONDS = 600  # limit for a cell: the quickstart trains for six minutes
 VIEW = "application/vnd.jupyter.widget-view+json"
@@ -28,9 +30,22 @@ def run(path: Path) -> None:
         ).execute()  # fmt: skip
     for cell in notebook.cells:
         if cell.cell_type == "code":  # in a live notebook, a finished progress bar leaves nothing, either
-            cell.outputs = [output for output in cell.outputs if VIEW not in output.get("data", {})]
+            cell.outputs = [
+                abbreviated(output) for output in cell.outputs if VIEW not in output.get("data", {})
+            ]
     nbformat.write(notebook, path)
     print(f"{path.name}: {perf_counter() - start:.0f} s, including the start of the kernel", flush=True)
+
+
+def abbreviated(output: NotebookNode) -> NotebookNode:
+    """Return an output of a cell with ~ for the home folder, in texts but not in pictures."""
+    home = f"{Path.home()}/"
+    if "text" in output:
+        output.text = output.text.replace(home, "~/")
+    for kind, value in output.get("data", {}).items():
+        if kind.startswith("text/"):
+            output.data[kind] = value.replace(home, "~/")
+    return output
 
 
 if __name__ == "__main__":

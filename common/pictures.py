@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,6 +55,12 @@ def drawn(figure: Any, suffix: str = ".png", **options: Any) -> bytes:
         return svg
     figure.savefig(buffer, format=suffix[1:], **options)
     return buffer.getvalue()
+
+
+def displayed(figure: Any) -> Any:
+    """Return a figure that IPython shows as a picture, also where nobody has called `%matplotlib inline`."""
+    figure._repr_png_ = partial(drawn, figure, bbox_inches="tight")
+    return figure
 
 
 def _dark_style() -> str:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...common.errors import PlanError, require
-from ...common.pictures import INK, check_picture, gallery, save_picture
+from ...common.pictures import INK, check_picture, displayed, gallery, save_picture
 from ...loaders.beton.targets import palette
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import resolve
@@ -91,7 +91,7 @@ class ShownBatch:
                 for name, color, counts in legend
             ]
             figure.legend(handles=handles, loc="outside lower left", ncols=8, fontsize=8, frameon=False)
-        return figure
+        return displayed(figure)
 
     def _drawn(self) -> list[tuple[tuple[NDArray[np.uint8], ...], str]]:
         """Return of each sample its views, under their masks, boxes and keypoints, and the text."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ...common.errors import CheckpointError, DataError, RecipeError
-from ...common.pictures import check_picture, save_picture
+from ...common.pictures import check_picture, displayed, save_picture
 from ...common.storage.addresses import is_address
 from ...common.table import Table
 from ..checkpoints.remote import opened
@@ -153,7 +153,7 @@ class RunComparison:
         """
         from .run_curves import figure_of
 
-        return figure_of(self)
+        return displayed(figure_of(self))
 
     def save(self, path: str | Path) -> Path:
         """Write the curves.

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ...common.pictures import save_result
+from ...common.pictures import displayed, save_result
 from ...common.table import Table
 
 Z = 1.959963984540054  # two-sided, 95 %
@@ -148,7 +148,7 @@ class Errors:
         """Return the picture, which a notebook displays: a matplotlib figure."""
         from .picture import figure_of
 
-        return figure_of(self)
+        return displayed(figure_of(self))
 
     def __str__(self) -> str:
         return (

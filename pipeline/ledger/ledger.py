@@ -11,7 +11,7 @@ from typing import Annotated, Any, Self, TypeVar
 from msgspec import Meta, Struct
 
 from ...common.errors import DrivetrainError, MissingExtra, require
-from ...common.pictures import save_result
+from ...common.pictures import displayed, save_result
 from ...common.storage.json_files import ShapeError, convert, parse
 from ..measuring.statistics import LEVEL
 from ..measuring.variant import PLAIN, Costs, Kind, Trial, VariantId
@@ -214,7 +214,7 @@ class Ledger(LedgerData):
 
     def show(self) -> Any:
         """Return the picture, which a notebook displays: a matplotlib figure. Raise MissingExtra without matplotlib."""
-        return picture(self)
+        return displayed(picture(self))
 
     def __repr__(self) -> str:
         return text(self)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 from msgspec import Struct
 
 from ...common.errors import DrivetrainError, LedgerError
-from ...common.pictures import save_result
+from ...common.pictures import displayed, save_result
 from ...common.storage.json_files import ShapeError, parse
 from ...common.table import Table, screen_width, wrapped
 from ..measuring.statistics import LEVEL, Figure, Ratio, interval_of_mean, ratio
@@ -215,7 +215,7 @@ class RaceResult:
 
         if not any(run.points for run in self.runs):
             raise DrivetrainError("No run has been evaluated yet, so there is no picture.")
-        return figure_of(self)
+        return displayed(figure_of(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the race as plain JSON types: all runs, and the rows that follow from them, in which None stands for

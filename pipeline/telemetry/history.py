@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from ...common.errors import DrivetrainError
-from ...common.pictures import save_result
+from ...common.pictures import displayed, save_result
 from ...common.storage.json_files import convert
 from ...common.table import Table
 from ..tasks.metrics import Unit, format_metric
@@ -252,7 +252,7 @@ class History:
             raise DrivetrainError(
                 "No epoch has finished, so there are no curves. Train for one epoch at least."
             )
-        return figure_of(self)
+        return displayed(figure_of(self))
 
     @property
     def best(self) -> Epoch | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...common.checks import check_whole, is_number
 from ...common.errors import PlanError, require
-from ...common.pictures import BLUE, INK, PALE, RED, check_picture, drawn, image_tag, save_picture
+from ...common.pictures import BLUE, INK, PALE, RED, check_picture, displayed, drawn, image_tag, save_picture
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
 from ..runs.ranks import built_here, on_ranks
@@ -96,7 +96,7 @@ class LRRange:
         axes.set_title("training loss", loc="left", fontsize=10, color=INK)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8)
-        return figure
+        return displayed(figure)
 
     def save(self, path: str | Path) -> Path:
         """Write the curve.

@@ -41,7 +41,6 @@ NOT_OF_RESULTS: dict[str, dict[str, str]] = {
     "docs/guide/after-the-run.md": {"take 30 seconds to arrive": CONDITION},
     "README.md": {
         "5 to 10 minutes on two CPU cores": "5:08, 5:57 and 10:10, once each, by hand: how long to wait",
-        "46 % top-1": BY_HAND,
         "n = 1": BY_HAND,
     },
     "docs/data.md": {
