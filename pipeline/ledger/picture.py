@@ -113,7 +113,7 @@ def _gains(axes: Any, ledger: LedgerData) -> None:
     axes.set_ylim(len(stages) - 0.5, -0.5)
     for at in range(0, len(stages), 2):
         axes.axhspan(at - 0.5, at + 0.5, color=BAND, zorder=0)
-    axes.set_xlabel(f"throughput with it, over that without it ({ledger.level:.0%} intervals)")
+    axes.set_xlabel(f"speedup by it ({ledger.level:.0%} intervals)")
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     _title(axes, "what each stage contributes")
 

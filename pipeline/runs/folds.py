@@ -23,7 +23,7 @@ from .fit import fit
 
 @dataclass(frozen=True, eq=False)
 class CrossValidation:
-    """What the trainings of all folds reached.
+    """What the runs of all folds reached.
 
     Attributes:
         metrics: of each fold, `val_loss` and the task's metrics on its part.
@@ -52,7 +52,7 @@ class CrossValidation:
     @property
     def std(self) -> dict[str, float]:
         """The standard deviation of each metric over the folds, with n - 1. The folds share training data, so it is
-        not that of independent trainings (Bengio and Grandvalet 2004)."""
+        not that of independent runs (Bengio and Grandvalet 2004)."""
         return {name: stdev(self._values(name)) for name in self.metrics[0]}
 
     def _values(self, name: str) -> list[float]:

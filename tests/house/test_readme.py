@@ -76,7 +76,7 @@ def test_the_readme_is_one_screen_whose_links_lead_somewhere() -> None:
 
 def test_the_number_of_transforms_is_that_of_the_catalogue() -> None:
     count = len(transforms.catalogue())
-    assert f"{count} frozen values" in DOCS
+    assert f"{count} immutable transforms" in DOCS
     assert f"| {count}, ordered and checked by a plan" in DOCS
 
 

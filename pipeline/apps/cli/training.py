@@ -217,7 +217,7 @@ def _tuned(
 @option(
     "--allow CHANGE",
     "Also try changes of what the training computes: precision, resolution, surgery or batch_size. They are "
-    "accepted only if short trainings show that they keep the accuracy. May be repeated. With --target also epochs; "
+    "accepted only if short runs show that they keep the accuracy. May be repeated. With --target also epochs; "
     "all of them if none is given.",
     Text("precision", "resolution", "surgery", "batch_size", "epochs"),
     multiple=True,
@@ -225,7 +225,7 @@ def _tuned(
 @option("--target SHARE", "Tune the time to this accuracy, 0 to 1, instead of the speed.", float)
 @option(
     "--epochs N",
-    "Epochs of each of these short trainings, 1 unless given; with --target, of each run.",
+    "Epochs of each of these short runs, 1 unless given; with --target, of each run.",
     int,
 )
 @quiet

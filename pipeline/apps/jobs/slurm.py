@@ -14,7 +14,7 @@ _SCRIPT = """\
 #SBATCH --output=%x-%j.log
 @note@
 #SBATCH --nodes=@nodes@
-# One task per node: torchrun, which starts a process for each GPU. Several tasks would be several trainings.
+# One task per node: torchrun, which starts a process for each GPU. Several tasks would be several runs.
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=@cores@
 # Memory of each node. 0: all that it has, for jobs with nodes of their own; where jobs share nodes, e.g. 200G.
