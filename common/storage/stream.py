@@ -45,7 +45,9 @@ class Room:
     @classmethod
     def of(cls, folder: Path, size: int) -> Room:
         with _rooms_lock:
-            return _rooms.setdefault(folder, cls(size))
+            room = _rooms.setdefault(folder, cls(size))
+            room.size = size  # as the newest loader wants it
+            return room
 
     def add(self, stream: Stream) -> None:
         with self.lock:
@@ -133,15 +135,16 @@ class Stream(Mirror):
             for first, end in spans:
                 self._pins[first:end] += 1
         try:
-            self.fetch(starts, sizes)
+            # What a prefetch of others has brought may have been dropped before it was pinned here.
+            while not all(self._blocks[first:end].all() for first, end in spans):
+                self.fetch(starts, sizes)
             yield
         finally:
             with self._lock:
                 for first, end in spans:
                     self._pins[first:end] -= 1
-                    later = self._later[
-                        first:end
-                    ]  # of what nobody has announced, such as a part of a table: soon
+                    later = self._later[first:end]
+                    # What nobody has announced is a part of a table, which is read again soon.
                     self.uses[first:end] = np.where(np.isinf(later), self.room.clock + _AGAIN, later)
                     self.room.push(self, first + np.flatnonzero(self._blocks[first:end]))
                 self.room.trim()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from drivetrain import DataError, Pipeline
 from drivetrain.common.storage import addresses, stream
 from drivetrain.common.storage.cache import FACTS, Remote, local_copy
 from drivetrain.common.storage.holes import STREAM_BLOCK as BLOCK
+from drivetrain.common.storage.stream import Stream
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert
 from drivetrain.loaders.ffcv_loader import Coming
 from range_server import RangeServer, serving
@@ -91,6 +93,33 @@ def test_a_loop_that_is_left_and_epochs_that_are_skipped(server: RangeServer, fo
         for loader in (far, local):
             loader.set_epoch(5)
         assert all(torch.equal(one[0], other[0]) for one, other in zip(local, far, strict=True))
+
+
+def test_threads_that_want_more_than_there_is_room_for_read_what_the_file_has(
+    server: RangeServer, folder: Path
+) -> None:
+    """Prefetches of some drop what others have just fetched; what is being read stays."""
+    path = local_copy(server.address("train.beton"), Remote(stream=True, cache_limit=0.5))
+    one = Stream(path)
+    one.room.size = 8 * BLOCK
+    content = (folder / "train.beton").read_bytes()
+
+    def read(seed: int) -> None:
+        draw = np.random.default_rng(seed)
+        for number in range(100):
+            starts = draw.integers(0, len(content) - 3 * BLOCK, 3)
+            one.expect(
+                draw.integers(0, len(content) - BLOCK, 2), np.full(2, BLOCK), number, np.zeros(2, np.float32)
+            )
+            with one.pinned(starts, 2 * BLOCK):
+                for start in starts.tolist():
+                    assert os.pread(one.descriptor, 2 * BLOCK, start) == content[start : start + 2 * BLOCK]
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(read, range(6)))
+    assert one.room.blocks <= 8, "nothing is in use any more"
+    assert on_disk(path.parent) <= 12 * BLOCK
+    one.close()
 
 
 def furthest_first(order: list[list[int]], keeps: int) -> int:
