@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -119,6 +121,35 @@ def test_threads_that_want_more_than_there_is_room_for_read_what_the_file_has(
         list(pool.map(read, range(6)))
     assert one.room.blocks <= 8, "nothing is in use any more"
     assert on_disk(path.parent) <= 12 * BLOCK
+    one.close()
+
+
+def test_what_was_dropped_while_its_request_ended_is_fetched_again(
+    server: RangeServer, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefetch brings a block for which there is no room, and has not returned when somebody wants to read it."""
+    one, content = (
+        Stream(local_copy(server.address("train.beton"), Remote(stream=True))),
+        (folder / "train.beton").read_bytes(),
+    )
+    start = len(content) // 2 // BLOCK * BLOCK
+    assert any(content[start : start + BLOCK])
+    one.room.size = 0
+    arrived, returns = threading.Event(), threading.Event()
+    monkeypatch.setattr(Stream, "_arrived", lambda *_: (arrived.set(), returns.wait(30)))
+    one.prefetch(np.array([start]), BLOCK)
+    assert arrived.wait(30)
+    assert one.room.blocks == 0
+
+    def read() -> bytes:
+        with one.pinned(np.array([start]), BLOCK):
+            return os.pread(one.descriptor, BLOCK, start)
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(read)
+        time.sleep(0.2)
+        returns.set()
+        assert found.result(30) == content[start : start + BLOCK]
     one.close()
 
 
