@@ -26,7 +26,7 @@ NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 NATIVE := loaders/native/libdrivetrain.so
 ALONE = $(shell grep -rl --include="test_*.py" "mark\.alone" tests)
 
-.PHONY: quickstart records install test together test-all quick same check bytecode lock wheel wheels release-check bench bench-peers fuzz libfuzzer gpu gpu-kit notebooks docs clean
+.PHONY: quickstart records install test test-all quick same check bytecode lock wheel wheels release-check bench bench-peers fuzz libfuzzer gpu gpu-kit notebooks docs clean
 
 # With these, glibc keeps the memory of a step for the next one, in every variant (docs/ledger.md, "On a CPU").
 quickstart records: export MALLOC_MMAP_THRESHOLD_ ?= 4294967296
@@ -65,15 +65,10 @@ test test-all quick: export OMP_WAIT_POLICY ?= PASSIVE
 # pytest keeps the rewritten assertions of the test files, which are a third of the time that collecting takes.
 test test-all quick: export PYTHONDONTWRITEBYTECODE =
 
-# Two tests at a time, because they spend most of their time importing torch, and the types beside them, which take one
-# core for a minute; then the tests that must run alone.
-test: install bytecode
-	$(BIN)/ruff check .
-	$(MAKE) --no-print-directory -j 2 check together
-	$(BIN)/python -m pytest -m "alone and not slow and not gpu" $(ALONE)
-
-together: install bytecode
+# Two tests at a time, because they spend most of their time importing torch; then those that must run alone.
+test: install check bytecode
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not alone"
+	$(BIN)/python -m pytest -m "alone and not slow and not gpu" $(ALONE)
 
 # Continues where it was stopped, until a file changes; KEEP=1 takes over what was known before the change.
 test-all: install check bytecode
