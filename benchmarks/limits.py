@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from drivetrain import Pipeline
+from drivetrain.common import machine
 from drivetrain.common.table import Table
 from drivetrain.pipeline.describe.resolve import choose_precision, resolve
 from drivetrain.pipeline.ledger.variants import in_turn
@@ -118,9 +119,8 @@ def report(figures: dict[str, list[float]], product: str, count: float, bench: B
         }
         for name, speeds in figures.items()
     }  # fmt: skip
-    cores = os.process_cpu_count() if hasattr(os, "process_cpu_count") else len(os.sched_getaffinity(0))
     cpu = [
-        seconds * speed / cores
+        seconds * speed / machine.cores()
         for seconds, speed in zip(bench.cpu[1:], figures["full training"], strict=True)
     ]
     over = [a / b for a, b in zip(figures["full training"], figures["model alone"], strict=True)]

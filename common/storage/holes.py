@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import threading
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,13 @@ def check_holes(folder: Path) -> None:
 
 def punch(descriptor: int, start: int, size: int) -> None:
     """Give back the disk space of a range of a file, which then reads as zeros (Linux)."""
-    call: Any = ctypes.CDLL(None, use_errno=True).fallocate64
-    mode = _KEEP_SIZE | _PUNCH_HOLE
+    call, mode = _fallocate(), _KEEP_SIZE | _PUNCH_HOLE
     while call(descriptor, mode, ctypes.c_longlong(start), ctypes.c_longlong(size)):
         number = ctypes.get_errno()
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
+
+
+@cache
+def _fallocate() -> Any:
+    return ctypes.CDLL(None, use_errno=True).fallocate64

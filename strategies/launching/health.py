@@ -1,7 +1,6 @@
 """Which machine of a job is slower than the others: what each rank computes, and what machines send to each other."""
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -64,10 +63,7 @@ def _sound(device: torch.device) -> bool:
 def _bandwidth(hosts: Sequence[str], device: torch.device) -> float:
     """Return bytes a second of the faster exchange with another machine. Machines stand in a circle, and the first
     ranks of neighbors exchange, so that one slow machine does not make its neighbors slow, which have another one."""
-    first: dict[str, int] = defaultdict(int)
-    for rank, host in reversed(list(enumerate(hosts))):
-        first[host] = rank
-    places = list(first.values())
+    places = [hosts.index(host) for host in dict.fromkeys(hosts)]
     best = 0.0
     for pairs in rounds(len(places)):
         dist.barrier()
