@@ -278,7 +278,8 @@ class EpochLoader(ABC):
             return shuffled(given, **key)
         if own.order == "quasi_random":
             block = require_pages(self.beton).samples_on_a_page
-            return in_runs(given, **key, block=block, window=WINDOW * own.batch_size)
+            batch = own.batch_size if self.order_version > 2 else None
+            return in_runs(given, **key, block=block, window=WINDOW * own.batch_size, batch_size=batch)
         return given
 
     def _array_order(self, epoch: int) -> Order:
@@ -304,10 +305,13 @@ class EpochLoader(ABC):
 
     @property
     def order_version(self) -> int:
-        """The version of the order: 2; or 1, by arrays of all samples, after the state of a run that began with it, and
-        for samples in shares in quasi-random order, which are not in runs in the file."""
+        """The version in which this order has last changed: 3 of quasi-random order, else 2; or that of the state of a
+        run that began with an older one. It is 1, by arrays of all samples, also for samples in shares in quasi-random
+        order, which are not in runs in the file."""
+        if self.settings.order != "quasi_random":
+            return min(self._version, 2)
         in_shares = bool(self._parts) or self._weights_of_samples is not None
-        return 1 if in_shares and self.settings.order == "quasi_random" else self._version
+        return 1 if in_shares else self._version
 
     @property
     def indices(self) -> NDArray[np.int64]:

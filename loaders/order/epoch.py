@@ -1,19 +1,21 @@
-"""The order of an epoch, version 2: the sample at each position is computed by itself, so that a rank of ten thousand
-computes its share, and holds some thousand of it at a time, whatever the size of the data set."""
+"""The order of an epoch: the sample at each position is computed by itself, so that a rank of ten thousand computes its
+share, and holds some thousand of it at a time, whatever the size of the data set."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .batches import Indices, Order, shares, taken
 from .permutation import key_of, permuted, subkeys
 
-NEWEST = 2
-"""The version of the order of new runs. A loader's state has its own; without one, it is 1 (`arrays`)."""
+NEWEST = 3
+"""The version of the order of new runs. A loader's state has its own; without one, it is 1 (`arrays`). Version 3 differs
+from 2 in quasi-random order only, where the shares of ranks lie together in the file."""
 
-_SHUFFLE, _WITHIN, _BLOCKS, _MIX = range(4)  # uses of one seed and epoch
+_SHUFFLE, _WITHIN, _BLOCKS, _MIX, _TURN = range(5)  # uses of one seed and epoch
 
 
 def unshuffled(samples: Indices | range) -> Order:
@@ -27,15 +29,20 @@ def shuffled(given: Order, *, seed: int, epoch: int) -> Order:
     return Order(given.count, lambda positions: given.at(permuted(positions, given.count, key)))
 
 
-def in_runs(given: Order, *, seed: int, epoch: int, block: int, window: int) -> Order:
+def in_runs(
+    given: Order, *, seed: int, epoch: int, block: int, window: int, batch_size: int | None = None
+) -> Order:
     """Return the samples block by block in random order, mixed among the blocks of about `window` samples.
 
-    A block is so many samples that follow each other in the file; the last one may be shorter, and comes anywhere.
+    A block is so many samples that follow each other in the file; the last one may be shorter, and comes anywhere. With
+    `batch_size`, the window is spread over its batches: neighbours in its blocks are at one place in different batches.
+    Each batch then has its share of each block, and each rank's slices of the batches are one run in the blocks, whatever
+    the number of ranks, so that together the ranks read the file once. Without (version 2), the window is permuted.
     """
     n, block = given.count, min(block, given.count)
     blocks = -(-n // block)
     each = -(-window // block)  # blocks in a window
-    within, among = (key_of(seed, epoch, purpose=use) for use in (_WITHIN, _BLOCKS))
+    within, among, turns = (key_of(seed, epoch, purpose=use) for use in (_WITHIN, _BLOCKS, _TURN))
     # The slot of the last block, among those of all blocks, and by how much it is shorter.
     slot, missing = int(among) % blocks, blocks * block - n
 
@@ -49,10 +56,13 @@ def in_runs(given: Order, *, seed: int, epoch: int, block: int, window: int) -> 
         first = slots_of(positions) // each * each
         starts = start(first)
         sizes = start(np.minimum(first + each, blocks)) - starts
-        keys, moved = subkeys(within, first), positions - starts
-        for size in np.unique(sizes).tolist():  # all but two windows have the same
-            here = sizes == size
-            moved[here] = permuted(moved[here], size, keys[here])
+        keys = subkeys(within, first)
+        if batch_size is None:
+            moved = _permuted(positions - starts, sizes, keys)
+        else:
+            moved = _spread(positions, starts, sizes, keys, batch_size)
+            # Which rank reads which part of a window differs in each.
+            moved = (moved + (subkeys(turns, first) % sizes.view(np.uint64)).view(np.int64)) % sizes
         moved += starts
         slots = slots_of(moved)
         numbers = np.full_like(slots, blocks - 1)
@@ -61,6 +71,31 @@ def in_runs(given: Order, *, seed: int, epoch: int, block: int, window: int) -> 
         return given.at(numbers * block + moved - start(slots))
 
     return Order(n, at)
+
+
+def _permuted(numbers: Indices, sizes: Indices, keys: NDArray[np.uint64]) -> Indices:
+    """Return where permutations of 0 to size - 1 take the numbers, of a size and a key each; all arrays are `(k,)`."""
+    moved = np.empty_like(numbers)
+    for size in np.unique(sizes).tolist():  # there are few
+        here = sizes == size
+        moved[here] = permuted(numbers[here], size, keys[here])
+    return moved
+
+
+def _spread(
+    positions: Indices, starts: Indices, sizes: Indices, keys: NDArray[np.uint64], batch_size: int
+) -> Indices:
+    """Return the places in their windows of the positions, sorted by the place in the batch; those of one place, one in
+    each batch, are permuted."""
+    places = positions % batch_size
+
+    def below(ends: Indices, place: Indices) -> Indices:
+        """Return how many positions below the ends are at an earlier place in their batch."""
+        return ends // batch_size * place + np.minimum(ends % batch_size, place)
+
+    before, after = (below(starts + sizes, place) - below(starts, place) for place in (places, places + 1))
+    batches = positions // batch_size - (starts + batch_size - 1 - places) // batch_size
+    return before + _permuted(batches, after - before, subkeys(keys, places))
 
 
 def mixed(

@@ -29,8 +29,8 @@ def key_of(*entropy: int, purpose: int = 0) -> np.uint64:
     return np.uint64(sequence.generate_state(1, np.uint64)[0])
 
 
-def subkeys(key: np.uint64, numbers: Numbers, first: int = 0) -> NDArray[np.uint64]:
-    """Return a key of its own for each of `first` (of any size) plus the numbers `(n,)`."""
+def subkeys(key: Keys, numbers: Numbers, first: int = 0) -> NDArray[np.uint64]:
+    """Return a key of its own for each of `first` (of any size) plus the numbers `(n,)`; `key`: one, or of each."""
     with np.errstate(over="ignore"):  # arithmetic modulo 2^64
         found: NDArray[np.uint64] = _stirred(
             key ^ _stirred(numbers.astype(np.uint64) + np.uint64(first % 2**64))

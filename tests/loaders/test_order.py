@@ -188,12 +188,15 @@ def test_quasi_random_order_goes_by_stretches_of_pages(data: st.DataObject) -> N
     indices = np.array(data.draw(st.permutations(range(samples)), label="indices"))[: samples // 2 + 1]
     pages = np.arange(samples) // per_page
     options = {"seed": 1, "epoch": data.draw(st.integers(0, 9))}
-    if data.draw(st.booleans(), label="of version 1"):
+    if (version := data.draw(st.integers(1, 3), label="version")) == 1:
         order = array_order(indices, order="quasi_random", **options, batch_size=batch, pages=pages)
     else:
         indices = np.sort(indices)
         pages[indices] = np.arange(len(indices)) // per_page
-        order = in_runs(unshuffled(indices), **options, block=per_page, window=WINDOW * batch)
+        size = batch if version == 3 else None
+        order = in_runs(
+            unshuffled(indices), **options, block=per_page, window=WINDOW * batch, batch_size=size
+        )
     found = order.at(np.arange(order.count))
     assert sorted(found) == sorted(indices)
     places = {page: np.flatnonzero(pages[found] == page) for page in set(pages[indices].tolist())}
@@ -201,7 +204,7 @@ def test_quasi_random_order_goes_by_stretches_of_pages(data: st.DataObject) -> N
         assert where.max() - where.min() < WINDOW * batch + per_page
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_quasi_random_order_mixes_and_changes(version: int) -> None:
     pages = np.arange(1000) // 10
 
@@ -211,7 +214,10 @@ def test_quasi_random_order_mixes_and_changes(version: int) -> None:
                 np.arange(1000), order="quasi_random", seed=4, epoch=number, batch_size=5, pages=pages
             )
         else:
-            order = in_runs(unshuffled(range(1000)), seed=4, epoch=number, block=10, window=WINDOW * 5)
+            size = 5 if version == 3 else None
+            order = in_runs(
+                unshuffled(range(1000)), seed=4, epoch=number, block=10, window=WINDOW * 5, batch_size=size
+            )
         return order.at(np.arange(1000))
 
     first, second, same = (epoch_of(number) for number in (0, 1, 0))
@@ -219,6 +225,37 @@ def test_quasi_random_order_mixes_and_changes(version: int) -> None:
     assert not np.array_equal(first, second)
     per_batch = [len(set(pages[first[start : start + 5]])) for start in range(0, 1000, 5)]
     assert np.mean(per_batch) > 3  # a batch comes from several pages
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_ranks_in_quasi_random_order_read_runs_of_their_own(data: st.DataObject) -> None:
+    """Of each window, a rank reads one run of the blocks; another one in each window; batches are shared evenly."""
+    world, share = data.draw(st.integers(1, 8), label="ranks"), data.draw(st.integers(1, 8), label="of each")
+    batch, block = world * share, data.draw(st.integers(1, 40), label="block")
+    blocks_of_window = -(-WINDOW * batch // block)
+    window = blocks_of_window * block
+    count, key = 5 * window, {"seed": data.draw(st.integers(0, 9)), "epoch": data.draw(st.integers(0, 9))}
+    order = in_runs(unshuffled(range(count)), **key, block=block, window=WINDOW * batch, batch_size=batch)
+    samples = order.at(np.arange(count))
+    for start in range(0, count, window):
+        mine = samples[start : start + window]
+        ranks = np.arange(start, start + window) % batch // share
+        read = [sorted(set(mine[ranks == rank].tolist())) for rank in range(world)]
+        borders = sum(len({one // block for one in own}) for own in read) - blocks_of_window
+        assert borders <= world, "each rank begins and ends within a block at most"
+    # Of each window, a batch has its share of each block.
+    most = -(-block // (window // batch)) + 1
+    for start in range(0, count - batch + 1, batch):
+        if start // window == (start + batch - 1) // window:
+            assert np.bincount(samples[start : start + batch] // block).max() <= most
+
+
+def test_the_runs_of_a_rank_change() -> None:
+    """A block of more than a window: rank 0 would always have its first part."""
+    order = in_runs(unshuffled(range(4096)), seed=0, epoch=0, block=256, window=64, batch_size=16)
+    first_rank = order.at(np.arange(4096).reshape(-1, 16)[:, :4].ravel())
+    assert np.bincount(first_rank % 256 // 64, minlength=4).min() > 4096 / 16 / 4
 
 
 def test_quasi_random_order_needs_pages(photos: Path) -> None:
@@ -365,8 +402,23 @@ def test_a_state_of_an_older_version_keeps_its_order(numbered: Path, kind: Any) 
         made.set_epoch(2)
         assert sorted(found := labels(made)) == sorted(first[1])
         assert found != first[1]
-        with pytest.raises(DataError, match="order_version=3, and this version of Drivetrain knows 1 to 2"):
-            made.load_state_dict(saved | {"order_version": 3})
+        with pytest.raises(DataError, match="order_version=4, and this version of Drivetrain knows 1 to 3"):
+            made.load_state_dict(saved | {"order_version": 4})
+
+
+def test_a_state_of_version_2_keeps_its_quasi_random_order(photos: Path) -> None:
+    options: dict[str, Any] = {"order": "quasi_random", "seed": 3}
+    state = {"epoch": 1, "position": 2, "seed": 3, "batch_size": 4, "samples": 18, "order": "quasi_random"}
+    with loader(photos, **options) as made:
+        assert made.state_dict()["order_version"] == 3
+        new = np.concatenate(made.shares(1))
+        made.load_state_dict(state | {"order_version": 2})
+        assert made.state_dict()["order_version"] == 2
+        kept = np.concatenate(made.shares(1))
+        pages = made.beton.samples_on_a_page if made.beton else 0
+    order = in_runs(unshuffled(range(18)), seed=3, epoch=1, block=pages, window=WINDOW * 4)
+    assert kept.tolist() == order.at(np.arange(18)).tolist()
+    assert new.tolist() != kept.tolist()
 
 
 def test_a_last_batch_that_was_not_given_yet_is_not_lost(numbered: Path) -> None:

@@ -98,7 +98,8 @@ def test_any_number_of_ranks_shares_the_batches(data: st.DataObject) -> None:
         order = shuffled(order, **key)
     elif kind == "quasi_random":
         block, window = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 80))
-        order = in_runs(order, **key, block=block, window=window)
+        size = data.draw(st.sampled_from([None, batch]), label="of version 2 or 3")
+        order = in_runs(order, **key, block=block, window=window, batch_size=size)
     elif kind == "mix":
         middle = len(chosen) // 2
         parts = [part for part in (chosen[:middle], chosen[middle:]) if len(part)]
@@ -136,7 +137,7 @@ def test_a_rank_of_ten_thousand_computes_its_share(kind: str) -> None:
     if kind == "random":
         order = shuffled(order, seed=1, epoch=2)
     elif kind == "quasi_random":
-        order = in_runs(order, seed=1, epoch=2, block=97, window=1 << 20)
+        order = in_runs(order, seed=1, epoch=2, block=97, window=1 << 20, batch_size=40_000)
     else:
         parts = [range(7), range(7, BILLION)]
         order = shuffled(mixed(parts, [1.0, 2.0], seed=1, epoch=2, samples=BILLION), seed=1, epoch=2)
@@ -162,6 +163,7 @@ def test_the_order_of_this_version_stays() -> None:
     for order, recorded in (
         (shuffled(given, **key), [595, 744, 669, 202, 660, 881, 596, 488]),
         (in_runs(given, **key, block=7, window=64), [296, 930, 529, 295, 405, 397, 214, 956]),
+        (in_runs(given, **key, block=7, window=64, batch_size=4), [958, 398, 928, 399, 797, 530, 767, 294]),
         (mix, [3, 12, 22, 5, 17, 4, 39, 2]),
     ):
         assert order.at(positions).tolist() == recorded
