@@ -126,6 +126,7 @@ bench-peers: install
 	test -x .build/peers/bin/python || "$(PYTHON)" -m venv .build/peers
 	$(BIN)/uv pip install --python .build/peers/bin/python --quiet -r benchmarks/peers.txt
 	$(BIN)/python benchmarks/peers.py "$(PHOTOS)" --python .build/peers/bin/python
+	$(BIN)/python benchmarks/streams.py "$(PHOTOS)" --python .build/peers/bin/python
 
 fuzz: install
 	$(BIN)/python tests/support/native_fuzz.py --kind address

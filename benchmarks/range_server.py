@@ -1,9 +1,10 @@
-"""Serve a folder over HTTP with ranges, as an object store at a distance: `cluster.py` starts it.
+"""Serve a folder over HTTP with ranges, as an object store at a distance: `cluster.py` and `streams.py` start it. Its
+subfolders are buckets for clients of S3, which it answers to GET and HEAD of objects without looking at signatures.
 
     python benchmarks/range_server.py FOLDER [--latency 0.02] [--rate 125e6]
 
-Prints its port, and ends with its standard input. Each answer begins after the latency, and all answers together send
-no more than `--rate` bytes per second (0: no limit).
+Prints its port, for each line of standard input the bytes of files that it has sent so far, and ends with it. Each
+answer begins after the latency, and all answers together send no more than `--rate` bytes per second (0: no limit).
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import re
 import sys
 import threading
 import time
+from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 CHUNK = 1 << 16  # bytes that are sent at a time
 
@@ -29,12 +32,14 @@ class Line:
 
     def __init__(self, rate: float) -> None:
         self._rate, self._free, self._lock = rate, 0.0, threading.Lock()
+        self.sent = 0
 
     def send(self, size: int) -> None:
         """Wait until so many bytes would have been sent."""
-        if not self._rate:
-            return
         with self._lock:
+            self.sent += size
+            if not self._rate:
+                return
             self._free = max(self._free, time.perf_counter()) + size / self._rate
             pause = self._free - time.perf_counter()
         if pause > 0:
@@ -59,15 +64,16 @@ def handler(folder: Path, latency: float, line: Line) -> type[BaseHTTPRequestHan
 
         def _answer(self, *, body: bool) -> None:
             time.sleep(latency)
-            path = folder / Path(self.path).name
-            if not path.is_file():
+            path = (folder / unquote(self.path.partition("?")[0]).lstrip("/")).resolve()
+            if not (path.is_relative_to(folder) and path.is_file()):
                 self.send_error(404)
                 return
             size = path.stat().st_size
-            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-            start, end = (int(asked[1]), min(int(asked[2]) + 1, size)) if asked else (0, size)
+            asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+            start, end = (int(asked[1]), min(int(asked[2] or size) + 1, size)) if asked else (0, size)
             self.send_response(206 if asked else 200)
             self.send_header("ETag", f'"{path.stat().st_mtime_ns:x}"')
+            self.send_header("Last-Modified", formatdate(path.stat().st_mtime, usegmt=True))
             self.send_header("Content-Length", str(end - start))
             if asked:
                 self.send_header("Content-Range", f"bytes {start}-{end - 1}/{size}")
@@ -93,11 +99,13 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.0, help="seconds")
     parser.add_argument("--rate", type=float, default=0.0, help="bytes per second")
     options = parser.parse_args()
-    served = handler(options.folder, options.latency, Line(options.rate))
+    line = Line(options.rate)
+    served = handler(options.folder.resolve(), options.latency, line)
     with ThreadingHTTPServer(("127.0.0.1", 0), served) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         print(server.server_address[1], flush=True)
-        sys.stdin.read()
+        for _ in sys.stdin:
+            print(line.sent, flush=True)
         server.shutdown()
 
 

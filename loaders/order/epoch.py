@@ -12,8 +12,8 @@ from .batches import Indices, Order, shares, taken
 from .permutation import key_of, permuted, subkeys
 
 NEWEST = 3
-"""The version of the order of new runs. A loader's state has its own; without one, it is 1 (`arrays`). Version 3 differs
-from 2 in quasi-random order only, where the shares of ranks lie together in the file."""
+"""The version of the order of new runs. A loader's state has its own; without one, it is 1 (`arrays`).
+Version 3 differs from 2 in quasi-random order only: `in_runs`."""
 
 _SHUFFLE, _WITHIN, _BLOCKS, _MIX, _TURN = range(5)  # uses of one seed and epoch
 
@@ -36,8 +36,8 @@ def in_runs(
 
     A block is so many samples that follow each other in the file; the last one may be shorter, and comes anywhere. With
     `batch_size`, the window is spread over its batches: neighbours in its blocks are at one place in different batches.
-    Each batch then has its share of each block, and each rank's slices of the batches are one run in the blocks, whatever
-    the number of ranks, so that together the ranks read the file once. Without (version 2), the window is permuted.
+    Each batch then has its share of each block, and each rank's slices of the batches are one run of the blocks, for
+    any number of ranks, so that together the ranks read the file once. Without (version 2), the window is permuted.
     """
     n, block = given.count, min(block, given.count)
     blocks = -(-n // block)

@@ -37,13 +37,16 @@ SMALL: dict[str, list[str]] = {
     "revisions": ["photos", "--base", "HEAD", "--rounds", "2"],
     "scale": ["--rounds", "2", "--most", "200000", "--ranks", "100"],
     "strategies": ["--rounds", "2", "--steps", "1", "--ranks", "1"],
+    "streams": ["photos", "--rounds", "2", "--share", "0.9", "--only", "drivetrain"],
     "targets": ["photos", "--rounds", "2"],
     "threads": ["--synthetic", "--rounds", "2", "--workers", "1", "2", "--images", "1024"],
     "transforms": ["--rounds", "2", "--seconds", "0.02", "--mode", "eager"],
 }  # fmt: skip
 """Each script, with all of its contenders, on little. A folder or file is in the folder where it runs."""
 TUNING = "tuning"  # has a test of its own
-STARTED = {"one_shot": "loaders", "peer_epochs": "peers", "range_server": "cluster"}  # by other scripts
+STARTED = {  # by other scripts
+    "one_shot": "loaders", "peer_epochs": "peers", "range_server": "cluster", "stream_epochs": "streams",
+}  # fmt: skip
 IMPORTED = {"fast_plain": "fast", "loop_contenders": "loop", "measuring": "loop"}
 RECIPE = """
 model: cifar_resnet

@@ -241,6 +241,34 @@ def test_a_pipeline_trains_from_a_stream_as_from_the_file(server: RangeServer, f
     assert len(two.fit(epochs=1, progress=False).history.epochs) == 1
 
 
+def test_ranks_in_quasi_random_order_fetch_the_data_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images of a kilobyte, of which sixteen are in a block: in random order, each rank would fetch nearly all blocks,
+    and several times in half of their size."""
+    monkeypatch.setattr(stream, "_rooms", {})
+    side, samples, ranks = 18, 4096, 4
+    images = np.random.default_rng(0).integers(0, 256, (samples, side, side, 3), dtype=np.uint8)
+    (tmp_path / "served").mkdir()
+    file = tmp_path / "served/train.beton"
+    convert((images, np.arange(samples) % 5), file, write_mode="raw", progress=False)
+    size = samples * side * side * 3
+    options = OPTIONS | {"batch_size": 32, "image_size": side, "world_size": ranks, "order": "quasi_random"}
+    fetched, seen = [], []
+    with serving(tmp_path / "served") as server:
+        for rank in range(ranks):
+            address, cache = server.address("train.beton"), tmp_path / f"cache-{rank}"
+            with FFCVLoader(
+                address, **options, rank=rank, stream=True, cache=cache, cache_limit=size / 2e9
+            ) as loader:
+                tables = server.bytes
+                seen += [int(label) for _, labels in loader for label in labels]
+                fetched.append((server.bytes - tables) / size)
+    assert len(seen) == samples
+    assert sum(fetched) < 1.2, fetched
+    assert max(fetched) < 1.2 / ranks, "each its share"
+
+
 def test_when_a_rank_uses_a_sample_next() -> None:
     coming = Coming([np.array([5, 2]), np.array([7]), np.array([2 + 10])], 10)
     assert coming.batches(np.array([2, 5, 7, 1])).tolist() == [0.0, 0.0, 1.0, np.inf]
