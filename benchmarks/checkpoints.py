@@ -11,11 +11,18 @@ and by `torch.distributed.checkpoint.async_save` (DCP), in turns. Measured on ea
 - step: seconds of a training step while the files are written, and without.
 
 A ratio above 1 is in Drivetrain's favor. DCP writes no digests, and its index is pickled.
+
+Then, in new processes, the memory that a rank holds: by the plan's formulas (`rank_bytes` and `gathered_bytes` of
+strategies/common/memory.py), and the growth of the process's resident memory from before the model was built to the
+largest value in three steps, and in a step while a checkpoint is written. Building, for which each rank has the full
+model on the CPU, is not in it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import shutil
 import tempfile
 import time
@@ -30,6 +37,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from drivetrain import Pipeline, strategies
+from drivetrain.common.table import Table
 from drivetrain.loaders import convert
 from drivetrain.pipeline import Checkpoints
 from drivetrain.pipeline.checkpoints.directory import CheckpointDir
@@ -39,6 +47,9 @@ from drivetrain.pipeline.checkpoints.writer import CheckpointWriter
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.telemetry.history import History
 from drivetrain.pipeline.training.build import Built, build
+from drivetrain.pipeline.training.rank_memory import state_bytes
+from drivetrain.strategies.common.memory import rank_bytes
+from drivetrain.strategies.fsdp import FSDP
 from measuring import compare, save
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -46,6 +57,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 OURS, DCP = "Drivetrain", "torch's DCP, async_save"
 WIDTH, BATCH, SIDE, CLASSES = 1024, 8, 8, 10
+FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # of tensors, whose memory glibc would keep
 FIGURES = ("blocking", "complete", "step while writing")
 
 
@@ -172,6 +184,60 @@ def on_rank(pipeline: Pipeline, folder: Path, rounds: int, steps: int) -> dict[s
     return found
 
 
+def resident(peak: bool = False) -> int:
+    """Return the bytes of this process in memory, now or at most since `forget_peak`."""
+    (line,) = re.findall(
+        rf"^{'VmHWM' if peak else 'VmRSS'}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M
+    )
+    return int(line) * 1024
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory_on_rank(pipeline: Pipeline, folder: Path) -> dict[str, int]:
+    """Return the bytes by which this process grew, at most: in training, and while a checkpoint is written."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    plan = resolve(pipeline)
+    before = resident()
+    with build(plan) as built:
+        forget_peak()
+        built.hooks.begin(built.engine, 1, built.train)
+        built.begin_epoch()
+        for _ in range(3):
+            one_step(built)
+        training = resident(peak=True) - before
+        forget_peak()
+        trial(built, ours(built, folder), 1, 1)
+        return {"training": training, "checkpoint": resident(peak=True) - before}
+
+
+def memory_part(folder: Path, millions: float) -> tuple[Table, dict[str, Any]]:
+    pipeline = pipeline_of(folder, millions)
+    plan = resolve(pipeline)
+    with torch.device("meta"):
+        model = Wide(millions)
+    size = sum(4 * one.numel() for one in model.parameters())
+    own = rank_bytes("fsdp", 2, size, size, size / 4 * state_bytes(plan.optimization))
+    training = sum(own) + FSDP().gathered_bytes(model, "fp32")
+    computed = {"training": training, "checkpoint": training + own[0] + own[2]}
+    os.environ |= FREED_AT_ONCE
+    ranks = strategies.launch(memory_on_rank, pipeline, folder, devices=2)
+    rows, results = [], {}
+    for what, size in computed.items():
+        measured = max(rank[what] for rank in ranks)
+        rows.append((what, f"{size / 1e6:,.0f}", f"{measured / 1e6:,.0f}", f"{measured / size:.2f}"))
+        results[what] = {
+            "computed": size,
+            "measured": [rank[what] for rank in ranks],
+            "ratio": measured / size,
+        }
+    heads = ("memory of a rank", "computed, MB", "measured, MB", "ratio")
+    return Table(heads, rows, figures=True), results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -185,10 +251,14 @@ def main() -> None:
         folder = Path(name)
         pipeline = pipeline_of(folder, options.millions)
         ranks = strategies.launch(on_rank, pipeline, folder, options.rounds, options.steps, devices=2)
-    tables, results = [], {"parameters": options.millions * 1e6, "ranks": 2}
+    tables: list[Table] = []
+    results: dict[str, Any] = {"parameters": options.millions * 1e6, "ranks": 2}
     for figure, figures in ranks[0].items():
         table, results[figure] = compare(f"{figure}, 2 ranks", "s", figures, OURS)
         tables.append(table)
+    with tempfile.TemporaryDirectory() as name:
+        table, results["memory"] = memory_part(Path(name), options.millions)
+    tables.append(table)
     save(tables, results, options.out / "checkpoints.json")
 
 

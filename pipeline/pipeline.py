@@ -104,7 +104,8 @@ class Pipeline(PipelineSpec):
         """Return every step in order, with its reason. Conflicts raise here, before any work.
 
         Only the headers of data files are read; named data sets are not downloaded. The number of epochs is checked if
-        the pipeline has one, e.g. from a recipe.
+        the pipeline has one, e.g. from a recipe. For FSDP, the last row has the memory of a rank, computed from the
+        model on the meta device.
 
         Raises:
             PlanError, StrategyError: naming the conflicting parts and the remedy.
@@ -122,7 +123,10 @@ class Pipeline(PipelineSpec):
             loss: cross entropy
             LabelSmoothing(smoothing=0.1)
         """
-        return Plan(resolve(self).steps)
+        from .training.rank_memory import memory_steps
+
+        resolved = resolve(self)
+        return Plan((*resolved.steps, *memory_steps(resolved)))
 
     def summary(self) -> ModelSummary:
         """Return a summary of the model as it is trained, after the transforms: parameters, those that are trained,

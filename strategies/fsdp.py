@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Unpack, cast
+from typing import Any, ClassVar, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,11 @@ from ..common.storage.tensors import rows_of, shape_of
 from .base import OptimizerFactory
 from .common import sharding
 from .common.blocks import ModuleFilter, check_filter
+from .common.memory import gathered_bytes
 from .common.placement import build_optimizer, change_layers, check_ranks, compile_in_place, enter, put_on
 from .devices import pick_device
 from .engine import LocalEngine, RanksEngine
-from .options import Options, PrepareOptions
+from .options import Options, Precision, PrepareOptions
 
 
 class FSDPEngine(RanksEngine):
@@ -134,6 +135,8 @@ class FSDP:
     device: str | None = None
     wrap: ModuleFilter = True
 
+    reshards: ClassVar[bool] = True  # frees a block's parameters after its forward
+
     name = "fsdp"
     summary = "parameters, gradients and optimizer state sharded across the devices (FSDP2)"
 
@@ -143,6 +146,16 @@ class FSDP:
     def check(self, devices: int) -> None:
         """Raise `StrategyError` if `devices` ranks cannot train here."""
         check_ranks(self.name, self.device, devices)
+
+    def gathered_bytes(self, model: nn.Module, precision: Precision) -> int:
+        """Return what a rank holds at most beside its shards; the model may be on the meta device."""
+        chosen = sharding.units(self.name, model, self.wrap)
+        width = 4 if precision == "fp32" else 2
+        return gathered_bytes(model, chosen, width, until_backward=not self.reshards)
+
+    def shards(self, devices: int) -> int:
+        """Over how many of so many ranks a parameter is sharded."""
+        return devices
 
     def prepare(
         self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
@@ -192,8 +205,8 @@ class FSDP:
             done.update(own)
 
     def _sharding(self, device: torch.device) -> dict[str, Any]:  # noqa: ARG002
-        """Return options of `fully_shard`, whose default frees a block's parameters after its forward."""
-        return {}
+        # True is not its default, by which the parameters outside of the units stay gathered.
+        return {} if self.reshards else {"reshard_after_forward": False}
 
     def _mesh(self, device: torch.device) -> DeviceMesh:
         return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
@@ -212,9 +225,7 @@ class FSDPGradOp(FSDP):
 
     name = "fsdp_grad_op"
     summary = "like fsdp, but parameters stay gathered from forward to backward"
-
-    def _sharding(self, device: torch.device) -> dict[str, Any]:  # noqa: ARG002
-        return {"reshard_after_forward": False}
+    reshards = False
 
 
 @dataclass(frozen=True)
@@ -290,6 +301,9 @@ class HSDP(FSDP):
             raise StrategyError(
                 f"strategy 'hsdp': shard_size={size} must be a positive integer that divides the {devices} devices."
             )
+
+    def shards(self, devices: int) -> int:
+        return self._group_size(devices)
 
     def _group_size(self, devices: int) -> int:
         size = self.shard_size

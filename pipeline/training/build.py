@@ -318,6 +318,20 @@ def build_model(
     spec: PipelineSpec, transforms: Sequence[Transform], look: Callable[[nn.Module], None] | None = None
 ) -> tuple[nn.Module, tuple[Report, ...]]:
     """Return the model after surgery, on the CPU, and what each changed. `look` is called before it."""
+    return _operated(spec, transforms, look)
+
+
+@plain_torch()
+def build_on_meta(spec: PipelineSpec, transforms: Sequence[Transform]) -> nn.Module:
+    """Return the model after surgery, without memory for its values. What needs these raises an error of torch's."""
+    with weights_omitted(), torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the model that is trained gives them
+        return _operated(spec, transforms)[0]
+
+
+def _operated(
+    spec: PipelineSpec, transforms: Sequence[Transform], look: Callable[[nn.Module], None] | None = None
+) -> tuple[nn.Module, tuple[Report, ...]]:
     with fork_rng(spec.seed):
         model = _fresh_model(spec)
         if look is not None:

@@ -1,12 +1,13 @@
-"""The bytes that a rank holds for training, to compare a strategy's memory with its formula."""
+"""The bytes that a rank holds for training: by formulas, and counted, to compare the two."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from ..base import Engine
@@ -32,14 +33,43 @@ DIVIDES = {
 """What a strategy shards across its ranks; each rank holds the rest in full."""
 
 
+def shards_parameters(strategy: str) -> bool:
+    return "parameters" in DIVIDES.get(strategy, "").split()
+
+
 def adamw_bytes(strategy: str, ranks: int) -> tuple[float, float, float]:
-    """Return the bytes per parameter of parameters, gradients and optimizer that a rank holds with AdamW in fp32, by
-    ZeRO's formulas (Rajbhandari et al. 2020, arXiv:1910.02054). With `hsdp`, `ranks` is the size of one group."""
+    """Return `rank_bytes` of one parameter with AdamW in fp32."""
+    return rank_bytes(strategy, ranks, 4.0, 4.0, 8.0)
+
+
+def rank_bytes(
+    strategy: str, ranks: int, parameters: float, gradients: float, optimizer: float
+) -> tuple[float, float, float]:
+    """Return the bytes of parameters, gradients and optimizer that a rank holds of those of the full model, by ZeRO's
+    formulas (Rajbhandari et al. 2020, arXiv:1910.02054). With `hsdp`, `ranks` is the size of one group."""
     divided = DIVIDES[strategy].split()
-    copy = 4.0 if strategy.startswith("deepspeed") else 0.0  # of the weights, which it steps
-    whole = {"parameters": 4.0, "gradients": 4.0, "optimizer": 8.0 + copy}
+    copy = parameters if strategy.startswith("deepspeed") else 0.0  # of the weights, which it steps
+    whole = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer + copy}
     own = {part: size / ranks if part in divided else size for part, size in whole.items()}
     return own["parameters"], own["gradients"], own["optimizer"]
+
+
+def gathered_bytes(
+    model: nn.Module, units: Sequence[nn.Module], width: int, *, until_backward: bool = False
+) -> int:
+    """Return the bytes that FSDP2 holds beside its shards, at most, with gathered parameters of `width` bytes: those
+    outside of the units, a unit and the next one (or all units, `until_backward`), a unit's gradients, and the fp32
+    buffer that these are reduced from. The model may be on the meta device; inner units come first."""
+    seen: set[nn.Parameter] = set()
+    sizes = [0]
+    for unit in units:
+        own = set(unit.parameters()) - seen
+        seen |= own
+        sizes.append(sum(one.numel() for one in own))
+    outside = sum(one.numel() for one in model.parameters() if one not in seen)
+    largest = max(sizes) or outside
+    around = sum(sizes) if until_backward else 2 * max(sizes)
+    return width * (outside + around + largest) + 4 * largest
 
 
 @dataclass(frozen=True)

@@ -461,6 +461,57 @@ def test_a_plan_checks_the_epochs_that_the_pipeline_has(toy: Toy) -> None:
     assert len(short.fit(epochs=3, progress=False).history.epochs) == 3  # another number is another matter
 
 
+class SevenBillion(nn.Module):
+    """The blocks of a language model of 7 billion parameters, in 202 million each, and layers around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4096, 16, 16)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4096, 24_640, bias=False), nn.Linear(24_640, 4096, bias=False))
+            for _ in range(32)
+        )
+        self.last = nn.Linear(4096, CLASSES)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "what", "why"),
+    [
+        # 6.46e9 · 16 / 8, and gathered in bf16: the layers around the blocks, three blocks, and a buffer in fp32
+        (
+            "fsdp",
+            "adamw",
+            "14.9 GB",
+            "3.23 GB, 3.23 GB, 6.46 GB of .* up to 2.02 GB gathered .* take 77.5 GB on",
+        ),
+        ("fsdp", "sgd", "11.7 GB", "3.23 GB, 3.23 GB, 3.23 GB of .* each rank copies 6.46 GB to the host's"),
+        ("fsdp_grad_op", "adamw", "27.1 GB", "up to 14.1 GB gathered"),
+        ("hsdp", "adamw", "27.9 GB", "6.46 GB, 6.46 GB, 12.9 GB of"),
+        ("deepspeed_stage_3", "adamw", "16.2 GB", "3.23 GB, 3.23 GB, 9.69 GB of weights, .* in 25.8 GB"),
+    ],
+)
+def test_the_memory_of_a_rank(toy: Toy, strategy: str, optimizer: str, what: str, why: str) -> None:
+    """Of seven billion parameters, by hand; nothing of this size is built."""
+    options = {"momentum": 0.9} if optimizer == "sgd" else {}
+    pipeline = toy.pipeline(SevenBillion, batch_size=8).optimize(optimizer, lr=1e-4, **options)
+    own = {"shard_size": 4} if strategy == "hsdp" else {}
+    row = pipeline.distribute(strategy, devices=8, precision="bf16", **own).plan().steps[-1]
+    assert row.what == f"memory of a rank: {what} and activations"
+    assert re.search(why, row.why), row.why
+
+
+def test_no_memory_of_a_model_that_needs_values(toy: Toy) -> None:
+    def values() -> nn.Module:
+        model = plain_model()
+        assert next(model.parameters()).sum().item() != 0
+        return model
+
+    for pipeline in (toy.pipeline(values), toy.pipeline(plain_model).distribute("ddp", devices=2)):
+        assert not any("memory of a rank" in what for what in steps(pipeline))
+    sharded = toy.pipeline(values).distribute("fsdp", devices=2, device="cpu")
+    assert not any("memory of a rank" in what for what in steps(sharded))
+
+
 def test_the_command_prints_no_plan_of_what_is_refused(toy: Toy, tmp_path: Path) -> None:
     """Nor is a folder left of it."""
     (tmp_path / "file").write_text("mine")

@@ -1,0 +1,67 @@
+"""The plan's row about what each rank of a sharded training holds."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...common.errors import DrivetrainError
+from ...strategies.common.memory import rank_bytes, shards_parameters
+from ..describe.plan import Step
+from ..describe.resolve import ResolvedPlan
+from ..optim.config import OptimizerConfig
+from .build import build_on_meta
+
+_PROBE = 8  # rows and columns of the matrix with which an optimizer is tried
+
+
+def memory_steps(plan: ResolvedPlan) -> tuple[Step, ...]:
+    """Return a row for a strategy that shards parameters, of the model on the meta device; none for a model that cannot
+    be built there."""
+    how = plan.distribution
+    if how.ranks == 1 or not shards_parameters(how.name):
+        return ()
+    try:
+        model = build_on_meta(plan.spec, plan.transforms)
+        of_state = state_bytes(plan.optimization)
+    except (DrivetrainError, RuntimeError, NotImplementedError, TypeError, ValueError):
+        return ()
+    whole, trained = (
+        sum(one.numel() * 4 for one in model.parameters() if one.requires_grad or frozen)
+        for frozen in (True, False)
+    )
+    strategy: Any = plan.strategy
+    ranks = strategy.shards(how.ranks) if hasattr(strategy, "shards") else how.ranks
+    state = round(trained / 4 * of_state)
+    own = rank_bytes(how.name, ranks, whole, trained, state)
+    gathered = 0
+    if hasattr(strategy, "gathered_bytes"):
+        gathered = strategy.gathered_bytes(model, how.step_options["precision"])
+    beside = f", and up to {_gb(gathered)} gathered for a while" if gathered else ""
+    return (
+        Step(
+            f"memory of a rank: {_gb(sum(own) + gathered)} and activations", "Drivetrain",
+            f"{', '.join(map(_gb, own))} of weights, gradients and optimizer state{beside}. Checkpoints take "
+            f"{_gb(whole + state)} on the disk{_copied(ranks, whole + state) if gathered else ''}. Each rank first "
+            f"builds the model on the CPU, in {_gb(whole)}",
+        ),
+    )  # fmt: skip
+
+
+def _copied(ranks: int, size: int) -> str:
+    return f", of which each rank copies {_gb(size / ranks)} to the host's memory and writes it"
+
+
+def state_bytes(optimization: OptimizerConfig) -> float:
+    """Return the bytes of optimizer state by parameter, which one step of a small matrix shows."""
+    weight = nn.Parameter(torch.zeros(_PROBE, _PROBE))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = optimization.factory([("weight", weight)])
+    optimizer.step()
+    state = optimizer.state[weight].values()
+    held = sum(one.nbytes for one in state if isinstance(one, torch.Tensor) and one.shape == weight.shape)
+    return held / weight.numel()
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.3g} GB" if size >= 1e8 else f"{size / 1e6:,.3g} MB"
