@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from typing import Any, Unpack
@@ -26,6 +26,7 @@ from .device import Buffers, feed_of
 from .epochs import Batch, EpochLoader, check_device, options_here
 from .native.stop import Stop
 from .options import LoaderKeywords, LoaderOptions, check_workers
+from .order.batches import WINDOW
 from .sources import Source
 
 _FEWEST = 64
@@ -93,6 +94,7 @@ class FFCVLoader(EpochLoader):
         self._pool: ThreadPoolExecutor | None = None
         self._stops: WeakSet[Stop] = WeakSet()  # of all epochs whose batches may be loading
         self._feed = feed_of(self.device, self.settings, self.beton.depth)
+        self._group = 1  # batches of a stream that are announced together
         self._ahead = deque[_Pending]()  # the batches in preparation of the newest loop
         self._prepare()
         # For the batches in preparation, the one in use, and two spare ones.
@@ -122,6 +124,9 @@ class FFCVLoader(EpochLoader):
             return
         each = int(self.beton.known.sizes.mean()) + STREAM_BLOCK  # a sample ends within a block
         needed = (self.settings.batches_ahead + 2) * share * each
+        # Announced together, neighbours are fetched together. In runs, few samples share no block with others.
+        own = each - STREAM_BLOCK if self.settings.order == "quasi_random" else each
+        self._group = max(1, min(WINDOW, int(self.beton.room) // (3 * share * own)))
         if needed > self.beton.room:
             raise DataError(
                 f"stream=True: this process may keep {self.beton.room / 1e9:,.3f} GB of {self.beton.name}, and the "
@@ -136,14 +141,14 @@ class FFCVLoader(EpochLoader):
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         ahead = self._ahead = deque()
         shares = self.shares(epoch)[start:]
-        coming = None if self.beton.room is None else Coming(self.shares(epoch + 1), len(self.beton))
+        announce = self._announcer(shares, epoch, start)
         stop = Stop()
         self._stops.add(stop)
         try:
             for number in range(len(shares)):
                 while len(ahead) <= self.settings.batches_ahead and number + len(ahead) < len(shares):
                     place = number + len(ahead)
-                    self._announce(shares[place], coming, epoch * len(self) + start + place)
+                    announce(place)
                     ahead.append(self._submit(shares[place], epoch, stop))
                 yield self._batch(_finished(*ahead.popleft()))
         finally:
@@ -174,14 +179,29 @@ class FFCVLoader(EpochLoader):
             ]
         return parts, request
 
-    def _announce(self, numbers: NDArray[np.int64], coming: Coming | None, now: int) -> None:
-        """Begin to read a batch, the number `now` of all epochs."""
-        indices = numbers % len(self.beton)
-        if coming is None:
-            self.beton.prefetch(indices)
-        else:
-            begin = (now // len(self) + 1) * len(self)
-            self.beton.prefetch(indices, now, begin + coming.batches(indices))
+    def _announcer(
+        self, shares: Sequence[NDArray[np.int64]], epoch: int, start: int
+    ) -> Callable[[int], None]:
+        """Return what begins to read each batch of an epoch, by its place among the shares from number `start` on. Of a
+        stream, the batches that follow are read in groups, whose neighbours in the file are fetched together."""
+        samples = len(self.beton)
+        if self.beton.room is None:
+            return lambda place: self.beton.prefetch(shares[place] % samples)
+        coming, first = Coming(self.shares(epoch + 1), samples), epoch * len(self) + start
+        begin, announced = (epoch + 1) * len(self), 0
+
+        def announce(place: int) -> None:
+            nonlocal announced
+            while announced <= min(place + self._group, len(shares) - 1):
+                # The first batch by itself, because it is waited for.
+                end = min(announced + (self._group if announced else 1), len(shares))
+                some = [shares[number] % samples for number in range(announced, end)]
+                indices = np.concatenate(some)
+                times = np.repeat(np.arange(first + announced, first + end), [len(each) for each in some])
+                self.beton.prefetch(indices, times.astype(np.float32), begin + coming.batches(indices))
+                announced = end
+
+        return announce
 
     def _chunk(self, n: int) -> int:
         """Return the number of samples in a chunk of a batch of n: so few that no worker idles at the batch's end, but

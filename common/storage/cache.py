@@ -273,7 +273,10 @@ class Mirror:
 
     def _copy(self, source: RemoteFile, run: range) -> None:
         start = run.start * self.block
-        data = memoryview(source.read(start, min(run.stop * self.block, self.size) - start))
+        self._write(run, memoryview(source.read(start, min(run.stop * self.block, self.size) - start)))
+
+    def _write(self, run: range, data: memoryview) -> None:
+        start = run.start * self.block
         try:
             while data:
                 written = os.pwrite(self.descriptor, data, start)

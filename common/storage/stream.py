@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import os
 import threading
 import weakref
+from bisect import insort
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +28,7 @@ from .holes import STREAM_BLOCK, punch
 
 _NEVER = np.float32(np.inf)
 _AGAIN = 256.0  # batches after which a part of a table is expected to be read again
+_BETWEEN = 32.0  # batches in which a block that came with its neighbours is expected to be read
 _AHEAD = 64.0  # batches that may be in preparation
 _SPARE = 4  # entries of the heap per block that is kept, after which stale ones are removed
 _rooms: dict[Path, Room] = {}
@@ -58,12 +61,12 @@ class Room:
         for use, block in zip((-stream.uses[blocks]).tolist(), blocks.tolist(), strict=True):
             heapq.heappush(self._heap, (use, id(stream), block))
 
-    def trim(self) -> None:
-        """Drop blocks until the others fit. Those in use stay, whatever their number."""
+    def trim(self, coming: int = 0) -> None:
+        """Drop blocks until the others fit, and those that are coming. Those in use stay, whatever their number."""
         if len(self._heap) > _SPARE * (self.blocks + 1024):
             self._heap = sorted({entry for entry in self._heap if self._stream_of(entry) is not None})
         dropped: dict[Stream, list[int]] = {}
-        while self.blocks * STREAM_BLOCK > self.size and self._heap:
+        while (self.blocks + coming) * STREAM_BLOCK > self.size and self._heap:
             entry = heapq.heappop(self._heap)
             if (stream := self._stream_of(entry)) is not None:
                 stream.take(entry[2])
@@ -106,6 +109,7 @@ class Stream(Mirror):
         count = len(self._blocks)
         self.uses = np.full(count, _NEVER, np.float32)  # when each block is wanted next
         self._later = np.full(count, _NEVER, np.float32)  # when again, after that
+        self._wanted: dict[int, list[float]] = {}  # all announced uses of a block that have not been
         self._pins = np.zeros(count, np.int32)  # how many are reading it
         self.room.add(self)
         with self._lock:
@@ -117,15 +121,20 @@ class Stream(Mirror):
         return bool(self._blocks[block]) and not self._pins[block]
 
     def expect(
-        self, starts: NDArray[np.integer], sizes: NDArray[np.integer], now: float, later: NDArray[np.float32]
-    ) -> None:
-        """Note that ranges are wanted at the time `now`, and then, each, at the time `later` `(n,)`; fetch them."""
+        self, starts: NDArray[np.integer], sizes: NDArray[np.integer], soon: NDArray[np.float32],
+        later: NDArray[np.float32],
+    ) -> None:  # fmt: skip
+        """Note that ranges are wanted, each at the time `soon` `(n,)`, and again at `later` `(n,)`; fetch them."""
         with self._lock:
-            self.room.advance(now)
-            for first, end, again in zip(*_blocks_of(starts, sizes), later.tolist(), strict=True):
-                self.uses[first:end], self._later[first:end] = now, again
-                kept = first + np.flatnonzero(self._blocks[first:end])
-                self.room.push(self, kept)
+            self.room.advance(float(soon.min(initial=self.room.clock)))
+            times = zip(soon.tolist(), later.tolist(), strict=True)
+            for first, end, (use, again) in zip(*_blocks_of(starts, sizes), times, strict=True):
+                for block in range(first, end):  # one may have parts of several samples
+                    insort(self._wanted.setdefault(block, []), use)
+                    self.uses[block] = self._wanted[block][0]
+                old = self._later[first:end]
+                self._later[first:end] = np.where(old > use, np.minimum(old, again), again)
+                self.room.push(self, first + np.flatnonzero(self._blocks[first:end]))
         self.prefetch(starts, sizes)
 
     @contextmanager
@@ -143,11 +152,22 @@ class Stream(Mirror):
             with self._lock:
                 for first, end in spans:
                     self._pins[first:end] -= 1
-                    later = self._later[first:end]
-                    # What nobody has announced is a part of a table, which is read again soon.
-                    self.uses[first:end] = np.where(np.isinf(later), self.room.clock + _AGAIN, later)
+                    for block in range(first, end):
+                        self.uses[block] = self._next_use(block)
                     self.room.push(self, first + np.flatnonzero(self._blocks[first:end]))
                 self.room.trim()
+
+    def _next_use(self, block: int) -> float:
+        """Return when a block that has just been used is wanted next."""
+        wanted = self._wanted.get(block)
+        if wanted:
+            del wanted[0]
+        if wanted:
+            return wanted[0]
+        self._wanted.pop(block, None)
+        later = float(self._later[block])
+        # What nobody has announced is a part of a table, which is read again soon.
+        return self.room.clock + _AGAIN if math.isinf(later) else later
 
     def take(self, block: int) -> None:
         self._blocks[block] = 0
@@ -161,9 +181,15 @@ class Stream(Mirror):
     def settle(self, now: float) -> None:
         """Forget uses before the time `now` that have not happened, because a loop was left."""
         with self._lock:
+            self._wanted = {block: times for block, times in self._wanted.items() if times[-1] >= now}
             past = np.flatnonzero((self._blocks == 1) & (self.uses < now) & (self._pins == 0))
             self.uses[past] = _NEVER
             self.room.push(self, past)
+
+    def _write(self, run: range, data: memoryview) -> None:
+        with self._lock:
+            self.room.trim(len(run))
+            super()._write(run, data)
 
     def _mark(self, run: range, arrived: int) -> None:
         with self._lock:
@@ -172,6 +198,9 @@ class Stream(Mirror):
             super()._mark(run, arrived)
             self.room.blocks += arrived * len(run) - before
             if arrived:
+                # Between blocks that were asked for: neighbours are often wanted soon.
+                between = run.start + np.flatnonzero(np.isinf(self.uses[part]))
+                self.uses[between] = self.room.clock + _BETWEEN
                 self.room.push(self, np.arange(run.start, run.stop))
                 self.room.trim()
 

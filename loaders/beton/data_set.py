@@ -156,11 +156,16 @@ class BetonFiles:
                 found[place] = value
         return found
 
-    def prefetch(self, indices: Indices, now: float = 0.0, later: NDArray[np.float32] | None = None) -> None:
+    def prefetch(
+        self,
+        indices: Indices,
+        soon: NDArray[np.float32] | None = None,
+        later: NDArray[np.float32] | None = None,
+    ) -> None:
         if self.remote or self.exceeds_memory:
             for one, at, own in self._by_file(indices):
-                again = None if later is None else later[at]
-                one.prefetch(own, local=self.exceeds_memory, now=now, later=again)
+                times = () if soon is None or later is None else (soon[at], later[at])
+                one.prefetch(own, *times, local=self.exceeds_memory)
 
     @contextmanager
     def prepared(self, indices: Indices) -> Iterator[None]:

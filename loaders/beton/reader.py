@@ -211,18 +211,18 @@ class Beton:
     def prefetch(
         self,
         indices: NDArray[np.int64],
+        soon: NDArray[np.float32] | None = None,
+        later: NDArray[np.float32] | None = None,
         *,
         local: bool,
-        now: float = 0.0,
-        later: NDArray[np.float32] | None = None,
     ) -> None:
         """Begin to read the images of the samples `indices` `(n,)`, which are wanted soon, without waiting for them.
 
-        With `local` also of a file of this machine: it pays if the file is larger than the memory. Of a stream, that is
-        the time `now`, and each is wanted again at the time `later`.
+        With `local` also of a file of this machine: it pays if the file is larger than the memory. Of a stream, each
+        is wanted at the time `soon` `(n,)`, and again at the time `later` `(n,)`.
         """
-        if later is not None and isinstance(self.file.mirror, Stream):
-            self.file.mirror.expect(self.pointers[indices], self.sizes[indices], now, later)
+        if soon is not None and later is not None and isinstance(self.file.mirror, Stream):
+            self.file.mirror.expect(self.pointers[indices], self.sizes[indices], soon, later)
         elif self.file.mirror is not None:
             self.file.mirror.prefetch(self.pointers[indices], self.sizes[indices])
         elif local:
