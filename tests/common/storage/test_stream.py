@@ -152,6 +152,24 @@ def test_what_was_dropped_while_its_request_ended_is_fetched_again(
     one.close()
 
 
+def test_a_block_of_several_samples_stays_until_the_last_was_used(server: RangeServer) -> None:
+    one = Stream(local_copy(server.address("train.beton"), Remote(stream=True, cache_limit=0.5)))
+    one.room.size = 2 * BLOCK
+    again = np.full(2, 100, np.float32)
+    one.expect(np.array([0, 100]), np.array([50, 50]), np.array([0, 5], np.float32), again)
+    with one.pinned(np.array([0]), 50):
+        pass
+    for block, soon in ((10, 7), (20, 6)):
+        one.expect(np.array([block * BLOCK]), np.array([50]), np.array([soon], np.float32), again[:1])
+        one.fetch(np.array([block * BLOCK]), 50)
+    assert [one.is_kept(block) for block in (0, 10, 20)] == [True, False, True]
+    with one.pinned(np.array([100]), 50):  # after its last sample, it is wanted in the next epoch only
+        pass
+    one.fetch(np.array([10 * BLOCK]), 50)
+    assert [one.is_kept(block) for block in (0, 10, 20)] == [False, True, True]
+    one.close()
+
+
 def furthest_first(order: list[list[int]], keeps: int) -> int:
     """How often Belady's rule has to fetch a sample, one batch after the other, as it is written."""
     kept: set[int] = set()
@@ -264,7 +282,6 @@ def test_ranks_in_quasi_random_order_fetch_the_data_once(
                 seen += [int(label) for _, labels in loader for label in labels]
                 fetched.append((server.bytes - tables) / size)
     assert len(seen) == samples
-    print(fetched)
     assert sum(fetched) < 1.2, fetched
     assert max(fetched) < 1.2 / ranks, "each its share"
 
