@@ -125,8 +125,10 @@ class Stream(Mirror):
         later: NDArray[np.float32],
     ) -> None:  # fmt: skip
         """Note that ranges are wanted, each at the time `soon` `(n,)`, and again at `later` `(n,)`; fetch them."""
+        if not len(soon):
+            return
         with self._lock:
-            self.room.advance(float(soon.min(initial=self.room.clock)))
+            self.room.advance(float(soon.min()))
             times = zip(soon.tolist(), later.tolist(), strict=True)
             for first, end, (use, again) in zip(*_blocks_of(starts, sizes), times, strict=True):
                 for block in range(first, end):  # one may have parts of several samples

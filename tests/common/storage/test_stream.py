@@ -167,6 +167,7 @@ def test_a_block_of_several_samples_stays_until_the_last_was_used(server: RangeS
         pass
     one.fetch(np.array([10 * BLOCK]), 50)
     assert [one.is_kept(block) for block in (0, 10, 20)] == [False, True, True]
+    assert one.room.clock == 6, "the first batch of those that were announced last"
     one.close()
 
 
