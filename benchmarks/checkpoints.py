@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -35,6 +34,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from drivetrain import Pipeline, strategies
@@ -46,6 +46,7 @@ from drivetrain.pipeline.checkpoints.fingerprint import description, fingerprint
 from drivetrain.pipeline.checkpoints.state import all_finite, capture_state
 from drivetrain.pipeline.checkpoints.writer import CheckpointWriter
 from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.measuring.runner import resident_peak
 from drivetrain.pipeline.telemetry.history import History
 from drivetrain.pipeline.training.build import Built, build
 from drivetrain.pipeline.training.rank_memory import state_bytes
@@ -186,15 +187,15 @@ def on_rank(pipeline: Pipeline, folder: Path, rounds: int, steps: int) -> dict[s
     return found
 
 
-def resident(peak: bool = False) -> int:
-    """Return the bytes of this process in memory, now or at most since `forget_peak`."""
-    (line,) = re.findall(
-        rf"^{'VmHWM' if peak else 'VmRSS'}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M
-    )
-    return int(line) * 1024
+def grown(before: int) -> int:
+    """Return the bytes by which this process was larger, at most since `forget_peak`."""
+    peak = resident_peak()
+    assert peak is not None
+    return peak - before
 
 
 def forget_peak() -> None:
+    """Let `resident_peak` begin again."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -203,17 +204,17 @@ def memory_on_rank(pipeline: Pipeline, folder: Path) -> dict[str, int]:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     plan = resolve(pipeline)
-    before = resident()
+    before = psutil.Process().memory_info().rss
     with build(plan) as built:
         forget_peak()
         built.hooks.begin(built.engine, 1, built.train)
         built.begin_epoch()
         for _ in range(3):
             one_step(built)
-        training = resident(peak=True) - before
+        training = grown(before)
         forget_peak()
         trial(built, ours(built, folder), 1, 1)
-        return {"training": training, "checkpoint": resident(peak=True) - before}
+        return {"training": training, "checkpoint": grown(before)}
 
 
 def memory_part(folder: Path, millions: float) -> tuple[Table, dict[str, Any]]:

@@ -20,13 +20,11 @@ from __future__ import annotations
 
 import argparse
 import io
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -46,6 +44,7 @@ from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
 from measuring import Contender, compare, measure, save, summarize
 from PIL import Image
+from range_server import serving
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
@@ -207,18 +206,6 @@ def photographs(folder: Path, images: int) -> Path:
     return folder
 
 
-@contextmanager
-def serving(folder: Path, latency: float, rate: float) -> Iterator[str]:
-    """Serve a folder in a process of its own; yield the address."""
-    script = Path(__file__).with_name("range_server.py")
-    command = [sys.executable, str(script), str(folder), "--latency", f"{latency}", "--rate", f"{rate}"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        assert server.stdin is not None
-        yield f"http://127.0.0.1:{int(server.stdout.readline())}"
-        server.stdin.close()
-
-
 def two_epochs(source: str | Path, cache: Path | None, options: dict[str, Any]) -> dict[str, float]:
     """Return the seconds to the first batch, of epoch one and of epoch two. Starting the loader belongs to epoch
     one."""
@@ -262,7 +249,9 @@ def streaming_part(
 
         contenders = {LOCAL: trial(LOCAL, path)}
         for name, how in servers.items():
-            contenders[name] = trial(name, f"{stack.enter_context(serving(folder, *how))}/{path.name}")
+            contenders[name] = trial(
+                name, f"{stack.enter_context(serving(folder, *how)).address}/{path.name}"
+            )
         measure(contenders, rounds)
         tables, rows = [], {}
         for what, by_name in figures.items():

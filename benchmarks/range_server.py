@@ -12,9 +12,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -89,6 +92,33 @@ def handler(folder: Path, latency: float, line: Line) -> type[BaseHTTPRequestHan
                     self.wfile.write(data)
 
     return Handler
+
+
+class Store:
+    """This script, running in a process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.address = f"http://127.0.0.1:{self._number()}"
+
+    def _number(self) -> int:
+        assert self._process.stdout is not None
+        return int(self._process.stdout.readline())
+
+    def sent(self) -> int:
+        """Return the bytes of files that it has sent so far."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._number()
+
+
+@contextmanager
+def serving(folder: Path, latency: float, rate: float) -> Iterator[Store]:
+    """Serve a folder in a process of its own inside the block."""
+    command = [sys.executable, __file__, str(folder), "--latency", f"{latency}", "--rate", f"{rate}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Store(process)  # it ends with its standard input, which leaving the block closes
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ nothing. Drivetrain's order is quasi-random; the others shuffle their shards, an
 of both epochs (the first from opening the data on, without imports), seconds to the first batch, bytes that left the
 store, and the largest memory of all processes (PSS, every 50 ms).
 
-The peers have an environment of their own (`peers.txt`). litdata's client for S3 is told that the store has no
+The peers have an environment of their own (`peers.txt`). litdata's client for S3 is configured for a store without a
 certificate; a connection of Streaming's is closed before its workers, which are forked, would share it.
 """
 
@@ -32,6 +32,7 @@ from typing import Any
 import psutil
 from drivetrain.common.table import Table
 from measuring import Contender, compare, measure, save, summarize
+from range_server import Store, serving
 
 SCRIPT = Path(__file__).with_name("stream_epochs.py")
 OURS = "drivetrain"
@@ -41,31 +42,6 @@ PAUSE = 0.05
 VARIABLES = {  # of the clients of S3
     "AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none", "AWS_DEFAULT_REGION": "us-east-1",
 }  # fmt: skip
-
-
-class Store:
-    """The server, and what it has sent."""
-
-    def __init__(self, folder: Path, latency: float, rate: float) -> None:
-        script = SCRIPT.with_name("range_server.py")
-        command = [sys.executable, str(script), str(folder), "--latency", f"{latency}", "--rate", f"{rate}"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.address = f"http://127.0.0.1:{self._line()}"
-
-    def _line(self) -> int:
-        assert self._process.stdout is not None
-        return int(self._process.stdout.readline())
-
-    def sent(self) -> int:
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return self._line()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
 
 
 @contextmanager
@@ -95,18 +71,13 @@ def largest_memory(process: int) -> Iterator[list[int]]:
 def trial(python: str, name: str, store: Store, limit: int, workers: int) -> dict[str, Any]:
     """Stream two epochs in a new process; return what it printed, its memory, and the bytes that the store sent."""
     with tempfile.TemporaryDirectory() as cache:
-        command = [
-            python,
-            str(SCRIPT),
-            "read",
-            name,
-            f"{store.address}/{name}",
-            cache,
-            str(limit),
-            str(workers),
-        ]
+        given = (name, f"{store.address}/{name}", cache, str(limit), str(workers))
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | VARIABLES
+            [python, str(SCRIPT), "read", *given],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | VARIABLES,
         )
         assert process.stdin is not None
         assert process.stdout is not None
@@ -156,9 +127,8 @@ def main() -> None:
             subprocess.run([python, str(SCRIPT), "write", name, str(options.folder), str(own)], check=True)
             sizes[name] = sum(file.stat().st_size for file in own.rglob("*") if file.is_file())
         limit = int(options.share * sizes[OURS])
-        store = Store(Path(directory), options.latency, options.rate)
 
-        def contender(name: str) -> Contender:
+        def contender(name: str, store: Store) -> Contender:
             def run() -> float:
                 found[name].append(trial(pythons[name], name, store, limit, options.workers))
                 print(name, found[name][-1], flush=True)
@@ -166,8 +136,8 @@ def main() -> None:
 
             return run
 
-        measure({name: contender(name) for name in options.only}, options.rounds)
-        store.close()
+        with serving(Path(directory), options.latency, options.rate) as store:
+            measure({name: contender(name, store) for name in options.only}, options.rounds)
     trials = {name: each[-options.rounds :] for name, each in found.items()}
     tables: list[Table] = []
     results: dict[str, Any] = {

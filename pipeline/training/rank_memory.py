@@ -26,10 +26,8 @@ def memory_steps(plan: ResolvedPlan) -> tuple[Step, ...]:
         of_state = state_bytes(plan.optimization)
     except (DrivetrainError, RuntimeError, NotImplementedError, TypeError, ValueError):
         return ()
-    whole, trained = (
-        sum(one.numel() * 4 for one in model.parameters() if one.requires_grad or frozen)
-        for frozen in (True, False)
-    )
+    whole = 4 * sum(one.numel() for one in model.parameters())
+    trained = 4 * sum(one.numel() for one in model.parameters() if one.requires_grad)
     strategy: Any = plan.strategy
     ranks = strategy.shards(how.ranks) if hasattr(strategy, "shards") else how.ranks
     state = round(trained / 4 * of_state)

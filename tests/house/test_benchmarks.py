@@ -44,10 +44,8 @@ SMALL: dict[str, list[str]] = {
 }  # fmt: skip
 """Each script, with all of its contenders, on little. A folder or file is in the folder where it runs."""
 TUNING = "tuning"  # has a test of its own
-STARTED = {  # by other scripts
-    "one_shot": "loaders", "peer_epochs": "peers", "range_server": "cluster", "stream_epochs": "streams",
-}  # fmt: skip
-IMPORTED = {"fast_plain": "fast", "loop_contenders": "loop", "measuring": "loop"}
+STARTED = {"one_shot": "loaders", "peer_epochs": "peers", "stream_epochs": "streams"}  # by other scripts
+IMPORTED = {"fast_plain": "fast", "loop_contenders": "loop", "measuring": "loop", "range_server": "cluster"}
 RECIPE = """
 model: cifar_resnet
 model_options: {num_classes: 10, width: 4}
