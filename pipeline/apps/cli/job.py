@@ -8,11 +8,11 @@ import click
 from .options import Command, Place, Text, argument, option, recipe_arguments, say
 from .training import check_sources
 
-SCHEDULERS = ("slurm", "kubernetes", "ray", "skypilot")
+SCHEDULERS = ("slurm", "kubernetes", "jobset", "ray", "skypilot")
 
 
 @click.command(cls=Command)
-@argument("scheduler", "slurm, kubernetes, ray or skypilot.", Text(*SCHEDULERS))
+@argument("scheduler", "slurm, kubernetes, jobset, ray or skypilot.", Text(*SCHEDULERS))
 @recipe_arguments()
 @option(
     "--out FOLDER",
@@ -26,8 +26,11 @@ SCHEDULERS = ("slurm", "kubernetes", "ray", "skypilot")
 )  # fmt: skip
 @option("--cpus-per-gpu N", "CPU cores for each GPU, for the loaders.", int, name="cpus", default=8)
 @option("--gpu-type NAME", "Name of the GPUs in the scheduler's words, e.g. H100; skypilot requires it.")
-@option("--time TIME", "Time limit, for slurm and kubernetes: minutes, HH:MM:SS or DAYS-HH:MM:SS.")
-@option("--image IMAGE", "Container image, for kubernetes, which requires it, skypilot and slurm (pyxis).")
+@option("--time TIME", "Time limit, for slurm, kubernetes and jobset: minutes, HH:MM:SS or DAYS-HH:MM:SS.")
+@option(
+    "--image IMAGE",
+    "Container image, for kubernetes and jobset, which require it, skypilot and slurm (pyxis).",
+)
 @option("--name NAME", "Name of the job. Default: the recipe's.")
 def job(
     scheduler: str, recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None,

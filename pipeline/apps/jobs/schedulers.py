@@ -8,7 +8,7 @@ from typing import Any
 from ....common.errors import PlanError, suggest
 from ....common.storage.addresses import is_address
 from .job import Job, make_job
-from .kubernetes import kubernetes
+from .kubernetes import jobset, kubernetes
 from .ray import ray
 from .skypilot import skypilot
 from .slurm import slurm
@@ -30,6 +30,7 @@ class Scheduler:
 SCHEDULERS = {
     "slurm": Scheduler(slurm, ("time", "image"), same_folder=True),
     "kubernetes": Scheduler(kubernetes, ("image", "time"), mounts=True, elastic=True),
+    "jobset": Scheduler(jobset, ("image", "time"), mounts=True, elastic=True),
     "ray": Scheduler(ray, elastic=True),
     "skypilot": Scheduler(skypilot, ("image",), mounts=True, copies=True),
 }

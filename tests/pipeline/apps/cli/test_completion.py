@@ -41,7 +41,7 @@ OFFERS: list[tuple[str, set[str]]] = [
     ("export run x --format = to", {"torch-export"}),
     ("recipes cifar10-q", {"cifar10-quickstart"}),
     ("predict run x.jpg mi", FILES),
-    ("job ", {"slurm", "kubernetes", "ray", "skypilot"}),
+    ("job ", {"slurm", "kubernetes", "jobset", "ray", "skypilot"}),
     ("job slurm cifar10-q", {"cifar10-quickstart"}),
     ("job slurm mine.yaml --nodes 1 see", {"seed="}),
     ("completion ", {"bash", "zsh", "fish"}),

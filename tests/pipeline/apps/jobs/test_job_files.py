@@ -34,10 +34,14 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "mine.yaml"
 
 
+PODS = ("kubernetes", "jobset")  # of Kubernetes
+
+
 def written(scheduler: str, recipe: str, *overrides: str, **options: Any) -> str:
     """A job file with the options that its scheduler needs."""
     needed: dict[str, Any] = {"out": "/shared/run", "nodes": "1", "gpus": 8, "cpus": 4}
-    needed |= {"kubernetes": {"image": "team/image:1"}, "skypilot": {"gpu_type": "H100"}}.get(scheduler, {})
+    image = {"image": "team/image:1"}
+    needed |= {"kubernetes": image, "jobset": image, "skypilot": {"gpu_type": "H100"}}.get(scheduler, {})
     return job_file(scheduler, recipe, overrides, **needed | options)[0]
 
 
@@ -47,8 +51,16 @@ def manifests(text: str) -> dict[str, Any]:
 
 
 def container(text: str) -> dict[str, Any]:
-    (only,) = manifests(text)["Job"]["spec"]["template"]["spec"]["containers"]
+    (only,) = job_of(manifests(text))["spec"]["template"]["spec"]["containers"]
     return dict(only)
+
+
+def job_of(found: dict[str, Any]) -> Any:
+    """The Job, or that of the JobSet's pods, which has no name."""
+    if "Job" in found:
+        return found["Job"]
+    (pods,) = found["JobSet"]["spec"]["replicatedJobs"]
+    return {"apiVersion": "batch/v1", "kind": "Job", **pods["template"]}
 
 
 def bash_reads(text: str) -> None:
@@ -61,7 +73,7 @@ def arguments(scheduler: str, text: str, folder: Path) -> list[str]:
     path = programs(folder / f"bin-{scheduler}", srun=SRUN, scontrol=SCONTROL, torchrun=TORCHRUN)
     requests = folder / f"arguments-{scheduler}"
     shell = ["bash", "-c", text]
-    if scheduler == "kubernetes":
+    if scheduler in PODS:
         pod = container(text)
         shell = [*pod["command"], *(word.replace("$$(", "$(") for word in pod["args"])]
     elif scheduler == "skypilot":
@@ -195,6 +207,34 @@ def test_kubernetes(recipe: str) -> None:
         schema.validate(found["Job"], "1.37", strict=True)
 
 
+def test_jobset(recipe: str) -> None:
+    """The Job's pods, and around them keys from JobSet's documentation; no package publishes its schema."""
+    text, plain = (
+        written(scheduler, recipe, nodes="1:2", time="90") for scheduler in ("jobset", "kubernetes")
+    )
+    found = manifests(text)
+    assert set(found) == {"ConfigMap", "PersistentVolumeClaim", "JobSet"}
+    spec = found["JobSet"]["spec"]
+    assert set(spec) == {"network", "failurePolicy", "replicatedJobs"}
+    assert spec["network"] == {
+        "enableDNSHostnames": True,
+        "publishNotReadyAddresses": True,
+        "subdomain": "mine",
+    }
+    assert spec["failurePolicy"] == {
+        "maxRestarts": 10, "rules": [{"action": "FailJobSet", "onJobFailureReasons": ["DeadlineExceeded"]}],
+    }  # fmt: skip
+    job, alone = job_of(found), manifests(plain)["Job"]
+    assert "--rdzv-endpoint=mine-pods-0-0.mine:29400 " in container(text)["command"][2]
+    assert alone["spec"]["template"]["spec"].pop("subdomain") == "mine", "JobSet adds its own"
+    (pod,), (other,) = (each["spec"]["template"]["spec"]["containers"] for each in (job, alone))
+    pod["command"][2] = pod["command"][2].replace("mine-pods-0-0.mine", "mine-0.mine")
+    assert pod == other
+    assert job["spec"] == alone["spec"]
+    schema = pytest.importorskip("kubernetes_validate", reason="the published schemas are not installed")
+    schema.validate(job, "1.37", strict=True)
+
+
 @pytest.mark.parametrize(
     ("time", "seconds"),
     [
@@ -219,12 +259,12 @@ def test_results_at_an_address_need_no_shared_folder(recipe: str, tmp_path: Path
         return
     given = arguments(scheduler, text, tmp_path)
     assert given[given.index("--out") + 1] == "s3://bucket/run"
-    if scheduler == "kubernetes":
+    if scheduler in PODS:
         found = manifests(text)
         assert "PersistentVolumeClaim" not in found
         assert [one["name"] for one in container(text)["volumeMounts"]] == ["memory", "recipe"]
         schema = pytest.importorskip("kubernetes_validate", reason="the published schemas are not installed")
-        schema.validate(found["Job"], "1.37", strict=True)
+        schema.validate(job_of(found), "1.37", strict=True)
     elif scheduler == "skypilot":
         assert "volumes" not in yaml.safe_load(text)
 
@@ -263,14 +303,14 @@ def test_on_the_cpu_no_gpus_are_requested(recipe: str) -> None:
     assert "accelerators" not in yaml.safe_load(written("skypilot", recipe, cpu, gpu_type=None))["resources"]
 
 
-@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes", "skypilot"])
+@pytest.mark.parametrize("scheduler", ["slurm", *PODS, "skypilot"])
 def test_awkward_texts_arrive_as_they_are(recipe: str, tmp_path: Path, scheduler: str) -> None:
     file, out = f"{AWKWARD[:20]}.yaml", f"/shared/{AWKWARD}"
     shutil.copy(recipe, file)
     text = written(scheduler, file, f"description={AWKWARD}", out=out)
     words = arguments(scheduler, text, tmp_path)
     given = words[words.index("train") + 1 :]
-    name = given[0] if scheduler != "kubernetes" else file
+    name = given[0] if scheduler not in PODS else file
     assert [name, *given[1:]] == [
         file, f"description={AWKWARD}", "devices=auto", "--out", out, "--resume", "--every-minutes", "10",
     ]  # fmt: skip
@@ -294,6 +334,7 @@ WRONG: dict[str, tuple[str, list[str], dict[str, Any], str]] = {
     "a web server": ("slurm", [], {"out": "https://host/run"}, "a web server cannot be written"),
     "a folder above": ("skypilot", [], {"out": "/shared/../mine"}, "Pass an absolute path"),
     "a folder of the system": ("kubernetes", [], {"out": "/usr/run"}, "in /usr, which the image needs itself"),
+    "no image for jobset": ("jobset", [], {"image": None}, "Pass --image"),
     "no image": ("kubernetes", [], {"image": None}, "Pass --image"),
     "an image for ray": ("ray", [], {"image": "a"}, "for ray has no --image"),
     "a time for ray": ("ray", [], {"time": "10"}, "for ray has no --time"),
