@@ -12,6 +12,8 @@
 # make gpu-kit      pack what a GPU machine without a network needs, in parts (GPU_PYTHON=python3.12, PHOTOS=FOLDER)
 # make same         forty small trainings, compared bit for bit with the revision BASE=HEAD: before and after a rebuilding
 # make records      race the quickstart against plain PyTorch: an hour; it continues where it was stopped
+# make records-imagenette IMAGENETTE=FOLDER   likewise imagenette-5, from five seeds: four hours; FOLDER has train/ and val/
+# make records-methods   the effect of each method on the time to an accuracy on CIFAR-10: three hours, likewise
 # make fuzz         a million damaged files through the native library, under the sanitizers; ten million images for leaks
 # make libfuzzer    the same library under clang's fuzzer, guided by coverage, for SECONDS=3600 (CC=clang-19)
 # make notebooks    run the notebooks, and keep their outputs in them (NOTEBOOKS=… selects some)
@@ -26,11 +28,11 @@ NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 NATIVE := loaders/native/libdrivetrain.so
 ALONE = $(shell grep -rl --include="test_*.py" "mark\.alone" tests)
 
-.PHONY: quickstart records install test test-all quick same check bytecode lock wheel wheels release-check bench bench-peers fuzz libfuzzer gpu gpu-kit notebooks docs clean
+.PHONY: quickstart records records-imagenette records-methods install test test-all quick same check bytecode lock wheel wheels release-check bench bench-peers fuzz libfuzzer gpu gpu-kit notebooks docs clean
 
 # With these, glibc keeps the memory of a step for the next one, in every variant (docs/ledger.md, "On a CPU").
-quickstart records: export MALLOC_MMAP_THRESHOLD_ ?= 4294967296
-quickstart records: export MALLOC_TRIM_THRESHOLD_ ?= 8589934592
+quickstart records records-imagenette records-methods: export MALLOC_MMAP_THRESHOLD_ ?= 4294967296
+quickstart records records-imagenette records-methods: export MALLOC_TRIM_THRESHOLD_ ?= 8589934592
 quickstart: .venv/runtime $(NATIVE)
 	$(BIN)/drivetrain train cifar10-quickstart --out runs/quickstart --ledger --ledger-seconds 150
 
@@ -111,6 +113,18 @@ wheel: install
 RACE := $(BIN)/drivetrain race
 records: install
 	$(RACE) cifar10-quickstart epochs=5 --target 0.75 --seeds 3 --out .build/records/cifar10-quickstart
+
+records-methods: install
+	$(BIN)/python benchmarks/methods.py
+
+PHOTOGRAPHS := .build/records/imagenette
+records-imagenette: $(PHOTOGRAPHS)/train.beton $(PHOTOGRAPHS)/val.beton
+	$(RACE) imagenette-5 --train $(PHOTOGRAPHS)/train.beton --val $(PHOTOGRAPHS)/val.beton --target 0.8577 --seeds 5 \
+	    --against imagenette-plain --out $(PHOTOGRAPHS)
+
+$(PHOTOGRAPHS)/%.beton: install
+	mkdir -p $(PHOTOGRAPHS)
+	test -e $@ || $(BIN)/drivetrain convert "$(IMAGENETTE)/$*" $@
 
 wheels: install
 	$(BIN)/python .ci/wheels.py

@@ -257,8 +257,39 @@ def scale_table() -> str:
     return rows("samples | files | opening: s | CPU s | MB | order of an epoch: s | CPU s | MB", lines)
 
 
+def streams_table() -> str:
+    """Return Drivetrain, litdata, Streaming and WebDataset on an object store, with a cache of a part of the data."""
+    found = result("streams")
+    names = {
+        "drivetrain": "Drivetrain", "litdata": "litdata", "streaming": "MosaicML's Streaming",
+        "webdataset": "WebDataset, without a cache",
+    }  # fmt: skip
+    lines = []
+    for key, name in names.items():
+        speeds = [
+            cell
+            for epoch in ("epoch one", "epoch two")
+            for cell in (
+                f"{found[epoch][key]['images/s']['median']:,.0f}",
+                f"{found[epoch][key]['ours_is_times_as_fast']['median']:.2f}",
+            )
+        ]
+        first = f"{found['first batch'][key]['s']['median']:.2f}"
+        sent, memory = (found[part][key]["bytes"]["median"] for part in ("sent in two epochs", "memory"))
+        times = f"{sent / found['data']['bytes'][key]:.2f}"
+        version = "" if key == "drivetrain" else f" {found['versions'][key]}"
+        lines.append([name.replace(",", f"{version},") if "," in name else name + version, *speeds, first, times,
+                      f"{memory / 1e6:,.0f}"])  # fmt: skip
+    return rows(
+        "library | epoch one: images/s | ours is … times as fast | epoch two: images/s | … | first batch, s | "
+        "sent in two epochs, times the data | MB of memory",
+        lines,
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "tuned recipes": tuning_table,
+    "streams": streams_table,
     "loaders": loaders_table,
     "ledger of the quickstart": ledger_table,
     "methods": methods_table,

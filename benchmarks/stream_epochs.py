@@ -21,6 +21,7 @@ from typing import Any
 
 SIDE, BATCH, SCALE = 224, 64, (0.25, 1.0)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+BLOCK = 1024  # samples that Streaming mixes, as many as Drivetrain does: of its default, all, the cache has not enough
 CHUNK = 1 << 20  # bytes of a shard of the peers: a hundredth of the data, so that many fit into the cache
 SHUFFLED = 1000  # samples in WebDataset's buffer
 
@@ -147,8 +148,9 @@ def read_streaming(address: str, cache: Path, limit: int, workers: int) -> Epoch
     host, _, bucket = address.removeprefix("http://").partition("/")
     os.environ["S3_ENDPOINT_URL"] = f"http://{host}"
     data = Images(
-        remote=f"s3://{bucket}", local=str(cache), shuffle=True, batch_size=BATCH, cache_limit=limit
-    )
+        remote=f"s3://{bucket}", local=str(cache), shuffle=True, batch_size=BATCH, cache_limit=limit,
+        shuffle_block_size=BLOCK,
+    )  # fmt: skip
     for stream in data.streams:
         stream._downloader.clean_up()  # the connection for the index, which the workers, forked, would share
     return DataLoader(data, BATCH, num_workers=workers, drop_last=True, persistent_workers=True)

@@ -29,6 +29,10 @@ SMALL: dict[str, list[str]] = {
     "limits": ["small.yaml", "--rounds", "2", "--batches", "4"],
     "loaders": ["photos", "--rounds", "2"],
     "loop": ["--rounds", "2", "--steps", "50"],
+    "methods": [
+        "--recipe", "small.yaml", "--epochs", "2", "--seeds", "2", "--target", "0.01", "--only", "EMA", "Muon",
+        "--runs", "runs.json",
+    ],
     "muon": ["--recipe", "small.yaml", "--seeds", "2", "--lrs", "0.01", "0.02", "--tuning-epochs", "1"],
     "peers": ["photos", "--rounds", "2"] + (
         ["--python", str(PEERS)] if PEERS.exists() else ["--python", sys.executable, "--peers", "torchvision"]

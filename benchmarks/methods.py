@@ -1,0 +1,100 @@
+"""Measure what each method contributes to the time to an accuracy on CIFAR-10: `cifar10-quickstart` and each with it.
+
+    python benchmarks/methods.py [--seeds 3] [--epochs 5] [--target 0.8] [--only NAME …] [--recipe cifar10-quickstart]
+        [--runs .build/records/methods.json] [--out benchmarks/results]
+
+All variants train from the same seeds in turns (`Pipeline.race`): the recipe, and the recipe with one method more, or
+with another optimizer, with the values of the method's paper or implementation. Finished runs are kept in the file
+`--runs`, from which a second call continues. Measured: seconds of training until the target is reached, as a ratio
+within each seed, and the difference of the accuracies after the last epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import drivetrain.transforms as transforms
+from drivetrain import Pipeline
+from drivetrain.common.table import Table
+from drivetrain.pipeline import RaceResult
+from drivetrain.pipeline.measuring.statistics import Figure, interval_of_mean
+from measuring import save
+
+Change = Callable[[Pipeline], Pipeline]
+
+
+def optimizer(name: str, **options: Any) -> Change:
+    return lambda pipeline: pipeline.optimize(name, schedule="linear", warmup=0.25, **options)
+
+
+METHODS: dict[str, Change] = {
+    "EMA": lambda pipeline: pipeline.transform(transforms.EMA(half_life=100, update_every=20)),
+    "EfficientTrain": lambda pipeline: pipeline.transform(transforms.EfficientTrain()),
+    "InfoBatch": lambda pipeline: pipeline.transform(transforms.InfoBatch()),
+    "Lookahead": lambda pipeline: pipeline.transform(transforms.Lookahead(interval=5, decay=0.774, power=3.0)),
+    "ProgressiveResizing": lambda pipeline: pipeline.transform(transforms.ProgressiveResizing()),
+    "SqueezeExcite": lambda pipeline: pipeline.transform(transforms.SqueezeExcite()),
+    "ThreeAugment": lambda pipeline: pipeline.transform(transforms.ThreeAugment()),
+    "Muon": optimizer("muon", lr=0.02, weight_decay=0.01),
+    "AdaMuon": optimizer("adamuon", lr=0.01, weight_decay=0.01),
+    "Schedule-Free SGD": lambda pipeline: pipeline.optimize("schedulefree_sgd", lr=1.0, weight_decay=5e-4, warmup=0.05),
+}  # fmt: skip
+
+
+def gain(race: RaceResult, method: str) -> Figure:
+    """Return the mean difference of the last accuracies within each seed, and its 95 % interval."""
+    last = {(run.variant, run.seed): run.points[-1].accuracy for run in race.runs if run.points}
+    pairs = [
+        (last[race.variants[0], seed], value) for (variant, seed), value in last.items() if variant == method
+    ]
+    return interval_of_mean([value - base for base, value in pairs])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--target", type=float, default=0.8)
+    parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--recipe", default="cifar10-quickstart")
+    parser.add_argument("--runs", type=Path, default=Path(".build/records/methods.json"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    options = parser.parse_args()
+    pipeline = Pipeline.from_recipe(options.recipe, epochs=options.epochs)
+    options.runs.parent.mkdir(parents=True, exist_ok=True)
+    against = {name: METHODS[name](pipeline) for name in options.only}
+    race = pipeline.race(
+        target=options.target, seeds=options.seeds, against=against, give_up=None, out=options.runs
+    )
+    print(race)
+    rows, results = [], {}
+    for row in race.rows[1:]:
+        more = gain(race, row.variant)
+        half = 100 * (more.high - more.value)
+        results[row.variant] = {
+            "reached": row.reached,
+            "ratio": row.ratio and asdict(row.ratio),
+            "accuracy": asdict(more),
+        }
+        rows.append((row.variant, f"{row.ratio}", f"{100 * more.value:+.1f} ± {half:.1f}", f"{more.n}"))
+    save(
+        [
+            Table(
+                ("method", "time to the target, over that without", "points of accuracy", "n"),
+                rows,
+                figures=True,
+            )
+        ],
+        {"recipe": options.recipe, "epochs": options.epochs, "target": options.target, "methods": results},
+        options.out / "methods.json",
+    )
+
+
+if __name__ == "__main__":
+    main()
