@@ -12,6 +12,7 @@ within each seed, and the difference of the accuracies after the last epoch.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -54,6 +55,13 @@ def gain(race: RaceResult, method: str) -> Figure:
     return interval_of_mean([value - base for base, value in pairs])
 
 
+def finite(figure: Figure | None) -> dict[str, float | None] | None:
+    """Return a figure for JSON, which has no infinity: None is an unbounded end of an interval."""
+    if figure is None:
+        return None
+    return {name: value if math.isfinite(value) else None for name, value in asdict(figure).items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -75,25 +83,21 @@ def main() -> None:
     print(race)
     rows, results = [], {}
     for row in race.rows[1:]:
-        more = gain(race, row.variant)
-        half = 100 * (more.high - more.value)
-        results[row.variant] = {
-            "reached": row.reached,
-            "ratio": row.ratio and asdict(row.ratio),
-            "accuracy": asdict(more),
+        figures = {"ratio": row.ratio, "accuracy": gain(race, row.variant)}
+        results[row.variant] = {"reached": row.reached} | {
+            name: finite(each) for name, each in figures.items()
         }
-        rows.append((row.variant, f"{row.ratio}", f"{100 * more.value:+.1f} ± {half:.1f}", f"{more.n}"))
-    save(
-        [
-            Table(
-                ("method", "time to the target, over that without", "points of accuracy", "n"),
-                rows,
-                figures=True,
-            )
-        ],
-        {"recipe": options.recipe, "epochs": options.epochs, "target": options.target, "methods": results},
-        options.out / "methods.json",
-    )
+        time, more = (f"{each.value:{kind}} ({each.low:{kind}} to {each.high:{kind}})" if each else "not reached"
+                      for each, kind in zip(figures.values(), (".2f", "+.3f"), strict=True))  # fmt: skip
+        rows.append((row.variant, time, more, f"{row.reached} of {row.runs}"))
+    columns = ("method", "time to the target, over that without", "accuracy, over that without", "reached")
+    results = {
+        "recipe": options.recipe,
+        "epochs": options.epochs,
+        "target": options.target,
+        "methods": results,
+    }
+    save([Table(columns, rows, figures=True)], results, options.out / "methods.json")
 
 
 if __name__ == "__main__":
