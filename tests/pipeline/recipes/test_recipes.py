@@ -44,7 +44,8 @@ def test_the_recipes_that_people_ask_for_are_there() -> None:
     """The recipes have these names, and docs/recipes.md states their number."""
     lengths = (16, 24, 32, 40, 56, 88)
     wanted = {
-        "baseline", "cifar10-quickstart", "cifar10-fast", "cifar10-simclr", "resnet50-mild", "resnet50-medium",
+        "baseline", "cifar10-quickstart", "cifar10-fast", "cifar10-simclr", "imagenette-5", "imagenette-plain",
+        "resnet50-mild", "resnet50-medium",
         "resnet50-hot", "vit-s16", "finetune-pretrained", "billion-fsdp", "billion-deepspeed",
         *(f"ffcv-{model}-{epochs}" for model in ("resnet18", "resnet50") for epochs in lengths),
     }  # fmt: skip
