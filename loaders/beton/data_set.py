@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -117,11 +117,11 @@ class BetonFiles:
         return self._joined(lambda one: one.labels)
 
     @cached_property
-    def checksums(self) -> NDArray[np.uint32] | None:
-        """`(N,)` CRC-32 of each sample when it was converted; None if a file has no manifest."""
+    def checksum(self) -> int | None:
+        """The CRC-32 of all samples' checksums, in order; None if a file has no manifest."""
         if not self.has_checksums:
             return None
-        return self._joined(lambda one: one.checksums)
+        return reduce(lambda before, one: one.all_checksums(before), self.files, 0)
 
     @cached_property
     def pages(self) -> NDArray[np.int64]:

@@ -152,9 +152,8 @@ def _selected(chosen: Selection | None) -> int | None:
 def _identity(loader: EpochLoader) -> int:
     """Return the CRC-32 of the samples' checksums; without a manifest, of labels or, for masks, of image lengths."""
     beton = loader.beton
-    checksums = None if beton is None else beton.checksums
-    if checksums is not None:
-        return zlib.crc32(checksums.tobytes())
+    if beton is not None and beton.checksum is not None:
+        return beton.checksum
     return zlib.crc32((beton.sizes if beton is not None and loader.has_masks else loader.labels).tobytes())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,18 @@ def test_every_column_is_the_same(folder: Path) -> None:
         assert np.array_equal(*(getattr(each, name) for each in rows))
     with pytest.raises(IndexError):
         lazy.widths[60]
+
+
+@pytest.mark.parametrize("names", ["raw.beton", "{raw,raw}.beton", "part-{0..2}.beton"])
+def test_the_checksum_of_all_samples_is_that_of_their_checksums(
+    folder: Path, lazily: Callable[[], None], names: str
+) -> None:
+    whole = open_files(folder / names)
+    lazily()
+    lazy = open_files(folder / names)
+    checksums = [np.asarray(one.checksums) for one in whole.files]
+    assert lazy.lazy
+    assert lazy.checksum == whole.checksum == zlib.crc32(np.concatenate(checksums).astype("<u4").tobytes())
 
 
 def test_a_file_without_blocks_is_checked_when_opened(folder: Path, tmp_path: Path) -> None:
