@@ -398,7 +398,8 @@ class EpochLoader(ABC):
 
     def selection(self, options: SampleOptions) -> Selection:
         """Return which of the data set's samples the options select."""
-        return options.select(self.samples, lambda: None if self.has_masks else self.labels)
+        beton = self.beton
+        return options.select(self.samples, lambda: self.labels if beton is None else beton.compact_labels())
 
     def select(self, selection: Selection) -> None:
         """Train on the samples of a selection, with the shares that it gives them.

@@ -66,15 +66,12 @@ def sample_notes(data: DataConfig, task: Task) -> tuple[str, str]:
     from ...loaders.beton.data_set import open_files
 
     with closing(open_files(files)) as beton:
-        masks = beton.label_name in beton.targets
-        chosen = data.select(
-            len(beton), lambda: None if masks else beton.labels
-        )  # read where they are needed
+        chosen = data.select(len(beton), beton.compact_labels)  # read where they are needed
         counts = ""
         if data.selects:
             evaluated = "" if chosen.val is None else f", {len(chosen.val):,} evaluated"
             counts = f" ({len(chosen.train):,} of {len(beton):,} samples trained on{evaluated})"
-        if masks or not isinstance(task, Regression):
+        if beton.label_name in beton.targets or not isinstance(task, Regression):
             return counts, ""
         labels = beton.labels
         if labels.dtype.kind not in "biuf" or labels.ndim > 2:
