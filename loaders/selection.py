@@ -352,9 +352,7 @@ def folds_of(samples: Indices, classes: NDArray[np.integer[Any]] | None, folds: 
     return fold
 
 
-def few(
-    samples: Samples, classes: NDArray[np.integer[Any]] | None, per_class: int, seed: int
-) -> Indices:
+def few(samples: Samples, classes: NDArray[np.integer[Any]] | None, per_class: int, seed: int) -> Indices:
     """Return `per_class` samples of each class, in order.
 
     Raises:
@@ -375,9 +373,7 @@ def few(
     return taken(samples, _first_of_each(samples, classes, names, counts, quota, seed).places)
 
 
-def limited(
-    samples: Samples, classes: NDArray[np.integer[Any]] | None, limit: int, seed: int
-) -> Samples:
+def limited(samples: Samples, classes: NDArray[np.integer[Any]] | None, limit: int, seed: int) -> Samples:
     """Return at most `limit` samples, in order: of each class its share, up to one sample."""
     if limit >= len(samples):
         return samples
@@ -440,7 +436,8 @@ def _drawn(
     to the bound of their class."""
     places = as_array(part)
     random = draws(taken(samples, places), seed)
-    groups = np.zeros_like(places) if classes is None else np.searchsorted(names, classes[part.start : part.stop])
+    own = np.zeros(len(part), np.int64) if classes is None else classes[part.start : part.stop]
+    groups = np.searchsorted(names, own)
     few = random <= below[groups]
     return places[few], groups[few], random[few]
 

@@ -34,7 +34,7 @@ class Targets:
     read: Callable[[], NDArray[Any]]  # returns all labels, (N,) or (N, K); empty for masks
     some: NDArray[Any]  # the first and the last of them
     classes: tuple[str, ...] = ()  # names of the classes or labels; empty if the source has none
-    named: bool = False  # whether labels are indices of these classes, which is checked wherever they are read
+    named: bool = False  # labels are indices of these classes, which is checked wherever they are read
     largest: int | None = None  # the largest class index of some masks, except 255; None: no masks
     # Returns the further fields of the first and the last sample, as of images of that size; None: there are none.
     further: Callable[[tuple[int, int]], tuple[Any, ...]] | None = None

@@ -100,6 +100,7 @@ def batches(kind: Any, source: Any, **options: Any) -> Iterator[Any]:
         (FFCVLoader, "part-{0..2}.beton", {"train": False}),
         (FFCVLoader, {"part-{0..1}.beton": 1.0, "part-2.beton": 2.0}, {"views": 2}),
         (FFCVLoader, "part-{0..2}.beton", {"order": "quasi_random", "indices": range(5, 50)}),
+        (FFCVLoader, {"part-{0..1}.beton": 1.0, "part-2.beton": 2.0}, {"order": "quasi_random"}),
         (TorchLoader, "part-{0..2}.beton", {"workers": 0}),
         pytest.param(
             StockFFCVLoader, "raw.beton", {"train": False}, marks=pytest.mark.slow
