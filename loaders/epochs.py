@@ -26,9 +26,19 @@ from .device import DeviceFeed
 from .image_size import ImageSize, size_text
 from .options import EVAL_RATIO, LoaderKeywords, LoaderOptions, check_sizes
 from .order.arrays import array_order, mixed_array
-from .order.batches import WINDOW, LastBatch, Order, Shares, as_array, check_batch_size, last_batch, shares
+from .order.batches import (
+    WINDOW,
+    LastBatch,
+    Order,
+    Samples,
+    Shares,
+    as_array,
+    check_batch_size,
+    last_batch,
+    shares,
+)
 from .order.epoch import NEWEST, in_runs, mixed, shuffled, unshuffled
-from .selection import SampleOptions, Selection, by_weight, check_indices, frequencies
+from .selection import SampleOptions, Selection, by_weight, check_indices, frequencies, used_samples
 
 Batch = tuple[Any, ...]
 """Images `(B, 3, H, W)`, with `views` `(B, V, 3, H, W)` or a tuple of them; labels `(B,)`, `(B, K)` or, of masks,
@@ -272,8 +282,8 @@ class EpochLoader(ABC):
         elif self._parts:
             given = mixed(self._parts, self._weights, **key, samples=self.samples)
         else:
-            by_place = own.order == "quasi_random" and not isinstance(self._kept, range)
-            given = unshuffled(np.sort(self._kept) if by_place else self._kept)
+            by_place = own.order == "quasi_random" and isinstance(self._kept, np.ndarray)
+            given = unshuffled(np.sort(self.kept) if by_place else self._kept)
         if own.order == "random":
             return shuffled(given, **key)
         if own.order == "quasi_random":
@@ -329,14 +339,11 @@ class EpochLoader(ABC):
         Raises:
             DataError: if an index is out of range, or there are too few for a batch.
         """
-        chosen = range(self.samples) if indices is None else check_indices(indices, self.samples)
+        chosen = used_samples(indices, self.samples)
         own = self.settings
         full = (own.train or own.drop_last) and not own.pad_last
         check_batch_size(own.batch_size, len(chosen), full=full, world_size=own.world_size)
-        parts = [
-            range(first, end) if isinstance(chosen, range) else chosen[(chosen >= first) & (chosen < end)]
-            for _, first, end in self._weighted
-        ]
+        parts = [_between(chosen, first, end) for _, first, end in self._weighted]
         drawn = shares(len(chosen), self._weights) if parts else []
         for part, count, (weight, first, end) in zip(parts, drawn, self._weighted, strict=True):
             if len(part) == 0:
@@ -349,9 +356,9 @@ class EpochLoader(ABC):
                     f"The weight {weight:g} leaves no sample of {len(chosen)} for the data set with the samples "
                     f"{first} to {end - 1}. Leave it out, or raise its weight."
                 )
-        self._indices: NDArray[np.int64] | range = chosen
-        self._kept: NDArray[np.int64] | range = chosen
-        self._parts: list[NDArray[np.int64] | range] = list(parts)
+        self._indices: Samples = chosen
+        self._kept: Samples = chosen
+        self._parts: list[Samples] = parts
         self.selected: Selection | None = None
         """What `select` was given, until the indices are set again."""
 
@@ -391,7 +398,8 @@ class EpochLoader(ABC):
 
     def selection(self, options: SampleOptions) -> Selection:
         """Return which of the data set's samples the options select."""
-        return options.select(self.samples, lambda: None if self.has_masks else self.labels)
+        beton = self.beton
+        return options.select(self.samples, lambda: self.labels if beton is None else beton.compact_labels())
 
     def select(self, selection: Selection) -> None:
         """Train on the samples of a selection, with the shares that it gives them.
@@ -499,6 +507,14 @@ class EpochLoader(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _between(samples: Samples, first: int, end: int) -> Samples:
+    """Return those of the samples from `first` to before `end`."""
+    if isinstance(samples, range):
+        return range(max(samples.start, first), min(samples.stop, end))
+    array = as_array(samples)
+    return array[(array >= first) & (array < end)]
 
 
 def require_pages(beton: BetonFiles | None) -> BetonFiles:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..common.checks import is_number
 from ..common.errors import DataError
 from ..common.options.config import IN_WORDS, NONE, Config, Kind, Natural, PathText, Positive, Whole, Within
-from .order.batches import as_array
+from .order.batches import Rest, Samples, as_array, taken
 
 Indices = NDArray[np.int64]
 FILE = Kind(lambda value: isinstance(value, str | Path) and str(value) != "", "the path of a file")
@@ -38,9 +38,14 @@ WEIGHTS = Kind(
 )
 
 
+_AT_ONCE = 1 << 18  # samples drawn at a time
+# Of n draws, so many that more than `quota` are almost always among them; more than `_MOST` of all: all.
+_MARGIN, _MOST = 8, 0.9
+
+
 def frequencies(
     indices: Indices,
-    parts: Sequence[Indices | range],
+    parts: Sequence[Samples],
     shares: Sequence[float],
     weights: NDArray[np.float64] | None = None,
 ) -> NDArray[np.float64]:
@@ -121,14 +126,16 @@ class SampleOptions(Config):
             DataError: if there are none to train on or to evaluate, an index is out of range or there twice, or the
                 labels are not what an option needs.
         """
-        used = np.arange(samples, dtype=np.int64) if self.indices is None else self._indices(samples)
+        used: Samples = range(samples) if self.indices is None else self._indices(samples)
         needed = self.splits or self.per_class or self.limit or self.balance == "class"
         known = labels() if needed else None
         train, val = used, None
         if self.val_split is not None:
             out = held_out(used, classes_of(known, used), self.val_split, self.split_seed)
-            train, val = used[~out], used[out]
+            val = taken(used, out)
+            train = Rest(samples, out) if isinstance(used, range) else np.delete(as_array(used), out)
         elif self.folds is not None:
+            used = as_array(used)
             fold = folds_of(used, classes_of(known, used), self.folds, self.split_seed)
             train, val = used[fold != self.fold], used[fold == self.fold]
             if len(val) == 0:
@@ -149,7 +156,7 @@ class SampleOptions(Config):
                     "sample."
                 )
             return Selection(train, val, parts=tuple(by_class(train, classes)))
-        weights = check_weights(_values("balance", self.balance), samples)[train]
+        weights = check_weights(_values("balance", self.balance), samples)[as_array(train)]
         if not weights.any():
             raise DataError("balance: the weights of all samples that are trained on are 0.")
         return Selection(train, val, weights=weights)
@@ -202,10 +209,17 @@ class SampleOptions(Config):
         return "".join(f"; {each}" for each in chosen)
 
 
+def used_samples(indices: Any, samples: int) -> Samples:
+    """Return the indices to load, None: all; without an array where none was given."""
+    if isinstance(indices, range) and indices.step == 1 and 0 <= indices.start < indices.stop <= samples:
+        return indices
+    if isinstance(indices, Rest) and indices.samples == samples:
+        return indices
+    return range(samples) if indices is None else check_indices(indices, samples)
+
+
 def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
-    """Return the indices to load, or all of them; for a boolean mask `(samples,)`, those that are True."""
-    if indices is None:
-        return np.arange(samples, dtype=np.int64)
+    """Return the indices to load; for a boolean mask `(samples,)`, those that are True."""
     chosen = np.asarray(indices)
     if chosen.dtype == np.bool_ and chosen.shape == (samples,):
         chosen = np.flatnonzero(chosen)
@@ -237,7 +251,7 @@ class SampleKeywords(TypedDict, total=False):
 class Selection:
     """Which samples of a data set are trained on, in which shares, and which are evaluated."""
 
-    train: Indices
+    train: Samples
     val: Indices | None = None  # held out; None: none
     parts: tuple[Indices, ...] = ()  # of `train`, each with the same share of an epoch
     weights: NDArray[np.float64] | None = None  # of `train`
@@ -282,18 +296,19 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def classes_of(labels: NDArray[Any] | None, samples: Indices) -> NDArray[np.int64] | None:
+def classes_of(labels: NDArray[Any] | None, samples: Samples) -> NDArray[np.integer[Any]] | None:
     """Return the class of each sample `(n,)`; None if the labels `(N,)` are not class indices: of masks (None),
     vectors and floats."""
     if labels is None or labels.ndim != 1 or labels.dtype.kind not in "iu":
         return None
-    return labels[samples].astype(np.int64)
+    if isinstance(samples, Rest):
+        return np.delete(labels, samples.left_out)
+    return labels[samples.start : samples.stop] if isinstance(samples, range) else labels[samples]
 
 
-def held_out(
-    samples: Indices, classes: NDArray[np.int64] | None, share: float, seed: int
-) -> NDArray[np.bool_]:
-    """Return which samples `(n,)` to hold out: `share` of them, rounded to a sample, and of each class.
+def held_out(samples: Samples, classes: NDArray[np.integer[Any]] | None, share: float, seed: int) -> Indices:
+    """Return the places in `samples` `(n,)` of those to hold out, sorted: `share` of them, rounded to a sample, and of
+    each class.
 
     The shares of the classes are rounded by the largest remainders; each keeps a sample to train on.
 
@@ -301,8 +316,7 @@ def held_out(
         DataError: if no sample would be held out, or none trained on.
     """
     wanted = round(len(samples) * share)
-    groups = np.zeros(len(samples), np.int64) if classes is None else classes
-    names, counts = np.unique(groups, return_counts=True)
+    names, counts = _counted(samples, classes)
     exact = counts * share
     quota = np.minimum(np.floor(exact).astype(np.int64), counts - 1)
     room = np.where(
@@ -315,12 +329,10 @@ def held_out(
             f"val_split={share:g} holds out none of {len(samples)} samples: each class keeps one to train on. Raise "
             "it, or pass val=."
         )
-    place = _places(groups, draws(samples, seed))
-    chosen: NDArray[np.bool_] = place < quota[np.searchsorted(names, groups)]
-    return chosen
+    return _first_of_each(samples, classes, names, counts, quota, seed).places
 
 
-def folds_of(samples: Indices, classes: NDArray[np.int64] | None, folds: int, seed: int) -> Indices:
+def folds_of(samples: Indices, classes: NDArray[np.integer[Any]] | None, folds: int, seed: int) -> Indices:
     """Return the fold of each sample, `(n,)` from 0: equally many in each, and of each class, up to one sample.
 
     A class's only sample is in none (-1), and so always trained on.
@@ -330,7 +342,7 @@ def folds_of(samples: Indices, classes: NDArray[np.int64] | None, folds: int, se
     """
     if folds > len(samples):
         raise DataError(f"folds={folds} is more than the {len(samples)} samples. Use fewer folds.")
-    groups = np.zeros(len(samples), np.int64) if classes is None else classes
+    groups = np.zeros(len(samples), np.uint8) if classes is None else classes
     _, inverse, counts = np.unique(groups, return_inverse=True, return_counts=True)
     alone = counts[inverse] == 1 if classes is not None else np.zeros(len(samples), np.bool_)
     order = np.lexsort((draws(samples, seed), groups, alone))
@@ -340,7 +352,7 @@ def folds_of(samples: Indices, classes: NDArray[np.int64] | None, folds: int, se
     return fold
 
 
-def few(samples: Indices, classes: NDArray[np.int64] | None, per_class: int, seed: int) -> Indices:
+def few(samples: Samples, classes: NDArray[np.integer[Any]] | None, per_class: int, seed: int) -> Indices:
     """Return `per_class` samples of each class, in order.
 
     Raises:
@@ -350,43 +362,99 @@ def few(samples: Indices, classes: NDArray[np.int64] | None, per_class: int, see
         raise DataError(
             f"per_class={per_class} needs labels that are class indices, but these are not. Use limit= instead."
         )
-    names, counts = np.unique(classes, return_counts=True)
+    names, counts = _counted(samples, classes)
     if counts.min() < per_class:
         at = int(np.argmin(counts))
         raise DataError(
             f"per_class={per_class}: class {names[at]} has only {counts[at]} samples to train on. Set it to at most "
             f"{counts[at]}."
         )
-    return samples[_places(classes, draws(samples, seed)) < per_class]
+    quota = np.full_like(counts, per_class)
+    return taken(samples, _first_of_each(samples, classes, names, counts, quota, seed).places)
 
 
-def limited(samples: Indices, classes: NDArray[np.int64] | None, limit: int, seed: int) -> Indices:
+def limited(samples: Samples, classes: NDArray[np.integer[Any]] | None, limit: int, seed: int) -> Samples:
     """Return at most `limit` samples, in order: of each class its share, up to one sample."""
     if limit >= len(samples):
         return samples
-    random = draws(samples, seed)
-    if classes is None:
-        return np.sort(samples[np.argsort(random, kind="stable")[:limit]])
     # The k-th of n samples of a class is at (k + 1/2) / n on a line that is the same for all classes: its first part
-    # has of each class its share.
-    _, inverse, counts = np.unique(classes, return_inverse=True, return_counts=True)
-    line = (_places(classes, random) + 0.5) / counts[inverse]
-    return np.sort(samples[np.lexsort((random, line))[:limit]])
+    # has of each class its share. It ends before (limit + classes / 2) / samples.
+    names, counts = _counted(samples, classes)
+    most = counts * ((limit + len(counts) / 2) / len(samples)) + 0.5
+    quota = np.minimum(most.astype(np.int64) + 1, counts)
+    first = _first_of_each(samples, classes, names, counts, quota, seed)
+    line = (first.ranks + 0.5) / counts[first.groups]
+    return np.sort(taken(samples, first.places[np.lexsort((first.random, line))[:limit]]))
 
 
-def _places(groups: NDArray[np.int64], random: NDArray[np.uint64]) -> Indices:
-    """Return the place of each sample among those of its group, by its draw, from 0."""
+def _counted(
+    samples: Samples, classes: NDArray[np.integer[Any]] | None
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return the classes, sorted, and how many samples each has; without classes, one of all."""
+    if classes is None:
+        return np.zeros(1, np.int64), np.array([len(samples)])
+    return np.unique(classes, return_counts=True)
+
+
+class _First(NamedTuple):
+    """Samples, each `(m,)`: their places in the given ones, sorted; the numbers of their classes, their draws, and
+    their ranks by these in their classes, from 0."""
+
+    places: Indices
+    groups: Indices
+    random: NDArray[np.uint64]
+    ranks: Indices
+
+
+def _first_of_each(
+    samples: Samples, classes: NDArray[np.integer[Any]] | None, names: NDArray[Any], counts: NDArray[np.int64],
+    quota: NDArray[np.int64], seed: int,
+) -> _First:  # fmt: skip
+    """Return the first `quota` samples of each class by their draws: those whose draws are below a bound, so that few
+    are sorted; all, in the rare case that these are too few of a class."""
+    below = np.full(len(quota), np.iinfo(np.uint64).max)
+    likely = (quota + _MARGIN * (np.sqrt(quota) + 1)) / counts
+    below[likely < _MOST] = (likely[likely < _MOST] * 2.0**64).astype(np.uint64)
+    for bounds in (below, np.full_like(below, np.iinfo(np.uint64).max)):
+        found = [
+            _drawn(samples, classes, names, bounds, seed, range(start, min(start + _AT_ONCE, len(samples))))
+            for start in range(0, len(samples), _AT_ONCE)
+        ]
+        places, groups, random = (np.concatenate(column) for column in zip(*found, strict=True))
+        if (np.bincount(groups, minlength=len(quota)) >= quota).all():
+            break
+    ranks = _ranks(groups, random)
+    chosen = ranks < quota[groups]
+    return _First(places[chosen], groups[chosen], random[chosen], ranks[chosen])
+
+
+def _drawn(
+    samples: Samples, classes: NDArray[np.integer[Any]] | None, names: NDArray[Any], below: NDArray[np.uint64],
+    seed: int, part: range,
+) -> tuple[Indices, Indices, NDArray[np.uint64]]:  # fmt: skip
+    """Return the places, the numbers of the classes and the draws of a part of the samples, of those whose draws are up
+    to the bound of their class."""
+    places = as_array(part)
+    random = draws(taken(samples, places), seed)
+    own = np.zeros(len(part), np.int64) if classes is None else classes[part.start : part.stop]
+    groups = np.searchsorted(names, own)
+    few = random <= below[groups]
+    return places[few], groups[few], random[few]
+
+
+def _ranks(groups: NDArray[np.int64], random: NDArray[np.uint64]) -> Indices:
+    """Return the rank of each sample among those of its group, by its draw, from 0."""
     order = np.lexsort((random, groups))
     starts = np.flatnonzero(np.diff(groups[order], prepend=groups[order[0]] - 1))
-    place = np.empty(len(groups), np.int64)
-    place[order] = np.arange(len(groups)) - np.repeat(starts, np.diff([*starts, len(groups)]))
-    return place
+    ranks = np.empty(len(groups), np.int64)
+    ranks[order] = np.arange(len(groups)) - np.repeat(starts, np.diff([*starts, len(groups)]))
+    return ranks
 
 
-def by_class(samples: Indices, classes: NDArray[np.int64]) -> list[Indices]:
+def by_class(samples: Samples, classes: NDArray[np.integer[Any]]) -> list[Indices]:
     """Return the samples of each class, which `order.epoch.mixed` gives equal shares."""
     order = np.argsort(classes, kind="stable")
-    return np.split(samples[order], np.flatnonzero(np.diff(classes[order])) + 1)
+    return np.split(taken(samples, order), np.flatnonzero(np.diff(classes[order])) + 1)
 
 
 def by_weight(

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -29,6 +29,7 @@ CHECKED = 1 << 18
 """Samples of a data set that are all checked when it is opened, in about 0.3 s; of a larger one those that are used."""
 MOST_OPEN = 1024
 """Files of a data set that are open at a time, and take a descriptor: of more, those that were used last."""
+_AT_ONCE = 1 << 16  # labels read at a time
 _KNOWN = 256  # samples of a larger one whose sizes stand for all
 
 
@@ -114,21 +115,39 @@ class BetonFiles:
     @cached_property
     def labels(self) -> NDArray[Any]:
         """`(N,)` or `(N, K)`, as `Beton.labels`; raises `BetonError` if they are masks."""
+        if (kind := self.fields[self.label_name]) in ("int", "float"):
+            return self._read_labels(np.dtype(np.int64 if kind == "int" else np.float64))
         return self._joined(lambda one: one.labels)
 
+    def compact_labels(self) -> NDArray[Any] | None:
+        """Return `labels`; indices of classes with names in the smallest type that has all, read some at a time and not
+        kept. None if they are masks."""
+        if self.label_name in self.targets:
+            return None
+        if self.fields[self.label_name] != "int" or not self.classes:
+            return self.labels
+        return self._read_labels(np.min_scalar_type(len(self.classes) - 1))
+
+    def _read_labels(self, dtype: np.dtype[Any]) -> NDArray[Any]:
+        found = np.empty(len(self), dtype)
+        for start in range(0, len(self), _AT_ONCE):
+            some = np.arange(start, min(start + _AT_ONCE, len(self)))
+            found[start : start + _AT_ONCE] = self.read(self.label_name, some)
+        return found
+
     @cached_property
-    def checksums(self) -> NDArray[np.uint32] | None:
-        """`(N,)` CRC-32 of each sample when it was converted; None if a file has no manifest."""
+    def checksum(self) -> int | None:
+        """The CRC-32 of all samples' checksums, in order; None if a file has no manifest."""
         if not self.has_checksums:
             return None
-        return self._joined(lambda one: one.checksums)
+        return reduce(lambda before, one: one.all_checksums(before), self.files, 0)
 
     @cached_property
     def pages(self) -> NDArray[np.int64]:
         """`(N,)` the page that each sample is on, numbered through all files."""
         pages, first = [], 0
         for one in self.files:
-            pages.append(one.pointers.astype(np.int64) // one.page_size + first)
+            pages.append(np.asarray(one.pointers).astype(np.int64) // one.page_size + first)
             first = int(pages[-1].max()) + 1
         return np.concatenate(pages)
 

@@ -170,6 +170,13 @@ class Beton:
         except ValueError as error:
             raise self.sample_error(index, f"its field {name!r} is not valid JSON ({error})") from None
 
+    def all_checksums(self, before: int = 0) -> int:
+        """Return the CRC-32 of `checksums`, which there are, after bytes whose CRC-32 is `before`."""
+        if self.tables is not None:
+            return self.tables.all_checksums(before)
+        assert self.checksums is not None
+        return zlib.crc32(self.checksums.tobytes(), before)
+
     def checksum(self, index: int) -> int:
         """Return the CRC-32 of the sample's current data: image bytes, then each further field in file order."""
         return self._with_fields(index, zlib.crc32(self.stored(index)))

@@ -123,6 +123,10 @@ class Tables:
         """Return the CRC-32 of each sample when it was converted, `(N,)`."""
         return self._lazy(self._checksums)
 
+    def all_checksums(self, before: int) -> int:
+        """Return the CRC-32 of `checksums`, after bytes whose CRC-32 is `before`."""
+        return self._blocks.all_checksums(self._samples, before)
+
     def images(self, number: int, indices: Indices) -> Rows:
         """Return the rows of the samples `indices` `(n,)`, whose images are field `number`."""
         rows = self._rows(indices)

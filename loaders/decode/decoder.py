@@ -25,7 +25,7 @@ from ..beton.tables import Rows
 from ..native import jpegs, library
 from ..native.stop import Stop, Stopped
 from ..options import LoaderOptions, check_sizes, fill_color
-from ..order.batches import taken
+from ..order.batches import Samples, taken
 from . import augmentation, draws
 from .augmentation import REPLACEMENT
 from .moving import MovingTargets
@@ -59,7 +59,7 @@ class BatchRequest:
     keys: NDArray[np.uint64]
     draws: tuple[Draw, ...]  # one per group of views
     epoch: int
-    among: NDArray[np.int64] | range  # the samples that may take the place of one that cannot be decoded
+    among: Samples  # the samples that may take the place of one that cannot be decoded
     targets: dict[str, Any]  # by name, those that move with the images; see `MovingTargets.empty`
     stop: Stop = field(default_factory=Stop)
     # The samples that could not be decoded (on_error="skip"); `indices` has those in their places.
@@ -230,7 +230,7 @@ class Decoder:
 
     def request(
         self, numbers: NDArray[np.int64], epoch: int, images: Sequence[torch.Tensor],
-        among: NDArray[np.int64] | range, targets: dict[str, Any], stop: Stop | None = None,
+        among: Samples, targets: dict[str, Any], stop: Stop | None = None,
     ) -> BatchRequest:  # fmt: skip
         """Return what loads the samples `numbers` `(n,)` of that epoch into `images`, one per group of views, and
         `targets`. A number is an index; the number of all samples is added for each repetition in an epoch."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .batches import WINDOW, Indices, Order, as_array, shares
+from .batches import WINDOW, Indices, Order, Samples, as_array, shares
 
 
 def array_order(
@@ -26,7 +26,7 @@ def array_order(
 
 
 def mixed_array(
-    parts: Sequence[Indices | range], weights: Sequence[float], *, seed: int, epoch: int, samples: int
+    parts: Sequence[Samples], weights: Sequence[float], *, seed: int, epoch: int, samples: int
 ) -> Indices:
     """Return the samples of one epoch of a mix, `(n,)`, for `array_order` to shuffle: as `epoch.mixed`."""
     counts = shares(sum(map(len, parts)), weights)

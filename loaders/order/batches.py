@@ -102,14 +102,37 @@ class Shares(Sequence[Indices]):
         return own, own + each + (self._rank < more)
 
 
-def taken(samples: Indices | range, positions: Indices) -> Indices:
-    """Return the samples at the positions `(n,)` of an array or of a range with step 1, which has none in memory."""
+class Rest:
+    """All of so many samples but those `left_out` `(m,)`, sorted, in order: of these alone there is an array."""
+
+    def __init__(self, samples: int, left_out: Indices) -> None:
+        self.samples, self.left_out = samples, left_out
+        self._before = left_out - np.arange(len(left_out))  # how many of the others are before each
+
+    def __len__(self) -> int:
+        return self.samples - len(self.left_out)
+
+    def at(self, positions: Indices) -> Indices:
+        found: Indices = positions + np.searchsorted(self._before, positions, side="right")
+        return found
+
+
+Samples = Indices | range | Rest
+"""Samples in order: an array `(n,)`, or without one those of a range with step 1, or all but some."""
+
+
+def taken(samples: Samples, positions: Indices) -> Indices:
+    """Return the samples at the positions `(n,)`."""
+    if isinstance(samples, Rest):
+        return samples.at(positions)
     return positions + samples.start if isinstance(samples, range) else samples[positions]
 
 
-def as_array(samples: Indices | range) -> Indices:
-    """Return the samples of an array or of a range as an array `(n,)`."""
-    return np.arange(samples.start, samples.stop, dtype=np.int64) if isinstance(samples, range) else samples
+def as_array(samples: Samples) -> Indices:
+    """Return the samples as an array `(n,)`."""
+    if isinstance(samples, np.ndarray):
+        return samples
+    return taken(samples, np.arange(len(samples), dtype=np.int64))
 
 
 def shares(total: int, weights: Sequence[float]) -> list[int]:

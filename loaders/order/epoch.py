@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from .batches import Indices, Order, shares, taken
+from .batches import Indices, Order, Samples, shares, taken
 from .permutation import key_of, permuted, subkeys
 
 NEWEST = 3
@@ -18,8 +18,8 @@ Version 3 differs from 2 in quasi-random order only: `in_runs`."""
 _SHUFFLE, _WITHIN, _BLOCKS, _MIX, _TURN = range(5)  # uses of one seed and epoch
 
 
-def unshuffled(samples: Indices | range) -> Order:
-    """Return the samples, `(n,)` or a range with step 1, in their own order."""
+def unshuffled(samples: Samples) -> Order:
+    """Return the samples in their own order."""
     return Order(len(samples), lambda positions: taken(samples, positions))
 
 
@@ -99,7 +99,7 @@ def _spread(
 
 
 def mixed(
-    parts: Sequence[Indices | range], weights: Sequence[float], *, seed: int, epoch: int, samples: int
+    parts: Sequence[Samples], weights: Sequence[float], *, seed: int, epoch: int, samples: int
 ) -> Order:
     """Return the samples of one epoch of a mix, to be shuffled: each data set in `parts` has its exact share by weight,
     and goes through its samples in random order again and again, across epochs.

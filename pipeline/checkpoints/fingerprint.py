@@ -21,6 +21,7 @@ from torch import nn
 from ... import transforms
 from ...common.errors import CheckpointError
 from ...loaders.epochs import EpochLoader
+from ...loaders.order.batches import taken
 from ...loaders.selection import Selection
 from ...loaders.sources import files_of
 from ...strategies.common.optimizer_state import IMPLEMENTATION
@@ -36,6 +37,7 @@ MODEL = "model"  # the entry of the fingerprint with what the model is, from `mo
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{4,}\b", re.IGNORECASE)
 _DEEPEST = 20  # levels of containers and objects; below, only the class is named
 _ATTRIBUTES = object()  # in `inside`: marks the attributes of an object without its own repr
+_AT_ONCE = 1 << 18  # indices of samples hashed at a time
 _SAMPLED = 1 << 24  # bytes; of a larger array, only the beginning and the end are hashed
 
 
@@ -44,7 +46,7 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
     data, train, distribution, optimization = plan.data, built.train, plan.distribution, plan.optimization
     facts = {
         "seed": plan.seed,
-        "training samples": len(train.indices),
+        "training samples": train.state_dict()["samples"],
         "training data (CRC-32)": _identity(train),
         "weights of the training data": list(files_of(data.train).weights or ()),
         "selected samples (CRC-32)": _selected(train.selected),
@@ -145,16 +147,19 @@ def _selected(chosen: Selection | None) -> int | None:
     """Return the CRC-32 of the samples trained on and their shares; None, as in older versions, if it is all once."""
     if chosen is None:
         return None
-    parts = [np.array([len(part) for part in chosen.parts], np.int64), chosen.weights, chosen.train]
-    return zlib.crc32(b"".join(part.tobytes() for part in parts if part is not None))
+    parts = [np.array([len(part) for part in chosen.parts], np.int64), chosen.weights]
+    crc = zlib.crc32(b"".join(part.tobytes() for part in parts if part is not None))
+    for start in range(0, len(chosen.train), _AT_ONCE):
+        places = np.arange(start, min(start + _AT_ONCE, len(chosen.train)))
+        crc = zlib.crc32(taken(chosen.train, places).tobytes(), crc)
+    return crc
 
 
 def _identity(loader: EpochLoader) -> int:
     """Return the CRC-32 of the samples' checksums; without a manifest, of labels or, for masks, of image lengths."""
     beton = loader.beton
-    checksums = None if beton is None else beton.checksums
-    if checksums is not None:
-        return zlib.crc32(checksums.tobytes())
+    if beton is not None and beton.checksum is not None:
+        return beton.checksum
     return zlib.crc32((beton.sizes if beton is not None and loader.has_masks else loader.labels).tobytes())
 
 

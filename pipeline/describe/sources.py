@@ -9,7 +9,7 @@ from typing import Any
 from ...common.errors import DataError, PlanError, first_of
 from ...common.storage.addresses import is_address
 from ...loaders.beton.layout import read_header
-from ...loaders.order.batches import check_batch_size
+from ...loaders.order.batches import as_array, check_batch_size
 from ...loaders.selection import frequencies
 from ...loaders.sources import Files, Source, files_of
 from ..tasks.standard import Regression
@@ -66,20 +66,17 @@ def sample_notes(data: DataConfig, task: Task) -> tuple[str, str]:
     from ...loaders.beton.data_set import open_files
 
     with closing(open_files(files)) as beton:
-        masks = beton.label_name in beton.targets
-        chosen = data.select(
-            len(beton), lambda: None if masks else beton.labels
-        )  # read where they are needed
+        chosen = data.select(len(beton), beton.compact_labels)  # read where they are needed
         counts = ""
         if data.selects:
             evaluated = "" if chosen.val is None else f", {len(chosen.val):,} evaluated"
             counts = f" ({len(chosen.train):,} of {len(beton):,} samples trained on{evaluated})"
-        if masks or not isinstance(task, Regression):
+        if beton.label_name in beton.targets or not isinstance(task, Regression):
             return counts, ""
         labels = beton.labels
         if labels.dtype.kind not in "biuf" or labels.ndim > 2:
             return counts, ""  # building raises
-        used, mix = chosen.train, beton.parts
+        used, mix = as_array(chosen.train), beton.parts
         parts = [used[(used >= first) & (used < end)] for _, first, end in mix] or list(chosen.parts)
         shares = [weight for weight, _, _ in mix] or [1.0] * len(parts)
         often = frequencies(used, parts, shares, chosen.weights)

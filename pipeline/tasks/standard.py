@@ -75,14 +75,14 @@ class Classification(StandardTask):
         for targets in (train, val):
             if targets is not None:
                 _check_indices(targets)
-        classes = len(train.classes) or int(train.values.max()) + 1
+        classes = len(train.classes) or train.range[1] + 1
         if val is None:
             return classes
         check_names(train, val, "classes")
         classes = classes if train.classes else max(len(val.classes), classes)
-        if val.values.max() >= classes or train.values.max() >= classes:
+        if max(val.range[1], train.range[1]) >= classes:
             raise PlanError(
-                f"{train.source} has {classes} classes, but {val.source} has the label {int(val.values.max())}, which "
+                f"{train.source} has {classes} classes, but {val.source} has the label {val.range[1]}, which "
                 f"a model of {classes} classes cannot predict. Convert both from data of the same classes."
             )
         return classes
@@ -106,16 +106,16 @@ def logits_error(outputs: Any, width: int | None, source: str, what: str) -> str
 
 
 def _check_indices(targets: Targets) -> None:
-    values = targets.values
-    if not np.issubdtype(values.dtype, np.integer) or values.ndim != 1:
-        what = "float labels" if values.ndim == 1 else f"vectors of {values.shape[1]} numbers as labels"
+    some = targets.some
+    if not np.issubdtype(some.dtype, np.integer) or some.ndim != 1:
+        what = "float labels" if some.ndim == 1 else f"vectors of {some.shape[1]} numbers as labels"
         raise PlanError(
             f"{targets.source} has {what}, but Classification trains with cross entropy, which needs class indices. "
             "Convert it with integer labels, or choose .task(Regression()) or .task(MultiLabel())."
         )
-    if values.min() < 0:
+    if targets.range[0] < 0:
         raise PlanError(
-            f"{targets.source} has the label {values.min()}, but class indices start at 0. Convert it again."
+            f"{targets.source} has the label {targets.range[0]}, but class indices start at 0. Convert it again."
         )
 
 

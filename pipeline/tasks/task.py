@@ -31,18 +31,32 @@ MODEL_LOSS = "model"  # the loss that a model computes itself when it is given t
 @dataclass(frozen=True)
 class Targets:
     source: str  # for messages
-    values: NDArray[Any]  # (N,) or (N, K); empty for masks
+    read: Callable[[], NDArray[Any]]  # returns all labels, (N,) or (N, K); empty for masks
+    some: NDArray[Any]  # the first and the last of them
     classes: tuple[str, ...] = ()  # names of the classes or labels; empty if the source has none
+    named: bool = False  # labels are indices of these classes, which is checked wherever they are read
     largest: int | None = None  # the largest class index of some masks, except 255; None: no masks
     # Returns the further fields of the first and the last sample, as of images of that size; None: there are none.
     further: Callable[[tuple[int, int]], tuple[Any, ...]] | None = None
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """All labels, `(N,)` or `(N, K)`; empty for masks."""
+        return self.read()
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The least and the greatest class index; if all have names the possible ones, so that not all are read."""
+        if self.named:
+            return 0, len(self.classes) - 1
+        return int(self.values.min()), int(self.values.max())
 
     def two(self, size: tuple[int, int]) -> Any:
         """Those of two samples, as loaders deliver them for images of that height and width; masks are of class 0."""
         if self.largest is not None:
             two = torch.zeros((2, *size), dtype=torch.uint8)
         else:
-            two = torch.from_numpy(self.values[[0, -1]])
+            two = torch.from_numpy(self.some)
             two = two.float() if two.is_floating_point() else two
         return two if self.further is None else (two, *self.further(size))
 

@@ -24,6 +24,7 @@ from ...common.storage.addresses import is_address
 from ...common.storage.cache import Remote
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width
+from ...loaders.selection import Selection
 from ...loaders.sources import Files, Source, files_of
 from ...strategies import Engine, OptimizerFactory
 from ...strategies.devices import rank_device
@@ -258,7 +259,9 @@ def expected_device(how: DistributedConfig) -> torch.device:
 def make_loaders(plan: ResolvedPlan, device: torch.device) -> tuple[EpochLoader, EpochLoader | None]:
     train, val = plan.data.train, plan.data.val
     first = make_loader(plan, train, train=True, device=device)
-    return first, None if val is None else make_loader(plan, val, train=False, device=device)
+    if val is None:
+        return first, None
+    return first, make_loader(plan, val, train=False, device=device, selection=first.selected)
 
 
 def make_loader(
@@ -268,6 +271,7 @@ def make_loader(
     train: bool,
     device: torch.device,
     ranks: tuple[int, int] | None = None,  # this rank, and the world size
+    selection: Selection | None = None,  # of the training data, if it is known
 ) -> EpochLoader:
     data = plan.data
     ranks = ranks or ((dist.get_rank(), dist.get_world_size()) if in_group() else (0, 1))
@@ -286,7 +290,7 @@ def make_loader(
     if train and data.selects:
         loader.select(loader.selection(data))
     elif not train and data.held_out:
-        loader.set_indices(loader.selection(data).val)
+        loader.set_indices((selection or loader.selection(data)).val)
     return loader
 
 

@@ -38,14 +38,20 @@ def targets_of(loader: EpochLoader, source: str, task: Task) -> Targets:
     names = tuple(loader.classes)
     further = partial(loader.fields_of, np.array([0, loader.samples - 1])) if loader.settings.fields else None
     if loader.beton is None or not loader.has_masks:
-        return Targets(source, loader.labels, names, further=further)
+        beton, ends = loader.beton, np.array([0, loader.samples - 1])
+        if beton is not None and names and beton.fields[beton.label_name] == "int":
+            some, named = beton.read(beton.label_name, ends), True
+        else:
+            some, named = loader.labels[ends], False
+        return Targets(source, lambda: loader.labels, some, names, named=named, further=further)
     if task.kind not in ("masks", "views", "any"):
         raise PlanError(
             f"{source} has a mask per image, but {type(task).__name__} trains on {task.kind}. Pass "
             "task(Segmentation(classes))."
         )
     largest = _largest(loader.beton, getattr(task, "ignored", (NOT_COUNTED,)))
-    return Targets(source, np.empty(0), names, largest, further)
+    none = np.empty(0)
+    return Targets(source, lambda: none, none, names, largest=largest, further=further)
 
 
 def _largest(files: BetonFiles, ignored: Sequence[int]) -> int:

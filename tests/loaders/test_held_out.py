@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import selection
+from drivetrain.loaders.order.batches import Rest, as_array, taken
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,11 +19,18 @@ def data(counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
     return np.arange(len(classes)), np.random.default_rng(0).permutation(classes)
 
 
+def held_out(samples: np.ndarray, classes: np.ndarray | None, share: float, seed: int) -> np.ndarray:
+    """Return which samples are held out."""
+    held = np.zeros(len(samples), np.bool_)
+    held[selection.held_out(samples, classes, share, seed)] = True
+    return held
+
+
 @given(counts_of, st.floats(0.05, 0.95), st.integers(0, 5))
 def test_each_class_is_held_out_by_its_share(counts: list[int], share: float, seed: int) -> None:
     samples, classes = data(counts)
     try:
-        held = selection.held_out(samples, classes, share, seed)
+        held = held_out(samples, classes, share, seed)
     except DataError:
         assert all(count == 1 or count * share < 1 for count in counts)
         return
@@ -58,12 +66,12 @@ def test_the_choice_depends_on_seed_and_sample_alone(*, classes: bool) -> None:
     known = labels if classes else None
     order = np.random.default_rng(1).permutation(len(samples))
     shuffled = None if known is None else known[order]
-    held = selection.held_out(samples, known, 0.2, 3)
-    assert (selection.held_out(samples[order], shuffled, 0.2, 3) == held[order]).all()
+    held = held_out(samples, known, 0.2, 3)
+    assert (held_out(samples[order], shuffled, 0.2, 3) == held[order]).all()
     assert (
         selection.folds_of(samples[order], shuffled, 5, 3) == selection.folds_of(samples, known, 5, 3)[order]
     ).all()
-    assert (selection.held_out(samples, known, 0.2, 4) != held).any()
+    assert (held_out(samples, known, 0.2, 4) != held).any()
     assert set(selection.limited(samples[order], shuffled, 20, 3)) == set(
         selection.limited(samples, known, 20, 3)
     )
@@ -75,7 +83,7 @@ def test_the_choice_depends_on_seed_and_sample_alone(*, classes: bool) -> None:
 
 def test_a_larger_share_holds_out_the_same_samples_and_more() -> None:
     samples, classes = data([100, 100])
-    small, large = (selection.held_out(samples, classes, share, 0) for share in (0.1, 0.3))
+    small, large = (held_out(samples, classes, share, 0) for share in (0.1, 0.3))
     assert (large | ~small).all()
 
 
@@ -154,3 +162,43 @@ def test_samples_by_class() -> None:
     samples = np.array([4, 5, 6, 7])
     parts = selection.by_class(samples, np.array([1, 0, 1, 5]))
     assert [part.tolist() for part in parts] == [[5], [4, 6], [7]]
+
+
+@pytest.mark.parametrize("margin", [8, 0])  # without, classes have too few below the first bound
+@pytest.mark.parametrize("mixed", [True, False])
+def test_samples_are_the_first_of_all_by_their_draws(
+    monkeypatch: pytest.MonkeyPatch, margin: int, *, mixed: bool
+) -> None:
+    """A bound on the draws, and pieces, change nothing: compared with sorting all."""
+    monkeypatch.setattr(selection, "_MARGIN", margin)
+    monkeypatch.setattr(selection, "_AT_ONCE", 1000)
+    samples, classes = data([3, 4000, 1, 9000, 700])
+    samples, used = samples + 5, range(5, 5 + len(samples))
+    classes = (7 * classes - 3) if mixed else None
+    known = np.zeros(len(samples), np.int64) if classes is None else classes
+    order = np.lexsort((selection.draws(samples, 4), known))
+    ranks = np.empty(len(samples), np.int64)
+    for name in np.unique(known):
+        own = order[known[order] == name]
+        ranks[own] = np.arange(len(own))
+    counts = np.array([(known == name).sum() for name in known])
+    out = selection.held_out(used, classes, 0.03, 4)
+    assert (out == selection.held_out(samples, classes, 0.03, 4)).all()
+    for name in np.unique(known):
+        held = np.isin(np.flatnonzero(known == name), out).sum()
+        assert (np.isin(np.flatnonzero((known == name) & (ranks < held)), out)).all()
+    line = np.lexsort((selection.draws(samples, 4), (ranks + 0.5) / counts))
+    for limit in (1, 2, 50, 5000, len(samples) - 1):
+        assert (selection.limited(used, classes, limit, 4) == np.sort(samples[line[:limit]])).all()
+    if classes is not None:
+        assert (selection.few(used, classes, 1, 4) == samples[ranks < 1]).all()
+
+
+@pytest.mark.parametrize("left_out", [[], [0], [9], [0, 1, 5, 9], [3, 4, 5], range(1, 10)])
+def test_the_rest_of_the_samples(left_out: list[int]) -> None:
+    out = np.array(left_out, np.int64)
+    rest, array = Rest(10, out), np.delete(np.arange(10), out)
+    assert len(rest) == len(array)
+    assert as_array(rest).tolist() == array.tolist()
+    places = np.arange(len(array))[::-1]
+    assert taken(rest, places).tolist() == array[places].tolist()

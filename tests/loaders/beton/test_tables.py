@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ def batches(kind: Any, source: Any, **options: Any) -> Iterator[Any]:
         (FFCVLoader, "part-{0..2}.beton", {"train": False}),
         (FFCVLoader, {"part-{0..1}.beton": 1.0, "part-2.beton": 2.0}, {"views": 2}),
         (FFCVLoader, "part-{0..2}.beton", {"order": "quasi_random", "indices": range(5, 50)}),
+        (FFCVLoader, {"part-{0..1}.beton": 1.0, "part-2.beton": 2.0}, {"order": "quasi_random"}),
         (TorchLoader, "part-{0..2}.beton", {"workers": 0}),
         pytest.param(
             StockFFCVLoader, "raw.beton", {"train": False}, marks=pytest.mark.slow
@@ -141,6 +143,18 @@ def test_every_column_is_the_same(folder: Path) -> None:
         assert np.array_equal(*(getattr(each, name) for each in rows))
     with pytest.raises(IndexError):
         lazy.widths[60]
+
+
+@pytest.mark.parametrize("names", ["raw.beton", "{raw,raw}.beton", "part-{0..2}.beton"])
+def test_the_checksum_of_all_samples_is_that_of_their_checksums(
+    folder: Path, lazily: Callable[[], None], names: str
+) -> None:
+    whole = open_files(folder / names)
+    lazily()
+    lazy = open_files(folder / names)
+    checksums = [np.asarray(one.checksums) for one in whole.files]
+    assert lazy.lazy
+    assert lazy.checksum == whole.checksum == zlib.crc32(np.concatenate(checksums).astype("<u4").tobytes())
 
 
 def test_a_file_without_blocks_is_checked_when_opened(folder: Path, tmp_path: Path) -> None:
