@@ -410,7 +410,7 @@ class Pipeline(PipelineSpec):
 
     def tune(
         self, *, seconds: float = 600.0, allow: Sequence[str] = (), target: float | None = None,
-        epochs: int | None = None, out: str | Path | None = None, progress: bool = True,
+        epochs: int | None = None, out: str | Path | None = None, again: bool = False, progress: bool = True,
     ) -> Tuned:  # fmt: skip
         """Find the fastest way to run this training on this machine, and prove it.
 
@@ -457,7 +457,7 @@ class Pipeline(PipelineSpec):
         from .tuning.tune import tune
 
         return tune(
-            self, seconds=seconds, allow=allow, epochs=epochs, target=target, out=out, progress=progress
+            self, seconds=seconds, allow=allow, epochs=epochs, target=target, out=out, again=again, progress=progress
         )
 
     def race(

@@ -1,9 +1,10 @@
 """The changes that tuning tries: those that keep what a training computes, and those that must be allowed."""
 
 import dataclasses
+import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -26,8 +27,10 @@ AHEAD = (1, 6)
 VARIABLES = {"cpu": machine.KEEPS_MEMORY, "cuda": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
 SIDES = (3 / 4, 7 / 8)  # of the image size
 SHARES = (3 / 4, 1 / 2)  # of the epochs
-LARGER = (2, 4)  # times the batch size
-MICROBATCHES = (2, 4, 8, 16, 32, 64)
+LARGER = (2, 4, 8, 16)  # times the batch size, as long as that is accepted and fits
+NEAR = 1 / 8  # of a batch size that fits: a larger one that does not fit is at most so much larger, in the end
+UNIT = 8  # of a batch size between two, for the GPU's tiles
+MICROBATCHES = range(2, 65)
 
 
 Kind = Callable[[ResolvedPlan], "list[Candidate]"]
@@ -40,6 +43,7 @@ class Candidate:
     change: Callable[[PipelineSpec], PipelineSpec]
     variables: Mapping[str, str] = field(default_factory=dict)  # that it is instead; read when Python starts
     numbers: bool = False  # changes what the training computes, so that its accuracy must be measured
+    batch_size: int | None = None  # that it sets
 
 
 def candidates(plan: ResolvedPlan) -> list[Candidate]:
@@ -147,25 +151,42 @@ def _epochs(plan: ResolvedPlan) -> list[Candidate]:
 
 
 def _batch_size(plan: ResolvedPlan, times: Sequence[float] = LARGER) -> list[Candidate]:
-    """Return other batch sizes, with the learning rate scaled to them if its rule is known."""
+    own, fewest = plan.data.batch_size, plan.distribution.ranks * plan.distribution.accumulate
+    sizes = (int(each * own) for each in times if each * own % fewest == 0)  # all microbatches are as large
+    return [of_batch_size(plan, size) for size in sizes]
+
+
+def of_batch_size(plan: ResolvedPlan, size: int) -> Candidate:
+    """Return another batch size, with the learning rate scaled to it if its rule is known."""
     own = plan.data.batch_size
 
-    def change(spec: PipelineSpec, batch_size: int) -> PipelineSpec:
+    def change(spec: PipelineSpec) -> PipelineSpec:
         data = spec.data
         assert data is not None
         rate = OptimizerConfig() if spec.optimization is None else spec.optimization
         if not rate.is_factory and rate.scaling:
             base = rate.base_batch_size if rate.scale_lr else own
             spec = spec.replace(optimization=dataclasses.replace(rate, base_batch_size=base, scale_lr=True))
-        return spec.replace(data=dataclasses.replace(data, batch_size=batch_size))
+        return spec.replace(data=dataclasses.replace(data, batch_size=size))
 
-    # All ranks and microbatches have the same number of samples.
-    sizes = (
-        int(each * own)
-        for each in times
-        if each * own % (plan.distribution.ranks * plan.distribution.accumulate) == 0
-    )
-    return [Candidate(f"batch_size={size}", "step", partial(change, batch_size=size)) for size in sizes]
+    return Candidate(f"batch_size={size}", "step", change, batch_size=size)
+
+
+def between(plan: ResolvedPlan, fits: int, too_large: int) -> Candidate | None:
+    """Return the batch size in the middle of one that fits into memory and one that does not; None if they are near."""
+    unit = math.lcm(UNIT, plan.distribution.ranks * plan.distribution.accumulate)
+    middle = (fits + too_large) // 2 // unit * unit
+    if too_large - fits <= NEAR * fits or not fits < middle < too_large:
+        return None
+    return dataclasses.replace(of_batch_size(plan, middle), numbers=True)
+
+
+def remembered(plan: ResolvedPlan, names: Iterable[str]) -> list[Candidate]:
+    """Return the batch sizes of these names: an earlier call's search has other ones than `LARGER`."""
+    sizes = (name.partition("batch_size=")[2] for name in names)
+    return [
+        dataclasses.replace(of_batch_size(plan, int(size)), numbers=True) for size in sizes if size.isdecimal()
+    ]
 
 
 # Kinds of changes that change numbers.
@@ -184,7 +205,8 @@ TO_TARGET: dict[str, Kind] = {
 
 
 def fitting(plan: ResolvedPlan) -> list[Candidate]:
-    """Return the changes that make a training fit into memory: recomputed activations after microbatches."""
+    """Return the changes that make a training fit into memory: every number of equal microbatches, the fewest first;
+    recomputed activations after them."""
     own, share = plan.distribution, plan.data.batch_size // plan.distribution.ranks
     changes = [
         _distributed("accumulate", number, "step")

@@ -23,20 +23,33 @@ from ..runs.folder import make_folder
 from ..tasks.scales import check_comparable
 from ..training.build import fork_rng, plain_torch, resolve_data
 from .arena import LIMIT_ROUNDS, Arena, Contender, is_out_of_memory
-from .candidates import Bottleneck, Candidate, allowed, candidates, fitting, ordered, to_target
-from .result import Outcome, Tried, Tuned, TuneInterrupted, read_trials, untried
+from .candidates import (
+    Bottleneck,
+    Candidate,
+    allowed,
+    between,
+    candidates,
+    fitting,
+    ordered,
+    remembered,
+    to_target,
+)
+from .kept import Kept, KeptResults
+from .result import Outcome, Tried, Tuned, TuneInterrupted, read_trials, untried, verdicts
 from .to_target import TargetTuner
 
 # Of the budget, at most for a trial: with two pipelines, a change can have all its rounds in half of it.
 SHARE = 1 / 100
 PROBE_SECONDS = 60.0  # from here on, the first pipeline is tried in a process of its own; see `Arena`
+# Why a batch size larger than one with this outcome is not tried.
+WHY_NOT = {"failed": "failed", "dropped": "is not faster", "trade": "is not shown to keep the accuracy"}
 COMMUNICATION = 0.5  # the bottleneck, if exchanging the gradients alone takes this share of a step or more
 
 
 @plain_torch()
 def tune(
     spec: PipelineSpec, *, seconds: float, allow: Sequence[str], epochs: int | None, target: float | None,
-    out: str | Path | None, progress: bool,
+    out: str | Path | None, again: bool, progress: bool,
 ) -> Tuned:  # fmt: skip
     check_measurable(seconds)
     begin = perf_counter()
@@ -56,34 +69,62 @@ def tune(
         raise PlanError(
             f"out={str(out)!r} must end in .json: it keeps the trials, from which the next call continues."
         )
-    known: list[Tried] = []
     if file is not None:
         make_folder(file.parent)  # before time is spent on what it will contain
+    options = {"allow": [*allow], "target": target, "epochs": epochs}
+    results, kept, known = KeptResults.of(plan, options), None, list[Tried]()
+    if file is not None and file.exists() and not again:
         known = read_trials(file, facts)
+    elif not again and (kept := results.read()) is not None:
+        known = verdicts(kept.trials)
+    if target is None:
+        names = {one.name for one in changes}
+        changes += remembered(plan, (one.name for one in known if one.name not in names))
+
+    def save(tuned: Tuned, spent: float | None = 0.0) -> Tuned:
+        if file is not None:
+            tuned.save(file)
+        results.keep(tuned, spent)
+        return tuned
+
+    if kept is not None and kept.answers(seconds):
+        tuned = answered(spec, kept, [*changes, *fitting(plan)], facts, target)
+        if file is not None:
+            tuned.save(file)
+        return tuned
     budget = Budget(seconds, begin, progress, "tune")
     tuner: Tuner | TargetTuner
     if target is None:
         arena = Arena(budget.end, seconds * SHARE, probe=seconds >= PROBE_SECONDS, epochs=epochs or 1)
-        tuner = Tuner(spec, arena, changes, fitting(plan), facts, known, budget.show)
+        tuner = Tuner(spec, arena, changes, fitting(plan), facts, known, budget.show, save)
     else:
-        tuner = TargetTuner(spec, target, changes, facts, known, budget.end, budget.show)
-    interrupted = False
+        tuner = TargetTuner(spec, target, changes, facts, known, budget.end, budget.show, save)
+    spent: float | None = seconds
     try:
         with budget, fork_rng(plan.seed), alarm(budget.end):
             tuner.run()
+        spent = None
     except OutOfTime:
         tuner.stopped = f"Stopped at the {seconds:g} s budget.{tuner.too_short(seconds)}"
     except KeyboardInterrupt:
-        interrupted = True
-        tuner.stopped = "Interrupted."
+        tuner.stopped, spent = "Interrupted.", 0.0
     finally:
         tuner.close()
-    tuned = tuner.result()
-    if file is not None:
-        tuned.save(file)
-    if interrupted:
+    tuned = save(tuner.result(), spent)
+    if spent == 0:
         raise TuneInterrupted(tuned)
     return tuned
+
+
+def answered(
+    spec: PipelineSpec, kept: Kept, changes: Sequence[Candidate], facts: dict[str, Any], target: float | None
+) -> Tuned:
+    """Return what is kept as the result of this call."""
+    by_name = {one.name: one for one in changes}
+    for tried in kept.trials:
+        if tried.outcome == "accepted":
+            spec = by_name[tried.name].change(spec)
+    return Tuned(spec, kept.trials, kept.limits, kept.before, facts, kept.note, kept.variables, target)
 
 
 def _to_target(plan: ResolvedPlan, allow: Sequence[str], target: float) -> list[Candidate]:
@@ -126,10 +167,11 @@ class Tuner:
     def __init__(
         self, spec: PipelineSpec, arena: Arena, changes: list[Candidate], fitting: list[Candidate],
         facts: dict[str, Any], known: Sequence[Tried] = (), show: Callable[[str], None] = lambda _: None,
+        save: Callable[[Tuned], object] = lambda _: None,
     ) -> None:  # fmt: skip
         self._given, self._spec, self._arena = spec, spec, arena
         self._changes, self._fitting = changes, fitting
-        self._facts, self._known, self._show = facts, known, show
+        self._facts, self._known, self._show, self._save = facts, known, show, save
         self._trials: list[Tried] = []
         self._best: Contender | None = None
         self._before: float | None = None
@@ -139,6 +181,7 @@ class Tuner:
         self._gain = 1.0  # of the changes of an earlier call
         self._trial: float | None = None  # seconds
         self._number = 0  # of the last round
+        self._too_large: int | None = None  # the smallest batch size that does not fit into memory
         self.stopped = ""  # why it ended
 
     def run(self) -> None:
@@ -155,6 +198,9 @@ class Tuner:
                 self._add(candidate, "not tried", reason)
             elif self._try(candidate) and not candidate.variables:
                 self._measure_limits()  # the bottleneck may be another one now
+            if candidate.batch_size is not None:
+                left = self._sizes_left(candidate.batch_size, left)
+            self._save(self.result())
         self.stopped = "Every change was tried."
 
     def _pointless(self, candidate: Candidate) -> str:
@@ -164,6 +210,25 @@ class Tuner:
         return (
             f"the loader alone is {times:,.0f} times as fast as the model: less than {WORTH - 1:.0%} to gain"
         )
+
+    def _sizes_left(self, size: int, left: list[Candidate]) -> list[Candidate]:
+        """Return the changes left after one of the batch size: larger ones as long as each was accepted; once one does
+        not fit into memory, the one in the middle between it and the largest that was accepted."""
+        last, fits = self._trials[-1], self._spec.data
+        assert fits is not None
+        too_large = is_out_of_memory(last.reason) and last.outcome == "failed"
+        if too_large:
+            self._too_large = size
+        if last.outcome == "accepted" and self._too_large is None:
+            return left
+        for one in left:
+            if one.batch_size is not None:
+                self._add(one, "not tried", f"{last.name} {WHY_NOT[last.outcome]}")
+        left = [one for one in left if one.batch_size is None]
+        if self._too_large is not None and (too_large or last.outcome == "accepted"):
+            middle = between(resolve(self._given), fits.batch_size, self._too_large)
+            left += [] if middle is None else [middle]
+        return left
 
     def _bottleneck(self) -> Bottleneck:
         loader, model = self._limits["loader"], self._limits["model"]

@@ -180,7 +180,7 @@ def _next_commands(out: str, *, evaluated: bool) -> list[tuple[str, str]]:
 
 def _tuned(
     pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool, allow: Sequence[str] = (),
-    epochs: int | None = None, target: float | None = None,
+    epochs: int | None = None, target: float | None = None, again: bool = False,
 ) -> Pipeline:  # fmt: skip
     from ...runs.folder import make_folder
     from ...tuning.result import TuneInterrupted
@@ -189,7 +189,7 @@ def _tuned(
         make_folder(out)
     try:
         tuned = pipeline.tune(
-            seconds=seconds, allow=allow, epochs=epochs, target=target, progress=not quiet,
+            seconds=seconds, allow=allow, epochs=epochs, target=target, again=again, progress=not quiet,
             out=None if out is None else out / "tuned.json",
         )  # fmt: skip
     except TuneInterrupted as interrupt:
@@ -228,10 +228,11 @@ def _tuned(
     "Epochs of each of these short runs, 1 unless given; with --target, of each run.",
     int,
 )
+@option("--again", "Measure again, although results of the same tuning are kept on this machine, or in --out.")
 @quiet
 def tune(
     recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, out: Path | None,
-    seconds: float, allow: tuple[str, ...], target: float | None, epochs: int | None, quiet: bool,
+    seconds: float, allow: tuple[str, ...], target: float | None, epochs: int | None, again: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Find the fastest way to run a recipe on this machine.
 
@@ -248,7 +249,7 @@ def tune(
 
     check_measurable(seconds)
     with modules_of(recipe):
-        _tuned(Pipeline.from_recipe(checked), seconds, out, quiet, allow, epochs, target)
+        _tuned(Pipeline.from_recipe(checked), seconds, out, quiet, allow, epochs, target, again)
 
 
 def _files_in(out: Path | str) -> list[str]:

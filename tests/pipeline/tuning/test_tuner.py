@@ -13,11 +13,11 @@ from drivetrain.common.machine import KEEPS_MEMORY
 from drivetrain.pipeline.describe.pipeline_spec import PipelineSpec
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.measuring.statistics import LOOKS, MARGIN, judge, judge_accuracy
-from drivetrain.pipeline.tuning.candidates import ALLOW, allowed, candidates, fitting
-from drivetrain.pipeline.tuning.result import Tried, Tuned, read_trials
+from drivetrain.pipeline.tuning.candidates import ALLOW, allowed, candidates, fitting, remembered
+from drivetrain.pipeline.tuning.result import Tried, Tuned, read_trials, verdicts
 from drivetrain.pipeline.tuning.tune import Tuner
 from drivetrain.transforms import ChannelsLast
-from pipeline_data import Toy, plain_model
+from pipeline_data import TRAIN, Toy, plain_model
 from tuning_arenas import Simulated, slow_collective, slow_decode, slow_disk, slow_step, the_same
 
 
@@ -134,6 +134,55 @@ def test_microbatches_make_it_fit_and_checkpointing_only_after_them(spec: Pipeli
         tuned(spec, Simulated(the_same, fits=lambda _: False))
 
 
+def test_the_fewest_microbatches_need_not_be_a_power_of_two(toy: Toy) -> None:
+    spec = Pipeline(plain_model).load(toy.train, batch_size=24, image_size=8, workers=1)
+    result = tuned(spec, Simulated(the_same, fits=lambda one: one.distributed.accumulate >= 3))
+    assert [one.name for one in result.accepted] == ["accumulate=3"]
+    assert [one.name for one in fitting(resolve(spec))][:5] == [
+        f"accumulate={number}" for number in (2, 3, 4, 6, 8)
+    ]  # fmt: skip
+
+
+def larger(spec: PipelineSpec) -> Mapping[str, float]:
+    """Larger batches are faster."""
+    assert spec.data is not None
+    return {"loader": 0.001, "model": 1 / spec.data.batch_size**0.5}
+
+
+def batch_sizes(result: Tuned) -> dict[str, str]:
+    prefix = "batch_size="
+    return {one.name.removeprefix(prefix): one.outcome for one in result.trials if prefix in one.name}
+
+
+def test_the_batch_grows_until_memory_ends_and_then_to_what_fits(validated: PipelineSpec) -> None:
+    arena = Simulated(larger, fits=lambda one: one.data.batch_size <= 100)  # type: ignore[union-attr]
+    result = tuned(validated, arena, ("batch_size",))
+    assert batch_sizes(result) == {
+        "32": "accepted", "64": "accepted", "128": "failed", "256": "not tried", "96": "accepted", "112": "failed",
+        "104": "failed",
+    }  # fmt: skip
+    assert result.pipeline.data.batch_size == 96
+    assert next(one for one in result.trials if one.name == "batch_size=256").reason == "batch_size=128 failed"
+    # A second call begins where the first has ended.
+    plan = resolve(validated)
+    names = [one.name for one in result.trials]
+    changes = [*candidates(plan), *allowed(plan, ("batch_size",)), *remembered(plan, ["batch_size=96"])]
+    again = Tuner(validated, Simulated(larger), changes, fitting(plan), {}, verdicts(result.trials))
+    again._recall()
+    assert again.result().pipeline.data.batch_size == 96
+    assert {"batch_size=96", "batch_size=64"} <= {*names}
+
+
+def test_a_batch_size_that_gains_nothing_ends_the_search(validated: PipelineSpec) -> None:
+    result = tuned(validated, Simulated(the_same), ("batch_size",))
+    assert batch_sizes(result) == {"32": "dropped", **dict.fromkeys(("64", "128", "256"), "not tried")}
+    assert result.trials[-1].reason == "batch_size=32 is not faster"
+    costly = Simulated(larger, accuracies=lambda one: 0.7 - 0.1 * (one.data.batch_size > 32))  # type: ignore[union-attr]
+    result = tuned(validated, costly, ("batch_size",))
+    assert [*batch_sizes(result).values()] == ["accepted", "trade", "not tried", "not tried"]
+    assert result.pipeline.data.batch_size == 32
+
+
 def test_the_budget_ends_it_with_every_change_in_the_report(spec: PipelineSpec) -> None:
     result = tuned(spec, Simulated(slow_step, rounds=30))
     assert "(--seconds)" not in result.stopped
@@ -214,7 +263,8 @@ def test_what_costs_accuracy_is_a_trade_and_what_keeps_it_is_taken(validated: Pi
         assert trade.ratio > 1.5
         assert result.pipeline.data.image_size == 8
         assert "points" in trade.figure
-        assert "not shown to keep the accuracy, and so not accepted: image_size=6." in str(result)
+        text = " ".join(str(result).split())
+        assert "not shown to keep the accuracy, and so not accepted: image_size=6." in text
         given = [one for one, _ in arena.trained if one is validated]
         assert len(given) == len({seed for one, seed in arena.trained if one is validated})  # once per seed
 
@@ -288,6 +338,8 @@ def test_the_error_of_the_accuracy_is_below_what_is_promised() -> None:
 def test_every_kind_of_change_is_a_pipeline(kind: str, validated: PipelineSpec) -> None:
     for candidate in allowed(resolve(validated), (kind,)):
         assert candidate.numbers
+        if (candidate.batch_size or 0) > TRAIN:
+            continue  # more than there are
         changed = resolve(candidate.change(validated))
         assert changed.steps != resolve(validated).steps
         assert changed.data.eval_size == 8
@@ -295,7 +347,7 @@ def test_every_kind_of_change_is_a_pipeline(kind: str, validated: PipelineSpec) 
 
 def test_a_larger_batch_has_a_learning_rate_scaled_to_it(validated: PipelineSpec) -> None:
     spec = validated.optimize("sgd", lr=0.1)
-    twice, four_times = allowed(resolve(spec), ("batch_size",))
+    twice, four_times, *_ = allowed(resolve(spec), ("batch_size",))
     assert resolve(four_times.change(twice.change(spec))).optimization.lr == pytest.approx(0.4)
     adamw = resolve(twice.change(validated.optimize("adamw", lr=0.1)))
     assert adamw.optimization.lr == pytest.approx(0.1 * 2**0.5)
