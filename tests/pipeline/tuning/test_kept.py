@@ -2,16 +2,16 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import pytest
 from drivetrain import Pipeline, PlanError
-from drivetrain.pipeline import Tuned, TuneInterrupted
+from drivetrain.pipeline import Tuned
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.tuning import tune as tune_module
+from drivetrain.pipeline.tuning.candidates import Candidate
 from drivetrain.pipeline.tuning.kept import KeptResults
 from drivetrain.pipeline.tuning.result import Tried
 from drivetrain.transforms import ChannelsLast, LabelSmoothing
@@ -153,34 +153,35 @@ def test_a_folder_that_cannot_be_written_costs_no_result(pipeline: Pipeline, own
     assert KeptResults.of(resolve(pipeline), OPTIONS).read() is None
 
 
-@pytest.mark.long
 def test_every_verdict_is_kept_when_it_is_known(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Real trials, up to an interrupt in the second change: the next call has the first one's verdict."""
-    compare, times = tune_module.Tuner._compare, list[str]()
+    """Real trials, until the process would be killed in the second change: the next call has the first one's verdict,
+    and measures the rest; the one after it is answered."""
+    changes = [Candidate(name, "step", lambda spec: spec) for name in ("first", "second")]
+    monkeypatch.setattr(tune_module, "candidates", lambda _: [*changes])
+    killed = True
 
-    def counted(self: Any, contender: Any, *others: Any) -> bool:
-        times.append(contender.id.stage)
-        if len(times) == 2:
-            raise KeyboardInterrupt
-        compare(self, contender, *others)
-        self._trials[-1] = replace(self._trials[-1], outcome="dropped")  # whatever the speed
+    def compared(self: Any, *contenders: Any) -> bool:
+        """A single round, in which neither is faster."""
+        if killed and self._trials[-1].name == "second":
+            raise Stop
+        own, other = self._arena.round(1, contenders[:2])
+        self._note(outcome="dropped", ratio=own / other, rounds=1)
         return False
 
-    monkeypatch.setattr(tune_module.Tuner, "_compare", counted)
-    with pytest.raises(TuneInterrupted):
-        pipeline.tune(seconds=30, progress=False)
+    monkeypatch.setattr(tune_module.Tuner, "_compare", compared)
+    with pytest.raises(Stop):
+        pipeline.tune(seconds=20, progress=False)
     kept = KeptResults.of(resolve(pipeline), OPTIONS).read()
     assert kept is not None
-    assert (kept.seconds, kept.stopped) == (0, "Interrupted.")
-    times.append("")
-    with monkeypatch.context() as few:
-        few.setattr(tune_module.Tuner, "_compare", lambda *_: False)
-        again = pipeline.tune(seconds=30, progress=False)
+    assert [(one.name, one.outcome) for one in kept.trials] == [("first", "dropped"), ("second", "not tried")]
+    assert not kept.answers(1)
+    killed = False
+    again = pipeline.tune(seconds=20, progress=False)
     assert again.trials[0] == kept.trials[0]
-    assert again.trials[0].rounds > 0
-    assert pipeline.tune(seconds=1, progress=False).trials == again.trials  # all were tried
+    assert again.trials[1].rounds > 0
+    assert pipeline.tune(seconds=60, progress=False).trials == again.trials
 
 
 def test_wrong_options_are_refused_before_anything_is_read(pipeline: Pipeline) -> None:
