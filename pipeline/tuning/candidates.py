@@ -7,17 +7,21 @@ import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from ...common import machine
 from ...common.errors import PlanError, suggest
+from ...loaders.beton.data_set import open_files
 from ...loaders.image_size import ImageSize, height_width
+from ...loaders.sources import files_of
 from ...transforms import TRANSFORMS, Transform
 from ..describe.cuda_settings import uses_gpu
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
 from ..describe.rules import family
 from ..optim.config import OptimizerConfig
+from .storage import Storage, storages
 
 Bottleneck = Literal["data", "step", "communication"]
 
@@ -28,7 +32,9 @@ VARIABLES = {"cpu": machine.KEEPS_MEMORY, "cuda": {"PYTORCH_CUDA_ALLOC_CONF": "e
 SIDES = (3 / 4, 7 / 8)  # of the image size
 SHARES = (3 / 4, 1 / 2)  # of the epochs
 LARGER = (2, 4, 8, 16)  # times the batch size, as long as that is accepted and fits
-NEAR = 1 / 8  # of a batch size that fits: a larger one that does not fit is at most so much larger, in the end
+NEAR = (
+    1 / 8
+)  # of a batch size that fits: a larger one that does not fit is at most so much larger, in the end
 UNIT = 8  # of a batch size between two, for the GPU's tiles
 MICROBATCHES = range(2, 65)
 
@@ -44,6 +50,7 @@ class Candidate:
     variables: Mapping[str, str] = field(default_factory=dict)  # that it is instead; read when Python starts
     numbers: bool = False  # changes what the training computes, so that its accuracy must be measured
     batch_size: int | None = None  # that it sets
+    storage: Storage | None = None  # of the training data, which must be converted first
 
 
 def candidates(plan: ResolvedPlan) -> list[Candidate]:
@@ -53,6 +60,7 @@ def candidates(plan: ResolvedPlan) -> list[Candidate]:
     counts -= {cores if data.workers is None else data.workers}
     changes = [_data("workers", count) for count in sorted(counts)]
     changes += [_data("batches_ahead", count) for count in AHEAD if count != data.batches_ahead]
+    changes += _storage(plan, changes_pixels=False)
     changes += _transforms(plan, "format")
     if gpu:
         modes = [mode for mode in (True, False) if mode != own.cudnn_benchmark]
@@ -156,6 +164,29 @@ def _batch_size(plan: ResolvedPlan, times: Sequence[float] = LARGER) -> list[Can
     return [of_batch_size(plan, size) for size in sizes]
 
 
+def _storage(plan: ResolvedPlan, *, changes_pixels: bool = True) -> list[Candidate]:
+    return [
+        Candidate(f"storage={one.name}", "data", one.change, storage=one)
+        for one, changes in storages(plan)
+        if changes == changes_pixels
+    ]
+
+
+def _order(plan: ResolvedPlan) -> list[Candidate]:
+    """Return another order of the samples, if the file is read from disk in each epoch."""
+    data = plan.data
+    if data.loader != "ffcv" or data.order != "random" or not open_files(files_of(data.train)).exceeds_memory:
+        return []
+    return [_data("order", "quasi_random")]
+
+
+def place(changes: Iterable[Candidate], folder: Path | None, end: float) -> None:
+    """Set the folder for converted data, None for none, and the end of the time for that, in `perf_counter` time."""
+    for one in changes:
+        if one.storage is not None:
+            one.storage.folder, one.storage.end = folder, end
+
+
 def of_batch_size(plan: ResolvedPlan, size: int) -> Candidate:
     """Return another batch size, with the learning rate scaled to it if its rule is known."""
     own = plan.data.batch_size
@@ -185,7 +216,9 @@ def remembered(plan: ResolvedPlan, names: Iterable[str]) -> list[Candidate]:
     """Return the batch sizes of these names: an earlier call's search has other ones than `LARGER`."""
     sizes = (name.partition("batch_size=")[2] for name in names)
     return [
-        dataclasses.replace(of_batch_size(plan, int(size)), numbers=True) for size in sizes if size.isdecimal()
+        dataclasses.replace(of_batch_size(plan, int(size)), numbers=True)
+        for size in sizes
+        if size.isdecimal()
     ]
 
 
@@ -195,11 +228,13 @@ ALLOW: dict[str, Kind] = {
     "resolution": _resolution,
     "surgery": lambda plan: _transforms(plan, "surgery"),
     "batch_size": _batch_size,
+    "storage": lambda plan: [*_storage(plan), *_order(plan)],
 }
 
 
 TO_TARGET: dict[str, Kind] = {
-    **ALLOW, "methods": lambda plan: _transforms(plan, "methods"),
+    **{name: kind for name, kind in ALLOW.items() if name != "storage"},  # each run converts nothing
+    "methods": lambda plan: _transforms(plan, "methods"),
     "batch_size": partial(_batch_size, times=(1 / 2, 2)), "epochs": _epochs,
 }  # fmt: skip
 

@@ -1,10 +1,11 @@
-"""What tuning measured on this machine, kept in the user's cache folder: the next call for the same is answered from it,
-or continues it."""
+"""What a tuning measured is saved in its `out`, and kept in the user's cache folder, for this machine: the next call for
+the same is answered from there, or continues it."""
 
 import hashlib
 import json
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ from ..runs.facts import facts_of
 from ..telemetry.provenance import provenance
 from ..training.build import build_model, fork_rng
 from ..training.model_identity import code_identity, model_identity
-from .result import FORMAT, Tried, Tuned, verdicts
+from .result import FORMAT, Tried, Tuned, read_trials, verdicts
 
 FOLDER = "tuned"  # in the cache folder
 
@@ -48,7 +49,8 @@ class Kept(Struct):
 
 
 class KeptResults:
-    """The file of one tuning: of a pipeline with its model's code and its data, on a machine, with options of `tune`."""
+    """The file in the cache folder of one tuning: of a pipeline with its model's code and its data, on a machine, with
+    options of `tune`."""
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
         self._facts: dict[str, Any] = json.loads(json.dumps(facts, sort_keys=True))
@@ -58,7 +60,7 @@ class KeptResults:
     @classmethod
     def of(cls, plan: ResolvedPlan, options: Mapping[str, Any]) -> Self:
         model: dict[str, str] = {}
-        with fork_rng(plan.seed):
+        with fork_rng(plan.seed), suppress(Exception):  # the first trial reports it
             build_model(
                 plan.spec, plan.transforms, lambda new: model.update(model_identity(new, plan.spec.model))
             )
@@ -104,6 +106,33 @@ class KeptResults:
             warnings.warn(f"The next call will measure again: {error}", stacklevel=2)
 
 
+class Results:
+    """What is `known` of a tuning, unless it shall be measured `again`: by its `file`; without one, by what is `kept`."""
+
+    def __init__(
+        self, file: Path | None, facts: Mapping[str, Any], kept: KeptResults, *, again: bool
+    ) -> None:
+        self.file, self._here = file, kept
+        self.kept: Kept | None = None
+        self.known: list[Tried] = []
+        if again:
+            return
+        if file is not None and file.exists():
+            self.known = read_trials(file, facts)
+        elif (found := kept.read()) is not None:
+            self.kept, self.known = found, verdicts(found.trials)
+
+    def write(self, tuned: Tuned) -> Tuned:
+        if self.file is not None:
+            tuned.save(self.file)
+        return tuned
+
+    def save(self, tuned: Tuned, seconds: float | None = 0.0) -> Tuned:
+        """Write a result, and keep it; `seconds` as `Kept` has them."""
+        self._here.keep(tuned, seconds)
+        return self.write(tuned)
+
+
 def _sources(plan: ResolvedPlan) -> list[str]:
     sources = [plan.data.train] if plan.data.val is None else [plan.data.train, plan.data.val]
     return sorted({name for source in sources for name in files_of(source).names})
@@ -116,4 +145,3 @@ def _stamp(name: str) -> list[int]:
     except OSError:
         return []
     return [status.st_size, status.st_mtime_ns]
-

@@ -228,7 +228,9 @@ def _tuned(
     "Epochs of each of these short runs, 1 unless given; with --target, of each run.",
     int,
 )
-@option("--again", "Measure again, although results of the same tuning are kept on this machine, or in --out.")
+@option(
+    "--again", "Measure again, although results of the same tuning are kept on this machine, or in --out."
+)
 @quiet
 def tune(
     recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, out: Path | None,

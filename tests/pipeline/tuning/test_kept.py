@@ -153,9 +153,7 @@ def test_a_folder_that_cannot_be_written_costs_no_result(pipeline: Pipeline, own
     assert KeptResults.of(resolve(pipeline), OPTIONS).read() is None
 
 
-def test_every_verdict_is_kept_when_it_is_known(
-    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_verdict_is_kept_when_it_is_known(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real trials, until the process would be killed in the second change: the next call has the first one's verdict,
     and measures the rest; the one after it is answered."""
     changes = [Candidate(name, "step", lambda spec: spec) for name in ("first", "second")]

@@ -162,7 +162,9 @@ def test_the_batch_grows_until_memory_ends_and_then_to_what_fits(validated: Pipe
         "104": "failed",
     }  # fmt: skip
     assert result.pipeline.data.batch_size == 96
-    assert next(one for one in result.trials if one.name == "batch_size=256").reason == "batch_size=128 failed"
+    assert (
+        next(one for one in result.trials if one.name == "batch_size=256").reason == "batch_size=128 failed"
+    )
     # A second call begins where the first has ended.
     plan = resolve(validated)
     names = [one.name for one in result.trials]
