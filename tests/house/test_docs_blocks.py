@@ -160,7 +160,7 @@ LONGER = {"docs/coming-from.md", "docs/tuning.md"}
     "ignore:.*LeafSpec:FutureWarning",
 )
 def test_the_blocks_of_a_page_run_one_after_another(
-    page: str, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: str, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_cache: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
