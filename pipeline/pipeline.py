@@ -417,9 +417,10 @@ class Pipeline(PipelineSpec):
         Without `allow`, only changes that keep what the training computes are tried: loader workers and batches ahead,
         JPEGs stored as raw pixels where these are the same, memory format, compiling, cuDNN's search, strategies with
         the same numbers, the allocator's environment variables; and if the pipeline does not fit into memory, the
-        fewest microbatches that do, then activation checkpointing. Each change is trained in turns with the best pipeline so far, on the same samples, those for the
-        bottleneck first. It is accepted as soon as the confidence interval of the ratio excludes 1 (without an effect
-        with a probability of at most 0.25 %), and dropped as soon as it excludes a gain of 1 %.
+        fewest microbatches that do, then activation checkpointing. Each change is trained in turns with the best
+        pipeline so far, on the same samples, those for the bottleneck first. It is accepted as soon as the confidence
+        interval of the ratio excludes 1 (without an effect with a probability of at most 0.25 %), and dropped as soon
+        as it excludes a gain of 1 %.
 
         A change of `allow` that is faster is trained from three to eight seeds, as is the pipeline as given. It is
         accepted only if the interval of the difference excludes a loss of accuracy of half a percentage point; else it

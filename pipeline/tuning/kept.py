@@ -1,5 +1,5 @@
-"""What a tuning measured is saved in its `out`, and kept in the user's cache folder, for this machine: the next call for
-the same is answered from there, or continues it."""
+"""What a tuning measured is saved in its `out`, and kept in the user's cache folder, for this machine. The next call
+for the same is answered from there, or continues it."""
 
 import hashlib
 import json
@@ -107,7 +107,7 @@ class KeptResults:
 
 
 class Results:
-    """What is `known` of a tuning, unless it shall be measured `again`: by its `file`; without one, by what is `kept`."""
+    """What is `known` of a tuning: from its `file`; without one, from what is `kept`; nothing to measure it `again`."""
 
     def __init__(
         self, file: Path | None, facts: Mapping[str, Any], kept: KeptResults, *, again: bool

@@ -1,5 +1,5 @@
-"""The training data in another storage format, as a change to try. All of them are converted only if a sample loads
-faster, and they fit into the time, onto the disk and into the memory. They are removed unless the change is accepted."""
+"""The training data in another storage format, as a change to try. They are converted only if a sample loads faster,
+and if they fit into the time, onto the disk and into the memory; and removed unless the change is accepted."""
 
 import dataclasses
 import io

@@ -228,9 +228,7 @@ def _tuned(
     "Epochs of each of these short runs, 1 unless given; with --target, of each run.",
     int,
 )
-@option(
-    "--again", "Measure again what is kept of this tuning on this machine, or in --out."
-)
+@option("--again", "Measure again what is kept of this tuning on this machine, or in --out.")
 @quiet
 def tune(
     recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, out: Path | None,
