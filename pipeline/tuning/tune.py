@@ -71,7 +71,8 @@ def tune(
     budget = Budget(seconds, begin, progress, "tune")
     if target is None:
         names = {one.name for one in changes}
-        changes += remembered(plan, (one.name for one in results.known if one.name not in names))
+        if "batch_size" in allow:
+            changes += remembered(plan, (one.name for one in results.known if one.name not in names))
         place(changes, None if results.file is None else results.file.parent, budget.end)
     if (kept := results.kept) is not None and kept.answers(seconds):
         tuned = answered(spec, kept, [*changes, *fitting(plan)], facts, target)
@@ -192,6 +193,7 @@ class Tuner:
         self._gain = 1.0  # of the changes of an earlier call
         self._trial: float | None = None  # seconds
         self._number = 0  # of the last round
+        self._is_converted = False  # whether a storage format is accepted
         self._too_large: int | None = None  # the smallest batch size that does not fit into memory
         self.stopped = ""  # why it ended
 
@@ -215,6 +217,8 @@ class Tuner:
         self.stopped = "Every change was tried."
 
     def _pointless(self, candidate: Candidate) -> str:
+        if candidate.storage is not None and self._is_converted:
+            return "another storage format is accepted"
         share = self._limits["training"] / self._limits["model"]
         if candidate.storage is not None and self._bottleneck() != "data" and share > 1 / WORTH_CONVERTING:
             return (
@@ -315,6 +319,7 @@ class Tuner:
     def _accept(self, candidate: Candidate, spec: PipelineSpec) -> None:
         self._spec = spec
         self._variables |= candidate.variables
+        self._is_converted |= candidate.storage is not None
 
     def _try(self, candidate: Candidate) -> bool:
         assert self._best is not None

@@ -13,7 +13,7 @@ from drivetrain.common.machine import KEEPS_MEMORY
 from drivetrain.pipeline.describe.pipeline_spec import PipelineSpec
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.measuring.statistics import LOOKS, MARGIN, judge, judge_accuracy
-from drivetrain.pipeline.tuning.candidates import ALLOW, allowed, candidates, fitting, remembered
+from drivetrain.pipeline.tuning.candidates import ALLOW, Candidate, allowed, candidates, fitting, remembered
 from drivetrain.pipeline.tuning.result import Tried, Tuned, read_trials, verdicts
 from drivetrain.pipeline.tuning.tune import Tuner
 from drivetrain.transforms import ChannelsLast
@@ -82,6 +82,51 @@ def test_a_loader_that_is_much_faster_is_not_tuned(spec: PipelineSpec, times: fl
     assert all((one.rounds > 0) is tried for one in rows)
     if not tried:
         assert rows[0].reason == "the loader alone is 101 times as fast as the model: less than 1% to gain"
+
+
+class Format:
+    """A storage format that is there at once."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.left = name, True
+
+    def convert(self) -> str:
+        return ""
+
+    def discard(self) -> None:
+        self.left = False
+
+
+@pytest.mark.parametrize(
+    ("training", "outcomes"),
+    [(94.0, ["dropped", "accepted", "not tried"]), (96.0, ["not tried"] * 3)],
+)
+def test_a_format_is_tried_if_training_is_slower_than_the_model_alone(
+    spec: PipelineSpec, training: float, outcomes: list[str]
+) -> None:
+    formats = [Format(name) for name in ("slow", "fast", "other")]
+
+    class Shared(Simulated):
+        def limits(self, contender: Any) -> dict[str, float]:  # noqa: ARG002
+            return {"training": training, "loader": 1000.0, "model": 100.0}
+
+    def cost(one: PipelineSpec) -> Mapping[str, float]:
+        return {"loader": 0.1, "model": {0: 1.0, 1: 2.0, 2: 0.5}[one.seed]}
+
+    changes = [
+        Candidate(one.name, "data", lambda spec, seed=seed: spec.replace(seed=seed), storage=one)  # type: ignore[arg-type, misc]
+        for seed, one in enumerate(formats, 1)
+    ]
+    tuner = Tuner(spec, Shared(cost), changes, [], {})  # type: ignore[arg-type]
+    tuner.run()
+    tuner.close()
+    result = tuner.result()
+    assert [one.outcome for one in result.trials] == outcomes
+    if training < 95:
+        assert [one.left for one in formats] == [False, True, True]
+        assert result.trials[-1].reason == "another storage format is accepted"
+    else:
+        assert "training reaches 96% of the model alone" in result.trials[0].reason
 
 
 def test_what_is_tuned_gains_nothing_more(spec: PipelineSpec) -> None:
@@ -336,7 +381,7 @@ def test_the_error_of_the_accuracy_is_below_what_is_promised() -> None:
     assert kept <= 65  # 2.5 % are 50
 
 
-@pytest.mark.parametrize("kind", ALLOW)
+@pytest.mark.parametrize("kind", [name for name in ALLOW if name != "storage"])  # which needs other data
 def test_every_kind_of_change_is_a_pipeline(kind: str, validated: PipelineSpec) -> None:
     for candidate in allowed(resolve(validated), (kind,)):
         assert candidate.numbers
