@@ -76,7 +76,7 @@ def main() -> None:
             if options.only and name not in options.only:
                 continue
             given = Pipeline.from_recipe(name, **overrides)
-            tuned = given.tune(seconds=options.seconds, allow=options.allow, progress=False)
+            tuned = given.tune(seconds=options.seconds, allow=options.allow, again=True, progress=False)
             print(tuned)
             table, rows = confirmed(given, tuned, options.rounds)
             tables.append(table)

@@ -410,20 +410,30 @@ class Pipeline(PipelineSpec):
 
     def tune(
         self, *, seconds: float = 600.0, allow: Sequence[str] = (), target: float | None = None,
-        epochs: int | None = None, out: str | Path | None = None, progress: bool = True,
+        epochs: int | None = None, out: str | Path | None = None, again: bool = False, progress: bool = True,
     ) -> Tuned:  # fmt: skip
         """Find the fastest way to run this training on this machine, and prove it.
 
         Without `allow`, only changes that keep what the training computes are tried: loader workers and batches ahead,
-        memory format, compiling, cuDNN's search, strategies with the same numbers, the allocator's environment
-        variables; and if the pipeline does not fit into memory, the fewest microbatches that do, then activation
-        checkpointing. Each change is trained in turns with the best pipeline so far, on the same samples, those for the
-        bottleneck first. It is accepted as soon as the confidence interval of the ratio excludes 1 (without an effect
-        with a probability of at most 0.25 %), and dropped as soon as it excludes a gain of 1 %.
+        JPEGs stored as raw pixels where these are the same, memory format, compiling, cuDNN's search, strategies with
+        the same numbers, the allocator's environment variables; and if the pipeline does not fit into memory, the
+        fewest microbatches that do, then activation checkpointing. Each change is trained in turns with the best
+        pipeline so far, on the same samples, those for the bottleneck first. It is accepted as soon as the confidence
+        interval of the ratio excludes 1 (without an effect with a probability of at most 0.25 %), and dropped as soon
+        as it excludes a gain of 1 %.
 
         A change of `allow` that is faster is trained from three to eight seeds, as is the pipeline as given. It is
         accepted only if the interval of the difference excludes a loss of accuracy of half a percentage point; else it
         is reported as a trade, and not taken.
+
+        Data are converted to another format only with `out`, if the loader costs 5 % of the speed or more, and if a
+        sample loads faster. The files are next to `out` if the change is accepted, and removed if not.
+
+        The results are kept in the cache folder (`tuned` in `$DRIVETRAIN_DATA`, else in `~/.cache/drivetrain`), for the
+        same pipeline with the same code of its model, transforms and task, the same data, machine, environment and
+        versions, `allow`, `target` and `epochs`. A second call is answered from there at once, if every change was
+        tried, or if its budget is not larger than the first's was. Otherwise it continues from the known trials, also
+        after an interrupt.
 
         With `target`, the goal is the time to an accuracy: each change of the kinds `allow` (default: all) races the
         best pipeline so far, as `race` does, in full runs from up to eight seeds. It is accepted by the same test, on
@@ -433,14 +443,17 @@ class Pipeline(PipelineSpec):
         Args:
             seconds: the time budget, for everything. When it is over, the running batch is interrupted.
             allow: kinds of changes that change what the training computes: `"precision"`, `"resolution"`, `"surgery"`,
-                `"batch_size"` (with the learning rate scaled to it if its rule is known); with `target` also
-                `"methods"` (EfficientTrain, InfoBatch) and `"epochs"` (fewer). Default: none; with `target`, all.
+                `"batch_size"` (with the learning rate scaled to it if its rule is known), `"storage"` (JPEGs of fewer
+                pixels, raw pixels where the loader decodes at a smaller size, and if the data exceed the memory
+                quasi-random order); with `target` also `"methods"` (EfficientTrain, InfoBatch) and `"epochs"` (fewer),
+                but not `"storage"`. Default: none; with `target`, all.
             target: the accuracy to which the time is tuned, 0 to 1: of the metric that the task monitors. Default None:
                 speed is tuned. Changes of speed alone are not tried with it: tune those first.
             epochs: of each short training by which `allow` measures the accuracy. Default 1: more make it more
                 similar to the full training, and take longer. With `target`: of each run; default: the recipe's.
             out: a `.json` file that keeps the trials. A second call with it continues from the first's; it must be of
                 the same pipeline, machine, environment and versions.
+            again: whether to measure again what is kept on this machine, or in `out`. Default False.
             progress: whether to show a progress bar of the time budget.
 
         Returns:
@@ -457,7 +470,14 @@ class Pipeline(PipelineSpec):
         from .tuning.tune import tune
 
         return tune(
-            self, seconds=seconds, allow=allow, epochs=epochs, target=target, out=out, progress=progress
+            self,
+            seconds=seconds,
+            allow=allow,
+            epochs=epochs,
+            target=target,
+            out=out,
+            again=again,
+            progress=progress,
         )
 
     def race(

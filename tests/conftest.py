@@ -66,6 +66,13 @@ def interruptible() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test: what was tuned before is not known in it."""
+    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def pictures() -> Iterator[None]:
     """Curves are drawn once for all runs of this process whose histories differ in nothing but their finite numbers.

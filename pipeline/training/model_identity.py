@@ -52,7 +52,7 @@ def model_identity(model: nn.Module, factory: object = None) -> dict[str, str]:
         owners += [type(one), *(each for each in [*vars(one).values(), *hooks] if isinstance(each, _CODE))]
     if factory is not None and not isinstance(factory, nn.Module):
         owners.append(factory)
-    return modules | _of_code(owners)
+    return modules | code_identity(owners)
 
 
 def difference(
@@ -148,7 +148,7 @@ def attributes(value: Any) -> dict[str, Any]:
     return found | getattr(value, "__dict__", {})
 
 
-def _of_code(owners: Sequence[Any]) -> dict[str, str]:
+def code_identity(owners: Sequence[Any]) -> dict[str, str]:
     """Return a digest of each class and function of the user's that these use, and the versions of other packages."""
     found: dict[str, set[str]] = {}  # several lambdas of a function have one name
     versions: dict[str, str] = {}

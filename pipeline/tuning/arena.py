@@ -67,21 +67,25 @@ class Contender:
 
 class Arena:
     """Builds pipelines, and measures them in turns, with trials of `seconds`. With `probe`, the first is tried in a
-    process of its own if the system could kill this one for lack of memory: on a CPU, without ranks."""
+    process of its own if the system could kill this one for lack of memory: on a CPU, without ranks. One with a larger
+    batch than all before is tried in one in any case."""
 
     def __init__(self, deadline: float, seconds: float, *, probe: bool = False, epochs: int = 1) -> None:
         self._deadline, self._seconds, self._probe, self._epochs = deadline, seconds, probe, epochs
         self._batches = 0  # of a trial; the first pipeline's speed decides
         self._batch_size = 0  # for which they are counted
+        self._largest = 0  # batch that fits
 
     def open(self, name: str, spec: PipelineSpec, variables: Mapping[str, str] | None = None) -> Contender:
         """Build and warm up a pipeline, with `variables` in a process of its own. Raise Failed, or OutOfTime."""
         one = Variant(in_turn(name), spec)
-        plan, batches, loaders = one.plan, self._batches or FEWEST, ExitStack()
+        plan, loaders = one.plan, ExitStack()
+        batches = max(self._batches * self._batch_size // plan.data.batch_size, FEWEST)
         if variables is not None:
             runner = ProcessRunner(one, variables, batches, self._deadline)
             return Contender(one.id, plan, runner, loaders, self._deadline)
-        if self._probe and not self._batches and not plan.needs_ranks and not uses_gpu(plan.distribution):
+        probe = (self._probe or self._largest) and plan.data.batch_size > self._largest
+        if probe and not plan.needs_ranks and not uses_gpu(plan.distribution):
             ProcessRunner(one, {}, FEWEST, self._deadline).close()
         with ExitStack() as failing:
             failing.enter_context(loaders)
@@ -100,6 +104,7 @@ class Arena:
                 each = (perf_counter() - start) / FEWEST
                 self._batches = max(math.ceil(self._seconds / each), FEWEST)
                 self._batch_size = made.batch_size
+            self._largest = max(self._largest, made.batch_size)
             failing.pop_all()
         return made
 

@@ -1,22 +1,27 @@
 """The changes that tuning tries: those that keep what a training computes, and those that must be allowed."""
 
 import dataclasses
+import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from ...common import machine
 from ...common.errors import PlanError, suggest
+from ...loaders.beton.data_set import open_files
 from ...loaders.image_size import ImageSize, height_width
+from ...loaders.sources import files_of
 from ...transforms import TRANSFORMS, Transform
 from ..describe.cuda_settings import uses_gpu
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
 from ..describe.rules import family
 from ..optim.config import OptimizerConfig
+from .storage import Storage, storages
 
 Bottleneck = Literal["data", "step", "communication"]
 
@@ -26,8 +31,12 @@ AHEAD = (1, 6)
 VARIABLES = {"cpu": machine.KEEPS_MEMORY, "cuda": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
 SIDES = (3 / 4, 7 / 8)  # of the image size
 SHARES = (3 / 4, 1 / 2)  # of the epochs
-LARGER = (2, 4)  # times the batch size
-MICROBATCHES = (2, 4, 8, 16, 32, 64)
+LARGER = (2, 4, 8, 16)  # times the batch size, as long as that is accepted and fits
+NEAR = (
+    1 / 8
+)  # of a batch size that fits: a larger one that does not fit is at most so much larger, in the end
+UNIT = 8  # of a batch size between two, for the GPU's tiles
+MICROBATCHES = range(2, 65)
 
 
 Kind = Callable[[ResolvedPlan], "list[Candidate]"]
@@ -40,6 +49,8 @@ class Candidate:
     change: Callable[[PipelineSpec], PipelineSpec]
     variables: Mapping[str, str] = field(default_factory=dict)  # that it is instead; read when Python starts
     numbers: bool = False  # changes what the training computes, so that its accuracy must be measured
+    batch_size: int | None = None  # that it sets
+    storage: Storage | None = None  # of the training data, which must be converted first
 
 
 def candidates(plan: ResolvedPlan) -> list[Candidate]:
@@ -49,6 +60,7 @@ def candidates(plan: ResolvedPlan) -> list[Candidate]:
     counts -= {cores if data.workers is None else data.workers}
     changes = [_data("workers", count) for count in sorted(counts)]
     changes += [_data("batches_ahead", count) for count in AHEAD if count != data.batches_ahead]
+    changes += _storage(plan, changes_pixels=False)
     changes += _transforms(plan, "format")
     if gpu:
         modes = [mode for mode in (True, False) if mode != own.cudnn_benchmark]
@@ -147,25 +159,67 @@ def _epochs(plan: ResolvedPlan) -> list[Candidate]:
 
 
 def _batch_size(plan: ResolvedPlan, times: Sequence[float] = LARGER) -> list[Candidate]:
-    """Return other batch sizes, with the learning rate scaled to them if its rule is known."""
+    own, fewest = plan.data.batch_size, plan.distribution.ranks * plan.distribution.accumulate
+    sizes = (int(each * own) for each in times if each * own % fewest == 0)  # all microbatches are as large
+    return [of_batch_size(plan, size) for size in sizes]
+
+
+def _storage(plan: ResolvedPlan, *, changes_pixels: bool = True) -> list[Candidate]:
+    return [
+        Candidate(f"storage={one.name}", "data", one.change, storage=one)
+        for one, changes in storages(plan)
+        if changes == changes_pixels
+    ]
+
+
+def _order(plan: ResolvedPlan) -> list[Candidate]:
+    """Return another order of the samples, if the file is read from disk in each epoch."""
+    data = plan.data
+    if data.loader != "ffcv" or data.order != "random" or not open_files(files_of(data.train)).exceeds_memory:
+        return []
+    return [_data("order", "quasi_random")]
+
+
+def place(changes: Iterable[Candidate], folder: Path | None, end: float) -> None:
+    """Set the folder for converted data, None for none, and the end of the time for that, in `perf_counter` time."""
+    for one in changes:
+        if one.storage is not None:
+            one.storage.folder, one.storage.end = folder, end
+
+
+def of_batch_size(plan: ResolvedPlan, size: int) -> Candidate:
+    """Return another batch size, with the learning rate scaled to it if its rule is known."""
     own = plan.data.batch_size
 
-    def change(spec: PipelineSpec, batch_size: int) -> PipelineSpec:
+    def change(spec: PipelineSpec) -> PipelineSpec:
         data = spec.data
         assert data is not None
         rate = OptimizerConfig() if spec.optimization is None else spec.optimization
         if not rate.is_factory and rate.scaling:
             base = rate.base_batch_size if rate.scale_lr else own
             spec = spec.replace(optimization=dataclasses.replace(rate, base_batch_size=base, scale_lr=True))
-        return spec.replace(data=dataclasses.replace(data, batch_size=batch_size))
+        return spec.replace(data=dataclasses.replace(data, batch_size=size))
 
-    # All ranks and microbatches have the same number of samples.
-    sizes = (
-        int(each * own)
-        for each in times
-        if each * own % (plan.distribution.ranks * plan.distribution.accumulate) == 0
-    )
-    return [Candidate(f"batch_size={size}", "step", partial(change, batch_size=size)) for size in sizes]
+    return Candidate(f"batch_size={size}", "step", change, batch_size=size)
+
+
+def between(plan: ResolvedPlan, fits: int, too_large: int) -> Candidate | None:
+    """Return the batch size in the middle of one that fits into memory and one that does not; None if they are near."""
+    unit = math.lcm(UNIT, plan.distribution.ranks * plan.distribution.accumulate)
+    middle = (fits + too_large) // 2 // unit * unit
+    if too_large - fits <= NEAR * fits or not fits < middle < too_large:
+        return None
+    return dataclasses.replace(of_batch_size(plan, middle), numbers=True)
+
+
+def remembered(plan: ResolvedPlan, names: Iterable[str]) -> list[Candidate]:
+    """Return the batch sizes of these names: an earlier call's search has other ones than `LARGER`."""
+    sizes = (name.partition("batch_size=")[2] for name in names)
+    return [
+        dataclasses.replace(of_batch_size(plan, int(size)), numbers=True)
+        for size in sizes
+        if size.isdecimal()
+    ]
 
 
 # Kinds of changes that change numbers.
@@ -174,17 +228,20 @@ ALLOW: dict[str, Kind] = {
     "resolution": _resolution,
     "surgery": lambda plan: _transforms(plan, "surgery"),
     "batch_size": _batch_size,
+    "storage": lambda plan: [*_storage(plan), *_order(plan)],
 }
 
 
 TO_TARGET: dict[str, Kind] = {
-    **ALLOW, "methods": lambda plan: _transforms(plan, "methods"),
+    **{name: kind for name, kind in ALLOW.items() if name != "storage"},  # each run converts nothing
+    "methods": lambda plan: _transforms(plan, "methods"),
     "batch_size": partial(_batch_size, times=(1 / 2, 2)), "epochs": _epochs,
 }  # fmt: skip
 
 
 def fitting(plan: ResolvedPlan) -> list[Candidate]:
-    """Return the changes that make a training fit into memory: recomputed activations after microbatches."""
+    """Return the changes that make a training fit into memory: every number of equal microbatches, the fewest first;
+    recomputed activations after them."""
     own, share = plan.distribution, plan.data.batch_size // plan.distribution.ranks
     changes = [
         _distributed("accumulate", number, "step")

@@ -275,9 +275,14 @@ def read_trials(path: Path, facts: Mapping[str, Any]) -> list[Tried]:
             f"{path} is not the file of a tuning: {error}. Pass another name, or delete it."
         ) from None
     check_facts(path, content.facts, facts, same=content.format == FORMAT)
+    return verdicts(content.trials)
+
+
+def verdicts(trials: Sequence[Tried]) -> list[Tried]:
+    """Return the trials that need not be repeated."""
     # A trade with a reason has no verdict on its accuracy.
     return [
         one
-        for one in content.trials
+        for one in trials
         if one.outcome in ("accepted", "dropped") or (one.outcome == "trade" and not one.reason)
     ]

@@ -30,9 +30,10 @@ class TargetTuner:
     def __init__(
         self, spec: PipelineSpec, target: float, changes: list[Candidate], facts: dict[str, Any],
         known: Sequence[Tried], end: float, show: Callable[[str], None],
+        save: Callable[[Tuned], object] = lambda _: None,
     ) -> None:  # fmt: skip
         self._spec, self._target, self._changes, self._facts = spec, target, changes, facts
-        self._known, self._end, self._show = {one.name: one for one in known}, end, show
+        self._known, self._end, self._show, self._save = {one.name: one for one in known}, end, show, save
         self._trials: list[Tried] = []
         self._longest = 0.0  # seconds of a run
         self.stopped = ""  # why it ended
@@ -61,6 +62,7 @@ class TargetTuner:
                 return
             if accepted:
                 self._spec = spec
+            self._save(self.result())
         self.stopped = "Every change was tried."
 
     def _try(self, name: str, spec: PipelineSpec) -> bool:

@@ -23,20 +23,35 @@ from ..runs.folder import make_folder
 from ..tasks.scales import check_comparable
 from ..training.build import fork_rng, plain_torch, resolve_data
 from .arena import LIMIT_ROUNDS, Arena, Contender, is_out_of_memory
-from .candidates import Bottleneck, Candidate, allowed, candidates, fitting, ordered, to_target
-from .result import Outcome, Tried, Tuned, TuneInterrupted, read_trials, untried
+from .candidates import (
+    Bottleneck,
+    Candidate,
+    allowed,
+    between,
+    candidates,
+    fitting,
+    ordered,
+    place,
+    remembered,
+    to_target,
+)
+from .kept import Kept, KeptResults, Results
+from .result import Outcome, Tried, Tuned, TuneInterrupted, untried
 from .to_target import TargetTuner
 
 # Of the budget, at most for a trial: with two pipelines, a change can have all its rounds in half of it.
 SHARE = 1 / 100
 PROBE_SECONDS = 60.0  # from here on, the first pipeline is tried in a process of its own; see `Arena`
+# Why a batch size larger than one with this outcome is not tried.
+WHY_NOT = {"failed": "failed", "dropped": "is not faster", "trade": "is not shown to keep the accuracy"}
+WORTH_CONVERTING = 1.05  # a gain that can be hoped for, from which on data are converted
 COMMUNICATION = 0.5  # the bottleneck, if exchanging the gradients alone takes this share of a step or more
 
 
 @plain_torch()
 def tune(
     spec: PipelineSpec, *, seconds: float, allow: Sequence[str], epochs: int | None, target: float | None,
-    out: str | Path | None, progress: bool,
+    out: str | Path | None, again: bool, progress: bool,
 ) -> Tuned:  # fmt: skip
     check_measurable(seconds)
     begin = perf_counter()
@@ -51,39 +66,77 @@ def tune(
     else:
         changes = _to_target(plan, allow, target)
     facts = facts_of(plan) | ({} if target is None else {"target": target, "epochs": plan.spec.epochs})
-    file = None if out is None else Path(out).absolute()
-    if file is not None and file.suffix != ".json":
-        raise PlanError(
-            f"out={str(out)!r} must end in .json: it keeps the trials, from which the next call continues."
-        )
-    known: list[Tried] = []
-    if file is not None:
-        make_folder(file.parent)  # before time is spent on what it will contain
-        known = read_trials(file, facts)
+    options = {"allow": sorted({*allow}), "target": target, "epochs": epochs}
+    results = Results(_file(out), facts, KeptResults.of(plan, options), again=again)
     budget = Budget(seconds, begin, progress, "tune")
+    if target is None:
+        names = {one.name for one in changes}
+        if "batch_size" in allow:
+            changes += remembered(plan, (one.name for one in results.known if one.name not in names))
+        place(changes, None if results.file is None else results.file.parent, budget.end)
+    if (kept := results.kept) is not None and kept.answers(seconds):
+        tuned = answered(spec, kept, [*changes, *fitting(plan)], facts, target)
+        if tuned is not None:
+            return results.write(tuned)
     tuner: Tuner | TargetTuner
     if target is None:
         arena = Arena(budget.end, seconds * SHARE, probe=seconds >= PROBE_SECONDS, epochs=epochs or 1)
-        tuner = Tuner(spec, arena, changes, fitting(plan), facts, known, budget.show)
+        tuner = Tuner(spec, arena, changes, fitting(plan), facts, results.known, budget.show, results.save)
     else:
-        tuner = TargetTuner(spec, target, changes, facts, known, budget.end, budget.show)
-    interrupted = False
+        tuner = TargetTuner(
+            spec, target, changes, facts, results.known, budget.end, budget.show, results.save
+        )
+    return _search(tuner, plan, budget, results)
+
+
+def _file(out: str | Path | None) -> Path | None:
+    if out is None:
+        return None
+    file = Path(out).absolute()
+    if file.suffix != ".json":
+        raise PlanError(
+            f"out={str(out)!r} must end in .json: it keeps the trials, from which the next call continues."
+        )
+    make_folder(file.parent)  # before time is spent on what it will contain
+    return file
+
+
+def _search(tuner: "Tuner | TargetTuner", plan: ResolvedPlan, budget: Budget, results: Results) -> Tuned:
+    spent: float | None = budget.seconds
     try:
         with budget, fork_rng(plan.seed), alarm(budget.end):
             tuner.run()
+        spent = None
     except OutOfTime:
-        tuner.stopped = f"Stopped at the {seconds:g} s budget.{tuner.too_short(seconds)}"
+        tuner.stopped = f"Stopped at the {budget.seconds:g} s budget.{tuner.too_short(budget.seconds)}"
     except KeyboardInterrupt:
-        interrupted = True
-        tuner.stopped = "Interrupted."
+        tuner.stopped, spent = "Interrupted.", 0.0
     finally:
         tuner.close()
-    tuned = tuner.result()
-    if file is not None:
-        tuned.save(file)
-    if interrupted:
+    tuned = results.save(tuner.result(), spent)
+    if spent == 0:
         raise TuneInterrupted(tuned)
     return tuned
+
+
+def answered(
+    spec: PipelineSpec, kept: Kept, changes: Sequence[Candidate], facts: dict[str, Any], target: float | None
+) -> Tuned | None:
+    """Return what is kept as the result of this call; None if converted data have been removed."""
+    by_name = {one.name: one for one in changes}
+    for tried in kept.trials:
+        if not can_be_kept(by_name.get(tried.name), tried):
+            return None
+        if tried.outcome == "accepted":
+            spec = by_name[tried.name].change(spec)
+    return Tuned(spec, kept.trials, kept.limits, kept.before, facts, kept.note, kept.variables, target)
+
+
+def can_be_kept(candidate: Candidate | None, tried: Tried) -> bool:
+    """Whether an accepted change can be made again without a trial."""
+    if tried.outcome != "accepted":
+        return True
+    return candidate is not None and (candidate.storage is None or candidate.storage.exists)
 
 
 def _to_target(plan: ResolvedPlan, allow: Sequence[str], target: float) -> list[Candidate]:
@@ -126,10 +179,11 @@ class Tuner:
     def __init__(
         self, spec: PipelineSpec, arena: Arena, changes: list[Candidate], fitting: list[Candidate],
         facts: dict[str, Any], known: Sequence[Tried] = (), show: Callable[[str], None] = lambda _: None,
+        save: Callable[[Tuned], object] = lambda _: None,
     ) -> None:  # fmt: skip
         self._given, self._spec, self._arena = spec, spec, arena
         self._changes, self._fitting = changes, fitting
-        self._facts, self._known, self._show = facts, known, show
+        self._facts, self._known, self._show, self._save = facts, known, show, save
         self._trials: list[Tried] = []
         self._best: Contender | None = None
         self._before: float | None = None
@@ -139,6 +193,8 @@ class Tuner:
         self._gain = 1.0  # of the changes of an earlier call
         self._trial: float | None = None  # seconds
         self._number = 0  # of the last round
+        self._is_converted = False  # whether a storage format is accepted
+        self._too_large: int | None = None  # the smallest batch size that does not fit into memory
         self.stopped = ""  # why it ended
 
     def run(self) -> None:
@@ -151,19 +207,56 @@ class Tuner:
         while left:
             candidate = ordered(left, self._bottleneck())[0]
             left.remove(candidate)
-            if reason := self._pointless(candidate):
+            if reason := self._pointless(candidate) or self._unconverted(candidate):
                 self._add(candidate, "not tried", reason)
             elif self._try(candidate) and not candidate.variables:
                 self._measure_limits()  # the bottleneck may be another one now
+            if candidate.batch_size is not None:
+                left = self._sizes_left(candidate.batch_size, left)
+            self._save(self.result())
         self.stopped = "Every change was tried."
 
     def _pointless(self, candidate: Candidate) -> str:
+        if candidate.storage is not None and self._is_converted:
+            return "another storage format is accepted"
+        share = self._limits["training"] / self._limits["model"]
+        if candidate.storage is not None and self._bottleneck() != "data" and share > 1 / WORTH_CONVERTING:
+            return (
+                f"the loader is faster than the model, and training reaches {share:.0%} of the model alone: nothing is "
+                f"converted for less than {WORTH_CONVERTING - 1:.0%}"
+            )
         times = self._limits["loader"] / self._limits["model"]
         if candidate.bottleneck != "data" or times < 1 / (WORTH - 1):
             return ""
         return (
             f"the loader alone is {times:,.0f} times as fast as the model: less than {WORTH - 1:.0%} to gain"
         )
+
+    def _unconverted(self, candidate: Candidate) -> str:
+        """Convert the data that a change is trained on; return why not, or ""."""
+        if candidate.storage is None:
+            return ""
+        self._show(f"{candidate.name}: converting")
+        return candidate.storage.convert()
+
+    def _sizes_left(self, size: int, left: list[Candidate]) -> list[Candidate]:
+        """Return the changes left after one of the batch size: larger ones as long as each was accepted; once one does
+        not fit into memory, the one in the middle between it and the largest that was accepted."""
+        last, fits = self._trials[-1], self._spec.data
+        assert fits is not None
+        too_large = is_out_of_memory(last.reason) and last.outcome == "failed"
+        if too_large:
+            self._too_large = size
+        if last.outcome == "accepted" and self._too_large is None:
+            return left
+        for one in left:
+            if one.batch_size is not None:
+                self._add(one, "not tried", f"{last.name} {WHY_NOT[last.outcome]}")
+        left = [one for one in left if one.batch_size is None]
+        if self._too_large is not None and (too_large or last.outcome == "accepted"):
+            middle = between(resolve(self._given), fits.batch_size, self._too_large)
+            left += [] if middle is None else [middle]
+        return left
 
     def _bottleneck(self) -> Bottleneck:
         loader, model = self._limits["loader"], self._limits["model"]
@@ -176,7 +269,7 @@ class Tuner:
         changes = {one.name: one for one in (*self._changes, *self._fitting)}
         for tried in self._known:
             candidate = changes.get(tried.name)
-            if candidate is None:
+            if candidate is None or not can_be_kept(candidate, tried):
                 continue
             self._trials.append(tried)
             if tried.outcome == "accepted":
@@ -226,12 +319,15 @@ class Tuner:
     def _accept(self, candidate: Candidate, spec: PipelineSpec) -> None:
         self._spec = spec
         self._variables |= candidate.variables
+        self._is_converted |= candidate.storage is not None
 
     def _try(self, candidate: Candidate) -> bool:
         assert self._best is not None
         self._add(candidate, "not tried", "the tuning ended before there was a verdict")
         self._show(candidate.name)
         with ExitStack() as opened:
+            if candidate.storage is not None:
+                opened.callback(candidate.storage.discard)
             try:
                 spec = candidate.change(self._spec)
                 resolve(spec)

@@ -130,7 +130,7 @@ def test_two_recipes_are_tuned(tmp_path: Path) -> None:
     file, out = small(tmp_path / "small.beton", 2048), tmp_path / "results"
     command = [sys.executable, str(ROOT / "benchmarks/tuning.py"), str(tmp_path / "photos"), "--seconds", "60",
                "--rounds", "2", "--train", str(file), "--val", str(file), "--out", str(out)]  # fmt: skip
-    output_of(*command, timeout=280, env=ENVIRONMENT)
+    output_of(*command, timeout=280, env=ENVIRONMENT | {"DRIVETRAIN_DATA": str(tmp_path / "cache")})
     recipes = json.loads((out / "tuning.json").read_text())["recipes"]
     assert recipes.keys() == {"cifar10-quickstart", "ffcv-resnet18-16"}
     for name, found in recipes.items():

@@ -159,6 +159,7 @@ LONGER = {"docs/coming-from.md", "docs/tuning.md"}
     "ignore:::lightning",
     "ignore:.*LeafSpec:FutureWarning",
 )
+@pytest.mark.usefixtures("own_cache")
 def test_the_blocks_of_a_page_run_one_after_another(
     page: str, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,8 @@ NOT_OF_RESULTS: dict[str, dict[str, str]] = {
         "noise of 5 %": TESTED,
         "95 % over all looks": SETTING,
         "each 1 % of the budget": SETTING,
+        "less than 95 % of the model's speed alone": SETTING,
+        "at least by 1 %": SETTING,
         "600 s each": CONDITION,
         "wider than a 95 % interval": SETTING,
         "the 95 % interval (Student's t of the logarithms)": SETTING,

@@ -7,7 +7,7 @@ import pytest
 from command_line import done
 from drivetrain import Pipeline
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.usefixtures("own_cache")]
 
 
 def test_the_ledger_names_the_bottleneck() -> None:

@@ -180,7 +180,7 @@ def _next_commands(out: str, *, evaluated: bool) -> list[tuple[str, str]]:
 
 def _tuned(
     pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool, allow: Sequence[str] = (),
-    epochs: int | None = None, target: float | None = None,
+    epochs: int | None = None, target: float | None = None, again: bool = False,
 ) -> Pipeline:  # fmt: skip
     from ...runs.folder import make_folder
     from ...tuning.result import TuneInterrupted
@@ -189,7 +189,7 @@ def _tuned(
         make_folder(out)
     try:
         tuned = pipeline.tune(
-            seconds=seconds, allow=allow, epochs=epochs, target=target, progress=not quiet,
+            seconds=seconds, allow=allow, epochs=epochs, target=target, again=again, progress=not quiet,
             out=None if out is None else out / "tuned.json",
         )  # fmt: skip
     except TuneInterrupted as interrupt:
@@ -210,16 +210,16 @@ def _tuned(
 @recipe_arguments()
 @option(
     "--out FOLDER",
-    "Folder for tuned.yaml (the recipe), tuned.json (all trials) and tuned.png, created if missing.",
+    "Folder for tuned.yaml (the recipe), tuned.json (all trials), tuned.png and converted data, created if missing.",
     File(),
 )
 @option("--seconds SECONDS", "Time budget, in seconds, for everything.", float, default=600)
 @option(
     "--allow CHANGE",
-    "Also try changes of what the training computes: precision, resolution, surgery or batch_size. They are "
-    "accepted only if short runs show that they keep the accuracy. May be repeated. With --target also epochs; "
-    "all of them if none is given.",
-    Text("precision", "resolution", "surgery", "batch_size", "epochs"),
+    "Also try changes of what the training computes: precision, resolution, surgery, batch_size or storage. They "
+    "are accepted only if short runs show that they keep the accuracy. May be repeated. With --target also methods "
+    "and epochs, without storage; all of them if none is given.",
+    Text("precision", "resolution", "surgery", "batch_size", "storage", "methods", "epochs"),
     multiple=True,
 )
 @option("--target SHARE", "Tune the time to this accuracy, 0 to 1, instead of the speed.", float)
@@ -228,18 +228,19 @@ def _tuned(
     "Epochs of each of these short runs, 1 unless given; with --target, of each run.",
     int,
 )
+@option("--again", "Measure again what is kept of this tuning on this machine, or in --out.")
 @quiet
 def tune(
     recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, out: Path | None,
-    seconds: float, allow: tuple[str, ...], target: float | None, epochs: int | None, quiet: bool,
+    seconds: float, allow: tuple[str, ...], target: float | None, epochs: int | None, again: bool, quiet: bool,
 ) -> None:  # fmt: skip
     """Find the fastest way to run a recipe on this machine.
 
-    Without --allow, only changes that keep what the training computes are tried: workers, batches ahead, memory
-    format, compiling, strategies with the same numbers, the allocator's environment variables; microbatches if the
-    batch does not fit. Each is trained in turns with the best so far, and accepted only if its interval shows
-    that it is faster. With --target, changes race to an accuracy instead, in full runs. With --out, a second call
-    continues from the first's trials.
+    Without --allow, only changes that keep what the training computes are tried: workers, batches ahead, raw pixels
+    in place of JPEGs (with --out), memory format, compiling, strategies with the same numbers, the allocator's
+    environment variables; microbatches if the batch does not fit. Each is trained in turns with the best so far, and
+    accepted only if its interval shows that it is faster. With --target, changes race to an accuracy instead, in full
+    runs. A second call is answered from what is kept on this machine, or continues it.
     """
     checked = completed_recipe(recipe, overrides, train, val)
     from ...measuring.runner import check_measurable
@@ -248,7 +249,7 @@ def tune(
 
     check_measurable(seconds)
     with modules_of(recipe):
-        _tuned(Pipeline.from_recipe(checked), seconds, out, quiet, allow, epochs, target)
+        _tuned(Pipeline.from_recipe(checked), seconds, out, quiet, allow, epochs, target, again)
 
 
 def _files_in(out: Path | str) -> list[str]:

@@ -21,6 +21,7 @@ from drivetrain.pipeline.tuning.result import Tried, Tuned
 from drivetrain.pipeline.tuning.to_target import judged
 from pipeline_data import Sleepy, Toy
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 TARGET = 0.9
 EPOCHS = 3  # in which the toy pipeline reaches it
 

@@ -28,6 +28,8 @@ from pipeline_data import Sleepy, Toy, living_threads, plain_model
 from process_state import running_children, wait_until_ended
 from tuning_models import Hungry, Informed
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 
 def pipeline_of(toy: Toy, **load: Any) -> Pipeline:
     options = {"batch_size": 16, "image_size": 8, "workers": 1, **load}
