@@ -19,7 +19,7 @@ from ..common.errors import StrategyError
 from ..common.rows import chunk, shard_of
 from ..common.storage.tensors import rows_of, shape_of
 from .base import OptimizerFactory
-from .common import sharding
+from .common import meta, sharding
 from .common.blocks import ModuleFilter, check_filter
 from .common.memory import gathered_bytes
 from .common.placement import build_optimizer, change_layers, check_ranks, compile_in_place, enter, put_on
@@ -169,11 +169,11 @@ class FSDP:
         options = Options.of(given)
         device = enter(self, model)
         sharding.refuse_unshardable(self.name, model)
-        sharding.refuse_without_reset(self.name, model)
+        meta.refuse_without_reset(self.name, model)
         chosen = sharding.units(self.name, model, self.wrap)
         if not dist.is_initialized():
             self._check_alone(device)
-            sharding.materialise(model, device)
+            meta.materialise_units(model, chosen, device)
             model = put_on(model, device, options)
             return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)
         self._shard(model, chosen, device, options)
@@ -194,7 +194,7 @@ class FSDP:
         change_layers(model, options)
         done: set[nn.Module] = set()
         for unit in (*chosen, model):
-            sharding.materialise(unit, device, done)
+            meta.materialise(unit, device, done)
             own = [module for module in unit.modules() if module not in done]
             sharding.begin_like_rank_0(own, device)
             if options.precision != "fp32":

@@ -6,7 +6,7 @@ import copy
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,13 +19,14 @@ from torch import nn
 
 from ... import loaders
 from ...common.errors import PlanError, StrategyError
-from ...common.model_state import ModelState, load_state, train_mode
+from ...common.model_state import ModelState, load_state, on_meta, train_mode
 from ...common.storage.addresses import is_address
 from ...common.storage.cache import Remote
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width
 from ...loaders.sources import Files, Source, files_of
 from ...strategies import Engine, OptimizerFactory
+from ...strategies.common.meta import materialise, values_follow, without_reset
 from ...strategies.devices import rank_device
 from ...strategies.launching.group import in_group
 from ...transforms import CHANGES_MODEL, NothingChanged, Report, Transform
@@ -96,6 +97,8 @@ class Built:
         identity: what the model is; see `model_identity`.
         split_batch_norm: a sentence about BatchNorm layers that see a part of the batch; "" if there are none.
         targets: the scale of the targets of `Regression`, if it is fitted or should be; else "".
+        without_values: names of tensors that are NaN until a checkpoint is loaded, and why: of a model on the meta
+            device, those that no `reset_parameters` initializes.
 
     Example::
 
@@ -117,6 +120,7 @@ class Built:
     split_batch_norm: str = ""
     targets: str = ""
     identity: dict[str, str] = field(default_factory=dict)
+    without_values: dict[str, str] = field(default_factory=dict)
 
     def begin(self, epochs: int) -> Schedule:
         """Start a training of so many epochs in a loop of your own, from the current weights. Return the schedule,
@@ -150,21 +154,37 @@ class Built:
         self.close()
 
 
+Initial = Callable[[nn.Module], Mapping[str, torch.Tensor]]
+"""Loads weights into a model after surgery, before the strategy wraps it, and returns those of its tensors that are on
+the meta device, which are loaded afterwards."""
+
+
 @plain_torch()
-def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None) -> Built:
-    """Build everything for this process, which is a rank if there is a process group. `initial` is called with the
-    model after surgery, before the strategy wraps it. All errors are raised before any training."""
+def build(plan: ResolvedPlan, initial: Initial | None = None, *, resumes: bool = False) -> Built:
+    """Build everything for this process, which is a rank if there is a process group. With `resumes`, a checkpoint may
+    follow, so tensors may be `Built.without_values`. All errors are raised before any training."""
     how = plan.distribution
     device = expected_device(how)
     train, val = make_loaders(plan, device)
     parts = make_parts(plan, train, val)
+    later: Mapping[str, torch.Tensor] = {}
     if initial is not None:
-        initial(parts.model)
+        later = initial(parts.model)
         parts = replace(parts, plan=_scaled(plan, parts.model))  # of weights that are evaluated, theirs
     plan = parts.plan
+    vacant = {name: why for name, why in without_reset(parts.model).items() if name not in later}
+    if not resumes:
+        refuse_vacant(vacant)
     factory = optimizer_factory(plan, parts.model)
     split = batch_norm_caution(how, plan.data.batch_size, parts.model)
-    engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
+    if on_meta(parts.model):
+        # From the seed, whatever the process has drawn before.
+        with fork_rng(plan.seed), values_follow():
+            engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
+    else:
+        engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
+    if later:
+        engine.import_state(later, strict=False)
     note = factory.note if isinstance(factory, GroupedFactory) else ""
     if engine.device != device:
         train.close()
@@ -179,8 +199,13 @@ def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None
     hooks.calibrate = partial(calibrate, engine, batches, loss)
     return Built(
         plan, engine, train, val, loss, hooks, parts.reports, parts.monitor,
-        note, split, parts.targets, parts.identity,
+        note, split, parts.targets, parts.identity, vacant,
     )  # fmt: skip
+
+
+def refuse_vacant(vacant: Mapping[str, str]) -> None:
+    for reason in vacant.values():
+        raise PlanError(f"{reason[:1].upper()}{reason[1:]}")
 
 
 @dataclass(frozen=True)
@@ -317,7 +342,8 @@ def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
 def build_model(
     spec: PipelineSpec, transforms: Sequence[Transform], look: Callable[[nn.Module], None] | None = None
 ) -> tuple[nn.Module, tuple[Report, ...]]:
-    """Return the model after surgery, on the CPU, and what each changed. `look` is called before it."""
+    """Return the model after surgery, on the CPU or the meta device, and what each changed. `look` is called before
+    it."""
     return _operated(spec, transforms, look)
 
 
@@ -326,18 +352,28 @@ def build_on_meta(spec: PipelineSpec, transforms: Sequence[Transform]) -> nn.Mod
     """Return the model after surgery, without memory for its values. What needs these raises an error of torch's."""
     with weights_omitted(), torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model that is trained gives them
-        return _operated(spec, transforms)[0]
+        return _operated(spec, transforms, shapes=True)[0]
 
 
 def _operated(
-    spec: PipelineSpec, transforms: Sequence[Transform], look: Callable[[nn.Module], None] | None = None
+    spec: PipelineSpec,
+    transforms: Sequence[Transform],
+    look: Callable[[nn.Module], None] | None = None,
+    *,
+    shapes: bool = False,  # whether only the shapes of the result are used
 ) -> tuple[nn.Module, tuple[Report, ...]]:
     with fork_rng(spec.seed):
         model = _fresh_model(spec)
         if look is not None:
             look(model)
         reports = []
+        valueless = not shapes and on_meta(model)
         for transform in (each for each in transforms if each.kind in CHANGES_MODEL):
+            if valueless and not transform.on_meta:
+                raise PlanError(
+                    f"{type(transform).__name__} reads or sets values of weights, and {spec.model_name} is on the meta "
+                    "device, without values. Build the model on the CPU, or remove the transform."
+                )
             report: object = transform.apply(model)
             if not isinstance(report, Report):
                 raise PlanError(
@@ -352,11 +388,13 @@ def _operated(
 def rebuild_model(
     spec: PipelineSpec, transforms: Sequence[Transform], state: ModelState | None = None
 ) -> tuple[nn.Module, tuple[Report, ...]]:
-    """Do what `build_model` does, without its warnings. With `state`, files of initial weights are not read."""
+    """Do what `build_model` does, without its warnings. With `state`, files of initial weights are not read, and a model
+    on the meta device gets its values on the CPU."""
     with warnings.catch_warnings(), weights_omitted() if state else nullcontext():
         warnings.simplefilter("ignore", NothingChanged)  # training has issued this warning already
         model, reports = build_model(spec, transforms)
     if state:
+        materialise(model, torch.device("cpu"), reset=False)
         adopt_scale(model, state.weights)
         load_state(model, state)
     return model, reports
@@ -366,7 +404,8 @@ def _fresh_model(spec: PipelineSpec) -> nn.Module:
     options = ", ".join(f"{name}={value!r:.40}" for name, value in spec.model_options.items())
     if isinstance(spec.model, nn.Module):
         try:
-            return _not_compiled(copy.deepcopy(spec.model)).cpu()
+            copied = _not_compiled(copy.deepcopy(spec.model))
+            return copied if on_meta(copied) else copied.cpu()
         except (RuntimeError, TypeError) as error:
             raise PlanError(f"The model cannot be copied: {error}. Pass its factory instead.") from error
     try:

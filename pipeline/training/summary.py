@@ -239,8 +239,7 @@ def _forward(model: nn.Module, counts: _Counts, shape: tuple[int, ...], precisio
     train_mode(model)
     half = None if precision == "fp32" else half_dtype(precision)
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
-        own = chain(model.named_parameters(), model.named_buffers())
-        tensors: dict[str, torch.Tensor] = {name: fakes.from_tensor(tensor) for name, tensor in own}
+        tensors = fake_tensors(model, fakes)
         for tensor in tensors.values():
             counts.known[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         call = partial(torch.func.functional_call, model, tensors)
