@@ -140,7 +140,8 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
     initial = None if job.init_from is None else InitialWeights(job.init_from, plan.transforms)
     preflight(plan, job)
     try:
-        with requests.noted(job.stop_on), built_here(plan, initial) as built:
+        resumes = job.resume is not None
+        with requests.noted(job.stop_on), built_here(plan, initial, resumes=resumes) as built:
             if job.plan and is_main_process():
                 print(job.plan, flush=True)
             run = Run(plan, built, job, outcome, None if initial is None else initial.matched, requests)

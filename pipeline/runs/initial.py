@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ...common.errors import CheckpointError, PlanError, first_of
-from ...common.model_state import on_meta, set_buffer, unlisted_tensors, vacant_buffers
-from ...common.storage.tensors import part_of, shape_of
+from ...common.model_state import ModelState, on_meta, set_buffer, unlisted_tensors, vacant_buffers
+from ...common.storage.tensors import Tensors, part_of, shape_of
 from ...transforms import Transform
 from ..checkpoints.directory import find
 from ..checkpoints.format import Checkpoint
@@ -97,6 +97,8 @@ class InitialWeights:
                 "weights of the same model, under its names before or after the transforms."
             )
         later = {name for name in same if own[name].is_meta} | (vacant if on_meta(model) else set())
+        # What a surgery adds, it takes from the model, which has no values yet.
+        later -= {name for name in later if isinstance(state, dict) and state[name].is_meta}
         for name in same:
             if name not in unlisted and name not in later:
                 own[name].copy_(state[name])
@@ -139,10 +141,15 @@ def read_weights(weights: WeightsArg) -> State:
     if (place / STATE).exists():
         checkpoint = Checkpoint(place)
         checkpoint.verify()
-        return evaluated_state(checkpoint).all()
+        return _joined(evaluated_state(checkpoint))
     if (place / MODEL).exists():
         return open_model(place / MODEL).all()
     try:
-        return evaluated_state(find(place)).all()
+        return _joined(evaluated_state(find(place)))
     except CheckpointError as error:
         raise CheckpointError(f"{weights} has no {MODEL}. {error}") from None
+
+
+def _joined(state: ModelState) -> State:
+    """Return all tensors, which are read on access."""
+    return Tensors({**cast(Tensors, state.weights).readers, **cast(Tensors, state.unlisted).readers})

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ... import loaders
 from ...common.errors import PlanError, StrategyError
@@ -347,12 +348,30 @@ def build_model(
     return _operated(spec, transforms, look)
 
 
+class _MetaNoticed(TorchFunctionMode):
+    """Inside the block, notice whether code creates tensors on the meta device itself."""
+
+    found = False
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        kwargs = kwargs or {}
+        if (device := kwargs.get("device")) is not None:
+            self.found = self.found or torch.device(device).type == "meta"
+        return function(*args, **kwargs)
+
+
 @plain_torch()
-def build_on_meta(spec: PipelineSpec, transforms: Sequence[Transform]) -> nn.Module:
-    """Return the model after surgery, without memory for its values. What needs these raises an error of torch's."""
-    with weights_omitted(), torch.device("meta"), warnings.catch_warnings():
+def build_on_meta(spec: PipelineSpec, transforms: Sequence[Transform]) -> tuple[nn.Module, bool]:
+    """Return the model after surgery, without memory for its values, and whether it is also trained from there, because
+    the user built it so. What needs values raises an error of torch's."""
+    own: list[bool] = []
+    with weights_omitted(), torch.device("meta"), _MetaNoticed() as noticed, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model that is trained gives them
-        return _operated(spec, transforms, shapes=True)[0]
+        model, _ = _operated(spec, transforms, lambda _: own.append(noticed.found), shapes=True)
+    given = spec.model
+    return model, on_meta(given) if isinstance(given, nn.Module) else own[0]
 
 
 def _operated(
@@ -388,8 +407,8 @@ def _operated(
 def rebuild_model(
     spec: PipelineSpec, transforms: Sequence[Transform], state: ModelState | None = None
 ) -> tuple[nn.Module, tuple[Report, ...]]:
-    """Do what `build_model` does, without its warnings. With `state`, files of initial weights are not read, and a model
-    on the meta device gets its values on the CPU."""
+    """Do what `build_model` does, without its warnings. With `state`, files of initial weights are not read, and a
+    model on the meta device gets its values on the CPU."""
     with warnings.catch_warnings(), weights_omitted() if state else nullcontext():
         warnings.simplefilter("ignore", NothingChanged)  # training has issued this warning already
         model, reports = build_model(spec, transforms)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,10 @@ from .loop import forward
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+_WITHOUT_VALUES = (
+    " The model is on the meta device. If its forward depends on values, or has tensors that are neither parameters "
+    "nor buffers, build it on the CPU."
+)
 _MASKS = 64  # that are read to find class indices which a model does not have
 
 
@@ -70,16 +74,9 @@ def check_output(
     smallest.pop(data.image_size, None)
     shape = (2, channels) if views == 1 else (2, views, channels)
     context = nullcontext() if precision == "fp32" else torch.autocast("cpu", dtype=half_dtype(precision))
-    valueless = on_meta(model)
     try:
-        with ExitStack() as stack, torch.no_grad(), context, buffers_kept(model):
-            run, own = model.eval(), dict[str, torch.Tensor]()
-            if valueless:
-                from torch._subclasses.fake_tensor import FakeTensorMode  # here, because it takes a second
-
-                own = fake_tensors(model, mode := FakeTensorMode(allow_non_fake_inputs=True))
-                stack.enter_context(mode)
-                run = _called(model, own)
+        with torch.no_grad(), context, buffers_kept(model), _shapes_on_meta(model) as own:
+            run = _called(model.eval(), own) if own else model.eval()
             output = run(torch.zeros(2, channels, *height_width(size)))  # as in prediction
             # Lazy modules have their shapes now, so that their statistics change only in the copies, too.
             tensors = own or {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -107,11 +104,7 @@ def check_output(
             if size in smallest
             else ""
         )
-        if valueless:
-            remedy += (
-                " The model is on the meta device: if its forward depends on values, or has tensors that are neither "
-                "parameters nor buffers, build it on the CPU."
-            )
+        remedy += _WITHOUT_VALUES * on_meta(model)
         raise PlanError(
             f"The model does not accept images of {size_text(size)} pixels{of}{further}: "
             f"{type(error).__name__}: {error}{signature if inputs else ''}{remedy}"
@@ -137,7 +130,22 @@ def check_output(
         if wrong := wrong or _resolution(task, shown, height_width(side)):
             raise PlanError(f"{mode}{wrong}")
     used = loss_and_metric_inputs(task, judged)
-    return map_tensors(lambda each: torch.zeros(each.shape, dtype=each.dtype), used) if valueless else used
+    return map_tensors(lambda each: torch.zeros(each.shape, dtype=each.dtype), used) if own else used
+
+
+@contextmanager
+def _shapes_on_meta(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """If the model is on the meta device, yield tensors in their places for a forward on the CPU, of which only the
+    shapes are computed inside the block; else an empty dict."""
+    if not on_meta(model):
+        yield {}
+        return
+    from torch._subclasses.fake_tensor import FakeTensorMode  # here, because it takes a second
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    own = fake_tensors(model, mode)
+    with mode:
+        yield own
 
 
 def _called(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Callable[..., Any]:

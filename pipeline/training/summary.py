@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...common.model_state import describe_frozen, train_mode
 from ...common.table import Table
 from ...loaders.image_size import height_width, size_text
+from ...strategies.common.meta import fake_tensors
 from ...strategies.options import Precision, half_dtype
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import resolve

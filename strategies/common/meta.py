@@ -1,8 +1,11 @@
 """Models on the meta device, which have shapes but no values: what gives them these."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,12 +84,14 @@ def materialise(
 def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> dict[str, torch.Tensor]:
     """Return the model's parameters and buffers as tensors of `mode`, without memory; those on the meta device as if on
     the CPU, where other tensors of a forward are."""
-    own = [*model.named_parameters(), *model.named_buffers()]
+
+    def fake(own: torch.Tensor) -> torch.Tensor:
+        if own.is_meta:
+            return torch.empty_like(own, device="cpu").requires_grad_(own.requires_grad)
+        return mode.from_tensor(own)
+
     with mode:
-        return {
-            name: torch.empty_like(each, device="cpu") if each.is_meta else mode.from_tensor(each)
-            for name, each in own
-        }
+        return {name: fake(each) for name, each in chain(model.named_parameters(), model.named_buffers())}
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
