@@ -113,8 +113,8 @@ class FSDP:
     A model on the meta device is initialized unit by unit, by each module's `reset_parameters` with rank 0's random
     numbers, so that it need not fit on one rank; a seed gives the same values for any number of ranks. They are not
     those of the model on the CPU, where a seed draws in another order, and changes that its own constructor makes
-    afterwards (many re-initialize their convolutions) are not repeated: load weights, or build it on the CPU. `Pipeline`
-    also takes modules without `reset_parameters`, if a checkpoint or `init_from` has their weights.
+    afterwards (many re-initialize their convolutions) are not repeated: load weights, or build it on the CPU. A
+    pipeline also takes modules without `reset_parameters`, if a checkpoint or `init_from` has their weights.
 
     With `compile` each unit is compiled separately; modules outside of units are not compiled. Without a process group
     there is nothing to shard, and it trains like `single`.

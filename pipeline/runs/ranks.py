@@ -49,7 +49,7 @@ def built_here(
         fork_rng(plan.seed),
         global_randomness_kept(),
         cuda_settings(plan.distribution, plan.transforms),
-        build(plan, initial, resumes=resumes) as built,
+        build(plan, initial, resumes) as built,
     ):
         yield built
 

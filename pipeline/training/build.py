@@ -161,7 +161,7 @@ the meta device, which are loaded afterwards."""
 
 
 @plain_torch()
-def build(plan: ResolvedPlan, initial: Initial | None = None, *, resumes: bool = False) -> Built:
+def build(plan: ResolvedPlan, initial: Initial | None = None, resumes: bool = False) -> Built:
     """Build everything for this process, which is a rank if there is a process group. With `resumes`, a checkpoint may
     follow, so tensors may be `Built.without_values`. All errors are raised before any training."""
     how = plan.distribution
