@@ -33,7 +33,7 @@ def values_follow() -> Iterator[None]:
 
 def without_reset(model: nn.Module) -> dict[str, str]:
     """Return the names of the meta tensors that nothing initializes, and what to say of each."""
-    found = {}
+    found: dict[str, str] = {}
     for name, module in model.named_modules():
         waiting = [own for own, _ in _meta_tensors(module)]
         if waiting and _reset_of(module) is None:
