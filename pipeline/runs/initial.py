@@ -69,7 +69,7 @@ class InitialWeights:
             if type(transform).from_plain is not Transform.from_plain:
                 state = transform.from_plain(dict(state), model)
         unlisted = unlisted_tensors(model)
-        own = {**model.state_dict(), **unlisted}
+        own: State = {**model.state_dict(), **unlisted}
         caution = ""
         if not self._strict and carried_scale(model) is not None:  # that of the new run's targets
             if BUFFERS[0] not in state and own.keys() - {*BUFFERS} <= state.keys():
