@@ -31,6 +31,11 @@ def in_memory(state: ModelState) -> ModelState:
     return ModelState(dict(state.weights), dict(state.unlisted))
 
 
+def on_meta(model: nn.Module) -> bool:
+    """Return whether the model has tensors on the meta device, which have shapes but no values."""
+    return any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
+
+
 def has_mean(value: torch.Tensor) -> bool:
     """Return whether a mean of several such tensors makes sense."""
     return value.is_floating_point() or value.is_complex()

@@ -43,7 +43,7 @@ class Pipeline(PipelineSpec):
     Args:
         model: a model factory, called with `model_options`; the name of one (`"resnet50"` or any other of torchvision,
             `"cifar_resnet"`, `"timm:NAME"`, `"hf:NAME"`, `"package.module:factory"`); or a module, which is copied and
-            not modified.
+            not modified. With FSDP2 or DeepSpeed it may be on the meta device; see `strategies.FSDP`.
         seed: seed of weights, sample order and augmentation. Default 0.
         model_options: arguments of the factory. `num_classes="auto"` is the number of classes of the training data (of
             labels that are numbers or vectors, how many), decided when the plan is made; the run's recipe has it.

@@ -144,8 +144,9 @@ class Engine(Protocol):
         module has an extra state that is not a tensor.
         """
 
-    def import_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite the model's state with that of any engine, in place. Non-persistent buffers may be missing.
+    def import_state(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        """Overwrite the model's state with that of any engine, in place. Non-persistent buffers may be missing; without
+        `strict`, any tensor, which keeps its values.
 
         Every rank must call it, with a mapping that has all tensors in full; each takes its shard. Tensors are read one
         at a time, so a mapping that reads a file need not hold them all; of `Tensors`, `fsdp` reads only the rows that
@@ -196,7 +197,7 @@ class Strategy(Protocol):
         """Move `model` to this rank's device, wrap it, and build the optimizer, in the order the backend requires.
 
         Args:
-            model: on the CPU, after all surgery.
+            model: on the CPU, after all surgery; for FSDP2 and DeepSpeed also on the meta device.
             optimizer_factory: called once, with the parameters to train.
             options: `precision`, `clip_norm`, `accumulate` and others; see `options.Options`.
 

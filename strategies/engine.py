@@ -137,10 +137,11 @@ class LocalEngine(Engine):
         return state
 
     @torch.no_grad()
-    def import_state(self, state: Mapping[str, torch.Tensor]) -> None:
+    def import_state(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         own, unlisted = self._tensors("import_state"), unlisted_tensors(self.plain_model)
         vacant = vacant_buffers(self.plain_model) & state.keys()
-        odd = sorted((set(own) ^ set(state)) - (set(unlisted) - set(state)) - vacant)
+        missing = set(own) - set(state) - set(unlisted) if strict else set()
+        odd = sorted((set(state) - set(own) - vacant) | missing)
         if odd:
             where = "the saved state" if odd[0] in state else "the model"
             raise StrategyError(
@@ -150,7 +151,7 @@ class LocalEngine(Engine):
         for name in vacant | (unlisted.keys() & state.keys()):
             set_buffer(self.plain_model, name, state[name].to(self.device))
         for name, value in own.items():
-            if name in unlisted:
+            if name in unlisted or name not in state:
                 continue
             saved, shape = shape_of(state, name), tuple(self._shape(value))
             if saved != shape:

@@ -19,7 +19,7 @@ from ..common.errors import StrategyError
 from ..common.rows import chunk, shard_of
 from ..common.storage.tensors import rows_of, shape_of
 from .base import OptimizerFactory
-from .common import sharding
+from .common import meta, sharding
 from .common.blocks import ModuleFilter, check_filter
 from .common.memory import gathered_bytes
 from .common.placement import build_optimizer, change_layers, check_ranks, compile_in_place, enter, put_on
@@ -111,8 +111,10 @@ class FSDP:
     be in half precision; compute losses from `outputs.float()`.
 
     A model on the meta device is initialized unit by unit, by each module's `reset_parameters` with rank 0's random
-    numbers, so that it need not fit on one device. Changes that the model's own constructor makes afterwards (many
-    re-initialize their convolutions) are not repeated: load weights, or build it on the CPU.
+    numbers, so that it need not fit on one rank; a seed gives the same values for any number of ranks. They are not
+    those of the model on the CPU, where a seed draws in another order, and changes that its own constructor makes
+    afterwards (many re-initialize their convolutions) are not repeated: load weights, or build it on the CPU. A
+    pipeline also takes modules without `reset_parameters`, if a checkpoint or `init_from` has their weights.
 
     With `compile` each unit is compiled separately; modules outside of units are not compiled. Without a process group
     there is nothing to shard, and it trains like `single`.
@@ -169,11 +171,11 @@ class FSDP:
         options = Options.of(given)
         device = enter(self, model)
         sharding.refuse_unshardable(self.name, model)
-        sharding.refuse_without_reset(self.name, model)
+        meta.refuse_without_reset(self.name, model)
         chosen = sharding.units(self.name, model, self.wrap)
         if not dist.is_initialized():
             self._check_alone(device)
-            sharding.materialise(model, device)
+            meta.materialise_units(model, chosen, device)
             model = put_on(model, device, options)
             return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)
         self._shard(model, chosen, device, options)
@@ -194,7 +196,7 @@ class FSDP:
         change_layers(model, options)
         done: set[nn.Module] = set()
         for unit in (*chosen, model):
-            sharding.materialise(unit, device, done)
+            meta.materialise(unit, device, done)
             own = [module for module in unit.modules() if module not in done]
             sharding.begin_like_rank_0(own, device)
             if options.precision != "fp32":

@@ -162,6 +162,8 @@ class Transform:
     """The publication that describes the method."""
     renames: ClassVar[bool] = False
     """Whether parameter names in the state dict change."""
+    on_meta: ClassVar[bool] = False
+    """Whether `apply` neither reads nor sets values of weights, so that it can change a model on the meta device."""
     after: ClassVar[tuple[str, ...]] = ()
     """Class names of transforms that must run before this one; the class docstring explains why."""
     compile_safe: ClassVar[bool] = True

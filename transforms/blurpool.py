@@ -114,6 +114,7 @@ class BlurPool(Transform):
     min_channels: Natural = 16
 
     kind = "surgery"
+    on_meta = True
     source = "Zhang 2019, arXiv:1904.11486"
     after = ("Factorize",)
 

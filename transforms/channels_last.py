@@ -33,6 +33,7 @@ class ChannelsLast(Transform):
     """
 
     kind = "memory_format"
+    on_meta = True
     tried_by_tune = "format"
     source = "PyTorch tutorial, Channels Last Memory Format"
     after = ("BlurPool",)

@@ -94,6 +94,7 @@ class GhostBatchNorm(Transform):
     ghost_batch_size: Positive = 32
 
     kind = "surgery"
+    on_meta = True
     groups_statistics = True
     source = "Hoffer et al. 2017, arXiv:1705.08741"
 

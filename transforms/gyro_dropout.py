@@ -120,6 +120,7 @@ class GyroDropout(Transform):
     total_steps: Positive | None = None
 
     kind = "surgery"
+    on_meta = True
     source = "Lee et al., MLSys 2022"
     compile_safe = False
     counts_forwards = True

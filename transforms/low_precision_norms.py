@@ -77,6 +77,7 @@ class LowPrecisionGroupNorm(Transform):
     """
 
     kind = "surgery"
+    on_meta = True
     source = "Composer's method card, Low Precision GroupNorm"
 
     def apply(self, model: nn.Module) -> Report:
@@ -102,6 +103,7 @@ class LowPrecisionLayerNorm(Transform):
     """
 
     kind = "surgery"
+    on_meta = True
     source = "Composer's method card, Low Precision LayerNorm"
 
     def apply(self, model: nn.Module) -> Report:

@@ -73,6 +73,7 @@ class PatchDropout(Transform):
     keep: FractionAboveZero = 0.5
 
     kind = "surgery"
+    on_meta = True
     tried_by_tune = "surgery"
     source = "Liu et al. 2023, arXiv:2208.07220"
     excludes = ("ALiBi",)

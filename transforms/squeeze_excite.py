@@ -88,6 +88,7 @@ class SqueezeExcite(Transform):
     min_channels: Natural = 128
 
     kind = "surgery"
+    on_meta = True
     source = "Hu et al. 2018, arXiv:1709.01507"
     renames = True
     after = ("BlurPool", "Factorize", "WeightStandardization")

@@ -68,6 +68,7 @@ class StochasticDepth(Transform):
     distribution: Literal["linear", "uniform"] = "linear"
 
     kind = "surgery"
+    on_meta = True
     tried_by_tune = "surgery"
     source = "Huang et al. 2016, arXiv:1603.09382"
     unsafe_with = ("fairscale",)

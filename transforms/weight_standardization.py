@@ -74,6 +74,7 @@ class WeightStandardization(Transform):
     n_last_layers_ignore: Natural = 0
 
     kind = "surgery"
+    on_meta = True
     source = "Qiao et al. 2019, arXiv:1903.10520"
     after = ("BlurPool", "Factorize")
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +81,15 @@ class Stored:
 def shape_of(source: Mapping[str, Any], name: str) -> tuple[int, ...]:
     """Return the shape of a tensor of `source`, which is not read if it is in a file; () for a number."""
     return tuple(getattr(_unread(source, name), "shape", ()))
+
+
+def part_of(source: Mapping[str, torch.Tensor], names: Collection[str]) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of these names. Those in a file are not read."""
+    if isinstance(source, Tensors):
+        return Tensors(
+            {name: each for name, each in source.readers.items() if name in names}, source.metadata
+        )
+    return {name: each for name, each in source.items() if name in names}
 
 
 def rows_of(source: Mapping[str, Any], name: str, start: int, stop: int) -> torch.Tensor:

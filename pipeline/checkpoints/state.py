@@ -326,6 +326,10 @@ class _Average:
         average: torch.Tensor = self.average()
         return average.to(self.dtype)
 
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        average: torch.Tensor = self.average[rows]
+        return average.to(self.dtype)
+
 
 def plain_names(checkpoint: Checkpoint, model: ModelArg = None) -> ModelState:
     state = in_memory(evaluated_state(checkpoint))  # whose tensors a surgery's translation tells apart

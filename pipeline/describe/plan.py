@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ... import strategies
 from ...common import machine
-from ...common.model_state import describe_frozen
+from ...common.model_state import describe_frozen, on_meta
 from ...common.table import Table
 from ...loaders.image_size import ImageSize, size_text
 from ...loaders.sources import files_of
@@ -173,7 +173,8 @@ def _about(model: nn.Module) -> str:
     trained = f", {sum(size for size, is_trained in sizes if is_trained):,} trained; frozen: {frozen}" * bool(
         frozen
     )
-    return f"; {sum(size for size, _ in sizes):,} parameters{trained}"
+    meta = "; on the meta device, initialized by each module's reset_parameters()" * on_meta(model)
+    return f"; {sum(size for size, _ in sizes):,} parameters{trained}{meta}"
 
 
 def _pixels(image_size: ImageSize) -> str:

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ... import strategies
 from ...common.errors import PlanError, suggest
-from ...common.model_state import keep_frozen_statistics
+from ...common.model_state import keep_frozen_statistics, on_meta
 from ...loaders.epochs import EpochLoader
 from ...loaders.sources import Source
 from ...strategies.common.sharding import give_channels_last_inputs, make_contiguous
@@ -116,6 +116,11 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
                 stack.enter_context(loader)
         stack.enter_context(_one_thread())
         parts, steps = make_parts(plan, *loaders), len(loaders[0])
+        if on_meta(parts.model):
+            raise PlanError(
+                f"{plan.spec.model_name} is on the meta device, which only fit() initializes. Build the model on the "
+                "CPU, or train it with fit()."
+            )
         _check_denominators(parts, mean_of(parts.loss(_device(arguments))))
     trainer = {
         "max_epochs": epochs, "precision": PRECISION[distribution.precision],

@@ -40,8 +40,11 @@ from .run import Run
 
 @plain_torch()
 @failures_posted()
-def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False) -> FitResult:
-    """Train; see `Pipeline.fit`. With `show_plan`, print the plan once everything is checked and built."""
+def fit(
+    spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False, each_rank: bool = True
+) -> FitResult:
+    """Train; see `Pipeline.fit`. With `show_plan`, print the plan once everything is checked and built. Without
+    `each_rank`, of ranks that have called this, only rank 0 needs the trained weights."""
     epochs = spec.epochs if config.epochs is None else config.epochs
     if epochs is None:
         raise PlanError("Number of epochs not set. Pass fit(epochs=…).")
@@ -67,7 +70,7 @@ def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False) -> Fi
     where = config.out if is_address(config.out) else folder
     job = FitJob(
         **vars(config) | {"epochs": epochs, "logger": loggers, "out": where}, texts=texts, in_cell=in_cell(),
-        plan=f"{Plan(plan.steps)!r}" if show_plan else "", each_rank=is_rank(),
+        plan=f"{Plan(plan.steps)!r}" if show_plan else "", each_rank=each_rank and is_rank(),
     )  # fmt: skip
     with lock_run_dir(folder) if folder is not None and is_main_process() else nullcontext():
         plan = resolve_data(plan, progress)
@@ -140,7 +143,8 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
     initial = None if job.init_from is None else InitialWeights(job.init_from, plan.transforms)
     preflight(plan, job)
     try:
-        with requests.noted(job.stop_on), built_here(plan, initial) as built:
+        resumes = job.resume is not None
+        with requests.noted(job.stop_on), built_here(plan, initial, resumes=resumes) as built:
             if job.plan and is_main_process():
                 print(job.plan, flush=True)
             run = Run(plan, built, job, outcome, None if initial is None else initial.matched, requests)

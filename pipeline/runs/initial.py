@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ...common.errors import CheckpointError, PlanError, first_of
-from ...common.model_state import set_buffer, unlisted_tensors, vacant_buffers
+from ...common.model_state import ModelState, on_meta, set_buffer, unlisted_tensors, vacant_buffers
+from ...common.storage.tensors import Tensors, part_of, shape_of
 from ...transforms import Transform
 from ..checkpoints.directory import find
 from ..checkpoints.format import Checkpoint
@@ -59,13 +60,16 @@ class InitialWeights:
         self.matched: Matched | None = None
 
     @torch.no_grad()
-    def __call__(self, model: nn.Module) -> None:
+    def __call__(self, model: nn.Module) -> State:
+        """Load what has values, and return the weights for what is on the meta device. Those of a file are read on
+        access, or by rows, unless a transform translates them."""
         source = str(self._weights) if isinstance(self._weights, str | Path) else "the state dict"
-        state = dict(read_weights(self._weights))
+        state = read_weights(self._weights)
         for transform in self._transforms:
-            state = transform.from_plain(state, model)
+            if type(transform).from_plain is not Transform.from_plain:
+                state = transform.from_plain(dict(state), model)
         unlisted = unlisted_tensors(model)
-        own = {**model.state_dict(), **unlisted}
+        own: State = {**model.state_dict(), **unlisted}
         caution = ""
         if not self._strict and carried_scale(model) is not None:  # that of the new run's targets
             if BUFFERS[0] not in state and own.keys() - {*BUFFERS} <= state.keys():
@@ -73,15 +77,13 @@ class InitialWeights:
                     " They have the last layer, but not target_mean: if its outputs were in the units of the targets, "
                     "remove its weights, since scale_targets=True needs others."
                 )
-            own, state = ({n: v for n, v in each.items() if n not in BUFFERS} for each in (own, state))
-        if any(value.is_meta for value in own.values()):
-            raise PlanError(
-                f"{source} cannot be loaded into a model on the meta device. Build the model on the CPU."
-            )
+            own, state = (part_of(each, each.keys() - {*BUFFERS}) for each in (own, state))
         shared = [name for name in own if name in state]
         # What is evaluated is all of a trained model; a new run keeps constants that fit its own options.
         other = unlisted.keys() if self._strict else set()
-        same = tuple(name for name in shared if own[name].shape == state[name].shape or name in other)
+        same = tuple(
+            name for name in shared if tuple(own[name].shape) == shape_of(state, name) or name in other
+        )
         vacant = vacant_buffers(model) & state.keys()
         matched = Matched(
             source, same, tuple(name for name in own if name not in state and name not in unlisted),
@@ -94,12 +96,16 @@ class InitialWeights:
                 f"{'These are not weights of this model' if self._strict else 'Nothing to begin with'}. {matched} Pass "
                 "weights of the same model, under its names before or after the transforms."
             )
+        later = {name for name in same if own[name].is_meta} | (vacant if on_meta(model) else set())
+        # What a surgery adds, it takes from the model, which has no values yet.
+        later -= {name for name in later if isinstance(state, dict) and state[name].is_meta}
         for name in same:
-            if name not in unlisted:
+            if name not in unlisted and name not in later:
                 own[name].copy_(state[name])
-        for name in vacant | (unlisted.keys() & set(same)):
+        for name in (vacant | (unlisted.keys() & set(same))) - later:
             set_buffer(model, name, state[name])
         self.matched = matched
+        return part_of(state, later)
 
 
 def check_source(weights: WeightsArg) -> Path:
@@ -135,10 +141,15 @@ def read_weights(weights: WeightsArg) -> State:
     if (place / STATE).exists():
         checkpoint = Checkpoint(place)
         checkpoint.verify()
-        return evaluated_state(checkpoint).all()
+        return _joined(evaluated_state(checkpoint))
     if (place / MODEL).exists():
         return open_model(place / MODEL).all()
     try:
-        return evaluated_state(find(place)).all()
+        return _joined(evaluated_state(find(place)))
     except CheckpointError as error:
         raise CheckpointError(f"{weights} has no {MODEL}. {error}") from None
+
+
+def _joined(state: ModelState) -> State:
+    """Return all tensors, which are read on access."""
+    return Tensors({**cast(Tensors, state.weights).readers, **cast(Tensors, state.unlisted).readers})

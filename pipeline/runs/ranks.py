@@ -6,8 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
-
 from ... import strategies
 from ...common.errors import DrivetrainError, StrategyError
 from ...strategies.launching.group import is_rank, refuse_lone_task
@@ -15,7 +13,7 @@ from ...strategies.launching.meeting import under_torchrun
 from ..checkpoints.state import global_randomness_kept
 from ..describe.cuda_settings import cuda_settings
 from ..describe.resolve import ResolvedPlan
-from ..training.build import Built, build, fork_rng
+from ..training.build import Built, Initial, build, fork_rng
 
 Result = TypeVar("Result")
 
@@ -43,13 +41,15 @@ def on_ranks(
 
 
 @contextmanager
-def built_here(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None) -> Iterator[Built]:
+def built_here(
+    plan: ResolvedPlan, initial: Initial | None = None, *, resumes: bool = False
+) -> Iterator[Built]:
     """Build what this rank trains or evaluates with; afterwards restore the random states and CUDA's settings."""
     with (
         fork_rng(plan.seed),
         global_randomness_kept(),
         cuda_settings(plan.distribution, plan.transforms),
-        build(plan, initial) as built,
+        build(plan, initial, resumes) as built,
     ):
         yield built
 

@@ -36,7 +36,7 @@ from ..telemetry.provenance import provenance
 from ..telemetry.rank_times import RankClock
 from ..telemetry.state import TrainState
 from ..training.agreement import Requests
-from ..training.build import Built
+from ..training.build import Built, refuse_vacant
 from ..training.guard import NonFiniteGuard
 from ..training.loop import EpochStats, evaluate, train_epoch
 from ..training.schedule import Schedule
@@ -151,6 +151,7 @@ class Run(Observer):
     def _begin(self, choice: ResumePoint) -> None:
         checkpoint = choice.checkpoint
         if checkpoint is None:
+            refuse_vacant(self._built.without_values)
             self._hooks.begin(self._engine, self._job.epochs * self._length, self._built.train)
             self._take_folder(choice)
             if note := self._hooks.note():
@@ -170,6 +171,8 @@ class Run(Observer):
         checkpoint.check_length(self._length, pruned=any(t.prunes_samples for t in self._plan.transforms))
         states.load_engine(checkpoint, self._engine)
         if left := states.buffers_left(checkpoint, self._engine):
+            vacant = self._built.without_values
+            refuse_vacant({name: vacant[name] for name in left if name in vacant})
             self._echo(
                 f"{checkpoint.place} was written by Drivetrain {content.drivetrain}, which did not save the "
                 f"non-persistent buffers: {', '.join(left[:8])} begin as the model's constructor sets them."

@@ -6,7 +6,7 @@ import copy
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,10 +16,11 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ... import loaders
 from ...common.errors import PlanError, StrategyError
-from ...common.model_state import ModelState, load_state, train_mode
+from ...common.model_state import ModelState, load_state, on_meta, train_mode
 from ...common.storage.addresses import is_address
 from ...common.storage.cache import Remote
 from ...loaders.epochs import EpochLoader
@@ -27,6 +28,7 @@ from ...loaders.image_size import height_width
 from ...loaders.selection import Selection
 from ...loaders.sources import Files, Source, files_of
 from ...strategies import Engine, OptimizerFactory
+from ...strategies.common.meta import materialise, values_follow, without_reset
 from ...strategies.devices import rank_device
 from ...strategies.launching.group import in_group
 from ...transforms import CHANGES_MODEL, NothingChanged, Report, Transform
@@ -97,6 +99,8 @@ class Built:
         identity: what the model is; see `model_identity`.
         split_batch_norm: a sentence about BatchNorm layers that see a part of the batch; "" if there are none.
         targets: the scale of the targets of `Regression`, if it is fitted or should be; else "".
+        without_values: names of tensors that are NaN until a checkpoint is loaded, and why: of a model on the meta
+            device, those that no `reset_parameters` initializes.
 
     Example::
 
@@ -118,6 +122,7 @@ class Built:
     split_batch_norm: str = ""
     targets: str = ""
     identity: dict[str, str] = field(default_factory=dict)
+    without_values: dict[str, str] = field(default_factory=dict)
 
     def begin(self, epochs: int) -> Schedule:
         """Start a training of so many epochs in a loop of your own, from the current weights. Return the schedule,
@@ -151,21 +156,37 @@ class Built:
         self.close()
 
 
+Initial = Callable[[nn.Module], Mapping[str, torch.Tensor]]
+"""Loads weights into a model after surgery, before the strategy wraps it, and returns those of its tensors that are on
+the meta device, which are loaded afterwards."""
+
+
 @plain_torch()
-def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None) -> Built:
-    """Build everything for this process, which is a rank if there is a process group. `initial` is called with the
-    model after surgery, before the strategy wraps it. All errors are raised before any training."""
+def build(plan: ResolvedPlan, initial: Initial | None = None, resumes: bool = False) -> Built:
+    """Build everything for this process, which is a rank if there is a process group. With `resumes`, a checkpoint may
+    follow, so tensors may be `Built.without_values`. All errors are raised before any training."""
     how = plan.distribution
     device = expected_device(how)
     train, val = make_loaders(plan, device)
     parts = make_parts(plan, train, val)
+    later: Mapping[str, torch.Tensor] = {}
     if initial is not None:
-        initial(parts.model)
+        later = initial(parts.model)
         parts = replace(parts, plan=_scaled(plan, parts.model))  # of weights that are evaluated, theirs
     plan = parts.plan
+    vacant = {name: why for name, why in without_reset(parts.model).items() if name not in later}
+    if not resumes:
+        refuse_vacant(vacant)
     factory = optimizer_factory(plan, parts.model)
     split = batch_norm_caution(how, plan.data.batch_size, parts.model)
-    engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
+    if on_meta(parts.model):
+        # From the seed, whatever the process has drawn before.
+        with fork_rng(plan.seed), values_follow():
+            engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
+    else:
+        engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
+    if later:
+        engine.import_state(later, strict=False)
     note = factory.note if isinstance(factory, GroupedFactory) else ""
     if engine.device != device:
         train.close()
@@ -180,8 +201,13 @@ def build(plan: ResolvedPlan, initial: Callable[[nn.Module], None] | None = None
     hooks.calibrate = partial(calibrate, engine, batches, loss)
     return Built(
         plan, engine, train, val, loss, hooks, parts.reports, parts.monitor,
-        note, split, parts.targets, parts.identity,
+        note, split, parts.targets, parts.identity, vacant,
     )  # fmt: skip
+
+
+def refuse_vacant(vacant: Mapping[str, str]) -> None:
+    for reason in vacant.values():
+        raise PlanError(f"{reason[:1].upper()}{reason[1:]}")
 
 
 @dataclass(frozen=True)
@@ -321,27 +347,56 @@ def resolve_data(plan: ResolvedPlan, progress: bool) -> ResolvedPlan:
 def build_model(
     spec: PipelineSpec, transforms: Sequence[Transform], look: Callable[[nn.Module], None] | None = None
 ) -> tuple[nn.Module, tuple[Report, ...]]:
-    """Return the model after surgery, on the CPU, and what each changed. `look` is called before it."""
+    """Return the model after surgery, on the CPU or the meta device, and what each changed. `look` is called before
+    it."""
     return _operated(spec, transforms, look)
 
 
+class _MetaNoticed(TorchFunctionMode):
+    """Inside the block, notice whether code creates tensors on the meta device itself."""
+
+    found = False
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        kwargs = kwargs or {}
+        if (device := kwargs.get("device")) is not None:
+            self.found = self.found or torch.device(device).type == "meta"
+        return function(*args, **kwargs)
+
+
 @plain_torch()
-def build_on_meta(spec: PipelineSpec, transforms: Sequence[Transform]) -> nn.Module:
-    """Return the model after surgery, without memory for its values. What needs these raises an error of torch's."""
-    with weights_omitted(), torch.device("meta"), warnings.catch_warnings():
+def build_on_meta(spec: PipelineSpec, transforms: Sequence[Transform]) -> tuple[nn.Module, bool]:
+    """Return the model after surgery, without memory for its values, and whether it is also trained from there, because
+    the user built it so. What needs values raises an error of torch's."""
+    own: list[bool] = []
+    with weights_omitted(), torch.device("meta"), _MetaNoticed() as noticed, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the model that is trained gives them
-        return _operated(spec, transforms)[0]
+        model, _ = _operated(spec, transforms, lambda _: own.append(noticed.found), shapes=True)
+    given = spec.model
+    return model, on_meta(given) if isinstance(given, nn.Module) else own[0]
 
 
 def _operated(
-    spec: PipelineSpec, transforms: Sequence[Transform], look: Callable[[nn.Module], None] | None = None
+    spec: PipelineSpec,
+    transforms: Sequence[Transform],
+    look: Callable[[nn.Module], None] | None = None,
+    *,
+    shapes: bool = False,  # whether only the shapes of the result are used
 ) -> tuple[nn.Module, tuple[Report, ...]]:
     with fork_rng(spec.seed):
         model = _fresh_model(spec)
         if look is not None:
             look(model)
         reports = []
+        valueless = not shapes and on_meta(model)
         for transform in (each for each in transforms if each.kind in CHANGES_MODEL):
+            if valueless and not transform.on_meta:
+                raise PlanError(
+                    f"{type(transform).__name__} reads or sets values of weights, and {spec.model_name} is on the meta "
+                    "device, without values. Build the model on the CPU, or remove the transform."
+                )
             report: object = transform.apply(model)
             if not isinstance(report, Report):
                 raise PlanError(
@@ -356,11 +411,13 @@ def _operated(
 def rebuild_model(
     spec: PipelineSpec, transforms: Sequence[Transform], state: ModelState | None = None
 ) -> tuple[nn.Module, tuple[Report, ...]]:
-    """Do what `build_model` does, without its warnings. With `state`, files of initial weights are not read."""
+    """Do what `build_model` does, without its warnings. With `state`, files of initial weights are not read, and a
+    model on the meta device gets its values on the CPU."""
     with warnings.catch_warnings(), weights_omitted() if state else nullcontext():
         warnings.simplefilter("ignore", NothingChanged)  # training has issued this warning already
         model, reports = build_model(spec, transforms)
     if state:
+        materialise(model, torch.device("cpu"), reset=False)
         adopt_scale(model, state.weights)
         load_state(model, state)
     return model, reports
@@ -370,7 +427,8 @@ def _fresh_model(spec: PipelineSpec) -> nn.Module:
     options = ", ".join(f"{name}={value!r:.40}" for name, value in spec.model_options.items())
     if isinstance(spec.model, nn.Module):
         try:
-            return _not_compiled(copy.deepcopy(spec.model)).cpu()
+            copied = _not_compiled(copy.deepcopy(spec.model))
+            return copied if on_meta(copied) else copied.cpu()
         except (RuntimeError, TypeError) as error:
             raise PlanError(f"The model cannot be copied: {error}. Pass its factory instead.") from error
     try:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -15,22 +15,28 @@ import torch.nn.functional as F
 from torch import nn
 
 from ...common.errors import DrivetrainError, PlanError
-from ...common.model_state import buffers_kept
+from ...common.model_state import buffers_kept, on_meta
 from ...loaders.beton.data_set import BetonFiles
 from ...loaders.beton.targets import NOT_COUNTED
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import height_width, size_text
 from ...loaders.sources import files_of
+from ...strategies.common.meta import fake_tensors
 from ...strategies.options import half_dtype
 from ..describe.resolve import ResolvedPlan
 from ..models.libraries import loss_mismatch
 from ..tasks.means import Mean
+from ..tasks.nests import map_tensors
 from ..tasks.task import StandardTask, Targets, Task, loss_and_metric_inputs, loss_of_model, shape_of
 from .loop import forward
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
 
+_WITHOUT_VALUES = (
+    " The model is on the meta device. If its forward depends on values, or has tensors that are neither parameters "
+    "nor buffers, build it on the CPU."
+)
 _MASKS = 64  # that are read to find class indices which a model does not have
 
 
@@ -65,7 +71,8 @@ def check_output(
     plan: ResolvedPlan, model: nn.Module, width: int | None, targets: Targets
 ) -> tuple[Any, Any]:
     """Check by a forward of two images in each mode that the model returns what the task needs, `width` values per
-    image (None: any). Return the outputs in evaluation, for loss and metrics. Buffers do not change."""
+    image (None: any). Return the outputs in evaluation, for loss and metrics. Buffers do not change. Of a model on the
+    meta device only shapes are computed, and zeros returned."""
     task, data, precision = plan.task, plan.data, plan.distribution.step_options["precision"]
     training, size, inputs = model.training, data.eval_size, dict[str, torch.Tensor]()
     channels, views = len(data.loading.mean), data.loading.views
@@ -74,22 +81,19 @@ def check_output(
     shape = (2, channels) if views == 1 else (2, views, channels)
     context = nullcontext() if precision == "fp32" else torch.autocast("cpu", dtype=half_dtype(precision))
     try:
-        with torch.no_grad(), context, buffers_kept(model):
-            output = model.eval()(torch.zeros(2, channels, *height_width(size)))  # as in prediction
+        with torch.no_grad(), context, buffers_kept(model), _shapes_on_meta(model) as own:
+            run = _called(model.eval(), own) if own else model.eval()
+            output = run(torch.zeros(2, channels, *height_width(size)))  # as in prediction
             # Lazy modules have their shapes now, so that their statistics change only in the copies, too.
-            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            tensors = own or {name: buffer.clone() for name, buffer in model.named_buffers()}
             two = targets.two(height_width(size))
             inputs = task.model_inputs(two)
             again = inputs or views != 1
-            judged = forward(model, torch.zeros(*shape, *height_width(size)), **inputs) if again else output
-            call = partial(torch.func.functional_call, model.train(), buffers)
+            judged = forward(run, torch.zeros(*shape, *height_width(size)), **inputs) if again else output
+            call = _called(model.train(), tensors)
             for size in (*smallest, data.image_size):
                 inputs = task.model_inputs(targets.two(height_width(size)))
-                trained = forward(
-                    lambda images, **further: call(images, kwargs=further),
-                    torch.zeros(*shape, *height_width(size)),
-                    **inputs,
-                )
+                trained = forward(call, torch.zeros(*shape, *height_width(size)), **inputs)
     except Exception as error:  # a model may raise anything
         of = "" if channels == 3 else f" with {channels} channel{'s' * (channels > 1)}"
         further = "".join(f" and {name} {shape_of(value)}" for name, value in inputs.items())
@@ -106,6 +110,7 @@ def check_output(
             if size in smallest
             else ""
         )
+        remedy += _WITHOUT_VALUES * on_meta(model)
         raise PlanError(
             f"The model does not accept images of {size_text(size)} pixels{of}{further}: "
             f"{type(error).__name__}: {error}{signature if inputs else ''}{remedy}"
@@ -130,7 +135,28 @@ def check_output(
         wrong = task.output_error(shown, width, str(files_of(data.train)))
         if wrong := wrong or _resolution(task, shown, height_width(side)):
             raise PlanError(f"{mode}{wrong}")
-    return loss_and_metric_inputs(task, judged)
+    used = loss_and_metric_inputs(task, judged)
+    return map_tensors(lambda each: torch.zeros(each.shape, dtype=each.dtype), used) if own else used
+
+
+@contextmanager
+def _shapes_on_meta(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """If the model is on the meta device, yield tensors in their places for a forward on the CPU, of which only the
+    shapes are computed inside the block; else an empty dict."""
+    if not on_meta(model):
+        yield {}
+        return
+    from torch._subclasses.fake_tensor import FakeTensorMode  # here, because it takes a second
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    own = fake_tensors(model, mode)
+    with mode:
+        yield own
+
+
+def _called(model: nn.Module, tensors: dict[str, torch.Tensor]) -> Callable[..., Any]:
+    """Return the model with other parameters or buffers."""
+    return lambda images, **further: torch.func.functional_call(model, tensors, images, further)
 
 
 def _resolution(task: Task, outputs: Any, size: tuple[int, int]) -> str:

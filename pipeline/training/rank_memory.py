@@ -22,7 +22,7 @@ def memory_steps(plan: ResolvedPlan) -> tuple[Step, ...]:
     if how.ranks == 1 or not shards_parameters(how.name):
         return ()
     try:
-        model = build_on_meta(plan.spec, plan.transforms)
+        model, stays = build_on_meta(plan.spec, plan.transforms)
         of_state = state_bytes(plan.optimization)
     except (DrivetrainError, RuntimeError, NotImplementedError, TypeError, ValueError):
         return ()
@@ -35,15 +35,24 @@ def memory_steps(plan: ResolvedPlan) -> tuple[Step, ...]:
     gathered = 0
     if hasattr(strategy, "gathered_bytes"):
         gathered = strategy.gathered_bytes(model, how.step_options["precision"])
+    copied = _copied(ranks, whole + state) if gathered else ""
     beside = f", and up to {_gb(gathered)} gathered for a while" if gathered else ""
     return (
         Step(
             f"memory of a rank: {_gb(sum(own) + gathered)} and activations", "Drivetrain",
             f"{', '.join(map(_gb, own))} of weights, gradients and optimizer state{beside}. Checkpoints take "
-            f"{_gb(whole + state)} on the disk{_copied(ranks, whole + state) if gathered else ''}. Each rank first "
-            f"builds the model on the CPU, in {_gb(whole)}",
+            f"{_gb(whole + state)} on the disk{copied}. {_begins(stays, whole)}",
         ),
     )  # fmt: skip
+
+
+def _begins(on_meta: bool, whole: float) -> str:
+    if on_meta:
+        return (
+            "The model is on the meta device: no rank holds all of it, and each module's reset_parameters(), a "
+            "checkpoint or init_from= gives the values"
+        )
+    return f"Each rank first builds the model on the CPU, in {_gb(whole)}; of one on the meta device, only its shard"
 
 
 def _copied(ranks: int, size: int) -> str:

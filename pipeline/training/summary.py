@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...common.model_state import describe_frozen, train_mode
 from ...common.table import Table
 from ...loaders.image_size import height_width, size_text
+from ...strategies.common.meta import fake_tensors
 from ...strategies.options import Precision, half_dtype
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import resolve
@@ -239,8 +239,7 @@ def _forward(model: nn.Module, counts: _Counts, shape: tuple[int, ...], precisio
     train_mode(model)
     half = None if precision == "fp32" else half_dtype(precision)
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
-        own = chain(model.named_parameters(), model.named_buffers())
-        tensors: dict[str, torch.Tensor] = {name: fakes.from_tensor(tensor) for name, tensor in own}
+        tensors = fake_tensors(model, fakes)
         for tensor in tensors.values():
             counts.known[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
         call = partial(torch.func.functional_call, model, tensors)

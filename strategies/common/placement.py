@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...common import machine
 from ...common.errors import StrategyError
-from ...common.model_state import BufferCopies
+from ...common.model_state import BufferCopies, on_meta
 from ..base import OptimizerFactory
 from ..devices import pick_device, rank_device, refuse_shared_gpu
 from ..launching.group import is_rank, join_group
@@ -137,6 +137,11 @@ def change_layers(model: nn.Module, options: Options) -> None:
 
 
 def put_on(model: nn.Module, device: torch.device, options: Options) -> nn.Module:
+    if on_meta(model):
+        raise StrategyError(
+            f"prepare: {type(model).__name__} is on the meta device, where only strategies that shard parameters "
+            "initialize it. Use 'fsdp', also with one device, or build the model on the CPU."
+        )
     model = model.to(device)
     change_layers(model, options)
     compile_model(model, options)

@@ -1,7 +1,7 @@
-"""What `fully_shard` requires of a model, and how a model, also one on the meta device, is adapted to it."""
+"""What `fully_shard` requires of a model, and how a model is adapted to it."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -135,49 +135,3 @@ def gathered_rows(own: torch.Tensor, rows: int, home: int, group: dist.ProcessGr
     parts = [whole[start : start + each] for start in range(0, ranks * each, each)]
     dist.gather(sent, parts, dst=home, group=group)
     return whole[:rows]
-
-
-def refuse_without_reset(strategy: str, model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        waiting = [own for own, _ in _meta_tensors(module)]
-        if waiting and _reset_of(module) is None:
-            raise StrategyError(
-                f"strategy {strategy!r}: {name or 'the model'}, a {type(module).__name__}, is on the meta device and "
-                f"has no reset_parameters() to initialize {', '.join(waiting)}. Add that method, or build the "
-                f"model on the CPU."
-            )
-
-
-def materialise(model: nn.Module, device: torch.device, done: Collection[nn.Module] = ()) -> None:
-    """Replace the meta tensors of `model` by real ones on `device`, with the values of `reset_parameters`; skip the
-    modules in `done`. Children come before parents, as in constructors. Tied parameters stay tied."""
-    made: dict[torch.Tensor, torch.Tensor] = {}
-    for module in _children_first(model, set(done)):
-        waiting = _meta_tensors(module)
-        for name, tensor in waiting:
-            if tensor not in made:
-                real = torch.empty_like(tensor, device=device)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                made[tensor] = nn.Parameter(real, tensor.requires_grad) if is_parameter else real
-            setattr(module, name, made[tensor])
-        if waiting and (reset := _reset_of(module)):
-            reset()
-
-
-def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    if module in seen:
-        return
-    seen.add(module)
-    for child in module.children():
-        yield from _children_first(child, seen)
-    yield module
-
-
-def _meta_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    return [(name, tensor) for name, tensor in own if tensor.is_meta]
-
-
-def _reset_of(module: nn.Module) -> Callable[[], object] | None:
-    private = module._reset_parameters if isinstance(module, nn.MultiheadAttention) else None
-    return getattr(module, "reset_parameters", private)

@@ -89,8 +89,8 @@ class DeepSpeedEngine(RanksEngine):
                 torch.cuda.current_stream(self.device).wait_stream(stream)
 
     @torch.no_grad()
-    def import_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        super().import_state(state)
+    def import_state(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        super().import_state(state, strict=strict)
         self._zero.refresh_fp32_params()
 
     def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:

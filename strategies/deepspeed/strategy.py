@@ -22,7 +22,7 @@ from torch import nn
 
 from ...common.errors import StrategyError, require
 from ..base import OptimizerFactory
-from ..common import sharding
+from ..common import meta, sharding
 from ..common.blocks import find_blocks
 from ..common.placement import build_optimizer, change_layers, check_ranks, compile_model, enter, put_on
 from ..devices import local_rank, pick_device
@@ -131,14 +131,14 @@ class DeepSpeed:
         device = enter(self, model)
         _refuse_divided(self.name, model)
         sharding.refuse_unshardable(self.name, model)
-        sharding.refuse_without_reset(self.name, model)
+        meta.refuse_without_reset(self.name, model)
         if not dist.is_initialized():
             if zero.offload is not None or self.config is not None:
                 raise StrategyError(
                     f"strategy {self.name!r}: there is no process group, without which DeepSpeed does nothing. Start "
                     f"this with torchrun --nproc-per-node=1 or strategies.launch(…, devices=1), or use 'single'."
                 )
-            sharding.materialise(model, device)
+            meta.materialise_units(model, find_blocks(model) if zero.stage == 3 else (), device)
             model = put_on(model, device, options)
             return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)
         if sharding.make_contiguous(model):
@@ -214,7 +214,7 @@ def _place(model: nn.Module, device: torch.device, init: Any) -> None:
     """Move `model` to the device with rank 0's values; block by block, each sharded immediately, if `init` is given."""
     done: set[nn.Module] = set()
     for block in (*(find_blocks(model) if init else ()), model):
-        sharding.materialise(block, device, done)
+        meta.materialise(block, device, done)
         own = [module for module in block.modules() if module not in done]
         sharding.begin_like_rank_0(own, device)
         for module in own:

@@ -289,6 +289,24 @@ def test_meta_weights_then_to_empty(transform: t.Transform, factory: Factory, co
     same_numbers(model, reference)
 
 
+@cases
+def test_a_surgery_for_models_on_meta_leaves_values_alone(
+    transform: t.Transform, factory: Factory, count: int
+) -> None:
+    """In-place changes, which a meta tensor would not keep, count up its version. New layers are as constructors leave
+    them."""
+    model = made(factory)
+    before = {id(each): each._version for each in model.parameters()}
+    held = list(model.parameters())
+    assert len(transform.apply(model).changed) == count
+    fresh = nn.Linear(2, 2).weight._version
+    versions = {each._version == before.get(id(each), fresh) for each in model.parameters()}
+    untouched = versions == {True} and {id(each) for each in held} <= {
+        id(each) for each in model.parameters()
+    }
+    assert transform.on_meta == untouched
+
+
 # ---- together ----
 
 

@@ -143,7 +143,7 @@ def train(
                 progress=not quiet, checkpoints=Checkpoints(every_steps=every_steps, every_minutes=every_minutes),
                 stop_on=("SIGTERM", "SIGUSR1"), **options,
             )  # fmt: skip
-            result = fit(pipeline, config, show_plan=not quiet)
+            result = fit(pipeline, config, show_plan=not quiet, each_rank=False)
         if not is_main_process():  # under torchrun every rank runs this; only one prints
             return
         for report in () if quiet else result.reports:
