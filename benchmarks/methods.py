@@ -81,10 +81,10 @@ def main() -> None:
         target=options.target, seeds=options.seeds, against=against, give_up=None, out=options.runs
     )
     print(race)
-    rows, results = [], {}
+    rows, methods = [], {}
     for row in race.rows[1:]:
         figures = {"ratio": row.ratio, "accuracy": gain(race, row.variant)}
-        results[row.variant] = {"reached": row.reached} | {
+        methods[row.variant] = {"reached": row.reached} | {
             name: finite(each) for name, each in figures.items()
         }
         time, more = (f"{each.value:{kind}} ({each.low:{kind}} to {each.high:{kind}})" if each else "not reached"
