@@ -95,7 +95,7 @@ def main() -> None:
         "recipe": options.recipe,
         "epochs": options.epochs,
         "target": options.target,
-        "methods": results,
+        "methods": methods,
     }
     save([Table(columns, rows, figures=True)], results, options.out / "methods.json")
 
