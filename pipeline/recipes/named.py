@@ -135,43 +135,41 @@ CIFAR: dict[str, dict[str, Any]] = {
 
 _IMAGENETTE: dict[str, Any] = {
     **_DATA,
-    "model": "timm:resnet18d", "model_options": {"num_classes": 10, "channels": [48, 96, 192, 384]},
-    "batch_size": 64, "epochs": 5,
+    "model": "timm:resnet18d", "model_options": {"num_classes": 10},
+    "batch_size": 64, "image_size": 128, "epochs": 5,
 }  # fmt: skip
 _IMAGENETTE_NOTES = {
     "train": "drivetrain convert imagenette2-320/train train.beton, and likewise val",
     "model": "ours: ResNet-18 with the first layers and shortcuts of ResNet-D, arXiv:1812.01187; the board's best: "
     "xse_resnext50",
-    "model_options.channels": "ours: three quarters of the width, 0.56 of the operations",
     "batch_size": "the board's",
 }  # fmt: skip
 
 IMAGENETTE: dict[str, dict[str, Any]] = {
     "imagenette-5": {
-        "description": "Imagenette in 5 epochs at up to 128 pixels, above its board. Set train= and val=.",
+        "description": "Imagenette in 5 epochs at 128 pixels, after its board. Set train= and val=.",
         "source": "the board: https://github.com/fastai/imagenette, 128 pixels, 5 epochs: random initialization, "
-        "evaluation without TTA; Muon: https://kellerjordan.github.io/posts/muon/; evaluation at more pixels than "
-        "training: arXiv:1906.06423",
+        "evaluation without TTA; Muon: https://kellerjordan.github.io/posts/muon/",
         "published": "85.77 % (mean of 5 runs, fastai's xse_resnext50 with self-attention and Ranger)",
         "measured": "not measured",
         "notes": {
             **_IMAGENETTE_NOTES,
-            "image_size": "ours: crops of 112 pixels show objects as large as the evaluation's 128",
-            "eval_image_size": "the board's",
+            "image_size": "the board's",
             "loading.scale": "the board's",
             "loading.eval_ratio": "the board's squares are evaluated as a whole",
+            "loading.flip": "airbench's, arXiv:2404.00498: each image is mirrored in every second epoch",
             "transforms.BlurPool": "in many of the board's rows",
             "transforms.LabelSmoothing": "the board's: 0.1",
-            "transforms.ProgressiveResizing": "ours: 80, 96 and 112 pixels",
+            "transforms.ProgressiveResizing": "ours: 96 to 128 pixels, the last two epochs with 128",
             "optimizer": "ours; three iterations of Newton–Schulz instead of five, which on a CPU take less time",
             "schedule": "ours", "warmup": "ours",
             "precision": "ours: bf16 where the device computes it natively",
         },
         **_IMAGENETTE,
-        "image_size": 112, "eval_image_size": 128, "loading": {"scale": [0.35, 1.0], "eval_ratio": 1.0},
+        "loading": {"scale": [0.35, 1.0], "flip": "alternating", "eval_ratio": 1.0},
         "transforms": [
             {"name": "BlurPool"}, {"name": "ChannelsLast"}, {"name": "LabelSmoothing", "smoothing": 0.1},
-            {"name": "ProgressiveResizing", "initial_scale": 0.72, "delay": 0.4, "finetune": 0.4},
+            {"name": "ProgressiveResizing", "initial_scale": 0.75, "delay": 0.4, "finetune": 0.4},
         ],
         "optimizer": {"name": "muon", "lr": 0.02, "weight_decay": 0.01, "ns_steps": 3, "adamw_lr": 3e-3},
         "schedule": "linear", "warmup": 0.1, "precision": "auto",
@@ -184,7 +182,7 @@ IMAGENETTE: dict[str, dict[str, Any]] = {
         "measured": "not measured",
         "notes": {**_IMAGENETTE_NOTES, "loader": "the baseline to compare with"},
         **_IMAGENETTE,
-        "image_size": 128, "loading": {"scale": [0.35, 1.0], "eval_ratio": 1.0},
+        "loading": {"scale": [0.35, 1.0], "eval_ratio": 1.0},
         "loader": "torch",
         "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4, "nesterov": True},
         "schedule": "linear", "warmup": 0.2,

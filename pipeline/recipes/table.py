@@ -20,7 +20,7 @@ def recipes_list() -> str:
         purpose = recipe["description"].partition(". ")[0].rstrip(".")
         (theirs if recipe["measured"].startswith("not measured") else ours).append((name, purpose))
     return "\n".join([
-        "Measured here:", lines_of(ours), "", "Not measured here, because they need a GPU or larger data:",
+        "Measured here:", lines_of(ours), "", "Not measured here; most need a GPU or larger data:",
         lines_of(theirs), "", "drivetrain recipes NAME shows all of one.",
     ])  # fmt: skip
 
