@@ -4,9 +4,9 @@
         [--runs .build/records/methods.json] [--out benchmarks/results]
 
 All variants train from the same seeds in turns (`Pipeline.race`): the recipe, and the recipe with one method more, or
-with another optimizer, with the values of the method's paper or implementation. Finished runs are kept in the file
-`--runs`, from which a second call continues. Measured: seconds of training until the target is reached, as a ratio
-within each seed, and the difference of the accuracies after the last epoch.
+with another optimizer. Values are the defaults, which are those of the papers; learning rates of optimizers are ours.
+Finished runs are kept in the file `--runs`, from which a second call continues. Measured: seconds of training until the
+target is reached, as a ratio within each seed, and the difference of the accuracies after the last epoch.
 """
 
 from __future__ import annotations
