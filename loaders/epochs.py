@@ -33,6 +33,7 @@ from .order.batches import (
     Samples,
     Shares,
     as_array,
+    between,
     check_batch_size,
     last_batch,
     shares,
@@ -343,7 +344,7 @@ class EpochLoader(ABC):
         own = self.settings
         full = (own.train or own.drop_last) and not own.pad_last
         check_batch_size(own.batch_size, len(chosen), full=full, world_size=own.world_size)
-        parts = [_between(chosen, first, end) for _, first, end in self._weighted]
+        parts = [between(chosen, first, end) for _, first, end in self._weighted]
         drawn = shares(len(chosen), self._weights) if parts else []
         for part, count, (weight, first, end) in zip(parts, drawn, self._weighted, strict=True):
             if len(part) == 0:
@@ -507,14 +508,6 @@ class EpochLoader(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _between(samples: Samples, first: int, end: int) -> Samples:
-    """Return those of the samples from `first` to before `end`."""
-    if isinstance(samples, range):
-        return range(max(samples.start, first), min(samples.stop, end))
-    array = as_array(samples)
-    return array[(array >= first) & (array < end)]
 
 
 def require_pages(beton: BetonFiles | None) -> BetonFiles:

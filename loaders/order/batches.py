@@ -135,6 +135,14 @@ def as_array(samples: Samples) -> Indices:
     return taken(samples, np.arange(len(samples), dtype=np.int64))
 
 
+def between(samples: Samples, first: int, end: int) -> Samples:
+    """Return those of the samples from `first` to before `end`."""
+    if isinstance(samples, range):
+        return range(max(samples.start, first), min(samples.stop, end))
+    array = as_array(samples)
+    return array[(array >= first) & (array < end)]
+
+
 def shares(total: int, weights: Sequence[float]) -> list[int]:
     """Return `total` samples divided in proportion to the weights, by the largest remainders."""
     exact = np.asarray(weights, dtype=np.float64) * total / np.sum(weights)

@@ -9,7 +9,7 @@ from typing import Any
 from ...common.errors import DataError, PlanError, first_of
 from ...common.storage.addresses import is_address
 from ...loaders.beton.layout import read_header
-from ...loaders.order.batches import as_array, check_batch_size
+from ...loaders.order.batches import as_array, between, check_batch_size
 from ...loaders.selection import frequencies
 from ...loaders.sources import Files, Source, files_of
 from ..tasks.standard import Regression
@@ -77,7 +77,7 @@ def sample_notes(data: DataConfig, task: Task) -> tuple[str, str]:
         if labels.dtype.kind not in "biuf" or labels.ndim > 2:
             return counts, ""  # building raises
         used, mix = as_array(chosen.train), beton.parts
-        parts = [used[(used >= first) & (used < end)] for _, first, end in mix] or list(chosen.parts)
+        parts = [between(used, first, end) for _, first, end in mix] or list(chosen.parts)
         shares = [weight for weight, _, _ in mix] or [1.0] * len(parts)
         often = frequencies(used, parts, shares, chosen.weights)
         return counts, task.note(task.fit_scale(labels, used, often, str(files)))

@@ -179,11 +179,8 @@ def build(plan: ResolvedPlan, initial: Initial | None = None, resumes: bool = Fa
         refuse_vacant(vacant)
     factory = optimizer_factory(plan, parts.model)
     split = batch_norm_caution(how, plan.data.batch_size, parts.model)
-    if on_meta(parts.model):
-        # From the seed, whatever the process has drawn before.
-        with fork_rng(plan.seed), values_follow():
-            engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
-    else:
+    # Values of a model on the meta device come from the seed, whatever the process has drawn before.
+    with fork_rng(plan.seed) if on_meta(parts.model) else nullcontext(), values_follow():
         engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
     if later:
         engine.import_state(later, strict=False)

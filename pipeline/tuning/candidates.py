@@ -32,9 +32,7 @@ VARIABLES = {"cpu": machine.KEEPS_MEMORY, "cuda": {"PYTORCH_CUDA_ALLOC_CONF": "e
 SIDES = (3 / 4, 7 / 8)  # of the image size
 SHARES = (3 / 4, 1 / 2)  # of the epochs
 LARGER = (2, 4, 8, 16)  # times the batch size, as long as that is accepted and fits
-NEAR = (
-    1 / 8
-)  # of a batch size that fits: a larger one that does not fit is at most so much larger, in the end
+NEAR = 1 / 8  # of a batch size that fits: the search ends when one that does not is at most so much larger
 UNIT = 8  # of a batch size between two, for the GPU's tiles
 MICROBATCHES = range(2, 65)
 

@@ -23,7 +23,7 @@ _left_to_caller: ContextVar[bool] = ContextVar("left_to_caller", default=False)
 @contextmanager
 def values_follow() -> Iterator[None]:
     """Inside the block, strategies accept modules on the meta device without `reset_parameters`, and fill their tensors
-    with NaN: the caller loads them next, or raises `missing_reset`."""
+    with NaN: the caller loads them next, or raises what `without_reset` says."""
     token = _left_to_caller.set(True)
     try:
         yield
