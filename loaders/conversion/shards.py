@@ -250,5 +250,5 @@ def _report(
         classes=(reports[0].classes if reports else kept[0].manifest["classes"]), fields=common,
         treatments=dict(treatments.most_common()), modes=dict(modes),
         skipped=[each for one in reports for each in one.skipped],
-        size=sum(one.size for one in (*kept, *reports)), seconds=seconds, kept=before,
+        size=sum(one.size for one in kept) + sum(one.size for one in reports), seconds=seconds, kept=before,
     )  # fmt: skip

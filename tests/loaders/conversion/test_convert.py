@@ -282,10 +282,11 @@ def test_files_have_labels_of_one_kind(tmp_path: Path) -> None:
 
     assert written(1, 2.5, 3, 4) == [[1.0, 2.5], [3.0, 4.0]]
     before = (tmp_path / "part-1.beton").read_bytes()
-    with pytest.raises(DataError, match=r"part-1\.beton has labels with fractions, .* Make the first label a float"):
+    with pytest.raises(
+        DataError, match=r"part-1\.beton has labels with fractions, .* Make the first label a float"
+    ):
         written(1, 2, 2.5, 3)
     assert (tmp_path / "part-1.beton").read_bytes() == before
-
 
 
 def test_labels_too_small_for_float32_count_as_zero(tmp_path: Path) -> None:
