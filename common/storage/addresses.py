@@ -202,6 +202,20 @@ class RemoteFile(Calls):
         return self._content(self._path)
 
 
+def download(source: RemoteFile, path: Path, size: int) -> None:
+    """Copy a file of `size` bytes to `path`, which appears when it is complete. `source.close()` ends it."""
+    with atomic_file(path) as file:
+
+        def copy(start: int) -> None:
+            if source.closed_within(0):
+                raise DataError(f"{source.address} was not copied: the work was stopped.")
+            os.pwrite(file.fileno(), source.read(start, min(_RANGE, size - start)), start)
+
+        with closing(in_order(copy, range(0, size, _RANGE), _THREADS, "drivetrain-download")) as copied:
+            for _ in copied:
+                pass
+
+
 class _Outages:
     """The servers that do not answer now: the threads that wait for one report it together."""
 
@@ -280,19 +294,10 @@ class RemoteFolder(Calls):
 
     def download(self, name: str, path: Path, size: int) -> None:
         """Copy a file of `size` bytes to `path`, which appears when it is complete."""
-        source = RemoteFile(f"{self.address}/{name}")
-        with atomic_file(path) as file:
-
-            def copy(start: int) -> None:
-                os.pwrite(file.fileno(), source.read(start, min(_RANGE, size - start)), start)
-
-            ranges = range(0, size, _RANGE)
-            try:
-                with closing(in_order(copy, ranges, _THREADS, "drivetrain-download")) as copied:
-                    for _ in copied:
-                        pass
-            except DrivetrainError as error:
-                raise self._error(str(error)) from error
+        try:
+            download(RemoteFile(f"{self.address}/{name}"), path, size)
+        except DrivetrainError as error:
+            raise self._error(str(error)) from error
 
     def upload(self, path: Path, name: str) -> None:
         """Copy a local file to `name`, which appears when it is complete, and replaces an older one."""

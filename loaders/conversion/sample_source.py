@@ -48,14 +48,14 @@ def open_source(
 ) -> SampleSource:
     """Open any source of `convert`, with further `fields`; `classes` are the names in `labels`, in label order."""
     if labels is not None:
-        if not isinstance(source, str | Path) or _is_shards(source):
+        if not isinstance(source, str | Path) or is_shards(source):
             wrong = f"labels={str(labels)!r} are for a folder of images."
             raise DataError(f"{wrong} Leave them out for other sources.")
         _refuse_fields(fields, "folder")
         if Path(labels).is_dir():
             return MaskFolder(Path(source), Path(labels))
         return LabeledFolder(Path(source), Path(labels), classes)
-    if _is_shards(source):
+    if is_shards(source):
         return TarSource(source, fields)
     if isinstance(source, str | Path):
         _refuse_fields(fields, "folder")
@@ -154,12 +154,12 @@ class DatasetSource(SampleSource):
         return dataset
 
 
-def _is_shards(source: Any) -> bool:
+def is_shards(source: Any) -> bool:
     """Whether `source` names tar shards: a string or path that ends in `.tar`, or a list of them."""
     if isinstance(source, str | Path):
         return str(source).endswith(".tar") and not Path(source).is_dir()
     return isinstance(source, list | tuple) and bool(source) and all(
-        isinstance(part, str | Path) and _is_shards(part) for part in source
+        isinstance(part, str | Path) and is_shards(part) for part in source
     )  # fmt: skip
 
 

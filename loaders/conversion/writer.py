@@ -180,6 +180,12 @@ def write_betons(
             columns, part = Columns(fields), Written()
             pages = Pages(layout.tables_end(share, fields) + layout.SEAL_BYTES)
             _write_samples(file, itertools.islice(rest, share), share, pages, columns, part)
+            if number and columns.fields != fields:
+                raise DataError(
+                    f"{outs[number]} has labels with fractions, and those of {outs[number - 1]} are all whole numbers: "
+                    "files of one data set have labels of one kind. Make the first label a float, or write one file."
+                )
+            fields = columns.fields
             columns.check_classes(len(about["classes"]))
             tables, digest, blocks = _write_tables(file, columns, pages)
             # With the seal before, so that files of different conversions are never read as one data set.

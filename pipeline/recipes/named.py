@@ -176,16 +176,19 @@ IMAGENETTE: dict[str, dict[str, Any]] = {
     },
     "imagenette-plain": {
         "description": "Imagenette in 5 epochs in plain PyTorch, the baseline of imagenette-5. The same network, the "
-        "DataLoader, NCHW, fp32, SGD, 128 pixels. Set train= and val=.",
+        "DataLoader, NCHW, fp32, AdamW, 128 pixels. Set train= and val=.",
         "source": "the board: https://github.com/fastai/imagenette",
         "published": "nothing for this network",
         "measured": "not measured",
-        "notes": {**_IMAGENETTE_NOTES, "loader": "the baseline to compare with"},
+        "notes": {
+            **_IMAGENETTE_NOTES, "loader": "the baseline to compare with",
+            "optimizer": "ours: the best of six at 64 pixels, in 3 epochs, three quarters as wide: AdamW 3e-3 70.9 %, "
+            "1e-3 70.0 %; SGD with Nesterov's momentum 0.1 69.5 %, 0.05 66.5 %, 0.02 33.0 % at first (0.1: 38.1 %)",
+        },
         **_IMAGENETTE,
         "loading": {"scale": [0.35, 1.0], "eval_ratio": 1.0},
         "loader": "torch",
-        "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4, "nesterov": True},
-        "schedule": "linear", "warmup": 0.2,
+        "optimizer": {"name": "adamw", "lr": 3e-3, "weight_decay": 0.05}, "schedule": "linear", "warmup": 0.2,
     },
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ import click
 
 from ....common.errors import DataError
 from ....loaders.sources import expand
-from .options import FILES, Command, File, Text, argument, option, quiet, workers
+from .options import FILES, Command, File, Place, Text, argument, option, quiet, workers
 
 beton = argument("file", "A .beton file, its address, or several: 'train-{000..127}.beton' (quoted).", FILES)
 verbose = option("--verbose", "Print long lists in full.")
@@ -19,7 +19,7 @@ verbose = option("--verbose", "Print long lists in full.")
     "Folder with one folder of images per class, or WebDataset shards such as 'train-{000..127}.tar' (quoted).",
     FILES,
 )
-@argument("out", "The .beton file to write, or several: 'train-{000..127}.beton' (quoted).", File())
+@argument("out", "The .beton file to write, or several: 'train-{000..127}.beton' (quoted).", Place())
 @option(
     "--labels PATH",
     "CSV with a header and a row per image: its path in the folder, then its class, or numbers (0 and 1 for "
@@ -70,12 +70,18 @@ verbose = option("--verbose", "Print long lists in full.")
     "Channels and bits of the stored images, all of one size, as raw arrays. Default: RGB with 8 bits.",
     Text("L", "RGB", "RGBA", "I;16", "RGB;16", "RGBA;16"),
 )
+@option(
+    "--engine ENGINE",
+    "threads: the source as a whole. shards: each .tar shard to a file of its own, also from and to addresses; the "
+    "same command continues. ray: likewise, on the machines of a Ray cluster.",
+    Text("threads", "shards", "ray"), default="threads",
+)  # fmt: skip
 @workers
 @option("--skip-bad", "Skip and list bad images instead of stopping.")
 @quiet
 @verbose
 def convert(
-    source: str, out: Path, field: tuple[str, ...], skip_bad: bool, classes: str | None, quiet: bool,
+    source: str, out: str | Path, field: tuple[str, ...], skip_bad: bool, classes: str | None, quiet: bool,
     verbose: bool, ignore: tuple[int, ...], map: tuple[str, ...], **options: Any,
 ) -> None:  # fmt: skip
     """Convert a folder of images, or tar shards, to a .beton file.
@@ -89,7 +95,7 @@ def convert(
     kinds = {name: kind or None for name, _, kind in (text.partition("=") for text in field)}
     if len(kinds) < len(field):
         raise DataError(f"--field names one field twice: {' '.join(field)}.")
-    before = out.exists()
+    before = Path(out).exists()
     report = run(
         source, out, fields=kinds, on_error="skip" if skip_bad else "raise", classes=_class_names(classes),
         progress=not quiet, mask_map=_mask_map(ignore, map), **options,

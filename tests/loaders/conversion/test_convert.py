@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drivetrain import DataError
 from drivetrain.loaders import Beton, FFCVLoader, TorchLoader, convert, open_beton
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.conversion.encode import Encoding
@@ -271,6 +272,21 @@ def test_float_labels_are_targets(tmp_path: Path) -> None:
         assert beton.checksums[index] == zlib.crc32(
             beton.stored(index) + struct.pack("<d", beton.labels[index])
         )
+
+
+def test_files_have_labels_of_one_kind(tmp_path: Path) -> None:
+    def written(*labels: float) -> list[Any]:
+        data = [(picture(0, 8, 8), label) for label in labels]
+        convert(data, tmp_path / "part-{0..1}.beton", progress=False)
+        return [open_beton(tmp_path / f"part-{number}.beton").labels.tolist() for number in range(2)]
+
+    assert written(1, 2.5, 3, 4) == [[1.0, 2.5], [3.0, 4.0]]
+    before = (tmp_path / "part-1.beton").read_bytes()
+    with pytest.raises(
+        DataError, match=r"part-1\.beton has labels with fractions, .* Make the first label a float"
+    ):
+        written(1, 2, 2.5, 3)
+    assert (tmp_path / "part-1.beton").read_bytes() == before
 
 
 def test_labels_too_small_for_float32_count_as_zero(tmp_path: Path) -> None:

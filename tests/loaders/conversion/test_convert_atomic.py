@@ -14,9 +14,9 @@ import pytest
 from drivetrain.common.errors import BetonError, DataError, DrivetrainError
 from drivetrain.loaders import convert, open_beton
 from drivetrain.loaders.beton.manifest import manifest_path
-from drivetrain.loaders.conversion.convert import Conversion, encoded_samples, first_fields
 from drivetrain.loaders.conversion.encode import Encoding
 from drivetrain.loaders.conversion.sample_source import open_source
+from drivetrain.loaders.conversion.single import Conversion, encoded_samples, first_fields
 from loader_pictures import jpeg_folder, raw_beton, raw_pictures
 from process_state import start_server
 

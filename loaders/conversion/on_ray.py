@@ -1,0 +1,47 @@
+"""Shards converted on the machines of a Ray cluster, each by one task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING
+
+from ...common.errors import DataError, DrivetrainError, require
+from ...common.terminal import is_interactive
+from .single import ConvertReport
+
+if TYPE_CHECKING:
+    from .shards import Shard
+
+
+def on_ray(
+    convert: Callable[[Shard, int], ConvertReport], shards: Sequence[Shard], threads: int, progress: bool
+) -> Generator[ConvertReport]:
+    """Yield the reports of shards as they end. A cluster that runs is used (`RAY_ADDRESS`, or this machine's); else one
+    is started here, and ended. Ray starts a task again whose machine is lost."""
+    from tqdm.auto import tqdm  # here: loaders show no bar
+
+    ray = require("ray", "ray", "convert on several machines")
+    begun = not ray.is_initialized()
+    if begun:
+        ray.init(log_to_driver=False, include_dashboard=False)
+    waiting = []
+    try:
+        task = ray.remote(num_cpus=threads)(convert)
+        waiting = [task.remote(shard, threads) for shard in shards]
+        hidden = not (progress and is_interactive())
+        with tqdm(total=len(waiting), desc="Converting", unit="shard", disable=hidden, leave=False) as bar:
+            while waiting:
+                (ended,), waiting = ray.wait(waiting)
+                yield ray.get(ended)
+                bar.update()
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, DrivetrainError):
+            raise error.cause from None
+        raise DataError(f"A task of Ray failed: {error}") from error
+    except ray.exceptions.RayError as error:
+        raise DataError(f"Ray could not convert the shards: {error}") from error
+    finally:
+        for one in waiting:
+            ray.cancel(one)
+        if begun:
+            ray.shutdown()
