@@ -15,8 +15,8 @@ R = TypeVar("R")
 def on_ray(
     convert: Callable[[T, int], R], shards: Sequence[T], threads: int, progress: bool
 ) -> Generator[R, None, None]:
-    """Yield `convert(shard, threads)` of each, as they end. A cluster that runs is used (`RAY_ADDRESS`, or this machine's); else one
-    is started here, and ended. Ray starts a task again whose machine is lost."""
+    """Yield `convert(shard, threads)` of each shard, as they end. A cluster that runs is used (`RAY_ADDRESS`, or this
+    machine's); else one is started here, and ended. Ray starts a task again whose machine is lost."""
     from tqdm.auto import tqdm  # here: loaders show no bar
 
     ray = require("ray", "ray", "convert on several machines")
