@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from ...common.errors import DataError, DrivetrainError, require
 from ...common.terminal import is_interactive
-from .single import ConvertReport
 
-if TYPE_CHECKING:
-    from .shards import Shard
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def on_ray(
-    convert: Callable[[Shard, int], ConvertReport], shards: Sequence[Shard], threads: int, progress: bool
-) -> Generator[ConvertReport]:
-    """Yield the reports of shards as they end. A cluster that runs is used (`RAY_ADDRESS`, or this machine's); else one
-    is started here, and ended. Ray starts a task again whose machine is lost."""
+    convert: Callable[[T, int], R], shards: Sequence[T], threads: int, progress: bool
+) -> Generator[R, None, None]:
+    """Yield `convert(shard, threads)` of each shard, as they end. A cluster that runs is used (`RAY_ADDRESS`, or this
+    machine's); else one is started here, and ended. Ray starts a task again whose machine is lost."""
     from tqdm.auto import tqdm  # here: loaders show no bar
 
     ray = require("ray", "ray", "convert on several machines")

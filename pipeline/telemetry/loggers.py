@@ -33,7 +33,6 @@ from .state import TrainState
 Values = dict[str, float]
 """Metrics by name. Of a step: `step/loss` and so on; of an epoch: the fields of its `Epoch` that are not None."""
 
-NAMES = ("csv", "prometheus", "otel", "tensorboard", "wandb", "mlflow")
 METRICS, PROMETHEUS = "metrics.csv", "metrics.prom"
 RANK_GAUGES = tuple(f"drivetrain_rank_{name}" for name in GAUGES)
 """Prometheus' names of the fields of `RankTimes`."""
@@ -59,7 +58,7 @@ class Logger(Protocol):
 
 
 LoggerArg = str | object | None
-"""The `logger` of `fit`: None, a name in `NAMES`, an object with `log` or `log_metrics`, or a list of them."""
+"""The `logger` of `fit`: None, a name in `BY_NAME`, an object with `log` or `log_metrics`, or a list of them."""
 
 
 class LoggerWarning(UserWarning):
@@ -80,7 +79,7 @@ def check(choice: LoggerArg, folder: Path | None, *, pickled: bool) -> tuple[obj
         elif _method(one) is None:
             raise PlanError(
                 f"logger={one!r:.80} cannot log: it has neither log(dict, step) nor log_metrics(dict, step). Pass "
-                f"{' or '.join(map(repr, NAMES))}, or an object with one of these methods."
+                f"{' or '.join(map(repr, BY_NAME))}, or an object with one of these methods."
             )
         elif pickled:
             remedy = (
@@ -91,8 +90,8 @@ def check(choice: LoggerArg, folder: Path | None, *, pickled: bool) -> tuple[obj
 
 
 def _check_name(name: str, folder: Path | None) -> None:
-    if name not in NAMES:
-        raise PlanError(f"No logger is named {name!r}.{suggest(name, NAMES)}")
+    if name not in BY_NAME:
+        raise PlanError(f"No logger is named {name!r}.{suggest(name, BY_NAME)}")
     if name in _SERVICES:
         _service(name)
         return
@@ -121,7 +120,7 @@ class Loggers:
         for one in chosen:
             try:
                 if isinstance(one, str):
-                    one = _by_name(one, folder, step)
+                    one = BY_NAME[one](folder, step)
                 if values:
                     _give(one, values)
             except Exception as error:  # as in `log`
@@ -167,22 +166,6 @@ class Loggers:
         for one, _ in self._all:
             if isinstance(one, TensorBoardLogger | WandbLogger | MLflowLogger | OpenTelemetryLogger):
                 one.close()
-
-
-def _by_name(name: str, folder: Path | None, step: int) -> object:
-    if name == "wandb":
-        return WandbLogger(folder, step)
-    if name == "mlflow":
-        return MLflowLogger(folder, step)
-    if name == "otel":
-        return OpenTelemetryLogger(folder, step)
-    assert folder is not None  # `check` ensures it
-    kinds: dict[str, Any] = {
-        "csv": CSVLogger,
-        "prometheus": PrometheusLogger,
-        "tensorboard": TensorBoardLogger,
-    }
-    return kinds[name](folder, step)
 
 
 def _give(one: object, values: Mapping[str, Any]) -> None:
@@ -439,3 +422,10 @@ class Metrics(Observer):
             self._arrive()
             self._arrive_extra(wait=True)
         self._loggers.close()
+
+
+BY_NAME: dict[str, Any] = {
+    "csv": CSVLogger, "prometheus": PrometheusLogger, "otel": OpenTelemetryLogger, "tensorboard": TensorBoardLogger,
+    "wandb": WandbLogger, "mlflow": MLflowLogger,
+}  # fmt: skip
+"""Each is made with the run's folder, or None, and the step that the run resumes from."""

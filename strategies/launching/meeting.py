@@ -393,35 +393,24 @@ def lost_ranks_named(
     """Inside the block, post heartbeats; turn the failure of a collective into a `LostRankError` that names the rank.
     `timeout` is that of the collectives, for the message. If a rank hangs, the stacks of all are appended to the file
     `stacks`, at SIGQUIT to this process its own."""
-    with (
-        tempfile.TemporaryFile(buffering=0) as own,
-        written_at_sigquit(own),
-        _lost_ranks_named(rank, ranks, timeout, name, stacks, own),
-    ):
-        yield
-
-
-@contextmanager
-def _lost_ranks_named(
-    rank: int, ranks: int, timeout: float, name: str, stacks: Path | None, own: IO[bytes]
-) -> Iterator[None]:
-    try:
-        peers = Peers(rank, ranks, name, stacks, own)
-    except Exception:  # a launcher whose store is not torch's
-        yield
-        return
-    try:
-        yield
-    except Exception as error:
-        text = "".join(traceback.format_exception(error))
-        if not is_echo(error, text):
+    with tempfile.TemporaryFile(buffering=0) as own, written_at_sigquit(own):
+        try:
+            peers = Peers(rank, ranks, name, stacks, own)
+        except Exception:  # a launcher whose store is not torch's
+            yield
+            return
+        try:
+            yield
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            if not is_echo(error, text):
+                peers.fail(error)
+                raise
+            said = peers.report(timeout, text)
+            name = f"Rank {rank} of {ranks} ({socket.gethostname()})"
+            raise LostRankError(f"{name} stops, because {said}") from error
+        except BaseException as error:
             peers.fail(error)
             raise
-        said = peers.report(timeout, text)
-        name = f"Rank {rank} of {ranks} ({socket.gethostname()})"
-        raise LostRankError(f"{name} stops, because {said}") from error
-    except BaseException as error:
-        peers.fail(error)
-        raise
-    finally:
-        peers.close()
+        finally:
+            peers.close()

@@ -239,7 +239,11 @@ def test_each_command_parses(page: str, monkeypatch: pytest.MonkeyPatch, tmp_pat
         if name == "drivetrain":
             parses(words)
         elif name == "torchrun":
-            parses(parse_args(words).training_script_args)
+            given = parse_args(words)
+            assert (given.module, given.training_script) == (True, "drivetrain")
+            if re.search(r"--nnodes=\d+:", " ".join(words)):
+                assert ["export", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"] in commands(page)
+            parses(given.training_script_args)
         elif name == "make":
             assert words[0] in targets, words
         else:

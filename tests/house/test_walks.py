@@ -20,7 +20,6 @@ from drivetrain import Pipeline
 from drivetrain.loaders import FFCVLoader
 from pipeline_data import Toy
 from places import ROOT
-from process_state import output_of
 
 STEP = re.compile(r"`([a-z_0-9/]+\.(?:py|c))`(?:\s+\(`(\w+)`\))?")
 PAGE = (ROOT / "docs/architecture.md").read_text()
@@ -150,10 +149,6 @@ def test_every_module_has_a_layer() -> None:
     for module in modules().keys() - packages:
         parents = {".".join(module.split(".")[: n + 1]) for n in range(module.count(".") + 1)}
         assert parents & named, module
-
-
-def test_imports_go_down() -> None:
-    output_of(Path(sys.executable).parent / "lint-imports", "--no-cache", cwd=ROOT)
 
 
 def test_the_package_itself_is_imported_relatively() -> None:
