@@ -73,10 +73,9 @@ class ConvertReport:
         """Return the report as lines of text: the first of many skipped and ignored files, with `verbose` all."""
         only = len(self.treatments) == 1
         ways = ", ".join(f"{'all' if only else f'{count:,}'} {way}" for way, count in self.treatments.items())
-        lines = [
-            f"{self.path}: {self.samples:,} images ({ways}), {self.size / 1e6:,.1f} MB, "
-            f"{(self.samples - self.kept) / max(self.seconds, 1e-9):,.0f} images/s"
-        ]
+        made = self.samples - self.kept
+        rate = f", {made / max(self.seconds, 1e-9):,.0f} images/s" if made else ""
+        lines = [f"{self.path}: {self.samples:,} images ({ways}), {self.size / 1e6:,.1f} MB{rate}"]
         if self.kept:
             lines.append(f"  {self.kept:,} of the images were converted by an earlier call")
         if len(self.modes) > 1:
