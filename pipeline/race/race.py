@@ -27,7 +27,7 @@ from ..ledger.variants import plain
 from ..measuring.runner import check_measurable, describe_error
 from ..measuring.variant import PLAIN
 from ..runs.config import FitConfig
-from ..runs.facts import facts_here, options_of
+from ..runs.facts import facts_here, fit_options, options_of
 from ..runs.fit import fit
 from ..runs.folder import make_folder
 from ..tasks.scales import check_comparable, scales
@@ -38,8 +38,6 @@ from .clock import RaceClock
 from .result import Point, RaceInterrupted, RaceResult, RaceRun, read_runs
 
 Against = Mapping[str, PipelineSpec] | Sequence[PipelineSpec]
-# The options of `fit` that belong to the training, not to one start of it.
-KEPT = ("init_from", "on_nonfinite", "callbacks", "eval_every", "eval_every_steps")
 
 
 @plain_torch()
@@ -143,13 +141,9 @@ def _monitor(plans: Mapping[str, ResolvedPlan]) -> Monitor:
 def _facts(plans: Mapping[str, ResolvedPlan], rules: Mapping[str, Any]) -> dict[str, Any]:
     facts = {**rules, "variants": [*plans]}
     for name, plan in plans.items():
-        options = options_of(plan) | {"epochs": plan.spec.epochs, "fit": identity(_fit_options(plan.spec))}
+        options = options_of(plan) | {"epochs": plan.spec.epochs, "fit": identity(fit_options(plan.spec))}
         facts |= {f"{name}: {key}": value for key, value in options.items() if key != "seed"}
     return facts | facts_here()
-
-
-def _fit_options(spec: PipelineSpec) -> dict[str, Any]:
-    return {name: value for name, value in spec.fit_defaults().items() if name in KEPT}
 
 
 class _Race:
@@ -194,7 +188,7 @@ class _Race:
 
     def _one(self, name: str, seed: int) -> RaceRun:
         spec, limit, start = self._variants[name], self._result.limit(seed), perf_counter()
-        options = _fit_options(spec)
+        options = fit_options(spec)
         clock = RaceClock(self._result.monitor, self._result.target, limit)
         options["callbacks"] = [*options.get("callbacks", ()), clock]
         try:

@@ -7,8 +7,17 @@ from typing import Any
 
 from ...common.errors import LedgerError
 from ..checkpoints.fingerprint import identity
+from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
 from ..telemetry.provenance import provenance
+
+# The options of `fit` that belong to the training, not to one start of it.
+KEPT = ("init_from", "on_nonfinite", "callbacks", "eval_every", "eval_every_steps")
+
+
+def fit_options(spec: PipelineSpec) -> dict[str, Any]:
+    """Return the options of `fit` with which every run of this pipeline trains, a measured one, too."""
+    return {name: value for name, value in spec.fit_defaults().items() if name in KEPT}
 
 
 def facts_of(plan: ResolvedPlan) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from ..measuring.runner import (
 )
 from ..measuring.variant import LOADER, MODEL, Trial, VariantId, in_turn, same_samples
 from ..runs.config import FitConfig
+from ..runs.facts import fit_options
 from ..runs.fit import fit
 from ..training.build import build_model
 
@@ -128,8 +129,8 @@ class Arena:
 
     def accuracy(self, spec: PipelineSpec, seed: int) -> float:
         """Train briefly from this seed, and return the monitored share, 0 to 1, negated if lower is better."""
-        config = FitConfig(epochs=self._epochs, progress=False, checkpoints=None)
         try:
+            config = FitConfig(epochs=self._epochs, progress=False, checkpoints=None, **fit_options(spec))
             history = fit(spec.replace(seed=seed), config).history
         except Exception as error:
             raise Failed(describe_error(error)) from error
