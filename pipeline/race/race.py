@@ -43,8 +43,9 @@ Against = Mapping[str, PipelineSpec] | Sequence[PipelineSpec]
 @plain_torch()
 def race(
     spec: PipelineSpec, *, target: float, seeds: int, against: Against | None, epochs: int | None,
-    give_up: float | None, seconds: float | None, out: str | Path | None, progress: bool,
+    give_up: float | None, seconds: float | None, out: str | Path | None, progress: bool, paired: bool = False,
 ) -> RaceResult:  # fmt: skip
+    """See `Pipeline.race`. If `paired`, only the first variant's time on the same seed limits the others' runs."""
     begin = perf_counter()
     check_number("target", target, PlanError, "(0, 1]", also=": an accuracy")
     check_whole("seeds", seeds, PlanError, 1)
@@ -68,7 +69,7 @@ def race(
         make_folder(file.parent)  # before time is spent on what it will contain
         runs = read_runs(file, facts)
     result = RaceResult(target, tuple(given), runs, monitor, give_up, facts, provenance=provenance())
-    racing = _Race(result, runs, given, range(spec.seed, spec.seed + seeds), file, progress)
+    racing = _Race(result, runs, given, range(spec.seed, spec.seed + seeds), file, progress, paired)
     deadline = None if seconds is None else begin + seconds
     interrupted, why = False, ""
     try:
@@ -151,10 +152,10 @@ class _Race:
 
     def __init__(
         self, result: RaceResult, runs: list[RaceRun], variants: Mapping[str, PipelineSpec], seeds: range,
-        file: Path | None, progress: bool,
+        file: Path | None, progress: bool, paired: bool,
     ) -> None:  # fmt: skip
         self._result, self._runs, self._variants, self._seeds = result, runs, variants, seeds
-        self._file = file
+        self._file, self._paired = file, paired
         self._bar = tqdm(
             total=len(seeds) * len(variants),
             unit="run",
@@ -186,8 +187,18 @@ class _Race:
         """Return the seconds of the variant's longest run so far; 0 before the first, which a budget may interrupt."""
         return max((run.wall for run in self._runs if run.variant == name), default=0.0)
 
+    def _limit(self, name: str, seed: int) -> float | None:
+        result, first = self._result, self._result.variants[0]
+        if not self._paired:
+            return result.limit(seed)
+        if name == first:
+            return None
+        return dataclasses.replace(result, runs=[run for run in result.of(first) if run.seed == seed]).limit(
+            seed
+        )
+
     def _one(self, name: str, seed: int) -> RaceRun:
-        spec, limit, start = self._variants[name], self._result.limit(seed), perf_counter()
+        spec, limit, start = self._variants[name], self._limit(name, seed), perf_counter()
         options = fit_options(spec)
         clock = RaceClock(self._result.monitor, self._result.target, limit)
         options["callbacks"] = [*options.get("callbacks", ()), clock]

@@ -1,6 +1,7 @@
 """Find the pipeline that reaches an accuracy first: one change after the other races the best pipeline so far, from the
 same seeds in turns. A change is accepted by the same test as one of speed, `judge`, on the ratios of the seconds of
-training to the target; and dropped as soon as one of its runs does not reach it, or takes `GIVE_UP` times as long.
+training to the target; and dropped as soon as one of its runs does not reach it, or, trained after the best of
+its pair, takes `GIVE_UP` times as long.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,7 +81,7 @@ class TargetTuner:
         """Race one pair more than the file has."""
         found = race(
             self._spec, target=self._target, seeds=pairs, against={name: spec}, epochs=None, give_up=GIVE_UP,
-            seconds=None, out=file, progress=False,
+            seconds=None, out=file, progress=False, paired=True,
         )  # fmt: skip
         self._longest = max(self._longest, *(run.wall for run in found.runs), 0.0)
         if perf_counter() >= self._end:
@@ -111,9 +112,10 @@ def judged(trial: Tried, found: RaceResult) -> Tried:
     best, own = (found.of(name) for name in found.variants)
     times, others = ([run.seconds_to(found.target, found.monitor) for run in runs] for runs in (own, best))
     if None in others:
-        top = max((point.accuracy for run in best for point in run.points), default=0.0)
+        short = best[others.index(None)]
+        top = max((point.accuracy for point in short.points), default=0.0)
         raise _UnreachedError(
-            f"target={found.target:g}: without {trial.name}, seed {best[others.index(None)].seed} reaches {top:.2%}. "
+            f"target={found.target:g}: without {trial.name}, seed {short.seed} reaches {top:.2%}. "
             "Pass a lower target, or more epochs."
         )
     if None in times:

@@ -90,6 +90,11 @@ def test_without_the_change_the_target_must_be_reached() -> None:
         judged(Tried("faster", "step", "not tried"), raced([None], [1.0]))
 
 
+def test_what_is_reached_is_that_of_the_same_seed() -> None:
+    with pytest.raises(DrivetrainError, match=r"without faster, seed 1 reaches 0.00%"):
+        judged(Tried("faster", "step", "not tried"), raced([1.0, None], [1.0, 1.0]))
+
+
 def raced(*times: Sequence[float | None]) -> RaceResult:
     runs = [
         RaceRun(name, seed, (Point(9.0 if each is None else each, 0, 0.0 if each is None else 1.0),))
@@ -117,6 +122,17 @@ def test_a_change_that_is_sooner_there_is_kept_and_one_that_never_is_dropped(toy
     again = searched(sleepy(toy, 0.1), changes[:2], tuned.trials)  # nothing runs again
     assert again.trials == tuned.trials[:2]
     assert again.pipeline.model_options == {"seconds": 0.0}
+
+
+@pytest.mark.long
+def test_a_change_that_is_much_faster_does_not_stop_the_best(toy: Toy) -> None:
+    """Of a pipeline that reaches the target after some epochs, so that there are evaluations before at which a run
+    could be stopped; in the second pair, the change trains first."""
+    late = sleepy(toy, 0.03).optimize("sgd", lr=0.02, schedule="constant").replace(epochs=6)
+    (faster,) = searched(late, [slower(0.0)]).trials
+    assert faster.rounds >= LOOKS[0], faster  # how many it takes depends on how busy the machine is
+    assert faster.ratio is not None
+    assert faster.ratio > to_target.GIVE_UP
 
 
 @pytest.mark.long
