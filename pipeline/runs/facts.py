@@ -45,6 +45,15 @@ def options_of(plan: ResolvedPlan) -> dict[str, Any]:
     }
 
 
+def stamp(name: str | Path) -> list[int]:
+    """Return a file's size and time of change; nothing of an address: a copy of it has its version in its name."""
+    try:
+        status = Path(name).stat()
+    except OSError:
+        return []
+    return [status.st_size, status.st_mtime_ns]
+
+
 def facts_here() -> dict[str, Any]:
     known = provenance()
     return {name: known[name] for name in ("hardware", "environment", "versions")}

@@ -18,7 +18,7 @@ from ...common.storage.json_files import ShapeError, parse
 from ...loaders.sources import files_of
 from ..checkpoints.fingerprint import identity
 from ..describe.resolve import ResolvedPlan
-from ..runs.facts import facts_of
+from ..runs.facts import facts_of, stamp
 from ..telemetry.provenance import provenance
 from ..training.build import build_model, fork_rng
 from ..training.model_identity import code_identity, model_identity
@@ -65,7 +65,7 @@ class KeptResults:
                 plan.spec, plan.transforms, lambda new: model.update(model_identity(new, plan.spec.model))
             )
         code = code_identity([type(one) for one in (plan.task, *plan.transforms)])
-        data = {name: _stamp(name) for name in _sources(plan)}
+        data = {name: stamp(name) for name in _sources(plan)}
         about: dict[str, Any] = {"built model": model, "code": code, "data": data, "options": dict(options)}
         if isinstance(plan.spec.model, nn.Module):
             about["weights"] = identity(plan.spec.model)
@@ -136,12 +136,3 @@ class Results:
 def _sources(plan: ResolvedPlan) -> list[str]:
     sources = [plan.data.train] if plan.data.val is None else [plan.data.train, plan.data.val]
     return sorted({name for source in sources for name in files_of(source).names})
-
-
-def _stamp(name: str) -> list[int]:
-    """Return a file's size and time of change; nothing of an address: a copy of it has its version in its name."""
-    try:
-        status = Path(name).stat()
-    except OSError:
-        return []
-    return [status.st_size, status.st_mtime_ns]
