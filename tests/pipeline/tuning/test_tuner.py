@@ -425,6 +425,13 @@ def test_measurements_that_contradict_each_other_name_no_bottleneck(spec: Pipeli
         assert sentence in Tuned(spec, [], {"training": training, "loader": 900.0, "model": 94.0}).bound
 
 
+def test_a_pipeline_that_no_recipe_can_name_is_saved_without_one(tmp_path: Path) -> None:
+    Tuned(Pipeline(lambda: plain_model()).load("a.beton", batch_size=8, image_size=8), []).save(
+        tmp_path / "tuned.json"
+    )
+    assert "It is a lambda." in json.loads((tmp_path / "tuned.json").read_text())["recipe"]["none"]
+
+
 def test_a_notebook_shows_the_table(spec: PipelineSpec) -> None:
     page = Tuned(spec, [Tried("a<b", "data", "dropped")], variables={"NAME": "1"})._repr_html_()
     assert page.startswith("<table>")
