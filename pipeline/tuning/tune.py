@@ -65,9 +65,9 @@ def tune(
         changes = [*candidates(plan), *_allowed(plan, allow, epochs)]
     else:
         changes = _to_target(plan, allow, target)
-    facts = facts_of(plan) | ({} if target is None else {"target": target, "epochs": plan.spec.epochs})
-    options = {"allow": sorted({*allow}), "target": target, "epochs": epochs}
-    results = Results(_file(out), facts, KeptResults.of(plan, options), again=again)
+    trained = None if target is None and not allow else epochs if target is None else plan.spec.epochs
+    facts = facts_of(plan) | {"allow": sorted({*allow}), "target": target, "epochs": trained}
+    results = Results(_file(out), facts, KeptResults(facts), again=again)
     budget = Budget(seconds, begin, progress, "tune")
     if target is None:
         names = {one.name for one in changes}

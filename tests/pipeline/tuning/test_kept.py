@@ -7,9 +7,10 @@ from time import perf_counter
 from typing import Any
 
 import pytest
-from drivetrain import Pipeline, PlanError
+from drivetrain import LedgerError, Pipeline, PlanError
 from drivetrain.pipeline import Tuned
 from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.runs.facts import facts_of
 from drivetrain.pipeline.tuning import tune as tune_module
 from drivetrain.pipeline.tuning.candidates import Candidate
 from drivetrain.pipeline.tuning.kept import KeptResults
@@ -18,13 +19,17 @@ from drivetrain.transforms import ChannelsLast, LabelSmoothing
 from pipeline_data import Toy, batch_norm_model, plain_model
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-OPTIONS: dict[str, Any] = {"allow": [], "target": None, "epochs": 1}
+OPTIONS: dict[str, Any] = {"allow": [], "target": None, "epochs": None}
 ALL = "Every change was tried."
 
 
 @pytest.fixture
 def pipeline(toy: Toy) -> Pipeline:
     return Pipeline(plain_model).load(toy.train, toy.val, batch_size=16, image_size=8, workers=1)
+
+
+def kept_of(pipeline: Pipeline) -> KeptResults:
+    return KeptResults(facts_of(resolve(pipeline)) | OPTIONS)
 
 
 def known(pipeline: Pipeline, trials: Sequence[Tried], stopped: str = ALL) -> Tuned:
@@ -34,7 +39,7 @@ def known(pipeline: Pipeline, trials: Sequence[Tried], stopped: str = ALL) -> Tu
 
 def keep(pipeline: Pipeline, seconds: float | None = None, stopped: str = ALL) -> Path:
     """Keep a result in which channels last is accepted."""
-    results = KeptResults.of(resolve(pipeline), OPTIONS)
+    results = kept_of(pipeline)
     trials = [
         Tried("ChannelsLast", "step", "accepted", 1.2, 1.1, 1.3, 4),
         Tried("compile=True", "step", "dropped", 0.8, 0.7, 0.9, 4),
@@ -119,13 +124,41 @@ def test_another_pipeline_machine_or_file_is_not_answered(
     assert not searches(pipeline)
 
 
+def test_a_file_continues_only_what_it_holds_for(
+    pipeline: Pipeline, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`allow` and the epochs of its short trainings, the data, and the code of the model."""
+    monkeypatch.setattr(tune_module.Tuner, "run", lambda _: None)
+    copy = tmp_path / "copy.beton"
+    for suffix in ("", ".json"):
+        Path(f"{copy}{suffix}").write_bytes(Path(f"{toy.train}{suffix}").read_bytes())
+
+    def factory(width: int) -> Any:
+        return lambda: plain_model(width)
+
+    def tuned(epochs: int = 1, allow: Sequence[str] = ("resolution",), width: int = 4) -> None:
+        one = pipeline.replace(model=factory(width)).load(
+            copy, toy.val, batch_size=16, image_size=8, workers=1
+        )
+        one.tune(seconds=60, allow=allow, epochs=epochs, out=tmp_path / "tuned.json", progress=False)
+
+    tuned()
+    tuned()
+    for other, name in (
+        ({"epochs": 8}, "epochs"), ({"allow": ("precision", "resolution")}, "allow"), ({"width": 5}, "code"),
+    ):  # fmt: skip
+        with pytest.raises(LedgerError, match=f"is of another {name}: what it measured does not hold here"):
+            tuned(**other)  # type: ignore[arg-type]
+    copy.touch()
+    with pytest.raises(LedgerError, match="is of another data:"):
+        tuned()
+
+
 def test_other_code_of_the_model_is_another_pipeline(pipeline: Pipeline) -> None:
     def factory(width: int) -> Any:
         return lambda: plain_model(width)
 
-    paths = {
-        KeptResults.of(resolve(pipeline.replace(model=factory(width))), OPTIONS).path for width in (4, 4, 5)
-    }
+    paths = {kept_of(pipeline.replace(model=factory(width))).path for width in (4, 4, 5)}
     assert len(paths) == 2
 
 
@@ -150,7 +183,7 @@ def test_a_folder_that_cannot_be_written_costs_no_result(pipeline: Pipeline, own
     own_cache.write_text("a file")
     with pytest.warns(UserWarning, match="The next call will measure again"):
         keep(pipeline)
-    assert KeptResults.of(resolve(pipeline), OPTIONS).read() is None
+    assert kept_of(pipeline).read() is None
 
 
 def test_every_verdict_is_kept_when_it_is_known(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +204,7 @@ def test_every_verdict_is_kept_when_it_is_known(pipeline: Pipeline, monkeypatch:
     monkeypatch.setattr(tune_module.Tuner, "_compare", compared)
     with pytest.raises(Stop):
         pipeline.tune(seconds=20, progress=False)
-    kept = KeptResults.of(resolve(pipeline), OPTIONS).read()
+    kept = kept_of(pipeline).read()
     assert kept is not None
     assert [(one.name, one.outcome) for one in kept.trials] == [("first", "dropped"), ("second", "not tried")]
     assert not kept.answers(1)

@@ -195,7 +195,8 @@ def test_what_cannot_be_allowed_is_refused_before_any_trial(toy: Toy) -> None:
 def test_a_file_of_other_options_is_refused(toy: Toy, tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
     plan = resolve(pipeline_of(toy))
-    Tuned(pipeline_of(toy), [], facts=facts_of(plan)).save(file)
+    facts = facts_of(plan) | {"allow": [], "target": None, "epochs": None}
+    Tuned(pipeline_of(toy), [], facts=facts).save(file)
     for other, name in (
         (pipeline_of(toy).distribute("single", precision="bf16"), "precision"),
         (pipeline_of(toy).transform(LabelSmoothing(0.1)), "transforms"),
