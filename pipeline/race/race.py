@@ -20,7 +20,6 @@ from ...common.budget import OutOfTime, alarm
 from ...common.checks import check_number, check_whole
 from ...common.errors import DataError, PlanError
 from ...common.terminal import is_interactive
-from ..checkpoints.fingerprint import identity
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
 from ..ledger.variants import plain
@@ -142,7 +141,7 @@ def _monitor(plans: Mapping[str, ResolvedPlan]) -> Monitor:
 def _facts(plans: Mapping[str, ResolvedPlan], rules: Mapping[str, Any]) -> dict[str, Any]:
     facts = {**rules, "variants": [*plans]}
     for name, plan in plans.items():
-        options = options_of(plan) | {"epochs": plan.spec.epochs, "fit": identity(fit_options(plan.spec))}
+        options = options_of(plan) | {"epochs": plan.spec.epochs}
         facts |= {f"{name}: {key}": value for key, value in options.items() if key != "seed"}
     return facts | facts_here()
 

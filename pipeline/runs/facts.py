@@ -1,16 +1,19 @@
 """What measured runs hold for, so that a file of them is continued only by a call for which they hold, too."""
 
 import dataclasses
+import functools
+import inspect
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ...common.errors import LedgerError
+from ...common.errors import DrivetrainError, LedgerError
+from ...common.storage.addresses import RemoteFile, is_address
 from ...loaders.sources import files_of
 from ..checkpoints.fingerprint import identity
 from ..describe.pipeline_spec import PipelineSpec
@@ -50,14 +53,17 @@ def options_of(plan: ResolvedPlan) -> dict[str, Any]:
             for field in dataclasses.fields(config)
             if field.init
         },
+        "fit": identity(fit_options(plan.spec)),
         "code": _code(plan),
-        "data": {name: stamp(name) for name in _sources(plan)},
+        "data": {name: stamp(name, plan.data.patience) for name in _sources(plan)},
     }
 
 
 def _code(plan: ResolvedPlan) -> str:
-    """Return a digest of the model and of the code of model, task and transforms."""
-    found = code_identity([type(one) for one in (plan.task, *plan.transforms)])
+    """Return a digest of the model and of the code of all that the user gives."""
+    how = plan.optimization
+    given = [plan.task, plan.task.options, plan.transforms, how.optimizer, how.options, how.schedule]
+    found = code_identity([*_owners([*given, fit_options(plan.spec)])])
     with fork_rng(plan.seed), suppress(Exception), warnings.catch_warnings():  # the first run has them
         warnings.simplefilter("ignore")
         build_model(
@@ -68,18 +74,38 @@ def _code(plan: ResolvedPlan) -> str:
     return digest(json.dumps(found, sort_keys=True))
 
 
+def _owners(value: Any) -> Iterator[Any]:
+    """Yield the functions and classes of a value, and of what a list or dict contains."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _owners(each)
+    else:
+        is_code = isinstance(value, type | functools.partial) or inspect.isroutine(value)
+        yield value if is_code else type(value)
+
+
 def _sources(plan: ResolvedPlan) -> list[str]:
     sources = [plan.data.train] if plan.data.val is None else [plan.data.train, plan.data.val]
-    return sorted({str(name) for source in sources for name in files_of(source).names})
+    start = fit_options(plan.spec).get("init_from")
+    names = {str(name) for source in sources for name in files_of(source).names}
+    return sorted(names | (set() if start is None else {str(start)}))
 
 
-def stamp(name: str | Path) -> list[int]:
-    """Return a file's size and time of change; nothing of an address: a copy of it has its version in its name."""
-    try:
-        status = Path(name).stat()
-    except OSError:
-        return []
-    return [status.st_size, status.st_mtime_ns]
+def stamp(name: str | Path, patience: float | None = None) -> list[Any]:
+    """Return a file's size and time of change, of an address its size and version, and of a folder a digest of those of
+    all files in it; nothing of what cannot be read."""
+    with suppress(OSError, DrivetrainError):
+        if is_address(name):
+            return [*RemoteFile(str(name), patience).facts()]
+        path = Path(name)
+        if path.is_dir():
+            files = sorted(one for one in path.rglob("*") if one.is_file())
+            return [digest(json.dumps([[str(one.relative_to(path)), *stamp(one)] for one in files]))]
+        status = path.stat()
+        return [status.st_size, status.st_mtime_ns]
+    return []
 
 
 def facts_here() -> dict[str, Any]:

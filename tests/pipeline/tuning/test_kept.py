@@ -7,16 +7,19 @@ from time import perf_counter
 from typing import Any
 
 import pytest
-from drivetrain import LedgerError, Pipeline, PlanError
+import torch
+from drivetrain import Classification, LedgerError, Pipeline, PlanError
 from drivetrain.pipeline import Tuned
+from drivetrain.pipeline.describe.config import FitOptions
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.runs.facts import facts_of
+from drivetrain.pipeline.runs.facts import facts_of, stamp
 from drivetrain.pipeline.tuning import tune as tune_module
 from drivetrain.pipeline.tuning.candidates import Candidate
 from drivetrain.pipeline.tuning.kept import KeptResults
 from drivetrain.pipeline.tuning.result import Tried
 from drivetrain.transforms import ChannelsLast, LabelSmoothing
 from pipeline_data import Toy, batch_norm_model, plain_model
+from range_server import serving
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 OPTIONS: dict[str, Any] = {"allow": [], "target": None, "epochs": None}
@@ -160,6 +163,63 @@ def test_other_code_of_the_model_is_another_pipeline(pipeline: Pipeline) -> None
 
     paths = {kept_of(pipeline.replace(model=factory(width))).path for width in (4, 4, 5)}
     assert len(paths) == 2
+
+
+SCALE = 1.0  # of the functions below, which have no closure
+
+
+def own_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=SCALE)
+
+
+def own_schedule(progress: float) -> float:
+    return SCALE * progress
+
+
+def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return SCALE * torch.nn.functional.cross_entropy(outputs, targets)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda one: one.optimize(own_optimizer),
+        lambda one: one.optimize("sgd", lr=0.1, schedule=own_schedule),
+        lambda one: one.task(Classification(loss=own_loss)),
+    ],
+)
+def test_other_code_of_an_optimizer_schedule_or_loss_is_another_pipeline(
+    change: Any, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = kept_of(change(pipeline)).path
+    assert kept_of(change(pipeline)).path == before
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    assert kept_of(change(pipeline)).path != before
+
+
+def test_other_options_of_fit_and_other_weights_are_another_pipeline(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    start = tmp_path / "start.pth"
+    start.write_bytes(b"one")
+    paths = [kept_of(pipeline).path]
+    for options in ({"eval_every": 2}, {"init_from": start}, {"init_from": start}):
+        paths.append(kept_of(pipeline.replace(fit_options=FitOptions(**options))).path)  # type: ignore[arg-type]
+        start.write_bytes(b"other")
+    assert len({*paths}) == 4
+
+
+def test_data_in_a_folder_or_at_an_address_have_a_stamp(tmp_path: Path) -> None:
+    picture = tmp_path / "train" / "cat" / "1.jpg"
+    picture.parent.mkdir(parents=True)
+    with serving(tmp_path) as server:
+        names = (tmp_path / "train", server.address("train/cat/1.jpg"))
+        stamps = []
+        for content in (b"a", b"bc"):
+            picture.write_bytes(content)
+            stamps.append([stamp(name) for name in names])
+    assert all(stamps[0])
+    assert not any(one == other for one, other in zip(*stamps, strict=True))
 
 
 def test_what_is_damaged_or_of_something_else_is_ignored_with_a_warning(
