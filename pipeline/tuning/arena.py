@@ -81,7 +81,7 @@ class Arena:
         """Build and warm up a pipeline, with `variables` in a process of its own. Raise Failed, or OutOfTime."""
         one = Variant(in_turn(name), spec)
         plan, loaders = one.plan, ExitStack()
-        batches = max(self._batches * self._batch_size // plan.data.batch_size, FEWEST)
+        batches = self._count(plan.data.batch_size)
         if variables is not None:
             runner = ProcessRunner(one, variables, batches, self._deadline)
             return Contender(one.id, plan, runner, loaders, self._deadline)
@@ -109,6 +109,10 @@ class Arena:
             failing.pop_all()
         return made
 
+    def _count(self, batch_size: int) -> int:
+        """Return the batches of a trial: as many images as in any other."""
+        return max(self._batches * self._batch_size // batch_size, FEWEST)
+
     def round(self, number: int, contenders: Sequence[Contender]) -> list[float]:
         """Return the images/s of one trial of each, in the given order; every second round runs in reverse order."""
         trials: dict[VariantId, Trial] = {}
@@ -121,7 +125,8 @@ class Arena:
     def limits(self, contender: Contender) -> dict[str, float]:
         """Return images/s of training, of loader and model alone, and on several ranks of communication alone."""
         names = {contender.id: "training", LOADER: "loader", MODEL: "model"}
-        rounds = [contender.trials(number, self._batches, LOADER, MODEL) for number in range(LIMIT_ROUNDS)]
+        batches = self._count(contender.batch_size)
+        rounds = [contender.trials(number, batches, LOADER, MODEL) for number in range(LIMIT_ROUNDS)]
         found = {name: median(trials[one].speed for trials in rounds) for one, name in names.items()}
         if contender.plan.needs_ranks:
             found["communication"] = contender.batch_size / collective_seconds(contender.plan, self._deadline)

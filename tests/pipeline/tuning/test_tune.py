@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+from contextlib import closing
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,8 +19,9 @@ from drivetrain.common.errors import DrivetrainError, LedgerError
 from drivetrain.pipeline import TuneInterrupted
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.measuring.runner import Failed
+from drivetrain.pipeline.measuring.variant import Trial, VariantId
 from drivetrain.pipeline.runs.facts import facts_of
-from drivetrain.pipeline.tuning.arena import Arena, collective_seconds
+from drivetrain.pipeline.tuning.arena import Arena, Contender, collective_seconds
 from drivetrain.pipeline.tuning.candidates import fitting
 from drivetrain.pipeline.tuning.result import Tuned
 from drivetrain.pipeline.tuning.tune import Tuner
@@ -154,6 +156,26 @@ def test_processes_of_their_own_have_variables_and_leave_nothing(toy: Toy) -> No
     here.close()
     assert not wait_until_ended([child], 5)
     assert "DRIVETRAIN_TEST" not in os.environ
+
+
+def test_trials_of_a_larger_batch_take_as_many_images(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that look for the bottleneck, after a larger batch is accepted."""
+    images: list[int] = []
+    trials = Contender.trials
+
+    def noted(self: Contender, number: int, batches: int, *others: VariantId) -> dict[VariantId, Trial]:
+        found = trials(self, number, batches, *others)
+        images.extend(one.images for name, one in found.items() if number and name == self.id)
+        return found
+
+    monkeypatch.setattr(Contender, "trials", noted)
+    arena = Arena(perf_counter() + 60, 1e-9)
+    arena._batches, arena._batch_size = 16, 4  # what the speed of the pipeline as given would set
+    for size in (4, 16):
+        with closing(arena.open("one", pipeline_of(toy, batch_size=size))) as one:
+            arena.limits(one)
+            arena.round(1, [one])
+    assert images == [64] * 6  # of 128: two rounds but the first, and one in turns
 
 
 @pytest.mark.long
