@@ -230,6 +230,29 @@ def test_a_batch_size_that_gains_nothing_ends_the_search(validated: PipelineSpec
     assert result.pipeline.data.batch_size == 32
 
 
+def test_a_second_call_tries_no_batch_size_that_the_first_has_ruled_out(validated: PipelineSpec) -> None:
+    dropped = {"32": "dropped", **dict.fromkeys(("64", "128", "256"), "not tried")}
+    first = tuned(validated, Simulated(the_same), ("batch_size",))
+    arena = Simulated(larger)  # in which all would be accepted
+    second = tuned(validated, arena, ("batch_size",), known=verdicts(first.trials))
+    assert batch_sizes(second) == batch_sizes(first) == dropped
+    assert not [entry for entry in arena.opened if "batch_size" in entry.name]
+    known = [
+        Tried(f"batch_size={size}", "step", outcome, 1.2, 1.1, 1.3, 4)
+        for size, outcome in ((32, "accepted"), (64, "accepted"), (96, "dropped"))
+    ]
+    changes = [
+        *allowed(resolve(validated), ("batch_size",)),
+        *remembered(resolve(validated), ["batch_size=96"]),
+    ]
+    tuner = Tuner(validated, Simulated(larger), changes, [], {}, known)  # type: ignore[arg-type]
+    tuner.run()
+    tuner.close()
+    assert batch_sizes(tuner.result()) == {
+        "32": "accepted", "64": "accepted", "96": "dropped", "128": "not tried", "256": "not tried",
+    }  # fmt: skip
+
+
 def test_the_budget_ends_it_with_every_change_in_the_report(spec: PipelineSpec) -> None:
     result = tuned(spec, Simulated(slow_step, rounds=30))
     assert "(--seconds)" not in result.stopped
