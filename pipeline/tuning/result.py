@@ -240,6 +240,9 @@ class TuneInterrupted(KeyboardInterrupt):
         )
         self.tuned = tuned
 
+    def __reduce__(self) -> Any:
+        return type(self), (self.tuned,)
+
 
 class Change(Protocol):
     @property

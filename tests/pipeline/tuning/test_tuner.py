@@ -1,6 +1,7 @@
 """The search with known speeds: planted bottlenecks are found, nothing is gained from noise, and nothing gets lost."""
 
 import json
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from drivetrain.pipeline.describe.pipeline_spec import PipelineSpec
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.measuring.statistics import LOOKS, MARGIN, judge, judge_accuracy
 from drivetrain.pipeline.tuning.candidates import ALLOW, Candidate, allowed, candidates, fitting, remembered
-from drivetrain.pipeline.tuning.result import Tried, Tuned, read_trials, verdicts
+from drivetrain.pipeline.tuning.result import Tried, Tuned, TuneInterrupted, read_trials, verdicts
 from drivetrain.pipeline.tuning.tune import Tuner
 from drivetrain.transforms import ChannelsLast
 from pipeline_data import TRAIN, Toy, plain_model
@@ -453,6 +454,12 @@ def test_a_pipeline_that_no_recipe_can_name_is_saved_without_one(tmp_path: Path)
         tmp_path / "tuned.json"
     )
     assert "It is a lambda." in json.loads((tmp_path / "tuned.json").read_text())["recipe"]["none"]
+
+
+def test_an_interrupt_travels_to_another_process(spec: PipelineSpec) -> None:
+    interrupted = TuneInterrupted(Tuned(spec, [Tried("workers=2", "data", "dropped")]))
+    copy = pickle.loads(pickle.dumps(interrupted))
+    assert (str(copy), copy.tuned.trials) == (str(interrupted), interrupted.tuned.trials)
 
 
 def test_a_notebook_shows_the_table(spec: PipelineSpec) -> None:
