@@ -15,6 +15,7 @@ from ..describe.cuda_settings import uses_gpu
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
 from ..measuring.runner import (
+    MIN_BATCHES,
     Failed,
     Loaders,
     ProcessRunner,
@@ -109,15 +110,19 @@ class Arena:
             failing.pop_all()
         return made
 
-    def _count(self, batch_size: int) -> int:
-        """Return the batches of a trial: as many images as in any other."""
-        return max(self._batches * self._batch_size // batch_size, FEWEST)
+    def _count(self, batch_size: int, largest: int = 0) -> int:
+        """Return the batches of a trial: as many images as in any other, or, next to one of a `largest` batch, as many
+        as hide there that the loader's queue is filled."""
+        largest = max(batch_size, largest)
+        fewest = MIN_BATCHES * largest if largest > self._batch_size else FEWEST * batch_size
+        return max(self._batches * self._batch_size, fewest) // batch_size
 
     def round(self, number: int, contenders: Sequence[Contender]) -> list[float]:
         """Return the images/s of one trial of each, in the given order; every second round runs in reverse order."""
         trials: dict[VariantId, Trial] = {}
+        largest = max(one.batch_size for one in contenders)
         for one in contenders[:: -1 if number % 2 else 1]:
-            trials |= one.trials(number, max(self._batches * self._batch_size // one.batch_size, 1))
+            trials |= one.trials(number, self._count(one.batch_size, largest))
         if len({one.batch_size for one in contenders}) == 1:
             same_samples(trials)
         return [trials[one.id].speed for one in contenders]

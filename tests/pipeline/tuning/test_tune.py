@@ -158,24 +158,46 @@ def test_processes_of_their_own_have_variables_and_leave_nothing(toy: Toy) -> No
     assert "DRIVETRAIN_TEST" not in os.environ
 
 
-def test_trials_of_a_larger_batch_take_as_many_images(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that look for the bottleneck, after a larger batch is accepted."""
-    images: list[int] = []
+@pytest.fixture
+def noted_images(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The contender and the images of each real trial of training, but for the rounds of number 0."""
+    images: list[tuple[str, int]] = []
     trials = Contender.trials
 
     def noted(self: Contender, number: int, batches: int, *others: VariantId) -> dict[VariantId, Trial]:
         found = trials(self, number, batches, *others)
-        images.extend(one.images for name, one in found.items() if number and name == self.id)
+        images.extend((name.stage, one.images) for name, one in found.items() if number and name == self.id)
         return found
 
     monkeypatch.setattr(Contender, "trials", noted)
+    return images
+
+
+@pytest.mark.long
+def test_trials_of_a_larger_batch_take_as_many_images(toy: Toy, noted_images: list[tuple[str, int]]) -> None:
+    """Also those that look for the bottleneck, after a larger batch is accepted."""
     arena = Arena(perf_counter() + 60, 1e-9)
     arena._batches, arena._batch_size = 16, 4  # what the speed of the pipeline as given would set
     for size in (4, 16):
         with closing(arena.open("one", pipeline_of(toy, batch_size=size))) as one:
             arena.limits(one)
             arena.round(1, [one])
-    assert images == [64] * 6  # of 128: two rounds but the first, and one in turns
+    assert noted_images == [("one", 64)] * 6  # of 128: two rounds but the first, and one in turns
+
+
+@pytest.mark.long
+def test_a_larger_batch_is_timed_on_several_of_them(toy: Toy, noted_images: list[tuple[str, int]]) -> None:
+    """With a single one, filling the loader's queue would count as training. The others of its round have as many
+    images, while those of the pipeline as given may have two batches, where a step takes seconds."""
+    arena = Arena(perf_counter() + 60, 1e-9)
+    with (
+        closing(arena.open("small", pipeline_of(toy, batch_size=4))) as small,
+        closing(arena.open("large", pipeline_of(toy, batch_size=24))) as large,
+    ):
+        arena.round(1, [small])
+        arena.round(2, [small, large])
+        arena.limits(large)
+    assert noted_images == [("small", 8), ("small", 96), ("large", 96), *2 * [("large", 96)]]
 
 
 @pytest.mark.long
