@@ -21,7 +21,9 @@ from ..race.result import RaceResult
 from .candidates import Candidate
 from .result import Outcome, Tried, Tuned, untried
 
-PAIRS = 8  # of runs for a change, at most: more would take days where a run takes hours
+# Numbers of pairs of runs after which the test may end: more would take days where a run takes hours. None is trimmed:
+# a run averages the machine's speed over its length.
+PAIRS = (4, 5, 6, 8)
 GIVE_UP = 1.5
 
 
@@ -68,13 +70,13 @@ class TargetTuner:
 
     def _try(self, name: str, spec: PipelineSpec) -> bool:
         with TemporaryDirectory(prefix="drivetrain-tune-") as folder:
-            for pairs in range(1, PAIRS + 1):
+            for pairs in range(1, PAIRS[-1] + 1):
                 self._show(f"{name}: runs from seed {self._spec.seed + pairs - 1}")
                 found = self._race(name, spec, pairs, Path(folder, "race.json"))
                 self._trials[-1] = judged(self._trials[-1], found)
                 if self._trials[-1].outcome != "undecided":
                     return self._trials[-1].outcome == "accepted"
-        self._note("dropped", f"no verdict after {PAIRS} rounds")
+        self._note("dropped", f"no verdict after {PAIRS[-1]} rounds")
         return False
 
     def _race(self, name: str, spec: PipelineSpec, pairs: int, file: Path) -> RaceResult:
@@ -94,7 +96,7 @@ class TargetTuner:
     def too_short(self, seconds: float) -> str:
         if any(one.outcome in ("accepted", "dropped") for one in self._trials):
             return ""
-        needed = 4 * seconds if not self._longest else 2 * PAIRS * self._longest
+        needed = 4 * seconds if not self._longest else 2 * PAIRS[-1] * self._longest
         return f" No change has a verdict: pass about {rounded_up(max(needed, 2 * seconds)):g} s (--seconds)."
 
     def close(self) -> None:
@@ -124,7 +126,7 @@ def judged(trial: Tried, found: RaceResult) -> Tried:
         reason = run.failed or f"seed {run.seed} does not reach the target {limit}"
         return replace(trial, outcome="dropped", reason=reason, rounds=len(own))
     ratios = [other / time for other, time in zip(others, times, strict=True) if other and time]
-    verdict, interval = judge(ratios)
+    verdict, interval = judge(ratios, looks=PAIRS, trim=0)
     low, high = (interval.low, interval.high) if interval.n > 1 else (None, None)
     return replace(
         trial, outcome=verdict, reason="", rounds=interval.n, ratio=interval.value, low=low, high=high
