@@ -46,13 +46,15 @@ METHODS: dict[str, Change] = {
 }  # fmt: skip
 
 
-def gain(race: RaceResult, method: str) -> Figure:
-    """Return the mean difference of the last accuracies within each seed, and its 95 % interval."""
-    last = {(run.variant, run.seed): run.points[-1].accuracy for run in race.runs if run.points}
-    pairs = [
-        (last[race.variants[0], seed], value) for (variant, seed), value in last.items() if variant == method
-    ]
-    return interval_of_mean([value - base for base, value in pairs])
+def gain(race: RaceResult, method: str) -> Figure | None:
+    """Return the mean difference of the last accuracies within each seed, and its 95 % interval; None without a seed
+    from which both have accuracies."""
+    own, base = (
+        {run.seed: run.points[-1].accuracy for run in race.of(variant) if run.points}
+        for variant in (method, race.variants[0])
+    )
+    differences = [own[seed] - base[seed] for seed in own if seed in base]
+    return interval_of_mean(differences) if differences else None
 
 
 def finite(figure: Figure | None) -> dict[str, float | None] | None:
@@ -87,8 +89,10 @@ def main() -> None:
         methods[row.variant] = {"reached": row.reached} | {
             name: finite(each) for name, each in figures.items()
         }
-        time, more = (f"{each.value:{kind}} ({each.low:{kind}} to {each.high:{kind}})" if each else "not reached"
-                      for each, kind in zip(figures.values(), (".2f", "+.3f"), strict=True))  # fmt: skip
+        time, more = (f"{each.value:{kind}} ({each.low:{kind}} to {each.high:{kind}})" if each else missing
+                      for each, kind, missing in zip(
+                          figures.values(), (".2f", "+.3f"), ("not reached", "failed"), strict=True
+                      ))  # fmt: skip
         rows.append((row.variant, time, more, f"{row.reached} of {row.runs}"))
     columns = ("method", "time to the target, over that without", "accuracy, over that without", "reached")
     results = {

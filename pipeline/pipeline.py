@@ -152,7 +152,8 @@ class Pipeline(PipelineSpec):
         return summarize(self)
 
     def build(self) -> Built:
-        """Build the loaders, model and engine of this process for a custom loop; docs/guide/how-to.md has one.
+        """Build the loaders, model and engine of this process for a custom loop; docs/guide/how-to.md has one. The
+        model has the weights that `fit` would begin with: of `init_from`, if the recipe has it.
 
         Example::
 
@@ -161,9 +162,11 @@ class Pipeline(PipelineSpec):
             >>> images.shape
             torch.Size([16, 3, 32, 32])
         """
+        from .runs.initial import initial_weights
         from .training.build import build
 
-        return build(resolve(self))
+        plan = resolve(self)
+        return build(plan, initial_weights(plan))
 
     @built_from(FitConfig, PipelineSpec.fit_defaults)
     def fit(self, config: FitConfig) -> FitResult:

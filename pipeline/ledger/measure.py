@@ -40,6 +40,7 @@ from ..measuring.runner import (
 )
 from ..measuring.variant import PLAIN, Costs, Trial, VariantId, same_samples
 from ..runs.config import FitConfig
+from ..runs.facts import fit_options
 from ..runs.fit import fit
 from ..tasks.scales import check_comparable
 from ..telemetry.history import Epoch, Monitor
@@ -446,7 +447,8 @@ def train_each(
 
 def _trained(variant: Variant, epochs: int, target: float | None, sets_target: bool) -> Trained:
     try:
-        run = fit(variant.spec, FitConfig(epochs=epochs, progress=False, checkpoints=None)).history
+        config = FitConfig(epochs=epochs, progress=False, checkpoints=None, **fit_options(variant.spec))
+        run = fit(variant.spec, config).history
     except Exception as error:  # e.g. out of memory: continue with the others
         return Trained(failed=describe_error(error))
     accuracy = None if run.monitored is None else run.monitor.fraction(run.monitored)

@@ -41,6 +41,7 @@ from ..describe.resolve import ResolvedPlan, resolve
 from ..describe.rules import check_rules
 from ..optim.optimizers import is_schedule_free, label, needs_whole_matrices
 from ..runs.callbacks import run_options
+from ..runs.initial import initial_weights
 from ..tasks.means import Mean, mean_of
 from ..tasks.nests import pair, to_float
 from ..tasks.task import model_inputs
@@ -121,6 +122,8 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
                 f"{plan.spec.model_name} is on the meta device, which only fit() initializes. Build the model on the "
                 "CPU, or train it with fit()."
             )
+        if (initial := initial_weights(plan)) is not None:
+            initial(parts.model)
         _check_denominators(parts, mean_of(parts.loss(_device(arguments))))
     trainer = {
         "max_epochs": epochs, "precision": PRECISION[distribution.precision],

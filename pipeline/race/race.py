@@ -20,14 +20,13 @@ from ...common.budget import OutOfTime, alarm
 from ...common.checks import check_number, check_whole
 from ...common.errors import DataError, PlanError
 from ...common.terminal import is_interactive
-from ..checkpoints.fingerprint import identity
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
 from ..ledger.variants import plain
 from ..measuring.runner import check_measurable, describe_error
 from ..measuring.variant import PLAIN
 from ..runs.config import FitConfig
-from ..runs.facts import facts_here, options_of
+from ..runs.facts import facts_here, fit_options, options_of
 from ..runs.fit import fit
 from ..runs.folder import make_folder
 from ..tasks.scales import check_comparable, scales
@@ -38,15 +37,14 @@ from .clock import RaceClock
 from .result import Point, RaceInterrupted, RaceResult, RaceRun, read_runs
 
 Against = Mapping[str, PipelineSpec] | Sequence[PipelineSpec]
-# The options of `fit` that belong to the training, not to one start of it.
-KEPT = ("init_from", "on_nonfinite", "callbacks", "eval_every", "eval_every_steps")
 
 
 @plain_torch()
 def race(
     spec: PipelineSpec, *, target: float, seeds: int, against: Against | None, epochs: int | None,
-    give_up: float | None, seconds: float | None, out: str | Path | None, progress: bool,
+    give_up: float | None, seconds: float | None, out: str | Path | None, progress: bool, paired: bool = False,
 ) -> RaceResult:  # fmt: skip
+    """See `Pipeline.race`. If `paired`, only the first variant's time on the same seed limits the others' runs."""
     begin = perf_counter()
     check_number("target", target, PlanError, "(0, 1]", also=": an accuracy")
     check_whole("seeds", seeds, PlanError, 1)
@@ -70,7 +68,7 @@ def race(
         make_folder(file.parent)  # before time is spent on what it will contain
         runs = read_runs(file, facts)
     result = RaceResult(target, tuple(given), runs, monitor, give_up, facts, provenance=provenance())
-    racing = _Race(result, runs, given, range(spec.seed, spec.seed + seeds), file, progress)
+    racing = _Race(result, runs, given, range(spec.seed, spec.seed + seeds), file, progress, paired)
     deadline = None if seconds is None else begin + seconds
     interrupted, why = False, ""
     try:
@@ -143,13 +141,9 @@ def _monitor(plans: Mapping[str, ResolvedPlan]) -> Monitor:
 def _facts(plans: Mapping[str, ResolvedPlan], rules: Mapping[str, Any]) -> dict[str, Any]:
     facts = {**rules, "variants": [*plans]}
     for name, plan in plans.items():
-        options = options_of(plan) | {"epochs": plan.spec.epochs, "fit": identity(_fit_options(plan.spec))}
+        options = options_of(plan) | {"epochs": plan.spec.epochs}
         facts |= {f"{name}: {key}": value for key, value in options.items() if key != "seed"}
     return facts | facts_here()
-
-
-def _fit_options(spec: PipelineSpec) -> dict[str, Any]:
-    return {name: value for name, value in spec.fit_defaults().items() if name in KEPT}
 
 
 class _Race:
@@ -157,10 +151,10 @@ class _Race:
 
     def __init__(
         self, result: RaceResult, runs: list[RaceRun], variants: Mapping[str, PipelineSpec], seeds: range,
-        file: Path | None, progress: bool,
+        file: Path | None, progress: bool, paired: bool,
     ) -> None:  # fmt: skip
         self._result, self._runs, self._variants, self._seeds = result, runs, variants, seeds
-        self._file = file
+        self._file, self._paired = file, paired
         self._bar = tqdm(
             total=len(seeds) * len(variants),
             unit="run",
@@ -192,9 +186,19 @@ class _Race:
         """Return the seconds of the variant's longest run so far; 0 before the first, which a budget may interrupt."""
         return max((run.wall for run in self._runs if run.variant == name), default=0.0)
 
+    def _limit(self, name: str, seed: int) -> float | None:
+        result, first = self._result, self._result.variants[0]
+        if not self._paired:
+            return result.limit(seed)
+        if name == first:
+            return None
+        return dataclasses.replace(result, runs=[run for run in result.of(first) if run.seed == seed]).limit(
+            seed
+        )
+
     def _one(self, name: str, seed: int) -> RaceRun:
-        spec, limit, start = self._variants[name], self._result.limit(seed), perf_counter()
-        options = _fit_options(spec)
+        spec, limit, start = self._variants[name], self._limit(name, seed), perf_counter()
+        options = fit_options(spec)
         clock = RaceClock(self._result.monitor, self._result.target, limit)
         options["callbacks"] = [*options.get("callbacks", ()), clock]
         try:

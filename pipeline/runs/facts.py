@@ -1,18 +1,38 @@
 """What measured runs hold for, so that a file of them is continued only by a call for which they hold, too."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+import inspect
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import LedgerError
+from torch import nn
+
+from ...common.errors import DrivetrainError, LedgerError
+from ...common.storage.addresses import RemoteFile, is_address
+from ...loaders.sources import files_of
 from ..checkpoints.fingerprint import identity
+from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
 from ..telemetry.provenance import provenance
+from ..training.build import build_model, fork_rng
+from ..training.model_identity import code_identity, digest, model_identity
+
+# The options of `fit` that belong to the training, not to one start of it.
+KEPT = ("init_from", "on_nonfinite", "callbacks", "eval_every", "eval_every_steps")
+
+
+def fit_options(spec: PipelineSpec) -> dict[str, Any]:
+    """Return the options of `fit` with which every run of this pipeline trains, a measured one, too."""
+    return {name: value for name, value in spec.fit_defaults().items() if name in KEPT}
 
 
 def facts_of(plan: ResolvedPlan) -> dict[str, Any]:
-    """Return every option of the training, the machine, its environment and the versions."""
+    """Return every option of the training, its code and data, the machine, its environment and the versions."""
     return options_of(plan) | facts_here()
 
 
@@ -33,7 +53,59 @@ def options_of(plan: ResolvedPlan) -> dict[str, Any]:
             for field in dataclasses.fields(config)
             if field.init
         },
+        "fit": identity(fit_options(plan.spec)),
+        "code": _code(plan),
+        "data": {name: stamp(name, plan.data.patience) for name in _sources(plan)},
     }
+
+
+def _code(plan: ResolvedPlan) -> str:
+    """Return a digest of the model and of the code of all that the user gives."""
+    how = plan.optimization
+    given = [plan.task, plan.task.options, plan.transforms, how.optimizer, how.options, how.schedule]
+    found = code_identity([*_owners([*given, fit_options(plan.spec)])])
+    with fork_rng(plan.seed), suppress(Exception), warnings.catch_warnings():  # the first run has them
+        warnings.simplefilter("ignore")
+        build_model(
+            plan.spec, plan.transforms, lambda new: found.update(model_identity(new, plan.spec.model))
+        )
+    if isinstance(plan.spec.model, nn.Module):
+        found["weights"] = identity(plan.spec.model)
+    return digest(json.dumps(found, sort_keys=True))
+
+
+def _owners(value: Any) -> Iterator[Any]:
+    """Yield the functions and classes of a value, and of what a list or dict contains."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from _owners(each)
+    else:
+        is_code = isinstance(value, type | functools.partial) or inspect.isroutine(value)
+        yield value if is_code else type(value)
+
+
+def _sources(plan: ResolvedPlan) -> list[str]:
+    sources = [plan.data.train] if plan.data.val is None else [plan.data.train, plan.data.val]
+    start = fit_options(plan.spec).get("init_from")
+    names = {str(name) for source in sources for name in files_of(source).names}
+    return sorted(names | (set() if start is None else {str(start)}))
+
+
+def stamp(name: str | Path, patience: float | None = None) -> list[Any]:
+    """Return a file's size and time of change, of an address its size and version, and of a folder a digest of those of
+    all files in it; nothing of what cannot be read."""
+    with suppress(OSError, DrivetrainError):
+        if is_address(name):
+            return [*RemoteFile(str(name), patience).facts()]
+        path = Path(name)
+        if path.is_dir():
+            files = sorted(one for one in path.rglob("*") if one.is_file())
+            return [digest(json.dumps([[str(one.relative_to(path)), *stamp(one)] for one in files]))]
+        status = path.stat()
+        return [status.st_size, status.st_mtime_ns]
+    return []
 
 
 def facts_here() -> dict[str, Any]:

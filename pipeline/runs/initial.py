@@ -17,6 +17,7 @@ from ..checkpoints.format import Checkpoint
 from ..checkpoints.remote import STATE, opened
 from ..checkpoints.state import evaluated_state
 from ..checkpoints.weights import open_model, open_unlisted
+from ..describe.resolve import ResolvedPlan
 from ..models.weights import SOURCES, SUFFIXES
 from ..models.weights import read_weights as read_file
 from ..tasks.target_scale import BUFFERS, carried_scale
@@ -106,6 +107,12 @@ class InitialWeights:
             set_buffer(model, name, state[name])
         self.matched = matched
         return part_of(state, later)
+
+
+def initial_weights(plan: ResolvedPlan) -> InitialWeights | None:
+    """Return what loads the weights of the recipe's `init_from`; None if its runs begin with the model's own."""
+    source = plan.spec.fit_defaults().get("init_from")
+    return None if source is None else InitialWeights(source, plan.transforms)
 
 
 def check_source(weights: WeightsArg) -> Path:

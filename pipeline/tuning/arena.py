@@ -15,6 +15,7 @@ from ..describe.cuda_settings import uses_gpu
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
 from ..measuring.runner import (
+    MIN_BATCHES,
     Failed,
     Loaders,
     ProcessRunner,
@@ -25,6 +26,7 @@ from ..measuring.runner import (
 )
 from ..measuring.variant import LOADER, MODEL, Trial, VariantId, in_turn, same_samples
 from ..runs.config import FitConfig
+from ..runs.facts import fit_options
 from ..runs.fit import fit
 from ..training.build import build_model
 
@@ -80,7 +82,7 @@ class Arena:
         """Build and warm up a pipeline, with `variables` in a process of its own. Raise Failed, or OutOfTime."""
         one = Variant(in_turn(name), spec)
         plan, loaders = one.plan, ExitStack()
-        batches = max(self._batches * self._batch_size // plan.data.batch_size, FEWEST)
+        batches = self._count(plan.data.batch_size)
         if variables is not None:
             runner = ProcessRunner(one, variables, batches, self._deadline)
             return Contender(one.id, plan, runner, loaders, self._deadline)
@@ -108,11 +110,19 @@ class Arena:
             failing.pop_all()
         return made
 
+    def _count(self, batch_size: int, largest: int = 0) -> int:
+        """Return the batches of a trial: as many images as in any other, or, next to one of a `largest` batch, as many
+        as hide there that the loader's queue is filled."""
+        largest = max(batch_size, largest)
+        fewest = MIN_BATCHES * largest if largest > self._batch_size else FEWEST * batch_size
+        return max(self._batches * self._batch_size, fewest) // batch_size
+
     def round(self, number: int, contenders: Sequence[Contender]) -> list[float]:
         """Return the images/s of one trial of each, in the given order; every second round runs in reverse order."""
         trials: dict[VariantId, Trial] = {}
+        largest = max(one.batch_size for one in contenders)
         for one in contenders[:: -1 if number % 2 else 1]:
-            trials |= one.trials(number, max(self._batches * self._batch_size // one.batch_size, 1))
+            trials |= one.trials(number, self._count(one.batch_size, largest))
         if len({one.batch_size for one in contenders}) == 1:
             same_samples(trials)
         return [trials[one.id].speed for one in contenders]
@@ -120,7 +130,8 @@ class Arena:
     def limits(self, contender: Contender) -> dict[str, float]:
         """Return images/s of training, of loader and model alone, and on several ranks of communication alone."""
         names = {contender.id: "training", LOADER: "loader", MODEL: "model"}
-        rounds = [contender.trials(number, self._batches, LOADER, MODEL) for number in range(LIMIT_ROUNDS)]
+        batches = self._count(contender.batch_size)
+        rounds = [contender.trials(number, batches, LOADER, MODEL) for number in range(LIMIT_ROUNDS)]
         found = {name: median(trials[one].speed for trials in rounds) for one, name in names.items()}
         if contender.plan.needs_ranks:
             found["communication"] = contender.batch_size / collective_seconds(contender.plan, self._deadline)
@@ -128,8 +139,8 @@ class Arena:
 
     def accuracy(self, spec: PipelineSpec, seed: int) -> float:
         """Train briefly from this seed, and return the monitored share, 0 to 1, negated if lower is better."""
-        config = FitConfig(epochs=self._epochs, progress=False, checkpoints=None)
         try:
+            config = FitConfig(epochs=self._epochs, progress=False, checkpoints=None, **fit_options(spec))
             history = fit(spec.replace(seed=seed), config).history
         except Exception as error:
             raise Failed(describe_error(error)) from error

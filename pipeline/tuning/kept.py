@@ -5,23 +5,15 @@ import hashlib
 import json
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from msgspec import Struct
-from torch import nn
 
 from ...common.errors import DrivetrainError
 from ...common.storage.files import atomic_file, cache_folder
 from ...common.storage.json_files import ShapeError, parse
-from ...loaders.sources import files_of
-from ..checkpoints.fingerprint import identity
-from ..describe.resolve import ResolvedPlan
-from ..runs.facts import facts_of
 from ..telemetry.provenance import provenance
-from ..training.build import build_model, fork_rng
-from ..training.model_identity import code_identity, model_identity
 from .result import FORMAT, Tried, Tuned, read_trials, verdicts
 
 FOLDER = "tuned"  # in the cache folder
@@ -49,27 +41,13 @@ class Kept(Struct):
 
 
 class KeptResults:
-    """The file in the cache folder of one tuning: of a pipeline with its model's code and its data, on a machine, with
-    options of `tune`."""
+    """The file in the cache folder of one tuning, which its facts name."""
 
     def __init__(self, facts: Mapping[str, Any]) -> None:
+        facts = {**facts, "revision": provenance()["git_revision"]}
         self._facts: dict[str, Any] = json.loads(json.dumps(facts, sort_keys=True))
         name = hashlib.sha256(json.dumps(self._facts).encode()).hexdigest()[:16]
         self.path = cache_folder() / FOLDER / f"{name}.json"
-
-    @classmethod
-    def of(cls, plan: ResolvedPlan, options: Mapping[str, Any]) -> Self:
-        model: dict[str, str] = {}
-        with fork_rng(plan.seed), suppress(Exception):  # the first trial reports it
-            build_model(
-                plan.spec, plan.transforms, lambda new: model.update(model_identity(new, plan.spec.model))
-            )
-        code = code_identity([type(one) for one in (plan.task, *plan.transforms)])
-        data = {name: _stamp(name) for name in _sources(plan)}
-        about: dict[str, Any] = {"built model": model, "code": code, "data": data, "options": dict(options)}
-        if isinstance(plan.spec.model, nn.Module):
-            about["weights"] = identity(plan.spec.model)
-        return cls(facts_of(plan) | about | {"revision": provenance()["git_revision"]})
 
     def read(self) -> Kept | None:
         """Return what is kept; None, with a warning, if the file is damaged or of something else."""
@@ -131,17 +109,3 @@ class Results:
         """Write a result, and keep it; `seconds` as `Kept` has them."""
         self._here.keep(tuned, seconds)
         return self.write(tuned)
-
-
-def _sources(plan: ResolvedPlan) -> list[str]:
-    sources = [plan.data.train] if plan.data.val is None else [plan.data.train, plan.data.val]
-    return sorted({name for source in sources for name in files_of(source).names})
-
-
-def _stamp(name: str) -> list[int]:
-    """Return a file's size and time of change; nothing of an address: a copy of it has its version in its name."""
-    try:
-        status = Path(name).stat()
-    except OSError:
-        return []
-    return [status.st_size, status.st_mtime_ns]

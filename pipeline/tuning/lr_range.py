@@ -14,6 +14,7 @@ from ...common.errors import PlanError, require
 from ...common.pictures import BLUE, INK, PALE, RED, check_picture, displayed, drawn, image_tag, save_picture
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
+from ..runs.initial import initial_weights
 from ..runs.ranks import built_here, on_ranks
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
@@ -132,7 +133,7 @@ def lr_range(spec: PipelineSpec, lowest: float, highest: float, steps: int) -> L
 
 
 def _test_rank(plan: ResolvedPlan, lowest: float, highest: float, steps: int) -> LRRange:
-    with built_here(plan) as built:
+    with built_here(plan, initial_weights(plan)) as built:
         schedule = _Growing(plan, built, lowest, highest, steps)
         watch = _Watch(built, steps)
         assert plan.spec.epochs is not None

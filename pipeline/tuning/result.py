@@ -15,7 +15,7 @@ import yaml
 from msgspec import Struct
 
 from ...common import machine
-from ...common.errors import LedgerError, PlanError, require
+from ...common.errors import LedgerError, PlanError, RecipeError, require
 from ...common.pictures import BLUE, INK, ORANGE, PURPLE, RED, save_picture
 from ...common.storage.files import atomic_file
 from ...common.storage.json_files import ShapeError, parse
@@ -133,7 +133,7 @@ class Tuned:
         """Return the result in plain JSON types, with the tuned pipeline's recipe if it has one."""
         try:
             recipe: Any = to_recipe(self.pipeline)
-        except PlanError as error:  # of a model or a loss without a name
+        except (PlanError, RecipeError) as error:  # of a model or a loss without a name
             recipe = {"none": str(error)}
         return {
             "format": FORMAT, "facts": dict(self.facts), "recipe": recipe, "gain": self.gain, "before": self.before,
@@ -239,6 +239,9 @@ class TuneInterrupted(KeyboardInterrupt):
             f"the tuning was interrupted after {len(tuned.trials)} trial(s), which its `tuned` contains"
         )
         self.tuned = tuned
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.tuned,)
 
 
 class Change(Protocol):

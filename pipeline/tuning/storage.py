@@ -3,7 +3,9 @@ and if they fit into the time, onto the disk and into the memory; and removed un
 
 import dataclasses
 import io
+import json
 import shutil
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -17,6 +19,7 @@ from PIL import Image
 from ...common import machine
 from ...common.errors import DrivetrainError
 from ...common.storage.addresses import is_address
+from ...common.storage.files import atomic_file
 from ...loaders.advice.report import bytes_text
 from ...loaders.advice.sample import Converted, DataSet, Sample, converted, formats, loading_rate
 from ...loaders.beton.data_set import BetonFiles, open_files
@@ -31,6 +34,7 @@ from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
 from ..measuring.statistics import WORTH
 from ..measuring.trials import phases
+from ..runs.facts import stamp
 
 RAW = {"write_mode": "raw"}
 SAMPLE = 64  # images that are converted first
@@ -62,7 +66,24 @@ class Storage:
 
     @property
     def exists(self) -> bool:
-        return self.folder is not None and self.path.is_file()
+        """Whether it is there, made by an earlier call from the data as they are now."""
+        return self.folder is not None and self.path.is_file() and self._noted() == self._stamps()
+
+    @property
+    def _note(self) -> Path:
+        return self.path.with_name(f"{self.path.name}.tune.json")
+
+    def _noted(self) -> dict[str, Any]:
+        """Return what was noted of the file that is there; nothing of one that tuning has not made."""
+        found: Any = None
+        with suppress(OSError, ValueError):
+            found = json.loads(self._note.read_bytes())
+        return found if isinstance(found, dict) and found.get("made") == stamp(self.path) else {}
+
+    def _stamps(self) -> dict[str, Any]:
+        return {
+            "made": stamp(self.path), "from": {name: stamp(name) for name in files_of(self._data.train).names}
+        }  # fmt: skip
 
     def change(self, spec: PipelineSpec) -> PipelineSpec:
         """Return the pipeline that trains on the converted data; those of the evaluation stay."""
@@ -74,7 +95,10 @@ class Storage:
         if self.folder is None:
             return "converted data need a folder to stay in: pass out= (--out)"
         if self.exists:
+            return ""
+        if self.path.exists() and not self._noted():
             return f"{self.path} exists already: delete it, or pass it to load()"
+        self.discard()
         try:
             if reason := self._in_vain():
                 return reason
@@ -82,12 +106,14 @@ class Storage:
                 self, self.path, workers=self._threads, classes=self._files.classes or None, progress=False,
                 **self._options,
             )  # fmt: skip
+            with atomic_file(self._note) as file:
+                file.write(json.dumps(self._stamps()).encode())
         except DrivetrainError as error:
             return str(error)
         return ""
 
     def discard(self) -> None:
-        for path in (self.path, manifest_path(self.path)):
+        for path in (self.path, manifest_path(self.path), self._note):
             path.unlink(missing_ok=True)
 
     def __len__(self) -> int:

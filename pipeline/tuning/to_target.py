@@ -1,6 +1,7 @@
 """Find the pipeline that reaches an accuracy first: one change after the other races the best pipeline so far, from the
 same seeds in turns. A change is accepted by the same test as one of speed, `judge`, on the ratios of the seconds of
-training to the target; and dropped as soon as one of its runs does not reach it, or takes `GIVE_UP` times as long.
+training to the target; and dropped as soon as one of its runs does not reach it, or, trained after the best of
+its pair, takes `GIVE_UP` times as long.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,9 @@ from ..race.result import RaceResult
 from .candidates import Candidate
 from .result import Outcome, Tried, Tuned, untried
 
-PAIRS = 8  # of runs for a change, at most: more would take days where a run takes hours
+# Numbers of pairs of runs after which the test may end: more would take days where a run takes hours. None is trimmed:
+# a run averages the machine's speed over its length.
+PAIRS = (4, 5, 6, 8)
 GIVE_UP = 1.5
 
 
@@ -67,20 +70,20 @@ class TargetTuner:
 
     def _try(self, name: str, spec: PipelineSpec) -> bool:
         with TemporaryDirectory(prefix="drivetrain-tune-") as folder:
-            for pairs in range(1, PAIRS + 1):
+            for pairs in range(1, PAIRS[-1] + 1):
                 self._show(f"{name}: runs from seed {self._spec.seed + pairs - 1}")
                 found = self._race(name, spec, pairs, Path(folder, "race.json"))
                 self._trials[-1] = judged(self._trials[-1], found)
                 if self._trials[-1].outcome != "undecided":
                     return self._trials[-1].outcome == "accepted"
-        self._note("dropped", f"no verdict after {PAIRS} rounds")
+        self._note("dropped", f"no verdict after {PAIRS[-1]} rounds")
         return False
 
     def _race(self, name: str, spec: PipelineSpec, pairs: int, file: Path) -> RaceResult:
         """Race one pair more than the file has."""
         found = race(
             self._spec, target=self._target, seeds=pairs, against={name: spec}, epochs=None, give_up=GIVE_UP,
-            seconds=None, out=file, progress=False,
+            seconds=None, out=file, progress=False, paired=True,
         )  # fmt: skip
         self._longest = max(self._longest, *(run.wall for run in found.runs), 0.0)
         if perf_counter() >= self._end:
@@ -93,7 +96,7 @@ class TargetTuner:
     def too_short(self, seconds: float) -> str:
         if any(one.outcome in ("accepted", "dropped") for one in self._trials):
             return ""
-        needed = 4 * seconds if not self._longest else 2 * PAIRS * self._longest
+        needed = 4 * seconds if not self._longest else 2 * PAIRS[-1] * self._longest
         return f" No change has a verdict: pass about {rounded_up(max(needed, 2 * seconds)):g} s (--seconds)."
 
     def close(self) -> None:
@@ -111,9 +114,10 @@ def judged(trial: Tried, found: RaceResult) -> Tried:
     best, own = (found.of(name) for name in found.variants)
     times, others = ([run.seconds_to(found.target, found.monitor) for run in runs] for runs in (own, best))
     if None in others:
-        top = max((point.accuracy for run in best for point in run.points), default=0.0)
+        short = best[others.index(None)]
+        top = max((point.accuracy for point in short.points), default=0.0)
         raise _UnreachedError(
-            f"target={found.target:g}: without {trial.name}, seed {best[others.index(None)].seed} reaches {top:.2%}. "
+            f"target={found.target:g}: without {trial.name}, seed {short.seed} reaches {top:.2%}. "
             "Pass a lower target, or more epochs."
         )
     if None in times:
@@ -122,7 +126,7 @@ def judged(trial: Tried, found: RaceResult) -> Tried:
         reason = run.failed or f"seed {run.seed} does not reach the target {limit}"
         return replace(trial, outcome="dropped", reason=reason, rounds=len(own))
     ratios = [other / time for other, time in zip(others, times, strict=True) if other and time]
-    verdict, interval = judge(ratios)
+    verdict, interval = judge(ratios, looks=PAIRS, trim=0)
     low, high = (interval.low, interval.high) if interval.n > 1 else (None, None)
     return replace(
         trial, outcome=verdict, reason="", rounds=interval.n, ratio=interval.value, low=low, high=high

@@ -65,9 +65,9 @@ def tune(
         changes = [*candidates(plan), *_allowed(plan, allow, epochs)]
     else:
         changes = _to_target(plan, allow, target)
-    facts = facts_of(plan) | ({} if target is None else {"target": target, "epochs": plan.spec.epochs})
-    options = {"allow": sorted({*allow}), "target": target, "epochs": epochs}
-    results = Results(_file(out), facts, KeptResults.of(plan, options), again=again)
+    trained = None if target is None and not allow else epochs if target is None else plan.spec.epochs
+    facts = facts_of(plan) | {"allow": sorted({*allow}), "target": target, "epochs": trained}
+    results = Results(_file(out), facts, KeptResults(facts), again=again)
     budget = Budget(seconds, begin, progress, "tune")
     if target is None:
         names = {one.name for one in changes}
@@ -203,7 +203,11 @@ class Tuner:
         self._best = self._first()
         self._measure_limits()
         self._before = self._limits["training"] / self._gain
-        left = [one for one in self._changes if all(one.name != tried.name for tried in self._trials)]
+        known = {tried.name: tried for tried in self._trials}
+        left = [one for one in self._changes if one.name not in known]
+        for candidate in self._changes:
+            if candidate.batch_size is not None and candidate.name in known:
+                left = self._sizes_left(known[candidate.name], candidate.batch_size, left)
         while left:
             candidate = ordered(left, self._bottleneck())[0]
             left.remove(candidate)
@@ -212,7 +216,7 @@ class Tuner:
             elif self._try(candidate) and not candidate.variables:
                 self._measure_limits()  # the bottleneck may be another one now
             if candidate.batch_size is not None:
-                left = self._sizes_left(candidate.batch_size, left)
+                left = self._sizes_left(self._trials[-1], candidate.batch_size, left)
             self._save(self.result())
         self.stopped = "Every change was tried."
 
@@ -239,10 +243,10 @@ class Tuner:
         self._show(f"{candidate.name}: converting")
         return candidate.storage.convert()
 
-    def _sizes_left(self, size: int, left: list[Candidate]) -> list[Candidate]:
-        """Return the changes left after one of the batch size: larger ones as long as each was accepted; once one does
+    def _sizes_left(self, last: Tried, size: int, left: list[Candidate]) -> list[Candidate]:
+        """Return the changes left after a trial of this size: larger ones as long as each was accepted; once one does
         not fit into memory, the one in the middle between it and the largest that was accepted."""
-        last, fits = self._trials[-1], self._spec.data
+        fits = self._spec.data
         assert fits is not None
         too_large = is_out_of_memory(last.reason) and last.outcome == "failed"
         if too_large:
@@ -255,7 +259,8 @@ class Tuner:
         left = [one for one in left if one.batch_size is None]
         if self._too_large is not None and (too_large or last.outcome == "accepted"):
             middle = between(resolve(self._given), fits.batch_size, self._too_large)
-            left += [] if middle is None else [middle]
+            tried = {one.name for one in self._trials}
+            left += [] if middle is None or middle.name in tried else [middle]
         return left
 
     def _bottleneck(self) -> Bottleneck:

@@ -1,5 +1,6 @@
 """The benchmarks still run, and write their results; figures of such short runs mean nothing."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from drivetrain.loaders import convert
+from drivetrain.pipeline.race.result import Point, RaceResult, RaceRun
 from loader_pictures import jpeg_folder, raw_pictures
 from machines import Cluster
 from places import ROOT
@@ -104,6 +106,25 @@ def test_a_short_run(script: str, data: Path, tmp_path: Path) -> None:
     assert bool(results) == bool(writes)
     assert all("provenance" in each for each in results)
     assert not any(each.get("left_out") for each in results)
+
+
+def test_a_method_is_compared_on_the_seeds_that_both_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither runs that fail, of a method or of the recipe, nor a method that always does, end three hours in vain."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    methods = importlib.import_module("methods")
+
+    def run_of(variant: str, seed: int, accuracy: float | None) -> RaceRun:
+        points = () if accuracy is None else (Point(1.0, 1, accuracy),)
+        return RaceRun(variant, seed, points, failed="" if points else "out of memory")
+
+    accuracies: dict[str, list[float | None]] = {
+        "recipe": [0.5, None, 0.6], "better": [0.6, 0.9, 0.8], "failing": [None, None, None], "apart": [None, 0.9, None]
+    }  # fmt: skip
+    runs = [run_of(name, seed, one) for name, each in accuracies.items() for seed, one in enumerate(each)]
+    race = RaceResult(0.9, tuple(accuracies), runs)
+    found = methods.gain(race, "better")
+    assert (found.value, found.n) == (pytest.approx(0.15), 2)
+    assert methods.gain(race, "failing") is methods.gain(race, "apart") is None
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 """`Pipeline.race` and `drivetrain race` on real runs: times, rule, budget, files and interrupts."""
 
+import builtins
 import json
 import math
+import os
 from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
@@ -18,7 +20,8 @@ from drivetrain.pipeline.race.clock import RaceClock
 from drivetrain.pipeline.race.picture import medians
 from drivetrain.pipeline.race.result import Point, RaceRun
 from drivetrain.pipeline.telemetry.history import Monitor
-from pipeline_data import BATCH, TRAIN, FailsAt, Sleepy, Toy, plain_model
+from pipeline_data import BATCH, TRAIN, Sleepy, Toy, plain_model
+from torch import nn
 
 TARGET = 0.9
 EPOCHS = 3  # in which the toy pipeline reaches it
@@ -117,25 +120,37 @@ def test_a_hopeless_run_is_stopped_by_the_rule(toy: Toy, tmp_path: Path) -> None
     race.save(tmp_path / "race.png")
 
 
+class Unlucky(Sleepy):
+    """Its first step raises the exception that the environment names: its code stays the same."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training and len(images) == BATCH and (name := os.environ.get("RACE_ERROR")):
+            raise getattr(builtins, name)
+        return super().forward(images)
+
+
 @pytest.mark.long
-def test_an_interrupt_keeps_the_runs_and_a_second_call_goes_on(toy: Toy, tmp_path: Path) -> None:
+def test_an_interrupt_keeps_the_runs_and_a_second_call_goes_on(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, options = tmp_path / "race.json", {"target": TARGET, "epochs": 1, "progress": False}
+    other = {"other": toy.pipeline(Unlucky(0))}
     for error in (KeyboardInterrupt, RuntimeError):  # in the first step of the second variant
-        other = {"other": toy.pipeline(FailsAt(0, error))}
+        monkeypatch.setenv("RACE_ERROR", error.__name__)
         interrupted = pytest.raises(RaceInterrupted, match=r"after 1 run\(s\)")
         with interrupted if error is KeyboardInterrupt else nullcontext():
             toy.pipeline().race(seeds=1, against=other, out=file, **options)
     saved = RaceResult.load(file)
     assert [one.failed for one in saved.runs] == ["", "RuntimeError"]
     assert "other, seed 0, failed: RuntimeError" in repr(saved)
-    good = {"other": toy.pipeline(FailsAt(10**6, RuntimeError))}
-    race = toy.pipeline().race(seeds=2, against=good, out=file, **options)
+    monkeypatch.delenv("RACE_ERROR")
+    race = toy.pipeline().race(seeds=2, against=other, out=file, **options)
     assert [(one.variant, one.seed) for one in race.runs] == [
         ("the pipeline", 0), ("other", 0), ("other", 1), ("the pipeline", 1),
     ]  # fmt: skip
     assert race.runs[0] == saved.runs[0]
     assert not any(one.failed for one in race.runs)
-    _refuses_others(toy, file, options, good)
+    _refuses_others(toy, file, options, other)
 
 
 def _refuses_others(toy: Toy, file: Path, options: dict[str, Any], against: dict[str, Pipeline]) -> None:
@@ -152,6 +167,19 @@ def _refuses_others(toy: Toy, file: Path, options: dict[str, Any], against: dict
     file.write_text("{}")
     with pytest.raises(LedgerError, match="is not the file of a race"):
         toy.pipeline().race(against=against, out=file, **options)
+
+
+def test_runs_of_other_code_are_not_mixed(toy: Toy, tmp_path: Path) -> None:
+    def raced(width: int) -> RaceResult:
+        one = toy.pipeline(
+            lambda: nn.Sequential(nn.AvgPool2d(width), nn.Flatten(), nn.Linear(3 * (16 // width) ** 2, 4))
+        )
+        options: dict[str, Any] = {"target": 0.9, "seeds": 1, "against": {}, "epochs": 1, "progress": False}
+        return one.race(out=tmp_path / "race.json", **options)
+
+    assert raced(4).runs == raced(4).runs
+    with pytest.raises(LedgerError, match="is of another the pipeline: code:"):
+        raced(8)
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ import json
 import os
 from argparse import Namespace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -12,6 +13,12 @@ import yaml
 from command_line import call
 from drivetrain import CheckpointError, DataError, Pipeline, PlanError
 from drivetrain.pipeline import FitResult
+from drivetrain.pipeline.describe.config import FitOptions
+from drivetrain.pipeline.ledger.data import Trained
+from drivetrain.pipeline.ledger.measure import train_each
+from drivetrain.pipeline.measuring.runner import Variant
+from drivetrain.pipeline.measuring.variant import PLAIN, VariantId
+from drivetrain.pipeline.tuning.arena import Arena
 from drivetrain.transforms import EMA, Factorize
 from pipeline_data import BATCH, SIDE, Toy, batch_norm_model, evaluated, plain_model
 from safetensors.torch import load_file, save_file
@@ -232,3 +239,26 @@ def test_both_on_two_ranks(strategy: str, toy: Toy, run: tuple[Path, FitResult],
     save_file({"other": torch.zeros(3)}, tmp_path / "other.safetensors")
     with pytest.raises(PlanError, match="Nothing to begin with"):
         started_from(ranks, tmp_path / "other.safetensors")
+
+
+def test_every_way_to_train_begins_with_the_recipe_s_weights(toy: Toy, tmp_path: Path) -> None:
+    """Short trainings of `tune` and `ledger`, `lr_range`, `build` and Lightning, against a model with these weights."""
+    trained = toy.pipeline().fit(epochs=3, **OPTIONS).model
+    save_file(trained.state_dict(), tmp_path / "start.safetensors")
+    options = FitOptions(init_from=tmp_path / "start.safetensors", eval_every=2)
+    still = {"lr": 1e-9, "schedule": "constant"}
+    recipe = toy.pipeline().optimize("sgd", **still).replace(fit_options=options)
+    known = toy.pipeline(trained).optimize("sgd", **still)
+    expected = known.fit(epochs=2, **OPTIONS).history.monitored
+    assert expected is not None
+    assert expected > 0.9
+    assert Arena(perf_counter() + 60, 0.1, epochs=2).accuracy(recipe, 0) == expected
+    rows: dict[VariantId, Trained] = {}
+    train_each([Variant(PLAIN, recipe)], rows, 2, None, progress=False)
+    assert rows[PLAIN].accuracy == expected
+    assert recipe.lr_range(steps=10).losses == known.lr_range(steps=10).losses
+    with recipe.build() as built:
+        torch.testing.assert_close(built.engine.export_state(), trained.state_dict(), rtol=0, atol=0)
+    pytest.importorskip("lightning")
+    module = recipe.to_lightning(epochs=1).module
+    torch.testing.assert_close(module.model.state_dict(), trained.state_dict(), rtol=0, atol=0)

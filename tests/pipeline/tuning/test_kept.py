@@ -7,24 +7,32 @@ from time import perf_counter
 from typing import Any
 
 import pytest
-from drivetrain import Pipeline, PlanError
+import torch
+from drivetrain import Classification, LedgerError, Pipeline, PlanError
 from drivetrain.pipeline import Tuned
+from drivetrain.pipeline.describe.config import FitOptions
 from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.runs.facts import facts_of, stamp
 from drivetrain.pipeline.tuning import tune as tune_module
 from drivetrain.pipeline.tuning.candidates import Candidate
 from drivetrain.pipeline.tuning.kept import KeptResults
 from drivetrain.pipeline.tuning.result import Tried
 from drivetrain.transforms import ChannelsLast, LabelSmoothing
 from pipeline_data import Toy, batch_norm_model, plain_model
+from range_server import serving
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-OPTIONS: dict[str, Any] = {"allow": [], "target": None, "epochs": 1}
+OPTIONS: dict[str, Any] = {"allow": [], "target": None, "epochs": None}
 ALL = "Every change was tried."
 
 
 @pytest.fixture
 def pipeline(toy: Toy) -> Pipeline:
     return Pipeline(plain_model).load(toy.train, toy.val, batch_size=16, image_size=8, workers=1)
+
+
+def kept_of(pipeline: Pipeline) -> KeptResults:
+    return KeptResults(facts_of(resolve(pipeline)) | OPTIONS)
 
 
 def known(pipeline: Pipeline, trials: Sequence[Tried], stopped: str = ALL) -> Tuned:
@@ -34,7 +42,7 @@ def known(pipeline: Pipeline, trials: Sequence[Tried], stopped: str = ALL) -> Tu
 
 def keep(pipeline: Pipeline, seconds: float | None = None, stopped: str = ALL) -> Path:
     """Keep a result in which channels last is accepted."""
-    results = KeptResults.of(resolve(pipeline), OPTIONS)
+    results = kept_of(pipeline)
     trials = [
         Tried("ChannelsLast", "step", "accepted", 1.2, 1.1, 1.3, 4),
         Tried("compile=True", "step", "dropped", 0.8, 0.7, 0.9, 4),
@@ -119,14 +127,99 @@ def test_another_pipeline_machine_or_file_is_not_answered(
     assert not searches(pipeline)
 
 
+def test_a_file_continues_only_what_it_holds_for(
+    pipeline: Pipeline, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`allow` and the epochs of its short trainings, the data, and the code of the model."""
+    monkeypatch.setattr(tune_module.Tuner, "run", lambda _: None)
+    copy = tmp_path / "copy.beton"
+    for suffix in ("", ".json"):
+        Path(f"{copy}{suffix}").write_bytes(Path(f"{toy.train}{suffix}").read_bytes())
+
+    def factory(width: int) -> Any:
+        return lambda: plain_model(width)
+
+    def tuned(epochs: int = 1, allow: Sequence[str] = ("resolution",), width: int = 4) -> None:
+        one = pipeline.replace(model=factory(width)).load(
+            copy, toy.val, batch_size=16, image_size=8, workers=1
+        )
+        one.tune(seconds=60, allow=allow, epochs=epochs, out=tmp_path / "tuned.json", progress=False)
+
+    tuned()
+    tuned()
+    for other, name in (
+        ({"epochs": 8}, "epochs"), ({"allow": ("precision", "resolution")}, "allow"), ({"width": 5}, "code"),
+    ):  # fmt: skip
+        with pytest.raises(LedgerError, match=f"is of another {name}: what it measured does not hold here"):
+            tuned(**other)  # type: ignore[arg-type]
+    copy.touch()
+    with pytest.raises(LedgerError, match="is of another data:"):
+        tuned()
+
+
 def test_other_code_of_the_model_is_another_pipeline(pipeline: Pipeline) -> None:
     def factory(width: int) -> Any:
         return lambda: plain_model(width)
 
-    paths = {
-        KeptResults.of(resolve(pipeline.replace(model=factory(width))), OPTIONS).path for width in (4, 4, 5)
-    }
+    paths = {kept_of(pipeline.replace(model=factory(width))).path for width in (4, 4, 5)}
     assert len(paths) == 2
+
+
+SCALE = 1.0  # of the functions below, which have no closure
+
+
+def own_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=SCALE)
+
+
+def own_schedule(progress: float) -> float:
+    return SCALE * progress
+
+
+def own_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return SCALE * torch.nn.functional.cross_entropy(outputs, targets)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda one: one.optimize(own_optimizer),
+        lambda one: one.optimize("sgd", lr=0.1, schedule=own_schedule),
+        lambda one: one.task(Classification(loss=own_loss)),
+    ],
+)
+def test_other_code_of_an_optimizer_schedule_or_loss_is_another_pipeline(
+    change: Any, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = kept_of(change(pipeline)).path
+    assert kept_of(change(pipeline)).path == before
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    assert kept_of(change(pipeline)).path != before
+
+
+def test_other_options_of_fit_and_other_weights_are_another_pipeline(
+    pipeline: Pipeline, tmp_path: Path
+) -> None:
+    start = tmp_path / "start.pth"
+    start.write_bytes(b"one")
+    paths = [kept_of(pipeline).path]
+    for options in ({"eval_every": 2}, {"init_from": start}, {"init_from": start}):
+        paths.append(kept_of(pipeline.replace(fit_options=FitOptions(**options))).path)  # type: ignore[arg-type]
+        start.write_bytes(b"other")
+    assert len({*paths}) == 4
+
+
+def test_data_in_a_folder_or_at_an_address_have_a_stamp(tmp_path: Path) -> None:
+    picture = tmp_path / "train" / "cat" / "1.jpg"
+    picture.parent.mkdir(parents=True)
+    with serving(tmp_path) as server:
+        names = (tmp_path / "train", server.address("train/cat/1.jpg"))
+        stamps = []
+        for content in (b"a", b"bc"):
+            picture.write_bytes(content)
+            stamps.append([stamp(name) for name in names])
+    assert all(stamps[0])
+    assert not any(one == other for one, other in zip(*stamps, strict=True))
 
 
 def test_what_is_damaged_or_of_something_else_is_ignored_with_a_warning(
@@ -150,7 +243,7 @@ def test_a_folder_that_cannot_be_written_costs_no_result(pipeline: Pipeline, own
     own_cache.write_text("a file")
     with pytest.warns(UserWarning, match="The next call will measure again"):
         keep(pipeline)
-    assert KeptResults.of(resolve(pipeline), OPTIONS).read() is None
+    assert kept_of(pipeline).read() is None
 
 
 def test_every_verdict_is_kept_when_it_is_known(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +264,7 @@ def test_every_verdict_is_kept_when_it_is_known(pipeline: Pipeline, monkeypatch:
     monkeypatch.setattr(tune_module.Tuner, "_compare", compared)
     with pytest.raises(Stop):
         pipeline.tune(seconds=20, progress=False)
-    kept = KeptResults.of(resolve(pipeline), OPTIONS).read()
+    kept = kept_of(pipeline).read()
     assert kept is not None
     assert [(one.name, one.outcome) for one in kept.trials] == [("first", "dropped"), ("second", "not tried")]
     assert not kept.answers(1)

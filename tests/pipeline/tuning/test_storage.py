@@ -161,6 +161,42 @@ def test_raw_pixels_that_exceed_the_memory_are_not_converted(
 
 
 @pytest.mark.usefixtures("hopeful")
+def test_data_that_have_changed_are_converted_again(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "WORTH", 0.0)
+    source = tmp_path / "photos.beton"
+
+    def given(original: Path) -> storage.Storage:
+        for suffix in ("", ".json"):
+            Path(f"{source}{suffix}").write_bytes(Path(f"{original}{suffix}").read_bytes())
+        (raw,) = (
+            one for one, _ in storage.storages(resolve(pipeline_of(source))) if one.name == "raw pixels"
+        )
+        raw.folder, raw.end = tmp_path / "out", float("inf")
+        raw.folder.mkdir(exist_ok=True)
+        return raw
+
+    raw = given(photos)
+    assert raw.convert() == ""
+    assert raw.exists
+    before = raw.path.stat()
+    assert raw.convert() == ""  # again=True: it is measured again, but not converted
+    assert raw.path.stat() == before
+    convert(jpeg_folder(tmp_path / "other", per_class=8), tmp_path / "other.beton", progress=False)
+    raw = given(tmp_path / "other.beton")
+    assert not raw.exists
+    assert raw.convert() == ""
+    assert raw.exists
+    assert len(open_beton(raw.path)) == 24
+    raw.path.write_text("of the user")
+    assert not raw.exists
+    assert "exists already" in raw.convert()
+    raw.discard()
+    assert not [*raw.folder.iterdir()]  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("hopeful")
 @pytest.mark.parametrize("faster", [True, False])
 def test_what_is_accepted_is_in_the_recipe_and_what_is_not_is_removed(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faster: bool

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import threading
+from contextlib import closing
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,8 +19,9 @@ from drivetrain.common.errors import DrivetrainError, LedgerError
 from drivetrain.pipeline import TuneInterrupted
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.measuring.runner import Failed
+from drivetrain.pipeline.measuring.variant import Trial, VariantId
 from drivetrain.pipeline.runs.facts import facts_of
-from drivetrain.pipeline.tuning.arena import Arena, collective_seconds
+from drivetrain.pipeline.tuning.arena import Arena, Contender, collective_seconds
 from drivetrain.pipeline.tuning.candidates import fitting
 from drivetrain.pipeline.tuning.result import Tuned
 from drivetrain.pipeline.tuning.tune import Tuner
@@ -156,6 +158,48 @@ def test_processes_of_their_own_have_variables_and_leave_nothing(toy: Toy) -> No
     assert "DRIVETRAIN_TEST" not in os.environ
 
 
+@pytest.fixture
+def noted_images(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The contender and the images of each real trial of training, but for the rounds of number 0."""
+    images: list[tuple[str, int]] = []
+    trials = Contender.trials
+
+    def noted(self: Contender, number: int, batches: int, *others: VariantId) -> dict[VariantId, Trial]:
+        found = trials(self, number, batches, *others)
+        images.extend((name.stage, one.images) for name, one in found.items() if number and name == self.id)
+        return found
+
+    monkeypatch.setattr(Contender, "trials", noted)
+    return images
+
+
+@pytest.mark.long
+def test_trials_of_a_larger_batch_take_as_many_images(toy: Toy, noted_images: list[tuple[str, int]]) -> None:
+    """Also those that look for the bottleneck, after a larger batch is accepted."""
+    arena = Arena(perf_counter() + 60, 1e-9)
+    arena._batches, arena._batch_size = 16, 4  # what the speed of the pipeline as given would set
+    for size in (4, 16):
+        with closing(arena.open("one", pipeline_of(toy, batch_size=size))) as one:
+            arena.limits(one)
+            arena.round(1, [one])
+    assert noted_images == [("one", 64)] * 6  # of 128: two rounds but the first, and one in turns
+
+
+@pytest.mark.long
+def test_a_larger_batch_is_timed_on_several_of_them(toy: Toy, noted_images: list[tuple[str, int]]) -> None:
+    """With a single one, filling the loader's queue would count as training. The others of its round have as many
+    images, while those of the pipeline as given may have two batches, where a step takes seconds."""
+    arena = Arena(perf_counter() + 60, 1e-9)
+    with (
+        closing(arena.open("small", pipeline_of(toy, batch_size=4))) as small,
+        closing(arena.open("large", pipeline_of(toy, batch_size=24))) as large,
+    ):
+        arena.round(1, [small])
+        arena.round(2, [small, large])
+        arena.limits(large)
+    assert noted_images == [("small", 8), ("small", 96), ("large", 96), *2 * [("large", 96)]]
+
+
 @pytest.mark.long
 def test_a_process_of_its_own_keeps_to_the_deadline(toy: Toy) -> None:
     slow = pipeline_of(toy).replace(model=Sleepy, model_options={"seconds": 60})
@@ -195,7 +239,8 @@ def test_what_cannot_be_allowed_is_refused_before_any_trial(toy: Toy) -> None:
 def test_a_file_of_other_options_is_refused(toy: Toy, tmp_path: Path) -> None:
     file = tmp_path / "tuned.json"
     plan = resolve(pipeline_of(toy))
-    Tuned(pipeline_of(toy), [], facts=facts_of(plan)).save(file)
+    facts = facts_of(plan) | {"allow": [], "target": None, "epochs": None}
+    Tuned(pipeline_of(toy), [], facts=facts).save(file)
     for other, name in (
         (pipeline_of(toy).distribute("single", precision="bf16"), "precision"),
         (pipeline_of(toy).transform(LabelSmoothing(0.1)), "transforms"),
