@@ -128,10 +128,10 @@ class FitConfig(FitOptions):
         if isinstance(self.resume, bool):
             object.__setattr__(self, "resume", "auto" if self.resume else None)
         self._check_resume()
-        if self.init_from is not None and self.resume is not None:
+        if self.init_from is not None and self.resume not in (None, "auto"):
             raise PlanError(
                 f"init_from={str(self.init_from)!r} begins a new run, and resume={str(self.resume)!r} continues one. "
-                "Pass only one of them."
+                "Pass only one of them, or resume='auto', which begins with init_from if out has no checkpoint."
             )
         if self.init_from is not None and self.out is not None and _is_inside(self.init_from, self.out):
             raise PlanError(

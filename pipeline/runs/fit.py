@@ -57,7 +57,7 @@ def fit(
     if config.callbacks:
         check_callbacks(config.callbacks, run_options(plan, bool(loggers)), pickled=pickled)
     _check_evaluation(plan, config)
-    if config.init_from is not None:
+    if config.init_from is not None and config.resume is None:  # else it may be needed no longer
         check_source(config.init_from)
     if folder is not None:  # last, so that invalid options do not create a folder
         make_folder(folder)
@@ -140,8 +140,8 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
     outcome = RankResult()
     minutes = None if job.checkpoints is None or not is_main_process() else job.checkpoints.every_minutes
     requests = Requests(minutes)
-    initial = None if job.init_from is None else InitialWeights(job.init_from, plan.transforms)
-    preflight(plan, job)
+    begins = preflight(plan, job)
+    initial = InitialWeights(job.init_from, plan.transforms) if begins and job.init_from is not None else None
     try:
         resumes = job.resume is not None
         with requests.noted(job.stop_on), built_here(plan, initial, resumes=resumes) as built:
