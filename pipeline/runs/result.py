@@ -182,6 +182,9 @@ class FitResult:
         """Return one dict per image: `image` (its path or number) and the prediction by name. A notebook shows the
         first with their images.
 
+        Predictions are those of the run's evaluation: averages over the views of `TestTimeFlip`, in the run's precision
+        (in float32 on a device that would have to emulate it).
+
         For `Classification`: `class`, `probability` and all `probabilities`; for `MultiLabel`: `labels` and
         `probabilities`; for `Regression`: `value`; for other tasks: `prediction`. All are JSON values.
 
@@ -212,7 +215,7 @@ class FitResult:
         place = None if out is None else Path(out)
         if place is not None:
             check_out(place, task)
-        found = predicted(self.model, task, inputs, images, batch_size, on_error, progress)
+        found = predicted(self, images, batch_size, on_error, progress)
         if place is not None and isinstance(task, Segmentation):
             return Predictions(write_masks(place, found, inputs))
         rows = Predictions(colors=inputs.colors)
