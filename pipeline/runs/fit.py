@@ -20,7 +20,7 @@ from ..training.agreement import Requests
 from ..training.build import plain_torch, rebuild_model, resolve_data
 from .artifacts import FitJob, RankResult
 from .callbacks import check_callbacks, run_options
-from .config import FitConfig
+from .config import FitConfig, recorded
 from .folder import (
     STACKS,
     descriptions,
@@ -48,7 +48,8 @@ def fit(
     epochs = spec.epochs if config.epochs is None else config.epochs
     if epochs is None:
         raise PlanError("Number of epochs not set. Pass fit(epochs=…).")
-    plan = resolve(spec.replace(epochs=epochs))
+    spec = spec.replace(epochs=epochs, fit_options=recorded(config, spec.fit_options))
+    plan = resolve(spec)
     folder, progress = config.folder, config.progress
     if folder is not None:
         folder = folder.absolute()  # a callback may change the working directory
@@ -65,7 +66,7 @@ def fit(
             RemoteRun.create(folder, str(config.out))
     if spec.distributed.precision == "auto":
         assert not isinstance(config.resume, bool)  # they are "auto" and None by now
-        plan = resolve(spec.replace(epochs=epochs), precision=kept_precision(config.resume, folder))
+        plan = resolve(spec, precision=kept_precision(config.resume, folder))
     texts, note = descriptions(plan) if folder is not None else ({}, "")
     where = config.out if is_address(config.out) else folder
     job = FitJob(

@@ -29,8 +29,10 @@ from ...strategies.launching.group import group_store, in_group
 from ...strategies.launching.meeting import arrives
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.fingerprint import identity
+from ..describe.config import FitOptions
 from ..describe.resolve import ResolvedPlan
 from ..recipes.convert import to_recipe
+from ..recipes.schema import keys_of
 from ..training.build import build_model, expected_device
 from ..training.model_identity import difference, model_identity
 from .artifacts import FitJob
@@ -90,8 +92,9 @@ def facts(plan: ResolvedPlan, job: FitJob) -> dict[str, str]:
     found = {"drivetrain": __version__, "torch": torch.__version__.partition("+")[0]}
     for name, source in (("training data", plan.data.train), ("validation data", plan.data.val)):
         found[name] = "none" if source is None else digest(source)
+    own = {*_OWN, *keys_of(FitOptions)}
     try:
-        recipe = {key: value for key, value in to_recipe(plan.spec).items() if key not in _OWN}
+        recipe = {key: value for key, value in to_recipe(plan.spec).items() if key not in own}
         recipe["load settings"] = dict(plan.data.settings)
     except RecipeError:  # e.g. an own model: then the plan, whose text names everything
         recipe = {f"the step {step.what!r}": step.why for step in plan.steps}

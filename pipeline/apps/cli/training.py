@@ -6,6 +6,7 @@ import importlib
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -187,6 +188,8 @@ def _tuned(
 
     if out is not None:
         make_folder(out)
+    if pipeline.fit_options is not None:  # tuned.yaml shall not replace the run of the recipe
+        pipeline = pipeline.replace(fit_options=replace(pipeline.fit_options, out=None))
     try:
         tuned = pipeline.tune(
             seconds=seconds, allow=allow, epochs=epochs, target=target, again=again, progress=not quiet,
