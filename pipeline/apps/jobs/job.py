@@ -124,8 +124,9 @@ def make_job(
         raise PlanError(f"--gpu-type {gpu_type}: the recipe trains on the CPU. Leave out one of the two.")
     sources = [data.train] if data.val is None else [data.train, data.val]
     files = tuple(file for source in sources for file in files_of(source).names)
+    kept = tuple(pair for pair in overrides if not pair.startswith("devices="))  # each file sets them
     return Job(
-        recipe, tuple(overrides), out, name or _name_of(recipe), _fitting(data.batch_size, how, numbers, gpus),
+        recipe, kept, out, name or _name_of(recipe), _fitting(data.batch_size, how, numbers, gpus),
         processes=gpus, cpus=cpus, on_gpus=how.device != "cpu", timeout=how.timeout, gpu_type=gpu_type, time=time,
         image=image, data=files,
     )  # fmt: skip

@@ -317,6 +317,12 @@ def test_awkward_texts_arrive_as_they_are(recipe: str, tmp_path: Path, scheduler
     assert not list(tmp_path.rglob("oops"))
 
 
+@pytest.mark.parametrize("scheduler", ["slurm", *PODS, "skypilot"])
+def test_devices_are_given_once(recipe: str, tmp_path: Path, scheduler: str) -> None:
+    words = arguments(scheduler, written(scheduler, recipe, "devices=auto", "seed=3"), tmp_path)
+    assert (words.count("devices=auto"), words.count("seed=3")) == (1, 1)
+
+
 def test_awkward_texts_in_python_and_in_a_recipe(recipe: str) -> None:
     tree = ast.parse(written("ray", recipe, f"description={AWKWARD}", out=f"/shared/{AWKWARD}"))
     values = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)]
