@@ -13,6 +13,7 @@ from drivetrain import PlanError, RecipeError
 from drivetrain.pipeline.apps.cli import job as command
 from drivetrain.pipeline.apps.jobs.schedulers import SCHEDULERS, job_file
 from job_scripts import SCONTROL, SRUN, TORCHRUN, programs, surroundings
+from pipeline_data import Toy
 
 RECIPE = """\
 model: cifar_resnet
@@ -293,6 +294,25 @@ def test_ray(recipe: str) -> None:
     assert 'TorchConfig(backend="cpu:gloo,cuda:nccl", timeout_s=600)' in text
     assert '{"CPU": 4, "GPU": 1}' in text
     assert '{"CPU": 4}' in written("ray", recipe, 'strategy_options={"device": "cpu"}')
+
+
+def test_ray_keeps_the_callbacks_of_the_recipe_and_reports_only_what_was_measured(
+    recipe: str, toy: Toy, tmp_path: Path
+) -> None:
+    """The function that Ray's workers call, in this process."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'drivetrain[ray]'")
+    Path(recipe).write_text(
+        f"model: pipeline_data:plain_model\ntrain: {toy.train}\nval: {toy.val}\nbatch_size: 32\nimage_size: 16\n"
+        "optimizer: {name: sgd, lr: 0.1}\nepochs: 9\neval_every: 2\nstrategy_options: {device: cpu}\n"
+        "callbacks: [{name: EarlyStopping, monitor: loss, patience: 1, min_delta: 9}]\n"
+    )
+    reported: list[dict[str, Any]] = []
+    job: dict[str, Any] = {"__name__": "job"}
+    exec(written("ray", recipe, out=f"{tmp_path / 'run'}", gpus=1), job)
+    job["report"] = reported.append
+    job["train"]({"folder": str(tmp_path)})
+    assert [each["epoch"] for each in reported] == [1, 2]
+    assert ["top1" in each for each in reported] == [False, True]
 
 
 def test_on_the_cpu_no_gpus_are_requested(recipe: str) -> None:
