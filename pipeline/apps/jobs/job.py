@@ -72,8 +72,9 @@ class Job:
 
     @property
     def top_folder(self) -> str | None:
-        """The first folder of the path `out`, where a cluster mounts what its machines share; of an address, None."""
-        return None if is_address(self.out) else f"/{PurePosixPath(self.out).parts[1]}"
+        """The first folder of the absolute path `out`, where a cluster mounts what its machines share; else None."""
+        root, *folders = PurePosixPath(self.out).parts or ("",)
+        return f"/{folders[0]}" if root == "/" and folders else None
 
     def unmounted(self, *, copied: bool) -> list[str]:
         """Return the data that machines lack which mount only `top_folder`; `copied`: with the working directory."""

@@ -1,7 +1,10 @@
 """A batch script for SLURM."""
 
 import shlex
+from pathlib import PurePosixPath
 
+from ....common.errors import PlanError
+from ....common.storage.addresses import is_address
 from .job import CHECKPOINT_MINUTES, SIGNALS, WARNING_SECONDS, Job, fill, stoppable
 
 _FAILURES = 20  # starts after which a failed job is not started again
@@ -102,6 +105,11 @@ def _container(job: Job) -> str:
     """Return the options of pyxis: the image, with the folders that all machines share."""
     if job.image is None:
         return ""
+    if not is_address(job.out) and ".." in PurePosixPath(job.out).parts:
+        raise PlanError(
+            f"--out {job.out!r} may be outside of the folder where the job is submitted, which the container has. Pass "
+            "an absolute path without '..'."
+        )
     top = "" if job.top_folder is None else f",{job.top_folder}:{job.top_folder}"
     folder = '"$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR' + f'{top}"'
     return (

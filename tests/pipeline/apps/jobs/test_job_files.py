@@ -107,7 +107,7 @@ def test_slurm(recipe: str) -> None:
     assert all(not line.startswith("#SBATCH") for line in text.splitlines()[first_command:])
 
 
-@pytest.mark.parametrize("out", ["/shared/run", "s3://bucket/run"])
+@pytest.mark.parametrize("out", ["/shared/run", "s3://bucket/run", "runs/mine", "mine"])
 def test_slurm_in_a_container(recipe: str, tmp_path: Path, out: str) -> None:
     """Both steps run in it, with the folder of submission and the shared one."""
     stand_in = '#!/bin/bash\nprintf "%s\\n" "$@" >> "$REQUESTS"\n'
@@ -357,6 +357,7 @@ WRONG: dict[str, tuple[str, list[str], dict[str, Any], str]] = {
     "another scheduler": ("slrum", [], {}, "'slrum'. Did you mean 'slurm'?"),
     "no folder": ("slurm", [], {"out": None}, "Pass --out"),
     "a relative folder": ("ray", [], {"out": "runs/mine"}, "Pass an absolute path"),
+    "a folder that the container lacks": ("slurm", [], {"image": "a", "out": "../run"}, "Pass an absolute path"),
     "a web server": ("slurm", [], {"out": "https://host/run"}, "a web server cannot be written"),
     "a folder above": ("skypilot", [], {"out": "/shared/../mine"}, "Pass an absolute path"),
     "a folder of the system": ("kubernetes", [], {"out": "/usr/run"}, "in /usr, which the image needs itself"),
