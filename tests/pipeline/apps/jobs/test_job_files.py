@@ -130,43 +130,47 @@ exit "$STATUS"
 """
 
 
+EXCLUDED = ["show job", "requeuehold", "ExcNodeList=node07,node09", "release"]
+
+
 @pytest.mark.parametrize(
-    ("found", "status", "seconds", "restarts", "expected"),
+    ("found", "status", "seconds", "before", "expected"),
     [
         ("", 0, 9000, "", []),
         ("", 1, 500, "", []),  # a mistake, which would fail again
         ("", 1, 700, "", ["requeue"]),
-        ("", 1, 700, "19", ["requeue"]),
-        ("", 1, 700, "20", []),
-        (
-            "Leave out: node07,node09\n",
-            1,
-            0,
-            "",
-            ["show job", "requeuehold", "ExcNodeList=node07,node09", "release"],
-        ),
+        ("", 1, 700, "failed: 1\n" * 19 + "slow: node01\n", ["requeue"]),
+        ("", 1, 700, "failed: 1\n" * 20, []),
+        ("Leave out: node07,node09\n", 1, 0, "", EXCLUDED),
+        ("Leave out: node07.example.org,node09.example.org\n", 1, 0, "slow: node01\n" * 2, EXCLUDED),
+        ("Leave out: node07\n", 0, 0, "slow: node01\n" * 3, []),
+        ("Leave out: gone.example.org\n", 0, 0, "", []),  # SLURM has another name for it
     ],
 )
 def test_slurm_starts_again(
-    recipe: str, tmp_path: Path, found: str, status: int, seconds: int, restarts: str, expected: list[str]
+    recipe: str, tmp_path: Path, found: str, status: int, seconds: int, before: str, expected: list[str]
 ) -> None:
-    """After a failure that came late, and without a node that the check has named, before it trains."""
+    """After a failure that came late, and without a node that the check has named, before it trains: so many times,
+    however often the time limit has ended it."""
     path = programs(tmp_path / "bin", srun=SRUN, scontrol=SCONTROL, torchrun=TORCHRUN_AFTER)
     requests = tmp_path / "requests"
     environment = surroundings(path, requests) | {
-        "FOUND": found,
-        "STATUS": f"{status}",
-        "SECONDS": f"{seconds}",
-    }
-    environment |= {"SLURM_RESTART_COUNT": restarts} if restarts else {}
+        "FOUND": found, "STATUS": f"{status}", "SECONDS": f"{seconds}", "SLURM_RESTART_COUNT": "99",
+    }  # fmt: skip
+    again = tmp_path / f"mine-{environment['SLURM_JOB_ID']}.again"
+    again.write_text(before)
     text = written("slurm", recipe)
-    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-c", text], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == status, done.stderr
+    trains = expected is not EXCLUDED
     asked = requests.read_text().splitlines()
-    assert asked[:1] == ([] if found else ["trained"]) or found
-    assert len(asked) == len(expected) + (not found)
-    for line, part in zip(asked[not found :], expected, strict=True):
+    assert asked[:trains] == ["trained"] * trains
+    assert len(asked) == len(expected) + trains
+    for line, part in zip(asked[trains:], expected, strict=True):
         assert part in line
+    assert len(again.read_text().splitlines()) == len(before.splitlines()) + bool(expected)
 
 
 def test_numbers_of_nodes(recipe: str) -> None:
