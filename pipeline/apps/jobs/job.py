@@ -28,6 +28,7 @@ TORCHRUN_PORT = 29400
 SIGNALS = f"--signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout {SHUTDOWN_SECONDS}"
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
+_LONG = 44  # characters of a name from a recipe, so that it suits JobSet with any number of pods
 _TIME = re.compile(r"\d+|\d+(:[0-5]\d){1,2}|\d+-\d{1,2}(:[0-5]\d){0,2}", re.ASCII)
 _GPU = re.compile(r"[A-Za-z0-9][-._A-Za-z0-9]*")
 _IMAGE = re.compile(r"[A-Za-z0-9][-._:/@#A-Za-z0-9]*")
@@ -147,8 +148,8 @@ def _check_text(option: str, value: str | None, pattern: re.Pattern[str], allowe
 
 
 def _name_of(recipe: str) -> str:
-    plain = re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower())[:50].strip("-")
-    return plain if _NAME.fullmatch(plain) else f"train-{plain}"[:50].strip("-")
+    plain = re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower())[:_LONG].strip("-")
+    return plain if _NAME.fullmatch(plain) else f"train-{plain}"[:_LONG].strip("-")
 
 
 def _read(recipe: str, overrides: Sequence[str]) -> tuple[DistributedConfig, DataConfig]:

@@ -412,7 +412,7 @@ def test_recipes_that_cannot_be_read_or_copied(recipe: str, tmp_path: Path) -> N
         written("kubernetes", recipe)
 
 
-NAMES = {"a/B c_d.YAML": "b-c-d", "50.yaml": "train-50", "é.yaml": "train", f"{'x' * 80}.yaml": "x" * 50}
+NAMES = {"a/B c_d.YAML": "b-c-d", "50.yaml": "train-50", "é.yaml": "train", f"{'x' * 80}.yaml": "x" * 44}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -420,6 +420,19 @@ def test_names_of_jobs_are_those_of_recipes(recipe: str, name: str) -> None:
     Path(name).parent.mkdir(exist_ok=True)
     shutil.copy(recipe, name)
     assert f"#SBATCH --job-name={NAMES[name]}\n" in written("slurm", name)
+
+
+@pytest.mark.parametrize(("nodes", "most"), [(1, 48), (10, 48), (11, 47), (101, 46)])
+def test_names_of_jobset_leave_room_for_those_of_pods(recipe: str, nodes: int, most: int) -> None:
+    """At most 63 characters: NAME-pods-0-INDEX-xxxxx."""
+    options: dict[str, Any] = {"nodes": f"{nodes}", "gpus": 1}
+    sized = f"batch_size={nodes * 8}"
+    found = manifests(written("jobset", recipe, sized, name="x" * most, **options))["JobSet"]
+    pods, job = found["spec"]["replicatedJobs"][0], job_of({"JobSet": found})
+    last = f"{found['metadata']['name']}-{pods['name']}-0-{job['spec']['completions'] - 1}-abcde"
+    assert len(last) == 63
+    with pytest.raises(PlanError, match=f"for jobset, {most} are the most"):
+        written("jobset", recipe, sized, name="x" * (most + 1), **options)
 
 
 def test_the_command_prints_the_file_and_warns_of_numbers_that_fail(recipe: str) -> None:
