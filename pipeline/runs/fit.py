@@ -47,7 +47,9 @@ def fit(
     `each_rank`, of ranks that have called this, only rank 0 needs the trained weights."""
     epochs = spec.epochs if config.epochs is None else config.epochs
     if epochs is None:
-        raise PlanError("Number of epochs not set. Pass fit(epochs=…).")
+        raise PlanError(
+            "Number of epochs not set. Pass fit(epochs=…), or set epochs=… in the recipe or the command."
+        )
     spec = spec.replace(epochs=epochs, fit_options=recorded(config, spec.fit_options))
     plan = resolve(spec)
     folder, progress = config.folder, config.progress

@@ -130,13 +130,12 @@ class Trained(Protocol):
 
 
 def predicted(
-    run: Trained, images: Any, batch_size: int, on_error: OnError, progress: bool
+    run: Trained, given: Sequence[Picture], batch_size: int, on_error: OnError, progress: bool
 ) -> Iterator[Predicted]:
     """Yield what the model says of each picture, in order."""
     if on_error not in ("raise", "skip"):
         raise PlanError(f"predict(on_error={on_error!r}) must be 'raise' or 'skip'.")
     inputs = run.inputs
-    given = listed(images, inputs.channels)
     transform, bars = inputs.transform(), progress and is_interactive()
     device = next((p.device for p in run.model.parameters()), torch.device("cpu"))
     with tqdm(

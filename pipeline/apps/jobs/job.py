@@ -159,6 +159,8 @@ def _read(recipe: str, overrides: Sequence[str]) -> tuple[DistributedConfig, Dat
         raise PlanError("devices= of a job is the number of its GPUs. Leave it out.")
     with modules_of(recipe):
         pipeline = Pipeline.from_recipe(recipe, **values, devices="auto")
+    if pipeline.epochs is None:
+        raise PlanError(f"Number of epochs not set by {recipe}. Pass epochs=….")
     assert pipeline.data is not None  # a recipe always has data
     return pipeline.distributed, pipeline.data
 

@@ -384,6 +384,7 @@ WRONG: dict[str, tuple[str, list[str], dict[str, Any], str]] = {
     "one process": ("slurm", ["strategy=single"], {}, "strategy=single trains in one process"),
     "a batch": ("slurm", [], {"nodes": "3"}, "--nodes 3: batch_size=512 is global and must"),
     "microbatches": ("slurm", ["accumulate=100"], {}, "accumulate=100"),
+    "no epochs": ("slurm", ["epochs=null"], {}, "Number of epochs not set by mine.yaml. Pass epochs=…"),
     "an unknown key": ("slurm", ["epoch=3"], {}, "Did you mean 'epochs'?"),
 }  # fmt: skip
 
