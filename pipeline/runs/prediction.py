@@ -25,7 +25,7 @@ from ...common.terminal import is_interactive
 from ...loaders.beton.data_set import BetonFiles, open_files
 from ...loaders.beton.layout import MODE_RAW
 from ...loaders.conversion.folders import EXTENSIONS, files_below
-from ...strategies.options import half_dtype
+from ...strategies.options import Precision, half_dtype
 from ...transforms import Transform
 from ..analysis.judge import shown
 from ..analysis.picture import masked
@@ -183,12 +183,13 @@ def _forward(run: Trained, batch: torch.Tensor) -> Any:
 
 def _precision(spec: PipelineSpec | None, device: torch.device) -> AbstractContextManager[Any]:
     """Emulated, half precision is slower than float32, and another device than the run's may have to emulate it."""
-    precision = "fp32" if spec is None else spec.distributed.precision
-    if precision in ("bf16", "auto"):
+    given = "fp32" if spec is None else spec.distributed.precision
+    precision: Precision = "fp32"
+    if given == "fp16" and device.type != "cpu":
+        precision = "fp16"
+    elif given in ("bf16", "auto"):
         precision, _ = choose_precision(DistributedConfig(options={"device": str(device)}))
-    if precision == "fp32" or (precision == "fp16" and device.type == "cpu"):
-        return nullcontext()
-    return torch.autocast(device.type, dtype=half_dtype(precision))
+    return nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=half_dtype(precision))
 
 
 def _refusal(picture: Picture, error: DataError) -> DataError:
