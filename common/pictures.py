@@ -3,7 +3,6 @@
 import base64
 import html
 import io
-import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from .errors import DataError
 from .storage.files import atomic_file
+from .storage.json_files import to_json
 
 INK, PALE, GRID, BAND = "#222222", "#b8c4cc", "#e4e8ea", "#f3f3f3"
 PALETTE = BLUE, RED, GREEN, PURPLE, ORANGE, SKY = (
@@ -99,7 +99,7 @@ def save_result(result: Shown, path: str | Path, **options: Any) -> None:
     if path.suffix in SUFFIXES:
         save_picture(result.show(), path, **options)
     elif path.suffix == ".json":
-        content = json.dumps(result.to_dict(), ensure_ascii=False, indent=1).encode()
+        content = to_json(result.to_dict(), indent=1).encode()
         with atomic_file(path) as file:
             file.write(content)
     else:

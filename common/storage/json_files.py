@@ -1,8 +1,11 @@
-"""Read JSON files of ours: their values are checked against a type, and an error names file, field and remedy."""
+"""Read JSON files of ours: their values are checked against a type, and an error names file, field and remedy. Write
+JSON for other programs."""
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -45,3 +48,17 @@ def read(path: Path, shape: type[T], error: type[DrivetrainError], remedy: str) 
         raise error(f"{path} is damaged: {reason}. {remedy}") from None
     except OSError as reason:
         raise error(f"{path} cannot be read: {reason.strerror or reason}. {remedy}") from None
+
+
+def to_json(value: object, indent: int | None = None) -> str:
+    """Return JSON values as text. Numbers that are not finite are null: JSON has none, though `json.dumps` writes
+    them."""
+    return json.dumps(_finite(value), ensure_ascii=False, indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

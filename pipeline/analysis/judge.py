@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ...loaders.epochs import EpochLoader
 from ...strategies import Engine
 from ...strategies.devices import current_device
+from ..tasks.means import mean_of
 from ..tasks.nests import labels_of, map_tensors, pair, select_samples
 from ..tasks.standard import IGNORED
 from ..tasks.task import Task
@@ -157,15 +158,21 @@ def shown(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> N
 
 
 def _losses(task: Task, loss: Any, judged_by: Any, outputs: Any, targets: Any) -> NDArray[np.float32]:
-    """Return the loss of each sample, `(B,)`; where the model computes it, the task's default, of its outputs."""
+    """Return the loss of each sample, `(B,)`, of one that does not count 0; where the model computes it, the task's
+    default, of its outputs."""
     if task.loss_in_model:
         loss, judged_by = next(iter(getattr(task, "LOSSES", {}).values())), outputs
         targets = getattr(task, "loss_targets", lambda same: same)(targets)
-    each = []
+        mean = mean_of(loss)
+    else:
+        mean = task.mean(loss)
+    each, counts = [], []
     for n in range(len(labels_of(targets))):
         one = slice(n, n + 1)
-        each.append(loss(map_tensors(itemgetter(one), judged_by), select_samples(targets, one)))
-    values: NDArray[np.float32] = torch.stack(each).float().cpu().numpy()
+        target = select_samples(targets, one)
+        each.append(loss(map_tensors(itemgetter(one), judged_by), target))
+        counts.append(torch.as_tensor(mean.denominator(target), device=each[-1].device))
+    values: NDArray[np.float32] = torch.stack(each).float().where(torch.stack(counts) != 0, 0.0).cpu().numpy()
     return values
 
 

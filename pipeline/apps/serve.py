@@ -20,7 +20,7 @@ from PIL import Image
 from ...common.checks import check_number
 from ...common.errors import CheckpointError, DataError, PlanError, require
 from ...strategies.devices import pick_device
-from ..runs.prediction import predicted
+from ..runs.prediction import listed, predicted
 from ..runs.predictions import UNSEEN, mask_of
 from ..runs.result import FitResult, load_run
 from ..tasks.standard import Segmentation
@@ -159,7 +159,8 @@ class _Model:
 
     def __init__(self, result: FitResult, name: str, device: str | None, max_pixels: int) -> None:
         place = pick_device(device)
-        self.model, self.task, self.inputs = result.model.to(place), result.task, result.inputs
+        result.model.to(place)
+        self.result, self.task, self.inputs = result, result.task, result.inputs
         self.name, self.max_pixels = name, max_pixels
         self.about = {
             "run": self.name, "task": type(self.task).__name__, "classes": list(self.inputs.classes),
@@ -174,7 +175,7 @@ class _Model:
 
         self._check(data)
         try:
-            (found,) = predicted(self.model, self.task, self.inputs, data, 1, "raise", False)
+            (found,) = predicted(self.result, listed(data, self.inputs.channels), 1, "raise", False)
         except DataError as error:
             raise HTTPException(400, f"{error} {SEND}") from error
         if not isinstance(self.task, Segmentation):

@@ -306,7 +306,7 @@ class FitOptions(Config):
     the model's own. From a run or a checkpoint, the weights used for evaluation are loaded: averages with EMA or SWA.
     Names may be those before or after the transforms. What does not match, such as a last layer for other classes,
     keeps the model's own values and is reported (`History.facts['init_from']`). Optimizer, schedule and position begin
-    from scratch, unlike with `resume`."""
+    from scratch, unlike with `resume`. With `resume="auto"`, they are used only if `out` has no checkpoint."""
     on_nonfinite: OnNonFinite = "raise"
     """What happens at a non-finite loss: `"raise"`: an error with step, rank and the last good checkpoint; `"skip"`:
     all ranks skip the steps whose loss or gradients are not finite. Non-finite weights raise before they are evaluated,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ...common.checks import check_fields
 from ...common.errors import PlanError, suggest
 from ...common.names import imported
-from ...common.options.config import Check, Kind
+from ...common.options.config import Check, Kind, options_of
 from ...common.storage.addresses import is_address
 from ..describe.config import CALLBACKS, FitOptions
 
@@ -43,13 +44,16 @@ def _make_callbacks(given: Sequence[Any]) -> tuple[Callback, ...]:
     return tuple(made.values())
 
 
-def _by_name(entry: Mapping[str, Any]) -> object:
+def _known_callbacks() -> dict[str, Any]:
     from ..callbacks.early_stopping import EarlyStopping
     from ..callbacks.gradient_norms import GradientNorms
     from ..callbacks.profile import Profile
 
-    known: dict[str, Any] = {kind.__name__: kind for kind in (EarlyStopping, GradientNorms, Profile)}
-    options = dict(entry)
+    return {kind.__name__: kind for kind in (EarlyStopping, GradientNorms, Profile)}
+
+
+def _by_name(entry: Mapping[str, Any]) -> object:
+    known, options = _known_callbacks(), dict(entry)
     name = options.pop("name", None)
     kind = imported("callback", name) if isinstance(name, str) and ":" in name else known.get(name)
     if kind is None:
@@ -61,6 +65,32 @@ def _by_name(entry: Mapping[str, Any]) -> object:
         return kind(**options)
     except TypeError as error:
         raise PlanError(f"callbacks: {name} cannot be created: {error}.") from error
+
+
+def recorded(config: FitOptions, recipe: FitOptions | None) -> FitOptions | None:
+    """Return the options of a run that its recipe can name; None if they are the defaults. They are without `out`:
+    who trains the recipe again shall not replace the run. A custom callback is named if `recipe` does."""
+    given = () if recipe is None else recipe.callbacks
+    entries = {str(each["name"]).rpartition(":")[2]: each for each in given if isinstance(each, Mapping)}
+    known, callbacks = _known_callbacks(), list[Any]()
+    for one in config.callbacks:
+        name = type(one).__name__
+        if type(one) is known.get(name):
+            options = {
+                key: getattr(one, key)
+                for key, parameter in signature(known[name]).parameters.items()
+                if getattr(one, key) != parameter.default
+            }
+            callbacks.append({"name": name, **options})
+        elif name in entries:
+            callbacks.append(entries[name])
+    logger = config.logger
+    if not isinstance(logger, str):
+        several = logger if isinstance(logger, list | tuple) else ()
+        logger = [each for each in several if isinstance(each, str)] or None
+    values = {name: getattr(config, name) for name in options_of(FitOptions)}
+    made = FitOptions(**values | {"out": None, "logger": logger, "callbacks": callbacks})
+    return made if made.changed() else None
 
 
 def _check_signals(name: str, value: Sequence[Any]) -> None:
@@ -128,10 +158,10 @@ class FitConfig(FitOptions):
         if isinstance(self.resume, bool):
             object.__setattr__(self, "resume", "auto" if self.resume else None)
         self._check_resume()
-        if self.init_from is not None and self.resume is not None:
+        if self.init_from is not None and self.resume not in (None, "auto"):
             raise PlanError(
                 f"init_from={str(self.init_from)!r} begins a new run, and resume={str(self.resume)!r} continues one. "
-                "Pass only one of them."
+                "Pass only one of them, or resume='auto', which begins with init_from if out has no checkpoint."
             )
         if self.init_from is not None and self.out is not None and _is_inside(self.init_from, self.out):
             raise PlanError(

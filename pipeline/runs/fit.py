@@ -20,7 +20,7 @@ from ..training.agreement import Requests
 from ..training.build import plain_torch, rebuild_model, resolve_data
 from .artifacts import FitJob, RankResult
 from .callbacks import check_callbacks, run_options
-from .config import FitConfig
+from .config import FitConfig, recorded
 from .folder import (
     STACKS,
     descriptions,
@@ -47,8 +47,11 @@ def fit(
     `each_rank`, of ranks that have called this, only rank 0 needs the trained weights."""
     epochs = spec.epochs if config.epochs is None else config.epochs
     if epochs is None:
-        raise PlanError("Number of epochs not set. Pass fit(epochs=…).")
-    plan = resolve(spec.replace(epochs=epochs))
+        raise PlanError(
+            "Number of epochs not set. Pass fit(epochs=…), or set epochs=… in the recipe or the command."
+        )
+    spec = spec.replace(epochs=epochs, fit_options=recorded(config, spec.fit_options))
+    plan = resolve(spec)
     folder, progress = config.folder, config.progress
     if folder is not None:
         folder = folder.absolute()  # a callback may change the working directory
@@ -57,7 +60,7 @@ def fit(
     if config.callbacks:
         check_callbacks(config.callbacks, run_options(plan, bool(loggers)), pickled=pickled)
     _check_evaluation(plan, config)
-    if config.init_from is not None:
+    if config.init_from is not None and config.resume is None:  # else it may be needed no longer
         check_source(config.init_from)
     if folder is not None:  # last, so that invalid options do not create a folder
         make_folder(folder)
@@ -65,7 +68,7 @@ def fit(
             RemoteRun.create(folder, str(config.out))
     if spec.distributed.precision == "auto":
         assert not isinstance(config.resume, bool)  # they are "auto" and None by now
-        plan = resolve(spec.replace(epochs=epochs), precision=kept_precision(config.resume, folder))
+        plan = resolve(spec, precision=kept_precision(config.resume, folder))
     texts, note = descriptions(plan) if folder is not None else ({}, "")
     where = config.out if is_address(config.out) else folder
     job = FitJob(
@@ -140,8 +143,8 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
     outcome = RankResult()
     minutes = None if job.checkpoints is None or not is_main_process() else job.checkpoints.every_minutes
     requests = Requests(minutes)
-    initial = None if job.init_from is None else InitialWeights(job.init_from, plan.transforms)
-    preflight(plan, job)
+    begins = preflight(plan, job)
+    initial = InitialWeights(job.init_from, plan.transforms) if begins and job.init_from is not None else None
     try:
         resumes = job.resume is not None
         with requests.noted(job.stop_on), built_here(plan, initial, resumes=resumes) as built:

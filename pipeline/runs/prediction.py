@@ -5,11 +5,12 @@ from __future__ import annotations
 import glob
 import html
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -24,11 +25,17 @@ from ...common.terminal import is_interactive
 from ...loaders.beton.data_set import BetonFiles, open_files
 from ...loaders.beton.layout import MODE_RAW
 from ...loaders.conversion.folders import EXTENSIONS, files_below
+from ...strategies.options import Precision, half_dtype
+from ...transforms import Transform
 from ..analysis.judge import shown
 from ..analysis.picture import masked
+from ..describe.config import DistributedConfig
 from ..describe.inputs import Inputs
+from ..describe.pipeline_spec import PipelineSpec
+from ..describe.resolve import choose_precision
 from ..tasks.nests import map_tensors, to_float
 from ..tasks.task import Task
+from ..training.hooks import evaluated_outputs
 
 SHOWN = 24  # predictions that a notebook shows with pictures
 BATCH = 32  # images that `predict` takes at once: enough for speed, little memory
@@ -107,15 +114,30 @@ def _caption(row: Mapping[str, Any]) -> str:
     return str(name)
 
 
+class Trained(Protocol):
+    """What a prediction needs of a `FitResult`."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def task(self) -> Task: ...
+    @property
+    def inputs(self) -> Inputs: ...
+    @property
+    def transforms(self) -> tuple[Transform, ...]: ...
+    @property
+    def spec(self) -> PipelineSpec | None: ...
+
+
 def predicted(
-    model: nn.Module, task: Task, inputs: Inputs, images: Any, batch_size: int, on_error: OnError, progress: bool
-) -> Iterator[Predicted]:  # fmt: skip
+    run: Trained, given: Sequence[Picture], batch_size: int, on_error: OnError, progress: bool
+) -> Iterator[Predicted]:
     """Yield what the model says of each picture, in order."""
     if on_error not in ("raise", "skip"):
         raise PlanError(f"predict(on_error={on_error!r}) must be 'raise' or 'skip'.")
-    given = listed(images, inputs.channels)
+    inputs = run.inputs
     transform, bars = inputs.transform(), progress and is_interactive()
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = next((p.device for p in run.model.parameters()), torch.device("cpu"))
     with tqdm(
         total=len(given), desc="predict", unit=" images", disable=not bars, leave=False, dynamic_ncols=True
     ) as bar:
@@ -133,7 +155,7 @@ def predicted(
                 else:
                     pixels.append(image)
                     found.append(Predicted(each.name, size=size))
-            outputs = _forward(model, task, torch.stack(pixels).to(device)) if pixels else None
+            outputs = _forward(run, torch.stack(pixels).to(device)) if pixels else None
             at = 0
             for one in found:
                 if one.error:
@@ -145,15 +167,29 @@ def predicted(
             bar.update(len(part))
 
 
-def _forward(model: nn.Module, task: Task, batch: torch.Tensor) -> Any:
-    training = model.training
+def _forward(run: Trained, batch: torch.Tensor) -> Any:
+    """Predict as the run's evaluation does: with its evaluation transforms, and in its precision."""
+    model, task, training = run.model, run.task, run.model.training
     model.eval()
     try:
         with torch.no_grad():
-            predictions = task.predict(to_float(task.outputs(model(batch))))
+            with _precision(run.spec, batch.device):
+                outputs = evaluated_outputs(run.transforms, lambda seen: task.outputs(model(seen)))(batch)
+            predictions = task.predict(to_float(outputs))
     finally:
         model.train(training)
     return map_tensors(torch.Tensor.cpu, predictions)
+
+
+def _precision(spec: PipelineSpec | None, device: torch.device) -> AbstractContextManager[Any]:
+    """Emulated, half precision is slower than float32, and another device than the run's may have to emulate it."""
+    given = "fp32" if spec is None else spec.distributed.precision
+    precision: Precision = "fp32"
+    if given == "fp16" and device.type != "cpu":
+        precision = "fp16"
+    elif given in ("bf16", "auto"):
+        precision, _ = choose_precision(DistributedConfig(options={"device": str(device)}))
+    return nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=half_dtype(precision))
 
 
 def _refusal(picture: Picture, error: DataError) -> DataError:

@@ -80,30 +80,27 @@ def _cell(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
 
 
-def write_masks(out: Path, masks: Iterable[Predicted], inputs: Inputs) -> list[dict[str, Any]]:
+def write_masks(
+    out: Path, names: Sequence[str], masks: Iterable[Predicted], inputs: Inputs
+) -> list[dict[str, Any]]:
     """Write each mask as a PNG file with a palette, of the picture's size: its values are the classes, and 255 where
-    the model saw nothing. It is under the path of the picture below the folder that all have in common. The folder
-    appears when all are written. Return a row per picture: `image` and `mask`, or `error`."""
-    rows, names = [], []
+    the model saw nothing. It is under the path of the picture, one of `names`, below the folder that all have in
+    common. The folder appears when all are written. Return a row per picture: `image` and `mask`, or `error`."""
+    rows, targets, taken = list[dict[str, Any]](), _below(names), set[str]()
+    for name, target in zip(names, targets, strict=True):
+        if target in taken:
+            raise DataError(f"{name}: another image has the same mask, {target}. Rename one of them.")
+        taken.add(target)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        for number, one in enumerate(masks):
-            names.append(str(one.name))
-            if not one.error:
-                mask_of(one, inputs).save(partial / f"{number}.tmp", format="PNG")
-            rows.append({"image": one.name, **({"error": one.error} if one.error else {})})
-        for number, name in enumerate(_below(names)):
-            if "error" in rows[number]:
+        for target, one in zip(targets, masks, strict=True):
+            if one.error:
+                rows.append({"image": one.name, "error": one.error})
                 continue
-            target = partial / name
-            if target.exists():
-                raise DataError(
-                    f"{names[number]}: another image has the same mask, {name}. Rename one of them."
-                )
-            target.parent.mkdir(parents=True, exist_ok=True)
-            (partial / f"{number}.tmp").replace(target)
-            rows[number]["mask"] = str(out / name)
+            (partial / target).parent.mkdir(parents=True, exist_ok=True)
+            mask_of(one, inputs).save(partial / target, format="PNG")
+            rows.append({"image": one.name, "mask": str(out / target)})
         partial.chmod(0o755)
         partial.replace(out)
     finally:

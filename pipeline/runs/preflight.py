@@ -27,9 +27,12 @@ from ...common.version import __version__
 from ...loaders.sources import Source, files_of
 from ...strategies.launching.group import group_store, in_group
 from ...strategies.launching.meeting import arrives
+from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.fingerprint import identity
+from ..describe.config import FitOptions
 from ..describe.resolve import ResolvedPlan
 from ..recipes.convert import to_recipe
+from ..recipes.schema import keys_of
 from ..training.build import build_model, expected_device
 from ..training.model_identity import difference, model_identity
 from .artifacts import FitJob
@@ -50,12 +53,13 @@ _SHARED = (
 """Options of `fit` that are the same on all ranks."""
 
 
-def preflight(plan: ResolvedPlan, job: FitJob) -> None:
-    """Compare this rank with the others, if any. Raise StrategyError on all, with what differs or who is missing."""
+def preflight(plan: ResolvedPlan, job: FitJob) -> bool:
+    """Compare this rank with the others, if any. Raise StrategyError on all, with what differs or who is missing.
+    Return whether the run begins with `init_from`, as rank 0 sees it: others may see a checkpoint later."""
     if not in_group() or dist.get_world_size() == 1:
         if is_address(job.out):
             RemoteFolder(str(job.out), CheckpointError).probe()
-        return
+        return _begins(job)
     store, rank, ranks = _store(), dist.get_rank(), dist.get_world_size()
     mine: dict[str, Any] = {"host": socket.gethostname(), "facts": {}, "sees out": True, "error": ""}
     with ExitStack() as stack:
@@ -63,6 +67,8 @@ def preflight(plan: ResolvedPlan, job: FitJob) -> None:
             is_seen = stack.enter_context(_token(job, store, rank, plan.distribution.timeout))
             mine |= {"facts": facts(plan, job), "sees out": is_seen()}
             model = _model(plan)
+            if rank == 0:
+                store.set("begins", json.dumps(_begins(job)))
             mine["facts"][_MODEL] = zlib.crc32(json.dumps(model, sort_keys=True).encode())
             store.set(f"{rank}/model", zlib.compress(json.dumps(model).encode()))
         except Exception as error:  # whatever it is, the others need not wait
@@ -73,14 +79,22 @@ def preflight(plan: ResolvedPlan, job: FitJob) -> None:
     # Rank 0 may use all of its time for a rank that does not report.
     if verdict := _awaited(store, "verdict", Wait(plan.distribution.timeout + _LAG), 0):
         raise StrategyError(verdict)
+    return bool(json.loads(store.get("begins")))
+
+
+def _begins(job: FitJob) -> bool:
+    if job.init_from is None or job.resume is None or job.folder is None:
+        return job.init_from is not None
+    return CheckpointDir(job.folder.resolve() / "checkpoints").newest() is None
 
 
 def facts(plan: ResolvedPlan, job: FitJob) -> dict[str, str]:
     found = {"drivetrain": __version__, "torch": torch.__version__.partition("+")[0]}
     for name, source in (("training data", plan.data.train), ("validation data", plan.data.val)):
         found[name] = "none" if source is None else digest(source)
+    own = {*_OWN, *keys_of(FitOptions)}
     try:
-        recipe = {key: value for key, value in to_recipe(plan.spec).items() if key not in _OWN}
+        recipe = {key: value for key, value in to_recipe(plan.spec).items() if key not in own}
         recipe["load settings"] = dict(plan.data.settings)
     except RecipeError:  # e.g. an own model: then the plan, whose text names everything
         recipe = {f"the step {step.what!r}": step.why for step in plan.steps}

@@ -32,7 +32,7 @@ from ..training.build import plain_torch, rebuild_model, resolve_data
 from ..training.loop import evaluate
 from .folder import MODEL, UNLISTED, provide_code
 from .initial import InitialWeights, WeightsArg, check_source
-from .prediction import BATCH, OnError, Predictions, predicted
+from .prediction import BATCH, OnError, Predictions, listed, predicted
 from .predictions import check_out, write_masks, write_table
 from .ranks import built_here, on_ranks
 
@@ -182,6 +182,9 @@ class FitResult:
         """Return one dict per image: `image` (its path or number) and the prediction by name. A notebook shows the
         first with their images.
 
+        Predictions are those of the run's evaluation: averages over the views of `TestTimeFlip`, in the run's precision
+        (in float32 on a device that would have to emulate it).
+
         For `Classification`: `class`, `probability` and all `probabilities`; for `MultiLabel`: `labels` and
         `probabilities`; for `Regression`: `value`; for other tasks: `prediction`. All are JSON values.
 
@@ -212,9 +215,10 @@ class FitResult:
         place = None if out is None else Path(out)
         if place is not None:
             check_out(place, task)
-        found = predicted(self.model, task, inputs, images, batch_size, on_error, progress)
+        given = listed(images, inputs.channels)
+        found = predicted(self, given, batch_size, on_error, progress)
         if place is not None and isinstance(task, Segmentation):
-            return Predictions(write_masks(place, found, inputs))
+            return Predictions(write_masks(place, [str(each.name) for each in given], found, inputs))
         rows = Predictions(colors=inputs.colors)
         for one in found:
             rows.add(one, one.row(task, inputs))

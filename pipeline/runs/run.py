@@ -157,7 +157,8 @@ class Run(Observer):
             if note := self._hooks.note():
                 self._echo(note)
             if self._job.resume is not None:
-                self._echo("There is no checkpoint yet: training starts from scratch.")
+                start = "from scratch" if self._initial is None else "with these weights"
+                self._echo(f"There is no checkpoint yet: training starts {start}.")
             return
         content = checkpoint.content
         check_compatible(content.facts, self._facts, checkpoint.path, tied_to_length(self._plan))

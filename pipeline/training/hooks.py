@@ -103,7 +103,7 @@ class TrainingHooks:
         self._seed, self._classes, self._precision, self._all = seed, classes, precision, tuple(transforms)
         # The loader does the work of those that set the size of its images.
         self._batch = [t for t in transforms if t.kind == "batch" and type(t).size is Transform.size]
-        self._evaluation = [t for t in transforms if t.kind == "evaluation"]
+        self._evaluates = any(t.kind == "evaluation" for t in transforms)
         self._sessions: dict[str, Session] = {}
         self._moments = self.moments(Observer())
 
@@ -239,15 +239,22 @@ class TrainingHooks:
     ) -> tuple[Any, Any]:
         """Return float32 outputs for images `(B, 3, H, W)`, for the loss and for the metrics."""
         inputs = task.model_inputs(targets)
-        if not self._evaluation:
+        if not self._evaluates:
             return loss_and_metric_inputs(task, model(images, **inputs))
 
         def outputs(seen: torch.Tensor) -> Any:
             return task.outputs(model(seen, **inputs))
 
-        predict = reduce(lambda inner, each: partial(each.predict, inner), self._evaluation, outputs)
-        judged = to_float(predict(images))
+        judged = to_float(evaluated_outputs(self._all, outputs)(images))
         return judged, judged
+
+
+def evaluated_outputs(
+    transforms: Sequence[Transform], outputs: Callable[[torch.Tensor], Any]
+) -> Callable[[torch.Tensor], Any]:
+    """Return what gives a batch's outputs in evaluation: `outputs`, within the evaluation transforms."""
+    evaluation = [each for each in transforms if each.kind == "evaluation"]
+    return reduce(lambda inner, each: partial(each.predict, inner), evaluation, outputs)
 
 
 def _overrides(session: Session, method: str) -> bool:

@@ -15,7 +15,8 @@ exec "$@"
 """
 SCONTROL = """\
 #!/bin/bash
-if [ "$1 $2" = "show hostnames" ]; then echo "$3"; else echo "$*" >> "$REQUESTS"; fi
+if [ "$1 $2" = "show hostnames" ]; then echo "$3"; elif [ "$1 $2" = "show node" ]; then [[ $3 != *gone* ]]
+else echo "$*" >> "$REQUESTS"; fi
 """
 TORCHRUN = """\
 #!/bin/bash
@@ -38,7 +39,8 @@ def surroundings(path: str, requests: Path) -> dict[str, str]:
     return {
         **os.environ, "PATH": path, "REQUESTS": str(requests),
         "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
-        "SLURM_JOB_ID": f"{number}", "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_ID": f"{number}", "SLURM_JOB_NAME": "mine", "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_JOB_NUM_NODES": "1",
         "SLURM_CPUS_PER_TASK": "2", "JOB_COMPLETION_INDEX": "0", "SKYPILOT_NODE_IPS": "127.0.0.1",
         "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_TASK_ID": f"task-{number}",
     }  # fmt: skip

@@ -145,7 +145,7 @@ def refuse_partitioned(model: nn.Module) -> None:
         if hasattr(parameter, "ds_shape"):
             raise PlanError(
                 f"Cannot average {name!r}: DeepSpeed stage 3 has partitioned it across the ranks and left an empty "
-                "tensor. Use the strategy fsdp2, or remove EMA and SWA."
+                "tensor. Use the strategy fsdp, or remove EMA and SWA."
             )
 
 

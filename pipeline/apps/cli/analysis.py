@@ -30,15 +30,14 @@ def errors(
     It prints a table of the classes, the worst samples, and the calibration.
     Every validation sample is judged once, with the weights and the pixels of the run's evaluation.
     """
-    from json import dumps
-
+    from ....common.storage.json_files import to_json
     from ...recipes.files import modules_of
     from ...runs.result import load_run
 
     with modules_of():
         found = load_run(run, trust_code=trust_code).errors(data)
     if as_json:
-        print(dumps(found.to_dict(), ensure_ascii=False))
+        print(to_json(found.to_dict()))
     else:
         print(found.table(None if everything else SHOWN) if found.heads else found)
     if out is not None:
@@ -67,12 +66,11 @@ def compare(runs: tuple[Path | str, ...], out: Path | None, as_json: bool) -> No
     Unfinished and damaged runs are named. The curves are those of the monitored metric and of the loss, by epoch and by
     time.
     """
-    from json import dumps
-
+    from ....common.storage.json_files import to_json
     from ...analysis.compare import compare_runs
 
     found = compare_runs(runs)
-    print(dumps(found.to_dict(), ensure_ascii=False) if as_json else found)
+    print(to_json(found.to_dict()) if as_json else found)
     if out is not None:
         print(found.save(out), file=sys.stderr if as_json else sys.stdout)
 

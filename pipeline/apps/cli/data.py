@@ -198,9 +198,8 @@ def advise(source: str, as_json: bool, quiet: bool, **options: Any) -> None:
     A sample of the images is converted in several ways, each of which is loaded from memory, with one and with all
     workers, and read from disk, in interleaved rounds. The temporary files are removed at the end, also after Ctrl-C.
     """
-    from json import dumps
-
+    from ....common.storage.json_files import to_json
     from ....loaders import advise as run
 
     advice = run(source, progress=not quiet, **options)
-    print(dumps(advice.to_dict(), ensure_ascii=False) if as_json else advice)
+    print(to_json(advice.to_dict()) if as_json else advice)

@@ -49,8 +49,7 @@ def sweep(
     drivetrain sweep cifar10-quickstart optimizer.lr=0.1,0.3,1 seed=0..2 --out sweeps/lr
     drivetrain sweep mine.yaml optimizer.lr=0.01..1 --random 20 --out sweeps/random
     """
-    from json import dumps
-
+    from ....common.storage.json_files import to_json
     from ...runs.folder import lock_run_dir, make_folder
     from ..sweeps.space import space
     from ..sweeps.sweep import sweep
@@ -67,5 +66,5 @@ def sweep(
         done = sweep(
             recipe, what, out, sources, jobs=jobs, said=lambda line: print(line, file=sys.stderr, flush=True)
         )
-    print(dumps(done.to_dict(), ensure_ascii=False) if as_json else done)
+    print(to_json(done.to_dict()) if as_json else done)
     return 1 if done.failed else 0

@@ -6,6 +6,7 @@ import importlib
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -187,6 +188,8 @@ def _tuned(
 
     if out is not None:
         make_folder(out)
+    if pipeline.fit_options is not None:  # tuned.yaml shall not replace the run of the recipe
+        pipeline = pipeline.replace(fit_options=replace(pipeline.fit_options, out=None))
     try:
         tuned = pipeline.tune(
             seconds=seconds, allow=allow, epochs=epochs, target=target, again=again, progress=not quiet,
@@ -305,7 +308,7 @@ def folds(
     Validation data of the recipe is not used. With --out, each fold is a run in a folder of its own, fold-0, fold-1, …;
     the same command again continues where it was stopped.
     """
-    from json import dumps
+    from ....common.storage.json_files import to_json
 
     checked = completed_recipe(recipe, overrides, train, val)
     from ...pipeline import Pipeline
@@ -315,7 +318,7 @@ def folds(
         pipeline = Pipeline.from_recipe(checked)
         given = {} if out is None else {"out": out, "resume": "auto"}
         found = pipeline.cross_validate(folds, progress=not quiet and not as_json, **given)
-    print(dumps(found.to_dict(), ensure_ascii=False) if as_json else found)
+    print(to_json(found.to_dict()) if as_json else found)
 
 
 @click.command(cls=Command)
@@ -337,8 +340,7 @@ def predict(
 
     Each image is cropped, resized and normalized as in the run's evaluation.
     """
-    from json import dumps
-
+    from ....common.storage.json_files import to_json
     from ...recipes.files import modules_of
     from ...runs.result import load_run
 
@@ -353,7 +355,7 @@ def predict(
     )
     if as_json:
         for row in rows:
-            print(dumps(row, ensure_ascii=False))
+            print(to_json(row))
     elif out is None:
         print(Table(("image", "prediction"), [(str(row["image"]), _prediction_text(row)) for row in rows]))
     else:

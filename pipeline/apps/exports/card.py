@@ -33,6 +33,16 @@ model.load_state_dict(load_file("{name}"))  # of the model {names}
 model.eval()
 images = torch.zeros({shape})  # yours, as below
 outputs = model(images)""",
+    "scaled safetensors": """\
+import torch
+from safetensors.torch import load_file
+
+state = load_file("{name}")  # of the model {names}
+mean, std = state.pop("target_mean"), state.pop("target_std")  # of the targets: it was trained on scaled ones
+model.load_state_dict(state)
+model.eval()
+images = torch.zeros({shape})  # yours, as below
+outputs = model(images) * std + mean""",
     "torch-export": """\
 import torch
 
@@ -67,15 +77,16 @@ def check_card(path: Path) -> None:
 
 def write_card(
     path: Path, exported: Path, kind: str, names: str, checkpoint: Checkpoint, folder: Path | None,
-    recipe: Mapping[str, Any], difference: Difference | None,
+    recipe: Mapping[str, Any], difference: Difference | None, *, scaled: bool,
 ) -> None:  # fmt: skip
-    """Write the card of `exported`, whose weights have `names`. Without the run's folder, its ledger is unknown."""
+    """Write the card of `exported`, whose weights have `names`, and the scale of the targets if it is `scaled`. Without
+    the run's folder, its ledger is unknown."""
     facts = checkpoint.content.history.facts
     recipe = {key: value for key, value in recipe.items() if key != "trained"}  # the card has it elsewhere
     parts = [
         _front_matter(facts, kind), MARK, f"# {exported.name}", _origin(checkpoint, recipe),
-        *_use(exported, kind, names, facts, difference), _training(checkpoint, recipe), *_results(checkpoint, recipe),
-        _ledger(folder), _environment(checkpoint),
+        *_use(exported, kind, names, facts, difference, scaled), _training(checkpoint, recipe),
+        *_results(checkpoint, recipe), _ledger(folder), _environment(checkpoint),
     ]  # fmt: skip
     if recipe:
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
@@ -105,13 +116,20 @@ def _origin(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> str:
 
 
 def _use(
-    exported: Path, kind: str, names: str, facts: Mapping[str, Any], difference: Difference | None
+    exported: Path,
+    kind: str,
+    names: str,
+    facts: Mapping[str, Any],
+    difference: Difference | None,
+    scaled: bool,
 ) -> Iterator[str]:
     inputs = Inputs.from_dict(facts["inputs"]) if "inputs" in facts else None
     shape = "(1, 3, 224, 224)"  # of what the run does not say
     if inputs is not None:
         shape = str((1, len(inputs.mean), *height_width(inputs.image_size)))
-    code = _USE[kind].format(name=exported.name, names=_SURGERY[names], shape=shape)
+    code = _USE[f"scaled {kind}" if scaled else kind].format(
+        name=exported.name, names=_SURGERY[names], shape=shape
+    )
     yield f"## Use\n\n```python\n{code}\n```"
     if inputs is not None:
         yield _input_text(inputs, kind, facts.get("task"))

@@ -23,6 +23,7 @@ from ...describe.inputs import Inputs, metadata
 from ...recipes.files import RECIPE, read_recipe
 from ...recipes.script import modules_named
 from ...runs.folder import provide_code
+from ...tasks.target_scale import BUFFERS
 from .card import CARD, LEDGER, check_card, write_card
 from .programs import Difference, write_program
 
@@ -124,18 +125,19 @@ def export(
     check_card(card)
     checkpoint = chosen(place, best=best)
     folder = run_folder(checkpoint)
-    recipe, difference = _recipe(folder), None
+    recipe, difference, scaled = _recipe(folder), None, False
     facts = checkpoint.content.history.facts
     if model is None and names == "plain" and modules_named({"model": recipe.get("model")}):
         assert folder is not None
         model = provide_code(where, folder, trust=trust_code)["model"]
     if kind == "safetensors":
         state = plain_names(checkpoint, model) if names == "plain" else evaluated_state(checkpoint)
+        scaled = {*BUFFERS} <= state.weights.keys()
         save_model(state, out, about=metadata(facts))
     else:
         source = None if data is None else Path(data)
         difference = _program(checkpoint, out, kind, model, source, recipe, tolerance)
-    write_card(card, out, kind, names, checkpoint, folder, recipe, difference)
+    write_card(card, out, kind, names, checkpoint, folder, recipe, difference, scaled=scaled)
     return Exported(out, checkpoint, card, difference)
 
 

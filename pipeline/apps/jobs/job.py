@@ -28,6 +28,7 @@ TORCHRUN_PORT = 29400
 SIGNALS = f"--signals-to-handle SIGTERM,SIGINT,SIGUSR1 --shutdown-timeout {SHUTDOWN_SECONDS}"
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
+_LONG = 44  # characters of a name from a recipe, so that it suits JobSet with any number of pods
 _TIME = re.compile(r"\d+|\d+(:[0-5]\d){1,2}|\d+-\d{1,2}(:[0-5]\d){0,2}", re.ASCII)
 _GPU = re.compile(r"[A-Za-z0-9][-._A-Za-z0-9]*")
 _IMAGE = re.compile(r"[A-Za-z0-9][-._:/@#A-Za-z0-9]*")
@@ -72,8 +73,9 @@ class Job:
 
     @property
     def top_folder(self) -> str | None:
-        """The first folder of the path `out`, where a cluster mounts what its machines share; of an address, None."""
-        return None if is_address(self.out) else f"/{PurePosixPath(self.out).parts[1]}"
+        """The first folder of the absolute path `out`, where a cluster mounts what its machines share; else None."""
+        root, *folders = PurePosixPath(self.out).parts or ("",)
+        return f"/{folders[0]}" if root == "/" and folders else None
 
     def unmounted(self, *, copied: bool) -> list[str]:
         """Return the data that machines lack which mount only `top_folder`; `copied`: with the working directory."""
@@ -124,8 +126,9 @@ def make_job(
         raise PlanError(f"--gpu-type {gpu_type}: the recipe trains on the CPU. Leave out one of the two.")
     sources = [data.train] if data.val is None else [data.train, data.val]
     files = tuple(file for source in sources for file in files_of(source).names)
+    kept = tuple(pair for pair in overrides if not pair.startswith("devices="))  # each file sets them
     return Job(
-        recipe, tuple(overrides), out, name or _name_of(recipe), _fitting(data.batch_size, how, numbers, gpus),
+        recipe, kept, out, name or _name_of(recipe), _fitting(data.batch_size, how, numbers, gpus),
         processes=gpus, cpus=cpus, on_gpus=how.device != "cpu", timeout=how.timeout, gpu_type=gpu_type, time=time,
         image=image, data=files,
     )  # fmt: skip
@@ -145,8 +148,8 @@ def _check_text(option: str, value: str | None, pattern: re.Pattern[str], allowe
 
 
 def _name_of(recipe: str) -> str:
-    plain = re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower())[:50].strip("-")
-    return plain if _NAME.fullmatch(plain) else f"train-{plain}"[:50].strip("-")
+    plain = re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower())[:_LONG].strip("-")
+    return plain if _NAME.fullmatch(plain) else f"train-{plain}"[:_LONG].strip("-")
 
 
 def _read(recipe: str, overrides: Sequence[str]) -> tuple[DistributedConfig, DataConfig]:
@@ -156,6 +159,8 @@ def _read(recipe: str, overrides: Sequence[str]) -> tuple[DistributedConfig, Dat
         raise PlanError("devices= of a job is the number of its GPUs. Leave it out.")
     with modules_of(recipe):
         pipeline = Pipeline.from_recipe(recipe, **values, devices="auto")
+    if pipeline.epochs is None:
+        raise PlanError(f"Number of epochs not set by {recipe}. Pass epochs=….")
     assert pipeline.data is not None  # a recipe always has data
     return pipeline.distributed, pipeline.data
 

@@ -4,6 +4,7 @@ from ....common.errors import PlanError
 from .job import SIGNALS, TORCHRUN_PORT, WARNING_SECONDS, Job, fill, literal, scalar, seconds_of, stoppable
 
 _RESTARTS = 10
+_LABEL = 63  # characters of a name of a pod
 _MEMORY = 16  # GiB for each process
 _MAX_CONFIG = 1_000_000  # bytes; a ConfigMap may have 1 MiB
 # Folders that an image needs itself.
@@ -186,6 +187,12 @@ def kubernetes(job: Job) -> str:
 
 def jobset(job: Job) -> str:
     """The same pods in a JobSet (https://jobset.sigs.k8s.io), which makes the Service."""
+    most = _LABEL - len(f"-pods-0-{job.most - 1}-xxxxx")  # JobSet refuses longer names of pods
+    if len(job.name) > most:
+        raise PlanError(
+            f"--name {job.name!r} has {len(job.name)} characters; for jobset, {most} are the most, because pods are "
+            "named after it. Pass a shorter --name."
+        )
     return _manifests(
         job, _JOBSET, f"{job.name}-pods-0-0.{job.name}", scheduler="jobset", kind="jobset", subdomain=""
     )

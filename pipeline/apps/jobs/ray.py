@@ -29,7 +29,7 @@ class Report(Callback):
     """Passes the metrics of each epoch to Ray, for its dashboard and results; every worker has to."""
 
     def on_epoch_end(self, view):
-        report({"epoch": view.epoch, "loss": view.history[-1].loss, **view.metrics})
+        report(view.history[-1].values())
 
 
 def train(config):
@@ -39,7 +39,8 @@ def train(config):
         pipeline = Pipeline.from_recipe(RECIPE, **{**OVERRIDES, "devices": "auto"})
         # A lost worker costs what came after the last checkpoint. Ray forwards no signals that could announce it.
         checkpoints = Checkpoints(every_minutes=@minutes@)
-        pipeline.fit(out=OUT, resume="auto", checkpoints=checkpoints, callbacks=[Report()])
+        callbacks = [*pipeline.fit_defaults().get("callbacks", ()), Report()]
+        pipeline.fit(out=OUT, resume="auto", checkpoints=checkpoints, callbacks=callbacks)
 
 
 if __name__ == "__main__":

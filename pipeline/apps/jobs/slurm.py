@@ -1,10 +1,14 @@
 """A batch script for SLURM."""
 
 import shlex
+from pathlib import PurePosixPath
 
+from ....common.errors import PlanError
+from ....common.storage.addresses import is_address
 from .job import CHECKPOINT_MINUTES, SIGNALS, WARNING_SECONDS, Job, fill, stoppable
 
-_FAILURES = 20  # starts after which a failed job is not started again
+_FAILURES = 20  # after so many, a failed job is not started again
+_EXCLUSIONS = 3  # starts without further slow nodes: a cluster whose nodes differ would else run out of them
 
 _SCRIPT = """\
 #!/bin/bash
@@ -36,10 +40,15 @@ _SCRIPT = """\
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 10000 * 2))
 
+# Why the job has started again, a line each time.
+again="$SLURM_JOB_NAME-$SLURM_JOB_ID.again"
+touch "$again"
+
 # Before training, for about a minute: do devices, versions and network agree? Is a node much slower than others?
-# Then the job starts again without it.
-slow=$(@check@ | tee /dev/stderr | sed -n 's/^Leave out: //p')
-if [ -n "$slow" ]; then
+# Then the job starts again without it, @exclusions@ times at most, if SLURM knows the node by its host's name.
+slow=$(@check@ | tee /dev/stderr | sed -n '/^Leave out: /{s///; s/\\.[^,]*//g; p}')
+if [ -n "$slow" ] && [ "$(grep -c ^slow "$again")" -lt @exclusions@ ] && scontrol show node "$slow" > /dev/null; then
+    echo "slow: $slow" >> "$again"
     before=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\\([^ (]*\\).*/\\1/p')
     trap '' TERM  # with which SLURM ends a script that requeues its job
     scontrol requeuehold "$SLURM_JOB_ID"
@@ -54,7 +63,8 @@ fi
 # @failures@ times at most, because that is rather a lost node than a mistake, which would show at once.
 if [ "$status" -eq 75 ]; then
     scontrol requeue "$SLURM_JOB_ID"
-elif [ "$status" -ne 0 ] && [ "$SECONDS" -gt @seconds@ ] && [ "${SLURM_RESTART_COUNT:-0}" -lt @failures@ ]; then
+elif [ "$status" -ne 0 ] && [ "$SECONDS" -gt @seconds@ ] && [ "$(grep -c ^failed "$again")" -lt @failures@ ]; then
+    echo "failed: $status" >> "$again"
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"
@@ -91,7 +101,7 @@ def slurm(job: Job) -> str:
         nodes=listed if job.left_out else job.nnodes.replace(":", "-"),
         gpus=f"#SBATCH --gpus-per-node={gpu_type}{job.processes}" if job.on_gpus else "",
         time="" if job.time is None else f"#SBATCH --time={job.time}",
-        environment=_CONTAINER if job.image else _ENVIRONMENT, failures=_FAILURES,
+        environment=_CONTAINER if job.image else _ENVIRONMENT, failures=_FAILURES, exclusions=_EXCLUSIONS,
         seconds=60 * CHECKPOINT_MINUTES,
         check=fill(_CHECK, processes=job.processes, container=container),
         run=stoppable(command, "step", "USR1", "srun forwards it to torchrun"),
@@ -102,6 +112,11 @@ def _container(job: Job) -> str:
     """Return the options of pyxis: the image, with the folders that all machines share."""
     if job.image is None:
         return ""
+    if not is_address(job.out) and ".." in PurePosixPath(job.out).parts:
+        raise PlanError(
+            f"--out {job.out!r} may be outside of the folder where the job is submitted, which the container has. Pass "
+            "an absolute path without '..'."
+        )
     top = "" if job.top_folder is None else f",{job.top_folder}:{job.top_folder}"
     folder = '"$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR' + f'{top}"'
     return (

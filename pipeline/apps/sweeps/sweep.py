@@ -179,8 +179,6 @@ def sweep(
             command = [sys.executable, "-m", "drivetrain", "train", recipe, *overrides, *flags]
             if any((folder / name / "checkpoints").glob("*")):
                 command.append("--resume")
-                if wanted[name]["init_from"] is not None:  # the checkpoint has what came of it
-                    command.append("init_from=null")
             commands[name] = [*command, "--out", str(folder / name)]
     if kept := len(runs) - len(commands):
         said(f"{kept} of {len(runs)} runs are finished already.")

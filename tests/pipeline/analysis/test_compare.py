@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from command_line import call
 from drivetrain import DataError, Pipeline, Regression
-from drivetrain.pipeline import compare_runs, load_run
+from drivetrain.pipeline import EarlyStopping, compare_runs, load_run
 from drivetrain.pipeline.recipes.flat import flattened
 from drivetrain.transforms import LabelSmoothing
 from pipeline_data import Toy, plain_model
+
+
+class Logger:
+    def log(self, values: dict[str, Any], step: int) -> None:
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +45,35 @@ def test_figures_and_only_what_differs(runs: Path) -> None:
     assert max(map(len, str(comparison).splitlines())) <= 80
     assert "best top1" in str(comparison)
     assert comparison._repr_html_().count("<table>") == 2
+
+
+def test_the_recipe_of_a_run_has_its_options_of_fit_but_not_its_folder(toy: Toy, tmp_path: Path) -> None:
+    """Whether they are the recipe's, or given to this run; who trains it again does not replace another run."""
+    recipe = toy.pipeline(plain_model).to_recipe() | {
+        "epochs": 2, "out": str(tmp_path / "first"), "eval_every": 2, "on_nonfinite": "skip",
+        "callbacks": [{"name": "EarlyStopping", "monitor": "loss"}, {"name": "callback_jobs:Sums"}],
+    }  # fmt: skip
+    pipeline = Pipeline.from_recipe(recipe)
+    pipeline.fit(progress=False)
+    stopping = EarlyStopping("loss", patience=7)
+    result = pipeline.fit(
+        out=tmp_path / "second", init_from=tmp_path / "first", on_nonfinite="raise", callbacks=[stopping],
+        logger=["csv", Logger()], progress=False,
+    )  # fmt: skip
+    first, second = (
+        yaml.safe_load((tmp_path / run / "recipe.yaml").read_text()) for run in ("first", "second")
+    )
+    assert (first["out"], second["out"]) == (None, None)
+    assert first["callbacks"] == recipe["callbacks"]
+    assert second["callbacks"] == [{"name": "EarlyStopping", "monitor": "loss", "patience": 7}]
+    assert second["logger"] == ["csv"]
+    assert (first["eval_every"], second["eval_every"]) == (2, 2)
+    comparison = compare_runs([tmp_path / "first", tmp_path / "second"])
+    expected = {"init_from": (None, str(tmp_path / "first")), "on_nonfinite": ("skip", "raise")}
+    assert comparison.differences.items() >= expected.items()
+    assert compare_runs([tmp_path / "second", result]).differences == {}
+    again = Pipeline.from_recipe(tmp_path / "second/recipe.yaml").fit(out=tmp_path / "third", progress=False)
+    assert again.history.epochs[-1].loss == result.history.epochs[-1].loss
 
 
 def test_unfinished_and_damaged_runs_have_a_row_and_a_reason(runs: Path, tmp_path: Path) -> None:

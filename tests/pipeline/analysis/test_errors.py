@@ -222,6 +222,33 @@ def test_pixels_are_judged_as_by_hand(tmp_path: Path) -> None:
     )
 
 
+def test_a_sample_that_does_not_count_has_no_loss(tmp_path: Path) -> None:
+    """Such as a mask of void pixels only, of which a weighted mean would be 0 / 0."""
+    images = jobs.images(16, 0)
+    masks = [np.where(image[..., 0] > 127, 1, 0).astype(np.uint8) for image in images]
+    masks[5][:] = 255
+    convert([*zip(images, masks, strict=True)], tmp_path / "data.beton", progress=False)
+    file = str(tmp_path / "data.beton")
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 1.0]), ignore_index=255)
+    pipeline = (
+        Pipeline(Pixels).load(file, file, batch_size=8, image_size=jobs.SIDE, workers=1, eval_ratio=1.0)
+        .task(Segmentation(classes=3, loss=loss)).optimize("sgd", lr=0.1)
+    )  # fmt: skip
+    errors = pipeline.fit(epochs=1, progress=False).errors()
+    assert errors.losses[5] == 0
+    assert (np.delete(errors.losses, 5) > 0).all()
+    assert errors.worst(16)[-1] == 5
+    assert 5 not in [each["sample"] for each in errors.to_dict()["worst"][:15]]
+
+
+def test_losses_that_are_not_finite_are_null_in_json(toy: Toy, tmp_path: Path) -> None:
+    errors = toy.pipeline().fit(epochs=1, progress=False).errors()
+    errors.losses[3] = np.nan
+    text = errors.save(tmp_path / "errors.json").read_text()
+    worst = json.loads(text, parse_constant=pytest.fail)["worst"][0]
+    assert (worst["sample"], worst["loss"]) == (3, None)
+
+
 def test_a_task_of_ones_own_has_its_losses(tmp_path: Path) -> None:
     files = jobs.write(tmp_path, jobs.TASKS["your own"][1])
     result = jobs.pipeline_of("your own", files).fit(epochs=1, progress=False)

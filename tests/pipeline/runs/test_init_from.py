@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from argparse import Namespace
 from pathlib import Path
 from time import perf_counter
@@ -102,9 +103,27 @@ def test_the_command_line_begins_with_weights(toy: Toy, run: tuple[Path, FitResu
     for name, value in first.model.named_parameters():
         torch.testing.assert_close(trained[name], value.detach(), rtol=0, atol=0)
     assert "nowhere does not exist" in call(*command, str(tmp_path / "nowhere")).line
-    assert (
-        "begins a new run, and resume=" in call(*command, str(folder), "--out", str(second), "--resume").line
-    )
+    again = call(*command, str(folder), "--out", str(second), "--resume")
+    assert again.code == 0, again.err
+    assert "the training was finished" in again.out
+    assert "Weights from" not in again.out
+
+
+def test_with_resume_weights_are_used_only_without_a_checkpoint(
+    toy: Toy, run: tuple[Path, FitResult], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that is restarted passes both, also when the weights are no longer there."""
+    source = tmp_path / "source"
+    shutil.copytree(run[0], source)
+    options: dict[str, Any] = {"init_from": source, "out": tmp_path / "job", "resume": "auto"}
+    first = averaged(toy).fit(epochs=1, **options)
+    assert "There is no checkpoint yet: training starts with these weights." in capsys.readouterr().out
+    shutil.rmtree(source)
+    second = averaged(toy).fit(epochs=1, **options, progress=False)
+    assert second.history.facts["init_from"] == first.history.facts["init_from"]
+    assert "resumed" in second.history.facts
+    expected = averaged(toy).fit(epochs=1, init_from=run[0], **OPTIONS)
+    torch.testing.assert_close(second.model.state_dict(), expected.model.state_dict(), rtol=0, atol=0)
 
 
 def test_another_last_layer_keeps_its_own_values_and_is_named(
@@ -156,7 +175,7 @@ def factorized_like(source: torch.nn.Module, result: FitResult) -> torch.nn.Modu
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"init_from": "RUN", "resume": "auto", "out": "OUT"}, PlanError, "begins a new run, and resume='auto' contin"),
+        ({"init_from": "RUN", "resume": "OUT"}, PlanError, "begins a new run, and resume='.*OUT' contin"),
         ({"init_from": "nowhere"}, PlanError, "nowhere does not exist"),
         ({"init_from": "FILE.pt"}, DataError, "it has more than tensors.*save_file"),
         ({"init_from": "MODEL.pth"}, DataError, "an object of torch.nn.modules.*Save the state dict alone"),
@@ -236,6 +255,10 @@ def test_both_on_two_ranks(strategy: str, toy: Toy, run: tuple[Path, FitResult],
     )
     for name, value in first.model.named_parameters():
         torch.testing.assert_close(result.model.get_parameter(name), value, rtol=0, atol=0)
+    options = OPTIONS | {"init_from": folder, "out": tmp_path / "job", "resume": "auto"}
+    begun, resumed = (ranks.fit(epochs=1, **options) for _ in range(2))
+    assert resumed.history.facts["init_from"] == begun.history.facts["init_from"]
+    assert "resumed" in resumed.history.facts
     save_file({"other": torch.zeros(3)}, tmp_path / "other.safetensors")
     with pytest.raises(PlanError, match="Nothing to begin with"):
         started_from(ranks, tmp_path / "other.safetensors")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import segmentation_jobs as jobs
+from drivetrain import DataError
 from drivetrain.loaders import convert
 from drivetrain.pipeline import load_run
 from drivetrain.pipeline.analysis.picture import overlaid
@@ -76,6 +77,16 @@ def test_predictions_are_written_in_them(run: Any) -> None:
         assert {*np.unique(classes[counts]).tolist()} == {*np.unique(row["prediction"]).tolist()}
     page = result.predict(photos)._repr_html_()
     assert page.count("<img") == 2
+
+
+def test_two_masks_of_one_name_are_refused_before_anything_is_predicted(run: Any, tmp_path: Path) -> None:
+    _, result, _ = run
+    for name in ("a.jpg", "a.png"):
+        Image.fromarray(jobs.scene(0)[0]).save(tmp_path / name)
+    (tmp_path / "0.jpg").write_bytes(b"damaged: predicting would raise this first")
+    with pytest.raises(DataError, match=r"a\.png: another image has the same mask, a\.png"):
+        result.predict(tmp_path, out=tmp_path / "masks")
+    assert not (tmp_path / "masks").exists()
 
 
 def test_without_a_palette_nothing_is_added(tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ import pytest
 import torch
 from command_line import call
 from drivetrain import DataError, DrivetrainError, MultiLabel, Pipeline, Regression
+from drivetrain.common import machine
 from drivetrain.common.errors import CheckpointError
 from drivetrain.loaders import FFCVLoader, convert, open_beton
 from drivetrain.pipeline import FitResult, export, load_run
 from drivetrain.pipeline.apps.exports.card import CARD
 from drivetrain.pipeline.describe.inputs import Inputs
 from drivetrain.pipeline.recipes.files import read_recipe
-from drivetrain.transforms import EMA, BlurPool
+from drivetrain.transforms import EMA, BlurPool, TestTimeFlip
 from loader_pictures import jpeg_bytes, picture
 from numpy.typing import NDArray
 from PIL import Image
@@ -108,6 +109,27 @@ def test_predictions_are_those_of_the_evaluation(run: tuple[FitResult, Path, str
     assert [row["class"] for row in fewer] == [row["class"] for row in rows]
     assert result.predict([]) == []
     assert not result.model.training
+
+
+@pytest.mark.parametrize("instructions", ["", "avx512_bf16"])
+def test_predictions_have_the_views_and_the_precision_of_the_evaluation(
+    run: tuple[FitResult, Path, str], instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`precision="auto"` is bf16 on a CPU that has it; torch computes the same on others."""
+    monkeypatch.setattr(machine, "bf16_instructions", lambda: instructions)
+    _, _, data = run
+    pipeline = Pipeline("task_jobs:Outputs", num_classes=2).load(
+        data, data, batch_size=12, image_size=24, workers=1
+    )
+    pipeline = pipeline.transform(TestTimeFlip(shift=2)).optimize("sgd", lr=0.05)
+    result = pipeline.distribute("single", precision="auto").fit(epochs=1, progress=False)
+    rows, errors = result.predict(data, batch_size=12), result.errors()
+    assert [CLASSES.index(row["class"]) for row in rows] == errors.predictions.tolist()
+    assert [row["probability"] for row in rows] == pytest.approx(errors.probabilities.tolist(), abs=1e-6)
+    batch = torch.stack([result.preprocess(image) for image in originals(data)])
+    with torch.no_grad():
+        plain = result.model(batch).softmax(1).amax(1)
+    assert (plain - torch.tensor([row["probability"] for row in rows])).abs().max() > 1e-4
 
 
 def test_a_run_is_loaded_from_its_folder(

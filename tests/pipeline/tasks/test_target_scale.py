@@ -93,6 +93,21 @@ def test_resumed_loaded_exported_and_begun_from(files: Files, tmp_path: Path) ->
         fewer.fit(epochs=3, out=tmp_path, progress=False, resume=True)
 
 
+@pytest.mark.parametrize("names", ["plain", "trained"])
+def test_the_code_of_the_model_card_gives_the_units_of_the_targets(
+    files: Files, tmp_path: Path, names: Any
+) -> None:
+    result = pipeline_of(files).fit(epochs=1, out=tmp_path / "run", progress=False)
+    model = jobs.Outputs if names == "plain" else None
+    card = export(tmp_path / "run", tmp_path / "own.safetensors", names=names, model=model).card.read_text()
+    code = card.split("```python\n")[1].split("```")[0].replace('"own', f'"{tmp_path}/own')
+    values: dict[str, Any] = {"model": jobs.Outputs(num_classes=3)}
+    exec(code, values)
+    with torch.no_grad():
+        torch.testing.assert_close(values["outputs"], result.model(values["images"]))
+    assert values["outputs"][0, 0] > 100_000
+
+
 def test_a_run_without_a_scale_is_as_before(files: Files, tmp_path: Path) -> None:
     pipeline = pipeline_of(files, scaled=False)
     assert "Regression(scale_targets=True)" in pipeline.plan().to_dict()["steps"][-1]["why"]

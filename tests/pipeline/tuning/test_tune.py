@@ -106,10 +106,13 @@ def test_what_cannot_be_tuned_is_refused(toy: Toy, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_command_writes_a_recipe_that_trains(toy: Toy, tmp_path: Path) -> None:
     out = tmp_path / "tuned"
-    end = call("tune", "cifar10-quickstart", *toy_values(toy), "--out", str(out), "--seconds", "4")
+    end = call(
+        "tune", "cifar10-quickstart", *toy_values(toy), "out=first", "--out", str(out), "--seconds", "4"
+    )
     assert (end.code, end.err) == (0, "")
     assert "changes accepted" in end.out
     recipe = yaml.safe_load((out / "tuned.yaml").read_text())
+    assert recipe.get("out") is None  # training it shall not replace the run of the first recipe
     assert Pipeline.from_recipe(recipe).plan().steps
     assert call("train", str(out / "tuned.yaml"), "epochs=1").code == 0
 

@@ -13,6 +13,7 @@ from drivetrain import PlanError, RecipeError
 from drivetrain.pipeline.apps.cli import job as command
 from drivetrain.pipeline.apps.jobs.schedulers import SCHEDULERS, job_file
 from job_scripts import SCONTROL, SRUN, TORCHRUN, programs, surroundings
+from pipeline_data import Toy
 
 RECIPE = """\
 model: cifar_resnet
@@ -106,7 +107,7 @@ def test_slurm(recipe: str) -> None:
     assert all(not line.startswith("#SBATCH") for line in text.splitlines()[first_command:])
 
 
-@pytest.mark.parametrize("out", ["/shared/run", "s3://bucket/run"])
+@pytest.mark.parametrize("out", ["/shared/run", "s3://bucket/run", "runs/mine", "mine"])
 def test_slurm_in_a_container(recipe: str, tmp_path: Path, out: str) -> None:
     """Both steps run in it, with the folder of submission and the shared one."""
     stand_in = '#!/bin/bash\nprintf "%s\\n" "$@" >> "$REQUESTS"\n'
@@ -129,43 +130,47 @@ exit "$STATUS"
 """
 
 
+EXCLUDED = ["show job", "requeuehold", "ExcNodeList=node07,node09", "release"]
+
+
 @pytest.mark.parametrize(
-    ("found", "status", "seconds", "restarts", "expected"),
+    ("found", "status", "seconds", "before", "expected"),
     [
         ("", 0, 9000, "", []),
         ("", 1, 500, "", []),  # a mistake, which would fail again
         ("", 1, 700, "", ["requeue"]),
-        ("", 1, 700, "19", ["requeue"]),
-        ("", 1, 700, "20", []),
-        (
-            "Leave out: node07,node09\n",
-            1,
-            0,
-            "",
-            ["show job", "requeuehold", "ExcNodeList=node07,node09", "release"],
-        ),
+        ("", 1, 700, "failed: 1\n" * 19 + "slow: node01\n", ["requeue"]),
+        ("", 1, 700, "failed: 1\n" * 20, []),
+        ("Leave out: node07,node09\n", 1, 0, "", EXCLUDED),
+        ("Leave out: node07.example.org,node09.example.org\n", 1, 0, "slow: node01\n" * 2, EXCLUDED),
+        ("Leave out: node07\n", 0, 0, "slow: node01\n" * 3, []),
+        ("Leave out: gone.example.org\n", 0, 0, "", []),  # SLURM has another name for it
     ],
 )
 def test_slurm_starts_again(
-    recipe: str, tmp_path: Path, found: str, status: int, seconds: int, restarts: str, expected: list[str]
+    recipe: str, tmp_path: Path, found: str, status: int, seconds: int, before: str, expected: list[str]
 ) -> None:
-    """After a failure that came late, and without a node that the check has named, before it trains."""
+    """After a failure that came late, and without a node that the check has named, before it trains: so many times,
+    however often the time limit has ended it."""
     path = programs(tmp_path / "bin", srun=SRUN, scontrol=SCONTROL, torchrun=TORCHRUN_AFTER)
     requests = tmp_path / "requests"
     environment = surroundings(path, requests) | {
-        "FOUND": found,
-        "STATUS": f"{status}",
-        "SECONDS": f"{seconds}",
-    }
-    environment |= {"SLURM_RESTART_COUNT": restarts} if restarts else {}
+        "FOUND": found, "STATUS": f"{status}", "SECONDS": f"{seconds}", "SLURM_RESTART_COUNT": "99",
+    }  # fmt: skip
+    again = tmp_path / f"mine-{environment['SLURM_JOB_ID']}.again"
+    again.write_text(before)
     text = written("slurm", recipe)
-    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", "-c", text], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == status, done.stderr
+    trains = expected is not EXCLUDED
     asked = requests.read_text().splitlines()
-    assert asked[:1] == ([] if found else ["trained"]) or found
-    assert len(asked) == len(expected) + (not found)
-    for line, part in zip(asked[not found :], expected, strict=True):
+    assert asked[:trains] == ["trained"] * trains
+    assert len(asked) == len(expected) + trains
+    for line, part in zip(asked[trains:], expected, strict=True):
         assert part in line
+    assert len(again.read_text().splitlines()) == len(before.splitlines()) + bool(expected)
 
 
 def test_numbers_of_nodes(recipe: str) -> None:
@@ -295,6 +300,25 @@ def test_ray(recipe: str) -> None:
     assert '{"CPU": 4}' in written("ray", recipe, 'strategy_options={"device": "cpu"}')
 
 
+def test_ray_keeps_the_callbacks_of_the_recipe_and_reports_only_what_was_measured(
+    recipe: str, toy: Toy, tmp_path: Path
+) -> None:
+    """The function that Ray's workers call, in this process."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'drivetrain[ray]'")
+    Path(recipe).write_text(
+        f"model: pipeline_data:plain_model\ntrain: {toy.train}\nval: {toy.val}\nbatch_size: 32\nimage_size: 16\n"
+        "optimizer: {name: sgd, lr: 0.1}\nepochs: 9\neval_every: 2\nstrategy_options: {device: cpu}\n"
+        "callbacks: [{name: EarlyStopping, monitor: loss, patience: 1, min_delta: 9}]\n"
+    )
+    reported: list[dict[str, Any]] = []
+    job: dict[str, Any] = {"__name__": "job"}
+    exec(written("ray", recipe, out=f"{tmp_path / 'run'}", gpus=1), job)
+    job["report"] = reported.append
+    job["train"]({"folder": str(tmp_path)})
+    assert [each["epoch"] for each in reported] == [1, 2]
+    assert ["top1" in each for each in reported] == [False, True]
+
+
 def test_on_the_cpu_no_gpus_are_requested(recipe: str) -> None:
     cpu = 'strategy_options={"device": "cpu"}'
     assert "gpu" not in written("slurm", recipe, cpu).partition("srun")[0].replace("partition=gpu", "")
@@ -317,6 +341,12 @@ def test_awkward_texts_arrive_as_they_are(recipe: str, tmp_path: Path, scheduler
     assert not list(tmp_path.rglob("oops"))
 
 
+@pytest.mark.parametrize("scheduler", ["slurm", *PODS, "skypilot"])
+def test_devices_are_given_once(recipe: str, tmp_path: Path, scheduler: str) -> None:
+    words = arguments(scheduler, written(scheduler, recipe, "devices=auto", "seed=3"), tmp_path)
+    assert (words.count("devices=auto"), words.count("seed=3")) == (1, 1)
+
+
 def test_awkward_texts_in_python_and_in_a_recipe(recipe: str) -> None:
     tree = ast.parse(written("ray", recipe, f"description={AWKWARD}", out=f"/shared/{AWKWARD}"))
     values = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)]
@@ -331,6 +361,7 @@ WRONG: dict[str, tuple[str, list[str], dict[str, Any], str]] = {
     "another scheduler": ("slrum", [], {}, "'slrum'. Did you mean 'slurm'?"),
     "no folder": ("slurm", [], {"out": None}, "Pass --out"),
     "a relative folder": ("ray", [], {"out": "runs/mine"}, "Pass an absolute path"),
+    "a folder that the container lacks": ("slurm", [], {"image": "a", "out": "../run"}, "Pass an absolute path"),
     "a web server": ("slurm", [], {"out": "https://host/run"}, "a web server cannot be written"),
     "a folder above": ("skypilot", [], {"out": "/shared/../mine"}, "Pass an absolute path"),
     "a folder of the system": ("kubernetes", [], {"out": "/usr/run"}, "in /usr, which the image needs itself"),
@@ -353,6 +384,7 @@ WRONG: dict[str, tuple[str, list[str], dict[str, Any], str]] = {
     "one process": ("slurm", ["strategy=single"], {}, "strategy=single trains in one process"),
     "a batch": ("slurm", [], {"nodes": "3"}, "--nodes 3: batch_size=512 is global and must"),
     "microbatches": ("slurm", ["accumulate=100"], {}, "accumulate=100"),
+    "no epochs": ("slurm", ["epochs=null"], {}, "Number of epochs not set by mine.yaml. Pass epochs=…"),
     "an unknown key": ("slurm", ["epoch=3"], {}, "Did you mean 'epochs'?"),
 }  # fmt: skip
 
@@ -381,7 +413,7 @@ def test_recipes_that_cannot_be_read_or_copied(recipe: str, tmp_path: Path) -> N
         written("kubernetes", recipe)
 
 
-NAMES = {"a/B c_d.YAML": "b-c-d", "50.yaml": "train-50", "é.yaml": "train", f"{'x' * 80}.yaml": "x" * 50}
+NAMES = {"a/B c_d.YAML": "b-c-d", "50.yaml": "train-50", "é.yaml": "train", f"{'x' * 80}.yaml": "x" * 44}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -389,6 +421,19 @@ def test_names_of_jobs_are_those_of_recipes(recipe: str, name: str) -> None:
     Path(name).parent.mkdir(exist_ok=True)
     shutil.copy(recipe, name)
     assert f"#SBATCH --job-name={NAMES[name]}\n" in written("slurm", name)
+
+
+@pytest.mark.parametrize(("nodes", "most"), [(1, 48), (10, 48), (11, 47), (101, 46)])
+def test_names_of_jobset_leave_room_for_those_of_pods(recipe: str, nodes: int, most: int) -> None:
+    """At most 63 characters: NAME-pods-0-INDEX-xxxxx."""
+    options: dict[str, Any] = {"nodes": f"{nodes}", "gpus": 1}
+    sized = f"batch_size={nodes * 8}"
+    found = manifests(written("jobset", recipe, sized, name="x" * most, **options))["JobSet"]
+    pods, job = found["spec"]["replicatedJobs"][0], job_of({"JobSet": found})
+    last = f"{found['metadata']['name']}-{pods['name']}-0-{job['spec']['completions'] - 1}-abcde"
+    assert len(last) == 63
+    with pytest.raises(PlanError, match=f"for jobset, {most} are the most"):
+        written("jobset", recipe, sized, name="x" * (most + 1), **options)
 
 
 def test_the_command_prints_the_file_and_warns_of_numbers_that_fail(recipe: str) -> None:
