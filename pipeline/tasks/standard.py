@@ -61,6 +61,9 @@ class Classification(StandardTask):
         """Return probabilities `(B, C)`."""
         return torch.softmax(outputs, dim=1)
 
+    def probabilities(self, outputs: Any) -> Any:
+        return torch.softmax(outputs, dim=1)
+
     def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
         """Return `class`, `probability` and, from the most probable on, all `probabilities` by name."""
         names = names_of(len(prediction), classes)
@@ -154,6 +157,9 @@ class MultiLabel(StandardTask):
 
     def predict(self, outputs: Any) -> torch.Tensor:
         """Return the probability of each label, `(B, K)`."""
+        return torch.sigmoid(outputs)
+
+    def probabilities(self, outputs: Any) -> Any:
         return torch.sigmoid(outputs)
 
     def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
@@ -416,6 +422,9 @@ class Segmentation(StandardTask):
     def predict(self, outputs: Any) -> torch.Tensor:
         """Return the class of each pixel, `(B, H, W)`."""
         return torch.argmax(outputs, 1)
+
+    def probabilities(self, outputs: Any) -> Any:
+        return torch.softmax(outputs, dim=1)
 
     def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
         return self._counted(targets)

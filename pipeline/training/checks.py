@@ -27,7 +27,15 @@ from ..describe.resolve import ResolvedPlan
 from ..models.libraries import loss_mismatch
 from ..tasks.means import Mean
 from ..tasks.nests import map_tensors
-from ..tasks.task import StandardTask, Targets, Task, loss_and_metric_inputs, loss_of_model, shape_of
+from ..tasks.task import (
+    StandardTask,
+    Targets,
+    Task,
+    loss_and_metric_inputs,
+    loss_of_model,
+    shape_of,
+    update_metric,
+)
 from .loop import forward
 
 if TYPE_CHECKING:
@@ -229,7 +237,7 @@ def _check_denominator(count: object) -> None:
 def check_metrics(task: Task, meters: Mapping[str, Metric], outputs: Any, targets: Any) -> None:
     for name, meter in meters.items():
         try:
-            meter.update(outputs, task.metric_targets(targets))
+            update_metric(task, meter, outputs, task.metric_targets(targets))
         except Exception as error:  # a custom metric may raise anything
             raise PlanError(
                 f"The metric {name!r} does not accept the model's outputs and the targets {shape_of(targets)}: "

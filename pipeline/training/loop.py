@@ -21,7 +21,7 @@ from ..tasks.means import Count, LossFunction, Mean, mean_of
 from ..tasks.metrics import compute
 from ..tasks.nests import map_tensors, pair, to_float
 from ..tasks.standard import Classification
-from ..tasks.task import Task, model_inputs
+from ..tasks.task import Task, model_inputs, update_metric
 from ..telemetry.observer import Observer
 from ..telemetry.state import EpochMeter, TrainState
 from .hooks import Microbatch, Moments, TrainingHooks
@@ -316,7 +316,7 @@ class EvaluationSums:
         self._sums[1] += count
         targets = self._task.metric_targets(labels)
         for meter in self._meters.values():
-            meter.update(outputs, targets)
+            update_metric(self._task, meter, outputs, targets)
         return judged, outputs
 
     def result(self, add_ranks: Callable[[torch.Tensor], torch.Tensor], ranks: int) -> dict[str, float]:
