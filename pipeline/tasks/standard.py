@@ -407,10 +407,9 @@ class Segmentation(StandardTask):
     def meters(self, width: int | None) -> dict[str, Metric]:  # noqa: ARG002
         meters = super().meters(self.classes)
         never = [value for value in self.ignored[1:] if value < self.classes]
-        return {
-            name: mean_iou(self.classes, never) if never and self._metrics[name] == "miou" else meter
-            for name, meter in meters.items()
-        }
+        # A torchmetrics object equals everything.
+        named = [name for name, own in self._metrics.items() if isinstance(own, str) and own == "miou"]
+        return meters | {name: mean_iou(self.classes, never) for name in named if never}
 
     def _counted(self, targets: torch.Tensor) -> torch.Tensor:
         """Return masks as int64, in which 255 stands for all values that do not count."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ...common.errors import PlanError, suggest
+from ...common.frozen import FrozenDict
 from ...common.names import imported
 from .means import Adapted, Count, LossFunction, Mean, mean_of, reduction_of, samples
 from .metrics import NAMES_OF_RUN, Unit, by_name, imported_classes, named, takes_probabilities
@@ -219,7 +220,8 @@ class Task:
         return dict(vars(self))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Task) and type(other) is type(self) and self.options == other.options
+        own = FrozenDict(self.options)
+        return isinstance(other, Task) and type(other) is type(self) and own == FrozenDict(other.options)
 
     def __hash__(self) -> int:
         return hash((type(self), *sorted(self.options)))

@@ -175,6 +175,27 @@ def test_a_task_is_a_value() -> None:
     assert made["multiclass_f1_score"] is not metric
 
 
+def test_a_metric_is_its_class_and_settings() -> None:
+    def task(metric: Any) -> Task:
+        return Classification(metrics={"f1": metric})
+
+    one = task(MulticlassF1Score(3))
+    updated = MulticlassF1Score(3)
+    updated.update(torch.randn(4, 3), torch.arange(4) % 3)
+    assert one == task(MulticlassF1Score(3)) == pickle.loads(pickle.dumps(one)) == task(updated)
+    for other in (MulticlassF1Score(4), MulticlassF1Score(3, average="micro"), MulticlassAccuracy(3), "f1"):
+        assert one != task(other)
+        assert task(other) != one
+    assert task(MaxMetric() * 2.0) == task(MaxMetric() * 2.0) != task(MaxMetric() * 3.0)
+    assert task(MinMaxMetric(SumMetric())) != task(MinMaxMetric(MeanMetric()))
+
+
+def test_metrics_of_ones_own_stay_with_ignored_classes() -> None:
+    own = {"own": MulticlassF1Score(4), "miou": "miou"}
+    meters = Segmentation(4, ignore_index=0, metrics=own).meters(4)
+    assert [type(each).__name__ for each in meters.values()] == ["MulticlassF1Score", "MeanIoU"]
+
+
 def test_what_models_return_is_taken_apart() -> None:
     logits, other = torch.ones(2, 3, dtype=torch.bfloat16), torch.zeros(2, 3)
     task = Classification()
