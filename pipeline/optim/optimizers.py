@@ -56,7 +56,7 @@ class SGDW(torch.optim.SGD):
         for group in self.param_groups:
             weights = [p for p in group["params"] if p.grad is not None]
             peak = group.get("peak_lr", group.get("initial_lr"))  # which older states have
-            share = group["lr"] / peak if peak else 1.0
+            share = group["lr"] / peak if peak else float(group["lr"] > 0)
             if weights and group["weight_decay"]:
                 torch._foreach_mul_(weights, 1 - group["weight_decay"] * share)
             group["weight_decay"] = 0.0  # SGD would add it to the gradient

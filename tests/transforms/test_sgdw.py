@@ -72,6 +72,14 @@ def test_decay_follows_the_schedule_and_its_state_travels() -> None:
     assert weight.item() == pytest.approx(expected)
 
 
+def test_a_group_without_a_learning_rate_stays() -> None:
+    optimizer = SGDW([{"params": [nn.Parameter(torch.ones(1))], "lr": 0.0}], lr=0.1, weight_decay=0.1)
+    (weight,) = optimizer.param_groups[0]["params"]
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert weight.item() == 1.0
+
+
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_decay_at_the_peak_of_torchs_scheduler(scale: float) -> None:
     """OneCycleLR sets `initial_lr` to where it begins, 1/25 of the peak."""
