@@ -177,6 +177,8 @@ class Transform:
     `pipeline.tasks`); None: all, because it does not use them."""
     soft_targets: ClassVar[bool] = False
     """Whether it turns class indices into probabilities, before the loss."""
+    replaces_targets: ClassVar[bool] = False
+    """Whether its session replaces the targets of a microbatch, of which the loss then has another denominator."""
     unused_parameters: ClassVar[bool] = False
     """Whether some steps leave a parameter without a gradient, so that DDP needs find_unused_parameters."""
     averages_weights: ClassVar[bool] = False
