@@ -298,7 +298,7 @@ def _pruned_samples(spec: PipelineSpec) -> None:
     if pruning is None:
         return
     for transform in spec.transforms:
-        if transform.unknown or (transform.kind == "batch" and not transform.keeps_samples):
+        if transform.unknown or (transform.kind in ("batch", "algorithm") and not transform.keeps_samples):
             raise PlanError(
                 f"{_name(pruning)} scores single samples, but {_name(transform)} may mix or select those of a batch. "
                 "Leave one of the two out; or declare keeps_samples = True in its class, if each image that it returns "

@@ -405,6 +405,16 @@ def test_targets_are_not_replaced_after_they_were_counted(jobs: Any, toy: Toy) -
     fit(rolled, 1)
 
 
+def test_samples_are_only_left_out_where_they_stay_apart(jobs: Any, toy: Toy) -> None:
+    made, pruned = jobs.algorithms, toy.pipeline().transform(ours.InfoBatch())
+    for algorithm in (made.MixUp(), made.CutMix(), made.SelectiveBackprop(), jobs.Doubles()):
+        refuses(
+            rf"InfoBatch scores single .*{type(algorithm).__name__} may mix or select",
+            pruned.transform(from_composer(algorithm)),
+        )
+    pruned.transform(*map(from_composer, (made.CutOut(), made.LabelSmoothing(), made.BlurPool()))).plan()
+
+
 def test_a_loop_of_ones_own_would_pass_over_its_events(jobs: Any, toy: Toy) -> None:
     with toy.pipeline().transform(from_composer(jobs.Doubles())).build() as built:
         built.begin(1)
