@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...common.errors import PlanError
+from ...common.model_state import buffers_kept
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
 from ...strategies import Engine
@@ -176,13 +177,18 @@ class TrainingHooks:
         """`number` counts over all ranks; call it in the forward context."""
         if not self._batch:
             return microbatch
+
+        def outputs(images: torch.Tensor) -> Any:
+            with buffers_kept(model):
+                return loss.task.outputs(model(images)) if isinstance(loss, TaskLoss) else model(images)
+
         key = [self._seed, self.state.step, number]
         state = np.random.SeedSequence(key).generate_state(1, np.uint64)
         context = BatchContext(
             generator=torch.Generator().manual_seed(int(state[0])),
             progress=self.state.progress,
             classes=self._classes,
-            model=model,
+            model=outputs,
             loss=loss.base if isinstance(loss, TaskLoss) else loss,
             step=self.state.step,
         )

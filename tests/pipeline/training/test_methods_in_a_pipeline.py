@@ -10,6 +10,7 @@ from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
 from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Toy, batch_norm_model, evaluated, numbers, plain_model
+from torch import nn
 
 METHODS = [
     t.MixUp(), t.CutMix(), t.CutOut(length=0.25), t.ColOut(), t.SelectiveBackprop(0.0, 1.0), t.ProgressiveResizing(),
@@ -180,6 +181,19 @@ def test_selection_keeps_half_of_every_other_batch(toy: Toy) -> None:
             sizes.append(len(kept))
             built.hooks.after_step()
     assert sizes == [BATCH // 2, BATCH] * (TRAIN // BATCH // 2)
+
+
+@pytest.mark.parametrize("pack", [lambda outputs: {"out": outputs}, lambda outputs: (outputs, None)])
+def test_selection_takes_the_models_main_output(pack: Any, toy: Toy) -> None:
+    class Packed(nn.Sequential):
+        def forward(self, images: torch.Tensor) -> Any:
+            return pack(super().forward(images))
+
+    pipelines = (toy.pipeline(model).transform(t.SelectiveBackprop(0.0, 1.0)) for model in (
+        batch_norm_model, lambda: Packed(*batch_norm_model())
+    ))  # fmt: skip
+    plain, packed = (numbers(fit(pipeline)) for pipeline in pipelines)
+    assert packed == plain
 
 
 def test_random_numbers_are_those_of_seed_step_and_part(toy: Toy) -> None:
