@@ -298,9 +298,9 @@ class Transform:
         If a class overrides it, the loader of a pipeline resizes, and `batch` is for other loaders."""
         return image_size
 
-    def smallest_size(self, image_size: int | tuple[int, int]) -> int | tuple[int, int]:
-        """Return the size of the smallest images that the model is trained on, which it must accept."""
-        return image_size
+    def sizes(self, image_size: int | tuple[int, int]) -> tuple[int | tuple[int, int], ...]:
+        """Return the sizes of images that the model is trained on, which it must accept."""
+        return (image_size,)
 
     def level(self, progress: float) -> float:  # noqa: ARG002
         """Return the fraction of the layers that are frozen at `progress`, 0 to 1."""

@@ -84,8 +84,8 @@ def check_output(
     task, data, precision = plan.task, plan.data, plan.distribution.step_options["precision"]
     training, size, inputs = model.training, data.eval_size, dict[str, torch.Tensor]()
     channels, views = len(data.loading.mean), data.loading.views
-    smallest = {each.smallest_size(data.image_size): type(each).__name__ for each in plan.transforms}
-    smallest.pop(data.image_size, None)
+    smaller = {size: type(each).__name__ for each in plan.transforms for size in each.sizes(data.image_size)}
+    smaller.pop(data.image_size, None)
     shape = (2, channels) if views == 1 else (2, views, channels)
     context = nullcontext() if precision == "fp32" else torch.autocast("cpu", dtype=half_dtype(precision))
     try:
@@ -99,7 +99,7 @@ def check_output(
             again = inputs or views != 1
             judged = forward(run, torch.zeros(*shape, *height_width(size)), **inputs) if again else output
             call = _called(model.train(), tensors)
-            for size in (*smallest, data.image_size):
+            for size in (*smaller, data.image_size):
                 inputs = task.model_inputs(targets.two(height_width(size)))
                 trained = forward(call, torch.zeros(*shape, *height_width(size)), **inputs)
     except Exception as error:  # a model may raise anything
@@ -112,10 +112,10 @@ def check_output(
         )
         remedy = (
             (
-                f" {smallest[size]} trains on images of this size: build the model for any size (timm's vision "
-                f"transformers: dynamic_img_size=True), or leave {smallest[size]} out."
+                f" {smaller[size]} trains on images of this size: build the model for any size (timm's vision "
+                f"transformers: dynamic_img_size=True), or leave {smaller[size]} out."
             )
-            if size in smallest
+            if size in smaller
             else ""
         )
         remedy += _WITHOUT_VALUES * on_meta(model)
