@@ -215,21 +215,23 @@ def add_gradients(
     engine: Engine, microbatches: list[Microbatch], step: StepLoss, state: TrainState, moments: Moments
 ) -> torch.Tensor:
     """Run forward and backward of each microbatch; return the mean of their shares of the loss, on the device."""
-    losses, whole = [], state.batch
+    losses, whole, followed = [], state.batch, moments.microbatches_followed
     for number, (images, targets) in enumerate(microbatches, 1):
         last = number == len(microbatches)
         if not len(images):
             losses.append(_take_part(engine, images, model_inputs(step.mean.loss, targets), last=last))
             continue
         state.microbatch, counted = engine.rank * engine.accumulate + number - 1, targets
-        if moments.before_forward:
+        if followed:
             images, targets = moments.batch(moments.before_forward, state, (images, targets))
         with engine.forward_context():
             outputs = forward(engine.model, images, **model_inputs(step.mean.loss, targets))
+        if followed:
+            state.outputs = outputs
         for call in moments.after_forward:
             call(state)
         outputs = to_float(outputs)
-        if moments.before_loss:
+        if followed:
             state.outputs = outputs
             images, targets = moments.batch(moments.before_loss, state, (images, targets))
             outputs = state.outputs

@@ -1,5 +1,6 @@
 """Training methods in a pipeline: each is called at its place, and has the same effect as in a custom loop."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -148,6 +149,38 @@ def test_sam_takes_its_gradient_nearby_and_counts_batches_once(toy: Toy) -> None
         assert not torch.allclose(weight.grad, first, rtol=1e-3)
         assert engine.plain_model[1].num_batches_tracked.item() == 1
         engine.step()
+
+
+@dataclass(frozen=True)
+class Watches(t.Transform):
+    """Keeps what the loop has of a microbatch at a moment, whichever others a session follows."""
+
+    moment: str
+    seen: list[Any]
+    kind = "loop"
+    source = "here"
+    depends_on_length = False
+
+    def session(self, model: nn.Module) -> t.Session:  # noqa: ARG002
+        def look(_: t.Session, loop: t.Loop) -> None:
+            self.seen.append((loop.batch, loop.outputs, loop.loss_function))
+
+        made: t.Session = type("Look", (t.Session,), {self.moment: look})()
+        return made
+
+
+@pytest.mark.parametrize("moment", ["after_forward", "before_backward", "after_backward"])
+def test_sessions_see_the_microbatch_at_any_of_its_moments(moment: str, toy: Toy) -> None:
+    seen: list[Any] = []
+    pipeline = toy.pipeline(plain_model).transform(Watches(moment, seen)).distribute("single", accumulate=2)
+    with pipeline.build() as built:
+        train_epoch(built.engine, built.train, built.loss, built.hooks, built.begin(1))
+        assert built.hooks.state.batch is None, "which would keep its memory"
+    assert len(seen) == 2 * TRAIN // BATCH
+    for (images, targets), outputs, loss in seen:
+        assert (len(images), len(targets)) == (BATCH // 2, BATCH // 2)
+        assert loss is built.loss
+        assert torch.isfinite(loss(outputs, targets))
 
 
 def test_frozen_layers_stop(toy: Toy) -> None:
