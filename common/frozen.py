@@ -1,5 +1,6 @@
 """An immutable mapping, for values in which a dict would be shared."""
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -51,8 +52,16 @@ def _copied(value: Any) -> Any:
     return set(value) if kind is set else value
 
 
+def _settings(metric: Any) -> Any:
+    """Return what distinguishes a metric of torchmetrics from others of its class, whatever it was updated with."""
+    fresh = copy.deepcopy(metric)
+    fresh.reset()
+    return fresh.__getstate__()
+
+
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two values are equal, also for arrays and tensors, whose `==` is elementwise."""
+    """Return whether two values are equal, also for arrays and tensors, whose `==` is elementwise, and for metrics of
+    torchmetrics, whose `==` is a metric."""
     if one is other:
         return True
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")  # if not imported, nothing is theirs
@@ -61,6 +70,9 @@ def _same(one: Any, other: Any) -> bool:
         return both and one.device == other.device and torch.equal(one, other)
     if numpy is not None and (isinstance(one, numpy.ndarray) or isinstance(other, numpy.ndarray)):
         return bool(numpy.array_equal(one, other))
+    metrics = sys.modules.get("torchmetrics")
+    if metrics is not None and isinstance(one, metrics.Metric) | isinstance(other, metrics.Metric):
+        return type(one) is type(other) and _same(_settings(one), _settings(other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
     if type(one) is type(other) and isinstance(one, list | tuple):

@@ -177,6 +177,8 @@ class Transform:
     `pipeline.tasks`); None: all, because it does not use them."""
     soft_targets: ClassVar[bool] = False
     """Whether it turns class indices into probabilities, before the loss."""
+    replaces_targets: ClassVar[bool] = False
+    """Whether its session replaces the targets of a microbatch, of which the loss then has another denominator."""
     unused_parameters: ClassVar[bool] = False
     """Whether some steps leave a parameter without a gradient, so that DDP needs find_unused_parameters."""
     averages_weights: ClassVar[bool] = False
@@ -192,7 +194,7 @@ class Transform:
     takes_tokens: ClassVar[bool] = False
     """Whether it changes sequences of tokens, which a pipeline does not load."""
     keeps_samples: ClassVar[bool] = False
-    """Of a batch transform: whether each image that it returns is still of one sample, in its place in the batch."""
+    """Of a transform of batches: whether each image that it returns is still of one sample, in its place in them."""
     prunes_samples: ClassVar[bool] = False
     """Whether its session leaves samples out of epochs, and weights the losses of others, by the loss of each."""
     tried_by_tune: ClassVar[Literal["", "format", "resolution", "surgery", "methods"]] = ""
@@ -296,9 +298,9 @@ class Transform:
         If a class overrides it, the loader of a pipeline resizes, and `batch` is for other loaders."""
         return image_size
 
-    def smallest_size(self, image_size: int | tuple[int, int]) -> int | tuple[int, int]:
-        """Return the size of the smallest images that the model is trained on, which it must accept."""
-        return image_size
+    def sizes(self, image_size: int | tuple[int, int]) -> tuple[int | tuple[int, int], ...]:
+        """Return the sizes of images that the model is trained on, which it must accept."""
+        return (image_size,)
 
     def level(self, progress: float) -> float:  # noqa: ARG002
         """Return the fraction of the layers that are frozen at `progress`, 0 to 1."""

@@ -143,8 +143,8 @@ class EfficientTrain(Transform):
         steps = max(round(side * own / full / self.size_increment), 1)
         return side if own == full else min(steps * self.size_increment, side)
 
-    def smallest_size(self, image_size: int | tuple[int, int]) -> int | tuple[int, int]:
-        return self.bandwidth(image_size, 0.0)
+    def sizes(self, image_size: int | tuple[int, int]) -> tuple[int | tuple[int, int], ...]:
+        return tuple(self.bandwidth(image_size, progress) for progress in (0.0, *self._ends[:-1]))
 
     def magnitude(self, largest: int, progress: float) -> int:
         """Return RandAugment's magnitude at `progress` (0 to 1), which rises from 0 to `largest`."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..common.errors import PlanError
 from ..common.transfer import to_device
-from .base import FractionBelowOne, Positive, Report, Session, Transform
+from .base import FractionBelowOne, Loop, Positive, Report, Session, Transform
 from .common.surgery import Verdict, obstacle, operate
 
 P = ParamSpec("P")
@@ -38,7 +38,8 @@ class GyroDropoutLayer(nn.Dropout):
     concurrent: int
     hold: int | None  # steps before the selection changes; None until the length of the training is known
     seed: int
-    step: int = 0  # training batches seen
+    step: int = 0
+    counts: bool = True  # each training forward as a step; in a run, its session counts
     masks: Tensor | None = None
     kept: tuple[Tensor, tuple[object, ...], Tensor] | None = None
 
@@ -55,7 +56,7 @@ class GyroDropoutLayer(nn.Dropout):
         period, offset = divmod(self.step, self.hold)
         if offset == 0 or self.masks is None or self.masks.shape[1] != features:
             self.masks = to_device(self._select(period, features), input.device)
-        self.step += 1
+        self.step += self.counts
         return input * self._factors(self.masks, input)
 
     def _factors(self, masks: Tensor, input: Tensor) -> Tensor:
@@ -94,9 +95,11 @@ class GyroDropout(Transform):
     shorter than sigma steps. Here any batch size and any shape of two or more dimensions work: in tokens (B, N, F) a
     subnetwork drops the same features of every token, in images (B, F, H, W) the same channels everywhere.
 
-    Steps are counted in Python, so the layer runs outside a compiled graph. The count is not in the state dict: a
-    Pipeline's checkpoints save it separately. In a custom loop save each layer's `step`, or a resumed run restarts with
-    the first period. Every rank has the same subnetworks if the ranks have the same seed when the transform is applied.
+    Steps are counted in Python, so the layer runs outside a compiled graph. In a Pipeline's run they are those of the
+    optimizer, also if a step has several forwards; without its session, also in Lightning, each training forward
+    counts. The count is not in the state dict: a Pipeline's checkpoints save it separately. In a custom loop save each
+    layer's `step`, or a resumed run restarts with the first period. Every rank has the same subnetworks if the ranks
+    have the same seed when the transform is applied.
 
     Attributes:
         p: fraction of the features to drop, replacing the layer's own. Number in [0, 1). Default 0.5, as in Composer.
@@ -124,7 +127,7 @@ class GyroDropout(Transform):
     source = "Lee et al., MLSys 2022"
     compile_safe = False
     counts_forwards = True
-    follows_loop = False  # its session only saves the counts
+    follows_loop = False  # without its session, forwards count
 
     @property
     def depends_on_length(self) -> bool:
@@ -139,7 +142,7 @@ class GyroDropout(Transform):
                 module.set_length(total_steps)
 
     def session(self, model: nn.Module) -> Session:
-        return _Counts(model)
+        return _Steps(model)
 
     def _change(self, module: nn.Module) -> None:
         module.__class__ = GyroDropoutLayer
@@ -151,9 +154,24 @@ class GyroDropout(Transform):
         module.seed = int(torch.randint(2**62, ()))
 
 
-class _Counts(Session):
+class _Steps(Session):
     def __init__(self, model: nn.Module) -> None:
         self._layers = {name: m for name, m in model.named_modules() if isinstance(m, GyroDropoutLayer)}
+        for layer in self._layers.values():
+            layer.step, layer.masks, layer.counts = 0, None, False
+
+    def after_step(self, progress: float) -> None:  # noqa: ARG002
+        for layer in self._layers.values():
+            layer.step += 1
+
+    def on_step_end(self, loop: Loop) -> None:
+        """Also of a skipped step."""
+        for layer in self._layers.values():
+            layer.step = loop.step
+
+    def finish(self) -> None:
+        for layer in self._layers.values():
+            layer.counts = True
 
     def state_dict(self) -> dict[str, Any]:
         return {name: layer.step for name, layer in self._layers.items()}

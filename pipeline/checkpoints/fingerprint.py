@@ -138,7 +138,7 @@ def _in_both(saved: Any, own: list[dict[str, Any]]) -> tuple[Any, Any]:
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, Any]:
-    chosen = ("params", *IMPLEMENTATION, "initial_lr")
+    chosen = ("params", *IMPLEMENTATION, "initial_lr", "peak_lr")
     plain = {key: value for key, value in group.items() if key not in chosen}
     return {key: v.item() if isinstance(v, torch.Tensor) and v.dim() == 0 else v for key, v in plain.items()}
 

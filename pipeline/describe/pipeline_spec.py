@@ -177,7 +177,8 @@ class PipelineSpec:
         return self.replace(data=data, optimization=optimization)
 
     def transform(self, *transforms: Transform) -> Self:
-        """Add transforms, in any order; the plan sorts them.
+        """Add transforms, in any order; the plan sorts them, but keeps the order of `MixUp`, `CutMix`, `CutOut` and
+        `ColOut` among each other.
 
         Raises:
             PlanError: if one is not a transform, appears twice, or does not define the method of its kind.

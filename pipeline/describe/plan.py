@@ -154,8 +154,8 @@ def lay_out(
     steps += [
         Step(f"parameter group {pattern}: {', '.join(f'{name}={value}' for name, value in options.items())}",
              ".optimize()", "parameters whose names match, and no earlier pattern; all follow the schedule",
-             _STILL_TRAINED * (options.get("lr") == 0))
-        for pattern, options in scaled.groups.items()
+             _STILL_TRAINED * (options.get("lr") == 0 and not options.get("adamw_lr")))
+        for pattern, options in scaled.full_groups.items()
     ]  # fmt: skip
     later = [t for t in transforms if t.kind not in ("image", *CHANGES_MODEL)]
     mixing = [type(t).__name__ for t in later if t.kind == "batch" and t.soft_targets]

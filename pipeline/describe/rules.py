@@ -9,7 +9,7 @@ from ...loaders.sources import files_of
 from ...transforms import Transform
 from ..optim.optimizers import gathers, is_schedule_free, label, needs_whole_matrices
 from ..optim.schedules import label as label_of_schedule
-from ..tasks.means import NOT_PER_SAMPLE, LossFunction
+from ..tasks.means import NOT_PER_SAMPLE, LossFunction, Mean, samples
 from ..tasks.scales import check_monitor
 from .pipeline_spec import PipelineSpec, sort_transforms
 
@@ -298,7 +298,7 @@ def _pruned_samples(spec: PipelineSpec) -> None:
     if pruning is None:
         return
     for transform in spec.transforms:
-        if transform.unknown or (transform.kind == "batch" and not transform.keeps_samples):
+        if transform.unknown or (transform.kind in ("batch", "algorithm") and not transform.keeps_samples):
             raise PlanError(
                 f"{_name(pruning)} scores single samples, but {_name(transform)} may mix or select those of a batch. "
                 "Leave one of the two out; or declare keeps_samples = True in its class, if each image that it returns "
@@ -318,21 +318,36 @@ def _pruned_samples(spec: PipelineSpec) -> None:
             f"{label_of_schedule(spec.optimized.schedule)} counts steps. Use a schedule by name, or a function of the "
             "progress."
         )
-    import torch  # here: a pipeline without such a method is checked without it
-
-    loss: LossFunction = spec.target.move(torch.device("cpu"))
-    for transform in sort_transforms(spec.transforms):
-        loss = transform.loss(loss) if transform.kind == "loss" else loss
-    if spec.target.mean(loss).each is None:
+    if _mean(spec).each is None:
         raise PlanError(
             f"{_name(pruning)} needs the loss of each sample, but {spec.target.loss_name} {NOT_PER_SAMPLE}"
         )
 
 
+def _denominator(spec: PipelineSpec) -> None:
+    late = next((transform for transform in spec.transforms if transform.replaces_targets), None)
+    if late is not None and _mean(spec).denominator is not samples:
+        raise PlanError(
+            f"{late} replaces the targets of each microbatch, but {spec.target.loss_name} weights or ignores targets, "
+            "so that its mean would depend on how a batch is split. Use Drivetrain's own "
+            f"{late.known_as}(), or a loss that does neither."
+        )
+
+
+def _mean(spec: PipelineSpec) -> Mean:
+    """Return the loss in training."""
+    import torch  # here: most pipelines are checked without it
+
+    loss: LossFunction = spec.target.move(torch.device("cpu"))
+    for transform in sort_transforms(spec.transforms):
+        loss = transform.loss(loss) if transform.kind == "loss" else loss
+    return spec.target.mean(loss, checked=True)
+
+
 RULES: tuple[Callable[[PipelineSpec], None], ...] = (
     _unsafe_strategies, _unused_parameters, _conflicts, _clipping_of_shards, _same_method_twice, _excluded,
     _two_averages, _compiled, _flat_shards_of_matrices, _schedule_free, _targets, _monitor, _loss_of_the_model, _views,
-    _fields, _pruned_samples,
+    _fields, _pruned_samples, _denominator,
 )  # fmt: skip
 
 

@@ -279,6 +279,21 @@ class OptimizerConfig(Config):
             factor = schedule.factor(progress, length)
         return self.warmup_factor(step, steps) * factor
 
+    @property
+    def full_groups(self) -> Mapping[str, Mapping[str, Any]]:
+        """The groups, with the options that follow from theirs: of Muon, `adamw_lr`."""
+        from torch import zeros
+
+        from .muon import Muon
+        from .optimizers import class_of
+
+        kind = class_of(self.optimizer)
+        if not (isinstance(kind, type) and issubclass(kind, Muon)):
+            return self.groups
+        defaults = kind([zeros(1)], **self.options).defaults
+        full = {pattern: {**own, **kind.derived(own, defaults)} for pattern, own in self.groups.items()}
+        return OptionalGroups(full) if isinstance(self.groups, OptionalGroups) else full
+
     def describe(self) -> str:
         from .optimizers import label as label_of_optimizer
 

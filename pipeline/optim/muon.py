@@ -1,7 +1,7 @@
 """Muon and AdaMuon: momentum whose matrices are orthogonalized, and AdamW for all other parameters."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,8 +28,9 @@ class Muon(torch.optim.Optimizer):
     The momentum of each matrix is replaced by the nearest semi-orthogonal matrix, approximated by `ns_steps`
     Newton–Schulz iterations, batched over matrices of equal shape. A convolution's weight is the matrix (output
     channels, rest). Parameters with fewer than two rows or columns (class tokens, layer scales) are AdamW's. Every
-    parameter group becomes up to two, with `lr` and `adamw_lr`; a schedule scales both. Jordan trains embeddings and
-    the last layer with AdamW: `groups={"fc.*": {"orthogonalize": False}}`.
+    parameter group becomes up to two, with `lr` and `adamw_lr`; a schedule scales both. A group's own `lr` scales its
+    `adamw_lr` by the same factor, unless it sets that, too; with `orthogonalize=False`, it is that of AdamW. Jordan
+    trains embeddings and the last layer with AdamW: `groups={"fc.*": {"orthogonalize": False}}`.
 
     Parameters sharded by FSDP2 are gathered for the iterations, which every rank computes for all matrices; the
     momentum stays sharded. DeepSpeed, which flattens parameters, is rejected.
@@ -77,6 +78,7 @@ class Muon(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         members = param_group["params"]
         members = [members] if isinstance(members, torch.Tensor) else list(members)
+        param_group = {**param_group, **self.derived(param_group, self.defaults)}
         options = {**self.defaults, **param_group}
         matrices = [member for member in members if options["orthogonalize"] and _is_matrix(member)]
         chosen = set(map(id, matrices))
@@ -86,6 +88,16 @@ class Muon(torch.optim.Optimizer):
         if others:
             rate = options["lr"] if options["adamw_lr"] is None else options["adamw_lr"]
             super().add_param_group({**param_group, "params": others, "lr": rate, "algorithm": ADAMW})
+
+    @staticmethod
+    def derived(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options that follow from those of a group."""
+        rate = defaults["adamw_lr"]
+        if "lr" not in group or "adamw_lr" in group or rate is None:
+            return {}
+        if not {**defaults, **group}["orthogonalize"]:
+            return {"adamw_lr": group["lr"]}
+        return {"adamw_lr": rate * group["lr"] / defaults["lr"] if defaults["lr"] else rate}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

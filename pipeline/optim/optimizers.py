@@ -19,7 +19,8 @@ OptimizerClass = Callable[..., Optimizer]
 
 class SGDW(torch.optim.SGD):
     """SGD with decoupled weight decay, as in Composer's ResNet recipes: each step multiplies the weights by
-    1 - weight_decay · lr / initial_lr, and then performs SGD's update.
+    1 - weight_decay · lr / peak_lr, and then performs SGD's update. The peak is the learning rate that it is created
+    with, whichever a scheduler begins with.
 
     So `weight_decay` is the fraction that a weight loses per step at the peak learning rate, independently of that peak
     and of the momentum; it follows the schedule. (In SGD it is multiplied by the learning rate and accumulates in the
@@ -41,9 +42,9 @@ class SGDW(torch.optim.SGD):
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Its current learning rate is its peak, stored as `initial_lr`."""
+        """Its current learning rate is its peak, stored as `peak_lr`: `initial_lr` is torch's schedulers'."""
         super().add_param_group(param_group)
-        self.param_groups[-1].setdefault("initial_lr", self.param_groups[-1]["lr"])
+        self.param_groups[-1].setdefault("peak_lr", self.param_groups[-1]["lr"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -54,7 +55,8 @@ class SGDW(torch.optim.SGD):
         decays = [group["weight_decay"] for group in self.param_groups]
         for group in self.param_groups:
             weights = [p for p in group["params"] if p.grad is not None]
-            share = group["lr"] / group["initial_lr"] if group["initial_lr"] else 1.0
+            peak = group.get("peak_lr", group.get("initial_lr"))  # which older states have
+            share = group["lr"] / peak if peak else float(group["lr"] > 0)
             if weights and group["weight_decay"]:
                 torch._foreach_mul_(weights, 1 - group["weight_decay"] * share)
             group["weight_decay"] = 0.0  # SGD would add it to the gradient

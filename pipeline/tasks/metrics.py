@@ -207,6 +207,16 @@ def _nested(metric: Metric | TopK) -> list[Any]:
     return [each for each in metric.modules() if isinstance(each, Metric)]
 
 
+def takes_probabilities(metric: Any) -> bool:
+    """Whether it is a classification metric of torchmetrics, which of logits decides batch by batch whether they are
+    some: not if all are from 0 to 1. Those that only look for the largest output do not."""
+    if not type(metric).update.__module__.startswith("torchmetrics.classification."):
+        return False
+    from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassStatScores
+
+    return not isinstance(metric, MulticlassStatScores | MulticlassConfusionMatrix)
+
+
 def _never() -> bool:
     return False
 

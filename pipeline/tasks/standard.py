@@ -61,6 +61,9 @@ class Classification(StandardTask):
         """Return probabilities `(B, C)`."""
         return torch.softmax(outputs, dim=1)
 
+    def probabilities(self, outputs: Any) -> Any:
+        return torch.softmax(outputs, dim=1)
+
     def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
         """Return `class`, `probability` and, from the most probable on, all `probabilities` by name."""
         names = names_of(len(prediction), classes)
@@ -154,6 +157,9 @@ class MultiLabel(StandardTask):
 
     def predict(self, outputs: Any) -> torch.Tensor:
         """Return the probability of each label, `(B, K)`."""
+        return torch.sigmoid(outputs)
+
+    def probabilities(self, outputs: Any) -> Any:
         return torch.sigmoid(outputs)
 
     def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
@@ -401,10 +407,9 @@ class Segmentation(StandardTask):
     def meters(self, width: int | None) -> dict[str, Metric]:  # noqa: ARG002
         meters = super().meters(self.classes)
         never = [value for value in self.ignored[1:] if value < self.classes]
-        return {
-            name: mean_iou(self.classes, never) if never and self._metrics[name] == "miou" else meter
-            for name, meter in meters.items()
-        }
+        # A torchmetrics object equals everything.
+        named = [name for name, own in self._metrics.items() if isinstance(own, str) and own == "miou"]
+        return meters | {name: mean_iou(self.classes, never) for name in named if never}
 
     def _counted(self, targets: torch.Tensor) -> torch.Tensor:
         """Return masks as int64, in which 255 stands for all values that do not count."""
@@ -416,6 +421,9 @@ class Segmentation(StandardTask):
     def predict(self, outputs: Any) -> torch.Tensor:
         """Return the class of each pixel, `(B, H, W)`."""
         return torch.argmax(outputs, 1)
+
+    def probabilities(self, outputs: Any) -> Any:
+        return torch.softmax(outputs, dim=1)
 
     def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
         return self._counted(targets)

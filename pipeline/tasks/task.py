@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ...common.errors import PlanError, suggest
+from ...common.frozen import FrozenDict
 from ...common.names import imported
 from .means import Adapted, Count, LossFunction, Mean, mean_of, reduction_of, samples
-from .metrics import NAMES_OF_RUN, Unit, by_name, imported_classes, named
+from .metrics import NAMES_OF_RUN, Unit, by_name, imported_classes, named, takes_probabilities
 from .nests import map_tensors, to_float
 
 if TYPE_CHECKING:
@@ -148,7 +149,8 @@ class Task:
         return samples(targets)
 
     def metrics(self) -> Mapping[str, Metric]:
-        """Return new torchmetrics objects by name. They are updated with `(outputs, targets)` of each batch."""
+        """Return new torchmetrics objects by name. They are updated with `(outputs, targets)` of each batch;
+        torchmetrics' own classification metrics with `probabilities(outputs)`."""
         return {}
 
     def outputs(self, outputs: Any) -> Any:
@@ -157,6 +159,12 @@ class Task:
 
     def predict(self, outputs: Any) -> Any:
         """Return the prediction for what `outputs` returned. The base class returns it unchanged."""
+        return outputs
+
+    def probabilities(self, outputs: Any) -> Any:
+        """Return the probabilities for what `outputs` returned: what torchmetrics' classification metrics receive,
+        which take logits for probabilities in a batch where all are from 0 to 1. The base class returns the outputs
+        unchanged."""
         return outputs
 
     def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:  # noqa: ARG002
@@ -212,7 +220,8 @@ class Task:
         return dict(vars(self))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Task) and type(other) is type(self) and self.options == other.options
+        own = FrozenDict(self.options)
+        return isinstance(other, Task) and type(other) is type(self) and own == FrozenDict(other.options)
 
     def __hash__(self) -> int:
         return hash((type(self), *sorted(self.options)))
@@ -404,6 +413,11 @@ class TaskLoss:
             None if part is None else TaskLoss(self.task, part) for part in (mean.total, mean.each)
         )
         return Mean(self, mean.denominator, total, mean.known, each)
+
+
+def update_metric(task: Task, metric: Metric, outputs: Any, targets: Any) -> None:
+    """`targets` as `metric_targets` returns them."""
+    metric.update(task.probabilities(outputs) if takes_probabilities(metric) else outputs, targets)
 
 
 def loss_and_metric_inputs(task: Task, output: Any) -> tuple[Any, Any]:

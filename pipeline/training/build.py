@@ -471,7 +471,7 @@ def optimizer_factory(plan: ResolvedPlan, model: nn.Module | None = None) -> Opt
     if not plan.optimization.groups:
         return factory
     assert model is not None
-    return GroupedFactory(factory, plan.optimization.groups, model)
+    return GroupedFactory(factory, plan.optimization.full_groups, model)
 
 
 def training_loss(plan: ResolvedPlan, device: torch.device) -> TaskLoss:

@@ -27,7 +27,15 @@ from ..describe.resolve import ResolvedPlan
 from ..models.libraries import loss_mismatch
 from ..tasks.means import Mean
 from ..tasks.nests import map_tensors
-from ..tasks.task import StandardTask, Targets, Task, loss_and_metric_inputs, loss_of_model, shape_of
+from ..tasks.task import (
+    StandardTask,
+    Targets,
+    Task,
+    loss_and_metric_inputs,
+    loss_of_model,
+    shape_of,
+    update_metric,
+)
 from .loop import forward
 
 if TYPE_CHECKING:
@@ -76,8 +84,8 @@ def check_output(
     task, data, precision = plan.task, plan.data, plan.distribution.step_options["precision"]
     training, size, inputs = model.training, data.eval_size, dict[str, torch.Tensor]()
     channels, views = len(data.loading.mean), data.loading.views
-    smallest = {each.smallest_size(data.image_size): type(each).__name__ for each in plan.transforms}
-    smallest.pop(data.image_size, None)
+    smaller = {size: type(each).__name__ for each in plan.transforms for size in each.sizes(data.image_size)}
+    smaller.pop(data.image_size, None)
     shape = (2, channels) if views == 1 else (2, views, channels)
     context = nullcontext() if precision == "fp32" else torch.autocast("cpu", dtype=half_dtype(precision))
     try:
@@ -91,7 +99,7 @@ def check_output(
             again = inputs or views != 1
             judged = forward(run, torch.zeros(*shape, *height_width(size)), **inputs) if again else output
             call = _called(model.train(), tensors)
-            for size in (*smallest, data.image_size):
+            for size in (*smaller, data.image_size):
                 inputs = task.model_inputs(targets.two(height_width(size)))
                 trained = forward(call, torch.zeros(*shape, *height_width(size)), **inputs)
     except Exception as error:  # a model may raise anything
@@ -104,10 +112,10 @@ def check_output(
         )
         remedy = (
             (
-                f" {smallest[size]} trains on images of this size: build the model for any size (timm's vision "
-                f"transformers: dynamic_img_size=True), or leave {smallest[size]} out."
+                f" {smaller[size]} trains on images of this size: build the model for any size (timm's vision "
+                f"transformers: dynamic_img_size=True), or leave {smaller[size]} out."
             )
-            if size in smallest
+            if size in smaller
             else ""
         )
         remedy += _WITHOUT_VALUES * on_meta(model)
@@ -229,7 +237,7 @@ def _check_denominator(count: object) -> None:
 def check_metrics(task: Task, meters: Mapping[str, Metric], outputs: Any, targets: Any) -> None:
     for name, meter in meters.items():
         try:
-            meter.update(outputs, task.metric_targets(targets))
+            update_metric(task, meter, outputs, task.metric_targets(targets))
         except Exception as error:  # a custom metric may raise anything
             raise PlanError(
                 f"The metric {name!r} does not accept the model's outputs and the targets {shape_of(targets)}: "

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...common.errors import PlanError
+from ...common.model_state import buffers_kept
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
 from ...strategies import Engine
@@ -23,6 +24,7 @@ from ..telemetry.state import TrainState
 Microbatch = tuple[torch.Tensor, Any]
 """Images `(b, 3, H, W)` and targets: class indices `(b,)` or probabilities `(b, C)`; see `nests.pair`."""
 Calls = tuple[Callable[[TrainState], Any], ...]
+OF_MICROBATCHES = ("before_forward", "after_forward", "before_loss", "before_backward", "after_backward")
 OBSERVED_FIRST = ("on_epoch_start", "on_step_start", "after_forward", "after_backward")
 
 
@@ -45,6 +47,10 @@ class Moments:
     on_step_end: Calls
 
     def __init__(self, sessions: Sequence[Session], observer: Observer) -> None:
+        # Otherwise the state does not keep their tensors.
+        self.microbatches_followed = any(
+            [*session.calls(moment)] for session in sessions for moment in OF_MICROBATCHES
+        )
         for moment in get_type_hints(type(self)):
             calls = [call for session in sessions for call in session.calls(moment)]
             seen = list(observer.calls(moment))
@@ -151,9 +157,9 @@ class TrainingHooks:
     ) -> list[Microbatch]:
         """Split this rank's batch into `engine.accumulate` microbatches, and apply the batch transforms to each. Random
         numbers depend on (seed, step, index over all ranks), so two ranks mix like one process with twice as many."""
-        moments = moments or self._moments
+        moments, own = moments or self._moments, images
+        self.state.loss_function, self.state.microbatch = loss, engine.rank
         if moments.on_step_start:
-            self.state.loss_function, self.state.microbatch, own = loss, engine.rank, images
             images, labels = moments.batch(moments.on_step_start, self.state, (images, labels))
             if images is not own and len(images) % engine.accumulate:
                 raise PlanError(
@@ -176,13 +182,18 @@ class TrainingHooks:
         """`number` counts over all ranks; call it in the forward context."""
         if not self._batch:
             return microbatch
+
+        def outputs(images: torch.Tensor) -> Any:
+            with buffers_kept(model):
+                return loss.task.outputs(model(images)) if isinstance(loss, TaskLoss) else model(images)
+
         key = [self._seed, self.state.step, number]
         state = np.random.SeedSequence(key).generate_state(1, np.uint64)
         context = BatchContext(
             generator=torch.Generator().manual_seed(int(state[0])),
             progress=self.state.progress,
             classes=self._classes,
-            model=model,
+            model=outputs,
             loss=loss.base if isinstance(loss, TaskLoss) else loss,
             step=self.state.step,
         )

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import isclose
 from time import perf_counter
 from typing import Any, Literal, Protocol
 
 import torch
 
-from ...common.errors import DataError
+from ...common.errors import DataError, PlanError
 from ...common.model_state import train_mode
 from ...loaders.epochs import Batch, EpochLoader
 from ...strategies import Engine
 from ...strategies.common.sync_batch_norm import absent
 from ...strategies.devices import current_device
 from ...transforms.common.moments import outside_of_a_step
-from ..tasks.means import Count, LossFunction, Mean, mean_of
+from ..tasks.means import Count, LossFunction, Mean, mean_of, samples
 from ..tasks.metrics import compute
 from ..tasks.nests import map_tensors, pair, to_float
 from ..tasks.standard import Classification
-from ..tasks.task import Task, model_inputs
+from ..tasks.task import Task, model_inputs, update_metric
 from ..telemetry.observer import Observer
 from ..telemetry.state import EpochMeter, TrainState
 from .hooks import Microbatch, Moments, TrainingHooks
@@ -71,6 +72,17 @@ class StepLoss:
         total = torch.stack([_on(ranks.device, count) for count in self._counts]).sum()
         self.weight = total if ranks.world_size == 1 else ranks.reduce(total, "sum")
         self._scale = shares / torch.where(self.weight > 0, self.weight, 1)
+
+    def check(self, number: int, before: Any, after: Any) -> None:
+        """Reject targets that a transform has set after the denominators were counted, if theirs is another one."""
+        if after is before or self.mean.denominator is samples:
+            return
+        if not isclose(self.mean.denominator(after), self._counts[number - 1], rel_tol=1e-4):
+            raise PlanError(
+                "A transform replaced the targets of a microbatch, but the loss weights or ignores targets, so that "
+                "its mean would depend on how a batch is split. Replace them in on_step_start (Composer's "
+                "Event.BATCH_START), or use a loss that does neither."
+            )
 
     def share(self, number: int, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         """`number` counts the microbatches of this rank from 1."""
@@ -203,24 +215,27 @@ def add_gradients(
     engine: Engine, microbatches: list[Microbatch], step: StepLoss, state: TrainState, moments: Moments
 ) -> torch.Tensor:
     """Run forward and backward of each microbatch; return the mean of their shares of the loss, on the device."""
-    losses, whole = [], state.batch
+    losses, whole, followed = [], state.batch, moments.microbatches_followed
     for number, (images, targets) in enumerate(microbatches, 1):
         last = number == len(microbatches)
         if not len(images):
             losses.append(_take_part(engine, images, model_inputs(step.mean.loss, targets), last=last))
             continue
-        state.microbatch = engine.rank * engine.accumulate + number - 1
-        if moments.before_forward:
+        state.microbatch, counted = engine.rank * engine.accumulate + number - 1, targets
+        if followed:
             images, targets = moments.batch(moments.before_forward, state, (images, targets))
         with engine.forward_context():
             outputs = forward(engine.model, images, **model_inputs(step.mean.loss, targets))
+        if followed:
+            state.outputs = outputs
         for call in moments.after_forward:
             call(state)
         outputs = to_float(outputs)
-        if moments.before_loss:
+        if followed:
             state.outputs = outputs
             images, targets = moments.batch(moments.before_loss, state, (images, targets))
             outputs = state.outputs
+        step.check(number, counted, targets)
         weights, state.weights, state.losses = state.weights, None, None
         if weights is None:
             value = step.share(number, outputs, targets)
@@ -316,7 +331,7 @@ class EvaluationSums:
         self._sums[1] += count
         targets = self._task.metric_targets(labels)
         for meter in self._meters.values():
-            meter.update(outputs, targets)
+            update_metric(self._task, meter, outputs, targets)
         return judged, outputs
 
     def result(self, add_ranks: Callable[[torch.Tensor], torch.Tensor], ranks: int) -> dict[str, float]:

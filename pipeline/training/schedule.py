@@ -21,6 +21,9 @@ class Schedule:
         self._optimization, self._optimizer, self._steps = optimization, optimizer, steps
         self._scale = scale
         self._peaks = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            if "peak_lr" in group:  # SGDW's
+                group["peak_lr"] = group["lr"] * scale
         own = optimization.uses_torch_scheduler
         self._scheduler = _TorchScheduler(optimization, optimizer) if own else None
 

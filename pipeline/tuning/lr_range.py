@@ -164,6 +164,8 @@ class _Growing(Schedule):
         rate: float = self._lowest * self._factor**self._hooks.state.step  # whatever the length of an epoch
         for group, share in zip(self._optimizer.param_groups, self._shares, strict=True):
             group["lr"] = rate * share
+            if "peak_lr" in group:  # SGDW's: each rate is tried as a peak
+                group["peak_lr"] = group["lr"]
         return rate
 
 

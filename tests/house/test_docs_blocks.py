@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 import torch
 from command_line import COMMANDS, parsed
+from drivetrain import Classification
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.pipeline.recipes.presets import KEYS, parse_overrides
+from drivetrain.transforms import SWA
 from loader_pictures import jpeg_bytes, picture
 from PIL import Image
-from pipeline_data import Toy
+from pipeline_data import Toy, plain_model
 from places import ROOT
 from process_state import output_of
 from torch import nn
@@ -170,6 +172,41 @@ def test_the_blocks_of_a_page_run_one_after_another(
         for printed, instead in REPLACED.get(page, {}).items():
             text = text.replace(printed, instead)
         exec(compile(text, page, "exec", dont_inherit=True), names)
+
+
+class Loud(nn.Module):
+    """Its gradients overflow at fp16's first loss scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = plain_model()
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.layers(images * 30)
+        return logits
+
+
+def test_loops_of_ones_own_are_that_of_fit(toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also with averages, other metrics, and steps that fp16's loss scale skips."""
+    pipeline = toy.pipeline(Loud, batch_size=8).transform(SWA(0.0, 1.0)).task(Classification(metrics=("f1",)))
+    pipeline = pipeline.optimize("sgd", lr=1e-3).distribute("single", precision="fp16")
+    loops = [text for page in ("docs/guide/how-to.md", "docs/coming-from.md") for _, text in blocks(page)]
+    with_train_epoch, *written_out = [text for text in loops if "pipeline.build() as built" in text]
+    history = pipeline.fit(epochs=2, progress=False).history
+    assert history.epochs[0].skipped
+    capsys.readouterr()
+    exec(compile(with_train_epoch, "loop", "exec", dont_inherit=True), {"pipeline": pipeline})
+    for line, epoch in zip(capsys.readouterr().out.splitlines(), history.epochs, strict=True):
+        assert line == f"{epoch.loss} { {'val_loss': epoch.val_loss, **epoch.metrics} }"
+    model = pipeline.fit(epochs=1, progress=False).model
+    assert len(written_out) == 2
+    for text in written_out:
+        names: dict[str, Any] = {"pipeline": pipeline}
+        exec(compile(text, "loop", "exec", dont_inherit=True), names)
+        names["hooks"].finish()
+        torch.testing.assert_close(
+            names["engine"].plain_model.state_dict(), model.state_dict(), rtol=0, atol=0
+        )
 
 
 def test_every_page_with_python_is_run() -> None:

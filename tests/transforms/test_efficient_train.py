@@ -259,6 +259,17 @@ class OneSize(nn.Module):
         return self.layer(images.flatten(1))
 
 
+class AllBut(nn.Module):
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.side, self.layer = side, nn.Linear(3, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.shape[-1] == self.side:
+            raise ValueError(f"not {self.side}")
+        return self.layer(images.mean((2, 3)))
+
+
 def test_what_has_no_meaning_is_refused(toy: Toy) -> None:
     plain = toy.pipeline(plain_model)
     with pytest.raises(
@@ -276,6 +287,11 @@ def test_what_has_no_meaning_is_refused(toy: Toy) -> None:
     )
     with pytest.raises(PlanError, match=smaller):
         fit(toy.pipeline(OneSize).transform(METHOD))
+    middle = METHOD.bandwidth(SIDE, 0.6)
+    with pytest.raises(
+        PlanError, match=rf"images of {middle} × {middle} .* EfficientTrain trains on images of this"
+    ):
+        fit(toy.pipeline(lambda: AllBut(middle)).transform(METHOD))
     fit(
         toy.pipeline(OneSize).transform(t.EfficientTrain()), epochs=1
     )  # whose multiple of 16 is the full size

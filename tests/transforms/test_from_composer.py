@@ -30,7 +30,17 @@ from drivetrain.strategies import launch
 from drivetrain.transforms import Transform, from_composer
 from drivetrain.transforms.composer.session import PLACES
 from drivetrain.transforms.composer.transform import KNOWN
-from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, fit_all, numbers, plain_model, surroundings
+from pipeline_data import (
+    BATCH,
+    CLASSES,
+    TRAIN,
+    Toy,
+    batch_norm_model,
+    fit_all,
+    numbers,
+    plain_model,
+    surroundings,
+)
 from places import ROOT
 from torch import nn
 
@@ -368,6 +378,41 @@ def test_what_cannot_be_together_is_refused(jobs: Any, toy: Toy) -> None:
     pruning = from_composer(jobs.Once("after_dataloader", "state.batch = tuple(t[:5] for t in state.batch)"))
     with pytest.raises(PlanError, match="cannot be split into accumulate=2"):
         fit(toy.pipeline().transform(pruning).distribute("single", accumulate=2), 1)
+
+
+def test_targets_are_not_replaced_after_they_were_counted(jobs: Any, toy: Toy) -> None:
+    made = jobs.algorithms
+    weights = torch.rand(CLASSES, generator=torch.Generator().manual_seed(0))
+    weighted = toy.pipeline().task(Classification(loss=nn.CrossEntropyLoss(weights)))
+    for algorithm in (made.MixUp(), made.CutMix(), made.LabelSmoothing(), made.MixUp(interpolate_loss=True)):
+        name = type(algorithm).__name__
+        message = (
+            rf"{name}\(.* replaces the targets .* CrossEntropyLoss weights .* Drivetrain's own {name}\(\)"
+        )
+        refuses(message, weighted.transform(from_composer(algorithm)))
+    weighted.transform(ours.MixUp(), ours.LabelSmoothing(), from_composer(made.CutOut())).plan()
+    toy.pipeline().transform(from_composer(made.MixUp())).plan()
+    changed, rolled = (
+        weighted.transform(
+            from_composer(jobs.Once("before_forward", f"state.batch = (state.batch[0], {targets})"))
+        )
+        for targets in (f"(state.batch[1] + 1) % {CLASSES}", "state.batch[1].roll(1)")
+    )
+    with pytest.raises(
+        PlanError, match="A transform replaced the targets of a microbatch, but the loss weights"
+    ):
+        fit(changed, 1)
+    fit(rolled, 1)
+
+
+def test_samples_are_only_left_out_where_they_stay_apart(jobs: Any, toy: Toy) -> None:
+    made, pruned = jobs.algorithms, toy.pipeline().transform(ours.InfoBatch())
+    for algorithm in (made.MixUp(), made.CutMix(), made.SelectiveBackprop(), jobs.Doubles()):
+        refuses(
+            rf"InfoBatch scores single .*{type(algorithm).__name__} may mix or select",
+            pruned.transform(from_composer(algorithm)),
+        )
+    pruned.transform(*map(from_composer, (made.CutOut(), made.LabelSmoothing(), made.BlurPool()))).plan()
 
 
 def test_a_loop_of_ones_own_would_pass_over_its_events(jobs: Any, toy: Toy) -> None:

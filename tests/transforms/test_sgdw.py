@@ -72,6 +72,43 @@ def test_decay_follows_the_schedule_and_its_state_travels() -> None:
     assert weight.item() == pytest.approx(expected)
 
 
+def test_a_group_without_a_learning_rate_stays() -> None:
+    optimizer = SGDW([{"params": [nn.Parameter(torch.ones(1))], "lr": 0.0}], lr=0.1, weight_decay=0.1)
+    (weight,) = optimizer.param_groups[0]["params"]
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert weight.item() == 1.0
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_decay_at_the_peak_of_torchs_scheduler(scale: float) -> None:
+    """OneCycleLR sets `initial_lr` to where it begins, 1/25 of the peak."""
+    weight = nn.Parameter(torch.ones(1))
+    options = {"max_lr": 0.2, "total_steps": 8, "pct_start": 0.5, "cycle_momentum": False}
+    optimization = OptimizerConfig(
+        "sgdw",
+        {"lr": 0.2, "weight_decay": 0.1},
+        schedule=torch.optim.lr_scheduler.OneCycleLR,
+        schedule_options=options,
+    )
+    optimizer, expected = optimization.factory([weight]), 1.0
+    schedule = Schedule(optimization, optimizer, 8, scale)
+    for step in range(8):
+        rate = schedule.set_lr(step)
+        weight.grad = torch.zeros(1)
+        optimizer.step()
+        expected *= 1 - 0.1 * rate / (0.2 * scale)
+    assert rate < 0.2 * scale / 100
+    assert weight.item() == pytest.approx(expected)
+
+
+def test_the_range_of_learning_rates_does_not_depend_on_the_optimizers_own(toy: Toy) -> None:
+    first, second = (
+        toy.pipeline().optimize("sgdw", lr=lr, weight_decay=0.1).lr_range(steps=12) for lr in (0.001, 1.0)
+    )
+    assert first.losses == second.losses
+
+
 def test_a_pipeline_trains_with_it(toy: Toy) -> None:
     pipeline = toy.pipeline().optimize("sgdw", lr=0.1, momentum=0.9, weight_decay=1e-3, schedule="constant")
     assert pipeline.fit(epochs=3, progress=False).accuracy == 1.0

@@ -148,6 +148,8 @@ def from_composer(
         clips_gradients=same == "GradientClipping",
         targets=facts.targets,
         soft_targets=facts.soft_targets and not getattr(algorithm, "interpolate_loss", False),
+        keeps_samples=same not in ("MixUp", "CutMix", "SelectiveBackprop"),
+        replaces_targets=same in ("MixUp", "CutMix", "LabelSmoothing"),
         renames="init" in events and facts.touches in ("", "model"),
         after=tuple(f"Composer{each}" for each in facts.after),
     )

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,9 +21,10 @@ from drivetrain.loaders import convert
 from drivetrain.pipeline.describe.pipeline_spec import sort_transforms
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.strategies import DDP
-from drivetrain.transforms import BlurPool, ChannelsLast, Kind, LabelSmoothing, Report, Transform
+from drivetrain.transforms import TRANSFORMS, BlurPool, ChannelsLast, Kind, LabelSmoothing, Report, Transform
 from drivetrain.transforms import ProgressiveResizing as Resizing
 from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model, plain_model, toy_arrays, write_toy
+from places import ROOT
 from torch import nn
 
 
@@ -87,6 +89,23 @@ def test_declared_facts_decide_the_order(toy: Toy) -> None:
     assert sort((Second(), BlurPool())) == (Second(), BlurPool())
     with pytest.raises(PlanError, match=r"Obstinate and Stubborn must each follow the other\. Remove one"):
         toy.pipeline().transform(Stubborn(), Obstinate())
+
+
+def test_methods_of_the_batch_whose_order_is_the_users() -> None:
+    """As the docs list them. ProgressiveResizing is done by the loader, and SeqLengthWarmup is not for pipelines."""
+    batch = [
+        cls()
+        for cls in TRANSFORMS.values()
+        if cls.kind == "batch" and cls.size is Transform.size and not cls.takes_tokens
+    ]
+    kept = {pair for pair in permutations(batch, 2) if sort_transforms(pair) == pair}
+    free = {type(one).__name__ for one, other in kept if (other, one) in kept}
+    assert free == {"MixUp", "CutMix", "CutOut", "ColOut"}
+    assert all(
+        pair in kept for pair in permutations([each for each in batch if type(each).__name__ in free], 2)
+    )
+    listed = "but for `MixUp`, `CutMix`, `CutOut` and `ColOut`"
+    assert listed in " ".join((ROOT / "docs" / "transforms.md").read_text().split())
 
 
 def test_a_plan_prints_and_shows_every_step(toy: Toy) -> None:

@@ -31,6 +31,9 @@ import pytest
 import torch
 from drivetrain import Pipeline, PlanError, StrategyError
 from drivetrain import transforms as t
+from drivetrain.pipeline.telemetry.observer import Observer
+from drivetrain.pipeline.telemetry.state import TrainState
+from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.strategies import launch
 from pipeline_data import Toy, batch_norm_model
 from small_recipes import half_resnet
@@ -137,6 +140,49 @@ def test_gyro_dropout_is_told_how_long_the_run_is(toy: Toy) -> None:
         built.hooks.begin(built.engine, 100)
         assert layer.hold == 150
     assert pipeline.fit(epochs=1, progress=False).accuracy is not None
+
+
+def test_gyro_dropout_keeps_a_selection_for_steps_however_many_forwards_they_have(toy: Toy) -> None:
+    class Watched(nn.Identity):
+        """After the dropout of ones: the masks of each forward."""
+
+        def forward(self, masks: torch.Tensor) -> torch.Tensor:
+            seen.append(masks[0].detach().clone())
+            return masks
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.masks, self.layers = nn.Sequential(nn.Dropout(0.5), Watched()), batch_norm_model()
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.masks(images.new_ones(len(images), 64))
+            return self.layers(images)
+
+    class Skips(Observer):
+        def should_step(self, loop: TrainState) -> bool:
+            return loop.step != 1
+
+    gyro, found = t.GyroDropout(sigma=64, tau=1, total_steps=192), []
+    for accumulate, transforms, observer in (
+        (1, (), None), (2, (), None), (1, (t.SAM(interval=1),), None), (1, (), Skips()),
+    ):  # fmt: skip
+        seen: list[torch.Tensor] = []
+        pipeline = (
+            toy.pipeline(Model).transform(gyro, *transforms).distribute("single", accumulate=accumulate)
+        )
+        with pipeline.build() as built:
+            schedule = built.begin(1)
+            seen.clear()  # of the check of the output
+            train_epoch(built.engine, built.train, built.loss, built.hooks, schedule, observer)
+        found.append(torch.stack(seen))
+    plain, split, twice, skipped = found
+    assert all(torch.equal(plain[n], plain[n - 1]) == (n % 3 != 0) for n in range(1, len(plain)))
+    for each in (split, twice):
+        assert torch.equal(each[::2], plain)
+        assert torch.equal(each[1::2], plain)
+    assert torch.equal(skipped, plain)
 
 
 # facts of the strategies: the order

@@ -155,6 +155,35 @@ def test_a_group_becomes_its_matrices_and_the_rest(toy: Toy) -> None:
     assert losses[-1] < losses[0]
 
 
+def test_the_rate_of_a_group_is_that_of_all_its_parameters(toy: Toy) -> None:
+    """As the plan and the run print it; a strategy may create the optimizer again from its groups."""
+    groups = {
+        "0.*": {"lr": 0.01},
+        "1.*": {"lr": 0.0},
+        "5.weight": {"orthogonalize": False, "lr": 0.003},
+        "5.*": {"lr": 0.01, "adamw_lr": 0.5},
+    }
+    pipeline = toy.pipeline(batch_norm_model).optimize("muon", adamw_lr=0.004, groups=groups)
+    with pipeline.build() as built:
+        optimizer, note = built.engine.optimizer, built.note
+        names = {parameter: name for name, parameter in built.engine.plain_model.named_parameters()}
+        again = Muon(
+            [{k: v for k, v in g.items() if k != "algorithm"} for g in optimizer.param_groups], adamw_lr=0.004
+        )
+    expected = {"0.weight": 0.01, "1.weight": 0.0, "1.bias": 0.0, "5.weight": 0.003, "5.bias": 0.5}
+    for each in (optimizer, again):
+        assert {names[p]: g["lr"] for g in each.param_groups for p in g["params"]} == expected
+    plan = [step.what for step in pipeline.plan().steps]
+    for text in ("0.* (lr=0.01, adamw_lr=0.002)", "1.* (lr=0.0, adamw_lr=0.0)"):
+        assert text in note
+        assert f"parameter group {text.replace(' (', ': ').rstrip(')')}" in plan
+    bias = nn.Linear(3, 3).bias
+    (halved,) = Muon([{"params": [bias], "lr": 0.01}], lr=0.02, adamw_lr=0.004).param_groups
+    assert halved["lr"] == 0.002
+    (unscaled,) = AdaMuon([{"params": [bias], "lr": 0.01}], lr=0.02).param_groups
+    assert unscaled["lr"] == 0.01
+
+
 @pytest.mark.parametrize("name", ["muon", pytest.param("adamuon", marks=pytest.mark.slow)])
 def test_resuming_goes_on_bit_for_bit(name: str, toy: Toy, tmp_path: Path) -> None:
     groups = {"5.*": {"orthogonalize": False}}

@@ -15,11 +15,17 @@ from drivetrain import Classification, MultiLabel, PlanError, Regression, Segmen
 from drivetrain.pipeline.tasks import get, to_dict
 from drivetrain.pipeline.tasks.metrics import compute, pool, state_of, top
 from drivetrain.pipeline.tasks.nests import to_float
+from drivetrain.pipeline.tasks.task import update_metric
 from drivetrain.strategies import launch
 from task_jobs import Cosine
 from torch import nn
 from torchmetrics import MaxMetric, MeanMetric, Metric, MinMaxMetric, PearsonCorrCoef, SumMetric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError, MulticlassF1Score
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassCalibrationError,
+    MulticlassF1Score,
+)
 
 
 def values(
@@ -28,7 +34,7 @@ def values(
     meters = task.meters(width)
     for outputs, targets in batches:
         for meter in meters.values():
-            meter.update(task.outputs(outputs), task.metric_targets(targets))
+            update_metric(task, meter, task.outputs(outputs), task.metric_targets(targets))
     return compute(meters, 1)
 
 
@@ -124,6 +130,29 @@ def test_accuracies_are_those_of_torchmetrics(
     assert top(9)(6).compute().isnan()
 
 
+def test_metrics_do_not_depend_on_the_batches() -> None:
+    """Nor where all logits of a batch are from 0 to 1, which torchmetrics takes for probabilities."""
+    torch.manual_seed(0)
+    narrow, wide = torch.rand(8, 3), torch.randn(24, 3) * 3
+    logits, indices = torch.cat([narrow, wide]), torch.randint(3, (32,))
+    calibration = MulticlassCalibrationError(3)
+    for task, targets in (
+        (
+            MultiLabel(metrics=("map", "f1", "precision", "recall", "auroc")),
+            (torch.rand(32, 3) < 0.4).float(),
+        ),
+        (Classification(metrics={"auroc": "auroc", "calibration": calibration, "f1": "f1"}), indices),
+        (
+            Segmentation(3, metrics={"miou": "miou", "auroc": MulticlassAUROC(3)}),
+            indices[:, None, None],
+        ),
+    ):
+        given = logits[..., None, None] if isinstance(task, Segmentation) else logits
+        whole = values(task, [(given, targets)], 3)
+        split = values(task, [(given[:8], targets[:8]), (given[8:], targets[8:])], 3)
+        assert split == pytest.approx(whole, abs=1e-6), task
+
+
 def test_a_task_is_a_value() -> None:
     one = Classification(metrics=["top1", "f1"], monitor="f1")
     assert one == Classification(metrics=("top1", "f1"), monitor="f1") == pickle.loads(pickle.dumps(one))
@@ -144,6 +173,27 @@ def test_a_task_is_a_value() -> None:
     made = Classification(metrics=[metric, "top1"]).meters(3)
     assert set(made) == {"multiclass_f1_score", "top1"}
     assert made["multiclass_f1_score"] is not metric
+
+
+def test_a_metric_is_its_class_and_settings() -> None:
+    def task(metric: Any) -> Task:
+        return Classification(metrics={"f1": metric})
+
+    one = task(MulticlassF1Score(3))
+    updated = MulticlassF1Score(3)
+    updated.update(torch.randn(4, 3), torch.arange(4) % 3)
+    assert one == task(MulticlassF1Score(3)) == pickle.loads(pickle.dumps(one)) == task(updated)
+    for other in (MulticlassF1Score(4), MulticlassF1Score(3, average="micro"), MulticlassAccuracy(3), "f1"):
+        assert one != task(other)
+        assert task(other) != one
+    assert task(MaxMetric() * 2.0) == task(MaxMetric() * 2.0) != task(MaxMetric() * 3.0)
+    assert task(MinMaxMetric(SumMetric())) != task(MinMaxMetric(MeanMetric()))
+
+
+def test_metrics_of_ones_own_stay_with_ignored_classes() -> None:
+    own = {"own": MulticlassF1Score(4), "miou": "miou"}
+    meters = Segmentation(4, ignore_index=0, metrics=own).meters(4)
+    assert [type(each).__name__ for each in meters.values()] == ["MulticlassF1Score", "MeanIoU"]
 
 
 def test_what_models_return_is_taken_apart() -> None:

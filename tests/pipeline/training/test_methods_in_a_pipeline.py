@@ -1,5 +1,6 @@
 """Training methods in a pipeline: each is called at its place, and has the same effect as in a custom loop."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
 from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Toy, batch_norm_model, evaluated, numbers, plain_model
+from torch import nn
 
 METHODS = [
     t.MixUp(), t.CutMix(), t.CutOut(length=0.25), t.ColOut(), t.SelectiveBackprop(0.0, 1.0), t.ProgressiveResizing(),
@@ -149,6 +151,38 @@ def test_sam_takes_its_gradient_nearby_and_counts_batches_once(toy: Toy) -> None
         engine.step()
 
 
+@dataclass(frozen=True)
+class Watches(t.Transform):
+    """Keeps what the loop has of a microbatch at a moment, whichever others a session follows."""
+
+    moment: str
+    seen: list[Any]
+    kind = "loop"
+    source = "here"
+    depends_on_length = False
+
+    def session(self, model: nn.Module) -> t.Session:  # noqa: ARG002
+        def look(_: t.Session, loop: t.Loop) -> None:
+            self.seen.append((loop.batch, loop.outputs, loop.loss_function))
+
+        made: t.Session = type("Look", (t.Session,), {self.moment: look})()
+        return made
+
+
+@pytest.mark.parametrize("moment", ["after_forward", "before_backward", "after_backward"])
+def test_sessions_see_the_microbatch_at_any_of_its_moments(moment: str, toy: Toy) -> None:
+    seen: list[Any] = []
+    pipeline = toy.pipeline(plain_model).transform(Watches(moment, seen)).distribute("single", accumulate=2)
+    with pipeline.build() as built:
+        train_epoch(built.engine, built.train, built.loss, built.hooks, built.begin(1))
+        assert built.hooks.state.batch is None, "which would keep its memory"
+    assert len(seen) == 2 * TRAIN // BATCH
+    for (images, targets), outputs, loss in seen:
+        assert (len(images), len(targets)) == (BATCH // 2, BATCH // 2)
+        assert loss is built.loss
+        assert torch.isfinite(loss(outputs, targets))
+
+
 def test_frozen_layers_stop(toy: Toy) -> None:
     """At the start of the second of two epochs, half of the layers freeze."""
     pipeline = toy.pipeline(batch_norm_model).transform(t.LayerFreezing(0.0, 1.0))
@@ -180,6 +214,19 @@ def test_selection_keeps_half_of_every_other_batch(toy: Toy) -> None:
             sizes.append(len(kept))
             built.hooks.after_step()
     assert sizes == [BATCH // 2, BATCH] * (TRAIN // BATCH // 2)
+
+
+@pytest.mark.parametrize("pack", [lambda outputs: {"out": outputs}, lambda outputs: (outputs, None)])
+def test_selection_takes_the_models_main_output(pack: Any, toy: Toy) -> None:
+    class Packed(nn.Sequential):
+        def forward(self, images: torch.Tensor) -> Any:
+            return pack(super().forward(images))
+
+    pipelines = (toy.pipeline(model).transform(t.SelectiveBackprop(0.0, 1.0)) for model in (
+        batch_norm_model, lambda: Packed(*batch_norm_model())
+    ))  # fmt: skip
+    plain, packed = (numbers(fit(pipeline)) for pipeline in pipelines)
+    assert packed == plain
 
 
 def test_random_numbers_are_those_of_seed_step_and_part(toy: Toy) -> None:
