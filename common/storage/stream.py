@@ -223,8 +223,10 @@ def _blocks_of(starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) ->
 
 
 def mirror_at(path: Path, patience: float | None = None) -> Mirror | None:
-    """Return the mirror whose copy `path` is; None for any other file."""
-    facts = path.parent / FACTS
-    if not (facts.exists() and (path.parent / BLOCKS).exists()):
+    """Return the mirror whose copy `path` is; None for any other file, such as the manifest next to a copy."""
+    if not ((path.parent / FACTS).exists() and (path.parent / BLOCKS).exists()):
         return None
-    return (Stream if "stream" in json.loads(facts.read_text()) else Mirror)(path, patience)
+    facts = json.loads((path.parent / FACTS).read_text())
+    if facts["name"] != path.name:
+        return None
+    return (Stream if "stream" in facts else Mirror)(path, patience)

@@ -19,7 +19,8 @@ from drivetrain.common.storage import addresses, stream
 from drivetrain.common.storage.cache import FACTS, Remote, local_copy
 from drivetrain.common.storage.holes import STREAM_BLOCK as BLOCK
 from drivetrain.common.storage.stream import Stream
-from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert
+from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert, open_beton
+from drivetrain.loaders.beton import data_set
 from drivetrain.loaders.ffcv_loader import Coming
 from range_server import RangeServer, serving
 
@@ -79,6 +80,36 @@ def test_the_pixels_of_the_local_file_in_a_third_of_its_size(
     assert 1 < fetched < 3.4
     del far
     assert not list((tmp_path / "cache").rglob("*.beton")), "nothing is left"
+
+
+@pytest.mark.parametrize("name", ["train.beton", "part-{0..2}.beton"])
+def test_samples_that_are_checked_when_used(
+    server: RangeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The checksums are read from the manifest next to the copy, which is no copy itself."""
+    monkeypatch.setattr(data_set, "CHECKED", 0)
+    options = OPTIONS | {"stream": True, "cache_limit": LIMIT, "patience": 1}
+    with (
+        FFCVLoader(folder / name, **OPTIONS) as local,
+        FFCVLoader(server.address(name), **options) as far,
+    ):
+        assert far.beton.lazy
+        for _ in range(2):
+            for near, (images, labels) in zip(local, far, strict=True):
+                assert torch.equal(near[0], images)
+                assert torch.equal(near[1], labels)
+        for file in (tmp_path / "cache").rglob("*.beton.json"):
+            assert file.read_bytes() == (folder / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("remote", [Remote(patience=1), Remote(patience=1, stream=True)])
+def test_a_manifest_longer_than_what_has_been_fetched(server: RangeServer, remote: Remote) -> None:
+    count = 6000
+    images = np.random.default_rng(0).integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
+    convert((images, np.arange(count) % 5), server.folder / "many.beton", write_mode="raw", progress=False)
+    beton = open_beton(server.address("many.beton"), remote, most=0)
+    assert beton.tables is not None
+    assert beton.is_unchanged(count - 1)
 
 
 def test_a_loop_that_is_left_and_epochs_that_are_skipped(server: RangeServer, folder: Path) -> None:
