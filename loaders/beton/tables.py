@@ -65,12 +65,11 @@ class Rows:
     heights: NDArray[np.uint16]
     pointers: NDArray[np.uint64]
     sizes: NDArray[np.uint64]
-    files: tuple[
-        OpenFile, ...
-    ] = ()  # that the descriptors are of, to keep them open; none: they stay open anyway
+    # What keeps the descriptors open; none: they stay open anyway.
+    files: tuple[object, ...] = ()
 
     @classmethod
-    def of(cls, columns: list[Any], files: tuple[OpenFile, ...]) -> Rows:
+    def of(cls, columns: list[Any], files: tuple[object, ...]) -> Rows:
         descriptors, modes, widths, heights, pointers, sizes = columns
         return cls(descriptors, modes, widths, heights, pointers, sizes, files)
 

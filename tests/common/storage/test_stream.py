@@ -112,6 +112,23 @@ def test_a_manifest_longer_than_what_has_been_fetched(server: RangeServer, remot
     assert beton.is_unchanged(count - 1)
 
 
+@pytest.mark.parametrize("most", [1, 2])
+def test_more_files_than_are_open_at_a_time(
+    server: RangeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(data_set, "MOST_OPEN", most)
+    options = OPTIONS | {"stream": True, "cache_limit": LIMIT, "patience": 1}
+    with (
+        FFCVLoader(folder / "part-{0..2}.beton", **OPTIONS) as local,
+        FFCVLoader(server.address("part-{0..2}.beton"), **options) as far,
+    ):
+        for near, (images, labels) in zip(local, far, strict=True):
+            assert torch.equal(near[0], images)
+            assert torch.equal(near[1], labels)
+    del far
+    assert not list((tmp_path / "cache").rglob("*.beton"))
+
+
 def test_a_loop_that_is_left_and_epochs_that_are_skipped(server: RangeServer, folder: Path) -> None:
     options = OPTIONS | {"stream": True, "cache_limit": LIMIT}
     with (
