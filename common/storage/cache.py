@@ -16,8 +16,9 @@ import uuid
 import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,9 @@ def local_copy(address: str, remote: Remote = Remote()) -> Path:
             path, mark, query = address.partition("?")
             manifest = RemoteFile(f"{path}.json{mark}{query}", remote.patience).whole()
             with locked(root / ".lock"):  # each counts the copies of the others
-                if not remote.stream:
+                if remote.stream:
+                    _remove_streams(root)
+                else:
                     _make_room(root, folder, size, remote.cache_limit)
                 _make(folder, name, size, -(-size // block), facts, manifest)
         os.utime(folder / FACTS)  # the time of its last use
@@ -142,6 +145,15 @@ def _make_room(root: Path, folder: Path, size: int, limit: float | None) -> None
             f"use take up to {used:,.2f} GB, and cache_limit is {'not set' if limit is None else f'{limit:g} GB'}. "
             "Pass another cache=FOLDER, or a larger cache_limit=."
         )
+
+
+@cache
+def _remove_streams(root: Path) -> None:
+    """Remove what processes that were killed have left of their streams; once, because there may be thousands."""
+    for path in root.glob("*-*/" + FACTS):
+        with suppress(FileNotFoundError):  # its process has just removed it
+            if time.time() - _last_use(path) > _RECENT:
+                _remove_unused(path)
 
 
 def _last_use(facts: Path) -> float:

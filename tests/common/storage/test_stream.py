@@ -276,23 +276,43 @@ def test_what_does_not_work_is_refused(server: RangeServer) -> None:
     assert "is streamed by another process. Load it with FFCVLoader" in done.stderr
 
 
+KILLED = textwrap.dedent("""
+    import os, sys
+    from drivetrain.loaders import FFCVLoader
+    loader = FFCVLoader(sys.argv[1], batch_size=2, batches_ahead=1, image_size=32, stream=True, cache_limit=0.004)
+    next(iter(loader))
+    os.kill(os.getpid(), 9)
+""")
+
+
+def left_by_a_killed_process(address: str, cache: Path) -> set[Path]:
+    """Return the folders that there are now, of which nobody was asked for in the last minute."""
+    subprocess.run([sys.executable, "-c", KILLED, address], check=False)
+    found = set(cache.rglob(FACTS))
+    for facts in found:
+        os.utime(facts, (0, 0))
+    return found
+
+
 def test_a_killed_process_leaves_what_the_next_copy_removes(
     server: RangeServer, folder: Path, tmp_path: Path
 ) -> None:
-    program = textwrap.dedent("""
-        import os, sys
-        from drivetrain.loaders import FFCVLoader
-        loader = FFCVLoader(sys.argv[1], batch_size=2, batches_ahead=1, image_size=32, stream=True, cache_limit=0.004)
-        next(iter(loader))
-        os.kill(os.getpid(), 9)
-    """)
     address = server.address("train.beton")
-    subprocess.run([sys.executable, "-c", program, address], check=False)
-    (left,) = (tmp_path / "cache").rglob(FACTS)
-    os.utime(left, (0, 0))
+    (left,) = left_by_a_killed_process(address, tmp_path / "cache")
     size = (folder / "train.beton").stat().st_size
     local_copy(address, Remote(cache_limit=(size + 1000) / 1e9))
     assert not left.exists()
+
+
+def test_a_killed_process_leaves_what_the_next_stream_removes(server: RangeServer, tmp_path: Path) -> None:
+    address = server.address("train.beton")
+    own = open_beton(address, Remote(stream=True))
+    used = own.path.parent / FACTS
+    (first,) = left_by_a_killed_process(address, tmp_path / "cache") - {used}
+    (second,) = left_by_a_killed_process(address, tmp_path / "cache") - {used}
+    assert first != second
+    assert not first.exists()
+    assert used.exists(), "it is in use"
 
 
 @pytest.mark.process
