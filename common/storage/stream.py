@@ -9,6 +9,7 @@ oldest blocks are those that come back first.
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import math
 import os
@@ -31,6 +32,7 @@ _AGAIN = 256.0  # batches after which a part of a table is expected to be read a
 _BETWEEN = 32.0  # batches in which a block that came with its neighbours is expected to be read
 _AHEAD = 64.0  # batches that may be in preparation
 _SPARE = 4  # entries of the heap per block that is kept, after which stale ones are removed
+_numbers = itertools.count()  # of streams: an entry of one that is gone is of no other
 _rooms: dict[Path, Room] = {}
 _rooms_lock = threading.Lock()
 
@@ -54,12 +56,12 @@ class Room:
 
     def add(self, stream: Stream) -> None:
         with self.lock:
-            self._streams[id(stream)] = stream
+            self._streams[stream.number] = stream
 
     def push(self, stream: Stream, blocks: NDArray[np.int64]) -> None:
         """Note when blocks that are kept are used next."""
         for use, block in zip((-stream.uses[blocks]).tolist(), blocks.tolist(), strict=True):
-            heapq.heappush(self._heap, (use, id(stream), block))
+            heapq.heappush(self._heap, (use, stream.number, block))
 
     def trim(self, coming: int = 0) -> None:
         """Drop blocks until the others fit, and those that are coming. Those in use stay, whatever their number."""
@@ -104,6 +106,7 @@ class Stream(Mirror):
                 "it, or leave stream= out."
             )
         super().__init__(path, patience)
+        self.number = next(_numbers)
         self.room = Room.of(path.parent.parent, own["bytes"])
         self._lock = self.room.lock
         count = len(self._blocks)

@@ -219,6 +219,24 @@ def test_a_block_of_several_samples_stays_until_the_last_was_used(server: RangeS
     one.close()
 
 
+def test_what_is_noted_of_a_stream_that_is_gone_is_of_no_other(server: RangeServer) -> None:
+    """Not even if the other one has its place in memory."""
+    long, short = (
+        local_copy(server.address(name), Remote(stream=True)) for name in ("train.beton", "part-0.beton")
+    )
+    one, others = Stream(long), list[Stream]()
+    room, place = one.room, id(one)
+    with one.pinned(np.array([one.size - 1]), 1):
+        pass
+    one.close()
+    del one
+    while len(others) < 100 and place not in map(id, others):
+        others.append(Stream(short))
+    others[-1].fetch(np.array([0]), 1)
+    room.size = 0
+    room.trim()
+
+
 def furthest_first(order: list[list[int]], keeps: int) -> int:
     """How often Belady's rule has to fetch a sample, one batch after the other, as it is written."""
     kept: set[int] = set()
