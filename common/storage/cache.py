@@ -224,8 +224,11 @@ class Mirror:
         results([*self._request(starts, sizes)])
 
     @contextmanager
-    def pinned(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> Iterator[None]:
-        """Inside the block, the ranges are in the copy; raise DataError if the source does not deliver them."""
+    def pinned(
+        self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int, announced: bool = False
+    ) -> Iterator[None]:
+        """Inside the block, the ranges are in the copy; raise DataError if the source does not deliver them.
+        `announced`: this is the use that `Stream.expect` was told of."""
         self.fetch(starts, sizes)
         yield
 

@@ -143,7 +143,9 @@ class Stream(Mirror):
         self.prefetch(starts, sizes)
 
     @contextmanager
-    def pinned(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> Iterator[None]:
+    def pinned(
+        self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int, announced: bool = False
+    ) -> Iterator[None]:
         spans = list(zip(*_blocks_of(starts, sizes), strict=True))
         with self._lock:
             for first, end in spans:
@@ -158,14 +160,14 @@ class Stream(Mirror):
                 for first, end in spans:
                     self._pins[first:end] -= 1
                     for block in range(first, end):
-                        self.uses[block] = self._next_use(block)
+                        self.uses[block] = self._next_use(block, announced)
                     self.room.push(self, first + np.flatnonzero(self._blocks[first:end]))
                 self.room.trim()
 
-    def _next_use(self, block: int) -> float:
-        """Return when a block that has just been used is wanted next."""
+    def _next_use(self, block: int, announced: bool) -> float:
+        """Return when a block that has just been read, or used as announced, is wanted next."""
         wanted = self._wanted.get(block)
-        if wanted:
+        if wanted and announced:
             del wanted[0]
         if wanted:
             return wanted[0]

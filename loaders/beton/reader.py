@@ -244,7 +244,7 @@ class Beton:
         if self.file.mirror is None:
             yield
             return
-        with self.file.pinned(self.pointers[indices], self.sizes[indices]):
+        with self.file.mirror.pinned(self.pointers[indices], self.sizes[indices], announced=True):
             for index in indices[self._unseen[indices]].tolist():
                 self.require_unchanged(index)
             self._unseen[indices] = False
