@@ -18,12 +18,14 @@ import weakref
 from bisect import insort
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
+from .addresses import RemoteFile
 from .cache import BLOCKS, FACTS, Mirror, runs
 from .holes import STREAM_BLOCK, punch
 
@@ -119,6 +121,11 @@ class Stream(Mirror):
             self.room.blocks += int(self._blocks.sum())
             self.room.push(self, np.flatnonzero(self._blocks))
         weakref.finalize(self, _given_back, self.room, self._blocks).atexit = False
+
+    @cached_property
+    def may_change(self) -> bool:
+        """Whether a block that is fetched again may be of another version of the file."""
+        return not RemoteFile(self.address, self._patience, self.version).is_bound
 
     def is_kept(self, block: int) -> bool:
         return bool(self._blocks[block]) and not self._pins[block]

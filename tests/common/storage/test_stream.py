@@ -1,6 +1,7 @@
 """Files at an address that are larger than the disk: the local file's pixels, within the room, and what is fetched."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from drivetrain import DataError, Pipeline
+from drivetrain.common.errors import BetonError
 from drivetrain.common.storage import addresses, stream
 from drivetrain.common.storage.cache import FACTS, Remote, local_copy
 from drivetrain.common.storage.holes import STREAM_BLOCK as BLOCK
@@ -235,6 +237,22 @@ def test_what_is_noted_of_a_stream_that_is_gone_is_of_no_other(server: RangeServ
     others[-1].fetch(np.array([0]), 1)
     room.size = 0
     room.trim()
+
+
+def test_a_file_that_is_replaced_is_noticed_when_its_blocks_are_fetched_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a server that does not compare versions."""
+    monkeypatch.setattr(stream, "_rooms", {})
+    served = Path(shutil.copytree(folder, tmp_path / "served")) / "train.beton"
+    with serving(served.parent) as server:
+        server.tags = False
+        options = OPTIONS | {"stream": True, "cache": tmp_path / "cache", "cache_limit": LIMIT, "patience": 1}
+        with FFCVLoader(server.address("train.beton"), **options) as far:
+            assert len(list(far)) == SAMPLES // 2
+            served.write_bytes(bytes(served.stat().st_size))
+            with pytest.raises(BetonError, match=r"train.beton sends has another CRC-32"):
+                list(far)
 
 
 def furthest_first(order: list[list[int]], keeps: int) -> int:
