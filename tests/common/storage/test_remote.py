@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -143,6 +144,14 @@ def test_a_loader_takes_the_options_of_its_address(address: str, tmp_path: Path)
     for wrong in ({"cache": 5}, {"cache_limit": 0}, {"patience": -1}):
         with pytest.raises(DataError, match=next(iter(wrong))):
             TorchLoader(address, **wrong, **OPTIONS)
+
+
+def test_headers_that_are_configured_are_in_each_request(
+    server: RangeServer, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.key = "Bearer key"
+    monkeypatch.setitem(fsspec.config.conf, "http", {"headers": {"Authorization": server.key}})
+    assert open_beton(address).is_unchanged(0)
 
 
 def test_an_outage_is_waited_for_and_reported(
