@@ -125,21 +125,24 @@ def _make(
 def _make_room(root: Path, folder: Path, size: int, limit: float | None) -> None:
     """Remove copies that nobody uses until one of `size` bytes fits. Each other copy counts as what it will be when it
     is full."""
-    found = sorted((path for path in root.glob("*/" + FACTS) if path.parent != folder), key=_last_use)
-    others = {path: _bytes(path.parent) for path in found}
+    others: dict[Path, tuple[float, int, int]] = {}
+    for path in root.glob("*/" + FACTS):
+        with suppress(FileNotFoundError):  # a process that streamed has just removed it
+            if path.parent != folder:
+                others[path] = path.stat().st_mtime, *_bytes(path.parent)
     allowed = float("inf") if limit is None else limit * 1e9
 
     def fits() -> bool:
-        full, present = (sum(each[n] for each in others.values()) for n in (0, 1))
+        full, present = (sum(each[n] for each in others.values()) for n in (1, 2))
         return full + size <= allowed and size + full - present <= shutil.disk_usage(root).free
 
-    for path in found:
+    for path in sorted(others, key=others.__getitem__):  # by the time of its last use
         if fits():
             return
-        if time.time() - _last_use(path) > _RECENT and _remove_unused(path):
+        if _remove_unused(path):
             del others[path]
     if not fits():
-        free, used = shutil.disk_usage(root).free / 1e9, sum(full for full, _ in others.values()) / 1e9
+        free, used = shutil.disk_usage(root).free / 1e9, sum(full for _, full, _ in others.values()) / 1e9
         raise DataError(
             f"A copy of {size / 1e9:,.2f} GB does not fit into {root}: {free:,.2f} GB of the disk are free, copies in "
             f"use take up to {used:,.2f} GB, and cache_limit is {'not set' if limit is None else f'{limit:g} GB'}. "
@@ -151,13 +154,7 @@ def _make_room(root: Path, folder: Path, size: int, limit: float | None) -> None
 def _remove_streams(root: Path) -> None:
     """Remove what processes that were killed have left of their streams; once, because there may be thousands."""
     for path in root.glob("*-*/" + FACTS):
-        with suppress(FileNotFoundError):  # its process has just removed it
-            if time.time() - _last_use(path) > _RECENT:
-                _remove_unused(path)
-
-
-def _last_use(facts: Path) -> float:
-    return facts.stat().st_mtime
+        _remove_unused(path)
 
 
 def _bytes(folder: Path) -> tuple[int, int]:
@@ -169,11 +166,17 @@ def _bytes(folder: Path) -> tuple[int, int]:
 
 
 def _remove_unused(facts: Path) -> bool:
-    with (facts.parent / json.loads(facts.read_text()).get("name", FACTS)).open() as file:
-        if not acquire(file, wait=False):
+    """Remove a copy that nobody uses, or is about to open; return whether it is gone."""
+    try:
+        if time.time() - facts.stat().st_mtime <= _RECENT:
             return False
-        facts.unlink()  # first, so that nobody takes the folder for a complete one
-        shutil.rmtree(facts.parent, ignore_errors=True)
+        with (facts.parent / json.loads(facts.read_text()).get("name", FACTS)).open() as file:
+            if not acquire(file, wait=False):
+                return False
+            facts.unlink()  # first, so that nobody takes the folder for a complete one
+            shutil.rmtree(facts.parent, ignore_errors=True)
+    except FileNotFoundError:  # a process that streamed has just removed it
+        pass
     return True
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from drivetrain import DataError, Pipeline
 from drivetrain.common.errors import BetonError
-from drivetrain.common.storage import addresses, stream
+from drivetrain.common.storage import addresses, cache, stream
 from drivetrain.common.storage.cache import FACTS, Remote, local_copy
 from drivetrain.common.storage.holes import STREAM_BLOCK as BLOCK
 from drivetrain.common.storage.stream import Stream
@@ -321,10 +321,10 @@ KILLED = textwrap.dedent("""
 """)
 
 
-def left_by_a_killed_process(address: str, cache: Path) -> set[Path]:
+def left_by_a_killed_process(address: str, place: Path) -> set[Path]:
     """Return the folders that there are now, of which nobody was asked for in the last minute."""
     subprocess.run([sys.executable, "-c", KILLED, address], check=False)
-    found = set(cache.rglob(FACTS))
+    found = set(place.rglob(FACTS))
     for facts in found:
         os.utime(facts, (0, 0))
     return found
@@ -349,6 +349,24 @@ def test_a_killed_process_leaves_what_the_next_stream_removes(server: RangeServe
     assert first != second
     assert not first.exists()
     assert used.exists(), "it is in use"
+
+
+@pytest.mark.parametrize("step", ["_bytes", "_remove_unused"])
+def test_a_stream_that_ends_while_another_job_makes_room(
+    server: RangeServer, folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    address, real = server.address("train.beton"), getattr(cache, step)
+    ending = local_copy(address, Remote(stream=True)).parent
+    os.utime(ending / FACTS, (0, 0))
+
+    def ends_meanwhile(path: Path) -> Any:
+        shutil.rmtree(ending)
+        return real(path)
+
+    monkeypatch.setattr(cache, step, ends_meanwhile)
+    limit = ((folder / "train.beton").stat().st_size + 1000) / 1e9
+    assert local_copy(address, Remote(cache_limit=limit)).exists()
+    assert not ending.exists()
 
 
 @pytest.mark.process
