@@ -29,7 +29,7 @@ from ..checks import is_number
 from ..errors import DataError
 from ..exhaustion import exhaustion, is_exhaustion
 from ..signals import interrupts_held
-from ..threads import results
+from ..threads import at_exit, results
 from .addresses import PATIENCE, RemoteFile
 from .files import acquire, cache_folder, locked
 from .holes import STREAM_BLOCK, check_holes, room_for_streams
@@ -45,6 +45,7 @@ _LOOKS = (0.005, 0.1)  # first and longest seconds between two looks for what an
 _STALLED = 30.0  # seconds after which another process that fetches them is not waited for any more
 _shared: weakref.ref[ThreadPoolExecutor] | None = None
 _shared_lock = threading.Lock()
+_mirrors = weakref.WeakSet["Mirror"]()
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,7 @@ class Mirror:
         self._pool: ThreadPoolExecutor | None = None
         self._lock: AbstractContextManager[Any] = threading.Lock()
         self._pending: dict[int, Future[None]] = {}
+        _mirrors.add(self)
 
     def prefetch(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> None:
         """Begin to fetch the ranges, `sizes` bytes from each of `starts` `(n,)`, without waiting for them."""
@@ -344,6 +346,14 @@ class Mirror:
         except OSError:  # a file system without locks
             return True
         return True
+
+
+def _close_all() -> None:
+    for mirror in list(_mirrors):
+        mirror.close()
+
+
+at_exit(_close_all)  # otherwise it would wait for servers that do not answer
 
 
 def runs(blocks: Iterable[int], gap: int = _GAP) -> Iterator[range]:
