@@ -104,14 +104,36 @@ def test_samples_that_are_checked_when_used(
             assert file.read_bytes() == (folder / file.name).read_bytes()
 
 
-@pytest.mark.parametrize("remote", [Remote(patience=1), Remote(patience=1, stream=True)])
-def test_a_manifest_longer_than_what_has_been_fetched(server: RangeServer, remote: Remote) -> None:
-    count = 6000
-    images = np.random.default_rng(0).integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
-    convert((images, np.arange(count) % 5), server.folder / "many.beton", write_mode="raw", progress=False)
-    beton = open_beton(server.address("many.beton"), remote, most=0)
+@pytest.fixture(scope="module")
+def many(folder: Path) -> str:
+    """One of 6,000 raw images of 192 bytes, whose manifest and tables take many blocks."""
+    images = np.random.default_rng(0).integers(0, 256, (6000, 8, 8, 3), dtype=np.uint8)
+    convert((images, np.arange(6000) % 5), folder / "many.beton", write_mode="raw", progress=False)
+    return "many.beton"
+
+
+REMOTES = pytest.mark.parametrize("remote", [Remote(patience=1), Remote(patience=1, stream=True)])
+
+
+@REMOTES
+def test_a_manifest_longer_than_what_has_been_fetched(
+    server: RangeServer, many: str, remote: Remote
+) -> None:
+    beton = open_beton(server.address(many), remote, most=0)
     assert beton.tables is not None
-    assert beton.is_unchanged(count - 1)
+    assert beton.is_unchanged(len(beton) - 1)
+
+
+@REMOTES
+def test_the_parts_of_tables_that_a_batch_needs_are_fetched_together(
+    server: RangeServer, folder: Path, many: str, remote: Remote
+) -> None:
+    beton = open_beton(server.address(many), remote, most=0)
+    before = len(server.requests)
+    rows = beton.rows(np.arange(100, 6000, 512))
+    assert len(server.requests) - before <= 2, "one for each table"
+    expected = open_beton(folder / many).rows(np.arange(100, 6000, 512))
+    assert np.array_equal(rows.pointers, expected.pointers)
 
 
 @pytest.mark.parametrize("most", [1, 2])
