@@ -190,7 +190,9 @@ class RemoteFile(Calls):
         if self._tag is None:
             return self._call("cat_file", self._path, start=start, end=end)
         if self._is_http:
-            headers = self._system.kwargs.get("headers", {}) | {"If-Match": self._tag}  # replaces those configured
+            headers = self._system.kwargs.get("headers", {}) | {
+                "If-Match": self._tag
+            }  # replaces those configured
             return self._call("cat_file", self._path, start=start, end=end, headers=headers)
         from fsspec.asyn import sync
 

@@ -230,8 +230,9 @@ class Mirror:
 
     @contextmanager
     def pinned(
-        self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int, announced: bool = False
-    ) -> Iterator[None]:
+        self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int,
+        announced: bool = False,  # noqa: ARG002  of a stream
+    ) -> Iterator[None]:  # fmt: skip
         """Inside the block, the ranges are in the copy; raise DataError if the source does not deliver them.
         `announced`: this is the use that `Stream.expect` was told of."""
         self.fetch(starts, sizes)

@@ -185,9 +185,7 @@ class Tables:
         starts, sizes = first + np.outer(blocks * BLOCK, widths), np.outer(counts, widths)
         digests = self._blocks.metadata, self._blocks.allocations
         with self._file.pinned(starts.ravel(), sizes.ravel()):  # of a remote file, fetched together
-            for block, places, lengths in zip(
-                blocks.tolist(), starts.tolist(), sizes.tolist(), strict=True
-            ):
+            for block, places, lengths in zip(blocks.tolist(), starts.tolist(), sizes.tolist(), strict=True):
                 for start, size, crcs in zip(places, lengths, digests, strict=True):
                     if crc32(self._file.read(start, size)) != crcs[block]:
                         raise self._damaged(block)

@@ -117,9 +117,7 @@ REMOTES = pytest.mark.parametrize("remote", [Remote(patience=1), Remote(patience
 
 
 @REMOTES
-def test_a_manifest_longer_than_what_has_been_fetched(
-    server: RangeServer, many: str, remote: Remote
-) -> None:
+def test_a_manifest_longer_than_what_has_been_fetched(server: RangeServer, many: str, remote: Remote) -> None:
     beton = open_beton(server.address(many), remote, most=0)
     assert beton.tables is not None
     assert beton.is_unchanged(len(beton) - 1)
@@ -236,7 +234,9 @@ def test_a_block_of_several_samples_stays_until_the_last_was_used(server: RangeS
         one.expect(np.array([block * BLOCK]), np.array([50]), np.array([soon], np.float32), again[:1])
         one.fetch(np.array([block * BLOCK]), 50)
     assert [one.is_kept(block) for block in (0, 10, 20)] == [True, False, True]
-    with one.pinned(np.array([100]), 50, announced=True):  # after its last sample, it is wanted in the next epoch only
+    with one.pinned(
+        np.array([100]), 50, announced=True
+    ):  # after its last sample, it is wanted in the next epoch only
         pass
     one.fetch(np.array([10 * BLOCK]), 50)
     assert [one.is_kept(block) for block in (0, 10, 20)] == [False, True, True]
@@ -300,7 +300,12 @@ def test_a_long_file_takes_little_memory(tmp_path: Path) -> None:
     """A byte for each block, of which a terabyte has 61 million; what is noted of one takes twelve more."""
     size, blocks = 1 << 34, 1 << 20
     own = {"process": os.getpid(), "bytes": 10**9}
-    facts: dict[str, object] = {"address": "http://127.0.0.1/x.beton", "size": size, "version": "", "stream": own}
+    facts: dict[str, object] = {
+        "address": "http://127.0.0.1/x.beton",
+        "size": size,
+        "version": "",
+        "stream": own,
+    }
     cache._make(tmp_path / "made", "x.beton", size, blocks, facts, None)
     tracemalloc.start()
     try:
