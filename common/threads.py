@@ -5,6 +5,7 @@ Python raises KeyboardInterrupt between any two instructions of the main thread,
 for ever. So the main thread calls them while interrupts are held, and waits a fraction of a second at a time.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,10 +44,30 @@ def results(futures: Sequence[Future[R]]) -> list[R]:
         return [future.result() for future in futures]
 
 
-def end(pool: ThreadPoolExecutor) -> None:
+def end(pool: ThreadPoolExecutor, stop: Callable[[], object] = lambda: None) -> None:
+    """Drop the work that has not begun, and wait for the threads; `stop`, which is called until they have ended, ends
+    what they wait for."""
     with interrupts_held():
         pool.shutdown(wait=False, cancel_futures=True)
+    threads = list(pool._threads)
+
+    def done(seconds: float) -> bool:
+        stop()
+        threads[0].join(seconds)
+        while threads and not threads[0].is_alive():
+            threads.pop(0)
+        return not threads
+
+    if threads:
+        wait(done)
     pool.shutdown()
+
+
+def at_exit(function: Callable[[], object]) -> None:
+    """Call the function before the interpreter waits for threads, which `atexit` is too late for."""
+    # concurrent.futures registers in the same way that it waits for its own; the last one registered is called first.
+    with suppress(RuntimeError):  # the process is already at its end
+        threading._register_atexit(function)  # type: ignore[attr-defined]
 
 
 def in_order(

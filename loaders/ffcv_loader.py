@@ -234,7 +234,7 @@ class FFCVLoader(EpochLoader):
         for stop in list(self._stops):
             stop.set()
         if self._pool is not None:
-            end(self._pool)
+            end(self._pool, self.beton.close)  # which ends what they wait for of a server
             self._pool = None
         self.beton.close()
         self._decoder.close()

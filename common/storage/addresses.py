@@ -156,7 +156,14 @@ class RemoteFile(Calls):
     def __init__(self, address: str, patience: float | None = None, version: str = "") -> None:
         super().__init__(address, patience)
         tag = _STRONG_TAG.search(version)
-        self._tag = None if tag is None else tag[1]
+        self._is_http = "http" in self._system.protocol
+        can = self._is_http or ("s3" in self._system.protocol and hasattr(self._system, "_call_s3"))
+        self._tag = tag[1] if tag is not None and can else None
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether each request is on condition that the file has its entity tag."""
+        return self._tag is not None
 
     def facts(self) -> tuple[int, str]:
         """Return the file's size in bytes, and what changes with its content: its entity tag or time of change."""
@@ -180,14 +187,16 @@ class RemoteFile(Calls):
 
     def _range(self, start: int, end: int) -> Any:
         """Return the bytes from `start` to `end`, on condition that the file has its entity tag, where fsspec can."""
-        system, protocols = self._system, self._system.protocol
-        if self._tag is not None and "http" in protocols:
-            return self._call("cat_file", self._path, start=start, end=end, headers={"If-Match": self._tag})
-        if self._tag is not None and "s3" in protocols and hasattr(system, "_call_s3"):
-            from fsspec.asyn import sync
+        if self._tag is None:
+            return self._call("cat_file", self._path, start=start, end=end)
+        if self._is_http:
+            headers = self._system.kwargs.get("headers", {}) | {
+                "If-Match": self._tag
+            }  # replaces those configured
+            return self._call("cat_file", self._path, start=start, end=end, headers=headers)
+        from fsspec.asyn import sync
 
-            return sync(system.loop, self._s3_range, start, end, timeout=SECONDS)
-        return self._call("cat_file", self._path, start=start, end=end)
+        return sync(self._system.loop, self._s3_range, start, end, timeout=SECONDS)
 
     async def _s3_range(self, start: int, end: int) -> Any:
         """As s3fs's `_cat_file`, which has no conditions."""

@@ -16,8 +16,9 @@ import uuid
 import weakref
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..checks import is_number
 from ..errors import DataError
 from ..exhaustion import exhaustion, is_exhaustion
 from ..signals import interrupts_held
-from ..threads import results
+from ..threads import at_exit, results
 from .addresses import PATIENCE, RemoteFile
 from .files import acquire, cache_folder, locked
 from .holes import STREAM_BLOCK, check_holes, room_for_streams
@@ -44,6 +45,7 @@ _LOOKS = (0.005, 0.1)  # first and longest seconds between two looks for what an
 _STALLED = 30.0  # seconds after which another process that fetches them is not waited for any more
 _shared: weakref.ref[ThreadPoolExecutor] | None = None
 _shared_lock = threading.Lock()
+_mirrors = weakref.WeakSet["Mirror"]()
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,9 @@ def local_copy(address: str, remote: Remote = Remote()) -> Path:
             path, mark, query = address.partition("?")
             manifest = RemoteFile(f"{path}.json{mark}{query}", remote.patience).whole()
             with locked(root / ".lock"):  # each counts the copies of the others
-                if not remote.stream:
+                if remote.stream:
+                    _remove_streams(root)
+                else:
                     _make_room(root, folder, size, remote.cache_limit)
                 _make(folder, name, size, -(-size // block), facts, manifest)
         os.utime(folder / FACTS)  # the time of its last use
@@ -122,21 +126,24 @@ def _make(
 def _make_room(root: Path, folder: Path, size: int, limit: float | None) -> None:
     """Remove copies that nobody uses until one of `size` bytes fits. Each other copy counts as what it will be when it
     is full."""
-    found = sorted((path for path in root.glob("*/" + FACTS) if path.parent != folder), key=_last_use)
-    others = {path: _bytes(path.parent) for path in found}
+    others: dict[Path, tuple[float, int, int]] = {}
+    for path in root.glob("*/" + FACTS):
+        with suppress(FileNotFoundError):  # a process that streamed has just removed it
+            if path.parent != folder:
+                others[path] = path.stat().st_mtime, *_bytes(path.parent)
     allowed = float("inf") if limit is None else limit * 1e9
 
     def fits() -> bool:
-        full, present = (sum(each[n] for each in others.values()) for n in (0, 1))
+        full, present = (sum(each[n] for each in others.values()) for n in (1, 2))
         return full + size <= allowed and size + full - present <= shutil.disk_usage(root).free
 
-    for path in found:
+    for path in sorted(others, key=others.__getitem__):  # by the time of its last use
         if fits():
             return
-        if time.time() - _last_use(path) > _RECENT and _remove_unused(path):
+        if _remove_unused(path):
             del others[path]
     if not fits():
-        free, used = shutil.disk_usage(root).free / 1e9, sum(full for full, _ in others.values()) / 1e9
+        free, used = shutil.disk_usage(root).free / 1e9, sum(full for _, full, _ in others.values()) / 1e9
         raise DataError(
             f"A copy of {size / 1e9:,.2f} GB does not fit into {root}: {free:,.2f} GB of the disk are free, copies in "
             f"use take up to {used:,.2f} GB, and cache_limit is {'not set' if limit is None else f'{limit:g} GB'}. "
@@ -144,8 +151,11 @@ def _make_room(root: Path, folder: Path, size: int, limit: float | None) -> None
         )
 
 
-def _last_use(facts: Path) -> float:
-    return facts.stat().st_mtime
+@cache
+def _remove_streams(root: Path) -> None:
+    """Remove what processes that were killed have left of their streams; once, because there may be thousands."""
+    for path in root.glob("*-*/" + FACTS):
+        _remove_unused(path)
 
 
 def _bytes(folder: Path) -> tuple[int, int]:
@@ -157,11 +167,17 @@ def _bytes(folder: Path) -> tuple[int, int]:
 
 
 def _remove_unused(facts: Path) -> bool:
-    with (facts.parent / json.loads(facts.read_text()).get("name", FACTS)).open() as file:
-        if not acquire(file, wait=False):
+    """Remove a copy that nobody uses, or is about to open; return whether it is gone."""
+    try:
+        if time.time() - facts.stat().st_mtime <= _RECENT:
             return False
-        facts.unlink()  # first, so that nobody takes the folder for a complete one
-        shutil.rmtree(facts.parent, ignore_errors=True)
+        with (facts.parent / json.loads(facts.read_text()).get("name", FACTS)).open() as file:
+            if not acquire(file, wait=False):
+                return False
+            facts.unlink()  # first, so that nobody takes the folder for a complete one
+            shutil.rmtree(facts.parent, ignore_errors=True)
+    except FileNotFoundError:  # a process that streamed has just removed it
+        pass
     return True
 
 
@@ -202,6 +218,7 @@ class Mirror:
         self._pool: ThreadPoolExecutor | None = None
         self._lock: AbstractContextManager[Any] = threading.Lock()
         self._pending: dict[int, Future[None]] = {}
+        _mirrors.add(self)
 
     def prefetch(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> None:
         """Begin to fetch the ranges, `sizes` bytes from each of `starts` `(n,)`, without waiting for them."""
@@ -212,8 +229,12 @@ class Mirror:
         results([*self._request(starts, sizes)])
 
     @contextmanager
-    def pinned(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> Iterator[None]:
-        """Inside the block, the ranges are in the copy; raise DataError if the source does not deliver them."""
+    def pinned(
+        self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int,
+        announced: bool = False,  # noqa: ARG002  of a stream
+    ) -> Iterator[None]:  # fmt: skip
+        """Inside the block, the ranges are in the copy; raise DataError if the source does not deliver them.
+        `announced`: this is the use that `Stream.expect` was told of."""
         self.fetch(starts, sizes)
         yield
 
@@ -326,6 +347,14 @@ class Mirror:
         except OSError:  # a file system without locks
             return True
         return True
+
+
+def _close_all() -> None:
+    for mirror in list(_mirrors):
+        mirror.close()
+
+
+at_exit(_close_all)  # otherwise it would wait for servers that do not answer
 
 
 def runs(blocks: Iterable[int], gap: int = _GAP) -> Iterator[range]:

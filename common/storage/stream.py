@@ -15,22 +15,26 @@ import os
 import threading
 import weakref
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
+from itertools import chain, count, starmap
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
+from .addresses import RemoteFile
 from .cache import BLOCKS, FACTS, Mirror, runs
 from .holes import STREAM_BLOCK, punch
 
-_NEVER = np.float32(np.inf)
+_NEVER = math.inf
 _AGAIN = 256.0  # batches after which a part of a table is expected to be read again
 _BETWEEN = 32.0  # batches in which a block that came with its neighbours is expected to be read
 _AHEAD = 64.0  # batches that may be in preparation
 _SPARE = 4  # entries of the heap per block that is kept, after which stale ones are removed
+_numbers = count()  # of streams: an entry of one that is gone is of no other
 _rooms: dict[Path, Room] = {}
 _rooms_lock = threading.Lock()
 
@@ -54,12 +58,13 @@ class Room:
 
     def add(self, stream: Stream) -> None:
         with self.lock:
-            self._streams[id(stream)] = stream
+            self._streams[stream.number] = stream
 
-    def push(self, stream: Stream, blocks: NDArray[np.int64]) -> None:
-        """Note when blocks that are kept are used next."""
-        for use, block in zip((-stream.uses[blocks]).tolist(), blocks.tolist(), strict=True):
-            heapq.heappush(self._heap, (use, id(stream), block))
+    def push(self, stream: Stream, blocks: Iterable[int]) -> None:
+        """Note when those of the blocks that are kept are used next."""
+        for block in blocks:
+            if stream.is_there(block):
+                heapq.heappush(self._heap, (-stream.use_of(block), stream.number, block))
 
     def trim(self, coming: int = 0) -> None:
         """Drop blocks until the others fit, and those that are coming. Those in use stay, whatever their number."""
@@ -87,7 +92,7 @@ class Room:
         """Return the stream that an entry is of; None if its block is gone, in use, or has another next use."""
         use, number, block = entry
         stream = self._streams.get(number)
-        current = stream is not None and stream.is_kept(block) and -use == stream.uses[block]
+        current = stream is not None and stream.is_kept(block) and -use == stream.use_of(block)
         return stream if current else None
 
 
@@ -104,21 +109,34 @@ class Stream(Mirror):
                 "it, or leave stream= out."
             )
         super().__init__(path, patience)
+        self.number = next(_numbers)
         self.room = Room.of(path.parent.parent, own["bytes"])
         self._lock = self.room.lock
-        count = len(self._blocks)
-        self.uses = np.full(count, _NEVER, np.float32)  # when each block is wanted next
-        self._later = np.full(count, _NEVER, np.float32)  # when again, after that
+        # Of blocks that are kept or announced: what a rank has in memory does not depend on the length of the file.
+        self._uses: dict[int, float] = {}  # when each is wanted next
+        self._later: dict[int, float] = {}  # when again, after that
         self._wanted: dict[int, list[float]] = {}  # all announced uses of a block that have not been
-        self._pins = np.zeros(count, np.int32)  # how many are reading it
+        self._pins: dict[int, int] = {}  # how many are reading it
         self.room.add(self)
         with self._lock:
-            self.room.blocks += int(self._blocks.sum())
-            self.room.push(self, np.flatnonzero(self._blocks))
+            kept = np.flatnonzero(self._blocks).tolist()
+            self.room.blocks += len(kept)
+            self.room.push(self, kept)
         weakref.finalize(self, _given_back, self.room, self._blocks).atexit = False
 
+    @cached_property
+    def may_change(self) -> bool:
+        """Whether a block that is fetched again may be of another version of the file."""
+        return not RemoteFile(self.address, self._patience, self.version).is_bound
+
+    def is_there(self, block: int) -> bool:
+        return bool(self._blocks[block])
+
     def is_kept(self, block: int) -> bool:
-        return bool(self._blocks[block]) and not self._pins[block]
+        return self.is_there(block) and block not in self._pins
+
+    def use_of(self, block: int) -> float:
+        return self._uses.get(block, _NEVER)
 
     def expect(
         self, starts: NDArray[np.integer], sizes: NDArray[np.integer], soon: NDArray[np.float32],
@@ -132,19 +150,22 @@ class Stream(Mirror):
             times = zip(soon.tolist(), later.tolist(), strict=True)
             for first, end, (use, again) in zip(*_blocks_of(starts, sizes), times, strict=True):
                 for block in range(first, end):  # one may have parts of several samples
-                    insort(self._wanted.setdefault(block, []), use)
-                    self.uses[block] = self._wanted[block][0]
-                old = self._later[first:end]
-                self._later[first:end] = np.where(old > use, np.minimum(old, again), again)
-                self.room.push(self, first + np.flatnonzero(self._blocks[first:end]))
+                    wanted = self._wanted.setdefault(block, [])
+                    insort(wanted, use)
+                    self._uses[block] = wanted[0]
+                    old = self._later.get(block, again)
+                    self._later[block] = min(old, again) if old > use else again
+                self.room.push(self, range(first, end))
         self.prefetch(starts, sizes)
 
     @contextmanager
-    def pinned(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> Iterator[None]:
+    def pinned(
+        self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int, announced: bool = False
+    ) -> Iterator[None]:
         spans = list(zip(*_blocks_of(starts, sizes), strict=True))
         with self._lock:
-            for first, end in spans:
-                self._pins[first:end] += 1
+            for block in chain.from_iterable(starmap(range, spans)):
+                self._pins[block] = self._pins.get(block, 0) + 1
         try:
             # What a prefetch of others has brought may have been dropped before it was pinned here.
             while not all(self._blocks[first:end].all() for first, end in spans):
@@ -152,27 +173,35 @@ class Stream(Mirror):
             yield
         finally:
             with self._lock:
+                for block in chain.from_iterable(starmap(range, spans)):
+                    self._pins[block] -= 1
+                    if not self._pins[block]:
+                        del self._pins[block]
+                    self._uses[block] = self._next_use(block, announced)
                 for first, end in spans:
-                    self._pins[first:end] -= 1
-                    for block in range(first, end):
-                        self.uses[block] = self._next_use(block)
-                    self.room.push(self, first + np.flatnonzero(self._blocks[first:end]))
+                    self.room.push(self, range(first, end))
                 self.room.trim()
 
-    def _next_use(self, block: int) -> float:
-        """Return when a block that has just been used is wanted next."""
+    def _next_use(self, block: int, announced: bool) -> float:
+        """Return when a block that has just been read, or used as announced, is wanted next."""
         wanted = self._wanted.get(block)
-        if wanted:
+        if wanted and announced:
             del wanted[0]
         if wanted:
             return wanted[0]
         self._wanted.pop(block, None)
-        later = float(self._later[block])
+        later = self._later.get(block, _NEVER)
         # What nobody has announced is a part of a table, which is read again soon.
         return self.room.clock + _AGAIN if math.isinf(later) else later
 
     def take(self, block: int) -> None:
         self._blocks[block] = 0
+        if block not in self._wanted:
+            self._forget(block)
+
+    def _forget(self, block: int) -> None:
+        self._uses.pop(block, None)
+        self._later.pop(block, None)
 
     def drop(self, blocks: list[int]) -> None:
         """Give back the disk space of blocks in ascending order, which nobody finds any more."""
@@ -184,9 +213,13 @@ class Stream(Mirror):
         """Forget uses before the time `now` that have not happened, because a loop was left."""
         with self._lock:
             self._wanted = {block: times for block, times in self._wanted.items() if times[-1] >= now}
-            past = np.flatnonzero((self._blocks == 1) & (self.uses < now) & (self._pins == 0))
-            self.uses[past] = _NEVER
-            self.room.push(self, past)
+            past = np.fromiter(self._uses.values(), np.float64, len(self._uses)) < now
+            for block in np.fromiter(self._uses, np.int64, len(self._uses))[past].tolist():
+                if self.is_kept(block):
+                    self._uses[block] = _NEVER
+                    self.room.push(self, [block])
+                elif block not in self._pins and block not in self._wanted:
+                    self._forget(block)
 
     def _write(self, run: range, data: memoryview) -> None:
         with self._lock:
@@ -201,9 +234,10 @@ class Stream(Mirror):
             self.room.blocks += arrived * len(run) - before
             if arrived:
                 # Between blocks that were asked for: neighbours are often wanted soon.
-                between = run.start + np.flatnonzero(np.isinf(self.uses[part]))
-                self.uses[between] = self.room.clock + _BETWEEN
-                self.room.push(self, np.arange(run.start, run.stop))
+                for block in run:
+                    if math.isinf(self.use_of(block)):
+                        self._uses[block] = self.room.clock + _BETWEEN
+                self.room.push(self, run)
                 self.room.trim()
 
     def _arrived(self, run: range) -> None:
@@ -223,8 +257,10 @@ def _blocks_of(starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) ->
 
 
 def mirror_at(path: Path, patience: float | None = None) -> Mirror | None:
-    """Return the mirror whose copy `path` is; None for any other file."""
-    facts = path.parent / FACTS
-    if not (facts.exists() and (path.parent / BLOCKS).exists()):
+    """Return the mirror whose copy `path` is; None for any other file, such as the manifest next to a copy."""
+    if not ((path.parent / FACTS).exists() and (path.parent / BLOCKS).exists()):
         return None
-    return (Stream if "stream" in json.loads(facts.read_text()) else Mirror)(path, patience)
+    facts = json.loads((path.parent / FACTS).read_text())
+    if facts["name"] != path.name:
+        return None
+    return (Stream if "stream" in facts else Mirror)(path, patience)

@@ -9,6 +9,7 @@ from functools import cached_property, reduce
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,12 +97,12 @@ class BetonFiles:
         """Return what the native core has to know of the samples `indices` `(n,)`."""
         if not self.lazy:
             return self._all.part(indices)
-        by_file = [(at, one.rows(own)) for one, at, own in self._by_file(indices)]
+        by_file = [(one, at, one.rows(own)) for one, at, own in self._by_file(indices)]
+        files = tuple(one for one, _, _ in by_file)
         if len(by_file) == 1:
-            return by_file[0][1]
-        back = np.argsort(np.concatenate([at for at, _ in by_file]))
-        columns = zip(*(rows.columns for _, rows in by_file), strict=True)
-        files = tuple(file for _, rows in by_file for file in rows.files)
+            return replace(by_file[0][2], files=files)
+        back = np.argsort(np.concatenate([at for _, at, _ in by_file]))
+        columns = zip(*(rows.columns for _, _, rows in by_file), strict=True)
         return Rows.of([np.concatenate(column)[back] for column in columns], files)
 
     @cached_property
@@ -251,12 +252,13 @@ class BetonFiles:
 
 
 class Shelf(Sequence[Beton]):
-    """The files of a data set of many, opened when they are used; the `MOST_OPEN` used last stay open. Rows of others
-    keep their own file open until a batch is loaded."""
+    """The files of a data set of many, opened when they are used; the `MOST_OPEN` used last stay open, and those of
+    rows until their batch is loaded: a stream that is opened again is another copy, which has not what theirs has."""
 
     def __init__(self, open_one: Callable[[int], Beton], length: int) -> None:
         self._open_one, self._length = open_one, length
         self._used = OrderedDict[int, Beton]()
+        self._alive = WeakValueDictionary[int, Beton]()
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -272,15 +274,14 @@ class Shelf(Sequence[Beton]):
             return [self[each] for each in range(*number.indices(self._length))]
         number = range(self._length)[number]
         with self._lock:
-            if number in self._used:
-                self._used.move_to_end(number)
-                return self._used[number]
-        return self.put(number, self._open_one(number))
+            beton = self._alive.get(number)
+        return self.put(number, self._open_one(number) if beton is None else beton)
 
     def put(self, number: int, beton: Beton) -> Beton:
         """Keep a file open, and close the one that was not used for the longest time."""
         with self._lock:
-            beton = self._used.setdefault(number, beton)
+            beton = self._used[number] = self._alive.setdefault(number, beton)
+            self._used.move_to_end(number)
             while len(self._used) > MOST_OPEN:
                 self._used.popitem(last=False)
         return beton

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.errors import BetonError
-from ...common.storage.stream import mirror_at
+from ...common.storage.stream import Stream, mirror_at
 
-Identity = tuple[int, int, int]  # a file's device, inode and size in bytes
+# A file's device, inode and size in bytes; of a stream, whose copy is made anew, address, version and size
+Identity = tuple[int | str, int | str, int]
 _SMALL = 1 << 12  # bytes, such as a row of a table: to copy them costs less than to read into an array
 
 
@@ -37,6 +38,8 @@ class OpenFile:
             self.descriptor = self.mirror.descriptor
         status = os.fstat(self.descriptor)
         self.identity: Identity = (status.st_dev, status.st_ino, status.st_size)
+        if isinstance(self.mirror, Stream):
+            self.identity = (self.mirror.address, self.mirror.version, status.st_size)
 
     def __reduce__(self) -> tuple[Callable[..., OpenFile], tuple[Path, Identity, float | None]]:
         # A pickled descriptor number would refer to whatever file is opened after this one is closed.

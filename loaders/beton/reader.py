@@ -239,20 +239,21 @@ class Beton:
     def prepared(self, indices: NDArray[np.int64]) -> Iterator[None]:
         """Inside the block, the images of the samples `indices` `(n,)` are on this machine.
 
-        Samples of a remote file are compared with their checksums at their first use; a mismatch is a `BetonError`.
+        Samples of a remote file are compared with their checksums at their first use, those of a stream at each if the
+        file may be replaced unnoticed; a mismatch is a `BetonError`.
         """
-        if self.file.mirror is None:
+        if (mirror := self.file.mirror) is None:
             yield
             return
-        with self.file.pinned(self.pointers[indices], self.sizes[indices]):
+        with mirror.pinned(self.pointers[indices], self.sizes[indices], announced=True):
             for index in indices[self._unseen[indices]].tolist():
                 self.require_unchanged(index)
-            self._unseen[indices] = False
+            self._unseen[indices] = isinstance(mirror, Stream) and mirror.may_change
             yield
 
     @cached_property
     def _unseen(self) -> NDArray[np.bool_]:
-        """`(N,)` which samples of a remote file have not been used yet."""
+        """`(N,)` which samples of a remote file are to be compared when they are used."""
         return np.ones(len(self), dtype=np.bool_)
 
     def close(self) -> None:

@@ -6,13 +6,13 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from typing import TypeVar
 
 from ...common.errors import DataError
 from ...common.exhaustion import exhaustion, is_exhaustion
 from ...common.terminal import is_interactive
-from ...common.threads import in_order
+from ...common.threads import at_exit, in_order
 from .library import MOST_MEMORY, STOPPED, Limits
 
 T = TypeVar("T")
@@ -99,7 +99,4 @@ def _set_all() -> None:
         stop.set()
 
 
-# Before the interpreter waits for threads, which `atexit` is too late for. concurrent.futures registers in the same way
-# that it waits for its own; the last one registered is called first.
-with suppress(RuntimeError):  # the process is already at its end
-    threading._register_atexit(_set_all)  # type: ignore[attr-defined]
+at_exit(_set_all)

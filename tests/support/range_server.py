@@ -16,6 +16,8 @@ class RangeServer:
         self.cut = 0  # range requests to answer with half of their bytes
         self.delay = 0.0  # seconds before each answer
         self.ranges, self._gone = True, False  # whether it knows ranges
+        self.tags = True  # whether it sends entity tags
+        self.key: str | None = None  # the Authorization that it wants
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
@@ -61,6 +63,8 @@ class RangeServer:
         if self.fail > 0:
             self.fail -= 1
             to.send_error(503)
+        elif self.key not in (None, to.headers.get("Authorization")):
+            to.send_error(401)
         elif not file.is_file():
             to.send_error(404)
         elif to.headers.get("If-Match", _tag(file)) != _tag(file):
@@ -74,7 +78,8 @@ class RangeServer:
         if asked and self.ranges:
             start, end = int(asked[1]), min(int(asked[2]) + 1, len(data))
         to.send_response(206 if asked and self.ranges else 200)
-        to.send_header("ETag", _tag(file))
+        if self.tags:
+            to.send_header("ETag", _tag(file))
         to.send_header("Content-Length", str(end - start))
         if asked and self.ranges:
             to.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")

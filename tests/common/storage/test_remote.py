@@ -3,12 +3,17 @@
 import os
 import pickle
 import shutil
+import subprocess
+import sys
+import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -145,6 +150,14 @@ def test_a_loader_takes_the_options_of_its_address(address: str, tmp_path: Path)
             TorchLoader(address, **wrong, **OPTIONS)
 
 
+def test_headers_that_are_configured_are_in_each_request(
+    server: RangeServer, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.key = "Bearer key"
+    monkeypatch.setitem(fsspec.config.conf, "http", {"headers": {"Authorization": server.key}})
+    assert open_beton(address).is_unchanged(0)
+
+
 def test_an_outage_is_waited_for_and_reported(
     server: RangeServer, address: str, local: torch.Tensor, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
@@ -213,6 +226,45 @@ def test_a_server_that_goes_away(folder: Path, tmp_path: Path, monkeypatch: pyte
         loader = FFCVLoader(copy, patience=0.2, **OPTIONS)
     with loader, pytest.raises(DataError, match="requests failed in 0 s"):
         list(loader)
+
+
+def test_closing_does_not_wait_for_a_server_that_is_away(server: RangeServer, address: str) -> None:
+    server.delay = 0.2
+    with FFCVLoader(address, patience=60, **SMALL | {"batches_ahead": 20}) as loader:
+        batches = iter(loader)
+        next(batches)
+        server.fail = 10**6
+        while server.fail == 10**6:
+            time.sleep(0.01)
+        begin = time.monotonic()
+        loader.close()
+        assert time.monotonic() - begin < 30, "but does not wait for as long as the loader would"
+
+
+@pytest.mark.process
+def test_nor_does_the_end_of_the_process(server: RangeServer, address: str) -> None:
+    program = textwrap.dedent("""
+        import sys, threading, time
+        from drivetrain.loaders import FFCVLoader
+        loader = FFCVLoader(sys.argv[1], batch_size=2, image_size=32, patience=60)
+        print("ready", flush=True)
+        input()
+        threading.Thread(target=next, args=(iter(loader),), daemon=True).start()
+        input()
+    """)
+    command = [sys.executable, "-c", program, address]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        server.fail = 10**6
+        process.stdin.write("\n")
+        process.stdin.flush()
+        while server.fail == 10**6:
+            time.sleep(0.01)
+        process.stdin.write("\n")
+        process.stdin.close()
+        assert process.wait(30) == 0, "it does not wait for as long as the loader would"
 
 
 def test_changed_bytes_are_noticed_and_fetched_again(address: str, served: Path) -> None:

@@ -1,11 +1,13 @@
 """Files at an address that are larger than the disk: the local file's pixels, within the room, and what is fetched."""
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,11 +17,13 @@ import numpy as np
 import pytest
 import torch
 from drivetrain import DataError, Pipeline
-from drivetrain.common.storage import addresses, stream
+from drivetrain.common.errors import BetonError
+from drivetrain.common.storage import addresses, cache, stream
 from drivetrain.common.storage.cache import FACTS, Remote, local_copy
 from drivetrain.common.storage.holes import STREAM_BLOCK as BLOCK
 from drivetrain.common.storage.stream import Stream
-from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert
+from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert, open_beton
+from drivetrain.loaders.beton import data_set
 from drivetrain.loaders.ffcv_loader import Coming
 from range_server import RangeServer, serving
 
@@ -79,6 +83,73 @@ def test_the_pixels_of_the_local_file_in_a_third_of_its_size(
     assert 1 < fetched < 3.4
     del far
     assert not list((tmp_path / "cache").rglob("*.beton")), "nothing is left"
+
+
+@pytest.mark.parametrize("name", ["train.beton", "part-{0..2}.beton"])
+def test_samples_that_are_checked_when_used(
+    server: RangeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The checksums are read from the manifest next to the copy, which is no copy itself."""
+    monkeypatch.setattr(data_set, "CHECKED", 0)
+    options = OPTIONS | {"stream": True, "cache_limit": LIMIT, "patience": 1}
+    with (
+        FFCVLoader(folder / name, **OPTIONS) as local,
+        FFCVLoader(server.address(name), **options) as far,
+    ):
+        assert far.beton.lazy
+        for _ in range(2):
+            for near, (images, labels) in zip(local, far, strict=True):
+                assert torch.equal(near[0], images)
+                assert torch.equal(near[1], labels)
+        for file in (tmp_path / "cache").rglob("*.beton.json"):
+            assert file.read_bytes() == (folder / file.name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def many(folder: Path) -> str:
+    """One of 6,000 raw images of 192 bytes, whose manifest and tables take many blocks."""
+    images = np.random.default_rng(0).integers(0, 256, (6000, 8, 8, 3), dtype=np.uint8)
+    convert((images, np.arange(6000) % 5), folder / "many.beton", write_mode="raw", progress=False)
+    return "many.beton"
+
+
+REMOTES = pytest.mark.parametrize("remote", [Remote(patience=1), Remote(patience=1, stream=True)])
+
+
+@REMOTES
+def test_a_manifest_longer_than_what_has_been_fetched(server: RangeServer, many: str, remote: Remote) -> None:
+    beton = open_beton(server.address(many), remote, most=0)
+    assert beton.tables is not None
+    assert beton.is_unchanged(len(beton) - 1)
+
+
+@REMOTES
+def test_the_parts_of_tables_that_a_batch_needs_are_fetched_together(
+    server: RangeServer, folder: Path, many: str, remote: Remote
+) -> None:
+    beton = open_beton(server.address(many), remote, most=0)
+    before = len(server.requests)
+    rows = beton.rows(np.arange(100, 6000, 512))
+    assert len(server.requests) - before <= 2, "one for each table"
+    expected = open_beton(folder / many).rows(np.arange(100, 6000, 512))
+    assert np.array_equal(rows.pointers, expected.pointers)
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_more_files_than_are_open_at_a_time(
+    server: RangeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(data_set, "MOST_OPEN", most)
+    options = OPTIONS | {"stream": True, "cache_limit": LIMIT, "patience": 1}
+    with (
+        FFCVLoader(folder / "part-{0..2}.beton", **OPTIONS) as local,
+        FFCVLoader(server.address("part-{0..2}.beton"), **options) as far,
+    ):
+        for near, (images, labels) in zip(local, far, strict=True):
+            assert torch.equal(near[0], images)
+            assert torch.equal(near[1], labels)
+    del far
+    assert not list((tmp_path / "cache").rglob("*.beton"))
 
 
 def test_a_loop_that_is_left_and_epochs_that_are_skipped(server: RangeServer, folder: Path) -> None:
@@ -157,18 +228,92 @@ def test_a_block_of_several_samples_stays_until_the_last_was_used(server: RangeS
     one.room.size = 2 * BLOCK
     again = np.full(2, 100, np.float32)
     one.expect(np.array([0, 100]), np.array([50, 50]), np.array([0, 5], np.float32), again)
-    with one.pinned(np.array([0]), 50):
-        pass
+    with one.pinned(np.array([0]), 50, announced=True), one.pinned(np.array([0]), 50):
+        pass  # to compare it with its checksum, it is read, which is no use that was announced
     for block, soon in ((10, 7), (20, 6)):
         one.expect(np.array([block * BLOCK]), np.array([50]), np.array([soon], np.float32), again[:1])
         one.fetch(np.array([block * BLOCK]), 50)
     assert [one.is_kept(block) for block in (0, 10, 20)] == [True, False, True]
-    with one.pinned(np.array([100]), 50):  # after its last sample, it is wanted in the next epoch only
+    with one.pinned(
+        np.array([100]), 50, announced=True
+    ):  # after its last sample, it is wanted in the next epoch only
         pass
     one.fetch(np.array([10 * BLOCK]), 50)
     assert [one.is_kept(block) for block in (0, 10, 20)] == [False, True, True]
     assert one.room.clock == 6, "the first batch of those that were announced last"
     one.close()
+
+
+def test_what_is_noted_of_a_stream_that_is_gone_is_of_no_other(server: RangeServer) -> None:
+    """Not even if the other one has its place in memory."""
+    long, short = (
+        local_copy(server.address(name), Remote(stream=True)) for name in ("train.beton", "part-0.beton")
+    )
+    one, others = Stream(long), list[Stream]()
+    room, place = one.room, id(one)
+    with one.pinned(np.array([one.size - 1]), 1):
+        pass
+    one.close()
+    del one
+    while len(others) < 100 and place not in map(id, others):
+        others.append(Stream(short))
+    others[-1].fetch(np.array([0]), 1)
+    room.size = 0
+    room.trim()
+
+
+def test_a_file_that_is_replaced_is_noticed_when_its_blocks_are_fetched_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a server that does not compare versions."""
+    monkeypatch.setattr(stream, "_rooms", {})
+    served = Path(shutil.copytree(folder, tmp_path / "served")) / "train.beton"
+    with serving(served.parent) as server:
+        server.tags = False
+        options = OPTIONS | {"stream": True, "cache": tmp_path / "cache", "cache_limit": LIMIT, "patience": 1}
+        with FFCVLoader(server.address("train.beton"), **options) as far:
+            assert len(list(far)) == SAMPLES // 2
+            served.write_bytes(bytes(served.stat().st_size))
+            with pytest.raises(BetonError, match=r"train.beton sends has another CRC-32"):
+                list(far)
+
+
+def test_what_a_rank_has_in_memory_is_of_the_blocks_it_keeps_or_wants(server: RangeServer) -> None:
+    one = Stream(local_copy(server.address("train.beton"), Remote(stream=True)))
+    one.room.size = 8 * BLOCK
+    for number in range(400):
+        place, times = np.array([number * BLOCK]), np.array([number, 1000 + number], np.float32)
+        one.expect(place, np.array([BLOCK]), times[:1], times[1:])
+        if number % 2:  # the others are of loops that were left
+            with one.pinned(place, BLOCK, announced=True):
+                pass
+    one.room.advance(1000)
+    one.close()
+    assert one.room.blocks <= 8
+    assert len(one._uses) <= 8
+    assert len(one._later) <= 8
+    assert not one._wanted
+    assert not one._pins
+
+
+def test_a_long_file_takes_little_memory(tmp_path: Path) -> None:
+    """A byte for each block, of which a terabyte has 61 million; what is noted of one takes twelve more."""
+    size, blocks = 1 << 34, 1 << 20
+    own = {"process": os.getpid(), "bytes": 10**9}
+    facts: dict[str, object] = {
+        "address": "http://127.0.0.1/x.beton",
+        "size": size,
+        "version": "",
+        "stream": own,
+    }
+    cache._make(tmp_path / "made", "x.beton", size, blocks, facts, None)
+    tracemalloc.start()
+    try:
+        one = Stream(tmp_path / "made/x.beton")
+        one.settle(1.0)
+        assert tracemalloc.get_traced_memory()[0] < 2 * blocks
+    finally:
+        tracemalloc.stop()
 
 
 def furthest_first(order: list[list[int]], keeps: int) -> int:
@@ -228,23 +373,61 @@ def test_what_does_not_work_is_refused(server: RangeServer) -> None:
     assert "is streamed by another process. Load it with FFCVLoader" in done.stderr
 
 
+KILLED = textwrap.dedent("""
+    import os, sys
+    from drivetrain.loaders import FFCVLoader
+    loader = FFCVLoader(sys.argv[1], batch_size=2, batches_ahead=1, image_size=32, stream=True, cache_limit=0.004)
+    next(iter(loader))
+    os.kill(os.getpid(), 9)
+""")
+
+
+def left_by_a_killed_process(address: str, place: Path) -> set[Path]:
+    """Return the folders that there are now, of which nobody was asked for in the last minute."""
+    subprocess.run([sys.executable, "-c", KILLED, address], check=False)
+    found = set(place.rglob(FACTS))
+    for facts in found:
+        os.utime(facts, (0, 0))
+    return found
+
+
 def test_a_killed_process_leaves_what_the_next_copy_removes(
     server: RangeServer, folder: Path, tmp_path: Path
 ) -> None:
-    program = textwrap.dedent("""
-        import os, sys
-        from drivetrain.loaders import FFCVLoader
-        loader = FFCVLoader(sys.argv[1], batch_size=2, batches_ahead=1, image_size=32, stream=True, cache_limit=0.004)
-        next(iter(loader))
-        os.kill(os.getpid(), 9)
-    """)
     address = server.address("train.beton")
-    subprocess.run([sys.executable, "-c", program, address], check=False)
-    (left,) = (tmp_path / "cache").rglob(FACTS)
-    os.utime(left, (0, 0))
+    (left,) = left_by_a_killed_process(address, tmp_path / "cache")
     size = (folder / "train.beton").stat().st_size
     local_copy(address, Remote(cache_limit=(size + 1000) / 1e9))
     assert not left.exists()
+
+
+def test_a_killed_process_leaves_what_the_next_stream_removes(server: RangeServer, tmp_path: Path) -> None:
+    address = server.address("train.beton")
+    own = open_beton(address, Remote(stream=True))
+    used = own.path.parent / FACTS
+    (first,) = left_by_a_killed_process(address, tmp_path / "cache") - {used}
+    (second,) = left_by_a_killed_process(address, tmp_path / "cache") - {used}
+    assert first != second
+    assert not first.exists()
+    assert used.exists(), "it is in use"
+
+
+@pytest.mark.parametrize("step", ["_bytes", "_remove_unused"])
+def test_a_stream_that_ends_while_another_job_makes_room(
+    server: RangeServer, folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    address, real = server.address("train.beton"), getattr(cache, step)
+    ending = local_copy(address, Remote(stream=True)).parent
+    os.utime(ending / FACTS, (0, 0))
+
+    def ends_meanwhile(path: Path) -> Any:
+        shutil.rmtree(ending)
+        return real(path)
+
+    monkeypatch.setattr(cache, step, ends_meanwhile)
+    limit = ((folder / "train.beton").stat().st_size + 1000) / 1e9
+    assert local_copy(address, Remote(cache_limit=limit)).exists()
+    assert not ending.exists()
 
 
 @pytest.mark.process
