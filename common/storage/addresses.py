@@ -247,6 +247,29 @@ def _is_missing(error: FileNotFoundError) -> bool:
     return status in (404, 410) if status is not None else not isinstance(cause, OSError | TimeoutError)
 
 
+class _ReplacedError(Exception):
+    """The file was replaced while it was copied."""
+
+
+def _copy(source: RemoteFile, path: Path) -> None:
+    facts = source.facts()
+    with atomic_file(path) as file:
+
+        def copy(start: int) -> None:
+            os.pwrite(file.fileno(), source.read(start, min(_RANGE, facts[0] - start)), start)
+
+        try:
+            with closing(in_order(copy, range(0, facts[0], _RANGE), _THREADS, "drivetrain-download")) as copied:
+                for _ in copied:
+                    pass
+        except DrivetrainError as error:  # of a shorter file
+            if source.facts() != facts:
+                raise _ReplacedError from error
+            raise
+        if source.facts() != facts:
+            raise _ReplacedError
+
+
 class RemoteFolder(Calls):
     """The files under the address of a store that can be written (s3, gs, …), by their names relative to it. All
     methods raise errors of the class `error` if it cannot be read or written."""
@@ -278,21 +301,15 @@ class RemoteFolder(Calls):
     def read(self, name: str) -> bytes | None:
         return self._content(self._at(name))
 
-    def download(self, name: str, path: Path, size: int) -> None:
-        """Copy a file of `size` bytes to `path`, which appears when it is complete."""
-        source = RemoteFile(f"{self.address}/{name}")
-        with atomic_file(path) as file:
-
-            def copy(start: int) -> None:
-                os.pwrite(file.fileno(), source.read(start, min(_RANGE, size - start)), start)
-
-            ranges = range(0, size, _RANGE)
-            try:
-                with closing(in_order(copy, ranges, _THREADS, "drivetrain-download")) as copied:
-                    for _ in copied:
-                        pass
-            except DrivetrainError as error:
-                raise self._error(str(error)) from error
+    def download(self, name: str, path: Path) -> None:
+        """Copy a file to `path`, which appears when it is complete: another one if that replaces it meanwhile."""
+        try:
+            for _ in range(ATTEMPTS):
+                with suppress(_ReplacedError):
+                    return _copy(RemoteFile(f"{self.address}/{name}"), path)
+            raise DataError(f"{self.address}/{name} was replaced each of {ATTEMPTS} times that it was copied.")
+        except DrivetrainError as error:
+            raise self._error(str(error)) from error
 
     def upload(self, path: Path, name: str) -> None:
         """Copy a local file to `name`, which appears when it is complete, and replaces an older one."""

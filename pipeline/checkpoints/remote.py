@@ -54,7 +54,7 @@ class RemoteRun:
                     path.unlink(missing_ok=True)
                 elif not path.exists() or seen.get(name) != [*_stat(path), there[name][1]]:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    self.files.download(name, path, there[name][0])
+                    self.files.download(name, path)
                     seen[name] = [*_stat(path), there[name][1]]
             self._remember(seen)
             steps = self._complete(there)
@@ -75,7 +75,7 @@ class RemoteRun:
             for name, about in files.items():
                 file, size = path / name, int(about["bytes"])
                 if not file.exists() or file.stat().st_size != size:
-                    self.files.download(f"{CHECKPOINTS}/{path.name}/{name}", file, size)
+                    self.files.download(f"{CHECKPOINTS}/{path.name}/{name}", file)
 
     def newest_step(self) -> int:
         return max((int(step[5:]) for step in self._complete(self.files.versions(CHECKPOINTS))), default=-1)
@@ -118,7 +118,7 @@ class RemoteRun:
         places = {f"{CHECKPOINTS}/{step}/{name}": path for name, path in paths.items()}
         for name in there.keys() & places.keys():
             if not places[name].exists():
-                self.files.download(name, places[name], there[name][0])
+                self.files.download(name, places[name])
         return there.keys() >= places.keys()
 
     def shown(self, path: Path) -> str:
