@@ -273,12 +273,19 @@ def choose_start(engine: Engine, resume: str | Path | None, store: CheckpointDir
 
 
 def kept_precision(resume: str | Path | None, folder: Path | None) -> Precision | None:
-    store = None if folder is None else CheckpointDir(folder.resolve() / "checkpoints")
-    place = None if resume is None else _look(resume, store)["place"]
-    if place is None:
-        return None
-    kept: Precision | None = Checkpoint(opened(place)).content.facts.get("precision")
-    return kept if kept in get_args(Precision) else None
+    """Return the precision of the checkpoint to resume, whose `state.json` alone is read: of a run at an address from
+    there, because other machines than rank 0's have no copy of it yet."""
+    store = None if folder is None else CheckpointDir(folder.resolve() / CHECKPOINTS)
+    stores = [store]
+    if resume is not None and store is not None and store.remote is not None:
+        stores.insert(0, CheckpointDir(opened(store.remote.address) / CHECKPOINTS))
+    for each in stores:
+        place = None if resume is None else _look(resume, each, lambda _: None)["place"]
+        if place is not None:
+            path = opened(place) if each is None else each.local(place)
+            kept: Precision | None = Checkpoint(path).content.facts.get("precision")
+            return kept if kept in get_args(Precision) else None
+    return None
 
 
 def begin_run(engine: Engine, choice: ResumePoint, store: CheckpointDir | None, saves: bool) -> None:
