@@ -139,3 +139,16 @@ def resume_apart(pipeline: Pipeline, folder: Path, out: str, instructions: str) 
     cache = mock.patch.dict(os.environ, {"DRIVETRAIN_DATA": str(folder / f"machine {dist.get_rank()}")})
     with cache, mock.patch.object(machine, "bf16_instructions", return_value=instructions):
         pipeline.fit(epochs=2, out=out, progress=False, resume="auto")
+
+
+def restart_apart(pipeline: Pipeline, folder: Path, out: str) -> list[str]:
+    """On each rank, as on a machine of its own: resume after each epoch. Return the checkpoints left on this machine."""
+    one = Checkpoints(keep=1, keep_best=False)
+    cache = folder / f"machine {dist.get_rank()}"
+    with mock.patch.dict(os.environ, {"DRIVETRAIN_DATA": str(cache)}):
+        for epochs in (1, 2, 3):
+            pipeline.fit(epochs=epochs, out=out, progress=False, resume="auto", checkpoints=one)
+            for place in cache.glob("runs/*/checkpoints"):
+                (place / f".step-{epochs:08d}.partial").mkdir()  # as after a kill
+        pipeline.fit(epochs=4, out=out, progress=False, resume="auto", checkpoints=one)
+    return sorted(path.name for path in cache.rglob("*step-*"))
