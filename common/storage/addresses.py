@@ -259,7 +259,9 @@ def _copy(source: RemoteFile, path: Path) -> None:
             os.pwrite(file.fileno(), source.read(start, min(_RANGE, facts[0] - start)), start)
 
         try:
-            with closing(in_order(copy, range(0, facts[0], _RANGE), _THREADS, "drivetrain-download")) as copied:
+            with closing(
+                in_order(copy, range(0, facts[0], _RANGE), _THREADS, "drivetrain-download")
+            ) as copied:
                 for _ in copied:
                     pass
         except DrivetrainError as error:  # of a shorter file
@@ -307,7 +309,9 @@ class RemoteFolder(Calls):
             for _ in range(ATTEMPTS):
                 with suppress(_ReplacedError):
                     return _copy(RemoteFile(f"{self.address}/{name}"), path)
-            raise DataError(f"{self.address}/{name} was replaced each of {ATTEMPTS} times that it was copied.")
+            raise DataError(
+                f"{self.address}/{name} was replaced each of {ATTEMPTS} times that it was copied."
+            )
         except DrivetrainError as error:
             raise self._error(str(error)) from error
 

@@ -26,7 +26,8 @@ def values_follow() -> Iterator[dict[str, str]]:
     """Inside the block, strategies accept tensors on the meta device that no `reset_parameters` initializes: the caller
     loads them next, or raises what `without_reset` returns, and for modules that have the method, this dict of the
     same form, which the block fills."""
-    token = _left_to_caller.set(unwritten := {})
+    unwritten: dict[str, str] = {}
+    token = _left_to_caller.set(unwritten)
     try:
         yield unwritten
     finally:
@@ -39,14 +40,16 @@ def without_reset(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         waiting = [own for own, _ in _meta_tensors(module)]
         if waiting and _reset_of(module) is None:
-            found |= _reasons(name, module, waiting, "and has no reset_parameters() to initialize", "that method")
+            found |= _reasons(
+                name, module, waiting, "and has no reset_parameters() to initialize", "that method"
+            )
     return found
 
 
 def _reasons(name: str, module: nn.Module, own: list[str], why: str, remedy: str) -> dict[str, str]:
     reason = (
-        f"{name or 'the model'}, a {type(module).__name__}, is on the meta device {why} {', '.join(own)}. Add {remedy}, "
-        "begin with weights that have them, or build the model on the CPU."
+        f"{name or 'the model'}, a {type(module).__name__}, is on the meta device {why} {', '.join(own)}. Add "
+        f"{remedy}, begin with weights that have them, or build the model on the CPU."
     )
     return {f"{name}.{each}" if name else each: reason for each in own}
 

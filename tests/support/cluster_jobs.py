@@ -142,7 +142,7 @@ def resume_apart(pipeline: Pipeline, folder: Path, out: str, instructions: str) 
 
 
 def restart_apart(pipeline: Pipeline, folder: Path, out: str) -> list[str]:
-    """On each rank, as on a machine of its own: resume after each epoch. Return the checkpoints left on this machine."""
+    """On each rank, as on a machine of its own: resume after each epoch. Return the checkpoints left on it."""
     one = Checkpoints(keep=1, keep_best=False)
     cache = folder / f"machine {dist.get_rank()}"
     with mock.patch.dict(os.environ, {"DRIVETRAIN_DATA": str(cache)}):

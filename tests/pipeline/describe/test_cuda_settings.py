@@ -219,7 +219,9 @@ def test_the_ledger_and_the_ranks_see_what_was_taken(toy: Toy, monkeypatch: pyte
     assert facts(plan, FitJob(epochs=1))["precision"] == "'bf16'"  # ranks that differ stop, naming both
 
 
-def test_the_kept_precision_is_in_state_json(toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_kept_precision_is_in_state_json(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Ranks do not verify the checkpoint for it."""
     on_cpu(monkeypatch, "")
     auto(toy).fit(epochs=1, out=tmp_path, progress=False)

@@ -110,9 +110,7 @@ def test_machines_that_share_nothing(strategy: str, toy: Toy, tmp_path: Path) ->
 @pytest.mark.long
 def test_a_machine_keeps_one_checkpoint_of_those_that_it_has_resumed_from(toy: Toy, tmp_path: Path) -> None:
     pipeline = toy.pipeline().distribute("ddp", devices=2, device="cpu")
-    main, other = strategies.launch(
-        restart_apart, pipeline, tmp_path, f"file://{tmp_path}/store", devices=2
-    )
+    main, other = strategies.launch(restart_apart, pipeline, tmp_path, f"file://{tmp_path}/store", devices=2)
     assert (main, other) == ([], ["step-00000012"])
 
 
