@@ -79,7 +79,7 @@ def materialise(
     tensor that `reset_parameters` leaves without a value, unless `values_follow`."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     due: dict[nn.Module, dict[str, tuple[torch.Tensor, int]]] = {}
-    for module in _children_first(unit or model, set(done)):
+    for module in _children_first(model if unit is None else unit, set(done)):
         waiting = _meta_tensors(module)
         for name, tensor in waiting:
             if tensor not in made:
@@ -91,7 +91,7 @@ def materialise(
             due[module] = {name: (made[tensor], made[tensor]._version) for name, tensor in waiting}
             fill()
     for module, tensors in due.items():  # at the end: a parent may initialize what its children hold
-        own = [name for name, before in tensors.items() if _unwritten(getattr(module, name), *before)]
+        own = [name for name, before in tensors.items() if _unwritten(getattr(module, name, None), *before)]
         if not own:
             continue
         name = next(name for name, each in model.named_modules() if each is module)
@@ -108,13 +108,13 @@ def _placeholder(dtype: torch.dtype) -> float:
 
 
 @torch.no_grad()
-def _unwritten(now: torch.Tensor, real: torch.Tensor, version: int) -> bool:
-    if now is not real or not now.numel():
+def _unwritten(now: torch.Tensor | None, real: torch.Tensor, version: int) -> bool:
+    if now is not real or not real.numel():
         return False
-    if has_mean(now):
-        return bool(now.isnan().all())
+    if has_mean(real):
+        return bool(real.isnan().all())
     # The placeholder may be a value of the model's; writing it counts, but not through `data`.
-    return now._version == version and bool((now == _placeholder(now.dtype)).all())
+    return real._version == version and bool((real == _placeholder(real.dtype)).all())
 
 
 def fake_tensors(model: nn.Module, mode: FakeTensorMode) -> dict[str, torch.Tensor]:
