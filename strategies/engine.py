@@ -279,9 +279,7 @@ class LocalEngine(Engine):
         value = saved[key]
         if not isinstance(value, torch.Tensor):
             return value
-        # A count of steps is on the CPU, as torch keeps it, unless a kernel reads it. NAdam keeps another number.
-        on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
-        return value.to("cpu" if on_cpu else parameter.device, copy=True)
+        return value.to(scalar_device(key, group, parameter), copy=True)
 
 
 class RanksEngine(LocalEngine):
@@ -310,6 +308,13 @@ class RanksEngine(LocalEngine):
             here += overflow.full_tensor() if hasattr(overflow, "full_tensor") else overflow  # of a DTensor
         seen.clear()
         seen[self.device] = self._sum(here)
+
+
+def scalar_device(key: str, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device:
+    """Where a number of the optimizer's state belongs: a count of steps on the CPU, as torch keeps it, unless a kernel
+    reads it. NAdam keeps another number."""
+    on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
+    return torch.device("cpu") if on_cpu else parameter.device
 
 
 def copied(value: torch.Tensor) -> torch.Tensor:

@@ -196,7 +196,7 @@ class FSDP:
         change_layers(model, options)
         done: set[nn.Module] = set()
         for unit in (*chosen, model):
-            meta.materialise(unit, device, done)
+            meta.materialise(model, device, done, unit=unit)
             own = [module for module in unit.modules() if module not in done]
             sharding.begin_like_rank_0(own, device)
             if options.precision != "fp32":

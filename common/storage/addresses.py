@@ -211,20 +211,6 @@ class RemoteFile(Calls):
         return self._content(self._path)
 
 
-def download(source: RemoteFile, path: Path, size: int) -> None:
-    """Copy a file of `size` bytes to `path`, which appears when it is complete. `source.close()` ends it."""
-    with atomic_file(path) as file:
-
-        def copy(start: int) -> None:
-            if source.closed_within(0):
-                raise DataError(f"{source.address} was not copied: the work was stopped.")
-            os.pwrite(file.fileno(), source.read(start, min(_RANGE, size - start)), start)
-
-        with closing(in_order(copy, range(0, size, _RANGE), _THREADS, "drivetrain-download")) as copied:
-            for _ in copied:
-                pass
-
-
 class _Outages:
     """The servers that do not answer now: the threads that wait for one report it together."""
 
@@ -270,6 +256,39 @@ def _is_missing(error: FileNotFoundError) -> bool:
     return status in (404, 410) if status is not None else not isinstance(cause, OSError | TimeoutError)
 
 
+class ReplacedError(DataError):
+    """The file was replaced while it was copied."""
+
+
+def download(source: RemoteFile, path: Path, facts: tuple[int, str] | None = None) -> None:
+    """Copy a file to `path`, which appears when it is complete; `source.close()` ends it. Raise `ReplacedError` if its
+    `facts` are others afterwards, than before by default."""
+    facts = facts or source.facts()
+    size = facts[0]
+
+    def unchanged() -> None:
+        if source.facts() != facts:
+            raise ReplacedError(
+                f"{source.address} was replaced while it was copied. Run the same command again."
+            )
+
+    with atomic_file(path) as file:
+
+        def copy(start: int) -> None:
+            if source.closed_within(0):
+                raise DataError(f"{source.address} was not copied: the work was stopped.")
+            os.pwrite(file.fileno(), source.read(start, min(_RANGE, size - start)), start)
+
+        try:
+            with closing(in_order(copy, range(0, size, _RANGE), _THREADS, "drivetrain-download")) as copied:
+                for _ in copied:
+                    pass
+        except DrivetrainError:  # perhaps of a shorter file
+            unchanged()
+            raise
+        unchanged()
+
+
 class RemoteFolder(Calls):
     """The files under the address of a store that can be written (s3, gs, …), by their names relative to it. All
     methods raise errors of the class `error` if it cannot be read or written."""
@@ -301,10 +320,15 @@ class RemoteFolder(Calls):
     def read(self, name: str) -> bytes | None:
         return self._content(self._at(name))
 
-    def download(self, name: str, path: Path, size: int) -> None:
-        """Copy a file of `size` bytes to `path`, which appears when it is complete."""
+    def download(self, name: str, path: Path) -> None:
+        """Copy a file to `path`, which appears when it is complete: another one if that replaces it meanwhile."""
         try:
-            download(RemoteFile(f"{self.address}/{name}"), path, size)
+            for attempt in range(1, ATTEMPTS + 1):
+                try:
+                    return download(RemoteFile(f"{self.address}/{name}"), path)
+                except ReplacedError:
+                    if attempt == ATTEMPTS:
+                        raise
         except DrivetrainError as error:
             raise self._error(str(error)) from error
 

@@ -192,7 +192,7 @@ def _fetched(shards: Sequence[Shard], place: Path) -> Iterator[Iterator[Path]]:
         source = RemoteFile(shard.name, version=shard.version)
         active.append(source)
         path = place / f"{len(active)}.tar"
-        download(source, path, shard.size)
+        download(source, path, (shard.size, shard.version))
         return path
 
     def stop() -> None:

@@ -87,9 +87,15 @@ class CheckpointDir:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.remote = folder, RemoteRun.at(folder.absolute().parent)
+        self.resumed: Path | None = None
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+        """Where the run saves. A run that was left after the last step of an epoch saves this step again, evaluated:
+        under another name, with one more zero, so that the checkpoint that it resumed from stays until then."""
+        path = self.folder / f"step-{step:08d}"
+        if self.resumed is not None and int(self.resumed.name[5:]) == step:
+            return path.with_name(f"step-0{self.resumed.name[5:]}")
+        return path
 
     def place(self, step: int) -> str | Path:
         path = self.path(step)
@@ -100,7 +106,7 @@ class CheckpointDir:
 
     def checkpoints(self) -> list[Path]:
         paths = [path for path in self.folder.glob("step-*") if STEP.fullmatch(path.name)]
-        return sorted(paths, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+        return sorted(paths, key=lambda path: (int(path.name[5:]), len(path.name)), reverse=True)
 
     def begin(self, run: str, origin: Path | None) -> None:
         """Record the run that writes here from now on, and what it continues; remove unfinished checkpoints."""
@@ -188,7 +194,7 @@ class CheckpointDir:
 
     def prune(self, run: str, options: Checkpoints) -> None:
         """Remove the checkpoints that `options` does not keep. Call it once a checkpoint of the run is complete."""
-        own = list(self.of_run(run))
+        own = list({c.content.step: c for c in reversed([*self.of_run(run)])}.values())[::-1]  # see `path`
         kept = {checkpoint.path for checkpoint in own[: options.keep]}
         best = best_of(own)
         if options.keep_best and best is not None:
@@ -261,16 +267,25 @@ def choose_start(engine: Engine, resume: str | Path | None, store: CheckpointDir
     answer = _on_rank_0(engine, lambda: _look(resume, store, partial(_verify_together, engine)))
     place = answer["place"]
     checkpoint = None if place is None else _opened(place, store, verified=engine.rank == 0)
+    if store is not None and checkpoint is not None and answer["goes_on"]:
+        store.resumed = checkpoint.path
     return ResumePoint(checkpoint, answer["run"], answer["goes_on"])
 
 
 def kept_precision(resume: str | Path | None, folder: Path | None) -> Precision | None:
-    store = None if folder is None else CheckpointDir(folder.resolve() / "checkpoints")
-    place = None if resume is None else _look(resume, store)["place"]
-    if place is None:
-        return None
-    kept: Precision | None = Checkpoint(opened(place)).content.facts.get("precision")
-    return kept if kept in get_args(Precision) else None
+    """Return the precision of the checkpoint to resume, whose `state.json` alone is read: of a run at an address from
+    there, because other machines than rank 0's have no copy of it yet."""
+    store = None if folder is None else CheckpointDir(folder.resolve() / CHECKPOINTS)
+    stores = [store]
+    if resume is not None and store is not None and store.remote is not None:
+        stores.insert(0, CheckpointDir(opened(store.remote.address) / CHECKPOINTS))
+    for each in stores:
+        place = None if resume is None else _look(resume, each, lambda _: None)["place"]
+        if place is not None:
+            path = opened(place) if each is None else each.local(place)
+            kept: Precision | None = Checkpoint(path).content.facts.get("precision")
+            return kept if kept in get_args(Precision) else None
+    return None
 
 
 def begin_run(engine: Engine, choice: ResumePoint, store: CheckpointDir | None, saves: bool) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,18 +54,21 @@ class RemoteRun:
                     path.unlink(missing_ok=True)
                 elif not path.exists() or seen.get(name) != [*_stat(path), there[name][1]]:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    self.files.download(name, path, there[name][0])
+                    self.files.download(name, path)
                     seen[name] = [*_stat(path), there[name][1]]
             self._remember(seen)
             steps = self._complete(there)
-            for path in (self.folder / CHECKPOINTS).glob("step-*"):
-                if path.name not in steps:
-                    shutil.rmtree(path)
+            self._keep_only(steps)
             for step in steps:
                 self._pull_state(step)
 
     def pull_checkpoint(self, step: str) -> Path:
+        """Make the copy have this checkpoint, and of others those that are at the address: a machine without rank 0
+        would keep all that it has ever resumed from, and what it was writing when it was killed."""
         with locked(self.folder / _LOCK):
+            self._keep_only({step} | self._complete(self.files.versions(CHECKPOINTS)))
+            for path in (self.folder / CHECKPOINTS).glob(".step-*"):
+                shutil.rmtree(path, ignore_errors=True)
             self._pull_state(step)
         return self.folder / CHECKPOINTS / step
 
@@ -75,7 +78,7 @@ class RemoteRun:
             for name, about in files.items():
                 file, size = path / name, int(about["bytes"])
                 if not file.exists() or file.stat().st_size != size:
-                    self.files.download(f"{CHECKPOINTS}/{path.name}/{name}", file, size)
+                    self.files.download(f"{CHECKPOINTS}/{path.name}/{name}", file)
 
     def newest_step(self) -> int:
         return max((int(step[5:]) for step in self._complete(self.files.versions(CHECKPOINTS))), default=-1)
@@ -118,7 +121,7 @@ class RemoteRun:
         places = {f"{CHECKPOINTS}/{step}/{name}": path for name, path in paths.items()}
         for name in there.keys() & places.keys():
             if not places[name].exists():
-                self.files.download(name, places[name], there[name][0])
+                self.files.download(name, places[name])
         return there.keys() >= places.keys()
 
     def shown(self, path: Path) -> str:
@@ -130,6 +133,11 @@ class RemoteRun:
         if plain != self.address and not plain.startswith(f"{self.address}/"):
             return None
         return self.folder / plain[len(self.address) + 1 :]
+
+    def _keep_only(self, steps: Collection[str]) -> None:
+        for path in (self.folder / CHECKPOINTS).glob("step-*"):
+            if path.name not in steps:
+                shutil.rmtree(path)
 
     def _complete(self, names: Mapping[str, object]) -> set[str]:
         parts = [name.split("/") for name in names]

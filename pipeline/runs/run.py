@@ -112,7 +112,9 @@ class Run(Observer):
             plan.distribution.timeout,
         )
         buffers = self._engine.plain_model.named_buffers()
-        self._infinite = {name for name, value in buffers if not value.isfinite().all()}
+        self._infinite = {
+            name for name, value in buffers if not value.isfinite().all()
+        } - built.without_values.keys()
         self._name = ""
         self._writer: CheckpointWriter | None = None
         self._observer: Observer = self._guard

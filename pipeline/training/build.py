@@ -180,8 +180,11 @@ def build(plan: ResolvedPlan, initial: Initial | None = None, resumes: bool = Fa
     factory = optimizer_factory(plan, parts.model)
     split = batch_norm_caution(how, plan.data.batch_size, parts.model)
     # Values of a model on the meta device come from the seed, whatever the process has drawn before.
-    with fork_rng(plan.seed) if on_meta(parts.model) else nullcontext(), values_follow():
+    with fork_rng(plan.seed) if on_meta(parts.model) else nullcontext(), values_follow() as unwritten:
         engine = plan.strategy.prepare(parts.model, factory, **how.step_options)
+    vacant |= {name: why for name, why in unwritten.items() if name not in later}
+    if not resumes:
+        refuse_vacant(vacant)
     if later:
         engine.import_state(later, strict=False)
     note = factory.note if isinstance(factory, GroupedFactory) else ""

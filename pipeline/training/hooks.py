@@ -130,9 +130,12 @@ class TrainingHooks:
         state.engine, state.sessions = engine, tuple(self._sessions.values())
         state.steps_per_epoch = total if loader is None else max(loader.full_length, 1)
         state.epoch_steps = total if loader is None else max(len(loader), 1)
-        self._moments = moments = self.moments(Observer())
-        # A session may change the batch.
-        self.equal_shares = loader is not None and not (moments.on_step_start or moments.before_forward)
+        self._moments = self.moments(Observer())
+        self.equal_shares = loader is not None and not self.may_change_batches
+
+    @property
+    def may_change_batches(self) -> bool:
+        return bool(self._moments.on_step_start or self._moments.before_forward)
 
     def note(self) -> str:
         return next(filter(None, (transform.note(self.state.total_steps) for transform in self._all)), "")

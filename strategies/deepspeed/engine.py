@@ -12,7 +12,7 @@ from ...common.model_state import unlisted_tensors
 from ..base import Held
 from ..common.memory import tensors_in
 from ..common.optimizer_state import Entry, Keep, OptimizerState, import_groups
-from ..engine import RanksEngine
+from ..engine import RanksEngine, scalar_device
 from ..options import Options
 
 Groups = list[list[nn.Parameter]]
@@ -106,13 +106,16 @@ class DeepSpeedEngine(RanksEngine):
             import_groups(self.optimizer, names, state.groups)
         self.optimizer.state.clear()
         members: dict[torch.Tensor, list[nn.Parameter]] = {}
-        for parameter in (p for group in self._groups for p in group):
-            members.setdefault(self._flat(parameter), []).append(parameter)
+        groups: dict[torch.Tensor, dict[str, Any]] = {}
+        for own, group in zip(self._groups, self.optimizer.param_groups, strict=True):
+            for parameter in own:
+                members.setdefault(self._flat(parameter), []).append(parameter)
+                groups[self._flat(parameter)] = group
         for flat, parameters in members.items():
             entries = {names[p]: state.entries[names[p]] for p in parameters if names[p] in state.entries}
             if entries:
                 _refuse_uneven(entries, [names[p] for p in parameters])
-                self.optimizer.state[flat] = _blank(flat, next(iter(entries.values())))
+                self.optimizer.state[flat] = _blank(flat, next(iter(entries.values())), groups[flat])
         self._link_states()
         for parameter in (p for group in self._groups for p in group):
             for key, value in state.entries.get(names[parameter], {}).items():
@@ -203,11 +206,15 @@ class DeepSpeedEngine(RanksEngine):
                 group["params"] = parameters
 
 
-def _blank(flat: torch.Tensor, entry: Entry) -> dict[str, Any]:
+def _blank(flat: torch.Tensor, entry: Entry, group: Mapping[str, Any]) -> dict[str, Any]:
     state: dict[str, Any] = dict(entry)
-    for key, value in entry.items():
-        if isinstance(value, torch.Tensor):
-            state[key] = torch.zeros_like(flat, requires_grad=False) if value.dim() else value.clone()
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.dim():
+            state[key] = torch.zeros_like(flat, requires_grad=False)
+        else:
+            state[key] = value.to(scalar_device(key, group, flat), copy=True)
     return state
 
 

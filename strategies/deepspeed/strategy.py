@@ -214,7 +214,7 @@ def _place(model: nn.Module, device: torch.device, init: Any) -> None:
     """Move `model` to the device with rank 0's values; block by block, each sharded immediately, if `init` is given."""
     done: set[nn.Module] = set()
     for block in (*(find_blocks(model) if init else ()), model):
-        meta.materialise(block, device, done)
+        meta.materialise(model, device, done, unit=block)
         own = [module for module in block.modules() if module not in done]
         sharding.begin_like_rank_0(own, device)
         for module in own:

@@ -8,7 +8,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-SLOW = 0.5  # of the median of the others: below that it is broken or shared, not noise
+SLOW = 0.5  # of the median of other machines: below that it is broken or shared, not noise
 _SIDE = 1024  # of the matrices
 _SECONDS = 0.2  # that products take at least
 _SENT = 16 << 20  # bytes, of which a slow start of TCP is a small part
@@ -32,10 +32,13 @@ def examine_health(hosts: Sequence[str], device: torch.device) -> list[Health]:
     return [Health(one, other, bool(sound)) for one, other, sound in (each.tolist() for each in every)]
 
 
-def slow(speeds: Mapping[str, float]) -> list[str]:
-    """Return those below `SLOW` times the median."""
-    middle = median(speeds.values()) if speeds else 0.0
-    return [name for name, speed in speeds.items() if speed < SLOW * middle]
+def slow(speeds: Mapping[str, float], hosts: Mapping[str, str] | None = None) -> list[str]:
+    """Return those below `SLOW` times the median of those on other hosts, because the ranks of a slow machine are slow
+    together; on a single one, of all. Default for `hosts`: each its own."""
+    of = hosts or {name: name for name in speeds}
+    others = {host: [speed for name, speed in speeds.items() if of[name] != host] for host in of.values()}
+    limits = {host: SLOW * median(each or speeds.values()) for host, each in others.items() if speeds}
+    return [name for name, speed in speeds.items() if speed < limits[of[name]]]
 
 
 def bandwidths(hosts: Sequence[str], health: Sequence[Health]) -> dict[str, float]:

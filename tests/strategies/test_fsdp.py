@@ -121,6 +121,10 @@ def test_a_wrap_that_cannot_be_is_refused(wrap: Any, message: str) -> None:
             "meta",
             "0, a Transformer, is on the meta device and has no reset_parameters() to initialize position",
         ),
+        (
+            "forgetful",
+            "0.1, a Forgetful, is on the meta device and its reset_parameters() does not initialize scale",
+        ),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_by_name(ranks: Ranks, what: str, words: str) -> None:

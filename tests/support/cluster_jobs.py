@@ -17,6 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from drivetrain import Callback, Checkpoints, DrivetrainError, Pipeline, RunView
+from drivetrain.common import machine
 from drivetrain.pipeline.apps.cli import doctor
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.runs.artifacts import FitJob
@@ -131,3 +132,23 @@ def train_apart(pipeline: Pipeline, folder: Path, out: str) -> tuple[list[Any], 
         resumed = pipeline.fit(epochs=3, out=out, progress=False, resume="auto")
         assert resumed.history.facts["resumed"][0]["step"] == 6
     return expected, numbers(resumed), sorted(path.name for path in cache.rglob("*") if path.is_file())
+
+
+def resume_apart(pipeline: Pipeline, folder: Path, out: str, instructions: str) -> None:
+    """On each rank, as on a machine of its own whose CPU has these instructions for bf16: resume for a second epoch."""
+    cache = mock.patch.dict(os.environ, {"DRIVETRAIN_DATA": str(folder / f"machine {dist.get_rank()}")})
+    with cache, mock.patch.object(machine, "bf16_instructions", return_value=instructions):
+        pipeline.fit(epochs=2, out=out, progress=False, resume="auto")
+
+
+def restart_apart(pipeline: Pipeline, folder: Path, out: str) -> list[str]:
+    """On each rank, as on a machine of its own: resume after each epoch. Return the checkpoints left on it."""
+    one = Checkpoints(keep=1, keep_best=False)
+    cache = folder / f"machine {dist.get_rank()}"
+    with mock.patch.dict(os.environ, {"DRIVETRAIN_DATA": str(cache)}):
+        for epochs in (1, 2, 3):
+            pipeline.fit(epochs=epochs, out=out, progress=False, resume="auto", checkpoints=one)
+            for place in cache.glob("runs/*/checkpoints"):
+                (place / f".step-{epochs:08d}.partial").mkdir()  # as after a kill
+        pipeline.fit(epochs=4, out=out, progress=False, resume="auto", checkpoints=one)
+    return sorted(path.name for path in cache.rglob("*step-*"))

@@ -133,6 +133,14 @@ def on_meta() -> nn.Module:
     return nn.Sequential(*blocks, nn.Linear(6, 2))
 
 
+class Forgetful(nn.Linear):
+    """Its `reset_parameters`, a linear layer's, does not know of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("scale", torch.ones(2))
+
+
 def from_meta() -> dict[str, torch.Tensor]:
     """The first weights of a model that was built on the meta device, with random numbers of its rank."""
     with torch.device("meta"):
@@ -149,11 +157,13 @@ def refusals() -> dict[str, str]:
     assert isinstance(twice, FSDPModule)
     with torch.device("meta"):
         meta = nn.Sequential(models.Transformer())
+        forgetful = nn.Sequential(nn.Sequential(nn.Linear(2, 2), Forgetful()), nn.Sequential(nn.Linear(2, 2)))
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
     return {
         "scalar": refusal("fsdp", scalar),
         "sharded twice": refusal("hsdp", twice),
         "meta": refusal("fsdp", meta),
+        "forgetful": refusal("fsdp", forgetful),
         "wrapped": refusal("fsdp_grad_op", wrapped),
         "lazy": refusal("fsdp_cpu_offload", nn.Sequential(nn.LazyLinear(2))),
         "sync batch norm": refusal("fsdp", nn.Sequential(nn.Conv2d(3, 8, 3), nn.SyncBatchNorm(8))),

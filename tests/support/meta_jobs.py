@@ -33,6 +33,23 @@ class Scaled(nn.Module):
         return found
 
 
+class Partly(Scaled):
+    """Its `reset_parameters` forgets a buffer of each kind; those of its layers set all of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("bytes", torch.zeros(2, dtype=torch.uint8))
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+        self.register_buffer("written", torch.ones(2, dtype=torch.bool))
+        self.register_buffer("replaced", torch.ones(2))
+
+    def reset_parameters(self) -> None:
+        self.scale.data.fill_(0.5)
+        self.written.fill_(True)
+        self.replaced = torch.ones(2)
+
+
 def on(device: str, make: Callable[[], nn.Module]) -> nn.Module:
     """A module, so that a run does not depend on its factory's code."""
     with torch.device(device):

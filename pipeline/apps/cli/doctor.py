@@ -280,7 +280,8 @@ def _healths(ranks: Sequence[Mapping[str, Any]], health: Sequence[Health]) -> tu
     computes: dict[str, dict[str, float]] = {}  # by device: of each rank
     for number, (info, each) in enumerate(zip(ranks, health, strict=True)):
         computes.setdefault(info["device"], {})[f"{number}"] = each.operations
-    slower = {int(number) for of_device in computes.values() for number in slow(of_device)}
+    places = {f"{number}": host for number, host in enumerate(hosts)}
+    slower = {int(number) for of_device in computes.values() for number in slow(of_device, places)}
     sends = bandwidths(hosts, health)
     apart = set(slow(sends))
     findings, bad = [], list[str]()

@@ -1,6 +1,7 @@
 """Files of an object store that speaks S3: moto's server, in a thread of this process, by s3fs."""
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import boto3
 import numpy as np
 import pytest
 import torch
-from drivetrain import DataError
+from drivetrain import CheckpointError, DataError
 from drivetrain.common.storage import addresses as sources
 from drivetrain.loaders import FFCVLoader, convert, open_beton
 from object_store import Store, object_store
@@ -53,6 +54,29 @@ def test_the_samples_of_the_local_file(folder: Path) -> None:
 def test_what_is_not_there(address: str) -> None:
     with pytest.raises(DataError, match=f"{address} does not exist"):
         open_beton(address)
+
+
+@pytest.mark.usefixtures("server")
+@pytest.mark.parametrize("length", [20 << 20, 100])
+@pytest.mark.parametrize("kind", ["s3", "file"])
+def test_a_file_that_is_replaced_while_it_is_copied(
+    kind: str, length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy is the new file, also if that is shorter, not ranges of both."""
+    address = "s3://bucket/run" if kind == "s3" else f"file://{tmp_path}/run"
+    folder, old, new = sources.RemoteFolder(address, CheckpointError), b"o" * (20 << 20), b"n" * length
+    folder.write("weights", old)
+    read, reads = sources.RemoteFile.read, count()
+
+    def replaced_after_one(self: sources.RemoteFile, start: int, size: int) -> bytes:
+        data = read(self, start, size)
+        if next(reads) == 0:
+            folder.write("weights", new)
+        return data
+
+    monkeypatch.setattr(sources.RemoteFile, "read", replaced_after_one)
+    folder.download("weights", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == new
 
 
 @pytest.mark.slow  # s3fs tries again for itself

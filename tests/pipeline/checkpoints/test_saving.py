@@ -1,6 +1,7 @@
 """Which checkpoints are kept, and failures to write one."""
 
 import json
+import shutil
 import signal
 import threading
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from cluster_jobs import Signals
 from drivetrain import CheckpointError, Pipeline
-from drivetrain.pipeline import Checkpoints, CheckpointWarning, TrainingInterrupted
+from drivetrain.common.storage.addresses import RemoteFolder
+from drivetrain.pipeline import Checkpoints, CheckpointWarning, TrainingInterrupted, TrainingPreempted
 from drivetrain.pipeline.checkpoints import writer as saving
 from drivetrain.pipeline.checkpoints.directory import CheckpointDir
 from drivetrain.pipeline.checkpoints.state import shares
@@ -39,6 +42,38 @@ def test_the_last_and_the_best_stay(toy: Toy, tmp_path: Path) -> None:
     assert steps_in(tmp_path / "last") == [6 * STEPS]
     names = sorted(path.name for path in (tmp_path / "last" / "checkpoints").iterdir())
     assert names == ["run.json", "step-00000024"]
+
+
+@pytest.mark.parametrize("out", ["{}/run", "file://{}/run"])
+def test_a_run_left_after_the_last_step_of_an_epoch_keeps_its_checkpoint_until_it_has_a_newer_one(
+    out: str, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
+    pipeline, one = toy.pipeline(batch_norm_model), Checkpoints(keep=1, keep_best=False)
+    own: dict[str, Any] = {"out": out.format(tmp_path), "checkpoints": one}
+
+    def complete_steps() -> list[int]:
+        return [int(path.parent.name[5:]) for path in tmp_path.glob("run/checkpoints/step-*/state.json")]
+
+    with pytest.raises(TrainingPreempted):
+        fit(pipeline, 2, **own, stop_on=["SIGUSR1"], callbacks=[Signals(STEPS - 1)])
+    assert complete_steps() == [STEPS]
+    complete: list[int] = []  # after each removal
+
+    def watched(function: Any) -> Any:
+        def remove(*arguments: Any, **options: Any) -> None:
+            function(*arguments, **options)
+            complete.append(len(complete_steps()))
+
+        return remove
+
+    monkeypatch.setattr(shutil, "rmtree", watched(shutil.rmtree))
+    monkeypatch.setattr(RemoteFolder, "remove", watched(RemoteFolder.remove))
+    resumed = fit(pipeline, 2, **own, resume="auto")
+    assert complete
+    assert min(complete) == 1
+    assert complete_steps() == [2 * STEPS]
+    assert numbers(resumed) == numbers(fit(pipeline, 2))
 
 
 def test_ctrl_c_as_the_writing_begins_is_an_interrupt_like_any_other(

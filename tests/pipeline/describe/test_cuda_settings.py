@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from cluster_jobs import resume_apart
 from drivetrain import CheckpointError, Pipeline, PlanError, StrategyError, strategies
 from drivetrain.common import machine
-from drivetrain.pipeline.checkpoints.directory import find
+from drivetrain.pipeline.checkpoints.directory import find, kept_precision
 from drivetrain.pipeline.describe.cuda_settings import cuda_settings, matmul_precision
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.transforms import ProgressiveResizing
@@ -216,3 +217,35 @@ def test_the_ledger_and_the_ranks_see_what_was_taken(toy: Toy, monkeypatch: pyte
     plan = resolve(auto(toy))
     assert "bf16" in [stage.name for stage in stages(plan)]
     assert facts(plan, FitJob(epochs=1))["precision"] == "'bf16'"  # ranks that differ stop, naming both
+
+
+def test_the_kept_precision_is_in_state_json(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ranks do not verify the checkpoint for it."""
+    on_cpu(monkeypatch, "")
+    auto(toy).fit(epochs=1, out=tmp_path, progress=False)
+    (weights,) = tmp_path.glob("checkpoints/*/model.safetensors")
+    weights.unlink()
+    assert kept_precision("auto", tmp_path) == "fp32"
+
+
+@pytest.mark.parametrize(("first", "then"), [("", "amx_bf16"), ("amx_bf16", "")])
+@pytest.mark.process
+def test_a_resume_from_an_address_keeps_to_it(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, first: str, then: str
+) -> None:
+    """By another machine, or by two that start together and share nothing."""
+    out = tmp_path / "store/run"
+    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "one"))
+    on_cpu(monkeypatch, first)
+    auto(toy).fit(epochs=1, out=f"file://{out}", progress=False)
+    taken = find(out).content.facts["precision"]
+    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "other"))
+    on_cpu(monkeypatch, then)
+    for resume in ("auto", f"file://{out}/checkpoints/step-00000004"):
+        assert auto(toy).fit(epochs=1, out=f"file://{out}", resume=resume, progress=False).history.epochs
+    pipeline = auto(toy).distribute("ddp", devices=2, precision="auto", device="cpu")
+    strategies.launch(resume_apart, pipeline, tmp_path, f"file://{out}", then, devices=2)
+    assert find(out).content.facts["precision"] == taken
+    assert find(out).content.epoch == 2

@@ -519,6 +519,27 @@ def test_the_memory_of_a_rank(toy: Toy, strategy: str, optimizer: str, what: str
     assert re.search(why, row.why), row.why
 
 
+def decay_of_matrices(parameters: Any) -> torch.optim.Optimizer:
+    matrices = [each for each in parameters if each.ndim > 1]
+    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}])
+
+
+def fails(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": [each for each in parameters if each.missing]}])
+
+
+@pytest.mark.parametrize(("optimizer", "rows"), [(decay_of_matrices, 1), (fails, 0)])
+def test_the_memory_of_a_rank_with_an_optimizer_factory(toy: Toy, optimizer: Any, rows: int) -> None:
+    """It gets parameters, as from a strategy; the plan of one that fails here has no row."""
+    pipeline = toy.pipeline(plain_model).optimize(optimizer, schedule="constant")
+    found = [
+        row
+        for row in pipeline.distribute("fsdp", devices=2, device="cpu").plan().steps
+        if "memory of" in row.what
+    ]
+    assert len(found) == rows
+
+
 def test_no_memory_of_a_model_that_needs_values(toy: Toy) -> None:
     def values() -> nn.Module:
         model = plain_model()

@@ -19,7 +19,7 @@ import pytest
 import s3fs
 import torch
 import yaml
-from cluster_jobs import Signals, train_apart
+from cluster_jobs import Signals, restart_apart, train_apart
 from command_line import call
 from drivetrain import Callback, CheckpointError, Checkpoints, PlanError, RunView, strategies
 from drivetrain.common.storage import addresses as sources
@@ -104,6 +104,14 @@ def test_machines_that_share_nothing(strategy: str, toy: Toy, tmp_path: Path) ->
     assert "rank-00002-of-00002.safetensors" in newest
     assert ("model-00002-of-00002.safetensors" in newest) == (strategy == "fsdp")
     assert not [name for name in newest if name.startswith("note-")]
+
+
+@pytest.mark.process
+@pytest.mark.long
+def test_a_machine_keeps_one_checkpoint_of_those_that_it_has_resumed_from(toy: Toy, tmp_path: Path) -> None:
+    pipeline = toy.pipeline().distribute("ddp", devices=2, device="cpu")
+    main, other = strategies.launch(restart_apart, pipeline, tmp_path, f"file://{tmp_path}/store", devices=2)
+    assert (main, other) == ([], ["step-00000012"])
 
 
 class Does(Callback):

@@ -1,16 +1,17 @@
 """Pipelines whose models are on the meta device: where their values come from, and what is refused."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from drivetrain import DrivetrainError, Pipeline, PlanError, StrategyError
+from drivetrain import DrivetrainError, Pipeline, PlanError, StrategyError, strategies
 from drivetrain.pipeline import FitResult
 from drivetrain.strategies import launch
 from drivetrain.transforms import Factorize, SqueezeExcite
-from meta_jobs import Scaled, kept, on, on_both, on_meta, sharded
+from meta_jobs import Partly, Scaled, kept, on, on_both, on_meta, sharded
 from pipeline_data import CLASSES, Toy, batch_norm_model, numbers, plain_model
 from safetensors.torch import save_file
 from torch import nn
@@ -60,6 +61,23 @@ def test_what_nothing_initializes_is_refused(toy: Toy, tmp_path: Path) -> None:
     weights = {name: value for name, value in Scaled().state_dict().items() if name != "scale"}
     save_file(weights, tmp_path / "own.safetensors")
     assert words in refusal(pipeline, init_from=tmp_path / "own.safetensors")
+
+
+def test_what_reset_parameters_forgets_is_refused(toy: Toy, tmp_path: Path) -> None:
+    pipeline = sharded(toy, on("meta", Partly), ranks=1)
+    words = (
+        "The model, a Partly, is on the meta device and its reset_parameters() does not initialize "
+        "shift, count, bytes, mask. Add them there"
+    )
+    assert words in refusal(pipeline)
+    assert words in refusal(pipeline, resume="auto", out=tmp_path)  # where there is no checkpoint
+    with pytest.raises(StrategyError, match=r"the model, a Partly, .* does not initialize"):
+        strategies.get("fsdp").prepare(on("meta", Partly), partial(torch.optim.SGD, lr=0.1))
+    sharded(toy, on("cpu", Partly), ranks=1).fit(epochs=1, out=tmp_path / "run", progress=False)
+    for source in ("init_from", "resume"):
+        begun = pipeline.fit(epochs=2, progress=False, **{source: tmp_path / "run"})
+        assert begun.model.state_dict()["count"] == 0
+        assert begun.model.shift.isfinite().all()
 
 
 def test_weights_for_another_last_layer(toy: Toy, tmp_path: Path) -> None:

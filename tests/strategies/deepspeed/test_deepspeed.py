@@ -11,6 +11,7 @@ from deepspeed_methods import OFFLOAD, STAGES, averaged
 from drivetrain import Pipeline
 from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import DeepSpeed, launch
+from drivetrain.strategies.deepspeed.engine import _blank
 from drivetrain.strategies.deepspeed.strategy import _deferred
 from drivetrain.transforms import (
     EMA,
@@ -32,6 +33,15 @@ Ranks = list[dict[str, Any]]
 stages = pytest.mark.parametrize("name", STAGES)
 FITTED = {"plain": STAGES[1], "clipped accumulated": STAGES[2], "methods": STAGES[2], "batches": STAGES[2]}
 """The strategy that each pipeline is trained with."""
+
+
+@pytest.mark.parametrize("option", ["fused", "capturable", "foreach"])
+def test_a_count_of_steps_is_resumed_where_the_optimizer_reads_it(option: str) -> None:
+    """The meta device is in the place of a GPU."""
+    flat, entry = torch.empty(4, device="meta"), {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 2)}
+    blank = _blank(flat, entry, {option: True})
+    assert blank["step"].device.type == ("cpu" if option == "foreach" else "meta")
+    assert blank["exp_avg"].shape == (4,)
 
 
 @pytest.fixture(scope="module")

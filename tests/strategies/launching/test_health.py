@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from drivetrain import strategies
+from drivetrain.pipeline.apps.cli import doctor
 from drivetrain.strategies.launching import health
 from drivetrain.strategies.launching.health import Health, bandwidths, examine_health, rounds, slow
 
@@ -27,6 +28,15 @@ def test_each_machine_meets_both_neighbors_and_one_at_a_time(places: int) -> Non
 def test_slow_is_less_than_half_of_the_median() -> None:
     assert slow({"a": 10.0, "b": 11.0, "c": 4.5, "d": 9.0}) == ["c"]
     assert slow({"a": 10.0, "b": 5.1, "c": 10.0}) == slow({}) == slow({"a": 1.0}) == []
+
+
+def test_the_ranks_of_a_slow_machine_do_not_count_among_those_they_are_compared_with() -> None:
+    ranks = [{"host": f"node{number // 8}", "device": "CPU"} for number in range(16)]
+    for slower, bad in ((4.0, ["node1"]), (5.1, [])):
+        speeds = [Health(slower if rank["host"] == "node1" else 10.0, 0.0, True) for rank in ranks]
+        assert doctor._healths(ranks, speeds)[1] == bad
+    alone = [Health(4.0 if number == 1 else 10.0, 0.0, True) for number in range(8)]
+    assert doctor._healths(ranks[:8], alone)[1] == ["node0"]
 
 
 def test_of_two_machines_either_could_be_the_slow_one() -> None:
