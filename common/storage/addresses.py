@@ -23,6 +23,8 @@ SLOWEST = 0.3e6  # bytes per second; what is slower counts as a stall
 ATTEMPTS = 5  # requests for one range that is answered with an error of the request, or incompletely
 PATIENCE = 300.0  # seconds that a server may not answer: as long as deployments and restarts of routers take
 _PAUSE, _LONGEST = 0.2, 10.0  # seconds before the second attempt; doubled before each further one
+# What the libraries of S3 and of Google's store raise before they ask the server.
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError")
 _CHANGED, _BUSY = 412, (408, 425, 429)  # statuses of HTTP
 _RANGE = 8 << 20  # bytes of a request
 _THREADS = 8  # requests at a time, which hide each other's latency
@@ -128,7 +130,7 @@ class Calls:
 
     def _judged(self, error: Exception, doing: str) -> tuple[str, bool]:
         """Return the reason why a request failed, and whether waiting will not help; raise what is no use to repeat."""
-        if isinstance(error, PermissionError):
+        if isinstance(error, PermissionError) or type(error).__name__ in _NO_CREDENTIALS:
             raise self._error(
                 f"{self.address} cannot be {doing}: {error}. Check the credentials in the environment."
             ) from error

@@ -86,3 +86,17 @@ def test_a_store_that_goes_away(server: Store, monkeypatch: pytest.MonkeyPatch) 
     server.gone = True
     with loader, pytest.raises(DataError, match="requests failed"):
         list(loader)
+
+
+def test_missing_credentials_are_an_error_at_once(server: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    before = len(server.requests)
+    with pytest.raises(
+        DataError, match=r"cannot be read: Unable to locate credentials.* Check the credentials"
+    ):
+        open_beton("s3://bucket/train.beton")
+    assert len(server.requests) == before
