@@ -210,7 +210,8 @@ def _nested(metric: Metric | TopK) -> list[Any]:
 def takes_probabilities(metric: Any) -> bool:
     """Whether it is a classification metric of torchmetrics, which of logits decides batch by batch whether they are
     some: not if all are from 0 to 1. Those that only look for the largest output do not."""
-    if not type(metric).update.__module__.startswith("torchmetrics.classification."):
+    defined_in = type(metric).update.__module__ or ""  # None in executed text
+    if not defined_in.startswith("torchmetrics.classification."):
         return False
     from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassStatScores
 
