@@ -46,6 +46,7 @@ _STALLED = 30.0  # seconds after which another process that fetches them is not 
 _shared: weakref.ref[ThreadPoolExecutor] | None = None
 _shared_lock = threading.Lock()
 _mirrors = weakref.WeakSet["Mirror"]()
+_ending = threading.Event()  # the process is: no server is waited for
 
 
 @dataclass(frozen=True)
@@ -278,7 +279,10 @@ class Mirror:
     def _fetch(self, run: range) -> None:
         """Fetch consecutive blocks, or wait until another process has."""
         try:
-            source = self._source = self._source or RemoteFile(self.address, self._patience, self.version)
+            with self._lock:  # one for all threads, which `close` closes
+                source = self._source = self._source or RemoteFile(self.address, self._patience, self.version)
+                if _ending.is_set():
+                    source.close()
             with self._locked(run, source):
                 missing = run.start + np.flatnonzero(self._marked(run) == 0)
                 for part in runs(missing.tolist()):
@@ -350,6 +354,7 @@ class Mirror:
 
 
 def _close_all() -> None:
+    _ending.set()
     for mirror in list(_mirrors):
         mirror.close()
 
