@@ -97,15 +97,13 @@ class RunArtifacts(Observer):
             self._outcome.history = replace(self.history, steps=[*self.history.steps, *points])
             self._pending = []
 
-    def keep(self, history: History, weights: Weights, within: int = 0) -> None:
-        """Store weights and history after an epoch, or `within` steps of the next. Every rank must call it."""
-        epochs = len(history.epochs)
+    def keep(self, history: History, weights: Weights) -> None:
+        """Store weights and history after an epoch, or where the run was stopped. Every rank must call it."""
         with interrupts_held():
             self._outcome.state = ModelState()  # release the old weights before gathering: one copy at a time
             state = weights()
-            if self._folder is not None and (epochs or within):
-                moment = f"{epochs} and {within} steps" if within else epochs
-                save_model(state, self._folder / MODEL, epochs=moment, about=metadata(history.facts))
+            if self._folder is not None and history.moment != "0":
+                save_model(state, self._folder / MODEL, epochs=history.moment, about=metadata(history.facts))
                 history.save(self._folder / HISTORY)
                 if isinstance(state.weights, Tensors):  # they were gathered or read for the file
                     state = open_model(self._folder / MODEL)
@@ -132,7 +130,7 @@ class RunArtifacts(Observer):
             return
         saved = read_history(self._folder)
         if saved is not None and saved.epochs == history.epochs:
-            self._outcome.state = load_model(self._folder / MODEL, epochs=len(history.epochs))
+            self._outcome.state = load_model(self._folder / MODEL, epochs=history.moment)
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:  # noqa: ARG002
         """Draw the curves so far, at most every `PICTURE` seconds: it takes a fifth of a second."""

@@ -180,6 +180,7 @@ class _Stop(TypedDict):
     reason: str
     epoch: int
     step: int
+    within: NotRequired[int]  # steps of the epoch that it is in; 0 after an epoch
 
 
 class _Saved(TypedDict):
@@ -301,6 +302,12 @@ class History:
         """Why a callback stopped the run before its last epoch ended; None if none did."""
         stopped: dict[str, Any] | None = self.facts.get("stopped")
         return None if stopped is None else str(stopped["reason"])
+
+    @property
+    def moment(self) -> str:
+        """When the run's weights are from, in epochs: `"1"`, or `"1 and 2 steps"` if it was stopped there."""
+        within = self.facts.get("stopped", {}).get("within")
+        return f"{len(self.epochs)} and {within} steps" if within else f"{len(self.epochs)}"
 
     def unfinished(self, planned: Any) -> str:
         """Return `"1 of 3 epochs"` if the run left off before the `planned` last epoch without having been stopped by a
