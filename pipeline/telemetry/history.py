@@ -264,11 +264,11 @@ class History:
     @property
     def last(self) -> Epoch | Evaluation | None:
         """The last epoch or moment within one that was evaluated; None if none was."""
-        known: list[tuple[int, int, Epoch | Evaluation]] = [
-            (epoch.epoch, 1, epoch) for epoch in self.epochs if epoch.val_loss is not None
+        known: list[tuple[int, int, int, Epoch | Evaluation]] = [
+            (epoch.epoch, 1, 0, epoch) for epoch in self.epochs if epoch.val_loss is not None
         ]
-        known += [(each.epoch, 0, each) for each in self.evaluations]  # before the one at the epoch's end
-        return max(known, key=lambda entry: entry[:2])[2] if known else None
+        known += [(each.epoch, 0, each.step, each) for each in self.evaluations]  # before the one at the epoch's end
+        return max(known, key=lambda entry: entry[:3])[3] if known else None
 
     @property
     def accuracy(self) -> float | None:

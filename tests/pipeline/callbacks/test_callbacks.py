@@ -325,6 +325,15 @@ def test_evaluations_within_epochs(toy: Toy, tmp_path: Path) -> None:
     assert kept == {best, 12}
 
 
+def test_the_result_is_that_of_the_last_evaluation_within_an_epoch(toy: Toy) -> None:
+    result = toy.pipeline().fit(
+        epochs=2, progress=False, eval_every_steps=1, callbacks=[StopAt(evaluation=STEPS + 2)]
+    )
+    assert [each.step for each in result.history.evaluations] == [1, 2, 3, 5, 6]
+    assert result.history.last is result.history.evaluations[-1]
+    assert result.metrics == result.history.evaluations[-1].results
+
+
 def failing(event: str) -> Callback:
     """A callback that raises in this method."""
 
