@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from drivetrain import DrivetrainError, MissingExtra, PlanError
+from drivetrain import Callback, DrivetrainError, MissingExtra, PlanError, RunView
 from drivetrain.common.pictures import BLUE, RED
 from drivetrain.pipeline import Checkpoints, History, LoggerWarning
 from drivetrain.pipeline.telemetry.curves import draw, figure_of
@@ -115,6 +115,17 @@ def test_every_kind_of_logger_gets_every_figure(toy: Toy, tmp_path: Path) -> Non
     assert len(points_of(tmp_path, "step/loss")) == 2 * STEPS
     assert left_in(tmp_path) == sorted([*RUN_FILES, "metrics.csv", "tensorboard"])
     assert living_threads() <= threads
+
+
+class Logs(Callback):
+    def on_step_end(self, view: RunView) -> None:
+        view.log({"number": 1764184511.123456, "tensor": torch.tensor(0.1)})
+
+
+def test_what_a_callback_logs_is_not_rounded(toy: Toy, tmp_path: Path) -> None:
+    fit(toy.pipeline(), 1, out=tmp_path, logger="csv", callbacks=[Logs()])
+    row = rows_of(tmp_path)[0]
+    assert (float(row["number"]), float(row["tensor"])) == (1764184511.123456, torch.tensor(0.1).item())
 
 
 def test_a_run_that_begins_again_or_goes_on_doubles_nothing(toy: Toy, tmp_path: Path) -> None:
