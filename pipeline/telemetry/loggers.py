@@ -382,8 +382,8 @@ class Metrics(Observer):
             self._loggers.log(dict(zip(names, copy.values(), strict=True)), step)
 
     def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:
-        """Log an evaluation within an epoch; `on_epoch_end` logs that at its end."""
-        if self._loggers and state.meter.steps:
+        """Log an evaluation that is no epoch's; `on_epoch_end` logs those."""
+        if self._loggers:
             self._arrive()
             self._loggers.log(evaluation.results, state.step)
             self._since = self._now(state)

@@ -334,6 +334,17 @@ def test_the_result_is_that_of_the_last_evaluation_within_an_epoch(toy: Toy) -> 
     assert result.metrics == result.history.evaluations[-1].results
 
 
+def test_the_evaluation_of_a_run_stopped_after_an_epoch_without_one_is_logged_and_shown_once(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"epochs": 9, "eval_every": 5, "out": tmp_path, "logger": "csv"}
+    result = toy.pipeline().fit(callbacks=[StopAt(epoch=2)], **options)
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        logged = [(row["step"], float(row["val_loss"])) for row in csv.DictReader(file) if row["val_loss"]]
+    assert logged == [(str(2 * STEPS), result.metrics["val_loss"])]
+    assert capsys.readouterr().out.count(f"{result.history.evaluations[-1]}") == 1
+
+
 def failing(event: str) -> Callback:
     """A callback that raises in this method."""
 
