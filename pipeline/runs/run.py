@@ -81,8 +81,8 @@ class Run(Observer):
         self._units = {name: each.unit for name, each in scales(plan.task).items() if each.unit is not None}
         inputs = Inputs.of(built.train, built.val, plan.data.eval_size)
         facts: dict[str, Any] = {
-            "recipe": plan.recipe, "seed": plan.seed, "provenance": provenance(), "monitor": asdict(built.monitor),
-            "units": self._units, "inputs": inputs.to_dict(), "task": repr(plan.task),
+            "recipe": plan.recipe, "seed": plan.seed, "planned": job.epochs, "provenance": provenance(),
+            "monitor": asdict(built.monitor), "units": self._units, "inputs": inputs.to_dict(), "task": repr(plan.task),
         }  # fmt: skip
         self._notes = {
             "strategy": built.engine.note, "parameter groups": built.note, "BatchNorm": built.split_batch_norm,
@@ -203,7 +203,7 @@ class Run(Observer):
         if "stopped" in facts:  # by version 0.2.0, without `within`
             facts["stopped"] = {**facts["stopped"], "within": content.step_in_epoch}
         since = [*facts.get("resumed", []), {**here, "provenance": provenance()}]
-        return replace(content.history, facts={**facts, "resumed": since})
+        return replace(content.history, facts={**facts, "planned": self._job.epochs, "resumed": since})
 
     def _restore_results(self, checkpoint: Checkpoint, history: History) -> None:
         content, place, within = checkpoint.content, checkpoint.place, checkpoint.content.step_in_epoch

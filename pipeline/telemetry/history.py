@@ -191,6 +191,7 @@ class _Saved(TypedDict):
     steps: NotRequired[list[StepPoint]]
     monitor: NotRequired[Monitor]
     units: NotRequired[dict[str, Unit | None]]
+    planned: NotRequired[int]
     stopped: NotRequired[_Stop]
     resumed: NotRequired[list[dict[str, Any]]]
     provenance: NotRequired[dict[str, Any]]
@@ -309,11 +310,17 @@ class History:
         within = self.facts.get("stopped", {}).get("within")
         return f"{len(self.epochs)} and {within} steps" if within else f"{len(self.epochs)}"
 
-    def unfinished(self, planned: Any) -> str:
-        """Return `"1 of 3 epochs"` if the run left off before the `planned` last epoch without having been stopped by a
-        callback; "" otherwise, or if the plan is unknown."""
-        done = len(self.epochs)
-        ended = self.stopped is not None or not isinstance(planned, int) or done >= planned
+    def planned(self, recipe: Mapping[str, Any]) -> int | None:
+        """Return how many epochs the run was to train, by its recipe, which is written sooner, or if it has none, by
+        the history; None of one of version 0.2.0 without a recipe."""
+        planned = recipe.get("epochs", self.facts.get("planned"))
+        return planned if isinstance(planned, int) else None
+
+    def unfinished(self, recipe: Mapping[str, Any]) -> str:
+        """Return `"1 of 3 epochs"` if the run left off before its last epoch without having been stopped by a callback;
+        "" otherwise, or if the plan is unknown."""
+        done, planned = len(self.epochs), self.planned(recipe)
+        ended = self.stopped is not None or planned is None or done >= planned
         return "" if ended else f"{done} of {planned} epochs"
 
     def __repr__(self) -> str:
