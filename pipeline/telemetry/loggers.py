@@ -37,6 +37,8 @@ METRICS, PROMETHEUS = "metrics.csv", "metrics.prom"
 RANK_GAUGES = tuple(f"drivetrain_rank_{name}" for name in GAUGES)
 """Prometheus' names of the fields of `RankTimes`."""
 _SERVICES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
+SERVICE_RUNS = {name: f"{name}-run.txt" for name in _SERVICES}
+"""Files in the folder of a run with the services' runs, which a resumed run continues."""
 STEP = ("step/loss", "step/lr", "step/images_per_s", "step/data_wait_fraction")
 
 
@@ -326,14 +328,14 @@ def _known_run(service: str, folder: Path | None, step: int) -> str | None:
     if folder is None or not step:
         return None
     try:
-        return (folder / f"{service}-run.txt").read_text().strip() or None
+        return (folder / SERVICE_RUNS[service]).read_text().strip() or None
     except OSError:
         return None
 
 
 def _keep_run(service: str, folder: Path | None, run: str) -> None:
     if folder is not None:
-        with atomic_file(folder / f"{service}-run.txt") as file:
+        with atomic_file(folder / SERVICE_RUNS[service]) as file:
             file.write(f"{run}\n".encode())
 
 

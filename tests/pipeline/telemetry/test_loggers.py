@@ -201,6 +201,24 @@ def test_loggers_get_the_hyperparameters(
     assert mlflow.get_run(begun.info.run_id).data.params["optimizer.name"] == "sgd"
 
 
+@pytest.mark.process
+@pytest.mark.long
+@pytest.mark.usefixtures("logging_services")
+def test_a_run_at_an_address_goes_on_in_the_service_and_a_new_one_does_not(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the first run is left on this machine: it is like another one."""
+    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
+    known = tmp_path / "store" / "mlflow-run.txt"
+    both: dict[str, Any] = {"out": f"file://{known.parent}", "logger": "mlflow"}
+    fit(toy.pipeline(), 1, **both)
+    run = known.read_text()
+    fit(toy.pipeline(), 2, **both, resume="auto")
+    assert known.read_text() == run
+    fit(toy.pipeline(), 1, out=both["out"])
+    assert not known.exists()
+
+
 def test_a_logger_that_refuses_hyperparameters_still_logs(toy: Toy) -> None:
     class Strict(Server):
         def log_params(self, params: dict[str, Any]) -> None:
