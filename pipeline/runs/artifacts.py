@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -93,8 +94,9 @@ class RunArtifacts(Observer):
 
     def flush(self) -> None:
         if self._pending:
-            points = [StepPoint(at, copy.values(), lr) for at, lr, copy in self._pending]
-            self._outcome.history = replace(self.history, steps=[*self.history.steps, *points])
+            points = (StepPoint(at, copy.values(), lr) for at, lr, copy in self._pending)
+            finite = [point for point in points if math.isfinite(point.loss)]  # of a skipped step, JSON has none
+            self._outcome.history = replace(self.history, steps=[*self.history.steps, *finite])
             self._pending = []
 
     def keep(self, history: History, weights: Weights) -> None:
