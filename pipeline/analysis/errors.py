@@ -165,8 +165,8 @@ class Errors:
 
 def pooled(parts: Sequence[Errors]) -> Errors:
     """Return the errors of several parts of one data set, such as the folds of a cross-validation, as one: the values
-    of each sample in the data's order. `metrics` are the means over the parts that have them, weighted by their samples.
-    """
+    of each sample in the data's order. `metrics` are the means over the parts that have them, weighted by their
+    samples."""
     first = parts[0]
     order = np.argsort(np.concatenate([each.samples for each in parts]), kind="stable")
     changed: dict[str, Any] = {}

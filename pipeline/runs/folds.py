@@ -69,7 +69,8 @@ class CrossValidation:
 
     def _shown(self, metrics: Mapping[str, float]) -> list[str]:
         return [
-            format_metric(metrics[name], self.units.get(name)) if name in metrics else "" for name in self._values()
+            format_metric(metrics[name], self.units.get(name)) if name in metrics else ""
+            for name in self._values()
         ]
 
     def to_dict(self) -> dict[str, Any]:

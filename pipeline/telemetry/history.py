@@ -268,7 +268,9 @@ class History:
         known: list[tuple[int, int, int, Epoch | Evaluation]] = [
             (epoch.epoch, 1, 0, epoch) for epoch in self.epochs if epoch.val_loss is not None
         ]
-        known += [(each.epoch, 0, each.step, each) for each in self.evaluations]  # before the one at the epoch's end
+        known += [
+            (each.epoch, 0, each.step, each) for each in self.evaluations
+        ]  # before the one at the epoch's end
         return max(known, key=lambda entry: entry[:3])[3] if known else None
 
     @property

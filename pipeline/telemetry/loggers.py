@@ -366,7 +366,9 @@ class Metrics(Observer):
         """Log additional values, numbers or tensors `()`, once they have arrived from the device."""
         if self._loggers and values:
             tensors = [
-                value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+                value.detach()
+                if isinstance(value, torch.Tensor)
+                else torch.tensor(value, dtype=torch.float64)
                 for value in values.values()
             ]
             device = next((one.device for one in tensors if one.device.type != "cpu"), torch.device("cpu"))
