@@ -26,7 +26,7 @@ LOADER_REMEDY = "Use a smaller batch_size or image_size, batches_ahead=1, or few
 _SPARE = 128
 """Descriptors beside those of the files: for opening (16 threads have a file, its map and its manifest open), and for
 what the process opens later: pipes of workers, checkpoints, sockets."""
-_lock = threading.Lock()
+_lock = threading.RLock()  # a garbage collection within a block may call `_restore` in the same thread
 _wanted: list[int] = []  # descriptors of the data sets for which the limit is raised
 _before = 0  # the limit without them
 
@@ -59,9 +59,9 @@ def more_descriptors(files: int) -> Iterator[Callable[[object], None]]:
         yield lambda _: None
         return
     with _lock:
+        _before = _before if _wanted else resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        _wanted.append(files)  # from here on, `_restore` leaves the limit
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        _before = _before if _wanted else soft
-        _wanted.append(files)
         missing = files + _SPARE - _free()
         if missing > 0:  # the soft limit, as far as the hard one allows
             most = soft + missing if hard == resource.RLIM_INFINITY else min(soft + missing, hard)

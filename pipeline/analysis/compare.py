@@ -54,9 +54,8 @@ class RunSummary:
 
     @property
     def planned(self) -> int | None:
-        """Epochs that the recipe trains; None if it is unknown."""
-        planned = self.recipe.get("epochs")
-        return planned if isinstance(planned, int) else None
+        """Epochs that it was to train; None if it is unknown."""
+        return self.history.planned(self.recipe)
 
     @property
     def monitor(self) -> Monitor:
@@ -246,7 +245,7 @@ def _read(run: RunArg, name: str) -> RunSummary:
     recipe: dict[str, Any] = {}
     with suppress(RecipeError):  # of a custom model
         recipe = {} if spec is None else flattened(to_recipe(spec))
-    left = history.unfinished(recipe.get("epochs"))
+    left = history.unfinished(recipe)
     return RunSummary(name, None, history, recipe, f"it is unfinished, {left}" if left else "")
 
 
@@ -277,7 +276,7 @@ def read_run(folder: Path, name: str = "") -> RunSummary:
             if recipe
             else problem or f"it is no run: it has no {HISTORY}"
         )
-    elif not problem and (left := history.unfinished(recipe.get("epochs"))):
+    elif not problem and (left := history.unfinished(recipe)):
         problem = f"it is unfinished, {left}"
     return RunSummary(name, folder, history or History(), recipe, problem)
 

@@ -165,8 +165,9 @@ class Errors:
 
 def pooled(parts: Sequence[Errors]) -> Errors:
     """Return the errors of several parts of one data set, such as the folds of a cross-validation, as one: the values
-    of each sample in the data's order. `metrics` are the means, weighted by the samples of each part."""
-    first, total = parts[0], sum(map(len, parts))
+    of each sample in the data's order. `metrics` are the means over the parts that have them, weighted by their
+    samples."""
+    first = parts[0]
     order = np.argsort(np.concatenate([each.samples for each in parts]), kind="stable")
     changed: dict[str, Any] = {}
     for name in (each.name for each in dataclasses.fields(first)):
@@ -177,9 +178,11 @@ def pooled(parts: Sequence[Errors]) -> Errors:
                 np.concatenate(values)[order] if of_samples and name != "confusion" else sum(values)
             )
     kept = {sample: each for part in parts for sample, each in part.pictures.items()}
-    metrics = {
-        name: float(sum(part.metrics[name] * len(part) for part in parts) / total) for name in first.metrics
-    }
+    metrics = dict[str, float]()
+    for name in dict.fromkeys(name for part in parts for name in part.metrics):
+        having = [part for part in parts if name in part.metrics]  # not where it is undefined
+        total = sum(map(len, having))
+        metrics[name] = float(sum(part.metrics[name] * len(part) for part in having) / total)
     return dataclasses.replace(first, metrics=metrics, pictures=kept, **changed)
 
 

@@ -52,9 +52,9 @@ class RunState:
     @property
     def ended(self) -> bool:
         """Whether no epoch is to come: the last planned one ended, or a callback stopped the run."""
-        return self.summary.history.stopped is not None or (
-            self.summary.epochs > 0 and not self.summary.problem
-        )
+        planned = self.summary.planned
+        done = planned is not None and self.summary.epochs >= planned
+        return done or self.summary.history.stopped is not None
 
     def _slowest(self) -> str:
         if not self.ranks:

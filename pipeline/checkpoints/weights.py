@@ -55,7 +55,7 @@ def open_unlisted(path: Path) -> dict[str, torch.Tensor]:
     return dict(open_tensors(other))
 
 
-def load_model(path: Path, *, epochs: int) -> ModelState:
+def load_model(path: Path, *, epochs: int | str) -> ModelState:
     """Return what `save_model` wrote after `epochs` epochs; an empty `ModelState` if there is no such file."""
     try:
         if open_tensors(path).metadata.get("epochs") != str(epochs):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Self
 
@@ -243,18 +242,27 @@ class LitModule(pl.LightningModule):
         number = share(self.trainer)[0] * accumulate + batch_idx % accumulate
         images, targets = self._hooks.apply_batch_transforms(batch, number, self.model, self._loss)
         outputs = forward(self.model, images, **model_inputs(self._loss, targets))
-        step = StepLoss(mean_of(self._loss), [(images, targets)], _Ranks(self.trainer), equal=True)
-        loss = step.share(1, to_float(outputs), targets)
+        with self._full_precision():
+            step = StepLoss(mean_of(self._loss), [(images, targets)], _Ranks(self.trainer), equal=True)
+            loss = step.share(1, to_float(outputs), targets)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(images))
         # Lightning divides the loss by `accumulate`, and DeepSpeed divides it again.
         return loss * accumulate if isinstance(self.trainer.strategy, DeepSpeedStrategy) else loss
 
     def on_validation_epoch_start(self) -> None:
-        predict = partial(self._hooks.predict, self.model, task=self._plan.task)
+        def predict(images: torch.Tensor, labels: Any) -> tuple[Any, Any]:
+            with self.trainer.precision_plugin.forward_context():
+                return self._hooks.predict(self.model, images, labels, self._plan.task)
+
         self._sums = EvaluationSums(self._plan.task, self.device, predict)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
-        self._sums.add(*batch)
+        with self._full_precision():
+            self._sums.add(*batch)
+
+    def _full_precision(self) -> torch.autocast:
+        """For losses and metrics, as in `fit`: Lightning calls the steps under autocast."""
+        return torch.autocast(self.device.type, enabled=False)
 
     def on_validation_epoch_end(self) -> None:
         reduce = self.trainer.strategy.reduce

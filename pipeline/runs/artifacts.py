@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -93,19 +94,20 @@ class RunArtifacts(Observer):
 
     def flush(self) -> None:
         if self._pending:
-            points = [StepPoint(at, copy.values(), lr) for at, lr, copy in self._pending]
-            self._outcome.history = replace(self.history, steps=[*self.history.steps, *points])
+            points = (StepPoint(at, copy.values(), lr) for at, lr, copy in self._pending)
+            finite = [
+                point for point in points if math.isfinite(point.loss)
+            ]  # of a skipped step, JSON has none
+            self._outcome.history = replace(self.history, steps=[*self.history.steps, *finite])
             self._pending = []
 
-    def keep(self, history: History, weights: Weights, within: int = 0) -> None:
-        """Store weights and history after an epoch, or `within` steps of the next. Every rank must call it."""
-        epochs = len(history.epochs)
+    def keep(self, history: History, weights: Weights) -> None:
+        """Store weights and history after an epoch, or where the run was stopped. Every rank must call it."""
         with interrupts_held():
             self._outcome.state = ModelState()  # release the old weights before gathering: one copy at a time
             state = weights()
-            if self._folder is not None and (epochs or within):
-                moment = f"{epochs} and {within} steps" if within else epochs
-                save_model(state, self._folder / MODEL, epochs=moment, about=metadata(history.facts))
+            if self._folder is not None and history.moment != "0":
+                save_model(state, self._folder / MODEL, epochs=history.moment, about=metadata(history.facts))
                 history.save(self._folder / HISTORY)
                 if isinstance(state.weights, Tensors):  # they were gathered or read for the file
                     state = open_model(self._folder / MODEL)
@@ -132,7 +134,7 @@ class RunArtifacts(Observer):
             return
         saved = read_history(self._folder)
         if saved is not None and saved.epochs == history.epochs:
-            self._outcome.state = load_model(self._folder / MODEL, epochs=len(history.epochs))
+            self._outcome.state = load_model(self._folder / MODEL, epochs=history.moment)
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:  # noqa: ARG002
         """Draw the curves so far, at most every `PICTURE` seconds: it takes a fifth of a second."""

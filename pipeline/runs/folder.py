@@ -25,7 +25,7 @@ from ..recipes.files import RECIPE, read_recipe
 from ..recipes.flat import flattened
 from ..recipes.script import FILES, modules_named, provide, recipe_and_files
 from ..telemetry.history import HISTORY, Epoch, Evaluation, read_history
-from ..telemetry.loggers import METRICS, PROMETHEUS
+from ..telemetry.loggers import METRICS, PROMETHEUS, SERVICE_RUNS
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
 
@@ -87,7 +87,7 @@ def replaced(folder: Path, resume: str | Path | None) -> str:
 
 def clear_results(folder: Path) -> None:
     """Remove an earlier run's results, so that they are never next to another run's recipe."""
-    for name in (MODEL, UNLISTED, HISTORY, CURVES, METRICS, PROMETHEUS):
+    for name in (MODEL, UNLISTED, HISTORY, CURVES, METRICS, PROMETHEUS, *SERVICE_RUNS.values()):
         _remove(folder / name)
 
 
@@ -195,7 +195,8 @@ def taken_up(folder: Path | None, resume: str | Path | None) -> str:
     if folder is None or remote is None:
         return ""
     note = "" if resume is None else CheckpointDir(folder / CHECKPOINTS).catch_up()
-    remote.pull([HISTORY] if resume is None else [HISTORY, MODEL, UNLISTED, METRICS])
+    resumed = () if resume is None else (MODEL, UNLISTED, METRICS, *SERVICE_RUNS.values())
+    remote.pull([HISTORY, *resumed])
     return note
 
 

@@ -26,7 +26,7 @@ class CrossValidation:
     """What the runs of all folds reached.
 
     Attributes:
-        metrics: of each fold, `val_loss` and the task's metrics on its part.
+        metrics: of each fold, `val_loss` and those of the task's metrics that are defined on its part.
         histories: of each fold's training.
         errors: the predictions of all folds together: every sample was predicted once, by a model that was not trained
             on it. `errors.samples` has its index in the training data. The only sample of a class is in no fold.
@@ -46,26 +46,32 @@ class CrossValidation:
 
     @property
     def mean(self) -> dict[str, float]:
-        """The mean of each metric over the folds."""
-        return {name: fmean(self._values(name)) for name in self.metrics[0]}
+        """The mean of each metric over the folds that have it."""
+        return {name: fmean(values) for name, values in self._values().items()}
 
     @property
     def std(self) -> dict[str, float]:
-        """The standard deviation of each metric over the folds, with n - 1. The folds share training data, so it is
-        not that of independent runs (Bengio and Grandvalet 2004)."""
-        return {name: stdev(self._values(name)) for name in self.metrics[0]}
+        """The standard deviation of each metric over the folds that have it, if those are two or more, with n - 1. The
+        folds share training data, so it is not that of independent runs (Bengio and Grandvalet 2004)."""
+        return {name: stdev(values) for name, values in self._values().items() if len(values) > 1}
 
-    def _values(self, name: str) -> list[float]:
-        return [each[name] for each in self.metrics]
+    def _values(self) -> dict[str, list[float]]:
+        names = dict.fromkeys(name for each in self.metrics for name in each)
+        return {name: [each[name] for each in self.metrics if name in each] for name in names}
 
     def table(self) -> Table:
-        names = tuple(self.metrics[0])
+        counts, folds = {name: len(values) for name, values in self._values().items()}, len(self.metrics)
+        few = [f"{name}: {count} of {folds} folds" for name, count in counts.items() if count < folds]
+        caption = f"Undefined in the other folds: {', '.join(few)}." if few else ""
         rows = [(f"fold {n}", *self._shown(each)) for n, each in enumerate(self.metrics)]
         last = [("mean", *self._shown(self.mean)), ("std", *self._shown(self.std))]
-        return Table(("", *names), [*rows, *last], figures=True, line_after=len(rows))
+        return Table(("", *counts), [*rows, *last], caption=caption, figures=True, line_after=len(rows))
 
     def _shown(self, metrics: Mapping[str, float]) -> list[str]:
-        return [format_metric(value, self.units.get(name)) for name, value in metrics.items()]
+        return [
+            format_metric(metrics[name], self.units.get(name)) if name in metrics else ""
+            for name in self._values()
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""

@@ -167,14 +167,13 @@ def _read(file: Path) -> str:
 def _state(history: History, recipe: str) -> str:
     """Return the final metrics, and whether the run reached its last epoch."""
     last, done = history.last, len(history.epochs)
-    planned = (yaml.safe_load(recipe) or {}).get("epochs") if recipe else None
     figures = [] if last is None else [f"val_loss {last.val_loss:.4f}", *shown(last.metrics, history.units)]
     found = f"<p>{html.escape(', '.join(figures) or 'no validation data')}</p>"
     if history.stopped is not None:
         finished = f"{done} epoch{'s' * (done != 1)} finished"
         reason = html.escape(history.stopped)
         return f'<p class="unfinished">Stopped, {finished}: {reason}</p>{found}'
-    if left := history.unfinished(planned):
+    if left := history.unfinished((recipe and yaml.safe_load(recipe)) or {}):
         return f'<p class="unfinished">Unfinished: {left}.</p>{found}'
     if not done:
         return f'<p class="unfinished">No epoch has finished.</p>{found}'

@@ -296,7 +296,7 @@ def load_run(folder: str | Path, *, trust_code: bool = False) -> FitResult:
     """
     place, folder = folder, opened(folder, RECIPE, HISTORY, MODEL, UNLISTED)
     history = read_history(folder)
-    if history is None or not history.epochs:
+    if history is None or not (history.epochs or history.stopped):
         raise CheckpointError(
             f"{place} has no finished epoch of a run: its {HISTORY} is missing or damaged. Pass the folder of a "
             "run (fit(out=…), --out)."
@@ -309,10 +309,10 @@ def load_run(folder: str | Path, *, trust_code: bool = False) -> FitResult:
     provide_code(place, folder, trust=trust_code)
     spec = build_pipeline(folder / RECIPE, {}, PipelineSpec)
     transforms = sort_transforms(spec.transforms)
-    state = load_model(folder / MODEL, epochs=len(history.epochs))
+    state = load_model(folder / MODEL, epochs=history.moment)
     if not state:
         raise CheckpointError(
-            f"{folder / MODEL} does not have the weights after epoch {len(history.epochs)}, the last in {HISTORY}. "
+            f"{folder / MODEL} does not have the weights after epoch {history.moment}, the last in {HISTORY}. "
             "Resume the run (--resume), which writes them again."
         )
     try:

@@ -81,8 +81,8 @@ class Run(Observer):
         self._units = {name: each.unit for name, each in scales(plan.task).items() if each.unit is not None}
         inputs = Inputs.of(built.train, built.val, plan.data.eval_size)
         facts: dict[str, Any] = {
-            "recipe": plan.recipe, "seed": plan.seed, "provenance": provenance(), "monitor": asdict(built.monitor),
-            "units": self._units, "inputs": inputs.to_dict(), "task": repr(plan.task),
+            "recipe": plan.recipe, "seed": plan.seed, "planned": job.epochs, "provenance": provenance(),
+            "monitor": asdict(built.monitor), "units": self._units, "inputs": inputs.to_dict(), "task": repr(plan.task),
         }  # fmt: skip
         self._notes = {
             "strategy": built.engine.note, "parameter groups": built.note, "BatchNorm": built.split_batch_norm,
@@ -203,8 +203,10 @@ class Run(Observer):
         here = {"step": content.step, "strategy": content.strategy, "ranks": len(content.ranks)}
         if self._job.continue_stopped and "stopped" in facts:
             here["stopped"] = facts.pop("stopped")
+        if "stopped" in facts:  # by version 0.2.0, without `within`
+            facts["stopped"] = {**facts["stopped"], "within": content.step_in_epoch}
         since = [*facts.get("resumed", []), {**here, "provenance": provenance()}]
-        return replace(content.history, facts={**facts, "resumed": since})
+        return replace(content.history, facts={**facts, "planned": self._job.epochs, "resumed": since})
 
     def _restore_results(self, checkpoint: Checkpoint, history: History) -> None:
         content, place, within = checkpoint.content, checkpoint.place, checkpoint.content.step_in_epoch
@@ -222,7 +224,7 @@ class Run(Observer):
             self._artifacts.resume(history)
             return
         keeps = self._keeps(self._job.epochs if history.stopped is not None else content.epoch)
-        self._artifacts.keep(history, lambda: evaluated_state(checkpoint) if keeps else ModelState(), within)
+        self._artifacts.keep(history, lambda: evaluated_state(checkpoint) if keeps else ModelState())
 
     def _restore_callbacks(self, checkpoint: Checkpoint) -> None:
         ranks = checkpoint.content.ranks
@@ -319,10 +321,10 @@ class Run(Observer):
         rated = rated or (bool(evaluations) and evaluations[-1].step == state.step)
         if self._built.val is not None and not rated:
             self._evaluate_within()
-        stopped = {"reason": reason, "epoch": state.epoch, "step": state.step}
+        stopped = {"reason": reason, "epoch": state.epoch, "step": state.step, "within": within}
         history = replace(artifacts.history, facts={**artifacts.history.facts, "stopped": stopped})
         with buffers_kept(self._engine.plain_model), self._evaluating():
-            artifacts.keep(history, lambda: self._weights(self._job.epochs), within)
+            artifacts.keep(history, lambda: self._weights(self._job.epochs))
         self._echo(f"Stopped after step {state.step:,} (epoch {state.epoch + (within > 0)}): {reason}.")
 
     def on_step_end(self, state: TrainState) -> None:

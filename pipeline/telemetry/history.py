@@ -180,6 +180,7 @@ class _Stop(TypedDict):
     reason: str
     epoch: int
     step: int
+    within: NotRequired[int]  # steps of the epoch that it is in; 0 after an epoch
 
 
 class _Saved(TypedDict):
@@ -190,6 +191,7 @@ class _Saved(TypedDict):
     steps: NotRequired[list[StepPoint]]
     monitor: NotRequired[Monitor]
     units: NotRequired[dict[str, Unit | None]]
+    planned: NotRequired[int]
     stopped: NotRequired[_Stop]
     resumed: NotRequired[list[dict[str, Any]]]
     provenance: NotRequired[dict[str, Any]]
@@ -263,11 +265,13 @@ class History:
     @property
     def last(self) -> Epoch | Evaluation | None:
         """The last epoch or moment within one that was evaluated; None if none was."""
-        known: list[tuple[int, int, Epoch | Evaluation]] = [
-            (epoch.epoch, 1, epoch) for epoch in self.epochs if epoch.val_loss is not None
+        known: list[tuple[int, int, int, Epoch | Evaluation]] = [
+            (epoch.epoch, 1, 0, epoch) for epoch in self.epochs if epoch.val_loss is not None
         ]
-        known += [(each.epoch, 0, each) for each in self.evaluations]  # before the one at the epoch's end
-        return max(known, key=lambda entry: entry[:2])[2] if known else None
+        known += [
+            (each.epoch, 0, each.step, each) for each in self.evaluations
+        ]  # before the one at the epoch's end
+        return max(known, key=lambda entry: entry[:3])[3] if known else None
 
     @property
     def accuracy(self) -> float | None:
@@ -302,11 +306,23 @@ class History:
         stopped: dict[str, Any] | None = self.facts.get("stopped")
         return None if stopped is None else str(stopped["reason"])
 
-    def unfinished(self, planned: Any) -> str:
-        """Return `"1 of 3 epochs"` if the run left off before the `planned` last epoch without having been stopped by a
-        callback; "" otherwise, or if the plan is unknown."""
-        done = len(self.epochs)
-        ended = self.stopped is not None or not isinstance(planned, int) or done >= planned
+    @property
+    def moment(self) -> str:
+        """When the run's weights are from, in epochs: `"1"`, or `"1 and 2 steps"` if it was stopped there."""
+        within = self.facts.get("stopped", {}).get("within")
+        return f"{len(self.epochs)} and {within} steps" if within else f"{len(self.epochs)}"
+
+    def planned(self, recipe: Mapping[str, Any]) -> int | None:
+        """Return how many epochs the run was to train, by its recipe, which is written sooner, or if it has none, by
+        the history; None of one of version 0.2.0 without a recipe."""
+        planned = recipe.get("epochs", self.facts.get("planned"))
+        return planned if isinstance(planned, int) else None
+
+    def unfinished(self, recipe: Mapping[str, Any]) -> str:
+        """Return `"1 of 3 epochs"` if the run left off before its last epoch without having been stopped by a callback;
+        "" otherwise, or if the plan is unknown."""
+        done, planned = len(self.epochs), self.planned(recipe)
+        ended = self.stopped is not None or planned is None or done >= planned
         return "" if ended else f"{done} of {planned} epochs"
 
     def __repr__(self) -> str:

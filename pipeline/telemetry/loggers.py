@@ -37,6 +37,8 @@ METRICS, PROMETHEUS = "metrics.csv", "metrics.prom"
 RANK_GAUGES = tuple(f"drivetrain_rank_{name}" for name in GAUGES)
 """Prometheus' names of the fields of `RankTimes`."""
 _SERVICES = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
+SERVICE_RUNS = {name: f"{name}-run.txt" for name in _SERVICES}
+"""Files in the folder of a run with the services' runs, which a resumed run continues."""
 STEP = ("step/loss", "step/lr", "step/images_per_s", "step/data_wait_fraction")
 
 
@@ -326,14 +328,14 @@ def _known_run(service: str, folder: Path | None, step: int) -> str | None:
     if folder is None or not step:
         return None
     try:
-        return (folder / f"{service}-run.txt").read_text().strip() or None
+        return (folder / SERVICE_RUNS[service]).read_text().strip() or None
     except OSError:
         return None
 
 
 def _keep_run(service: str, folder: Path | None, run: str) -> None:
     if folder is not None:
-        with atomic_file(folder / f"{service}-run.txt") as file:
+        with atomic_file(folder / SERVICE_RUNS[service]) as file:
             file.write(f"{run}\n".encode())
 
 
@@ -363,7 +365,12 @@ class Metrics(Observer):
     def log(self, values: Mapping[str, float | torch.Tensor], step: int) -> None:
         """Log additional values, numbers or tensors `()`, once they have arrived from the device."""
         if self._loggers and values:
-            tensors = [torch.as_tensor(value).detach() for value in values.values()]
+            tensors = [
+                value.detach()
+                if isinstance(value, torch.Tensor)
+                else torch.tensor(value, dtype=torch.float64)
+                for value in values.values()
+            ]
             device = next((one.device for one in tensors if one.device.type != "cpu"), torch.device("cpu"))
             stacked = torch.stack([one.to(device, torch.float64).reshape(()) for one in tensors])
             self._extra.append((step, list(values), HostCopy(stacked)))
@@ -379,8 +386,8 @@ class Metrics(Observer):
             self._loggers.log(dict(zip(names, copy.values(), strict=True)), step)
 
     def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:
-        """Log an evaluation within an epoch; `on_epoch_end` logs that at its end."""
-        if self._loggers and state.meter.steps:
+        """Log an evaluation that is no epoch's; `on_epoch_end` logs those."""
+        if self._loggers:
             self._arrive()
             self._loggers.log(evaluation.results, state.step)
             self._since = self._now(state)

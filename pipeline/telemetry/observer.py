@@ -23,7 +23,8 @@ class Observer(Follower[TrainState]):
         """Called before a checkpoint and after an epoch's last step, to process what is pending."""
 
     def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:
-        """Called after each evaluation, within an epoch (`state.meter.steps` > 0) or at its end."""
+        """Called after each evaluation within an epoch (`state.meter.steps` > 0), and after the one of a run that was
+        stopped where its last epoch had none."""
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:
         """Called after an epoch and its evaluation, if any; `state` already counts the epoch."""

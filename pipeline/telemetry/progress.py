@@ -60,8 +60,8 @@ class Progress(Observer):
             self._loss = None
         self._bar.update(state.step_images)
 
-    def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:
-        if self._prints and state.meter.steps:
+    def on_evaluation_end(self, state: TrainState, evaluation: Evaluation) -> None:  # noqa: ARG002
+        if self._prints:
             echo(f"{evaluation}")
             self._metric = "".join(shown(evaluation.metrics, evaluation.units)[:1])
 

@@ -23,6 +23,7 @@ ENVIRONMENT = (
     "MKL_NUM_THREADS", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
 )  # fmt: skip
 """Environment variables that affect speed."""
+PATIENCE = 10.0  # seconds for git, which can be slow on network storage
 
 
 def provenance() -> dict[str, Any]:
@@ -83,7 +84,7 @@ def _git_revision() -> str | None:
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except OSError:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

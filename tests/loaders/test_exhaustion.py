@@ -1,7 +1,10 @@
 """If the system refuses memory, threads or processes during loading, a DataError names the remedy."""
 
 import errno
+import gc
+import resource
 import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drivetrain.common import exhaustion as exhaustion_module
 from drivetrain.common.errors import DataError
-from drivetrain.common.exhaustion import exhaustion, is_exhaustion
+from drivetrain.common.exhaustion import exhaustion, is_exhaustion, more_descriptors
 from drivetrain.loaders import convert
 from loader_pictures import jpeg_beton, run_python
 from torch.utils.data import Dataset
@@ -140,6 +144,28 @@ def test_too_many_open_files_are_named(error: Exception) -> None:
     assert message.startswith("The system has too many open files to load the data")
     assert "ulimit -n" in message
     assert "memory, or" not in message
+
+
+def test_a_garbage_collection_within_the_lock_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is put back when a data set is collected, wherever that happens."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+    class Owner:
+        def __init__(self) -> None:
+            self.itself = self  # freed by the garbage collector only
+
+    def collect() -> None:
+        monkeypatch.setattr(exhaustion_module, "_free", lambda: 0)
+        with more_descriptors(1) as keep:
+            keep(Owner())
+        with exhaustion_module._lock:
+            gc.collect()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before
 
 
 class Pictures(Dataset[Any]):

@@ -1,6 +1,6 @@
 """The model card of an exported file, in Markdown: only facts that the checkpoint and its run's folder have."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from ....loaders.options import fill_color
 from ....transforms import TRANSFORMS
 from ...checkpoints.format import Checkpoint
 from ...describe.inputs import Inputs
-from ...telemetry.history import Epoch, History, shown
+from ...tasks.metrics import format_metric
+from ...telemetry.history import Epoch, History
 from .programs import INPUT, OUTPUT, Difference
 
 CARD = "MODEL_CARD.md"
@@ -218,22 +219,24 @@ def _results(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> Iterator[str]
     best = history.best
     if best is None:
         return
-    rows = [_row(f"last, epoch {rated[-1].epoch}", rated[-1])]
+    named = {f"last, epoch {rated[-1].epoch}": rated[-1]}
     if best is not rated[-1]:
-        rows.append(_row(f"best {history.monitor}, epoch {best.epoch}", best))
-    names = ("", "loss", "validation loss", *(name for name in rated[-1].metrics))
+        named[f"best {history.monitor}, epoch {best.epoch}"] = best
+    metrics = dict.fromkeys(name for epoch in named.values() for name in epoch.metrics)
+    rows = [_row(name, epoch, metrics) for name, epoch in named.items()]
     trained = recipe.get("val") is not None and recipe.get("val") == recipe.get("train")
     yield f"## Results on the {'training' if trained else 'validation'} data"
     if trained:
         yield "The model was evaluated on the data that it was trained on: how it does on new images is not known."
-    yield Table(names, rows, figures=True).markdown()
+    yield Table(("", "loss", "validation loss", *metrics), rows, figures=True).markdown()
     if note := _not_of_the_weights(checkpoint, history):
         yield note
 
 
-def _row(name: str, epoch: Epoch) -> tuple[str, ...]:
-    metrics = (text.partition(" ")[2] for text in shown(epoch.metrics, epoch.units))
-    return name, f"{epoch.loss:.4f}", f"{epoch.val_loss:.4f}", *metrics
+def _row(name: str, epoch: Epoch, metrics: Iterable[str]) -> tuple[str, ...]:
+    known = epoch.metrics  # without those that are undefined
+    cells = (format_metric(known[each], epoch.units.get(each)) if each in known else "" for each in metrics)
+    return name, f"{epoch.loss:.4f}", f"{epoch.val_loss:.4f}", *cells
 
 
 def _not_of_the_weights(checkpoint: Checkpoint, history: History) -> str:

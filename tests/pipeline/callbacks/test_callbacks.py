@@ -25,7 +25,7 @@ from drivetrain import (
     Profile,
     RunView,
 )
-from drivetrain.pipeline import RunOptions
+from drivetrain.pipeline import RunOptions, load_run
 from drivetrain.transforms import EMA
 from host_syncs import HostSyncs
 from pipeline_data import BATCH, TRAIN, Toy, batch_norm_model, evaluated, plain_model
@@ -162,7 +162,9 @@ def test_a_stop_keeps_the_weights_and_the_reason_and_only_goes_on_when_told(
     assert stopped.stopped == f"{event} {number}"
     assert [epoch.epoch for epoch in stopped.history.epochs] == [n + 1 for n in range(epochs)]
     history = json.loads((tmp_path / "run/history.json").read_text())
-    assert history["stopped"] == {"reason": f"{event} {number}", "epoch": epochs, "step": steps}
+    assert history["stopped"] == {
+        "reason": f"{event} {number}", "epoch": epochs, "step": steps, "within": steps % STEPS,
+    }  # fmt: skip
     # The weights are those of this moment, evaluated, on disk and in the result.
     assert evaluated(stopped.model, toy.val)[1] == pytest.approx(stopped.accuracy)
     saved = load_file(tmp_path / "run/model.safetensors")
@@ -185,6 +187,27 @@ def test_a_stop_keeps_the_weights_and_the_reason_and_only_goes_on_when_told(
     assert goes_on.seen == [n + 1 for n in range(3 * STEPS)]
     assert ended.history.facts["resumed"][-1]["stopped"]["step"] == steps
     assert_same_run(ended, whole)
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_a_run_that_was_stopped_within_an_epoch_is_loaded(step: int, toy: Toy, tmp_path: Path) -> None:
+    """Also resumed; also without the steps of the epoch, which version 0.2.0 did not write, once resumed."""
+    pipeline = toy.named()
+    options: dict[str, Any] = {"epochs": 3, "out": tmp_path, "progress": False}
+    stopped = pipeline.fit(callbacks=[StopAt(step)], **options)
+    place = tmp_path / "history.json"
+    for _ in range(2):
+        loaded = load_run(tmp_path)
+        assert (loaded.stopped, loaded.metrics) == (f"step {step}", stopped.metrics)
+        assert_same_weights(loaded, stopped)
+        pipeline.fit(resume="auto", **options)
+    history = json.loads(place.read_text())
+    del history["stopped"]["within"]
+    place.write_text(json.dumps(history))
+    with pytest.raises(CheckpointError, match=r"does not have the weights after epoch .*Resume the run"):
+        load_run(tmp_path)
+    pipeline.fit(resume="auto", **options)
+    assert_same_weights(load_run(tmp_path), stopped)
 
 
 def test_early_stopping_stops_at_the_evaluation_that_its_patience_allows(toy: Toy) -> None:
@@ -300,6 +323,26 @@ def test_evaluations_within_epochs(toy: Toy, tmp_path: Path) -> None:
     best = max(accuracies, key=lambda step: (accuracies[step], -step))
     kept = {int(path.name[-8:]) for path in (tmp_path / "checkpoints").glob("step-*")}
     assert kept == {best, 12}
+
+
+def test_the_result_is_that_of_the_last_evaluation_within_an_epoch(toy: Toy) -> None:
+    result = toy.pipeline().fit(
+        epochs=2, progress=False, eval_every_steps=1, callbacks=[StopAt(evaluation=STEPS + 2)]
+    )
+    assert [each.step for each in result.history.evaluations] == [1, 2, 3, 5, 6]
+    assert result.history.last is result.history.evaluations[-1]
+    assert result.metrics == result.history.evaluations[-1].results
+
+
+def test_the_evaluation_of_a_run_stopped_after_an_epoch_without_one_is_logged_and_shown_once(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"epochs": 9, "eval_every": 5, "out": tmp_path, "logger": "csv"}
+    result = toy.pipeline().fit(callbacks=[StopAt(epoch=2)], **options)
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        logged = [(row["step"], float(row["val_loss"])) for row in csv.DictReader(file) if row["val_loss"]]
+    assert logged == [(str(2 * STEPS), result.metrics["val_loss"])]
+    assert capsys.readouterr().out.count(f"{result.history.evaluations[-1]}") == 1
 
 
 def failing(event: str) -> Callback:

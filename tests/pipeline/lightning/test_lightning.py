@@ -230,6 +230,31 @@ def test_our_strategies_that_have_no_name_there() -> None:
         to_strategy(DistributedConfig("fsdp", devices=2, options={"wrap": False}))
 
 
+def test_the_loss_is_computed_in_float32(toy: Toy) -> None:
+    """As in `fit`; a product is in bf16 under autocast, which the model has."""
+    of_losses, of_model = set[torch.dtype](), set[torch.dtype]()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = plain_model()
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.layers(images)
+            of_model.add(found.dtype)
+            return found
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        of_losses.add((outputs @ outputs.T).dtype)
+        return nn.functional.cross_entropy(outputs, targets)
+
+    pipeline = toy.pipeline(Model).task(Classification(loss=loss))
+    pipeline = pipeline.distribute("single", device="cpu", precision="bf16")
+    _, (epoch,) = trained(pipeline, 1)
+    assert (of_losses, of_model) == ({torch.float32}, {torch.bfloat16})
+    assert epoch.keys() >= {"loss", "val_loss"}
+
+
 def test_what_the_trainer_is_told(toy: Toy) -> None:
     pipeline = toy.pipeline(plain_model).distribute("single", device="cpu", precision="bf16")
     arguments = pipeline.to_lightning(epochs=3).trainer

@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
 import pytest
+import torch
 from command_line import run
-from drivetrain import Pipeline, PlanError
+from drivetrain import Classification, Pipeline, PlanError
 from pipeline_data import CLASSES, SIDE, TRAIN, Toy
+from torchmetrics import SumMetric
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +39,30 @@ def test_each_fold_is_a_training_of_its_own(pipeline: Pipeline, toy: Toy, tmp_pa
     assert again.metrics == found.metrics
     times = [[each.epochs[0].seconds for each in one.histories] for one in (found, again)]
     assert times[0] == times[1]  # nothing was trained again
+
+
+class OfMany(SumMetric):
+    """The samples, if there are at least 43: of the folds of 43, 43 and 42, the last has none."""
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:  # type: ignore[override]  # noqa: ARG002
+        super().update(len(outputs))
+
+    def compute(self) -> torch.Tensor:
+        found = super().compute()
+        return found if found >= 43 else found * math.nan
+
+
+def test_a_metric_that_is_undefined_in_a_fold_counts_in_the_others(pipeline: Pipeline) -> None:
+    task = Classification(metrics={"of_many": OfMany(), "top1": "top1"}, monitor="top1")
+    found = pipeline.task(task).cross_validate(3, epochs=1, progress=False)
+    assert [each.get("of_many") for each in found.metrics] == [43, 43, None]
+    assert (found.mean["of_many"], found.std["of_many"], found.errors.metrics["of_many"]) == (43, 0, 43)
+    assert found.mean["top1"] == fmean(metrics["top1"] for metrics in found.metrics)
+    names = found.table().heads
+    rows = [dict(zip(names, row, strict=True)) for row in found.table().rows]
+    assert [row["of_many"] for row in rows] == ["43", "43", "", "43", "0"]
+    assert rows[2]["top1"] == f"{found.metrics[2]['top1']:.2%}"
+    assert "of_many: 2 of 3 folds" in str(found)
 
 
 def test_one_fold_and_no_data_are_refused(pipeline: Pipeline) -> None:

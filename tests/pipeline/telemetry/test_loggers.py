@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from drivetrain import DrivetrainError, MissingExtra, PlanError
+from drivetrain import Callback, DrivetrainError, MissingExtra, PlanError, RunView
 from drivetrain.common.pictures import BLUE, RED
 from drivetrain.pipeline import Checkpoints, History, LoggerWarning
 from drivetrain.pipeline.telemetry.curves import draw, figure_of
@@ -117,6 +117,17 @@ def test_every_kind_of_logger_gets_every_figure(toy: Toy, tmp_path: Path) -> Non
     assert living_threads() <= threads
 
 
+class Logs(Callback):
+    def on_step_end(self, view: RunView) -> None:
+        view.log({"number": 1764184511.123456, "tensor": torch.tensor(0.1)})
+
+
+def test_what_a_callback_logs_is_not_rounded(toy: Toy, tmp_path: Path) -> None:
+    fit(toy.pipeline(), 1, out=tmp_path, logger="csv", callbacks=[Logs()])
+    row = rows_of(tmp_path)[0]
+    assert (float(row["number"]), float(row["tensor"])) == (1764184511.123456, torch.tensor(0.1).item())
+
+
 def test_a_run_that_begins_again_or_goes_on_doubles_nothing(toy: Toy, tmp_path: Path) -> None:
     pipeline = toy.pipeline()
     both: dict[str, Any] = {"out": tmp_path, "logger": ["csv", "tensorboard"], "log_every": 1}
@@ -188,6 +199,24 @@ def test_loggers_get_the_hyperparameters(
         assert (own.config["optimizer.name"], own.config["optimizer.lr"]) == ("sgd", 0.1)
         own.finish()
     assert mlflow.get_run(begun.info.run_id).data.params["optimizer.name"] == "sgd"
+
+
+@pytest.mark.process
+@pytest.mark.long
+@pytest.mark.usefixtures("logging_services")
+def test_a_run_at_an_address_goes_on_in_the_service_and_a_new_one_does_not(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the first run is left on this machine: it is like another one."""
+    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
+    known = tmp_path / "store" / "mlflow-run.txt"
+    both: dict[str, Any] = {"out": f"file://{known.parent}", "logger": "mlflow"}
+    fit(toy.pipeline(), 1, **both)
+    run = known.read_text()
+    fit(toy.pipeline(), 2, **both, resume="auto")
+    assert known.read_text() == run
+    fit(toy.pipeline(), 1, out=both["out"])
+    assert not known.exists()
 
 
 def test_a_logger_that_refuses_hyperparameters_still_logs(toy: Toy) -> None:

@@ -4,13 +4,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import call, done
-from drivetrain import EarlyStopping
+from drivetrain import Callback, Checkpoints, EarlyStopping, RunView
+from drivetrain.pipeline import compare_runs
 from drivetrain.pipeline.analysis import watch
 from drivetrain.pipeline.telemetry.loggers import PrometheusLogger
-from pipeline_data import BATCH, TRAIN, Toy
+from pipeline_data import BATCH, TRAIN, Toy, plain_model
+from torch import nn
 
 STEPS = TRAIN // BATCH
 
@@ -36,6 +39,31 @@ def test_a_run_that_a_callback_stopped(toy: Toy, tmp_path: Path) -> None:
     stop = EarlyStopping(patience=1, min_delta=1.0)
     toy.named().fit(epochs=9, out=tmp_path, callbacks=[stop], progress=False)
     assert ", stopped: " in done("watch", str(tmp_path))
+
+
+class Fails(Callback):
+    """In the second epoch."""
+
+    def on_step_end(self, view: RunView) -> None:
+        if view.step > STEPS:
+            raise ZeroDivisionError
+
+
+def test_a_run_without_a_recipe_is_not_finished_before_its_last_epoch(toy: Toy, tmp_path: Path) -> None:
+    pipeline = toy.pipeline(nn.Sequential(plain_model()))
+    saved = Checkpoints(background=False)
+    options: dict[str, Any] = {"out": tmp_path, "progress": False, "checkpoints": saved}
+    with pytest.raises(ZeroDivisionError):
+        pipeline.fit(epochs=3, callbacks=[Fails()], **options)
+    assert not (tmp_path / "recipe.yaml").exists()
+    assert not watch.look(tmp_path).ended
+    assert "1 of 3 epochs, " in done("watch", str(tmp_path), "--once")
+    assert compare_runs([tmp_path]).runs[0].problem == "it is unfinished, 1 of 3 epochs"
+    report = tmp_path / "report.html"
+    done("report", str(tmp_path), "--out", str(report))
+    assert "Unfinished: 1 of 3 epochs." in report.read_text()
+    pipeline.fit(epochs=2, resume="auto", **options)
+    assert done("watch", str(tmp_path)).endswith(", finished\n")
 
 
 TRAINS = """

@@ -1,18 +1,21 @@
 """The model card: the facts of the run's folder, and nothing else."""
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from drivetrain import CheckpointError
+from drivetrain import CheckpointError, Classification
 from drivetrain.pipeline import Ledger, export
 from drivetrain.pipeline.apps.exports.card import CARD
 from drivetrain.pipeline.measuring.variant import LOADER, MODEL, PLAIN, Trial, in_turn
 from drivetrain.transforms import EMA, LabelSmoothing
 from pipeline_data import CLASSES, SIDE, TRAIN, Toy, batch_norm_model
+from torchmetrics import MeanMetric
 
 pytestmark = pytest.mark.long
 
@@ -83,6 +86,29 @@ def test_what_was_trained_on_is_no_validation(toy: Toy, tmp_path: Path) -> None:
     assert "how it does on new images is not known" in text
     assert "Of each picture, the largest central square, resized to" in text
     assert f"images = torch.zeros((1, 3, {SIDE}, {SIDE}))  # yours, as below" in text
+
+
+class Late(MeanMetric):
+    """Undefined in the first evaluation."""
+
+    evaluations = 0
+
+    def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:  # type: ignore[override]  # noqa: ARG002
+        super().update(7.0)
+
+    def compute(self) -> torch.Tensor:
+        type(self).evaluations += 1  # each evaluation has a copy
+        return super().compute() if self.evaluations > 1 else torch.tensor(math.nan)
+
+
+def test_a_metric_that_an_epoch_does_not_have_is_an_empty_cell(toy: Toy, tmp_path: Path) -> None:
+    task = Classification(metrics={"late": Late(), "top1": "top1"}, monitor="top1")
+    pipeline = toy.pipeline().task(task).optimize("sgd", lr=1e-9, schedule="constant")  # the first is best
+    history = pipeline.fit(epochs=2, out=tmp_path / "run", progress=False).history
+    first, last = history.epochs
+    text = export(tmp_path / "run", tmp_path / "own.safetensors", names="trained").card.read_text()
+    assert f"| {last.val_loss:.4f} | 7 | {last.accuracy:.2%} |" in text
+    assert f"| {first.val_loss:.4f} |  | {first.accuracy:.2%} |" in text
 
 
 def test_of_a_checkpoint_alone_it_has_what_that_knows(run: Path, tmp_path: Path) -> None:
