@@ -142,7 +142,8 @@ class ImageOptions(Config):
     `TrivialAugmentWide` and `AugMix`, and DeiT III's ThreeAugment. Default None: no policy."""
     cutout: Annotated[int, PER_VIEW] = 0
     """Side, in pixels, of a randomly placed square of a training image that is filled with `mean` (DeVries and Taylor
-    2017, arXiv:1708.04552). Default 0: off."""
+    2017, arXiv:1708.04552). Default 0: off. With images of changing size, use the transform `CutOut`, whose squares are
+    a fraction of the image."""
     mean: Annotated[tuple[float, ...], CHANNEL_VALUES] = IMAGENET_MEAN
     """Mean of each channel, for pixels scaled to 0–1 (by 255, or 65535 for 16 bits). Default: ImageNet's, for three
     channels."""
@@ -276,6 +277,11 @@ class LoaderOptions(ReadOptions, ImageOptions):
     def has_views(self) -> bool:
         """Whether several images are made of each sample."""
         return self.train and self.views != 1
+
+    @property
+    def cuts_out(self) -> bool:
+        """Whether squares of `cutout` pixels are filled, which hide more of a smaller image."""
+        return any(own.cutout for _, own in self.groups)
 
     @property
     def groups(self) -> tuple[tuple[int, LoaderOptions], ...]:

@@ -150,6 +150,12 @@ _CONFLICTS: tuple[tuple[Callable[[Transform], bool], Callable[[PipelineSpec], bo
         "{name} out.",
     ),
     (
+        _sets_size,
+        lambda spec: spec.data is not None and spec.data.loading.cuts_out,
+        "{name} changes the size of the images, but cutout= is in pixels, which would hide more of small ones. Use the "
+        "transform CutOut(length=…) in place of cutout=, or leave {name} out.",
+    ),
+    (
         lambda transform: transform.takes_tokens,
         lambda _: True,
         "{name} truncates sequences of tokens, but a pipeline loads images. Use it in a custom loop, or "

@@ -225,6 +225,17 @@ def test_padded_crops_do_not_grow(toy: Toy) -> None:
         pipeline.plan()
 
 
+def test_squares_of_pixels_do_not_grow(toy: Toy) -> None:
+    several = [{"cutout": 2}, {"image_size": 4}]
+    for options in ({"cutout": 4}, {"views": several}):
+        pipeline = toy.pipeline(**options).transform(t.ProgressiveResizing())
+        with pytest.raises(
+            PlanError, match=r"ProgressiveResizing changes the size .* cutout= .* CutOut\(length=…\)"
+        ):
+            pipeline.plan()
+    assert toy.pipeline().transform(t.ProgressiveResizing(), t.CutOut()).plan().steps
+
+
 def test_the_plan_tells_each_methods_place(toy: Toy) -> None:
     methods = (t.TestTimeFlip(), t.EMA(), t.LabelSmoothing(), t.MixUp(), t.NoWeightDecay(), t.LayerFreezing())
     steps = toy.pipeline().transform(*methods).plan().steps
