@@ -310,7 +310,7 @@ class Decoder:
             choices.corners = None
             images = part.images
             if images.dtype != torch.uint8:
-                images = torch.empty(images.shape, dtype=torch.uint8)
+                images = torch.empty(images.shape, dtype=torch.uint8, device="cpu")
             levels.append(_Part(part.group, choices, part.keys, images))
         self._decode(workspace, levels, indices, rows, stop)
         for part, level in zip(parts, levels, strict=True):

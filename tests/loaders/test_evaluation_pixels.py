@@ -118,6 +118,24 @@ def test_it_is_pillows(folder: Path, options: dict[str, Any]) -> None:
         assert np.abs(at_once - np.asarray(resized)).max() <= 2  # of Pillow 13; before, 0
 
 
+def test_torchs_default_device_changes_nothing(folder: Path, beton: Path) -> None:
+    """C writes to the memory of these tensors: of another device, it would be no address of the host."""
+    files = sorted(folder.glob("a/*"))[:2]
+    expected, policy = made_by(files), {"name": "rand_augment"}
+
+    def trained() -> list[torch.Tensor]:
+        options = {"flip": "alternating", "policy": policy, "cutout": 9}
+        with make(TorchLoader, beton, seed=3, **options) as loader:
+            return [each for batch in loader for each in batch]
+
+    plain = trained()
+    with torch.device("meta"):
+        assert torch.equal(made_by(files), expected)
+        for kind, source in ((FFCVLoader, beton), (TorchLoader, beton), (TorchLoader, folder)):
+            assert torch.equal(evaluated(kind, source)[:2], expected)
+        assert all(map(torch.equal, trained(), plain))
+
+
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_bytes_are_pillows(data: st.DataObject) -> None:
