@@ -405,17 +405,17 @@ def too_small(sample: str, height: int, width: int, image_size: ImageSize) -> Da
 
 def check_sizes(
     settings: LoaderOptions, heights: NDArray[Any], widths: NDArray[Any], source: str,
-    numbers: NDArray[Any] | None = None,
+    numbers: NDArray[Any],
 ) -> None:  # fmt: skip
-    """Raise DataError for training images `(n,)` that a crop cannot take, of samples with these `numbers` or of all."""
+    """Raise DataError for training images `(n,)` that a crop cannot take, of samples with these `numbers`."""
     height, width = settings.size
     if settings.crop == "random" and (small := (widths < width) | (heights < height)).any():
         at = int(small.argmax())
-        sample = f"sample {at if numbers is None else numbers[at]} of {source}"
+        sample = f"sample {numbers[at]} of {source}"
         raise too_small(sample, heights[at], widths[at], settings.image_size)
     if settings.shifts and (odd := (widths != width) | (heights != height)).any():
         at = int(odd.argmax())
-        sample = f"sample {at if numbers is None else numbers[at]} of {source}"
+        sample = f"sample {numbers[at]} of {source}"
         raise odd_size(sample, widths[at], heights[at], settings.image_size)
 
 
