@@ -153,7 +153,7 @@ class ImageOptions(Config):
     """What to do with a training sample that cannot be decoded, or does not match its checksum: `"raise"` (default), or
     `"skip"`: another one of `indices` takes its place, drawn as a function of (seed, epoch, sample), so that batches
     are the same for any number of workers and ranks; `replaced` lists those of this rank. Evaluation always raises: its
-    figures would be of other data. So does a file that has become shorter."""
+    figures would be of other data. So does a file that has become shorter or cannot be read."""
     verify: bool = False
     """Whether to compare each sample with its CRC-32 in the manifest before it is used. Default False, because it takes
     time; `drivetrain verify` checks the full file once."""
