@@ -15,6 +15,7 @@ from ..native import jpegs
 
 JPEG_FORMATS = ("JPEG", "MPO")  # MPO is a JPEG followed by further pictures (depth, …), which decoders ignore
 LONGEST = 0xFFFF  # side of a picture, in pixels: the format's limit
+LONGEST_JPEG = 65_500  # side of a JPEG: libjpeg's limit
 _OF_16_BITS = ("PNG", "PPM")  # formats whose values Pillow widens to mode I
 
 _ORIENTATION = 0x0112
