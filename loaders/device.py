@@ -36,7 +36,7 @@ class CudaStreams:
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return pinned host memory; torch reuses it once it is free and its copies are done."""
         with self.current_device():
-            return torch.empty(shape, dtype=dtype, pin_memory=prod(shape) > 0)
+            return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=prod(shape) > 0)
 
     def send(self, tensor: torch.Tensor) -> torch.Tensor:
         return to_device(tensor, self.device)
@@ -133,7 +133,7 @@ class DeviceFeed:
     @cached_property
     def _line(self) -> torch.Tensor:
         """(2, 1, C, 1, 1) on the device: factor and summand for pixels 0–255."""
-        mean, std = (torch.tensor(numbers, dtype=torch.float64) for numbers in (self._mean, self._std))
+        mean, std = (torch.from_numpy(np.array(each, dtype=np.float64)) for each in (self._mean, self._std))
         line = torch.stack([1 / (255 * std), -mean / std]).float()
         return self.streams.send(line.view(2, 1, -1, 1, 1))
 
@@ -182,7 +182,7 @@ class Buffers:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         size = int(np.prod(shape)) * dtype.itemsize
         if size == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.from_numpy(self._take(size)).view(dtype).view(shape)
 
     def _take(self, size: int) -> NDArray[np.uint8]:

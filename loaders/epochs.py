@@ -70,7 +70,10 @@ class EpochLoader(ABC):
             )
         self.replaced: list[int] = []
         """Samples of this rank for which others were loaded (`on_error="skip"`), since the list was last emptied."""
-        self.set_indices(indices)
+        if isinstance(indices, SampleOptions):  # of a pipeline; no other sample is checked
+            self.select(self.selection(indices))
+        else:
+            self.set_indices(indices)
         if settings.order == "quasi_random":
             require_pages(beton)
         self._next_epoch, self._resume_at = 0, 0
@@ -338,9 +341,10 @@ class EpochLoader(ABC):
         """Set the samples of the following epochs; None selects the full data set.
 
         Raises:
-            DataError: if an index is out of range, or there are too few for a batch.
+            DataError: if an index is out of range, there are too few for a batch, or the crop cannot take one's image.
         """
         chosen = used_samples(indices, self.samples)
+        self._check_sizes(self.settings, chosen)
         own = self.settings
         full = (own.train or own.drop_last) and not own.pad_last
         check_batch_size(own.batch_size, len(chosen), full=full, world_size=own.world_size)
@@ -362,6 +366,14 @@ class EpochLoader(ABC):
         self._parts: list[Samples] = parts
         self.selected: Selection | None = None
         """What `select` was given, until the indices are set again."""
+
+    def _check_sizes(self, settings: LoaderOptions, chosen: Samples) -> None:
+        """Raise DataError for a sample whose image the crop in training cannot take; see also `BetonFiles.lazy`."""
+        beton = self.beton
+        if beton is not None and settings.train and not beton.lazy:
+            numbers = as_array(chosen)
+            for _, own in settings.groups:
+                check_sizes(own, beton.heights[numbers], beton.widths[numbers], beton.name, numbers)
 
     @property
     def frequencies(self) -> NDArray[np.float64]:
@@ -436,6 +448,7 @@ class EpochLoader(ABC):
 
     def _change(self, changed: LoaderOptions) -> None:
         _check_contents(changed, self.beton)
+        self._check_sizes(changed, self._indices)
         self.close()
         before, self.settings = self.settings, changed
         try:
@@ -592,7 +605,7 @@ def check_images(options: LoaderOptions, channels: int, depth: int, source: str)
 
 
 def _check_contents(settings: LoaderOptions, beton: BetonFiles | None) -> None:
-    """Reject settings that require what the source does not have, or images of another size."""
+    """Reject settings that require what the source does not have."""
     where, known = "this source, which has none (convert it to a .beton file)", list[str]()
     if beton is not None:
         where, known = beton.name, list(beton.fields)
@@ -605,5 +618,3 @@ def _check_contents(settings: LoaderOptions, beton: BetonFiles | None) -> None:
         raise DataError(f"verify=True needs the checksums of a manifest, but {where}. Remove verify=True.")
     if beton is not None:
         check_images(settings, beton.channels, beton.depth, beton.name)
-        for _, own in settings.groups if settings.train and not beton.lazy else ():
-            check_sizes(own, beton.heights, beton.widths, beton.name)

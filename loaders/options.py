@@ -142,7 +142,8 @@ class ImageOptions(Config):
     `TrivialAugmentWide` and `AugMix`, and DeiT III's ThreeAugment. Default None: no policy."""
     cutout: Annotated[int, PER_VIEW] = 0
     """Side, in pixels, of a randomly placed square of a training image that is filled with `mean` (DeVries and Taylor
-    2017, arXiv:1708.04552). Default 0: off."""
+    2017, arXiv:1708.04552). Default 0: off. With images of changing size, use the transform `CutOut`, whose squares are
+    a fraction of the image."""
     mean: Annotated[tuple[float, ...], CHANNEL_VALUES] = IMAGENET_MEAN
     """Mean of each channel, for pixels scaled to 0–1 (by 255, or 65535 for 16 bits). Default: ImageNet's, for three
     channels."""
@@ -152,7 +153,7 @@ class ImageOptions(Config):
     """What to do with a training sample that cannot be decoded, or does not match its checksum: `"raise"` (default), or
     `"skip"`: another one of `indices` takes its place, drawn as a function of (seed, epoch, sample), so that batches
     are the same for any number of workers and ranks; `replaced` lists those of this rank. Evaluation always raises: its
-    figures would be of other data. So does a file that has become shorter."""
+    figures would be of other data. So does a file that has become shorter or cannot be read."""
     verify: bool = False
     """Whether to compare each sample with its CRC-32 in the manifest before it is used. Default False, because it takes
     time; `drivetrain verify` checks the full file once."""
@@ -278,6 +279,11 @@ class LoaderOptions(ReadOptions, ImageOptions):
         return self.train and self.views != 1
 
     @property
+    def cuts_out(self) -> bool:
+        """Whether squares of `cutout` pixels are filled, which hide more of a smaller image."""
+        return any(own.cutout for _, own in self.groups)
+
+    @property
     def groups(self) -> tuple[tuple[int, LoaderOptions], ...]:
         """The groups of views: the number of views, and the settings of each. In evaluation, one view."""
         if not self.train:
@@ -399,17 +405,17 @@ def too_small(sample: str, height: int, width: int, image_size: ImageSize) -> Da
 
 def check_sizes(
     settings: LoaderOptions, heights: NDArray[Any], widths: NDArray[Any], source: str,
-    numbers: NDArray[Any] | None = None,
+    numbers: NDArray[Any],
 ) -> None:  # fmt: skip
-    """Raise DataError for training images `(n,)` that a crop cannot take, of samples with these `numbers` or of all."""
+    """Raise DataError for training images `(n,)` that a crop cannot take, of samples with these `numbers`."""
     height, width = settings.size
     if settings.crop == "random" and (small := (widths < width) | (heights < height)).any():
         at = int(small.argmax())
-        sample = f"sample {at if numbers is None else numbers[at]} of {source}"
+        sample = f"sample {numbers[at]} of {source}"
         raise too_small(sample, heights[at], widths[at], settings.image_size)
     if settings.shifts and (odd := (widths != width) | (heights != height)).any():
         at = int(odd.argmax())
-        sample = f"sample {at if numbers is None else numbers[at]} of {source}"
+        sample = f"sample {numbers[at]} of {source}"
         raise odd_size(sample, widths[at], heights[at], settings.image_size)
 
 

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from multiprocessing import resource_tracker
 from types import TracebackType
 from typing import Any, Unpack
@@ -140,6 +140,7 @@ class TorchLoader(EpochLoader):
                 around.enter_context(_interrupts_kept_from_new_processes())
             if self._feed is not None:  # DataLoader's pinning thread uses CUDA's current device
                 around.enter_context(self._feed.streams.current_device())
+            around.enter_context(_on_the_host())  # DataLoader draws a number from our generator
             return iter(loader)
 
     def _make_loader(self) -> DataLoader[Any]:
@@ -240,7 +241,8 @@ class _Keyed(Dataset[Any]):
     def __getitem__(self, key: tuple[int, int]) -> Any:
         if get_worker_info() is not None:
             return self._load(*key)
-        with torch.random.fork_rng(devices=[]):  # this may be the user's process: keep its global state
+        # This may be the user's process: keep its global state, and make tensors where a worker does.
+        with torch.random.fork_rng(devices=[]), _on_the_host():
             return self._load(*key)
 
     def _load(self, epoch: int, index: int) -> Any:
@@ -271,6 +273,12 @@ class _Keyed(Dataset[Any]):
         torch.default_generator.manual_seed(mixed % 2**64)
 
 
+def _on_the_host() -> AbstractContextManager[Any]:
+    """Make tensors in host memory in this context, also with another default device of torch."""
+    # Not always: within torch.device(…), each of torch's functions takes longer.
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
 def _mirrored(sample: Any, masks: bool) -> Any:
     image, label, *further = sample
     return image.flip(-1), label.flip(-1) if masks else label, *further
@@ -282,7 +290,8 @@ def _collated(samples: list[Any]) -> Any:
         if isinstance(sample, DrivetrainError):
             return sample
     try:
-        return default_collate(samples)
+        with _on_the_host():
+            return default_collate(samples)
     except Exception as error:  # of several types, depending on the data set
         if is_exhaustion(error):
             return exhaustion(error, f"memory for a batch of {len(samples)} samples")

@@ -54,4 +54,4 @@ class ColOut(Transform):
 
 def _kept(size: int, dropped: float, generator: torch.Generator) -> Tensor:
     count = max(int((1 - dropped) * size), 1)
-    return torch.randperm(size, generator=generator)[:count].sort().values
+    return torch.randperm(size, generator=generator, device="cpu")[:count].sort().values

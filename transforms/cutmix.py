@@ -56,9 +56,7 @@ class CutMix(Transform):
         soft = soft_targets(self, targets, context.classes)
         height, width = images.shape[-2:]
         kept = draw_beta(self.alpha, context.generator)
-        y, x = (
-            int(torch.randint(n, (), generator=context.generator, dtype=torch.int64)) for n in (height, width)
-        )
+        y, x = (int(torch.randint(n, (), generator=context.generator, device="cpu")) for n in (height, width))
         partner = draw_partners(images, context.generator)
         if len(images) == 1:
             return images, soft

@@ -49,7 +49,7 @@ class CutOut(Transform):
             check_batch(self, images, targets)
         height, width = images.shape[-2:]
         shape = (len(images), self.holes)
-        drawn = [torch.randint(n, shape, generator=context.generator) for n in (height, width)]
+        drawn = [torch.randint(n, shape, generator=context.generator, device="cpu") for n in (height, width)]
         y, x = to_device(torch.stack(drawn), images.device)
         hole = inside(y, x, height, width, int(min(height, width) * self.length))
         # clone preserves the memory format, masked_fill does not.

@@ -17,7 +17,8 @@ class ProgressiveResizing(Transform):
 
     A loader that resizes while decoding uses `size`, which saves decoding time too; for other loaders `batch` resizes
     the tensors, bilinear and antialiased. Use only one of the two: `batch` expects full-size images. (Composer
-    documents bilinear but uses nearest-neighbor.)
+    documents bilinear but uses nearest-neighbor.) A loader with `crop="random"`, which does not resize, cuts smaller
+    pieces out of its images, in their own resolution.
 
     Attributes:
         initial_scale: initial side as a fraction of the full side. Number in (0, 1]. Default 0.5, as in Composer.

@@ -127,6 +127,6 @@ class SelectiveBackprop(Transform):
 def choose(losses: Tensor, keep: float, generator: torch.Generator) -> Tensor:
     """Return the indices of int(keep · B) images, at least one, for losses (B,)."""
     count = len(losses)
-    quantiles = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    quantiles = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
     ranks = (quantiles ** (1 / keep - 1)).multinomial(max(int(keep * count), 1), generator=generator)
     return losses.argsort()[to_device(ranks, losses.device)]

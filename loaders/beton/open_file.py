@@ -24,6 +24,10 @@ class ChangedError(BetonError):
     """The file has another length than when it was opened: it is damaged as a whole, not one of its samples."""
 
 
+class ReadError(BetonError):
+    """The system could not read the file, now and here: no sample of it is damaged."""
+
+
 class OpenFile:
     """A file that is open, and readable though it be replaced, as long as this object is referenced. A copy, or an
     object unpickled in another process, reopens it by name; it must still be the same file."""
@@ -115,7 +119,7 @@ class OpenFile:
                         raise BetonError(f"{self.path} ended at byte {start + done} during a read.")
                     done += got
         except OSError as error:
-            raise BetonError(f"{self.path} cannot be read: {error.strerror or error}.") from error
+            raise ReadError(f"{self.path} cannot be read: {error.strerror or error}.") from error
         return found
 
     def _small(self, starts: list[int], size: int) -> bytearray:

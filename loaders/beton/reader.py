@@ -28,7 +28,7 @@ from ..native import jpegs
 from .image_modes import mode_of
 from .layout import MODE_RAW, Column, Field, check_numbers, fetch_tables, read_columns
 from .manifest import Blocks, manifest_path, read_head, read_manifest
-from .open_file import ChangedError, OpenFile
+from .open_file import ChangedError, OpenFile, ReadError
 from .tables import Rows, Tables
 from .targets import decode_mask
 
@@ -161,8 +161,8 @@ class Beton:
             return bytes(column.values[index].tobytes())
         try:
             return self.file.read(int(column.pointers[index]), int(column.sizes[index]))
-        except ChangedError as error:
-            raise ChangedError(f"Sample {index} cannot be read: {error}") from None
+        except (ChangedError, ReadError) as error:
+            raise type(error)(f"Sample {index} cannot be read: {error}") from None
 
     def _json(self, name: str, index: int, value: bytes) -> Any:
         try:

@@ -14,7 +14,16 @@ from ...common.checks import check_flag, check_whole, is_number, is_whole, make_
 from ...common.errors import DataError, suggest
 from ..beton.image_modes import MODES
 from ..beton.layout import MODE_JPEG, MODE_RAW, Field
-from ..decode.pictures import JPEG_FORMATS, LONGEST, decoded, pixels_of, reading, to_rgb, turn_of
+from ..decode.pictures import (
+    JPEG_FORMATS,
+    LONGEST,
+    LONGEST_JPEG,
+    decoded,
+    pixels_of,
+    reading,
+    to_rgb,
+    turn_of,
+)
 from ..native import jpegs
 
 _RAW_LIMIT = 64 * 64 * 3  # bytes up to which mode auto stores pixels: lossless, and faster to read
@@ -102,7 +111,7 @@ class Encoding:
         """Whether to store sample `number` as a JPEG at `size`: by FFCV's rules, and our own for auto."""
         pixels = size[0] * size[1] * 3
         if self.write_mode == "auto":
-            return is_jpeg or pixels > _RAW_LIMIT
+            return max(size) <= LONGEST_JPEG and (is_jpeg or pixels > _RAW_LIMIT)
         if self.write_mode == "smart":
             return self.smart_threshold is not None and pixels > self.smart_threshold
         if self.write_mode == "proportion":  # depends only on the index, not on the number of workers
@@ -224,6 +233,10 @@ def _store(
     if not encoding.as_jpeg(number, size, is_jpeg):
         treatment = "decoded to raw pixels" if is_jpeg and treatment == "stored" else treatment
         return Encoded(MODE_RAW, *size, image.tobytes(), treatment, upright)
+    if max(size) > LONGEST_JPEG:
+        raise DataError(
+            f"its longest side is {max(size)} pixels; a JPEG has at most {LONGEST_JPEG}. Pass write_mode='raw'"
+        )
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=encoding.quality)
     return Encoded(MODE_JPEG, *size, buffer.getvalue(), treatment, upright)

@@ -126,9 +126,10 @@ def make_transform(settings: LoaderOptions, depth: int = 8) -> Any:
     views; in evaluation, what makes the same pixels. `depth`: bits of the images."""
     if not settings.train:
         return Evaluation(settings, depth)
-    if not settings.has_views:
-        return _transform(settings, depth)
-    groups = [partial(_views, count, _transform(own, depth)) for count, own in settings.groups]
+    with torch.device("cpu"):  # some of torchvision's have tensors
+        if not settings.has_views:
+            return _transform(settings, depth)
+        groups = [partial(_views, count, _transform(own, depth)) for count, own in settings.groups]
     return groups[0] if isinstance(settings.views, int) else partial(_each, groups)
 
 

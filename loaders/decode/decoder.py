@@ -20,7 +20,7 @@ from ...common.errors import BetonError, DataError, require
 from ..beton.data_set import BetonFiles
 from ..beton.image_modes import RGB, channels_text
 from ..beton.layout import MODE_JPEG
-from ..beton.open_file import ChangedError
+from ..beton.open_file import ChangedError, ReadError
 from ..beton.tables import Rows
 from ..native import jpegs, library
 from ..native.stop import Stop, Stopped
@@ -259,7 +259,7 @@ class Decoder:
         """Load one chunk; return the error of a sample that cannot be decoded."""
         try:
             self._load(workspace, request, part)
-        except ChangedError:  # of the file, not of a sample
+        except (ChangedError, ReadError):  # of the file, not of a sample
             raise
         except BetonError as error:
             return error
@@ -310,7 +310,7 @@ class Decoder:
             choices.corners = None
             images = part.images
             if images.dtype != torch.uint8:
-                images = torch.empty(images.shape, dtype=torch.uint8)
+                images = torch.empty(images.shape, dtype=torch.uint8, device="cpu")
             levels.append(_Part(part.group, choices, part.keys, images))
         self._decode(workspace, levels, indices, rows, stop)
         for part, level in zip(parts, levels, strict=True):
@@ -344,16 +344,22 @@ class Decoder:
                 return
         if status.any():
             at = int(np.argmax(status))
-            raise self._error(int(indices[at]), int(status[at]), stop)
+            error = self._error(int(indices[at]), int(status[at]), stop)
+            if not isinstance(error, ReadError) or again:
+                raise error
+            self._decode(workspace, parts, indices, rows, stop, again=True)  # by now it could be read
 
     def _error(self, index: int, status: int, stop: Stop) -> Exception:
         if status == library.NO_MEMORY:
             return MemoryError(f"There is no memory to decode sample {index}.")
         beton, own = self._beton.locate(index)
         stored = beton.stored(own)  # raises the reason why a sample cannot be read
-        if status in (library.UNREADABLE, library.WRONG_SIZE):
-            disagree = "its JPEG header and the file's metadata disagree on the size"
-            return beton.sample_error(own, disagree if status == library.WRONG_SIZE else "it cannot be read")
+        if status == library.UNREADABLE:
+            return ReadError(
+                f"{beton.path}: sample {own} cannot be read. Check the disk that the file is on."
+            )
+        if status == library.WRONG_SIZE:
+            return beton.sample_error(own, "its JPEG header and the file's metadata disagree on the size")
         limits = stop.limits(self.coefficient_bytes)
         message = jpegs.complaint(stored, int(beton.widths[own]), int(beton.heights[own]), limits)
         if status == library.TOO_LARGE:

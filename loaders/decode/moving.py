@@ -165,7 +165,7 @@ class MovingTargets:
 
     def evaluated(self, indices: NDArray[np.int64]) -> dict[str, Any]:
         """Return those of the samples `indices` `(n,)` in evaluation, for which nothing is drawn, by name."""
-        into = self.empty(len(indices), lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        into = self.empty(len(indices), lambda shape, dtype: torch.empty(shape, dtype=dtype, device="cpu"))
         rows = self._beton.rows(indices)
         heights, widths = rows.heights.astype(np.int64), rows.widths.astype(np.int64)
         choices = draw_choices(self._settings, np.zeros(len(indices), np.uint64), heights, widths)

@@ -38,6 +38,12 @@ def _run_with_indices(code: Any, images: Any, spare: Any, seeds: Any, indices: A
         images[i : i + 1] = code(images[i : i + 1], spare, indices[i : i + 1])
 
 
+def seeds_of(keys: NDArray[np.uint64], place: int) -> NDArray[np.int64]:
+    """Return the seeds `(n,)`, 32 bits, of the operation at `place` for samples with these `keys`."""
+    mixed = keys + np.uint64(place // 4 * 0x9E3779B97F4A7C15 % 2**64)  # four shifts of a key are four seeds
+    return ((mixed >> np.uint64(8 * (place % 4))) & np.uint64(0xFFFFFFFF)).astype(np.int64)
+
+
 class Operations:
     """FFCV operations on uint8 images `(n, H, W, 3)`, compiled when the loader is created. Each must map uint8 images
     to uint8 images of the same `size`. It receives a batch of one, so operations that mix samples are rejected."""
@@ -52,7 +58,7 @@ class Operations:
     def apply(self, images: NDArray[np.uint8], keys: NDArray[np.uint64], indices: NDArray[np.int64]) -> None:
         """Apply all of them in place to `images` `(n, H, W, 3)`; `keys` as `draws.sample_keys`."""
         for place, step in enumerate(self._steps):
-            seeds = ((keys >> np.uint64(8 * (place % 4))) & np.uint64(0xFFFFFFFF)).astype(np.int64)
+            seeds = seeds_of(keys, place)
             spare = np.empty(step.spare_shape, dtype=step.spare_dtype)
             try:
                 if step.with_indices:

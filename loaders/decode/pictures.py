@@ -15,6 +15,8 @@ from ..native import jpegs
 
 JPEG_FORMATS = ("JPEG", "MPO")  # MPO is a JPEG followed by further pictures (depth, …), which decoders ignore
 LONGEST = 0xFFFF  # side of a picture, in pixels: the format's limit
+LONGEST_JPEG = 65_500  # side of a JPEG: libjpeg's limit
+_OF_16_BITS = ("PNG", "PPM")  # formats whose values Pillow widens to mode I
 
 _ORIENTATION = 0x0112
 _TURNS: dict[Any, Image.Transpose] = {
@@ -67,8 +69,15 @@ def to_rgb(image: Image.Image) -> tuple[Image.Image, str]:
     treatment = "stored" if turned is image else "rotated upright (EXIF)"
     if turned.mode == "RGB":
         return turned, treatment
+    if turned.mode.startswith("F"):
+        raise DataError("its pixels are floats (mode F); convert them to uint8 or uint16 first")
     if turned.mode.startswith("I"):  # 16 bits per pixel; Pillow's own conversion would clip at 255
-        levels = np.asarray(turned).astype(np.int64) >> 8
+        values = np.asarray(turned).astype(np.int64)
+        if turned.mode == "I" and image.format not in _OF_16_BITS and 0 < values.max() <= 255:
+            raise DataError(
+                "its pixels (mode I, 32 bits) are at most 255; convert them to uint8 or uint16 first"
+            )
+        levels = values >> 8
         if levels.min() < 0 or levels.max() > 255:
             raise DataError(f"its pixels (mode {turned.mode}) are not in 0 to 65535")
         return Image.fromarray(levels.astype(np.uint8)).convert("RGB"), "converted from 16 bits"

@@ -97,7 +97,10 @@ class Evaluation:
 
     def _load(self, mode: int, size: tuple[int, int], stored: NDArray[Any]) -> torch.Tensor | None:
         """Return the image of a stored picture; None if it cannot be decoded."""
-        images = torch.empty(1, 1, *self.settings.size, self.channels, dtype=self.settings.dtype)
+        shape = (1, 1, *self.settings.size, self.channels)
+        images = torch.empty(
+            shape, dtype=self.settings.dtype, device="cpu"
+        )  # not torch's default: C writes to it
         sizes = np.array(size[:1]), np.array(size[1:])
         none = np.zeros(1, np.int64)
         draw = self._group.draw(none.astype(np.uint64), none, 0, sizes, images)

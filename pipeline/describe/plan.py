@@ -24,7 +24,7 @@ from ...transforms import CHANGES_MODEL, Transform
 from .config import PRECISIONS, DataConfig, DistributedConfig
 from .cuda_settings import choose_benchmark, uses_gpu
 from .pipeline_spec import KIND_ORDER, PipelineSpec
-from .rules import family
+from .rules import family, sets_size
 from .sources import same_data_caution
 
 KIND_REASON = {
@@ -159,7 +159,11 @@ def lay_out(
     ]  # fmt: skip
     later = [t for t in transforms if t.kind not in ("image", *CHANGES_MODEL)]
     mixing = [type(t).__name__ for t in later if t.kind == "batch" and t.soft_targets]
-    steps += [_transform_step(t, mixing=mixing) for t in later if KIND_ORDER[t.kind] < KIND_ORDER["loss"]]
+    steps += [
+        _transform_step(t, mixing=mixing, crop=data.loading.crop)
+        for t in later
+        if KIND_ORDER[t.kind] < KIND_ORDER["loss"]
+    ]
     asked_by = "default" if spec.goal is None else ".task()"
     about = f"{spec.target.about}{'. ' * bool(targets)}{targets}"
     steps.append(Step(f"loss: {spec.target.loss_name}", asked_by, about, _assumed_mean(spec)))
@@ -237,12 +241,16 @@ def _filter_name(module_filter: strategies.ModuleFilter | float) -> str:
     return "what a function selects" if callable(module_filter) else ", ".join(sorted(module_filter))
 
 
-def _transform_step(transform: Transform, strategy: str = "", mixing: Sequence[str] = ()) -> Step:
+def _transform_step(
+    transform: Transform, strategy: str = "", mixing: Sequence[str] = (), crop: str = ""
+) -> Step:
     why = KIND_REASON[transform.kind]
     if transform.kind == "memory_format" and family(strategy) in ("fsdp", "deepspeed"):
         why = "shards are contiguous: the images and thus the activations get the format, the weights do not"
     if len(mixing) > 1 and type(transform).__name__ in mixing:
         why += f"; {' and '.join(mixing)} both mix every batch, one after the other"
+    if crop == "random" and sets_size(transform):
+        why += "; crop='random' cuts smaller pieces for it, in the same resolution"
     return Step(f"{transform}", ".transform()", " ".join(filter(None, [why, transform.caution])))
 
 

@@ -132,7 +132,7 @@ def _compiled(spec: PipelineSpec) -> None:
     )
 
 
-def _sets_size(transform: Transform) -> bool:
+def sets_size(transform: Transform) -> bool:
     return type(transform).size is not Transform.size
 
 
@@ -144,10 +144,16 @@ _CONFLICTS: tuple[tuple[Callable[[Transform], bool], Callable[[PipelineSpec], bo
         "{transform} and distribute(clip_norm={how.clip_norm}) both clip the gradients. Leave one of the two out.",
     ),
     (
-        _sets_size,
+        sets_size,
         lambda spec: spec.data is not None and spec.data.loading.crop == "padded",
         "{name} changes the size of the images, but crop='padded' keeps that of the file. Use crop='resized', or leave "
         "{name} out.",
+    ),
+    (
+        sets_size,
+        lambda spec: spec.data is not None and spec.data.loading.cuts_out,
+        "{name} changes the size of the images, but cutout= is in pixels, which would hide more of small ones. Use the "
+        "transform CutOut(length=…) in place of cutout=, or leave {name} out.",
     ),
     (
         lambda transform: transform.takes_tokens,
@@ -268,7 +274,7 @@ def _views(spec: PipelineSpec) -> None:
             "those of their microbatch. Leave accumulate out, or use a smaller batch_size."
         )
     for transform in spec.transforms:
-        if transform.kind in ("batch", "algorithm") and not _sets_size(transform):
+        if transform.kind in ("batch", "algorithm") and not sets_size(transform):
             raise PlanError(
                 f"{_name(transform)} changes batches of images, but with views={views} there are several of each "
                 "sample. Leave it out."

@@ -312,10 +312,9 @@ def make_loader(
     }
     kind: Any = getattr(loaders, LOADERS[data.loader])
     given = data.read_options | own | dict(plan.train_settings if train else data.settings)
-    loader: EpochLoader = kind(source_files(data, source), device=device, **given)
-    if train and data.selects:
-        loader.select(loader.selection(data))
-    elif not train and data.held_out:
+    chosen = data if train and data.selects else None
+    loader: EpochLoader = kind(source_files(data, source), indices=chosen, device=device, **given)
+    if not train and data.held_out:
         loader.set_indices((selection or loader.selection(data)).val)
     return loader
 

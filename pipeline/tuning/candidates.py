@@ -121,6 +121,8 @@ def _precision(plan: ResolvedPlan) -> list[Candidate]:
 
 
 def _resolution(plan: ResolvedPlan) -> list[Candidate]:
+    if plan.data.loading.cuts_out:  # of smaller images, its squares would hide more
+        return []
     changes = _transforms(plan, "resolution")
     own = height_width(plan.data.image_size)
     for part in SIDES:

@@ -118,6 +118,24 @@ def test_it_is_pillows(folder: Path, options: dict[str, Any]) -> None:
         assert np.abs(at_once - np.asarray(resized)).max() <= 2  # of Pillow 13; before, 0
 
 
+def test_torchs_default_device_changes_nothing(folder: Path, beton: Path) -> None:
+    """C writes to the memory of these tensors: of another device, it would be no address of the host."""
+    files = sorted(folder.glob("a/*"))[:2]
+    expected, policy = made_by(files), {"name": "rand_augment"}
+
+    def trained() -> list[torch.Tensor]:
+        options = {"flip": "alternating", "policy": policy, "cutout": 9}
+        with make(TorchLoader, beton, seed=3, **options) as loader:
+            return [each for batch in loader for each in batch]
+
+    plain = trained()
+    with torch.device("meta"):
+        assert torch.equal(made_by(files), expected)
+        for kind, source in ((FFCVLoader, beton), (TorchLoader, beton), (TorchLoader, folder)):
+            assert torch.equal(evaluated(kind, source)[:2], expected)
+        assert all(map(torch.equal, trained(), plain))
+
+
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_bytes_are_pillows(data: st.DataObject) -> None:
@@ -175,6 +193,30 @@ def test_odd_files_are_seen_as_convert_sees_them(tmp_path: Path, interpolation: 
     assert not torch.equal(lossy, expected)  # as the documentation says
     assert (lossy.float() - expected.float()).abs().mean() < 6
     assert torch.equal(evaluated(TorchLoader, tmp_path / "lossy.beton", **options), lossy)
+
+
+@pytest.mark.parametrize(
+    ("kind", "high", "words"), [(np.float32, 4000, "floats"), (np.int32, 255, "mode I, 32 bits")]
+)
+def test_values_that_are_not_those_of_bytes(kind: Any, high: int, words: str, tmp_path: Path) -> None:
+    """Pillow would clip floats, and the upper 8 of 16 bits be 0."""
+    values = np.linspace(0, high, 24 * 24).reshape(24, 24).astype(kind)
+    folder = image_folder(tmp_path / "images", {"values.tiff": Image.fromarray(values)})
+    for load in (
+        lambda: convert(folder, tmp_path / "values.beton"),
+        lambda: evaluated(TorchLoader, folder, batch_size=1),
+        lambda: made_by([folder / "a" / "values.tiff"]),
+        lambda: made_by([Image.fromarray(values)]),
+    ):
+        with pytest.raises(DataError, match=f"its pixels .*{words}.* convert them to uint8 or uint16 first"):
+            load()
+
+
+def test_dark_values_of_16_bits_stay_dark(tmp_path: Path) -> None:
+    dark = np.full((24, 24), 200, np.uint16)
+    for name in ("dark.pgm", "dark.png", "dark.tiff"):
+        Image.fromarray(dark).save(tmp_path / name)
+        assert not made_by([tmp_path / name], dtype=torch.uint8).any()
 
 
 def test_a_file_that_was_scaled_down_is_another_picture(folder: Path, tmp_path: Path) -> None:

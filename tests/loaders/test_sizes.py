@@ -1,15 +1,19 @@
 """An image size that changes between epochs, and settings that exceed the memory."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from drivetrain import Pipeline
 from drivetrain.common.errors import BetonError, DataError
 from drivetrain.common.machine import rank_free_memory
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
 from loader_pictures import make as make_loader
 from loader_pictures import raw_beton, raw_pictures
+from pipeline_data import plain_model
 
 LOADERS = [FFCVLoader, TorchLoader]
 
@@ -59,6 +63,27 @@ def test_sizes_that_cannot_be(kind: Any, photos: Path, tmp_path: Path) -> None:
         with pytest.raises(DataError, match="crop='padded'"):
             loader.set_image_size(24)
         assert next(iter(loader))[0].shape == (4, 3, 32, 32)
+
+
+@pytest.mark.parametrize("crop", ["random", "padded"])
+def test_samples_that_are_left_out_may_have_any_size(crop: str, tmp_path: Path) -> None:
+    """In the loader, at another size, and in a pipeline."""
+    images = [np.full((side, side, 3), side, np.uint8) for side in (16, 12) for _ in range(8)]
+    convert([(image, n % 4) for n, image in enumerate(images)], tmp_path / "sizes.beton")
+    large, small = range(8), range(8, 16)
+    options: dict[str, Any] = {"crop": crop, "image_size": 16, "batch_size": 4}
+    with make(FFCVLoader, tmp_path / "sizes.beton", indices=large, **options) as loader:
+        assert all(images.shape[-1] == 16 for images, _ in loader)
+        with pytest.raises(DataError, match=rf"crop='{crop}' .* sample 8 of .*sizes.beton has 12 × 12"):
+            loader.set_indices(small)
+        with pytest.raises(DataError, match=rf"crop='{crop}' .* sample 0 of .* has 16 × 16"):
+            loader.set_image_size(20)
+        assert len(list(loader)) == 2
+    pipeline = Pipeline(plain_model).load(tmp_path / "sizes.beton", indices=[*large], workers=1, **options)
+    with pipeline.build() as built:
+        assert len(built.train) == 2
+    with pytest.raises(DataError, match="sample 8 of"):
+        pipeline.replace(data=dataclasses.replace(pipeline.data, indices=None)).build()
 
 
 def test_a_loop_under_way_is_told(photos: Path) -> None:

@@ -1,5 +1,6 @@
 """`on_error="skip"`: in the place of a sample that cannot be decoded, the same other one on every rank."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from drivetrain import Pipeline
 from drivetrain.common.errors import BetonError, DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton
+from drivetrain.loaders.beton.reader import Beton
 from loader_pictures import jpeg_beton
 from torch import nn
 
@@ -104,6 +106,39 @@ def test_changed_samples_are_skipped_with_their_checksums(photos: Path, tmp_path
         file.seek(int(beton.pointers[2]) + int(beton.sizes[2]) - 1)
         file.write(b"\xd8")
     assert epoch(path, verify=True)[1] == [2, *BAD]
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_failure_of_the_disk_is_no_property_of_a_sample(
+    photos: Path, verify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be another one on each machine; and one that passes changes no batch."""
+    options: dict[str, Any] = {"batch_size": 6, "image_size": 32, "on_error": "skip", "verify": verify}
+    expected, replaced = epoch(photos, verify=verify)
+    with FFCVLoader(photos, workers=1, **options) as loader:
+        (beton,) = loader.beton.files
+        here, kept = beton.file.descriptor, os.dup(beton.file.descriptor)
+        unreadable = os.open(photos, os.O_WRONLY)
+        os.dup2(unreadable, here)
+        with pytest.raises(
+            BetonError, match=r"Sample \d+ cannot be read: .*photos.beton cannot be read: Bad file"
+        ):
+            list(loader)
+        assert not loader.replaced
+        read = Beton.stored
+
+        def read_again(own: Beton, index: int) -> bytes:
+            os.dup2(kept, here)
+            return read(own, index)
+
+        monkeypatch.setattr(Beton, "stored", read_again)
+        loader.set_epoch(0)
+        for (images, labels), (same, own) in zip(loader, expected, strict=True):
+            assert torch.equal(images, same)
+            assert torch.equal(labels, own)
+        assert sorted(loader.replaced) == replaced
+    for descriptor in (kept, unreadable):
+        os.close(descriptor)
 
 
 def network() -> nn.Module:

@@ -98,6 +98,14 @@ def test_resizing_is_bilinear_and_antialiased() -> None:
     assert t.ProgressiveResizing().batch(IMAGES, LABELS, context(progress=0.9))[0] is IMAGES
 
 
+@pytest.mark.parametrize("method", [*METHODS, *MIXERS], ids=str)
+def test_torchs_default_device_changes_nothing(method: t.Transform) -> None:
+    expected, _ = method.batch(IMAGES, SOFT, context())
+    with torch.device("meta"):
+        found, _ = method.batch(IMAGES, SOFT, context())
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
 @FORMS

@@ -38,6 +38,8 @@ def test_high_losses_are_favored_by_the_published_weights() -> None:
     for _ in range(20):
         assert len(set(choose(losses, 0.5, generator).tolist())) == 2, "drawn twice"
     assert len(choose(losses, 0.1, generator)) == 1, "at least one"
+    with torch.device("meta"):  # another default device of the caller
+        assert choose(losses, 0.5, generator).device == losses.device
 
 
 def test_the_kept_rows_belong_together() -> None:

@@ -20,7 +20,7 @@ def _log_gamma(alpha: float, generator: torch.Generator) -> float:
     d = alpha + 1 - 1 / 3
     c = 1 / math.sqrt(9 * d)
     while True:
-        normal = torch.randn((), generator=generator, dtype=torch.float64).item()
+        normal = torch.randn((), generator=generator, dtype=torch.float64, device="cpu").item()
         v = (1 + c * normal) ** 3
         if v > 0 and math.log(_uniform(generator)) < normal * normal / 2 + d - d * v + d * math.log(v):
             return math.log(d * v) + math.log(_uniform(generator)) / alpha
@@ -28,4 +28,4 @@ def _log_gamma(alpha: float, generator: torch.Generator) -> float:
 
 def _uniform(generator: torch.Generator) -> float:
     """Return a number in (0, 1], so that its logarithm exists."""
-    return 1 - torch.rand((), generator=generator, dtype=torch.float64).item()
+    return 1 - torch.rand((), generator=generator, dtype=torch.float64, device="cpu").item()

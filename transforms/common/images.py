@@ -62,7 +62,7 @@ def spread_indices(
 
 
 def draw_partners(images: Tensor, generator: torch.Generator) -> Tensor:
-    return to_device(torch.randperm(len(images), generator=generator), images.device)
+    return to_device(torch.randperm(len(images), generator=generator, device="cpu"), images.device)
 
 
 def resize(images: Tensor, height: int, width: int) -> Tensor:

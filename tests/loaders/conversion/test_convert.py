@@ -83,6 +83,18 @@ def test_files_become_rgb(tmp_path: Path, name: str, image: Any, treatment: str,
     near(beton, expected)
 
 
+@pytest.mark.parametrize("opened", [False, True])
+def test_images_longer_than_a_jpeg(tmp_path: Path, opened: bool) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (1, 65_501, 3), dtype=np.uint8)
+    sample = [(Image.fromarray(pixels) if opened else pixels, 0)]
+    assert np.array_equal(beton_of(sample, tmp_path / "long.beton").pixels(0), pixels)
+    with pytest.raises(
+        DataError, match=r"longest side is 65501 pixels; a JPEG has at most 65500.*write_mode='raw'"
+    ):
+        convert(sample, tmp_path / "jpg.beton", write_mode="jpg")
+    assert beton_of([(pixels[:, 1:], 0)], tmp_path / "longest.beton").modes[0] == 0
+
+
 @pytest.mark.parametrize("shape", [(2, 12, 10), (2, 12, 10, 1), (2, 1, 12, 10)])
 def test_gray_arrays_become_rgb(tmp_path: Path, shape: tuple[int, ...]) -> None:
     gray = np.random.default_rng(0).integers(0, 256, (2, 12, 10), dtype=np.uint8)

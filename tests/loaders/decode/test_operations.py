@@ -11,6 +11,8 @@ import pytest
 import torch
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, convert
+from drivetrain.loaders.decode.draws import sample_keys
+from drivetrain.loaders.decode.operations import seeds_of
 from loader_pictures import raw_beton, raw_pictures, run_python
 
 SIDE = 12
@@ -78,6 +80,15 @@ def test_several_random_operations_are_the_same_in_another_process(ops: Any, raw
     )
     assert there.stdout.strip() == hashlib.sha256(once.numpy().tobytes()).hexdigest(), there.stderr
     assert not torch.equal(once, load(raws, [ops.RandomBrightness(0.5, 1.0)], seed=1))
+
+
+def test_each_operation_has_seeds_of_its_own() -> None:
+    keys = sample_keys(0, 0, np.arange(50))
+    seeds = np.stack([seeds_of(keys, place) for place in range(12)])
+    assert len(np.unique(seeds)) == seeds.size
+    assert np.array_equal(
+        seeds[:4], [keys >> np.uint64(8 * place) & np.uint64(2**32 - 1) for place in range(4)]
+    )
 
 
 @pytest.mark.slow

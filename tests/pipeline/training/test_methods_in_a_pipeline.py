@@ -272,6 +272,24 @@ def test_padded_crops_do_not_grow(toy: Toy) -> None:
         pipeline.plan()
 
 
+def test_squares_of_pixels_do_not_grow(toy: Toy) -> None:
+    several = [{"cutout": 2}, {"image_size": 4}]
+    for options in ({"cutout": 4}, {"views": several}):
+        pipeline = toy.pipeline(**options).transform(t.ProgressiveResizing())
+        with pytest.raises(
+            PlanError, match=r"ProgressiveResizing changes the size .* cutout= .* CutOut\(length=…\)"
+        ):
+            pipeline.plan()
+    assert toy.pipeline().transform(t.ProgressiveResizing(), t.CutOut()).plan().steps
+
+
+@pytest.mark.parametrize("crop", ["random", "resized"])
+def test_the_plan_tells_of_smaller_pieces(toy: Toy, crop: str) -> None:
+    steps = toy.pipeline(crop=crop).transform(t.ProgressiveResizing()).plan().steps
+    (step,) = (step for step in steps if step.what.startswith("ProgressiveResizing"))
+    assert ("cuts smaller pieces" in step.why) == (crop == "random")
+
+
 def test_the_plan_tells_each_methods_place(toy: Toy) -> None:
     methods = (t.TestTimeFlip(), t.EMA(), t.LabelSmoothing(), t.MixUp(), t.NoWeightDecay(), t.LayerFreezing())
     steps = toy.pipeline().transform(*methods).plan().steps

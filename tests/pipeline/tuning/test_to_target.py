@@ -39,6 +39,7 @@ def test_fewer_epochs_are_tried_last(toy: Toy) -> None:
     assert not {"EfficientTrain", "InfoBatch"} & {one.name for one in changes_of_speed(resolve(pipeline))}
     assert names(pipeline, ("epochs", "resolution"))[-2:] == ["epochs=6", "epochs=4"]
     assert names(pipeline.replace(epochs=2), ("epochs",)) == ["epochs=1"]
+    assert not any("image_size" in name or "Resizing" in name for name in names(toy.pipeline(cutout=4)))
     for wrong in ("workers", "epochs,resolution"):
         with pytest.raises(PlanError, match=f"allow='{wrong}' is not a kind of change"):
             names(pipeline, (wrong,))
