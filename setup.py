@@ -87,9 +87,7 @@ class BuildLibrary(build_ext):
         """Whether the compiler and the linker of the build make a library of this program."""
         compiler = self.compiler
         with tempfile.TemporaryDirectory() as folder:
-            source, compiled, linked = (
-                str(Path(folder, name)) for name in ("probe.c", "probe.o", "probe.so")
-            )
+            source, compiled, linked = (str(Path(folder, name)) for name in ("probe.c", "probe.o", "probe.so"))
             Path(source).write_text(program)
             headers = [f"-I{place}" for place in compiler.include_dirs]
             libraries = [f"-L{place}" for place in compiler.library_dirs] + ["-ljpeg"] * ("jpeg" in program)
@@ -98,9 +96,7 @@ class BuildLibrary(build_ext):
                 [*compiler.linker_so, compiled, "-o", linked, *libraries],
             )
             try:
-                return all(
-                    subprocess.run(step, capture_output=True, check=False).returncode == 0 for step in steps
-                )
+                return all(subprocess.run(step, capture_output=True, check=False).returncode == 0 for step in steps)
             except OSError:  # there is no such program
                 return False
 

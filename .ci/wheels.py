@@ -52,9 +52,7 @@ class MissingError(Exception):
 
 def main() -> int:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
-        sys.exit(
-            "Run .ci/wheels on Linux x86_64, or `make release-check` for the wheel of another Linux machine."
-        )
+        sys.exit("Run .ci/wheels on Linux x86_64, or `make release-check` for the wheel of another Linux machine.")
     results = []
     with tempfile.TemporaryDirectory(prefix="drivetrain-wheels-") as temporary:
         scratch = Path(temporary)
@@ -116,9 +114,7 @@ def prepare_aarch64(root: Path) -> tuple[str, list[str]]:
         release.call(*get, "update", cwd=apt, title="apt-get update")
         release.call(*get, "--download-only", "install", *ARM64, cwd=apt, title="apt-get install")
     except release.FailedError as error:
-        raise MissingError(
-            f"needs apt's list of Debian 12, for the packages {', '.join(ARM64)}\n{error}"
-        ) from error
+        raise MissingError(f"needs apt's list of Debian 12, for the packages {', '.join(ARM64)}\n{error}") from error
     for package in sorted((apt / "cache" / "archives").glob("*.deb")):
         release.call("dpkg", "--extract", package, root, cwd=apt, title=f"dpkg --extract {package.name}")
     python = root / "usr" / "bin" / "python"
@@ -137,9 +133,7 @@ def prepare_aarch64(root: Path) -> tuple[str, list[str]]:
 def check_pixels(python: Path, tree: Path) -> None:
     """Run the tests of `PIXELS` with the Drivetrain that is installed in an environment."""
     tools = ("pytest", "pytest-timeout")
-    release.call(
-        release.uv(), "pip", "install", "--python", python, *tools, cwd=tree.parent, title="uv pip install"
-    )
+    release.call(release.uv(), "pip", "install", "--python", python, *tools, cwd=tree.parent, title="uv pip install")
     report = release.call(python, "-m", "pytest", "-p", "no:cacheprovider", *PIXELS, cwd=tree, title="pytest")
     if "skipped" in report:
         raise release.FailedError(f"tests were skipped\n{report}")

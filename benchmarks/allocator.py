@@ -35,9 +35,7 @@ def images_per_s(recipe: str, variables: dict[str, str], losses: set[float]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--recipe", default="cifar10-quickstart")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")

@@ -127,9 +127,7 @@ def main() -> None:
         )
         with path.open("rb") as file:
             os.fsync(file.fileno())
-            os.posix_fadvise(
-                file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
-            )  # this process read it without a limit
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # this process read it without a limit
         again = [sys.executable, __file__, str(path), "--inside", "--workers", str(asked.workers)]
         again += ["--rounds", str(asked.rounds), "--batches", str(asked.batches)]
         command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *again]

@@ -113,9 +113,7 @@ def ledger() -> str:
     found = Ledger.load(RESULTS / "quickstart-ledger.json")
     times = found.rows[-1].ratio
     assert times is not None
-    title = (
-        f"What each stage of the quickstart contributes; all train {times.value:.2f} times as fast as plain"
-    )
+    title = f"What each stage of the quickstart contributes; all train {times.value:.2f} times as fast as plain"
     svg = pictures.drawn(found.show(), ".svg", bbox_inches="tight").decode()
     return svg.replace("<style>", f"<title>{html.escape(title)}</title>\n<style>", 1)
 
@@ -176,9 +174,7 @@ def race() -> str:
     ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + high + 92}" role="img">'
-        f"<title>{html.escape(f'{title}: {chr(44).join(told)}')}</title>\n{STYLE}\n"
-        + "\n".join(drawn)
-        + "\n</svg>\n"
+        f"<title>{html.escape(f'{title}: {chr(44).join(told)}')}</title>\n{STYLE}\n" + "\n".join(drawn) + "\n</svg>\n"
     )
 
 
@@ -202,9 +198,7 @@ def scene(hue: int) -> Image.Image:
     for row in range(SIDE):
         draw.line((0, row, SIDE, row), fill=(120 + row // 2, 170 + row // 4, 235 - row // 5))
     draw.ellipse((105, 14, 140, 49), fill=(255, 226, 120))
-    draw.polygon(
-        ((0, 110), (45, 42), (82, 104), (112, 62), (SIDE, 118), (SIDE, SIDE), (0, SIDE)), fill=(96, 112, 128)
-    )
+    draw.polygon(((0, 110), (45, 42), (82, 104), (112, 62), (SIDE, 118), (SIDE, SIDE), (0, SIDE)), fill=(96, 112, 128))
     draw.rectangle((0, 116, SIDE, SIDE), fill=(86, 148, 78))
     draw.rectangle((34, 96, 92, 140), fill=(hue, 90, 70))
     draw.polygon(((28, 98), (63, 70), (98, 98)), fill=(70, 45, 40))
@@ -254,9 +248,7 @@ def last_picture(notebook: str) -> Image.Image:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     for name, draw in CHARTS.items():

@@ -239,9 +239,7 @@ def memory_part(folder: Path, millions: float) -> tuple[Table, dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=float, default=50)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2)

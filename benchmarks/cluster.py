@@ -112,9 +112,7 @@ def by_hand(strategy: str, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> 
 
 def sent() -> int:
     """Return the bytes that the interface `lo` has sent since it is up."""
-    (line,) = [
-        line for line in Path("/proc/net/dev").read_text().splitlines() if line.lstrip().startswith("lo:")
-    ]
+    (line,) = [line for line in Path("/proc/net/dev").read_text().splitlines() if line.lstrip().startswith("lo:")]
     return int(line.partition(":")[2].split()[8])
 
 
@@ -138,9 +136,7 @@ def steps_on_ranks(steps: int, rounds: int) -> dict[str, dict[str, dict[str, lis
     for strategy in TRANSFERS:
         counted: dict[str, list[float]] = {OURS: [], BY_HAND: []}
 
-        def trial(
-            name: str, train: Callable[[], None], counted: dict[str, list[float]] = counted
-        ) -> Contender:
+        def trial(name: str, train: Callable[[], None], counted: dict[str, list[float]] = counted) -> Contender:
             def run() -> float:
                 dist.barrier()
                 before, start = sent(), perf_counter()
@@ -249,9 +245,7 @@ def streaming_part(
 
         contenders = {LOCAL: trial(LOCAL, path)}
         for name, how in servers.items():
-            contenders[name] = trial(
-                name, f"{stack.enter_context(serving(folder, *how)).address}/{path.name}"
-            )
+            contenders[name] = trial(name, f"{stack.enter_context(serving(folder, *how)).address}/{path.name}")
         measure(contenders, rounds)
         tables, rows = [], {}
         for what, by_name in figures.items():
@@ -264,9 +258,7 @@ def streaming_part(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=7)

@@ -54,9 +54,7 @@ def summary(epochs: Run, target: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--target", type=float, default=0.94)
     parser.add_argument("--small", type=Path, help="train.beton and val.beton for a rehearsal of one epoch")
@@ -80,10 +78,7 @@ def main() -> None:
     }
     for contender in contenders.values():
         contender(options.seed + 1000, 1)
-    runs = {
-        name: contenders[name](options.seed, epochs)
-        for name in list(contenders)[:: -1 if options.seed % 2 else 1]
-    }
+    runs = {name: contenders[name](options.seed, epochs) for name in list(contenders)[:: -1 if options.seed % 2 else 1]}
     rows = {name: summary(runs[name], options.target) for name in contenders}
     for name, row in rows.items():
         reached = f"{options.target:.0%} at {row['seconds_to_target']} s"

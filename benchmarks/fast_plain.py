@@ -40,9 +40,7 @@ class Images:
         self.labels = torch.from_numpy(labels).to(device)
 
 
-def train(
-    seed: int, epochs: int, batch: int, data: Images, val: Images, small: bool = False
-) -> list[dict[str, float]]:
+def train(seed: int, epochs: int, batch: int, data: Images, val: Images, small: bool = False) -> list[dict[str, float]]:
     """Train, and return training seconds, accuracy and loss of each epoch; `small` rehearses in fp32."""
     torch.manual_seed(seed)
     device = data.images.device
@@ -78,9 +76,7 @@ def train(
                 look_ahead(model, slow, STAYS * (number / (epochs * steps)) ** POWER)
         synchronize(device)
         seconds = perf_counter() - start
-        found.append(
-            {"seconds": seconds, "accuracy": accuracy(model, slow, val, small), "loss": total.item() / steps}
-        )
+        found.append({"seconds": seconds, "accuracy": accuracy(model, slow, val, small), "loss": total.item() / steps})
     return found
 
 

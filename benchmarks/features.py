@@ -76,9 +76,7 @@ def on_labels(epochs: int, seed: int, weights: Path | None, data: dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, help="without labels; default: the recipe's")
     parser.add_argument("--label-epochs", type=int, nargs="+", default=[1, 5])
     parser.add_argument("--seeds", type=int, default=3)
@@ -122,8 +120,7 @@ def main() -> None:
         "seconds": sum(epoch.seconds for epoch in result.history.epochs),
         "linear": linear,
         "on_labels": {
-            epochs: {name: summarize(values) for name, values in runs.items()}
-            for epochs, runs in trained.items()
+            epochs: {name: summarize(values) for name, values in runs.items()} for epochs, runs in trained.items()
         },
     }
     save([Table(heads, rows, figures=True)], figures, options.out / "features.json")

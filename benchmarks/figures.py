@@ -98,9 +98,7 @@ def written(text: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         if match["name"] not in TABLES:
-            raise DataError(
-                f"No table is named {match['name']!r}. Those of figures.py are {', '.join(TABLES)}."
-            )
+            raise DataError(f"No table is named {match['name']!r}. Those of figures.py are {', '.join(TABLES)}.")
         return f"{match['name']} -->\n\n{TABLES[match['name']]()}\n\n"
 
     return TABLE.sub(table, MARKED.sub(one, text))
@@ -199,9 +197,7 @@ def methods_table() -> str:
         cells.append(OUTPUTS[name] if name in OUTPUTS else CHANGES[method.kind])
         for file, mode in (("transforms", "eager"), ("transforms-compiled", "compiled")):
             measured = result(file)[mode].get(name)
-            cells.append(
-                spread(measured["Drivetrain"]["step_time_over_unmodified"]) if measured else "not measured"
-            )
+            cells.append(spread(measured["Drivetrain"]["step_time_over_unmodified"]) if measured else "not measured")
         lines.append(cells)
     return rows("method | kind | what it does | changes | step time, eager | compiled", lines)
 
@@ -238,9 +234,7 @@ def tuning_table() -> str:
         rate = found["measured afterwards"]
         ratio = rate["as given"]["ours_is_times_as_fast"]
         speeds = " and ".join(spread(rate[which]["images/s"], 0) for which in ("as given", "tuned"))
-        lines.append(
-            [f"`{name}`", "**all that were accepted**", f"{speeds} images/s", f"**{spread(ratio, 3)}**"]
-        )
+        lines.append([f"`{name}`", "**all that were accepted**", f"{speeds} images/s", f"**{spread(ratio, 3)}**"])
     return rows("recipe | change | outcome | speed with it over that without", lines)
 
 

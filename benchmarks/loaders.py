@@ -87,9 +87,7 @@ def loading(folder: Path, path: Path, workers: int, rounds: int) -> tuple[Table,
     }
     if torch.cuda.is_available():
         contenders["FFCVLoader, on the GPU"] = epochs_of(FFCVLoader(path, device="cuda", **options))
-        contenders["PyTorch ImageFolder, on the GPU"] = epochs_of(
-            TorchLoader(folder, device="cuda", **options)
-        )
+        contenders["PyTorch ImageFolder, on the GPU"] = epochs_of(TorchLoader(folder, device="cuda", **options))
     figures = measure(contenders, rounds)
     torch.set_num_threads(threads)  # stock FFCV changes it
     return compare("loading", "images/s", figures, "FFCVLoader")
@@ -133,9 +131,7 @@ def converting(folder: Path, scratch: Path, workers: int, rounds: int) -> tuple[
     folder = linked(folder, scratch / "images", 5)
     contenders = {
         "drivetrain convert": one_shot("convert", "ours", folder, scratch / "ours.beton", workers),
-        "drivetrain convert, check=structure": one_shot(
-            "convert", "quick", folder, scratch / "quick.beton", workers
-        ),
+        "drivetrain convert, check=structure": one_shot("convert", "quick", folder, scratch / "quick.beton", workers),
         "FFCV's DatasetWriter": one_shot("convert", "stock", folder, scratch / "stock.beton", workers),
     }
     return compare("converting", "s", measure(contenders, rounds, warm_up=0), "drivetrain convert")
@@ -192,9 +188,7 @@ def opening(scratch: Path, rounds: int) -> tuple[Table, dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workers", type=int, default=2)

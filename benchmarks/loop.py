@@ -31,9 +31,7 @@ from loop_contenders import DEVICE, HAND, MAKERS, OTHERS, SIDE, UNGUARDED, Batch
 from measuring import Contender, measure, save, summarize
 
 
-def contenders(
-    names: list[str], batch: int, steps: int, width: int
-) -> tuple[dict[str, Contender], dict[str, str]]:
+def contenders(names: list[str], batch: int, steps: int, width: int) -> tuple[dict[str, Contender], dict[str, str]]:
     """Return the contenders that work here, and why the others do not."""
     torch.manual_seed(0)
     model = cifar_resnet(width=width)
@@ -82,9 +80,7 @@ def shown(one: Ratio | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8)

@@ -171,9 +171,7 @@ def with_extras(model: nn.Module, batches: Batches) -> Contender:
     pipeline = Pipeline(cifar_resnet).load("in memory", batch_size=len(batches.first), image_size=SIDE)
     pipeline = pipeline.optimize("sgd", lr=RATE, momentum=MOMENTUM, schedule="constant")
     plan = resolve(pipeline, files=False)
-    built = Built(
-        plan, prepared(model), loader, None, LOSS, TrainingHooks(()), (), Monitor("val_loss", False)
-    )
+    built = Built(plan, prepared(model), loader, None, LOSS, TrainingHooks(()), (), Monitor("val_loss", False))
 
     def trial() -> float:
         with (

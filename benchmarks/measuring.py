@@ -35,9 +35,7 @@ def summarize(values: list[float]) -> dict[str, Any]:
     return {"median": median, "low": low, "high": high, "n": len(values), "values": values}
 
 
-def compare(
-    title: str, unit: str, figures: dict[str, list[float]], ours: str
-) -> tuple[Table, dict[str, Any]]:
+def compare(title: str, unit: str, figures: dict[str, list[float]], ours: str) -> tuple[Table, dict[str, Any]]:
     """Return table and JSON of the figures, and of the ratios of `ours` to each contender, paired by round.
 
     A ratio above 1 is in our favor: for images/s it is ours over theirs, for seconds theirs over ours.

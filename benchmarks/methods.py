@@ -65,9 +65,7 @@ def finite(figure: Figure | None) -> dict[str, float | None] | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--target", type=float, default=0.8)
@@ -79,16 +77,12 @@ def main() -> None:
     pipeline = Pipeline.from_recipe(options.recipe, epochs=options.epochs)
     options.runs.parent.mkdir(parents=True, exist_ok=True)
     against = {name: METHODS[name](pipeline) for name in options.only}
-    race = pipeline.race(
-        target=options.target, seeds=options.seeds, against=against, give_up=None, out=options.runs
-    )
+    race = pipeline.race(target=options.target, seeds=options.seeds, against=against, give_up=None, out=options.runs)
     print(race)
     rows, methods = [], {}
     for row in race.rows[1:]:
         figures = {"ratio": row.ratio, "accuracy": gain(race, row.variant)}
-        methods[row.variant] = {"reached": row.reached} | {
-            name: finite(each) for name, each in figures.items()
-        }
+        methods[row.variant] = {"reached": row.reached} | {name: finite(each) for name, each in figures.items()}
         time, more = (f"{each.value:{kind}} ({each.low:{kind}} to {each.high:{kind}})" if each else missing
                       for each, kind, missing in zip(
                           figures.values(), (".2f", "+.3f"), ("not reached", "failed"), strict=True

@@ -44,9 +44,7 @@ def run(recipe: str, seed: int, overrides: dict[str, Any], epochs: int | None = 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="cifar10-quickstart")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lrs", type=float, nargs="+", default=[0.02])

@@ -62,9 +62,7 @@ class Peer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=7)
@@ -82,19 +80,14 @@ def main() -> None:
             given: dict[str, Any] = {
                 "batch_size": BATCH, "image_size": SIDE, "workers": options.workers, "scale": (scale, 1.0)
             }  # fmt: skip
-            peers = {
-                name: Peer(options.python, PEERS[name], folder, scale, options.workers)
-                for name in options.peers
-            }
+            peers = {name: Peer(options.python, PEERS[name], folder, scale, options.workers) for name in options.peers}
             contenders: dict[str, Contender] = {
                 "FFCVLoader": epochs_of(FFCVLoader(path, **given)),
                 "FFCVLoader, verify=True": epochs_of(FFCVLoader(path, verify=True, **given)),
                 "stock FFCV": epochs_of(StockFFCVLoader(path, **given)),
                 **{name: peer.epoch for name, peer in peers.items()},
             }
-            table, rows = compare(
-                f"scale ({scale}, 1)", "images/s", measure(contenders, options.rounds), "FFCVLoader"
-            )
+            table, rows = compare(f"scale ({scale}, 1)", "images/s", measure(contenders, options.rounds), "FFCVLoader")
             tables.append(table)
             results[f"scale {scale}"] = rows
             results["versions"] = {k: v for peer in peers.values() for k, v in peer.versions.items()}

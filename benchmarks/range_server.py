@@ -122,9 +122,7 @@ def serving(folder: Path, latency: float, rate: float) -> Iterator[Store]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--latency", type=float, default=0.0, help="seconds")
     parser.add_argument("--rate", type=float, default=0.0, help="bytes per second")

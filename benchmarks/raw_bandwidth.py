@@ -124,9 +124,7 @@ def rows_of(figures: dict[str, list[float]]) -> Iterator[tuple[tuple[str, ...], 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--workers", type=int, default=2)

@@ -50,17 +50,13 @@ def serve(photos: str) -> None:
     folder = Path(tempfile.mkdtemp(dir=Path.cwd()))
     draws = np.random.default_rng(0)
     small, big = folder / "small.beton", folder / "big.beton"
-    convert(
-        (draws.integers(0, 256, (4096, 32, 32, 3), np.uint8), np.arange(4096) % 10), small, progress=False
-    )
+    convert((draws.integers(0, 256, (4096, 32, 32, 3), np.uint8), np.arange(4096) % 10), small, progress=False)
     convert(photos, big, max_resolution=400, progress=False)
     loaders = {
         "photographs, 224 pixels": FFCVLoader(big, batch_size=64, image_size=224, workers=2),
         "raw images, 32 pixels": FFCVLoader(small, batch_size=256, image_size=32, workers=2),
     }
-    network = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10)
-    )
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 10))
     engine = strategies.get("single", device="cpu").prepare(
         network, lambda parameters: torch.optim.SGD(parameters, lr=0.01)
     )
@@ -147,9 +143,7 @@ def main() -> None:
     """Measure, print the tables, and write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("photos", type=Path, help="a folder of photographs with one folder per class")
-    parser.add_argument(
-        "--base", default="1385f5d", help="the revision to compare with (default: %(default)s)"
-    )
+    parser.add_argument("--base", default="1385f5d", help="the revision to compare with (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
@@ -167,9 +161,7 @@ def main() -> None:
             options.base: checkout(options.base, folder / "base"),
             "this revision": checkout("HEAD", folder / "now"),
         }
-        revisions = {
-            name: Revision(package, photos, package.parent / "scratch") for name, package in packages.items()
-        }
+        revisions = {name: Revision(package, photos, package.parent / "scratch") for name, package in packages.items()}
         for what, unit in {**WORKLOADS, **dict.fromkeys(COMMANDS, "s")}.items():
             run = Revision.command if what in COMMANDS else Revision.workload
             figures = measure(

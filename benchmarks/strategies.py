@@ -173,8 +173,7 @@ def times(steps: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     torch.set_num_threads(1)
     images = torch.randn(BATCH, WIDTH)
     return {
-        name: measure({OURS: ours(name, steps, images), BY_HAND: theirs(name, steps, images)}, rounds)
-        for name in HAND
+        name: measure({OURS: ours(name, steps, images), BY_HAND: theirs(name, steps, images)}, rounds) for name in HAND
     }
 
 
@@ -200,9 +199,7 @@ def bytes_table(ranks: list[int]) -> tuple[Table, dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4])

@@ -99,9 +99,7 @@ def read_litdata(address: str, cache: Path, limit: int, workers: int) -> Epochs:
     import litdata
     from litdata.streaming import downloader
 
-    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = (
-        True  # of its client for S3: the store has no certificate
-    )
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # of its client for S3: the store has no certificate
 
     class Images(litdata.StreamingDataset):  # type: ignore[misc]
         decoded = Decoded()
@@ -177,9 +175,7 @@ def read_webdataset(address: str, cache: Path, limit: int, workers: int) -> Epoc
 
     last = urlopen(f"{address}/shards.txt").read().decode()
     data = webdataset.WebDataset(f"{address}/{{0000..{last}}}.tar", shardshuffle=100, empty_check=False)
-    data = (
-        data.shuffle(SHUFFLED).to_tuple("jpg", "cls").map_tuple(Decoded(), int).batched(BATCH, partial=False)
-    )
+    data = data.shuffle(SHUFFLED).to_tuple("jpg", "cls").map_tuple(Decoded(), int).batched(BATCH, partial=False)
     return webdataset.WebLoader(data, batch_size=None, num_workers=workers, persistent_workers=True)
 
 

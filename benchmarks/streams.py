@@ -102,9 +102,7 @@ def trial(python: str, name: str, store: Store, limit: int, workers: int) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", help="of the peers' environment")
     parser.add_argument("--rounds", type=int, default=5)

@@ -83,9 +83,7 @@ def views(path: Path, workers: int, rounds: int, low: float) -> Any:
         "two loads": epochs_of(FFCVLoader(path, **options)),
         "four views of one decoding": epochs_of(FFCVLoader(path, views=4, **options), 4),
     }
-    return compare(
-        f"views of ({low:g}, 1)", "views/s", measure(contenders, rounds), "two views of one decoding"
-    )
+    return compare(f"views of ({low:g}, 1)", "views/s", measure(contenders, rounds), "two views of one decoding")
 
 
 def multi_crop(path: Path, workers: int, rounds: int) -> Any:
@@ -118,9 +116,7 @@ def masks(plain: Path, masked: Path, workers: int, rounds: int) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workers", type=int, default=2)

@@ -110,9 +110,7 @@ def _shown(figure: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("folder", type=Path, nargs="?")
     source.add_argument("--synthetic", action="store_true")
@@ -131,9 +129,7 @@ def main() -> None:
             contenders = {str(workers): load.epochs(workers, cpu[workers]) for workers in options.workers}
             wall = measure(contenders, options.rounds)
             counted = {workers: figures[-options.rounds :] for workers, figures in cpu.items()}
-            table, rows[name] = results(
-                name, {workers: wall[str(workers)] for workers in options.workers}, counted
-            )
+            table, rows[name] = results(name, {workers: wall[str(workers)] for workers in options.workers}, counted)
             tables.append(table)
     save(tables, rows, options.out / "threads.json")
 

@@ -117,9 +117,7 @@ CASES: dict[str, Case] = {
     "LowPrecisionGroupNorm": Case(
         group_norm_resnet, LowPrecisionGroupNorm(), "apply_low_precision_groupnorm", {}, True
     ),
-    "ALiBi": Case(
-        vit, ALiBi()
-    ),  # Composer has this and the next one only for language models of `transformers`
+    "ALiBi": Case(vit, ALiBi()),  # Composer has this and the next one only for language models of `transformers`
     "GatedLinearUnits": Case(vit, GatedLinearUnits()),
     "PatchDropout": Case(vit, PatchDropout()),
 }
@@ -210,9 +208,7 @@ def table_of(title: str, results: dict[str, dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=0.4)
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))

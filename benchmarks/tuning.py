@@ -48,9 +48,7 @@ def confirmed(given: Pipeline, tuned: Tuned, rounds: int) -> tuple[Table, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--rounds", type=int, default=8)

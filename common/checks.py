@@ -39,9 +39,7 @@ def is_number(value: object, interval: str = ANY) -> TypeGuard[float]:
 
 
 def are_numbers(value: object, count: int, interval: str = ANY) -> TypeGuard[tuple[float, ...] | list[float]]:
-    return (
-        isinstance(value, tuple | list) and len(value) == count and all(is_number(x, interval) for x in value)
-    )
+    return isinstance(value, tuple | list) and len(value) == count and all(is_number(x, interval) for x in value)
 
 
 def whole_text(low: int | None = None, high: int | None = None) -> str:
@@ -99,9 +97,7 @@ def check_picklable(what: str, value: object, to: str, remedy: str, error: type[
     try:
         cloudpickle.dumps(value)
     except Exception as reason:  # the object's own code may raise anything
-        raise error(
-            f"{what} cannot be sent to {to} ({type(reason).__name__}: {reason}). {remedy}"
-        ) from reason
+        raise error(f"{what} cannot be sent to {to} ({type(reason).__name__}: {reason}). {remedy}") from reason
 
 
 def plain(value: Any) -> Any:

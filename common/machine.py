@@ -94,9 +94,7 @@ def bf16_instructions(root: Path = Path("/")) -> str | None:
 @cache
 def _cpu_flags(root: Path) -> frozenset[str]:
     lines = _read(root / "proc/cpuinfo").splitlines()
-    return frozenset(
-        next((line for line in lines if line.lower().startswith(("flags", "features"))), "").split()
-    )
+    return frozenset(next((line for line in lines if line.lower().startswith(("flags", "features"))), "").split())
 
 
 def container_limits(root: Path = Path("/")) -> Limits:
@@ -151,9 +149,7 @@ def _mounts(root: Path, controller: str) -> Iterator[tuple[str, Path]]:
         mount, kind = first.split(" "), second.split(" ")
         if len(mount) < 5 or len(kind) < 3:
             continue
-        if kind[0] == ("cgroup" if controller else "cgroup2") and (
-            not controller or controller in kind[2].split(",")
-        ):
+        if kind[0] == ("cgroup" if controller else "cgroup2") and (not controller or controller in kind[2].split(",")):
             yield _unescape(mount[3]), root / _unescape(mount[4]).lstrip("/")
 
 

@@ -10,9 +10,7 @@ from types import FrameType
 
 
 @contextmanager
-def handled(
-    numbers: Collection[signal.Signals], handler: Callable[[int, FrameType | None], object]
-) -> Iterator[None]:
+def handled(numbers: Collection[signal.Signals], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     """Inside the block, call `handler` for these signals instead of their usual effect."""
     if threading.current_thread() is not threading.main_thread():
         numbers = ()

@@ -102,9 +102,7 @@ class EpochLoader(ABC):
         own, samples = self.settings, len(self._indices)
         root = getattr(getattr(self, "dataset", None), "root", "a data set")  # of torchvision's
         views = "" if own.views == 1 else f", {own.views if isinstance(own.views, int) else 'several'} views"
-        ranks = (
-            f", of which rank {own.rank} of {own.world_size} loads its share" if own.world_size > 1 else ""
-        )
+        ranks = f", of which rank {own.rank} of {own.world_size} loads its share" if own.world_size > 1 else ""
         memory = getattr(self, "memory", None)  # of FFCV's loaders, which know it
         rows = [
             ("data", str(root) if self.beton is None else self.beton.name),

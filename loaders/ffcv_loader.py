@@ -174,14 +174,11 @@ class FFCVLoader(EpochLoader):
         step = self._chunk(len(indices))
         with interrupts_held():
             parts = [
-                self._pool.submit(decoder.load, request, slice(at, at + step))
-                for at in range(0, len(indices), step)
+                self._pool.submit(decoder.load, request, slice(at, at + step)) for at in range(0, len(indices), step)
             ]
         return parts, request
 
-    def _announcer(
-        self, shares: Sequence[NDArray[np.int64]], epoch: int, start: int
-    ) -> Callable[[int], None]:
+    def _announcer(self, shares: Sequence[NDArray[np.int64]], epoch: int, start: int) -> Callable[[int], None]:
         """Return what begins to read each batch of an epoch, by its place among the shares from number `start` on. Of a
         stream, the batches that follow are read in groups, whose neighbours in the file are fetched together."""
         samples = len(self.beton)

@@ -24,16 +24,12 @@ Indices = NDArray[np.int64]
 FILE = Kind(lambda value: isinstance(value, str | Path) and str(value) != "", "the path of a file")
 INDICES = Kind(
     lambda value: (
-        isinstance(value, tuple | list)
-        and len(value) > 0
-        and all(type(each) in (int, bool) for each in value)
+        isinstance(value, tuple | list) and len(value) > 0 and all(type(each) in (int, bool) for each in value)
     ),
     "a list of indices or of true and false",
 )
 WEIGHTS = Kind(
-    lambda value: (
-        isinstance(value, tuple | list) and len(value) > 0 and all(is_number(each) for each in value)
-    ),
+    lambda value: isinstance(value, tuple | list) and len(value) > 0 and all(is_number(each) for each in value),
     "a list of weights",
 )
 
@@ -82,9 +78,9 @@ class SampleOptions(Config):
     """Samples of each class to train on (few-shot), of those not held out; None: all."""
     limit: Annotated[Positive | None, IN_WORDS] = None
     """Samples to train on, at most, of those not held out, of each class its share; None: all."""
-    balance: Annotated[
-        Literal["class"] | PathText | Path | Sequence[float] | None, FILE, WEIGHTS, NONE, IN_WORDS
-    ] = None
+    balance: Annotated[Literal["class"] | PathText | Path | Sequence[float] | None, FILE, WEIGHTS, NONE, IN_WORDS] = (
+        None
+    )
     """How often each sample is trained on: "class", so that each class has the same share of every epoch; or one weight
     per sample of the training data, as a list, an array or a file (as `indices`), in proportion to which each is drawn:
     in every epoch its share, rounded up or down, and over the epochs the share itself. An epoch has as many samples as
@@ -103,9 +99,7 @@ class SampleOptions(Config):
         if self.folds is not None and self.fold >= self.folds:
             raise self.error(f"fold={self.fold} must be from 0 to folds - 1 = {self.folds - 1}.")
         if self.folds is not None and self.val_split is not None:
-            raise self.error(
-                f"val_split={self.val_split:g} and folds={self.folds} both hold out data. Leave one out."
-            )
+            raise self.error(f"val_split={self.val_split:g} and folds={self.folds} both hold out data. Leave one out.")
 
     @property
     def splits(self) -> bool:
@@ -139,9 +133,7 @@ class SampleOptions(Config):
             fold = folds_of(used, classes_of(known, used), self.folds, self.split_seed)
             train, val = used[fold != self.fold], used[fold == self.fold]
             if len(val) == 0:
-                raise DataError(
-                    f"fold={self.fold} of folds={self.folds} is empty: each class has too few samples."
-                )
+                raise DataError(f"fold={self.fold} of folds={self.folds} is empty: each class has too few samples.")
         if self.per_class is not None:
             train = few(train, classes_of(known, train), self.per_class, self.split_seed)
         if self.limit is not None:
@@ -203,9 +195,7 @@ class SampleOptions(Config):
             chosen.append(f"at most {self.limit} trained on")
         if self.balance is not None:
             share = "the same share" if self.balance == "class" else "its share by weight"
-            chosen.append(
-                f"each {'class' if self.balance == 'class' else 'sample'} with {share} of every epoch"
-            )
+            chosen.append(f"each {'class' if self.balance == 'class' else 'sample'} with {share} of every epoch")
         return "".join(f"; {each}" for each in chosen)
 
 
@@ -319,9 +309,7 @@ def held_out(samples: Samples, classes: NDArray[np.integer[Any]] | None, share: 
     names, counts = _counted(samples, classes)
     exact = counts * share
     quota = np.minimum(np.floor(exact).astype(np.int64), counts - 1)
-    room = np.where(
-        quota < counts - 1, quota - exact, np.inf
-    )  # the largest remainder first; inf: not one more
+    room = np.where(quota < counts - 1, quota - exact, np.inf)  # the largest remainder first; inf: not one more
     for at in np.argsort(room, kind="stable")[: max(wanted - int(quota.sum()), 0)]:
         quota[at] += np.isfinite(room[at])
     if not quota.any():
@@ -387,9 +375,7 @@ def limited(samples: Samples, classes: NDArray[np.integer[Any]] | None, limit: i
     return np.sort(taken(samples, first.places[np.lexsort((first.random, line))[:limit]]))
 
 
-def _counted(
-    samples: Samples, classes: NDArray[np.integer[Any]] | None
-) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def _counted(samples: Samples, classes: NDArray[np.integer[Any]] | None) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Return the classes, sorted, and how many samples each has; without classes, one of all."""
     if classes is None:
         return np.zeros(1, np.int64), np.array([len(samples)])
@@ -457,9 +443,7 @@ def by_class(samples: Samples, classes: NDArray[np.integer[Any]]) -> list[Indice
     return np.split(taken(samples, order), np.flatnonzero(np.diff(classes[order])) + 1)
 
 
-def by_weight(
-    samples: Indices, weights: NDArray[np.float64], *, seed: int, epoch: int, repeats: int
-) -> Indices:
+def by_weight(samples: Indices, weights: NDArray[np.float64], *, seed: int, epoch: int, repeats: int) -> Indices:
     """Return as many samples as there are, `(n,)`, each in proportion to its weight: systematic sampling.
 
     On a line of length n, each sample has a piece in proportion to its weight, and is drawn once for each of n points
@@ -496,9 +480,7 @@ def check_weights(weights: Sequence[float] | NDArray[Any], samples: int) -> NDAr
     wrong = ~(np.isfinite(array) & (array >= 0))
     if wrong.any():
         at = int(np.argmax(wrong))
-        raise DataError(
-            f"balance: the weight of sample {at} is {array[at]}; a weight is finite and at least 0."
-        )
+        raise DataError(f"balance: the weight of sample {at} is {array[at]}; a weight is finite and at least 0.")
     if not array.any():
         raise DataError("balance: all weights are 0.")
     return array

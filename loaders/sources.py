@@ -82,9 +82,7 @@ def files_of(source: Source) -> Files:
     if not isinstance(source, Mapping):
         return Files((Part(str(source), expand(str(source))),))
     if not source:
-        raise DataError(
-            "The data source is empty. Pass a .beton file, or several with weights: {'a.beton': 3, …}."
-        )
+        raise DataError("The data source is empty. Pass a .beton file, or several with weights: {'a.beton': 3, …}.")
     parts = []
     for name, weight in source.items():
         weight = plain(weight)

@@ -69,9 +69,7 @@ class TorchLoader(EpochLoader):
         if own.interpolation == "area":
             raise DataError("interpolation='area' is only available in FFCVLoader. Use 'bilinear'.")
         if own.stream:
-            raise DataError(
-                "stream=True is only available in FFCVLoader. Use loader='ffcv', or leave it out."
-            )
+            raise DataError("stream=True is only available in FFCVLoader. Use loader='ffcv', or leave it out.")
         remote = Remote(own.cache, own.cache_limit, own.patience)
         self.dataset = open_dataset(source, make_transform(own), own.verify, remote)
         beton = self.dataset.beton if isinstance(self.dataset, BetonDataset) else None
@@ -206,9 +204,7 @@ def _leave_interrupts_to_the_parent(worker: int) -> None:  # noqa: ARG001 — Da
     sys.excepthook = _all_but_hung_up  # an interrupted parent closes the connection to the feeder thread
 
 
-def _all_but_hung_up(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
+def _all_but_hung_up(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     """Report an uncaught error as usual, unless it only means that the other side has closed the connection."""
     if not issubclass(kind, (ConnectionError, EOFError)):
         sys.__excepthook__(kind, error, traceback)

@@ -46,9 +46,7 @@ class Auto:
     device: str | None = None
 
     name = "auto"
-    summary = (
-        "chooses single, ddp, fsdp or fsdp_cpu_offload by the model's size, the devices and their memory"
-    )
+    summary = "chooses single, ddp, fsdp or fsdp_cpu_offload by the model's size, the devices and their memory"
 
     def check(self, devices: int) -> None:
         """Raise `StrategyError` if `devices` ranks cannot train here."""
@@ -62,9 +60,7 @@ class Auto:
         self.check(devices)
         return self._choose(model, devices, free_bytes(pick_device(self.device), devices))
 
-    def prepare(
-        self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]
-    ) -> Engine:
+    def prepare(self, model: nn.Module, optimizer_factory: OptimizerFactory, **given: Unpack[PrepareOptions]) -> Engine:
         """Prepare `model` as the strategy that `choose` selects does, the same on every rank."""
         device = enter(self, model)
         devices = dist.get_world_size() if dist.is_initialized() else 1

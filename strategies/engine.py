@@ -271,9 +271,7 @@ class LocalEngine(Engine):
             f"export_optimizer: {name}: {key} is a {type(value).__name__}, but only tensors and numbers can be saved."
         )
 
-    def _imported(
-        self, saved: Entry, key: str, parameter: torch.Tensor, group: dict[str, Any]
-    ) -> torch.Tensor | float:
+    def _imported(self, saved: Entry, key: str, parameter: torch.Tensor, group: dict[str, Any]) -> torch.Tensor | float:
         if shape_of(saved, key):
             return self._read(saved, key, parameter).to(parameter.device, copy=True)
         value = saved[key]

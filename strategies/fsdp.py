@@ -85,9 +85,7 @@ class FSDPEngine(RanksEngine):
         rows = rows_of(source, name, *chunk(shape[0], *own))
         mesh, placements = cast(DTensor, like).device_mesh, cast(DTensor, like).placements
         stride = torch.empty(shape, device="meta").stride()
-        value = DTensor.from_local(
-            rows.to(self.device), mesh, placements, run_check=False, shape=shape, stride=stride
-        )
+        value = DTensor.from_local(rows.to(self.device), mesh, placements, run_check=False, shape=shape, stride=stride)
         return value.to(like.device)
 
     def _tensors(self, caller: str) -> dict[str, torch.Tensor]:
@@ -184,9 +182,7 @@ class FSDP:
     def _check_alone(self, device: torch.device) -> None:
         pass
 
-    def _shard(
-        self, model: nn.Module, chosen: list[nn.Module], device: torch.device, options: Options
-    ) -> None:
+    def _shard(self, model: nn.Module, chosen: list[nn.Module], device: torch.device, options: Options) -> None:
         if options.precision != "fp32":
             # Here because it raises before anything has changed.
             sharding.mixed_precision(self.name, model, options.precision)
@@ -259,9 +255,7 @@ class FSDPCPUOffload(FSDP):
                 "this with torchrun --nproc-per-node=1 or strategies.launch(…, devices=1), or use 'single'."
             )
 
-    def _shard(
-        self, model: nn.Module, chosen: list[nn.Module], device: torch.device, options: Options
-    ) -> None:
+    def _shard(self, model: nn.Module, chosen: list[nn.Module], device: torch.device, options: Options) -> None:
         # The norm of gradients on the CPU is reduced there.
         if "cpu" not in str(dist.get_backend_config()):
             raise StrategyError(

@@ -57,9 +57,7 @@ class StepOptions(Config):
     `compile`, a fraction in (0, 1): the part of the activations' memory that the compiler may use. It recomputes what
     costs least until they fit: near 1, what it recomputes anyway; near 0, nearly all (torch's
     `activation_memory_budget`)."""
-    compile: Annotated[
-        bool | str, FLAG, Kind(TEXT.fits, "the name of a mode"), Check(_check_mode), IN_WORDS
-    ] = False
+    compile: Annotated[bool | str, FLAG, Kind(TEXT.fits, "the name of a mode"), Check(_check_mode), IN_WORDS] = False
     """Whether to compile the model in place with torch.compile; or the name of a mode. Names do not change. Or
     `"regions"`: compile each of the model's repeated blocks, so that equal ones share one compilation; what is outside
     of them is not compiled. That suits deep models of equal blocks, such as vision transformers. Blocks that differ, as

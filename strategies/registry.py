@@ -155,9 +155,7 @@ def _make(name: str, options: dict[str, Any]) -> Strategy:
                 f"{option}={preset[option]!r}. Remove the option, or use the plain name."
             )
         if option not in known and not takes_any:
-            raise StrategyError(
-                f"strategies.get: strategy {name!r} has no option {option!r}.{suggest(option, known)}"
-            )
+            raise StrategyError(f"strategies.get: strategy {name!r} has no option {option!r}.{suggest(option, known)}")
     given = {**preset, **options}
     if needed := [key for key, one in known.items() if _required(one) and key not in given]:
         raise StrategyError(

@@ -201,9 +201,7 @@ def npm(no_network: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fa
 
 
 @pytest.fixture
-def logging_services(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[ModuleType, ModuleType]]:
+def logging_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, ModuleType]]:
     """Weights & Biases without its server, and MLflow with a folder of files."""
     settings = {
         "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path), "MLFLOW_ALLOW_FILE_STORE": "true",

@@ -95,9 +95,7 @@ class AddBias:
         tokens, *rest = args
         mask = rest[0] if rest else kwargs.get("attn_mask")
         if mask is not None:
-            raise DataError(
-                "ALiBi: this attention was called with an attn_mask, which is not supported. Pass no mask."
-            )
+            raise DataError("ALiBi: this attention was called with an attn_mask, which is not supported. Pass no mask.")
         bias = self.layout.bias(module.num_heads, tokens)  # type: ignore[arg-type]
         if torch.is_autocast_enabled(tokens.device.type):  # attention wants the mask in the queries' dtype
             bias = bias.to(torch.get_autocast_dtype(tokens.device.type))

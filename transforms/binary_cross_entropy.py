@@ -49,9 +49,7 @@ class BinaryCrossEntropy(Transform):
         )
 
 
-def binary_cross_entropy(
-    logits: Tensor, targets: Tensor, reduction: Literal["mean", "none"] = "mean"
-) -> Tensor:
+def binary_cross_entropy(logits: Tensor, targets: Tensor, reduction: Literal["mean", "none"] = "mean") -> Tensor:
     """Return the binary cross entropy of sigmoid(logits - log C), summed over the classes, in float32 or better: the
     mean over the images that are not ignored (-100), or one value per image, 0 for ignored ones."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

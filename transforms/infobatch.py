@@ -195,9 +195,7 @@ class _Pruning(Session):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "scores" in state:
-            self._scores, self._factors = (
-                state[key][_NAME].cpu().numpy().copy() for key in ("scores", "factors")
-            )
+            self._scores, self._factors = (state[key][_NAME].cpu().numpy().copy() for key in ("scores", "factors"))
 
 
 class _Epoch:

@@ -42,9 +42,7 @@ def pack(source: Path, out: Path, part_bytes: int) -> None:
         Image.fromarray(mosaic(rows[:, 1:])).save(picture, lossless=True, quality=75, method=4)
         (out / f"{name}.labels").write_bytes(rows[:, 0].tobytes())
         if picture.stat().st_size > part_bytes:
-            raise DataError(
-                f"{picture} has {picture.stat().st_size:,} bytes, more than part_bytes={part_bytes:,}."
-            )
+            raise DataError(f"{picture} has {picture.stat().st_size:,} bytes, more than part_bytes={part_bytes:,}.")
 
 
 def mosaic(pixels: np.ndarray) -> np.ndarray:
@@ -65,9 +63,7 @@ def unpack(source: Path, out: Path) -> None:
     for name, expected in cifar10.MD5S.items():
         data = restored(source, name)
         if hashlib.md5(data, usedforsecurity=False).hexdigest() != expected:
-            raise DataError(
-                f"{name}, unpacked from {source}, is not the official file. Copy its parts again."
-            )
+            raise DataError(f"{name}, unpacked from {source}, is not the official file. Copy its parts again.")
         fresh = out / f".{name}.new"
         fresh.write_bytes(data)
         fresh.replace(out / name)
@@ -87,7 +83,5 @@ def restored(source: Path, name: str) -> bytes:
         images = picture.reshape(-1, SIDE, COLUMNS, SIDE, 3).transpose(0, 2, 4, 1, 3)
         rows = np.concatenate([labels[:, None], images.reshape(-1, ROW - 1)[: len(labels)]], axis=1)
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"{source} does not hold {name} as it was packed: {error}. Copy its parts again."
-        ) from error
+        raise DataError(f"{source} does not hold {name} as it was packed: {error}. Copy its parts again.") from error
     return rows.tobytes()

@@ -44,9 +44,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         parts = [(str(part["name"]), int(part["bytes"]), str(part["sha256"])) for part in manifest["parts"]]
         complete = bool(parts) and all(manifest[key] for key in ("id", "python"))
     except OSError as error:
-        raise KitError(
-            f"{path} cannot be read: {error}. Every call needs {MANIFEST} next to install.py."
-        ) from error
+        raise KitError(f"{path} cannot be read: {error}. Every call needs {MANIFEST} next to install.py.") from error
     except (ValueError, KeyError, TypeError) as error:
         raise KitError(f"{path} is damaged ({error}). Copy it from the kit again.") from error
     if not complete:
@@ -201,9 +199,7 @@ def _run(command: list[str], failure: str, env: dict[str, str] | None = None) ->
 
 def main(arguments: list[str]) -> int:
     """Run a command of this script, and return its exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("add", "install", "run"))
     parser.add_argument("--store", type=Path, default=DEFAULT_STORE)
     options, rest = parser.parse_known_args(arguments)
@@ -227,9 +223,7 @@ def main(arguments: list[str]) -> int:
         return 0
     script = [sys.executable, str(kit / "source" / ".ci" / "gpu" / "run.py"), "--state", str(store / "state")]
     photos = ["--photos", str(kit / "photos")] if (kit / "photos").exists() else []
-    return subprocess.run(
-        [*script, *photos, *rest], env=environment(store), cwd=kit / "source", check=False
-    ).returncode
+    return subprocess.run([*script, *photos, *rest], env=environment(store), cwd=kit / "source", check=False).returncode
 
 
 if __name__ == "__main__":

@@ -190,9 +190,7 @@ def photographs(folder: Path, out: Path) -> None:
     """
     files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in (".jpg", ".jpeg")]
     if not files:
-        raise install.KitError(
-            f"--photos {folder} contains no .jpg files. Pass a folder with one folder per class."
-        )
+        raise install.KitError(f"--photos {folder} contains no .jpg files. Pass a folder with one folder per class.")
     for file in files:
         copy = out / file.relative_to(folder)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -209,9 +207,7 @@ def split(files: Iterable[Path], limit: int) -> list[list[Path]]:
     for file in sorted(files, key=lambda path: (-path.stat().st_size, str(path))):
         size = file.stat().st_size + 2048  # the header and padding to blocks; long names take two more blocks
         if size > limit - tarfile.RECORDSIZE:
-            raise install.KitError(
-                f"{file} has {size:,} bytes: more than a part, which holds {limit:,}. Split it."
-            )
+            raise install.KitError(f"{file} has {size:,} bytes: more than a part, which holds {limit:,}. Split it.")
         for number, (used, held) in enumerate(parts):
             if used + size <= limit - tarfile.RECORDSIZE:
                 held.append(file)
@@ -290,9 +286,7 @@ def _size(wheel: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-kit")
     parser.add_argument("--python", default="python3.12", help="the GPU machine's version, with its headers")
     parser.add_argument("--photos", type=Path, help="a folder of JPEGs with one folder per class")
@@ -304,9 +298,7 @@ def main() -> None:
         sys.exit(f"KitError: {error}")
     for part in manifest["parts"]:
         print(f"{options.out / part['name']}: {part['bytes'] / 2**20:.1f} MiB")
-    print(
-        f"{options.out}: {len(manifest['parts'])} parts, kit {manifest['id']}, revision {manifest['revision']}"
-    )
+    print(f"{options.out}: {len(manifest['parts'])} parts, kit {manifest['id']}, revision {manifest['revision']}")
 
 
 if __name__ == "__main__":

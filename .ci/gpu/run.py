@@ -59,19 +59,13 @@ class StageFile:
     def _read(path: Path, stage: str, rehearsal: bool) -> dict[str, Any]:
         try:
             data = json.loads(path.read_text())
-            fits = (
-                data["stage"] == stage
-                and isinstance(data["units"], dict)
-                and isinstance(data["not_done"], dict)
-            )
+            fits = data["stage"] == stage and isinstance(data["units"], dict) and isinstance(data["not_done"], dict)
             rehearsed = bool(data["rehearsal"])
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise StageError(f"{path} is damaged ({error}). Delete it to restart the stage.") from error
         if not fits or rehearsed != rehearsal:
             kind = "a rehearsal" if rehearsed else "a measurement"
-            raise StageError(
-                f"{path} is of {kind} of stage {data['stage']!r}. Delete it, or pass another --state."
-            )
+            raise StageError(f"{path} is of {kind} of stage {data['stage']!r}. Delete it, or pass another --state.")
         return dict(data)
 
     def record(self, unit: str, seconds: float, result: dict[str, Any]) -> None:
@@ -160,9 +154,7 @@ def run_stage(stage: Stage, state: Path, results: Path, seconds: float, rehearsa
         if what == KILLED:
             if left < 0.9 * seconds:
                 return "more"
-            raise StageError(
-                f"{stage.name}: {unit.name} did not end within {seconds:g} s. Pass more --seconds."
-            )
+            raise StageError(f"{stage.name}: {unit.name} did not end within {seconds:g} s. Pass more --seconds.")
         failed = True
     if failed or any(unit.name not in units for unit in stage.units):
         return "failed"
@@ -236,17 +228,13 @@ def tail(path: Path, characters: int = 3000) -> str:
 
 def main(arguments: list[str]) -> int:
     """Run the stages, and return the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", nargs="+", choices=stages.NAMES)
     parser.add_argument("--seconds", type=float, default=480.0, help="time limit of a stage in one call")
     parser.add_argument("--state", type=Path, default=ROOT / "runs" / "gpu")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--photos", type=Path, help="a folder of JPEGs with one folder per class")
-    parser.add_argument(
-        "--rehearse", action="store_true", help="run on the CPU with small data, to test the commands"
-    )
+    parser.add_argument("--rehearse", action="store_true", help="run on the CPU with small data, to test the commands")
     options = parser.parse_args(arguments)
     state, results = options.state.resolve(), options.results.resolve()
     if options.rehearse:

@@ -173,9 +173,7 @@ def _loaders(state: Path, photos: Path | None, rehearse: bool) -> Stage:  # noqa
 def _transforms(state: Path, photos: Path | None, rehearse: bool) -> Stage:  # noqa: ARG001
     small = ("--rounds", "1", "--seconds", "0.1", "--mode", "eager") if rehearse else ()
     units = tuple(
-        Unit(
-            name, _script("transforms.py", "--only", name, *small, "--out", "{out}"), _json("transforms.json")
-        )
+        Unit(name, _script("transforms.py", "--only", name, *small, "--out", "{out}"), _json("transforms.json"))
         for name in (SURGERIES[:2] if rehearse else SURGERIES)
     )
 

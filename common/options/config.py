@@ -91,9 +91,7 @@ BY_CALLER = Key("by caller")  # a mark: the keyword may also be None, its defaul
 
 Positive = Annotated[int, Whole(1)]
 Natural = Annotated[int, Whole(0)]
-PathText = Annotated[
-    str, Kind(lambda value: isinstance(value, str) and value != "", "text that is not empty")
-]
+PathText = Annotated[str, Kind(lambda value: isinstance(value, str) and value != "", "text that is not empty")]
 
 
 @dataclass(frozen=True)
@@ -366,9 +364,7 @@ _SIMPLE: dict[Any, Kind] = {
 def _texts(owner: type) -> dict[str, str]:
     """Return the docstrings under the fields of a class, by field; none if its source is not there."""
     # Only the lines before its first method are parsed: the rest takes longer than all else here.
-    found = re.search(
-        rf"(?ms)^class {owner.__name__}\b.*?(?=\n    (?:def |@)|\n\S|\Z)", _source(owner.__module__)
-    )
+    found = re.search(rf"(?ms)^class {owner.__name__}\b.*?(?=\n    (?:def |@)|\n\S|\Z)", _source(owner.__module__))
     body = ast.parse(found[0]).body[0] if found else None
     fields = body.body if isinstance(body, ast.ClassDef) else []
     texts = {}

@@ -192,9 +192,7 @@ class RemoteFile(Calls):
         if self._tag is None:
             return self._call("cat_file", self._path, start=start, end=end)
         if self._is_http:
-            headers = self._system.kwargs.get("headers", {}) | {
-                "If-Match": self._tag
-            }  # replaces those configured
+            headers = self._system.kwargs.get("headers", {}) | {"If-Match": self._tag}  # replaces those configured
             return self._call("cat_file", self._path, start=start, end=end, headers=headers)
         from fsspec.asyn import sync
 
@@ -270,9 +268,7 @@ def download(source: RemoteFile, path: Path, facts: tuple[int, str] | None = Non
 
     def unchanged() -> None:
         if source.facts() != facts:
-            raise ReplacedError(
-                f"{source.address} was replaced while it was copied. Run the same command again."
-            )
+            raise ReplacedError(f"{source.address} was replaced while it was copied. Run the same command again.")
 
     with atomic_file(path) as file:
 

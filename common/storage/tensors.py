@@ -86,9 +86,7 @@ def shape_of(source: Mapping[str, Any], name: str) -> tuple[int, ...]:
 def part_of(source: Mapping[str, torch.Tensor], names: Collection[str]) -> Mapping[str, torch.Tensor]:
     """Return the tensors of these names. Those in a file are not read."""
     if isinstance(source, Tensors):
-        return Tensors(
-            {name: each for name, each in source.readers.items() if name in names}, source.metadata
-        )
+        return Tensors({name: each for name, each in source.readers.items() if name in names}, source.metadata)
     return {name: each for name, each in source.items() if name in names}
 
 

@@ -185,11 +185,7 @@ def _sentences(rows: Sequence[Row], wanted: float | None, memory: float, known: 
         fastest = f"{what} is the fastest with {_count(row.rate)}; {limit}. {more}."
         said = [f"No format reaches {_count(wanted)} images/s. {fastest}"]
     if not row.fits:
-        result = (
-            "so each epoch reads it from disk"
-            if known
-            else "and the speed of its disk is unknown (--scratch)"
-        )
+        result = "so each epoch reads it from disk" if known else "and the speed of its disk is unknown (--scratch)"
         memory_text = f"the free memory ({bytes_text(memory)})"
         said.append(f"The data set ({bytes_text(row.size)}) does not fit into {memory_text}, {result}.")
     return said

@@ -360,8 +360,6 @@ def open_files(source: Source, remote: Remote = Remote()) -> BetonFiles:  # noqa
                     betons.append(one)
                 else:
                     shelf.put(number, one)
-        opened = BetonFiles(
-            files, shelf or betons, identities, np.cumsum(counts, dtype=np.int64), check.has_checksums
-        )
+        opened = BetonFiles(files, shelf or betons, identities, np.cumsum(counts, dtype=np.int64), check.has_checksums)
         keep(opened)
     return opened

@@ -54,9 +54,7 @@ def image_pixels(image: Any, mode: str, wide: bool | None = None) -> tuple[NDArr
         array = array[:, :, 0]
     given = 1 if array.ndim == 2 else array.shape[-1]
     if array.ndim not in (2, 3) or given not in CHANNELS or 0 in array.shape:
-        raise DataError(
-            f"its shape is {array.shape}; expected (H, W), (H, W, C) or (C, H, W) with C = 1, 3 or 4"
-        )
+        raise DataError(f"its shape is {array.shape}; expected (H, W), (H, W, C) or (C, H, W) with C = 1, 3 or 4")
     if given != channels:
         if depth == 16:
             raise DataError(f"it has {given} channels of 16 bits, but {mode!r} has {channels}")

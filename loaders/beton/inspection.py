@@ -229,9 +229,7 @@ class Verification:
 
     def text(self, *, verbose: bool = False) -> str:
         """Return the result as lines of text: the first of many bad samples, with `verbose` all."""
-        checks = (
-            "structure, checksums and decoding" if self.checked else "structure and decoding (no checksums)"
-        )
+        checks = "structure, checksums and decoding" if self.checked else "structure and decoding (no checksums)"
         result = "all sound" if self.sound else f"{len(self.bad):,} bad"
         lines = [f"{self.path}: {self.samples:,} samples, {checks}: {result}"]
         bad = [f"  sample {number}: {reason}" for number, reason in self.bad]
@@ -352,9 +350,7 @@ def _with_targets(beton: Beton, number: int) -> Image.Image:
     return picture
 
 
-def contact_sheet(
-    path: str | Path, out: str | Path, *, columns: int = 8, rows: int = 6, side: int = 128
-) -> None:
+def contact_sheet(path: str | Path, out: str | Path, *, columns: int = 8, rows: int = 6, side: int = 128) -> None:
     """Write a PNG of pictures evenly sampled from the file, each with its index and label, and its targets drawn.
 
     Args:

@@ -351,9 +351,7 @@ def check_sizes(
         raise BetonError(f"{path}: {reason}.")
 
 
-def check_numbers(
-    path: Path, kind: str, labels: Any, classes: int, numbers: NDArray[np.int64] | None = None
-) -> None:
+def check_numbers(path: Path, kind: str, labels: Any, classes: int, numbers: NDArray[np.int64] | None = None) -> None:
     """Reject impossible labels, such as ints read as floats because one bit of a type flipped; of samples, these
     `numbers` or all."""
     if kind == "int":

@@ -38,9 +38,7 @@ def manifest_path(path: Path) -> Path:
     return path.with_name(path.name + ".json")
 
 
-def tables_checksum(
-    data: OpenFile | NDArray[np.uint8], samples: int, fields: Sequence[Field], table_ptr: int
-) -> int:
+def tables_checksum(data: OpenFile | NDArray[np.uint8], samples: int, fields: Sequence[Field], table_ptr: int) -> int:
     """Return the CRC-32 of everything but the samples' data: header, fields, metadata, allocation table."""
     return zlib.crc32(data[table_ptr:].data, zlib.crc32(data[: tables_end(samples, fields)].data))
 
@@ -66,9 +64,7 @@ class Blocks:
     ) -> Blocks:
         each = BLOCK * len(allocations) // len(metadata)
         first = np.array([zlib.crc32(head)], np.uint32)
-        return cls(
-            first, _crcs(metadata, BLOCK), _crcs(allocations, each), _crcs(checksums.astype("<u4"), BLOCK)
-        )
+        return cls(first, _crcs(metadata, BLOCK), _crcs(allocations, each), _crcs(checksums.astype("<u4"), BLOCK))
 
     def to_json(self, seal: bytes) -> dict[str, Any]:
         columns = {name: crcs.astype("<u4").tobytes().hex() for name, crcs in vars(self).items()}
@@ -101,9 +97,7 @@ class Blocks:
         return [self.head, self.metadata, self.allocations, self.checksums]
 
     def _digest(self, seal: bytes) -> str:
-        return hashlib.sha256(
-            b"".join([seal, *(crcs.astype("<u4").tobytes() for crcs in self.columns())])
-        ).hexdigest()
+        return hashlib.sha256(b"".join([seal, *(crcs.astype("<u4").tobytes() for crcs in self.columns())])).hexdigest()
 
 
 def _crcs(rows: NDArray[Any], each: int) -> NDArray[np.uint32]:

@@ -82,9 +82,7 @@ class OpenFile:
                 "Create a new loader."
             )
 
-    def pinned(
-        self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int
-    ) -> AbstractContextManager[None]:
+    def pinned(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> AbstractContextManager[None]:
         """Inside the block, the `sizes` bytes from each of `starts` `(n,)` are on this machine; see `Mirror.pinned`."""
         return nullcontext() if self.mirror is None else self.mirror.pinned(starts, sizes)
 

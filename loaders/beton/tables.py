@@ -133,9 +133,7 @@ class Tables:
         pointers, sizes = self._located(number, rows, indices)
         shape = [self._image(number, rows, name) for name in ("mode", "width", "height")]
         descriptors = np.full(len(indices), self._file.descriptor, np.int32)
-        return Rows(
-            descriptors, shape[0].astype(np.int32), shape[1], shape[2], pointers, sizes, (self._file,)
-        )
+        return Rows(descriptors, shape[0].astype(np.int32), shape[1], shape[2], pointers, sizes, (self._file,))
 
     def _lazy(self, read: Callable[..., NDArray[Any]], *first: Any) -> Any:
         return Lazy(self._samples, partial(read, *first))

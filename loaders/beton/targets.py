@@ -82,9 +82,7 @@ def decode_mask(data: bytes, height: int, width: int, rows: int | None = None) -
     size, bits, color, lines, _ = _header(data)
     if (bits, color) not in _INDICES:
         what = f"{_COLORS.get(color, f'of color type {color}')} with {bits} bits"
-        raise ValueError(
-            f"it is a PNG that is {what}; expected class indices: 8 bits gray, or with a palette"
-        )
+        raise ValueError(f"it is a PNG that is {what}; expected class indices: 8 bits gray, or with a palette")
     check_size(size, (width, height))
     fast = bits == 8 and lines
     if fast and (indices := _unfiltered(lines, height if rows is None else rows, width)) is not None:
@@ -151,9 +149,7 @@ def palette_of(data: bytes) -> bytes:
 def check_colors(colors: Mapping[Any, Any], kinds: Mapping[str, str]) -> None:
     """Raise ValueError unless they are lists of `"#rrggbb"` or "", by the name of a mask's field."""
     for name, own in colors.items():
-        if kinds.get(name) != STORED_AS["mask"] or not all(
-            re.fullmatch(r"(#[0-9a-f]{6})?", each) for each in own
-        ):
+        if kinds.get(name) != STORED_AS["mask"] or not all(re.fullmatch(r"(#[0-9a-f]{6})?", each) for each in own):
             raise ValueError(f"the colors of {name!r} are not those of masks")
 
 

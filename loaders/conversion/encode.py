@@ -215,17 +215,13 @@ def _to_array(image: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     if array.ndim == 2:
         array = array[:, :, None]
     if array.ndim != 3 or array.shape[2] not in (1, 3) or 0 in array.shape:
-        raise DataError(
-            f"its shape is {array.shape}; expected (H, W, 3), (3, H, W), or (H, W), (H, W, 1) or (1, H, W)"
-        )
+        raise DataError(f"its shape is {array.shape}; expected (H, W, 3), (3, H, W), or (H, W), (H, W, 1) or (1, H, W)")
     if array.shape[2] == 1:
         array = np.repeat(array, 3, axis=2)
     return np.ascontiguousarray(array)
 
 
-def _store(
-    image: Image.Image, treatment: str, encoding: Encoding, number: int, is_jpeg: bool = False
-) -> Encoded:
+def _store(image: Image.Image, treatment: str, encoding: Encoding, number: int, is_jpeg: bool = False) -> Encoded:
     upright, size = image.size, encoding.target_size(image.size)
     if size != upright:
         image, treatment = image.resize(size, Image.Resampling.BOX), "scaled down"

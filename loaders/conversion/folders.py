@@ -90,9 +90,7 @@ class FolderSource(PictureFiles):
 
     def __init__(self, root: Path) -> None:
         if not root.exists():
-            raise DataError(
-                f"{root} does not exist. Pass a folder that contains one folder of images per class."
-            )
+            raise DataError(f"{root} does not exist. Pass a folder that contains one folder of images per class.")
         if not root.is_dir():
             raise DataError(f"{root} is a file. Pass a folder that contains one folder of images per class.")
         folders = sorted(child for child in root.iterdir() if child.is_dir() and not _is_hidden(child.name))
@@ -263,9 +261,7 @@ def _match_rows(root: Path, table: Path, names: list[str], rows: dict[str, Row])
         )
 
 
-def _labels(
-    table: Path, columns: list[str], rows: list[Row], classes: Sequence[str]
-) -> tuple[list[str], Any]:
+def _labels(table: Path, columns: list[str], rows: list[Row], classes: Sequence[str]) -> tuple[list[str], Any]:
     """Return class names, and the labels: int64 `(N,)`, float64 `(N,)` or float32 `(N, K)`."""
     if len(columns) > 1:
         if classes:

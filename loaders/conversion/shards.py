@@ -87,9 +87,7 @@ def convert_shards(
 def _shards(source: Any, out: str | Path, choices: Choices, engine: str) -> list[Shard]:
     """Return all shards, checked, with the facts that are known without reading them."""
     if not is_shards(source) or choices.labels is not None:
-        what = (
-            "labels=… are for folders" if choices.labels is not None else f"{source!r:.80} is something else"
-        )
+        what = "labels=… are for folders" if choices.labels is not None else f"{source!r:.80} is something else"
         raise DataError(
             f"engine={engine!r} converts .tar shards, each to a file of its own; {what}. Leave engine= (--engine) out."
         )
@@ -226,9 +224,7 @@ def _send(shard: Shard, place: Path) -> None:
         file.unlink()
 
 
-def _report(
-    out: str | Path, kept: Sequence[_Kept], reports: Sequence[ConvertReport], seconds: float
-) -> ConvertReport:
+def _report(out: str | Path, kept: Sequence[_Kept], reports: Sequence[ConvertReport], seconds: float) -> ConvertReport:
     fields = {one.out: one.manifest["fields"] | one.manifest.get("targets", {}) for one in kept}
     fields |= {str(one.path): one.fields for one in reports}
     (first, common), *others = fields.items()

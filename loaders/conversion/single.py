@@ -142,12 +142,8 @@ def convert_here(
     targets = {"label": "mask"} if masks else {}
     targets |= {name: kind for name, kind in choices.fields.items() if kind in MOVING}
     if choices.mask_map and "mask" not in targets.values():
-        raise DataError(
-            "mask_map replaces values of masks (--map, --ignore), and this data has none. Leave it out."
-        )
-    conversion = Conversion(
-        samples, encoding, stored, choices.on_error, targets, len(names), choices.mask_map
-    )
+        raise DataError("mask_map replaces values of masks (--map, --ignore), and this data has none. Leave it out.")
+    conversion = Conversion(samples, encoding, stored, choices.on_error, targets, len(names), choices.mask_map)
     named = origin["shard"] if origin else source
     about = {
         "classes": names,
@@ -250,9 +246,7 @@ def _encode(conversion: Conversion, index: int) -> Sample | Skipped:
             is_label = own.name == "label"
             if (kind := conversion.targets.get(own.name)) is not None:
                 classes = conversion.classes if is_label else 0
-                data, colors[own.name] = store_target(
-                    own.name, kind, value, encoded, classes, conversion.mask_map
-                )
+                data, colors[own.name] = store_target(own.name, kind, value, encoded, classes, conversion.mask_map)
                 stored.append(data)
             else:
                 stored.append(store_label(own, value) if is_label else store_value(own, value))

@@ -234,9 +234,7 @@ def _write_samples(
 
 def _listed(colors: Mapping[str, Colors]) -> dict[str, list[str]]:
     """Return the color of each class index of each mask that has any, "" where there is none."""
-    return {
-        name: [own.get(index, "") for index in range(max(own) + 1)] for name, own in colors.items() if own
-    }
+    return {name: [own.get(index, "") for index in range(max(own) + 1)] for name, own in colors.items() if own}
 
 
 def _write_tables(file: BinaryIO, columns: Columns, pages: Pages) -> tuple[int, bytes, Blocks]:

@@ -35,9 +35,7 @@ class BetonDataset(VisionDataset):  # type: ignore[misc]
     """`.beton` files as a torchvision data set: PIL decodes, `transform` makes an element of a batch. With `verify`,
     each sample is compared with its CRC-32 in the manifest."""
 
-    def __init__(
-        self, source: Source, transform: Any = None, verify: bool = False, remote: Remote = _LOCAL
-    ) -> None:
+    def __init__(self, source: Source, transform: Any = None, verify: bool = False, remote: Remote = _LOCAL) -> None:
         super().__init__(str(files_of(source)), transform=transform)
         self._source, self._remote, self._verify = files_of(source), remote, verify
         self._beton: BetonFiles | None = None

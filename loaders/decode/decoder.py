@@ -184,9 +184,7 @@ class Decoder:
             self._groups.append(Group(own, first, views, operations, kind))
             first += views
         known = beton.known
-        self._largest = (
-            int((known.heights.astype(np.int64) * known.widths).max()) * self._pixel
-        )  # bytes of pixels
+        self._largest = int((known.heights.astype(np.int64) * known.widths).max()) * self._pixel  # bytes of pixels
         self._longest = int(known.sizes[known.modes == MODE_JPEG].max(initial=1))  # bytes of a JPEG
         self.part = max(_PART // (self._pixel * settings.sample_pixels), 1)
         self.coefficient_bytes = library.MOST_MEMORY  # of a JPEG with several scans, for each thread
@@ -241,8 +239,7 @@ class Decoder:
             for group in self._groups:
                 check_sizes(group.settings, *sizes, self._beton.name, indices)
         drawn = tuple(
-            group.draw(keys, numbers, epoch, sizes, own)
-            for group, own in zip(self._groups, images, strict=True)
+            group.draw(keys, numbers, epoch, sizes, own) for group, own in zip(self._groups, images, strict=True)
         )
         return BatchRequest(indices, rows, keys, drawn, epoch, among, targets, stop or Stop())
 
@@ -288,8 +285,7 @@ class Decoder:
         part = slice(part.start, min(part.stop, len(request.indices)))
         indices = np.ascontiguousarray(request.indices[part])
         parts = [
-            group.part(draw, part, draw.images[part])
-            for group, draw in zip(self._groups, request.draws, strict=True)
+            group.part(draw, part, draw.images[part]) for group, draw in zip(self._groups, request.draws, strict=True)
         ]
         rows = request.rows.part(part)
         with self._beton.prepared(indices):
@@ -355,9 +351,7 @@ class Decoder:
         beton, own = self._beton.locate(index)
         stored = beton.stored(own)  # raises the reason why a sample cannot be read
         if status == library.UNREADABLE:
-            return ReadError(
-                f"{beton.path}: sample {own} cannot be read. Check the disk that the file is on."
-            )
+            return ReadError(f"{beton.path}: sample {own} cannot be read. Check the disk that the file is on.")
         if status == library.WRONG_SIZE:
             return beton.sample_error(own, "its JPEG header and the file's metadata disagree on the size")
         limits = stop.limits(self.coefficient_bytes)

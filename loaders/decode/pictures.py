@@ -74,9 +74,7 @@ def to_rgb(image: Image.Image) -> tuple[Image.Image, str]:
     if turned.mode.startswith("I"):  # 16 bits per pixel; Pillow's own conversion would clip at 255
         values = np.asarray(turned).astype(np.int64)
         if turned.mode == "I" and image.format not in _OF_16_BITS and 0 < values.max() <= 255:
-            raise DataError(
-                "its pixels (mode I, 32 bits) are at most 255; convert them to uint8 or uint16 first"
-            )
+            raise DataError("its pixels (mode I, 32 bits) are at most 255; convert them to uint8 or uint16 first")
         levels = values >> 8
         if levels.min() < 0 or levels.max() > 255:
             raise DataError(f"its pixels (mode {turned.mode}) are not in 0 to 65535")

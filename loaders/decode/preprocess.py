@@ -98,9 +98,7 @@ class Evaluation:
     def _load(self, mode: int, size: tuple[int, int], stored: NDArray[Any]) -> torch.Tensor | None:
         """Return the image of a stored picture; None if it cannot be decoded."""
         shape = (1, 1, *self.settings.size, self.channels)
-        images = torch.empty(
-            shape, dtype=self.settings.dtype, device="cpu"
-        )  # not torch's default: C writes to it
+        images = torch.empty(shape, dtype=self.settings.dtype, device="cpu")  # not torch's default: C writes to it
         sizes = np.array(size[:1]), np.array(size[1:])
         none = np.zeros(1, np.int64)
         draw = self._group.draw(none.astype(np.uint64), none, 0, sizes, images)

@@ -25,9 +25,7 @@ def array_order(
     return Order(len(indices), indices.__getitem__)
 
 
-def mixed_array(
-    parts: Sequence[Samples], weights: Sequence[float], *, seed: int, epoch: int, samples: int
-) -> Indices:
+def mixed_array(parts: Sequence[Samples], weights: Sequence[float], *, seed: int, epoch: int, samples: int) -> Indices:
     """Return the samples of one epoch of a mix, `(n,)`, for `array_order` to shuffle: as `epoch.mixed`."""
     counts = shares(sum(map(len, parts)), weights)
     found = []

@@ -29,9 +29,7 @@ def shuffled(given: Order, *, seed: int, epoch: int) -> Order:
     return Order(given.count, lambda positions: given.at(permuted(positions, given.count, key)))
 
 
-def in_runs(
-    given: Order, *, seed: int, epoch: int, block: int, window: int, batch_size: int | None = None
-) -> Order:
+def in_runs(given: Order, *, seed: int, epoch: int, block: int, window: int, batch_size: int | None = None) -> Order:
     """Return the samples block by block in random order, mixed among the blocks of about `window` samples.
 
     A block is so many samples that follow each other in the file; the last one may be shorter, and comes anywhere. With
@@ -82,9 +80,7 @@ def _permuted(numbers: Indices, sizes: Indices, keys: NDArray[np.uint64]) -> Ind
     return moved
 
 
-def _spread(
-    positions: Indices, starts: Indices, sizes: Indices, keys: NDArray[np.uint64], batch_size: int
-) -> Indices:
+def _spread(positions: Indices, starts: Indices, sizes: Indices, keys: NDArray[np.uint64], batch_size: int) -> Indices:
     """Return the places in their windows of the positions, sorted by the place in the batch; those of one place, one in
     each batch, are permuted."""
     places = positions % batch_size
@@ -98,9 +94,7 @@ def _spread(
     return before + _permuted(batches, after - before, subkeys(keys, places))
 
 
-def mixed(
-    parts: Sequence[Samples], weights: Sequence[float], *, seed: int, epoch: int, samples: int
-) -> Order:
+def mixed(parts: Sequence[Samples], weights: Sequence[float], *, seed: int, epoch: int, samples: int) -> Order:
     """Return the samples of one epoch of a mix, to be shuffled: each data set in `parts` has its exact share by weight,
     and goes through its samples in random order again and again, across epochs.
 

@@ -15,9 +15,7 @@ Keys = NDArray[np.uint64] | np.uint64
 # Rounds of the network, and those for few bits: there a round changes little, and with 8 some orders are measurably
 # more frequent than others (`test_permutation.py`).
 _ROUNDS, _BITS = 8, 96
-_GOLDEN, _FIRST, _SECOND = (
-    np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
+_GOLDEN, _FIRST, _SECOND = (np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 _PURPOSES = 0x6F72646572  # "order": no other spawn key begins with it
@@ -32,9 +30,7 @@ def key_of(*entropy: int, purpose: int = 0) -> np.uint64:
 def subkeys(key: Keys, numbers: Numbers, first: int = 0) -> NDArray[np.uint64]:
     """Return a key of its own for each of `first` (of any size) plus the numbers `(n,)`; `key`: one, or of each."""
     with np.errstate(over="ignore"):  # arithmetic modulo 2^64
-        found: NDArray[np.uint64] = _stirred(
-            key ^ _stirred(numbers.astype(np.uint64) + np.uint64(first % 2**64))
-        )
+        found: NDArray[np.uint64] = _stirred(key ^ _stirred(numbers.astype(np.uint64) + np.uint64(first % 2**64)))
     return found
 
 

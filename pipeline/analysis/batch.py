@@ -80,9 +80,7 @@ class ShownBatch:
             for view, picture in enumerate(pictures):
                 axes = panels[sample * views + view]
                 axes.imshow(picture)
-                title = (
-                    textwrap.fill(text, 24, max_lines=3, placeholder="…") if view == 0 else f"view {view + 1}"
-                )
+                title = textwrap.fill(text, 24, max_lines=3, placeholder="…") if view == 0 else f"view {view + 1}"
                 axes.set_title(title, fontsize=7, loc="left", color=INK, pad=2)
         if legend := self._legend():
             patch = require("matplotlib.patches", "plot", "draw a batch").Patch
@@ -98,13 +96,10 @@ class ShownBatch:
         pictures = self.pictures
         if self.masks:
             pictures = tuple(
-                (masked(views[0], mask, self.colors),)
-                for views, mask in zip(pictures, self.masks, strict=True)
+                (masked(views[0], mask, self.colors),) for views, mask in zip(pictures, self.masks, strict=True)
             )
         if self.marks:
-            pictures = tuple(
-                (marked(views[0], own),) for views, own in zip(pictures, self.marks, strict=True)
-            )
+            pictures = tuple((marked(views[0], own),) for views, own in zip(pictures, self.marks, strict=True))
         return list(zip(pictures, self.texts, strict=True))
 
     def _legend(self) -> list[tuple[str, str, bool]]:

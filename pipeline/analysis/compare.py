@@ -130,9 +130,7 @@ class RunComparison:
         keys = [*self.differences]
         if not keys:
             return None
-        rows = [
-            [run.name, *(_text(self.differences[key][n]) for key in keys)] for n, run in enumerate(self.runs)
-        ]
+        rows = [[run.name, *(_text(self.differences[key][n]) for key in keys)] for n, run in enumerate(self.runs)]
         table = Table(["run", *keys], rows, figures=True)
         if len(keys) <= KEYS and len(table.text(10**6).split("\n")[0]) <= WIDTH:
             return table
@@ -218,9 +216,7 @@ def compare_runs(runs: Iterable[RunArg]) -> RunComparison:
     """
     given = [*runs] if isinstance(runs, Iterable) and not isinstance(runs, str) else [runs]
     if not given:
-        raise DataError(
-            "There is no run to compare. Pass the folders of runs (fit(out=…), --out), or results of fit."
-        )
+        raise DataError("There is no run to compare. Pass the folders of runs (fit(out=…), --out), or results of fit.")
     found = tuple(_read(run, name) for run, name in zip(given, _names(given), strict=True))
     if not any(run.epochs or run.recipe or run.folder is None for run in found):
         raise DataError(
@@ -271,11 +267,7 @@ def read_run(folder: Path, name: str = "") -> RunSummary:
     elif history is None and (folder / HISTORY).exists():
         problem = f"its {HISTORY} is damaged"
     elif history is None:
-        problem = (
-            "it ended before its first epoch did"
-            if recipe
-            else problem or f"it is no run: it has no {HISTORY}"
-        )
+        problem = "it ended before its first epoch did" if recipe else problem or f"it is no run: it has no {HISTORY}"
     elif not problem and (left := history.unfinished(recipe)):
         problem = f"it is unfinished, {left}"
     return RunSummary(name, folder, history or History(), recipe, problem)
@@ -295,10 +287,7 @@ def _names(runs: Sequence[RunArg]) -> list[str]:
             above = os.path.commonpath([os.path.dirname(str(whole[n])) for n in own])  # noqa: PTH120
             for n in own:
                 found[n] = os.path.relpath(str(whole[n]), above)
-    return [
-        f"{name} ({found[: n + 1].count(name)})" if found.count(name) > 1 else name
-        for n, name in enumerate(found)
-    ]
+    return [f"{name} ({found[: n + 1].count(name)})" if found.count(name) > 1 else name for n, name in enumerate(found)]
 
 
 def _value(run: RunSummary, value: float | None, same: bool) -> str:

@@ -35,9 +35,7 @@ def wilson(successes: float, total: float) -> tuple[float, float]:
     share, square = successes / total, Z * Z / total
     middle, half = share + square / 2, Z * math.sqrt(share * (1 - share) / total + square / total / 4)
     low, high = (middle - half) / (1 + square), (middle + half) / (1 + square)
-    return max(min(low, share), 0.0), min(
-        max(high, share), 1.0
-    )  # of all or none, rounding would exclude the share
+    return max(min(low, share), 0.0), min(max(high, share), 1.0)  # of all or none, rounding would exclude the share
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,16 +149,12 @@ class Errors:
         return displayed(figure_of(self))
 
     def __str__(self) -> str:
-        return (
-            str(self.table()) if self.heads else f"{self.source}: {len(self):,} samples, {dict(self.metrics)}"
-        )
+        return str(self.table()) if self.heads else f"{self.source}: {len(self):,} samples, {dict(self.metrics)}"
 
     def _repr_html_(self) -> str:
         from .picture import thumbnails
 
-        return (self.table().html() if self.heads else f"<pre>{html.escape(str(self))}</pre>") + thumbnails(
-            self
-        )
+        return (self.table().html() if self.heads else f"<pre>{html.escape(str(self))}</pre>") + thumbnails(self)
 
 
 def pooled(parts: Sequence[Errors]) -> Errors:
@@ -174,9 +168,7 @@ def pooled(parts: Sequence[Errors]) -> Errors:
         values = [getattr(each, name) for each in parts]
         if isinstance(values[0], np.ndarray):
             of_samples = all(len(value) == len(each) for value, each in zip(values, parts, strict=True))
-            changed[name] = (
-                np.concatenate(values)[order] if of_samples and name != "confusion" else sum(values)
-            )
+            changed[name] = np.concatenate(values)[order] if of_samples and name != "confusion" else sum(values)
     kept = {sample: each for part in parts for sample, each in part.pictures.items()}
     metrics = dict[str, float]()
     for name in dict.fromkeys(name for part in parts for name in part.metrics):
@@ -246,8 +238,7 @@ class ClassErrors(Errors):
         order = np.argsort(-counts, kind="stable")[:count]
         names, classes = self.classes, len(self.classes)
         return [
-            (names[k // classes], names[k % classes], int(n))
-            for k, n in zip(kinds[order], counts[order], strict=True)
+            (names[k // classes], names[k % classes], int(n)) for k, n in zip(kinds[order], counts[order], strict=True)
         ]
 
     def rows(self) -> Sequence[tuple[str, ...]]:
@@ -465,9 +456,7 @@ class PixelErrors(Errors):
             other = int(wrong[k].argmax())
             mistaken = f"{self.classes[other]} {wrong[k, other] / there:.1%}" if wrong[k].any() else ""
             share = f"{there / max(total, 1):.1%}"
-            found.append(
-                (name, share, _share(right, said)[0], _share(right, there)[0], f"{score:.3f}", mistaken)
-            )
+            found.append((name, share, _share(right, said)[0], _share(right, there)[0], f"{score:.3f}", mistaken))
         return found
 
     def scores(self) -> NDArray[np.float64]:

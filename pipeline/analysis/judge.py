@@ -47,10 +47,7 @@ class Judged:
             everyone = [None] * ranks
             dist.all_gather_object(everyone, (self.rows, self.sums))
         names = next(rows for rows, _ in everyone if rows)
-        rows = {
-            name: np.concatenate([part for own, _ in everyone for part in own.get(name, [])])
-            for name in names
-        }
+        rows = {name: np.concatenate([part for own, _ in everyone for part in own.get(name, [])]) for name in names}
         order = np.argsort(rows["samples"], kind="stable")
         sums: Arrays = {}
         for _, own in everyone:
@@ -71,9 +68,7 @@ class Sheet:
     most: int
     kept: list[tuple[float, int, Arrays]] = field(default_factory=list)
 
-    def offer(
-        self, scores: NDArray[Any], samples: NDArray[np.int64], pictures: Callable[[int], Arrays]
-    ) -> None:
+    def offer(self, scores: NDArray[Any], samples: NDArray[np.int64], pictures: Callable[[int], Arrays]) -> None:
         """Keep those of a batch whose scores are among the highest; `pictures(n)` is called for these only."""
         scores = np.nan_to_num(scores.astype(np.float64), nan=np.inf)
         least = self.kept[-1][0] if len(self.kept) == self.most else -np.inf
@@ -190,9 +185,7 @@ class Kind:
         self, source: str, metrics: dict[str, float], classes: Sequence[str], kept: dict[int, Arrays], each: Arrays,
         total: Arrays, colors: tuple[str, ...],
     ) -> Errors:  # fmt: skip
-        made: Errors = self.made(
-            source, metrics, tuple(classes), **each, pictures=kept, colors=colors, **total
-        )
+        made: Errors = self.made(source, metrics, tuple(classes), **each, pictures=kept, colors=colors, **total)
         return made
 
     made: Any = Errors

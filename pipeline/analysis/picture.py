@@ -67,9 +67,7 @@ def about(errors: Any, place: int) -> list[str]:
 
 def thumbnails(errors: Any) -> str:
     """Return the worst samples as HTML; "" without pictures."""
-    pictures = (
-        (overlaid(errors.pictures[int(errors.samples[at])], errors.colors), at) for at in worst_of(errors)
-    )
+    pictures = ((overlaid(errors.pictures[int(errors.samples[at])], errors.colors), at) for at in worst_of(errors))
     tiles = [((picture,), "\n".join(about(errors, at))) for picture, at in pictures]
     sides = ": the truth, then the prediction" if errors.kind == "pixels" else ""
     return f"<p>Highest loss{sides}</p>{gallery(tiles)}" if tiles else ""
@@ -117,9 +115,7 @@ def _classes(figure: Any, errors: Any) -> None:
     chosen = np.arange(len(errors.classes))
     if len(chosen) > CLASSES:
         wrong = errors.targets != errors.predictions
-        mistakes = sum(
-            np.bincount(each[wrong], minlength=len(chosen)) for each in (errors.targets, errors.predictions)
-        )
+        mistakes = sum(np.bincount(each[wrong], minlength=len(chosen)) for each in (errors.targets, errors.predictions))
         chosen = np.sort(np.argsort(-mistakes, kind="stable")[:CLASSES])
     samples = np.bincount(errors.targets, minlength=len(errors.classes))[chosen]
     _matrix(matrix, errors.confusion_of(chosen), samples, [errors.classes[at] for at in chosen])
@@ -171,9 +167,7 @@ def _labels(figure: Any, errors: Any) -> None:
                 label=f"{errors.classes[at]} {errors.average_precision(int(at)):.2f}",
             )
     axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="recall", ylabel="precision")
-    axes.set_title(
-        "precision and recall of the labels with the lowest average precision", loc="left", fontsize=9
-    )
+    axes.set_title("precision and recall of the labels with the lowest average precision", loc="left", fontsize=9)
     axes.legend(frameon=False, fontsize=8)
     _plain(axes)
 

@@ -45,14 +45,10 @@ def figure_of(comparison: Any) -> Any:
         for panel, at in zip(panels[0], (0, 1), strict=True):
             panel.plot([each[at] for each in rated], [each[2] for each in rated], **style)
         label = run.name if number < NAMED else "_"
-        panels[1, 0].plot(
-            [epoch.epoch for epoch in epochs], [epoch.loss for epoch in epochs], label=label, **style
-        )
+        panels[1, 0].plot([epoch.epoch for epoch in epochs], [epoch.loss for epoch in epochs], label=label, **style)
         panels[1, 1].plot(times, [epoch.loss for epoch in epochs], **style)
     monitors = dict.fromkeys(f"{run.monitor}{', %' * (run.monitor.unit is not None)}" for run in runs)
-    for panel, title in zip(
-        panels[:, 0], (f"{' / '.join(monitors)} in validation", "training loss"), strict=True
-    ):
+    for panel, title in zip(panels[:, 0], (f"{' / '.join(monitors)} in validation", "training loss"), strict=True):
         panel.set_title(title, loc="left", fontsize=10, color=INK)
         panel.xaxis.set_major_locator(integers(integer=True, min_n_ticks=1))
     panels[1, 0].set_xlabel("epoch")

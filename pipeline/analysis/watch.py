@@ -109,9 +109,7 @@ def look(run: str | Path) -> RunState:
     if "updated_seconds" in newest:
         changed: float | None = newest["updated_seconds"]
     elif folder == Path(run):
-        changed = max(
-            map(_changed, (folder / HISTORY, folder / METRICS, folder / RECIPE, folder / "checkpoints"))
-        )
+        changed = max(map(_changed, (folder / HISTORY, folder / METRICS, folder / RECIPE, folder / "checkpoints")))
     else:
         changed = None
     age = None if changed is None else max(time.time() - changed, 0.0)

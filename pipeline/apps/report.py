@@ -8,9 +8,7 @@ from ..runs.report import Report, check_report
 from ..runs.result import load_run
 
 
-def write_report(
-    run: str | Path, out: str | Path, data: str | Path | None = None, *, trust_code: bool = False
-) -> Path:
+def write_report(run: str | Path, out: str | Path, data: str | Path | None = None, *, trust_code: bool = False) -> Path:
     """Write a run as one HTML file without scripts that needs no network, and return its path.
 
     It has the final metrics, the curves, every epoch, a training batch, the errors on the validation data with the
@@ -36,8 +34,6 @@ def write_report(
     """
     check_report(out)
     if data is None:
-        return Report.of(
-            run, lambda: load_run(run, trust_code=trust_code).errors(), trust_code=trust_code
-        ).write(out)
+        return Report.of(run, lambda: load_run(run, trust_code=trust_code).errors(), trust_code=trust_code).write(out)
     errors = load_run(run, trust_code=trust_code).errors(data)  # refused here, and not in the report
     return Report.of(run, lambda: errors, trust_code=trust_code).write(out)

@@ -206,9 +206,7 @@ class _Model:
                 400, f"The {len(data):,} bytes are not an image that Pillow can read. {SEND}"
             ) from error
         if kind not in FORMATS:
-            raise HTTPException(
-                415, f"Images of the format {kind} are not read. Send one of {', '.join(FORMATS)}."
-            )
+            raise HTTPException(415, f"Images of the format {kind} are not read. Send one of {', '.join(FORMATS)}.")
         if width * height > self.max_pixels:
             text = f"The image has {width} × {height} pixels; at most {self.max_pixels:,} are read."
             raise HTTPException(413, f"{text} Send a smaller one.")
@@ -317,9 +315,7 @@ def _in_time(run: str | Path, **options: Any) -> Any:
     thread.start()
     thread.join(STARTUP_SECONDS)
     if not found:
-        raise CheckpointError(
-            f"{run} was not loaded within {STARTUP_SECONDS:g} s. Copy it to this machine first."
-        )
+        raise CheckpointError(f"{run} was not loaded within {STARTUP_SECONDS:g} s. Copy it to this machine first.")
     if isinstance(found[0], BaseException):
         raise found[0]
     return found[0]

@@ -182,9 +182,7 @@ class RunView:
         for name, value in values.items():
             fits = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, float)
             if not (fits or is_number(value)):
-                raise PlanError(
-                    f"RunView.log: {name!r} is {value!r:.60}, not a number or a tensor of one element."
-                )
+                raise PlanError(f"RunView.log: {name!r} is {value!r:.60}, not a number or a tensor of one element.")
         if self.rank == 0:
             self._log(values, self.step)
 

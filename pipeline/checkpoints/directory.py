@@ -64,9 +64,7 @@ class Checkpoints:
         if self.every_steps is not None:
             check_whole("Checkpoints: every_steps", self.every_steps, PlanError, 1, also=", or None")
         if self.every_minutes is not None:
-            check_number(
-                "Checkpoints: every_minutes", self.every_minutes, PlanError, "(0, 1e6]", also=", or None"
-            )
+            check_number("Checkpoints: every_minutes", self.every_minutes, PlanError, "(0, 1e6]", also=", or None")
         check_whole("Checkpoints: keep", self.keep, PlanError, 1)
         check_flag("Checkpoints: keep_best", self.keep_best, PlanError)
         check_flag("Checkpoints: background", self.background, PlanError)
@@ -235,14 +233,10 @@ def find(place: Path, verify: Verify = Checkpoint.verify) -> Checkpoint:
             f" {others[0].name} there is of an earlier run, or damaged: the run that was to replace it stopped "
             f"before its first checkpoint. Pass {others[0]} to use it."
         )
-    raise CheckpointError(
-        f"{shown(place)} is not a checkpoint, and has no complete one in {shown(store.folder)}.{why}"
-    )
+    raise CheckpointError(f"{shown(place)} is not a checkpoint, and has no complete one in {shown(store.folder)}.{why}")
 
 
-def _load_complete(
-    path: Path, run: str | None = None, verify: Verify = Checkpoint.verify
-) -> Checkpoint | None:
+def _load_complete(path: Path, run: str | None = None, verify: Verify = Checkpoint.verify) -> Checkpoint | None:
     """Return the checkpoint if it is complete and of `run` (None: of any); otherwise warn, and return None."""
     try:
         checkpoint = Checkpoint(path)
@@ -354,9 +348,7 @@ def _damage(engine: Engine, path: Path) -> str:
     return "" if first is None else broadcast_text(engine, error, source=first)
 
 
-def _look(
-    resume: str | Path | None, store: CheckpointDir | None, verify: Verify = Checkpoint.verify
-) -> dict[str, Any]:
+def _look(resume: str | Path | None, store: CheckpointDir | None, verify: Verify = Checkpoint.verify) -> dict[str, Any]:
     checkpoint, goes_on = None, False
     if resume == "auto":
         assert store is not None  # fit has checked

@@ -151,15 +151,11 @@ def write_part(folder: Path, part: Part, rank: int, ranks: int) -> None:
             save_weights(tensors, path, about={"format": "pt"})  # Hugging Face's loader requires the metadata
             files[path.name] = _measure(path)
             if part.indexed:
-                sizes[path.name] = {
-                    key: value.numel() * value.element_size() for key, value in tensors.items()
-                }
+                sizes[path.name] = {key: value.numel() * value.element_size() for key, value in tensors.items()}
         with atomic_file(note_path(folder, rank)) as file:
             file.write(json.dumps({"files": files, "sizes": sizes, "own": structs.asdict(part.own)}).encode())
     except (OSError, DrivetrainError) as error:
-        raise CheckpointError(
-            f"The checkpoint {folder} could not be written: {str(error).rstrip('.')}."
-        ) from error
+        raise CheckpointError(f"The checkpoint {folder} could not be written: {str(error).rstrip('.')}.") from error
 
 
 def note_path(folder: Path, rank: int) -> Path:
@@ -211,9 +207,7 @@ class Checkpoint:
         except ShapeError as error:
             raise CheckpointError(f"{path} is damaged: {error}. {REMEDY}") from None
         except (OSError, ValueError, RecursionError) as error:
-            raise CheckpointError(
-                f"{path} is not a complete checkpoint: {STATE}: {error}. {REMEDY}"
-            ) from None
+            raise CheckpointError(f"{path} is not a complete checkpoint: {STATE}: {error}. {REMEDY}") from None
 
     @property
     def place(self) -> str:

@@ -73,8 +73,7 @@ def gathered_one_by_one(engine: Engine, held: ModelState) -> ModelState:
     """Return the tensors of a sharded model, each gathered on rank 0 when it is accessed. Every rank must access all,
     in the order of `save_model`; those other than rank 0 do so here, and get an empty state."""
     weights, unlisted = (
-        Tensors({name: _Held(engine, value) for name, value in each.items()})
-        for each in (held.weights, held.unlisted)
+        Tensors({name: _Held(engine, value) for name, value in each.items()}) for each in (held.weights, held.unlisted)
     )
     if engine.rank == 0:
         return ModelState(weights, unlisted)

@@ -165,9 +165,7 @@ def load_engine(checkpoint: Checkpoint, engine: Engine) -> None:
         for rank in checkpoint.content.ranks:
             for name, numbers in rank.numbers.items():
                 tensors = entries[name].readers if name in entries else {}
-                entries[name] = Tensors(
-                    {**tensors, **{key: partial(_same, one) for key, one in numbers.items()}}
-                )
+                entries[name] = Tensors({**tensors, **{key: partial(_same, one) for key, one in numbers.items()}})
         plain = checkpoint.content.optimizer
         engine.import_optimizer(OptimizerState(plain.groups, entries, plain.loss_scale))
 
@@ -264,9 +262,7 @@ def with_averages(checkpoint: Checkpoint, own: Tensors | None = None) -> dict[st
     """Return the methods' states with averages in place of `TENSORS`, those in `own` first."""
     averages = grouped(checkpoint.tensors("methods"), *([] if own is None else [own]))
     return {
-        method: {
-            key: averages[f"{method}.{key}"] if value == TENSORS else value for key, value in state.items()
-        }
+        method: {key: averages[f"{method}.{key}"] if value == TENSORS else value for key, value in state.items()}
         for method, state in checkpoint.content.methods.items()
     }
 
@@ -299,10 +295,7 @@ def evaluated_state(checkpoint: Checkpoint) -> ModelState:
                 if not isinstance(averages, Tensors):  # a custom method may also keep JSON values
                     continue
                 for own in (weights, unlisted):
-                    own |= {
-                        name: _Average(own[name], averages.readers[name])
-                        for name in own.keys() & averages.keys()
-                    }
+                    own |= {name: _Average(own[name], averages.readers[name]) for name in own.keys() & averages.keys()}
         return ModelState(Tensors(weights), Tensors(unlisted))
 
 

@@ -291,9 +291,9 @@ class FitOptions(Config):
 
     place: ClassVar[str] = "fit()"
 
-    out: Annotated[
-        str | Path | None, Kind(_is_path, "the path of a folder or an address"), NONE, Check(check_out)
-    ] = None
+    out: Annotated[str | Path | None, Kind(_is_path, "the path of a folder or an address"), NONE, Check(check_out)] = (
+        None
+    )
     """Folder for the results, or its address, such as `s3://bucket/run`; None: no files. It contains `plan.txt` and
     `recipe.yaml`; `history.json` and `model.safetensors`, written after each epoch; `curves.png`, drawn at the end; and
     `checkpoints/`. With several machines, it must be shared. Files of an address are written to a local folder and

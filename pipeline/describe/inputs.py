@@ -48,9 +48,7 @@ class Inputs:
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self).items()
         return {
-            name: list(each) if isinstance(each, tuple) else each
-            for name, each in values
-            if name != "colors" or each
+            name: list(each) if isinstance(each, tuple) else each for name, each in values if name != "colors" or each
         }
 
     def transform(self) -> Evaluation:

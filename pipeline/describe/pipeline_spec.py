@@ -90,9 +90,7 @@ class PipelineSpec:
         model, seed = fields["model"], fields["seed"]
         options = FrozenDict(fields["model_options"])
         if isinstance(model, nn.Module) and options:
-            raise PlanError(
-                f"The model is already built; it cannot take {sorted(options)}. Pass its factory instead."
-            )
+            raise PlanError(f"The model is already built; it cannot take {sorted(options)}. Pass its factory instead.")
         if not callable(model):
             raise PlanError(f"A model must be a module, a factory or a name, not {model!r:.80}.")
         if not is_whole(seed, 0, 2**63 - 1):

@@ -84,11 +84,7 @@ class Plan:
     @property
     def cautions(self) -> list[str]:
         """Sentences about what may make results worse, or other than expected."""
-        return [
-            f"Caution, step {number}: {step.caution}."
-            for number, step in enumerate(self.steps, 1)
-            if step.caution
-        ]
+        return [f"Caution, step {number}: {step.caution}." for number, step in enumerate(self.steps, 1) if step.caution]
 
     def _table(self) -> Table:
         rows = [
@@ -174,9 +170,7 @@ def lay_out(
 def _about(model: nn.Module) -> str:
     sizes = [(each.numel(), each.requires_grad) for each in model.parameters() if not is_lazy(each)]
     frozen = describe_frozen(model)
-    trained = f", {sum(size for size, is_trained in sizes if is_trained):,} trained; frozen: {frozen}" * bool(
-        frozen
-    )
+    trained = f", {sum(size for size, is_trained in sizes if is_trained):,} trained; frozen: {frozen}" * bool(frozen)
     meta = "; on the meta device, initialized by each module's reset_parameters()" * on_meta(model)
     return f"; {sum(size for size, _ in sizes):,} parameters{trained}{meta}"
 
@@ -241,9 +235,7 @@ def _filter_name(module_filter: strategies.ModuleFilter | float) -> str:
     return "what a function selects" if callable(module_filter) else ", ".join(sorted(module_filter))
 
 
-def _transform_step(
-    transform: Transform, strategy: str = "", mixing: Sequence[str] = (), crop: str = ""
-) -> Step:
+def _transform_step(transform: Transform, strategy: str = "", mixing: Sequence[str] = (), crop: str = "") -> Step:
     why = KIND_REASON[transform.kind]
     if transform.kind == "memory_format" and family(strategy) in ("fsdp", "deepspeed"):
         why = "shards are contiguous: the images and thus the activations get the format, the weights do not"

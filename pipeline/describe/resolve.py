@@ -58,9 +58,7 @@ class ResolvedPlan:
         return dataclasses.replace(self, spec=self.spec.replace(data=data), data=data)
 
 
-def resolve(
-    spec: PipelineSpec, *, files: bool = True, precision: strategies.Precision | None = None
-) -> ResolvedPlan:
+def resolve(spec: PipelineSpec, *, files: bool = True, precision: strategies.Precision | None = None) -> ResolvedPlan:
     """Check a full pipeline and decide what follows; nothing is loaded or started. `files`: whether to read their
     headers; the number of classes, if it is "auto", is read in any case. `precision`: what "auto" means in a run that
     resumes; None: what the device computes natively."""
@@ -69,9 +67,7 @@ def resolve(
         spec = spec.replace(distribution=how)
     data = spec.data
     if data is None:
-        raise PlanError(
-            "The pipeline has no data. Add .load('train.beton', 'val.beton', batch_size=…, image_size=…)."
-        )
+        raise PlanError("The pipeline has no data. Add .load('train.beton', 'val.beton', batch_size=…, image_size=…).")
     spec, classes = take_classes(spec, data)
     strategy = strategies.get(how.strategy, **how.options)
     devices = how.ranks
@@ -140,9 +136,7 @@ def take_classes(spec: PipelineSpec, data: DataConfig) -> tuple[PipelineSpec, st
 NATIVE = (8, 0)  # the compute capability of Ampere; older GPUs of NVIDIA emulate bf16, slowly
 
 
-def take_precision(
-    how: DistributedConfig, kept: strategies.Precision | None
-) -> tuple[DistributedConfig, str]:
+def take_precision(how: DistributedConfig, kept: strategies.Precision | None) -> tuple[DistributedConfig, str]:
     """Return the options with "auto" decided, and why. `kept`, the checkpoint's, stays the same on any device."""
     if how.precision != "auto":
         return how, ""
@@ -164,6 +158,4 @@ def choose_precision(how: DistributedConfig) -> tuple[strategies.Precision, str]
     name = machine.bf16_instructions()
     if name is None:
         return "fp32", "this system does not list the CPU's instructions"
-    return (
-        ("bf16", f"the CPU has {name}") if name else ("fp32", "no bf16 instructions of the CPU can be used")
-    )
+    return ("bf16", f"the CPU has {name}") if name else ("fp32", "no bf16 instructions of the CPU can be used")

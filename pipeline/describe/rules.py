@@ -76,8 +76,7 @@ def _unused_parameters(spec: PipelineSpec) -> None:
     for transform in spec.transforms:
         if transform.unused_parameters and not getattr(strategy, "find_unused_parameters", False):
             raise PlanError(
-                f"{_name(transform)} leaves parameters without a gradient, for which {how.name!r} would wait: "
-                f"{remedy}."
+                f"{_name(transform)} leaves parameters without a gradient, for which {how.name!r} would wait: {remedy}."
             )
 
 
@@ -186,9 +185,7 @@ def _conflicts(spec: PipelineSpec) -> None:
 
 def _flat_shards_of_matrices(spec: PipelineSpec) -> None:
     optimizer, strategy = spec.optimized.optimizer, spec.distributed.name
-    sharded = family(strategy) == "deepspeed" or (
-        family(strategy) in ("fsdp", "auto") and not gathers(optimizer)
-    )
+    sharded = family(strategy) == "deepspeed" or (family(strategy) in ("fsdp", "auto") and not gathers(optimizer))
     if not sharded or not needs_whole_matrices(optimizer):
         return
     remedy = ", or with 'fsdp', where it gathers them" if gathers(optimizer) else "; or use 'adamw'"
@@ -253,9 +250,7 @@ def _views(spec: PipelineSpec) -> None:
             "number of views, or load them with FFCVLoader for a loop of your own."
         )
     if views == 1 and task.kind == "views":
-        raise PlanError(
-            f"{type(task).__name__} compares several views of each image. Pass views=2 to load()."
-        )
+        raise PlanError(f"{type(task).__name__} compares several views of each image. Pass views=2 to load().")
     if views == 1:
         return
     if task.kind not in ("views", "any"):
@@ -325,9 +320,7 @@ def _pruned_samples(spec: PipelineSpec) -> None:
             "progress."
         )
     if _mean(spec).each is None:
-        raise PlanError(
-            f"{_name(pruning)} needs the loss of each sample, but {spec.target.loss_name} {NOT_PER_SAMPLE}"
-        )
+        raise PlanError(f"{_name(pruning)} needs the loss of each sample, but {spec.target.loss_name} {NOT_PER_SAMPLE}")
 
 
 def _denominator(spec: PipelineSpec) -> None:

@@ -100,9 +100,7 @@ def compare(first: str | Path, second: str | Path) -> Comparison:
         if (why := ledger.why_not(one))
     ]
     if any(not one.resolved for row in rows for one in (row.first, row.second, row.speed) if one is not None):
-        failed.append(
-            "Not resolved: the interval extends beyond a factor of two to each side. Measure longer."
-        )
+        failed.append("Not resolved: the interval extends beyond a factor of two to each side. Measure longer.")
     return Comparison(names, rows, missing, differences(*(ledger.facts for ledger in ledgers)), failed)
 
 
@@ -121,10 +119,7 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str
     pairs["revision"] = (machines[0].get("git_revision"), machines[1].get("git_revision"))
     for part in ("hardware", "environment", "versions"):
         one, two = machines[0].get(part) or {}, machines[1].get(part) or {}
-        pairs |= {
-            f"{part}, {key}": (one.get(key), two.get(key))
-            for key in [*one, *(k for k in two if k not in one)]
-        }
+        pairs |= {f"{part}, {key}": (one.get(key), two.get(key)) for key in [*one, *(k for k in two if k not in one)]}
     for name, (one, two) in pairs.items():
         if one != two:
             sentences.append(f"Different {name}: {_text(one)} and {_text(two)}.")

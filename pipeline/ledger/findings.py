@@ -165,9 +165,7 @@ def caveats(ledger: LedgerData) -> list[str]:
             f"{', '.join(unresolved)}: {_too_few(ledger)}."
         )
     if ledger.spread > NOISY:
-        sentences.append(
-            "What follows is uncertain, with intervals this wide: increase seconds, on a quiet machine."
-        )
+        sentences.append("What follows is uncertain, with intervals this wide: increase seconds, on a quiet machine.")
     return sentences
 
 

@@ -365,9 +365,7 @@ class _Measurement:
             opening = trial = 0.0
             if alike:
                 opening = mean(one.opening for one in alike)
-                trial = len(group) * mean(
-                    one.seconds / (1 if on_ranks else len(one.variants)) for one in alike
-                )
+                trial = len(group) * mean(one.seconds / (1 if on_ranks else len(one.variants)) for one in alike)
             spent = sum(runner.seconds for runner in self._runners) + trial
             if perf_counter() + opening + trial + rounds * spent > self._deadline:
                 self._record.left_out |= dict.fromkeys([one.id for one in group], NO_TIME)
@@ -386,10 +384,7 @@ class _Measurement:
         longest = starting + training * batches / self._batches
         while not record.stopped:
             start, number = perf_counter(), len(record.rounds) + 1
-            if (
-                number > TIGHT_ROUNDS
-                and LedgerData(record.rounds, {}, record.variants).spread <= self._within
-            ):
+            if number > TIGHT_ROUNDS and LedgerData(record.rounds, {}, record.variants).spread <= self._within:
                 record.stopped = f"Stopped because every interval is within ± {self._within:.1%}"
             elif number > MAX_ROUNDS:
                 record.stopped = "Stopped at the round limit"
@@ -434,9 +429,7 @@ def train_each(
     variants: Sequence[Variant], rows: dict[VariantId, Trained], epochs: int, target: float | None,
     progress: bool,
 ) -> None:  # fmt: skip
-    with tqdm(
-        total=len(variants), unit="training", disable=not (progress and is_interactive()), leave=False
-    ) as bar:
+    with tqdm(total=len(variants), unit="training", disable=not (progress and is_interactive()), leave=False) as bar:
         for number, variant in enumerate(variants, 1):
             bar.set_description(f"ledger: accuracy, training {number}/{len(variants)}: {variant.id}")
             rows[variant.id] = row = _trained(variant, epochs, target, sets_target=number == 1)

@@ -81,9 +81,7 @@ def _with_stages_of(how: DistributedConfig, own: DistributedConfig) -> Distribut
 
 def _distribution_name(how: DistributedConfig) -> str:
     names = [f"{how.name} × {how.ranks}"] if how.name != "single" else []
-    names += (
-        ["activation checkpointing"] if how.activation_checkpointing and how.memory_budget is None else []
-    )
+    names += ["activation checkpointing"] if how.activation_checkpointing and how.memory_budget is None else []
     names += [f"accumulate {how.accumulate}"] if how.accumulate > 1 else []
     names += [f"clip_norm {how.clip_norm:g}"] if how.clip_norm is not None else []
     return ", ".join(names) or how.name

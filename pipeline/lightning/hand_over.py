@@ -213,9 +213,7 @@ class LitModule(pl.LightningModule):
         data: Any = getattr(self.trainer, "datamodule", None)
         ours = self._plan.data, self._plan.seed
         if isinstance(data, LitDataModule) and (data.plan.data, data.plan.seed) != ours:
-            raise PlanError(
-                "The module and the data are from two pipelines. Take both from one to_lightning()."
-            )
+            raise PlanError("The module and the data are from two pipelines. Take both from one to_lightning().")
         if stage == "fit":
             check_trainer(self._plan, self._epochs, self.trainer)
         if isinstance(self.trainer.strategy, DeepSpeedStrategy) and make_contiguous(self.model):

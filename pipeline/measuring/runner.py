@@ -116,9 +116,7 @@ class VariantRunner:
         self._built, self.variants = None, []
         self._stack.close()
 
-    def run(
-        self, epoch: int, batches: int, variants: Sequence[VariantId], deadline: float = math.inf
-    ) -> Results:
+    def run(self, epoch: int, batches: int, variants: Sequence[VariantId], deadline: float = math.inf) -> Results:
         """Run these trials. If training failed, its model may be in any state, so the full group fails."""
         start = perf_counter()
         if self._built is None:
@@ -131,9 +129,7 @@ class VariantRunner:
             return {}, {one: failed.get(one, why) for one in self.variants}
         return trials, failed
 
-    def _run_on_ranks(
-        self, variants: Sequence[VariantId], epoch: int, batches: int, deadline: float
-    ) -> Results:
+    def _run_on_ranks(self, variants: Sequence[VariantId], epoch: int, batches: int, deadline: float) -> Results:
         left = deadline - perf_counter()
         if left <= 0:
             raise OutOfTime
@@ -150,9 +146,7 @@ class VariantRunner:
         return {one: _merged([trials[one] for trials, _ in answers]) for one in variants}, {}
 
 
-def _run_here(
-    built: BuiltVariant, variants: Sequence[VariantId], epoch: int, batches: int, deadline: float
-) -> Results:
+def _run_here(built: BuiltVariant, variants: Sequence[VariantId], epoch: int, batches: int, deadline: float) -> Results:
     trials, failed = {}, {}
     for one in variants:
         try:

@@ -69,9 +69,7 @@ class Levels(Generic[K]):
         middle = _trimmed(drift).mean
         self._speeds = {name: [speeds[name] for speeds in rounds] for name in names}
         self._logs = dict(zip(names, logs.T, strict=True))
-        self._levels = {
-            name: _trimmed(trials).mean + middle for name, trials in zip(names, still, strict=True)
-        }
+        self._levels = {name: _trimmed(trials).mean + middle for name, trials in zip(names, still, strict=True)}
 
     def speed(self, name: K) -> Figure:
         value, speeds = math.exp(self._levels[name]), self._speeds[name]

@@ -93,13 +93,9 @@ def run_trial(
 def mean_trial(trials: Sequence[Trial], shares: Sequence[float]) -> Trial:
     """Return the weighted mean of trials on the same samples; the shares, their weights, sum to 1."""
     names = trials[0].parts or ()
-    table = [
-        [trial.seconds, trial.waited, *((trial.parts or {})[name] for name in names)] for trial in trials
-    ]
+    table = [[trial.seconds, trial.waited, *((trial.parts or {})[name] for name in names)] for trial in trials]
     seconds, waited, *parts = np.dot(shares, table).tolist()
-    return replace(
-        trials[0], seconds=seconds, waited=waited, parts=dict(zip(names, parts, strict=True)) or None
-    )
+    return replace(trials[0], seconds=seconds, waited=waited, parts=dict(zip(names, parts, strict=True)) or None)
 
 
 @contextmanager

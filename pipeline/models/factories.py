@@ -90,9 +90,7 @@ def vit(
     a multiple of `patch_size`."""
     from torchvision.models.vision_transformer import VisionTransformer
 
-    model: nn.Module = VisionTransformer(
-        image_size, patch_size, depth, heads, width, mlp, num_classes=num_classes
-    )
+    model: nn.Module = VisionTransformer(image_size, patch_size, depth, heads, width, mlp, num_classes=num_classes)
     return model
 
 

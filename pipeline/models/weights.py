@@ -94,9 +94,7 @@ def load_weights(model: nn.Module, path: Path, name: str, heads: Sequence[str]) 
     state, own = read_weights(path, name), model.state_dict()
     prefixes = tuple(f"{head}." for head in heads)
     left = {
-        key
-        for key, value in state.items()
-        if key.startswith(prefixes) and key in own and own[key].shape != value.shape
+        key for key, value in state.items() if key.startswith(prefixes) and key in own and own[key].shape != value.shape
     }
     for key in {**own, **state}:
         if key in left:

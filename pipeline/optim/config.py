@@ -69,9 +69,7 @@ class OptimizerConfig(Config):
     )
     """lr, momentum, weight_decay, …. The optimizer's own arguments."""
     _: KW_ONLY
-    schedule: Annotated[str | ScheduleFunction, TEXT, Kind(callable, "a function", json=False), IN_WORDS] = (
-        "cosine"
-    )
+    schedule: Annotated[str | ScheduleFunction, TEXT, Kind(callable, "a function", json=False), IN_WORDS] = "cosine"
     """Learning rate schedule, per step: cosine, linear, constant, step, multistep, onecycle, wsd, or
     package.module:function. Or a function of the progress, 0 to 1 from the end of warm-up to the end of the run, that
     returns a factor of the learning rate (finite, 0 or more; checked before training). Or a factory of any torch
@@ -150,9 +148,7 @@ class OptimizerConfig(Config):
                 "scale_lr=True needs the batch size that the learning rate was tuned for. Pass base_batch_size=…."
             )
         if self.is_factory:
-            raise PlanError(
-                "scale_lr=True needs an optimizer by name, such as 'sgd'. Scale lr in your factory."
-            )
+            raise PlanError("scale_lr=True needs an optimizer by name, such as 'sgd'. Scale lr in your factory.")
         if not self.scaling:
             known = ", ".join(sorted(getattr(kind, "__name__", str(kind)) for kind in SCALING))
             raise PlanError(
@@ -219,9 +215,7 @@ class OptimizerConfig(Config):
                 f"the scheduler's learning rates are for batches of {base:,} images; each is multiplied by "
                 f"{self._scale(batch_size):.4g} {how}"
             )
-        return (
-            f"lr={self.lr:g} is for batches of {base:,} images; scaled to {self.lr_for(batch_size):.4g} {how}"
-        )
+        return f"lr={self.lr:g} is for batches of {base:,} images; scaled to {self.lr_for(batch_size):.4g} {how}"
 
     def caution(self, batch_size: int) -> str:
         """Empty if learning rate and batch size were tuned together."""

@@ -125,9 +125,7 @@ def layerwise_decay(model: nn.Module, lr: float, factor: float = 0.75) -> dict[s
     blocks = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
     depths = _by_block(model, blocks) if blocks else _by_layer(model)
     last = len(blocks) + 1 if blocks else max(depths.values())
-    return {
-        pattern: {"lr": lr * factor ** (last - depth)} for pattern, depth in depths.items() if depth < last
-    }
+    return {pattern: {"lr": lr * factor ** (last - depth)} for pattern, depth in depths.items() if depth < last}
 
 
 def _by_block(model: nn.Module, blocks: list[str]) -> dict[str, int]:

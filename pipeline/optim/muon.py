@@ -128,9 +128,7 @@ class Muon(torch.optim.Optimizer):
             alike.setdefault((_matrix_shape(parameter), parameter.dtype, parameter.device), []).append(number)
         for (shape, _, device), numbers in alike.items():
             precision = group["precision"] or ("bf16" if device.type == "cuda" else "fp32")
-            stacked = torch.stack(
-                [self._before(_whole(updates[number])).reshape(shape) for number in numbers]
-            )
+            stacked = torch.stack([self._before(_whole(updates[number])).reshape(shape) for number in numbers])
             directions = orthogonalized(stacked, group["ns_steps"], PRECISIONS[precision])
             rate = lr * ADJUSTMENTS[group["adjust_lr"]](*shape)
             for number, direction in zip(numbers, directions, strict=True):
@@ -151,8 +149,7 @@ class Muon(torch.optim.Optimizer):
                 zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 self.state[parameter].update(step=torch.zeros(()), **zeros)
         averages, squares, steps = (
-            [self.state[parameter][name] for parameter in parameters]
-            for name in ("exp_avg", "exp_avg_sq", "step")
+            [self.state[parameter][name] for parameter in parameters] for name in ("exp_avg", "exp_avg_sq", "step")
         )
         (beta1, beta2), gradients = group["betas"], [_gradient(parameter) for parameter in parameters]
         adamw(

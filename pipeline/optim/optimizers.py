@@ -101,9 +101,7 @@ def find_optimizer(optimizer: Any) -> Any:
             )
         return optimizer
     if not callable(optimizer):
-        raise PlanError(
-            f"optimize() takes the name of an optimizer, a class or a function, not {optimizer!r:.80}."
-        )
+        raise PlanError(f"optimize() takes the name of an optimizer, a class or a function, not {optimizer!r:.80}.")
     _refuse_unusable(optimizer)
     return next((name for name, own in OPTIMIZERS.items() if own is optimizer), optimizer)
 

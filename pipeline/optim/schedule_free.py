@@ -78,9 +78,7 @@ class ScheduleFree(torch.optim.Optimizer):
 class ScheduleFreeSGD(ScheduleFree):
     """Schedule-Free SGD. `lr` 1.0 and `momentum` 0.9 are the authors'; the best `lr` is often 10 to 50 times SGD's."""
 
-    def __init__(
-        self, params: Any, lr: float = 1.0, momentum: float = 0.9, weight_decay: float = 0.0
-    ) -> None:
+    def __init__(self, params: Any, lr: float = 1.0, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}, momentum)
 
     def _momentum(self, group: dict[str, Any]) -> float:
@@ -103,9 +101,7 @@ class ScheduleFreeAdamW(ScheduleFree):
     ) -> None:
         if not 0 <= betas[1] < 1:
             raise ValueError(f"betas[1]={betas[1]!r} must be in [0, 1)")
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, betas[0]
-        )
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, betas[0])
 
     def _momentum(self, group: dict[str, Any]) -> float:
         return float(group["betas"][0])

@@ -21,9 +21,7 @@ class RaceClock(Callback):
     @property
     def reason(self) -> str:
         """Why it stops a run."""
-        return (
-            f"race: {self.target:g} not reached within {self.limit:.4g} s" if self.limit is not None else ""
-        )
+        return f"race: {self.target:g} not reached within {self.limit:.4g} s" if self.limit is not None else ""
 
     def on_fit_start(self, view: RunView) -> None:  # noqa: ARG002
         self.points = []

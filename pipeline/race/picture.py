@@ -17,9 +17,7 @@ MARKERS = "osD^v"  # the second half dozen of variants has other marks
 
 def figure_of(race: Any) -> Any:
     """Return the picture of a `RaceResult`, which imports this file, as a matplotlib figure."""
-    figure = require("matplotlib.figure", "plot", "draw the race").Figure(
-        figsize=(8.5, 5), layout="constrained"
-    )
+    figure = require("matplotlib.figure", "plot", "draw the race").Figure(figsize=(8.5, 5), layout="constrained")
     axes = figure.subplots()
     longest = max(point.seconds for run in race.runs for point in run.points)
     units = {"hours": 3600, "minutes": 60, "seconds": 1}
@@ -42,9 +40,7 @@ def figure_of(race: Any) -> Any:
             label=label,
         )
         if row.seconds is not None:
-            axes.plot(
-                [row.seconds.value / scale], [race.target], "|", color=color, markersize=16, markeredgewidth=2
-            )
+            axes.plot([row.seconds.value / scale], [race.target], "|", color=color, markersize=16, markeredgewidth=2)
     axes.axhline(race.target, color=INK, linestyle="--", linewidth=0.8)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.4g} %")
     axes.set_xlim(left=0)

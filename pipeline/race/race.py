@@ -53,9 +53,7 @@ def race(
     check_measurable(1.0 if seconds is None else seconds)
     file = None if out is None else Path(out).absolute()
     if file is not None and file.suffix != ".json":
-        raise PlanError(
-            f"out={str(out)!r} must end in .json: it keeps the runs, from which the next call continues."
-        )
+        raise PlanError(f"out={str(out)!r} must end in .json: it keeps the runs, from which the next call continues.")
     given = _variants(spec, against)
     if epochs is not None:
         check_whole("epochs", epochs, PlanError, 1)
@@ -99,9 +97,7 @@ def _variants(spec: PipelineSpec, against: Against | None) -> dict[str, Pipeline
         entries = [(None, one) for one in ([against] if isinstance(against, PipelineSpec) else against)]
     for number, (name, one) in enumerate(entries, 2):
         if not isinstance(one, PipelineSpec):
-            raise PlanError(
-                f"against: {one!r:.80} is not a pipeline. Pass pipelines, as a dict by name or as a list."
-            )
+            raise PlanError(f"against: {one!r:.80} is not a pipeline. Pass pipelines, as a dict by name or as a list.")
         if name in found:
             raise PlanError(f"against: {name!r} is the name of the pipeline itself. Give it another name.")
         own = one.recipe if one.recipe not in found else None
@@ -192,9 +188,7 @@ class _Race:
             return result.limit(seed)
         if name == first:
             return None
-        return dataclasses.replace(result, runs=[run for run in result.of(first) if run.seed == seed]).limit(
-            seed
-        )
+        return dataclasses.replace(result, runs=[run for run in result.of(first) if run.seed == seed]).limit(seed)
 
     def _one(self, name: str, seed: int) -> RaceRun:
         spec, limit, start = self._variants[name], self._limit(name, seed), perf_counter()
@@ -202,9 +196,7 @@ class _Race:
         clock = RaceClock(self._result.monitor, self._result.target, limit)
         options["callbacks"] = [*options.get("callbacks", ()), clock]
         try:
-            history = fit(
-                spec.replace(seed=seed), FitConfig(progress=False, checkpoints=None, **options)
-            ).history
+            history = fit(spec.replace(seed=seed), FitConfig(progress=False, checkpoints=None, **options)).history
         except (PlanError, DataError):  # no run of this variant can work
             raise
         except Exception as error:  # it diverged, or ran out of memory: the others go on

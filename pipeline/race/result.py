@@ -248,9 +248,7 @@ class RaceResult:
             if saved.format != FORMAT:
                 raise ShapeError(f"its format is {saved.format}, and this version reads {FORMAT}")
         except (OSError, ShapeError) as error:
-            raise LedgerError(
-                f"{path} is not the file of a race: {error}. Pass another name, or delete it."
-            ) from None
+            raise LedgerError(f"{path} is not the file of a race: {error}. Pass another name, or delete it.") from None
         return cls(
             saved.target,
             tuple(saved.variants),

@@ -122,9 +122,7 @@ def _model(pipeline: PipelineSpec) -> str:
 def _name(role: str, target: Any, remedy: str) -> str:
     name = target if isinstance(target, str) else name_of(target)
     if name is None:
-        raise RecipeError(
-            f"The {role} {title(target)} cannot be imported by name. {unnamed(target)} {remedy}"
-        )
+        raise RecipeError(f"The {role} {title(target)} cannot be imported by name. {unnamed(target)} {remedy}")
     return name
 
 

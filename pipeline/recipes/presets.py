@@ -31,9 +31,7 @@ class Completed:
         return not self.given.isdisjoint(keys_of(config))
 
 
-def completed(
-    recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] = FrozenDict()
-) -> Completed:
+def completed(recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] = FrozenDict()) -> Completed:
     given, origin = _find(recipe)
     name = given.pop("name", None)
     full = dict(DEFAULTS)

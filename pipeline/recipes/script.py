@@ -111,8 +111,7 @@ def definitions(names: Iterable[str]) -> str:
         )
     first = f'"""What recipe.yaml names of {title}, and what that uses: saved by fit(out=…)."""\n\n'
     around = [
-        "\n\n" if each.block or before.block else ""
-        for before, each in zip([*kept[:1], *kept], kept, strict=False)
+        "\n\n" if each.block or before.block else "" for before, each in zip([*kept[:1], *kept], kept, strict=False)
     ]
     return first + "".join(f"{space}{each.text}\n" for space, each in zip(around, kept, strict=True))
 
@@ -175,10 +174,7 @@ def _statements(text: str, last: int, package: str | None) -> Iterator[_Statemen
     except SyntaxError:  # a cell that failed
         return
     lines = text.split("\n")
-    spans = [
-        (min([n.lineno, *(d.lineno for d in getattr(n, "decorator_list", ()))]), n.end_lineno or 0)
-        for n in nodes
-    ]
+    spans = [(min([n.lineno, *(d.lineno for d in getattr(n, "decorator_list", ()))]), n.end_lineno or 0) for n in nodes]
     for number, node in enumerate(nodes):
         first, end = spans[number]
         shares = first in {s[1] for s in spans[:number]} or end in {s[0] for s in spans[number + 1 :]}
@@ -243,16 +239,12 @@ def _changed(statement: ast.stmt, *, calls: bool = True) -> Iterator[str]:
                 yield inner.id
 
 
-def _slice(
-    every: list[_Statement], names: Iterable[str], modules: set[str]
-) -> tuple[list[_Statement], set[str]]:
+def _slice(every: list[_Statement], names: Iterable[str], modules: set[str]) -> tuple[list[_Statement], set[str]]:
     """Return the statements that bind or change these names and those that they use, in order, and all these names."""
     needed, kept = set(names), {number for number, each in enumerate(every) if each.always}
     grows = True
     while grows:
-        found = {
-            number for number, each in enumerate(every) if needed & (each.binds | (each.changes - modules))
-        } - kept
+        found = {number for number, each in enumerate(every) if needed & (each.binds | (each.changes - modules))} - kept
         for number in found:
             needed |= every[number].uses
         kept |= found
@@ -263,9 +255,7 @@ def _slice(
 def _runs_here(module: str, names: Iterable[str]) -> bool:
     """Whether the running script defines these names by the same text."""
     try:
-        return (
-            vars(sys.modules["__main__"]).keys() >= set(names) and _module_name(definitions(names)) == module
-        )
+        return vars(sys.modules["__main__"]).keys() >= set(names) and _module_name(definitions(names)) == module
     except RecipeError:
         return False
 

@@ -41,9 +41,7 @@ def recipe_table(recipe: str) -> Table:
 def _origin(key: str, full: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     """Return the notes on a key and its entries; without notes, the source of its value."""
     notes: Mapping[str, str] = full["notes"]
-    inner = [
-        f"{name.partition('.')[2]}: {note}" for name, note in notes.items() if name.startswith(f"{key}.")
-    ]
+    inner = [f"{name.partition('.')[2]}: {note}" for name, note in notes.items() if name.startswith(f"{key}.")]
     lines = ([notes[key]] if key in notes else []) + inner
     if lines:
         return "\n".join(lines)
@@ -55,10 +53,7 @@ def _origin(key: str, full: Mapping[str, Any], given: Mapping[str, Any]) -> str:
 
 
 def keys_table() -> Table:
-    rows = [
-        (key, _text(DEFAULTS[key]) if key in DEFAULTS else "(required)", meaning)
-        for key, meaning in KEYS.items()
-    ]
+    rows = [(key, _text(DEFAULTS[key]) if key in DEFAULTS else "(required)", meaning) for key, meaning in KEYS.items()]
     return Table(("key", "default", "meaning"), rows, spaced=True, stacks=True)
 
 

@@ -95,9 +95,7 @@ class RunArtifacts(Observer):
     def flush(self) -> None:
         if self._pending:
             points = (StepPoint(at, copy.values(), lr) for at, lr, copy in self._pending)
-            finite = [
-                point for point in points if math.isfinite(point.loss)
-            ]  # of a skipped step, JSON has none
+            finite = [point for point in points if math.isfinite(point.loss)]  # of a skipped step, JSON has none
             self._outcome.history = replace(self.history, steps=[*self.history.steps, *finite])
             self._pending = []
 

@@ -143,9 +143,7 @@ class FitConfig(FitOptions):
     blank lines in the code make no difference. Names and shapes of the weights must be the same in any case."""
     stop_on: Annotated[
         Sequence[str],
-        Kind(
-            lambda value: isinstance(value, list | tuple), "a list of names of signals, such as ['SIGTERM']"
-        ),
+        Kind(lambda value: isinstance(value, list | tuple), "a list of names of signals, such as ['SIGTERM']"),
         Check(_check_signals),
     ] = ()
     """Names of signals, such as `"SIGTERM"`, at which all ranks save after the next step and leave by

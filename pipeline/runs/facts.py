@@ -66,9 +66,7 @@ def _code(plan: ResolvedPlan) -> str:
     found = code_identity([*_owners([*given, fit_options(plan.spec)])])
     with fork_rng(plan.seed), suppress(Exception), warnings.catch_warnings():  # the first run has them
         warnings.simplefilter("ignore")
-        build_model(
-            plan.spec, plan.transforms, lambda new: found.update(model_identity(new, plan.spec.model))
-        )
+        build_model(plan.spec, plan.transforms, lambda new: found.update(model_identity(new, plan.spec.model)))
     if isinstance(plan.spec.model, nn.Module):
         found["weights"] = identity(plan.spec.model)
     return digest(json.dumps(found, sort_keys=True))

@@ -40,16 +40,12 @@ from .run import Run
 
 @plain_torch()
 @failures_posted()
-def fit(
-    spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False, each_rank: bool = True
-) -> FitResult:
+def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False, each_rank: bool = True) -> FitResult:
     """Train; see `Pipeline.fit`. With `show_plan`, print the plan once everything is checked and built. Without
     `each_rank`, of ranks that have called this, only rank 0 needs the trained weights."""
     epochs = spec.epochs if config.epochs is None else config.epochs
     if epochs is None:
-        raise PlanError(
-            "Number of epochs not set. Pass fit(epochs=…), or set epochs=… in the recipe or the command."
-        )
+        raise PlanError("Number of epochs not set. Pass fit(epochs=…), or set epochs=… in the recipe or the command.")
     spec = spec.replace(epochs=epochs, fit_options=recorded(config, spec.fit_options))
     plan = resolve(spec)
     folder, progress = config.folder, config.progress

@@ -142,9 +142,7 @@ def with_trained(texts: dict[str, str], facts: Mapping[str, Any]) -> dict[str, s
         return texts
     trained = {"task": facts.get("task"), **facts["inputs"]}
     # Lists in one line: of 1,000 classes, one per line would hide the recipe.
-    text = yaml.safe_dump(
-        {"trained": trained}, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110
-    )
+    text = yaml.safe_dump({"trained": trained}, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
     return {**texts, RECIPE: texts[RECIPE] + text}
 
 

@@ -69,8 +69,7 @@ class CrossValidation:
 
     def _shown(self, metrics: Mapping[str, float]) -> list[str]:
         return [
-            format_metric(metrics[name], self.units.get(name)) if name in metrics else ""
-            for name in self._values()
+            format_metric(metrics[name], self.units.get(name)) if name in metrics else "" for name in self._values()
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,9 +93,7 @@ def cross_validate(spec: PipelineSpec, folds: int, options: Mapping[str, Any]) -
     configs = []
     for fold in range(folds):
         data = dataclasses.replace(spec.data, val=None, val_split=None, folds=folds, fold=fold)
-        place = (
-            None if out is None else f"{out}/fold-{fold}" if is_address(out) else Path(out) / f"fold-{fold}"
-        )
+        place = None if out is None else f"{out}/fold-{fold}" if is_address(out) else Path(out) / f"fold-{fold}"
         configs.append((spec.replace(data=data), FitConfig.of({**options, "out": place})))
     found = [_trained(*each) for each in configs]  # the models of earlier folds are not kept
     histories = tuple(each for each, *_ in found)

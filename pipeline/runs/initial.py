@@ -82,9 +82,7 @@ class InitialWeights:
         shared = [name for name in own if name in state]
         # What is evaluated is all of a trained model; a new run keeps constants that fit its own options.
         other = unlisted.keys() if self._strict else set()
-        same = tuple(
-            name for name in shared if tuple(own[name].shape) == shape_of(state, name) or name in other
-        )
+        same = tuple(name for name in shared if tuple(own[name].shape) == shape_of(state, name) or name in other)
         vacant = vacant_buffers(model) & state.keys()
         matched = Matched(
             source, same, tuple(name for name in own if name not in state and name not in unlisted),
@@ -130,9 +128,7 @@ def check_source(weights: WeightsArg) -> Path:
         )
     place = opened(weights, MODEL, UNLISTED)
     if not place.exists():
-        raise PlanError(
-            f"{weights} does not exist. Pass the folder of a run or of a checkpoint, or {SOURCES}."
-        )
+        raise PlanError(f"{weights} does not exist. Pass the folder of a run or of a checkpoint, or {SOURCES}.")
     if place.is_file() and place.suffix not in SUFFIXES:
         raise PlanError(f"{place} is not a file of weights: its name ends in none of {', '.join(SUFFIXES)}.")
     return place

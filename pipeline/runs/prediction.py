@@ -227,9 +227,7 @@ def _at(path: str, channels: int) -> list[Picture]:
     elif not place.exists() and glob.has_magic(path):
         paths = sorted(each for each in glob.glob(path, recursive=True) if Path(each).is_file())  # noqa: PTH207
         if not paths:
-            raise DataError(
-                f"No file matches {path}. Pass a folder, or quote a pattern such as 'photos/**/*.jpg'."
-            )
+            raise DataError(f"No file matches {path}. Pass a folder, or quote a pattern such as 'photos/**/*.jpg'.")
     elif not place.exists():
         raise DataError(f"{path} is not a file or folder. Pass images, a folder, a pattern or a .beton file.")
     else:

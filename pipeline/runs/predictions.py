@@ -32,15 +32,11 @@ def check_out(out: Path, task: Task) -> None:
     masks = isinstance(task, Segmentation)
     if out.suffix.lower() in TABLES:
         if masks:
-            raise DataError(
-                f"{out} is a table, but the predictions are masks. Pass a folder, e.g. {out.stem}/."
-            )
+            raise DataError(f"{out} is a table, but the predictions are masks. Pass a folder, e.g. {out.stem}/.")
         if out.suffix.lower() == ".parquet":
             require("pyarrow.parquet", "parquet", "write Parquet")
     elif not masks:
-        raise DataError(
-            f"{out} must end in {' or '.join(TABLES)}; a folder is for the masks of Segmentation."
-        )
+        raise DataError(f"{out} must end in {' or '.join(TABLES)}; a folder is for the masks of Segmentation.")
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} exists. Pass a new folder for the masks.")
 
@@ -80,9 +76,7 @@ def _cell(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
 
 
-def write_masks(
-    out: Path, names: Sequence[str], masks: Iterable[Predicted], inputs: Inputs
-) -> list[dict[str, Any]]:
+def write_masks(out: Path, names: Sequence[str], masks: Iterable[Predicted], inputs: Inputs) -> list[dict[str, Any]]:
     """Write each mask as a PNG file with a palette, of the picture's size: its values are the classes, and 255 where
     the model saw nothing. It is under the path of the picture, one of `names`, below the folder that all have in
     common. The folder appears when all are written. Return a row per picture: `image` and `mask`, or `error`."""

@@ -41,9 +41,7 @@ def on_ranks(
 
 
 @contextmanager
-def built_here(
-    plan: ResolvedPlan, initial: Initial | None = None, *, resumes: bool = False
-) -> Iterator[Built]:
+def built_here(plan: ResolvedPlan, initial: Initial | None = None, *, resumes: bool = False) -> Iterator[Built]:
     """Build what this rank trains or evaluates with; afterwards restore the random states and CUDA's settings."""
     with (
         fork_rng(plan.seed),

@@ -100,9 +100,7 @@ class Report:
         )  # fmt: skip
 
     @classmethod
-    def unsaved(
-        cls, history: History, plan: Plan, spec: PipelineSpec | None, errors: Callable[[], Errors]
-    ) -> Report:
+    def unsaved(cls, history: History, plan: Plan, spec: PipelineSpec | None, errors: Callable[[], Errors]) -> Report:
         """Return that of a run without a folder."""
         recipe = ""
         if spec is not None:

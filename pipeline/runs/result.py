@@ -163,9 +163,7 @@ class FitResult:
         """
         saved = self.history.facts.get("inputs")
         if saved is None:
-            raise DataError(
-                "This result does not know its preprocessing: its run was not trained by this version."
-            )
+            raise DataError("This result does not know its preprocessing: its run was not trained by this version.")
         return Inputs.from_dict(saved)
 
     @property
@@ -318,16 +316,12 @@ def load_run(folder: str | Path, *, trust_code: bool = False) -> FitResult:
     try:
         model, reports = rebuild_model(spec, transforms, state)
     except RuntimeError as error:
-        raise CheckpointError(
-            f"{folder / MODEL} does not fit the model of {folder / RECIPE}: {error}"
-        ) from error
+        raise CheckpointError(f"{folder / MODEL} does not fit the model of {folder / RECIPE}: {error}") from error
     return FitResult(model.eval(), history, reports, Plan(()), transforms, spec, place)
 
 
 @plain_torch()
-def evaluate_weights(
-    spec: PipelineSpec, weights: WeightsArg, data: str | Path | None = None
-) -> dict[str, float]:
+def evaluate_weights(spec: PipelineSpec, weights: WeightsArg, data: str | Path | None = None) -> dict[str, float]:
     return _on_validation_data(spec, weights, data, _evaluate_rank)
 
 
@@ -360,9 +354,7 @@ def _errors_of_rank(plan: ResolvedPlan, weights: WeightsArg) -> Errors:
     initial = InitialWeights(weights, plan.transforms, strict=True)
     with built_here(plan, initial) as built:
         assert built.val is not None
-        return judge(
-            built.engine, built.val, built.hooks, built.plan.task, str(files_of(plan.data.val or ""))
-        )
+        return judge(built.engine, built.val, built.hooks, built.plan.task, str(files_of(plan.data.val or "")))
 
 
 class TrainingPreempted(SystemExit):

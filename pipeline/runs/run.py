@@ -75,9 +75,7 @@ class Run(Observer):
                 named=lambda straggler: self._artifacts.add_straggler(straggler),
             )  # fmt: skip
         self._clock: Observer = clock or Observer()
-        self._guard = NonFiniteGuard(
-            self._engine, job.on_nonfinite, self._advice, requests, scaled=scaled, clock=clock
-        )
+        self._guard = NonFiniteGuard(self._engine, job.on_nonfinite, self._advice, requests, scaled=scaled, clock=clock)
         self._units = {name: each.unit for name, each in scales(plan.task).items() if each.unit is not None}
         inputs = Inputs.of(built.train, built.val, plan.data.eval_size)
         facts: dict[str, Any] = {
@@ -97,9 +95,7 @@ class Run(Observer):
         self._metrics = Metrics(
             loggers, job.folder, job.log_every, hyperparameters(plan, job.epochs) if loggers else {}
         )
-        view = RunView(
-            self._engine, lambda: self.state, job.epochs, job.folder, self._metrics.log, self._echo
-        )
+        view = RunView(self._engine, lambda: self.state, job.epochs, job.folder, self._metrics.log, self._echo)
         every = None if built.val is None else job.eval_every_steps
         self._callbacks = RunCallbacks(
             job.callbacks,
@@ -112,9 +108,7 @@ class Run(Observer):
             plan.distribution.timeout,
         )
         buffers = self._engine.plain_model.named_buffers()
-        self._infinite = {
-            name for name, value in buffers if not value.isfinite().all()
-        } - built.without_values.keys()
+        self._infinite = {name for name, value in buffers if not value.isfinite().all()} - built.without_values.keys()
         self._name = ""
         self._writer: CheckpointWriter | None = None
         self._observer: Observer = self._guard

@@ -43,9 +43,7 @@ def to_dict(task: Task) -> dict[str, Any]:
     except PlanError:
         known = False
     if not known:
-        raise PlanError(
-            f"The task {task!r:.120} cannot be named in a recipe: {name} with {options} is another one."
-        )
+        raise PlanError(f"The task {task!r:.120} cannot be named in a recipe: {name} with {options} is another one.")
     return {"name": name, **options}
 
 

@@ -86,9 +86,7 @@ class Contrastive(Task):
         if isinstance(outputs, torch.Tensor) and outputs.dim() in (2, 3) and outputs.shape[0] == 2:
             return ""
         found = shape_of(outputs)
-        return (
-            f"The model returns {found} for 2 images, but Contrastive needs one embedding per image, (2, D)."
-        )
+        return f"The model returns {found} for 2 images, but Contrastive needs one embedding per image, (2, D)."
 
 
 def _gathered(own: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -98,8 +98,7 @@ class Adapted:
     def as_mean(self) -> Mean:
         base = mean_of(self.base)
         total, each = (
-            None if part is None else Adapted(part, self.adapt, self.outputs)
-            for part in (base.total, base.each)
+            None if part is None else Adapted(part, self.adapt, self.outputs) for part in (base.total, base.each)
         )
         return Mean(self, lambda targets: base.denominator(self.adapt(targets)), total, base.known, each)
 

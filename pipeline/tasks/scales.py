@@ -35,9 +35,7 @@ def scale_of(task: Task, name: str, metric: Metric) -> Scale:
 
 
 def _ranges_to_one(metric: Metric) -> bool:
-    own = type(metric).compute.__module__.startswith(
-        ("torchmetrics.classification", "torchmetrics.segmentation")
-    )
+    own = type(metric).compute.__module__.startswith(("torchmetrics.classification", "torchmetrics.segmentation"))
     return own and (metric.plot_lower_bound, metric.plot_upper_bound) == (0.0, 1.0)
 
 

@@ -239,9 +239,7 @@ class Regression(StandardTask):
                 "Regression: scale_targets=True scales what a loss receives, but with loss='model' the model computes "
                 "its loss itself. Leave one of the two out."
             )
-        vars(self).update(
-            scale_targets=scale_targets, _given={**self._given, "scale_targets": scale_targets or None}
-        )
+        vars(self).update(scale_targets=scale_targets, _given={**self._given, "scale_targets": scale_targets or None})
 
     def with_scale(self, scale: TargetScale | None) -> Self:
         """Return the same task, whose loss is of values scaled by `scale`."""

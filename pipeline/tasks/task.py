@@ -261,9 +261,7 @@ class StandardTask(Task):
             _check_monitored(self, monitor, chosen)
         given = {"metrics": metrics, "loss": loss, "monitor": monitor}
         monitor = next(iter(chosen), "val_loss") if monitor is None else monitor
-        vars(self).update(
-            _metrics=chosen, _given=given, _criterion=criterion, monitor=monitor
-        )  # it is frozen
+        vars(self).update(_metrics=chosen, _given=given, _criterion=criterion, monitor=monitor)  # it is frozen
 
     _metrics: Mapping[str, Any]
     _given: Mapping[str, Any]
@@ -344,9 +342,7 @@ class StandardTask(Task):
     @property
     def about(self) -> str:
         metrics = ", ".join(self._metrics) or "the loss"
-        return (
-            f"targets: {self.kind}; evaluated by {metrics}; the best epoch is that of the best {self.monitor}"
-        )
+        return f"targets: {self.kind}; evaluated by {metrics}; the best epoch is that of the best {self.monitor}"
 
     def move(self, device: torch.device) -> LossFunction:
         criterion = self._criterion
@@ -409,9 +405,7 @@ class TaskLoss:
 
     def as_mean(self) -> Mean:
         mean = self.task.mean(self.base, checked=self.checked)
-        total, each = (
-            None if part is None else TaskLoss(self.task, part) for part in (mean.total, mean.each)
-        )
+        total, each = (None if part is None else TaskLoss(self.task, part) for part in (mean.total, mean.each))
         return Mean(self, mean.denominator, total, mean.known, each)
 
 
@@ -468,9 +462,7 @@ def vectors(task: Task, train: Targets, val: Targets | None, what: str) -> int:
                 "it with one number or one vector of numbers per image."
             )
         if values.dtype.kind == "f" and not np.isfinite(values).all():
-            raise PlanError(
-                f"{targets.source} has labels that are not finite. Convert it again without them."
-            )
+            raise PlanError(f"{targets.source} has labels that are not finite. Convert it again without them.")
         widths.append(values.shape[1] if values.ndim == 2 else 1)
     if len(set(widths)) > 1 and val is not None:
         raise PlanError(

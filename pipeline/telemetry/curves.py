@@ -87,10 +87,7 @@ def _curve(axes: Any, epochs: Sequence[Any], values: list[float | None], color: 
 def _leave_outliers_above(axes: Any) -> None:
     """Let values far above all others, such as the loss of a failed evaluation, leave the plot, where an arrow tells
     that of an epoch: they would flatten everything else."""
-    lines = [
-        (line, [(x, y) for x, y in zip(*line.get_data(), strict=True) if math.isfinite(y)])
-        for line in axes.lines
-    ]
+    lines = [(line, [(x, y) for x, y in zip(*line.get_data(), strict=True) if math.isfinite(y)]) for line in axes.lines]
     values = sorted(y for _, points in lines for _, y in points)
     if len(values) < 4:
         return

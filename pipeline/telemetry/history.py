@@ -228,9 +228,7 @@ class History:
         facts = {key: value for key, value in saved.items() if key not in ("epochs", "evaluations", "steps")}
         units = facts.get("units", {})
         within = [replace(each, units=units) for each in typed.get("evaluations", [])]
-        return cls(
-            [replace(epoch, units=units) for epoch in typed["epochs"]], facts, within, typed.get("steps", [])
-        )
+        return cls([replace(epoch, units=units) for epoch in typed["epochs"]], facts, within, typed.get("steps", []))
 
     def save(self, path: str | Path) -> None:
         """Write the history as `.json`, or its curves as `.png`, `.svg` or `.pdf`; atomically.
@@ -251,9 +249,7 @@ class History:
         from .curves import figure_of
 
         if not self.epochs:
-            raise DrivetrainError(
-                "No epoch has finished, so there are no curves. Train for one epoch at least."
-            )
+            raise DrivetrainError("No epoch has finished, so there are no curves. Train for one epoch at least.")
         return displayed(figure_of(self))
 
     @property
@@ -268,9 +264,7 @@ class History:
         known: list[tuple[int, int, int, Epoch | Evaluation]] = [
             (epoch.epoch, 1, 0, epoch) for epoch in self.epochs if epoch.val_loss is not None
         ]
-        known += [
-            (each.epoch, 0, each.step, each) for each in self.evaluations
-        ]  # before the one at the epoch's end
+        known += [(each.epoch, 0, each.step, each) for each in self.evaluations]  # before the one at the epoch's end
         return max(known, key=lambda entry: entry[:3])[3] if known else None
 
     @property

@@ -72,9 +72,7 @@ def check(choice: LoggerArg, folder: Path | None, *, pickled: bool) -> tuple[obj
     chosen = () if choice is None else tuple(choice) if isinstance(choice, list | tuple) else (choice,)
     names = [one for one in chosen if isinstance(one, str)]
     if len(set(names)) < len(names):
-        raise PlanError(
-            f"logger={chosen!r:.80} names one twice, which would duplicate its entries. Remove one."
-        )
+        raise PlanError(f"logger={chosen!r:.80} names one twice, which would duplicate its entries. Remove one.")
     for one in chosen:
         if isinstance(one, str):
             _check_name(one, folder)
@@ -84,9 +82,7 @@ def check(choice: LoggerArg, folder: Path | None, *, pickled: bool) -> tuple[obj
                 f"{' or '.join(map(repr, BY_NAME))}, or an object with one of these methods."
             )
         elif pickled:
-            remedy = (
-                "Create it on ranks that torchrun starts, make it picklable, or use 'csv' or 'tensorboard'."
-            )
+            remedy = "Create it on ranks that torchrun starts, make it picklable, or use 'csv' or 'tensorboard'."
             check_picklable(f"logger={one!r:.80}", one, "the process of rank 0", remedy, PlanError)
     return chosen
 
@@ -252,15 +248,7 @@ class PrometheusLogger:
 def _number(value: float) -> str:
     """Return a number as Prometheus writes it."""
     value = float(value)
-    return (
-        repr(value)
-        if math.isfinite(value)
-        else "NaN"
-        if math.isnan(value)
-        else "+Inf"
-        if value > 0
-        else "-Inf"
-    )
+    return repr(value) if math.isfinite(value) else "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
 class TensorBoardLogger:
@@ -366,9 +354,7 @@ class Metrics(Observer):
         """Log additional values, numbers or tensors `()`, once they have arrived from the device."""
         if self._loggers and values:
             tensors = [
-                value.detach()
-                if isinstance(value, torch.Tensor)
-                else torch.tensor(value, dtype=torch.float64)
+                value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
                 for value in values.values()
             ]
             device = next((one.device for one in tensors if one.device.type != "cpu"), torch.device("cpu"))

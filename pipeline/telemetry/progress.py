@@ -96,11 +96,7 @@ def bar_format(name: int, texts: Mapping[str, str], columns: int) -> str:
         if needed:
             room -= needed + 2
             kept.add(part)
-    shown = [
-        _FIELDS.get(part) or texts[part].replace("{", "{{").replace("}", "}}")
-        for part in _ORDER
-        if part in kept
-    ]
+    shown = [_FIELDS.get(part) or texts[part].replace("{", "{{").replace("}", "}}") for part in _ORDER if part in kept]
     bar = f"|{{bar:{room - 5}}}|" if room >= _SHORTEST + 5 else ""
     return "{desc}: " + "  ".join(filter(None, [*shown[:1], bar, *shown[1:]]))
 

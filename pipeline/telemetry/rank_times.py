@@ -143,9 +143,7 @@ class RankClock(Observer):
         taken, own, data = (seconds / self._steps for seconds in self._sums)
         self._steps, self._sums = 0, [0.0, 0.0, 0.0]
         memory = (
-            torch.cuda.max_memory_allocated(self._engine.device)
-            if self._cuda
-            else psutil.Process().memory_info().rss
+            torch.cuda.max_memory_allocated(self._engine.device) if self._cuda else psutil.Process().memory_info().rss
         )
         return RankTimes(taken, own + self._sampled, data, memory)
 

@@ -29,11 +29,7 @@ def calibrate(
     else of the model changes, and no random numbers are drawn."""
     train_mode(engine.model)
     modules = engine.plain_model.modules()
-    norms = [
-        each
-        for each in modules
-        if isinstance(each, _BatchNorm) and each.training and each.track_running_stats
-    ]
+    norms = [each for each in modules if isinstance(each, _BatchNorm) and each.training and each.track_running_stats]
     if not norms:
         return
     momenta = [norm.momentum for norm in norms]

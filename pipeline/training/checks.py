@@ -75,9 +75,7 @@ def _largest(files: BetonFiles, ignored: Sequence[int]) -> int:
     return max(int(mask.max(where=~np.isin(mask, ignored), initial=0)) for mask in masks)
 
 
-def check_output(
-    plan: ResolvedPlan, model: nn.Module, width: int | None, targets: Targets
-) -> tuple[Any, Any]:
+def check_output(plan: ResolvedPlan, model: nn.Module, width: int | None, targets: Targets) -> tuple[Any, Any]:
     """Check by a forward of two images in each mode that the model returns what the task needs, `width` values per
     image (None: any). Return the outputs in evaluation, for loss and metrics. Buffers do not change. Of a model on the
     meta device only shapes are computed, and zeros returned."""
@@ -197,9 +195,7 @@ def check_loss(loss: Mean, outputs: Any, targets: Any, classes: int | None, *, s
     _check_denominator(count)
     if not isinstance(value, torch.Tensor) or value.dim():
         returned = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise PlanError(
-            f"The loss returns {returned} for 2 images, but must return their mean: a tensor of shape ()."
-        )
+        raise PlanError(f"The loss returns {returned} for 2 images, but must return their mean: a tensor of shape ().")
     if value.requires_grad:
         raise PlanError(
             f"The loss has trainable parameters of its own: {_parameters(loss.loss, value)}. The optimizer has those "

@@ -48,9 +48,7 @@ class Moments:
 
     def __init__(self, sessions: Sequence[Session], observer: Observer) -> None:
         # Otherwise the state does not keep their tensors.
-        self.microbatches_followed = any(
-            [*session.calls(moment)] for session in sessions for moment in OF_MICROBATCHES
-        )
+        self.microbatches_followed = any([*session.calls(moment)] for session in sessions for moment in OF_MICROBATCHES)
         for moment in get_type_hints(type(self)):
             calls = [call for session in sessions for call in session.calls(moment)]
             seen = list(observer.calls(moment))
@@ -64,9 +62,7 @@ class Moments:
         pair = tuple(now) if isinstance(now, tuple | list) else ()
         if len(pair) == 2 and isinstance(pair[0], torch.Tensor) and isinstance(pair[1], torch.Tensor | tuple):
             return pair[0], pair[1]
-        raise PlanError(
-            f"A transform set the batch to {now!r:.80}, which is not a pair of images and targets."
-        )
+        raise PlanError(f"A transform set the batch to {now!r:.80}, which is not a pair of images and targets.")
 
     def loss(self, state: TrainState, loss: torch.Tensor) -> torch.Tensor:
         state.loss = loss
@@ -83,10 +79,7 @@ def split_microbatches(images: torch.Tensor, targets: Any, number: int) -> list[
         return [(images, targets)]
     split = images.tensor_split(number)
     ends = accumulate(map(len, split))
-    return [
-        (part, select_samples(targets, slice(end - len(part), end)))
-        for part, end in zip(split, ends, strict=True)
-    ]
+    return [(part, select_samples(targets, slice(end - len(part), end))) for part, end in zip(split, ends, strict=True)]
 
 
 class TrainingHooks:
@@ -179,9 +172,7 @@ class TrainingHooks:
                 for number, part in enumerate(split, first)
             ]
 
-    def apply_batch_transforms(
-        self, microbatch: Microbatch, number: int, model: nn.Module, loss: Loss
-    ) -> Microbatch:
+    def apply_batch_transforms(self, microbatch: Microbatch, number: int, model: nn.Module, loss: Loss) -> Microbatch:
         """`number` counts over all ranks; call it in the forward context."""
         if not self._batch:
             return microbatch
@@ -201,9 +192,7 @@ class TrainingHooks:
             step=self.state.step,
         )
         images, targets = microbatch
-        for (
-            transform
-        ) in self._batch:  # of the labels alone: those that mix them are rejected with further fields
+        for transform in self._batch:  # of the labels alone: those that mix them are rejected with further fields
             images, labels = transform.batch(images, labels_of(targets), context)
             targets = (labels, *targets[1:]) if isinstance(targets, tuple) else labels
         return images, targets
@@ -248,9 +237,7 @@ class TrainingHooks:
                 stack.enter_context(session.evaluating())
             yield
 
-    def predict(
-        self, model: Callable[..., Any], images: torch.Tensor, targets: Any, task: Task
-    ) -> tuple[Any, Any]:
+    def predict(self, model: Callable[..., Any], images: torch.Tensor, targets: Any, task: Task) -> tuple[Any, Any]:
         """Return float32 outputs for images `(B, 3, H, W)`, for the loss and for the metrics."""
         inputs = task.model_inputs(targets)
         if not self._evaluates:

@@ -252,9 +252,7 @@ def add_gradients(
     return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
 
-def _take_part(
-    engine: Engine, images: torch.Tensor, inputs: dict[str, torch.Tensor], *, last: bool
-) -> torch.Tensor:
+def _take_part(engine: Engine, images: torch.Tensor, inputs: dict[str, torch.Tensor], *, last: bool) -> torch.Tensor:
     """Run forward and backward without images, as the other ranks wait for this one; return 0."""
     one = images.new_zeros(1, *images.shape[1:])
     given = {name: value.new_zeros(1, *value.shape[1:]) for name, value in inputs.items()}

@@ -70,9 +70,7 @@ def difference(
         if one == other or (key.startswith(LIBRARY) and not libraries):
             continue
         if not key.startswith(CODE):
-            changed.append(
-                f"{key} is {one or 'not there'} in {names[0]} and {other or 'not there'} in {names[1]}"
-            )
+            changed.append(f"{key} is {one or 'not there'} in {names[0]} and {other or 'not there'} in {names[1]}")
         elif one is not None and other is not None:
             changed.append(f"{key} is not the same in {names[0]} and {names[1]}")
     more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
@@ -231,9 +229,7 @@ def _source_of_lambda(one: FunctionType) -> str:
     except (SyntaxError, ValueError):
         lambdas = []
     last = max(places, default=(0, 0))
-    around = [
-        node for node in lambdas if _place(node) <= last < (node.end_lineno or 0, node.end_col_offset or 0)
-    ]
+    around = [node for node in lambdas if _place(node) <= last < (node.end_lineno or 0, node.end_col_offset or 0)]
     if around:
         return " ".join((ast.get_source_segment(text, max(around, key=_place)) or "").split())
     constants = [each for each in code.co_consts if not isinstance(each, CodeType)]

@@ -200,9 +200,7 @@ class _Counts:
     def __init__(self) -> None:
         self.flops, self.kept = defaultdict[str, int](int), defaultdict[str, int](int)
         self.counter = FlopCounterMode(display=False)
-        self.known: dict[
-            int, torch.UntypedStorage
-        ] = {}  # by address, which is unique while they are referred to
+        self.known: dict[int, torch.UntypedStorage] = {}  # by address, which is unique while they are referred to
         self._group, self._outer, self._counted = REST, list[str](), 0
 
     def follow(self, groups: Mapping[str, nn.Module]) -> None:
@@ -262,9 +260,7 @@ def _rows(model: nn.Module, counts: _Counts | None, microbatch: int) -> tuple[Mo
         flops = None if counts is None else round(counts.flops[name] / microbatch)
         kept = None if counts is None else counts.kept[name]
         if any((*sizes, flops, kept)):
-            rows.append(
-                ModuleSummary(name, "" if module is model else type(module).__name__, *sizes, flops, kept)
-            )
+            rows.append(ModuleSummary(name, "" if module is model else type(module).__name__, *sizes, flops, kept))
     return tuple(rows)
 
 

@@ -215,11 +215,7 @@ def between(plan: ResolvedPlan, fits: int, too_large: int) -> Candidate | None:
 def remembered(plan: ResolvedPlan, names: Iterable[str]) -> list[Candidate]:
     """Return the batch sizes of these names: an earlier call's search has other ones than `LARGER`."""
     sizes = (name.partition("batch_size=")[2] for name in names)
-    return [
-        dataclasses.replace(of_batch_size(plan, int(size)), numbers=True)
-        for size in sizes
-        if size.isdecimal()
-    ]
+    return [dataclasses.replace(of_batch_size(plan, int(size)), numbers=True) for size in sizes if size.isdecimal()]
 
 
 # Kinds of changes that change numbers.

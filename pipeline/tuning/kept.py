@@ -87,9 +87,7 @@ class KeptResults:
 class Results:
     """What is `known` of a tuning: from its `file`; without one, from what is `kept`; nothing to measure it `again`."""
 
-    def __init__(
-        self, file: Path | None, facts: Mapping[str, Any], kept: KeptResults, *, again: bool
-    ) -> None:
+    def __init__(self, file: Path | None, facts: Mapping[str, Any], kept: KeptResults, *, again: bool) -> None:
         self.file, self._here = file, kept
         self.kept: Kept | None = None
         self.known: list[Tried] = []

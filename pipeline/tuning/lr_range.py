@@ -85,13 +85,9 @@ class LRRange:
         axes.plot(self.lrs, self.smoothed, color=LINE, linewidth=2, label="smoothed")
         at = self._steepest()
         if at is not None:
-            axes.plot(
-                self.lrs[at], self.smoothed[at], "o", color=MARK, label=f"falls fastest: {self.lrs[at]:.2g}"
-            )
+            axes.plot(self.lrs[at], self.smoothed[at], "o", color=MARK, label=f"falls fastest: {self.lrs[at]:.2g}")
         low, high = min(self.losses), max(self.smoothed[: int(np.argmin(self.smoothed)) + 1])
-        axes.set_ylim(
-            low - 0.1 * (high - low), high + 0.5 * (high - low) or None
-        )  # else what diverges hides the rest
+        axes.set_ylim(low - 0.1 * (high - low), high + 0.5 * (high - low) or None)  # else what diverges hides the rest
         axes.set_xscale("log")
         axes.set_xlabel("learning rate")
         axes.set_title("training loss", loc="left", fontsize=10, color=INK)

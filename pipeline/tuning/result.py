@@ -197,9 +197,7 @@ class Tuned:
     def _limits(self) -> str:
         """Return the speeds before and after, and the ceilings, in one line."""
         names = {"training": "now", **{name: f"{name} alone" for name in self.limits if name != "training"}}
-        speeds = {"before": self.before} | {
-            names[name]: self.limits[name] for name in names if name in self.limits
-        }
+        speeds = {"before": self.before} | {names[name]: self.limits[name] for name in names if name in self.limits}
         known = [f"{name} {speed_text(speed)}" for name, speed in speeds.items() if speed]
         return f"images/s: {', '.join(known)}" if known else ""
 
@@ -235,9 +233,7 @@ class TuneInterrupted(KeyboardInterrupt):
     """Ctrl-C during `Pipeline.tune`. `tuned` has the results so far."""
 
     def __init__(self, tuned: Tuned) -> None:
-        super().__init__(
-            f"the tuning was interrupted after {len(tuned.trials)} trial(s), which its `tuned` contains"
-        )
+        super().__init__(f"the tuning was interrupted after {len(tuned.trials)} trial(s), which its `tuned` contains")
         self.tuned = tuned
 
     def __reduce__(self) -> Any:
@@ -274,9 +270,7 @@ def read_trials(path: Path, facts: Mapping[str, Any]) -> list[Tried]:
     try:
         content = parse(path.read_bytes(), _File)
     except (OSError, ShapeError) as error:
-        raise LedgerError(
-            f"{path} is not the file of a tuning: {error}. Pass another name, or delete it."
-        ) from None
+        raise LedgerError(f"{path} is not the file of a tuning: {error}. Pass another name, or delete it.") from None
     check_facts(path, content.facts, facts, same=content.format == FORMAT)
     return verdicts(content.trials)
 
@@ -285,7 +279,5 @@ def verdicts(trials: Sequence[Tried]) -> list[Tried]:
     """Return the trials that need not be repeated."""
     # A trade with a reason has no verdict on its accuracy.
     return [
-        one
-        for one in trials
-        if one.outcome in ("accepted", "dropped") or (one.outcome == "trade" and not one.reason)
+        one for one in trials if one.outcome in ("accepted", "dropped") or (one.outcome == "trade" and not one.reason)
     ]

@@ -164,9 +164,7 @@ class Storage:
         if size > max(memory, int(self._files.sizes.sum())):
             return f"its {bytes_text(size)} do not fit into the free memory, {bytes_text(memory)}"
         if seconds > left:
-            return (
-                f"to convert it takes about {seconds:,.0f} s, more than a third of the time left (--seconds)"
-            )
+            return f"to convert it takes about {seconds:,.0f} s, more than a third of the time left (--seconds)"
         return ""
 
     def _ratio(self, both: list[Converted], number: int) -> float:
@@ -174,8 +172,7 @@ class Storage:
         size, seconds = self._data.image_size, ROUND_SECONDS
         rough = [loading_rate(one, size, self._threads, 0, 0, number) for one in both]
         first, second = (
-            loading_rate(one, size, self._threads, rate, seconds, number)
-            for one, rate in zip(both, rough, strict=True)
+            loading_rate(one, size, self._threads, rate, seconds, number) for one, rate in zip(both, rough, strict=True)
         )
         return second / first
 

@@ -104,9 +104,7 @@ class TargetTuner:
 
     def result(self) -> Tuned:
         left = untried(self._changes, self._trials)
-        return Tuned(
-            self._spec, [*self._trials, *left], facts=self._facts, stopped=self.stopped, target=self._target
-        )
+        return Tuned(self._spec, [*self._trials, *left], facts=self._facts, stopped=self.stopped, target=self._target)
 
 
 def judged(trial: Tried, found: RaceResult) -> Tried:
@@ -128,9 +126,7 @@ def judged(trial: Tried, found: RaceResult) -> Tried:
     ratios = [other / time for other, time in zip(others, times, strict=True) if other and time]
     verdict, interval = judge(ratios, looks=PAIRS, trim=0)
     low, high = (interval.low, interval.high) if interval.n > 1 else (None, None)
-    return replace(
-        trial, outcome=verdict, reason="", rounds=interval.n, ratio=interval.value, low=low, high=high
-    )
+    return replace(trial, outcome=verdict, reason="", rounds=interval.n, ratio=interval.value, low=low, high=high)
 
 
 class _UnreachedError(DrivetrainError):

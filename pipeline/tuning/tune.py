@@ -83,9 +83,7 @@ def tune(
         arena = Arena(budget.end, seconds * SHARE, probe=seconds >= PROBE_SECONDS, epochs=epochs or 1)
         tuner = Tuner(spec, arena, changes, fitting(plan), facts, results.known, budget.show, results.save)
     else:
-        tuner = TargetTuner(
-            spec, target, changes, facts, results.known, budget.end, budget.show, results.save
-        )
+        tuner = TargetTuner(spec, target, changes, facts, results.known, budget.end, budget.show, results.save)
     return _search(tuner, plan, budget, results)
 
 
@@ -94,9 +92,7 @@ def _file(out: str | Path | None) -> Path | None:
         return None
     file = Path(out).absolute()
     if file.suffix != ".json":
-        raise PlanError(
-            f"out={str(out)!r} must end in .json: it keeps the trials, from which the next call continues."
-        )
+        raise PlanError(f"out={str(out)!r} must end in .json: it keeps the trials, from which the next call continues.")
     make_folder(file.parent)  # before time is spent on what it will contain
     return file
 
@@ -143,13 +139,9 @@ def _to_target(plan: ResolvedPlan, allow: Sequence[str], target: float) -> list[
     _check_names(allow)
     check_number("target", target, PlanError, "(0, 1]", also=": an accuracy")
     if plan.spec.epochs is None:
-        raise PlanError(
-            "Number of epochs not set. Pass tune(epochs=…) (--epochs): of each run to the target."
-        )
+        raise PlanError("Number of epochs not set. Pass tune(epochs=…) (--epochs): of each run to the target.")
     if plan.data.val is None:
-        raise PlanError(
-            "target= is an accuracy, which needs validation data. Pass a second file to load() (--val)."
-        )
+        raise PlanError("target= is an accuracy, which needs validation data. Pass a second file to load() (--val).")
     check_comparable(plan.task, "target=")
     return to_target(plan, allow)
 
@@ -232,9 +224,7 @@ class Tuner:
         times = self._limits["loader"] / self._limits["model"]
         if candidate.bottleneck != "data" or times < 1 / (WORTH - 1):
             return ""
-        return (
-            f"the loader alone is {times:,.0f} times as fast as the model: less than {WORTH - 1:.0%} to gain"
-        )
+        return f"the loader alone is {times:,.0f} times as fast as the model: less than {WORTH - 1:.0%} to gain"
 
     def _unconverted(self, candidate: Candidate) -> str:
         """Convert the data that a change is trained on; return why not, or ""."""
@@ -300,9 +290,7 @@ class Tuner:
                 if candidate is not None:
                     self._add(candidate, "failed", reason)
                 if not is_out_of_memory(reason):
-                    raise PlanError(
-                        f"The pipeline cannot be trained, so it cannot be tuned: {reason}"
-                    ) from None
+                    raise PlanError(f"The pipeline cannot be trained, so it cannot be tuned: {reason}") from None
                 continue
             if candidate is not None:
                 self._given = candidate.change(self._given)  # as given, it could not be trained
@@ -354,9 +342,7 @@ class Tuner:
     def _note(self, **changes: Any) -> None:
         self._trials[-1] = replace(self._trials[-1], **changes)
 
-    def _opened(
-        self, candidate: Candidate, spec: PipelineSpec, opened: ExitStack
-    ) -> tuple[Contender, Contender]:
+    def _opened(self, candidate: Candidate, spec: PipelineSpec, opened: ExitStack) -> tuple[Contender, Contender]:
         assert self._best is not None
         if not candidate.variables:
             contender = self._arena.open(candidate.name, spec)

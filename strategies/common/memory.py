@@ -54,9 +54,7 @@ def rank_bytes(
     return own["parameters"], own["gradients"], own["optimizer"]
 
 
-def gathered_bytes(
-    model: nn.Module, units: Sequence[nn.Module], width: int, *, until_backward: bool = False
-) -> int:
+def gathered_bytes(model: nn.Module, units: Sequence[nn.Module], width: int, *, until_backward: bool = False) -> int:
     """Return the bytes that FSDP2 holds beside its shards, at most, with gathered parameters of `width` bytes: those
     outside of the units, a unit and the next one (or all units, `until_backward`), a unit's gradients, and the fp32
     buffer that these are reduced from. The model may be on the meta device; inner units come first."""

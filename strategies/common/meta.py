@@ -40,9 +40,7 @@ def without_reset(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         waiting = [own for own, _ in _meta_tensors(module)]
         if waiting and _reset_of(module) is None:
-            found |= _reasons(
-                name, module, waiting, "and has no reset_parameters() to initialize", "that method"
-            )
+            found |= _reasons(name, module, waiting, "and has no reset_parameters() to initialize", "that method")
     return found
 
 

@@ -36,9 +36,7 @@ def refuse_unshardable(strategy: str, model: nn.Module) -> None:
                 f"{place} has no shape before the first forward. Run the model once, or pass its sizes."
             )
         if parameter.dim() == 0:
-            raise StrategyError(
-                f"{place} has no dimension to shard (shape ()). Give it the shape (1,), or use 'ddp'."
-            )
+            raise StrategyError(f"{place} has no dimension to shard (shape ()). Give it the shape (1,), or use 'ddp'.")
 
 
 def units(strategy: str, model: nn.Module, wrap: ModuleFilter) -> list[nn.Module]:
@@ -82,9 +80,7 @@ def give_channels_last_inputs(model: nn.Module) -> None:
 
     def convert(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: ARG001
         return tuple(
-            each.to(memory_format=torch.channels_last)
-            if isinstance(each, torch.Tensor) and each.dim() == 4
-            else each
+            each.to(memory_format=torch.channels_last) if isinstance(each, torch.Tensor) and each.dim() == 4 else each
             for each in inputs
         )
 

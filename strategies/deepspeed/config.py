@@ -69,27 +69,19 @@ def choose_zero(stage: int | None, offload: str | None, nvme_path: str | None, c
     """Return what the strategy's options and the configuration specify; stage 2 without offload if neither does."""
     section = config.get("zero_optimization", {})
     if not isinstance(section, Mapping):
-        raise StrategyError(
-            f"strategy 'deepspeed': config['zero_optimization']={section!r} must be an object."
-        )
+        raise StrategyError(f"strategy 'deepspeed': config['zero_optimization']={section!r} must be an object.")
     theirs = section.get("stage")
     if None not in (stage, theirs) and stage != theirs:
         raise _contradiction("deepspeed", "zero_optimization.stage", theirs, f"stage={stage}")
     stage = next((each for each in (stage, theirs) if each is not None), 2)
     if stage not in (1, 2, 3):
-        raise StrategyError(
-            f"strategy 'deepspeed': stage={stage!r} must be 1, 2 or 3. To shard nothing, use 'ddp'."
-        )
+        raise StrategyError(f"strategy 'deepspeed': stage={stage!r} must be 1, 2 or 3. To shard nothing, use 'ddp'.")
     device, path = _offload_of(section, stage)
     if None not in (offload, device) and offload != device:
-        raise _contradiction(
-            "deepspeed", "zero_optimization.offload_optimizer", device, f"offload={offload!r}"
-        )
+        raise _contradiction("deepspeed", "zero_optimization.offload_optimizer", device, f"offload={offload!r}")
     zero = Zero(stage, offload or device, nvme_path or path)
     if zero.offload not in (None, "cpu", "nvme"):
-        raise StrategyError(
-            f"strategy 'deepspeed': offload={zero.offload!r} is unknown. Use 'cpu' or 'nvme'."
-        )
+        raise StrategyError(f"strategy 'deepspeed': offload={zero.offload!r} is unknown. Use 'cpu' or 'nvme'.")
     if zero.offload == "nvme" and stage != 3:
         raise StrategyError(f"strategy 'deepspeed': offload='nvme' needs stage=3, not {stage}.")
     return zero

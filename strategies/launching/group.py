@@ -128,9 +128,7 @@ def _connect_all(backend: str, meeting: Meeting, rank: int, timeout: float) -> N
             raise_posted(watched, "connecting")
             if wait.left <= 0:
                 raise RuntimeError(f"not connected after {timeout:g} s")
-            wait.report(
-                lambda: f"{own_name()} waits for the connections of gloo or NCCL to the other {ranks - 1}"
-            )
+            wait.report(lambda: f"{own_name()} waits for the connections of gloo or NCCL to the other {ranks - 1}")
         if ended:
             raise ended[0]
         _wait_until_all_joined(wait, watched)

@@ -237,9 +237,7 @@ def _can_be_pickled(value: object) -> bool:
 
 
 @contextmanager
-def _started(
-    job: bytes, devices: int, device: str | None, timeout: float
-) -> Iterator[tuple[list[Rank], str]]:
+def _started(job: bytes, devices: int, device: str | None, timeout: float) -> Iterator[tuple[list[Rank], str]]:
     ranks: list[Rank] = []
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as directory, _file_in_memory("job") as file:
         order = {
@@ -285,9 +283,7 @@ def _signal(ranks: list[Rank], number: int) -> None:
                 os.kill(rank.process.pid, number)
 
 
-def _wait_for_results(
-    ranks: list[Rank], stacks: Stacks, deadline: float | None, timeout: float | None
-) -> None:
+def _wait_for_results(ranks: list[Rank], stacks: Stacks, deadline: float | None, timeout: float | None) -> None:
     waiting = ranks
     while waiting:
         _look(ranks)

@@ -387,9 +387,7 @@ def _no_answer() -> str:
 
 
 @contextmanager
-def lost_ranks_named(
-    rank: int, ranks: int, timeout: float, name: str, stacks: Path | None = None
-) -> Iterator[None]:
+def lost_ranks_named(rank: int, ranks: int, timeout: float, name: str, stacks: Path | None = None) -> Iterator[None]:
     """Inside the block, post heartbeats; turn the failure of a collective into a `LostRankError` that names the rank.
     `timeout` is that of the collectives, for the message. If a rank hangs, the stacks of all are appended to the file
     `stacks`, at SIGQUIT to this process its own."""

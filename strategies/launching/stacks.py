@@ -94,9 +94,7 @@ class Stacks:
                 note(append(self._path, "SIGQUIT", {_name(rank, pids[rank]): self.take(rank)}))
         self._sizes = sizes
 
-    def collect(
-        self, why: str, pids: Mapping[int, int], known: Mapping[int, str] | None = None
-    ) -> Path | None:
+    def collect(self, why: str, pids: Mapping[int, int], known: Mapping[int, str] | None = None) -> Path | None:
         """Append the stacks of running ranks, and what is `known` of others; return the file."""
         before, sizes, end = self._now(pids), dict[int, int](), time.monotonic() + PATIENCE
         for rank, pid in pids.items():

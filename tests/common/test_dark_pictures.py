@@ -53,6 +53,4 @@ def test_the_same_figure_is_the_same_file() -> None:
     ledger = Ledger.load(RESULTS / "quickstart-ledger.json")
     one, other = (drawn(ledger.show(), ".svg") for _ in range(2))
     assert one == other
-    assert b"prefers-color-scheme" not in b"".join(
-        drawn(ledger.show(), each) for each in SUFFIXES if each == ".png"
-    )
+    assert b"prefers-color-scheme" not in b"".join(drawn(ledger.show(), each) for each in SUFFIXES if each == ".png")

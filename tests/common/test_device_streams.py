@@ -169,9 +169,7 @@ def test_the_bar_waits_for_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("method", [None, EMA(half_life=5), Lookahead(2), SWA(start=0.5, end=0.9)], ids=str)
-def test_a_step_reads_nothing_from_the_device(
-    method: Transform | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_reads_nothing_from_the_device(method: Transform | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward, backward, clipping, step and averages, with and without accumulation; fp16 reads one number."""
     monkeypatch.setattr("drivetrain.pipeline.training.loop._reads_are_free", lambda _: False)  # as on a GPU
     torch.manual_seed(0)

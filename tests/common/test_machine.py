@@ -190,9 +190,7 @@ def test_a_launcher_that_sets_no_number_of_ranks(given: str, monkeypatch: pytest
         ("", None),
     ],
 )
-def test_bf16_instructions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str | None
-) -> None:
+def test_bf16_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str | None) -> None:
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     assert machine.bf16_instructions(tree(tmp_path, {"proc/cpuinfo": text})) == name
     assert machine.bf16_instructions(tmp_path / "nothing") is None

@@ -7,9 +7,7 @@ WORDS = "in the loader, on each training image; evaluation sees the images as th
 
 
 def test_a_table_is_drawn() -> None:
-    table = Table(
-        ("", "step"), [("1", "load"), ("2", "two\nlines"), ("3", "")], "Plan", "below", line_after=1
-    )
+    table = Table(("", "step"), [("1", "load"), ("2", "two\nlines"), ("3", "")], "Plan", "below", line_after=1)
     assert (
         table.text(80)
         == """\
@@ -28,9 +26,7 @@ below"""
 
 
 def test_figures_stand_on_the_right_and_are_never_wrapped() -> None:
-    table = Table(
-        ("", "images/s"), [("plain PyTorch", "1"), ("+ bf16", "1,418  (1,412 to 1,426)")], figures=True
-    )
+    table = Table(("", "images/s"), [("plain PyTorch", "1"), ("+ bf16", "1,418  (1,412 to 1,426)")], figures=True)
     assert table.text(50).splitlines()[3:5] == [
         "│ plain PyTorch │                       1 │",
         "│ + bf16        │ 1,418  (1,412 to 1,426) │",
@@ -63,9 +59,7 @@ def test_long_texts_are_wrapped_and_lose_nothing(width: int) -> None:
     assert max(map(len, lines)) <= width
     assert sum(line.startswith("├") for line in lines) == 1
     cells = [[cell.strip() for cell in line.split("│")] for line in lines if line.startswith("│")]
-    assert "".join(cell[3] for cell in cells).replace(" ", "") == "".join(
-        f"{WORDS}{address}[bold]nomarkup[/]".split()
-    )
+    assert "".join(cell[3] for cell in cells).replace(" ", "") == "".join(f"{WORDS}{address}[bold]nomarkup[/]".split())
     assert cells[0][1] == "a-name-that-stays-whole"
 
 

@@ -204,9 +204,7 @@ def test_loops_of_ones_own_are_that_of_fit(toy: Toy, capsys: pytest.CaptureFixtu
         names: dict[str, Any] = {"pipeline": pipeline}
         exec(compile(text, "loop", "exec", dont_inherit=True), names)
         names["hooks"].finish()
-        torch.testing.assert_close(
-            names["engine"].plain_model.state_dict(), model.state_dict(), rtol=0, atol=0
-        )
+        torch.testing.assert_close(names["engine"].plain_model.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_every_page_with_python_is_run() -> None:

@@ -114,9 +114,7 @@ def test_every_page_is_in_the_table_of_contents(site: Path) -> None:
     links = Links(site / "docs/index.html").links
     contents = {(site / "docs" / link).resolve() for link in links if "#" not in link}
     written = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
-    listed = [
-        path for path in written if path.parents[1].name != "reference"
-    ]  # of a class: its package has it
+    listed = [path for path in written if path.parents[1].name != "reference"]  # of a class: its package has it
     pages = {site / path.relative_to(ROOT).with_suffix(".html") for path in listed}
     assert pages <= contents | {site / "docs/index.html"}
 
@@ -174,9 +172,7 @@ def test_the_reference_describes_every_public_package_and_the_contents_list_ever
     texts = {page: page.read_text() for page in pages}
     told = re.findall(r"^\.\. public-names:: (\S+)$", "\n".join(texts.values()), re.MULTILINE)
     assert sorted(told) == sorted(PACKAGES)
-    contents = "\n".join(
-        re.findall(r"^```\{toctree\}.*?^```", "\n".join(texts.values()), re.DOTALL | re.MULTILINE)
-    )
+    contents = "\n".join(re.findall(r"^```\{toctree\}.*?^```", "\n".join(texts.values()), re.DOTALL | re.MULTILINE))
     for page in texts:
         assert page.name == "index.md" or page.stem in contents, page.name
 

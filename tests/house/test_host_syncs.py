@@ -82,9 +82,7 @@ def test_every_part_has_a_training() -> None:
     assert "zero_redundancy" in names  # of the module of ddp
     assert {known[0] for known in STRATEGIES.values()} - {STRATEGIES[name][0] for name in names} == ELSEWHERE
     assert {type(case.task).__name__ for case in cases if case.task is not None} == set(TASKS)
-    assert {case.optimize.get("optimizer", "sgd") for case in cases} == OPTIMIZERS.keys() - {
-        "adam"
-    }  # adamw's
+    assert {case.optimize.get("optimizer", "sgd") for case in cases} == OPTIMIZERS.keys() - {"adam"}  # adamw's
     orders = {case.load.get("order", "random") for case in cases}
     assert orders == {*options_of(LoaderOptions)["order"].choices} - {"sequential"}
     assert {case.distribute.get("precision", "fp32") for case in cases} == {"fp32", "bf16"}

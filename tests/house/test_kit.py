@@ -137,9 +137,7 @@ def damage(path: Path, how: str) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("how", "said"), [("flipped", "is damaged: its SHA-256 is"), ("short", "it was truncated")]
-)
+@pytest.mark.parametrize(("how", "said"), [("flipped", "is damaged: its SHA-256 is"), ("short", "it was truncated")])
 def test_a_damaged_part_is_named_and_not_kept(made: Path, tmp_path: Path, how: str, said: str) -> None:
     bad = parts(made)[1]
     damage(bad, how)
@@ -179,9 +177,7 @@ def test_parts_of_another_kit_are_refused(made: Path, tmp_path: Path) -> None:
         install.add(made, store)
 
 
-@pytest.mark.parametrize(
-    "text", [None, "", "{}", '{"id": "a", "python": "3.12", "parts": []}', '{"parts": [{}]}']
-)
+@pytest.mark.parametrize("text", [None, "", "{}", '{"id": "a", "python": "3.12", "parts": []}', '{"parts": [{}]}'])
 def test_a_damaged_manifest_is_one_error(made: Path, tmp_path: Path, text: str | None) -> None:
     (made / "kit.json").unlink()
     if text is not None:

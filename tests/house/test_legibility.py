@@ -8,9 +8,7 @@ legibility = load_script("legibility", ROOT / "docs")
 
 def test_the_contrast_is_that_of_the_guidelines() -> None:
     assert legibility.contrast("#000", "#ffffff") == pytest.approx(21)
-    assert legibility.contrast("#767676", "#fff") == pytest.approx(
-        4.54, abs=0.01
-    )  # the palest gray that passes
+    assert legibility.contrast("#767676", "#fff") == pytest.approx(4.54, abs=0.01)  # the palest gray that passes
     assert legibility.contrast("#fff", "#767676") == legibility.contrast("#767676", "#fff")
 
 
@@ -36,9 +34,7 @@ def test_colors_of_a_dark_page_are_its_own_or_those_of_the_light_one() -> None:
     values = dict.fromkeys(legibility.LETTERS, "#000") | dict.fromkeys(legibility.BEHIND, "#fff")
     light = "".join(f"--color-{name}:{value};" for name, value in values.items() if name != "link")
     dark = "--color-background-primary:#131416;--color-brand:#5ca5ff"
-    css = (
-        f"body{{{light}--color-brand:#00f;--color-link:var( --color-brand )}}body[data-theme=dark]{{{dark}}}"
-    )
+    css = f"body{{{light}--color-brand:#00f;--color-link:var( --color-brand )}}body[data-theme=dark]{{{dark}}}"
     found = {name: (letters, behind) for name, letters, behind in legibility.theme_colors(css)}
     assert found["link on background-primary (light)"] == ("#00f", "#fff")
     assert found["link on background-primary (dark)"] == ("#5ca5ff", "#131416")

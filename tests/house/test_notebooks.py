@@ -183,9 +183,7 @@ BAR = "application/vnd.jupyter.widget-view+json"
 
 @pytest.mark.timeout(200)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_cells_show_themselves_can_be_run_again_and_interrupted(
-    toy: Toy, tmp_path: Path, kernel: Kernel
-) -> None:
+def test_cells_show_themselves_can_be_run_again_and_interrupted(toy: Toy, tmp_path: Path, kernel: Kernel) -> None:
     assert kernel.run(f"TRAIN, VAL = {toy.train!r}, {toy.val!r}\n{START}") == []
 
     # Each shows itself once, as HTML, and has a text for front ends without.

@@ -163,9 +163,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("lacking", REFUSED)
-def test_a_build_without_its_tools_ends_with_what_to_install(
-    lacking: str, clone: Path, tmp_path: Path
-) -> None:
+def test_a_build_without_its_tools_ends_with_what_to_install(lacking: str, clone: Path, tmp_path: Path) -> None:
     environment, remedy = REFUSED[lacking]
     command = [sys.executable, clone / "setup.py", "bdist_wheel", "--dist-dir", tmp_path / "dist"]
     done = run(*command, cwd=tmp_path, env=os.environ | environment)

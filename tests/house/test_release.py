@@ -100,9 +100,7 @@ def test_the_source_distribution_has_the_files_of_the_tree(tmp_path: Path) -> No
 wheels = load_script("wheels")
 
 
-def test_missing_programs_are_named_by_their_packages(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_programs_are_named_by_their_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("apt-get", "dpkg"):
         (tmp_path / name).touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -85,9 +85,7 @@ def test_a_failed_unit_is_repeated_and_nothing_else(tmp_path: Path) -> None:
     assert state(tmp_path)["not_done"] == {}
 
 
-def test_units_that_fail_and_do_not_fit_into_one_call_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_units_that_fail_and_do_not_fit_into_one_call_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`make gpu` calls a stage again as long as units are left; each unit gets its turn."""
     monkeypatch.setattr(run, "MARGIN", 1e6)  # of those whose time is known, no second one fits
     bad = [unit(tmp_path, number, 0.2, work=FAILS) for number in (0, 1)]

@@ -52,9 +52,7 @@ def test_every_export_is_the_model(run: FitResult) -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_folder_becomes_a_table_and_a_server_answers(
-    run: FitResult, started: list[subprocess.Popen[str]]
-) -> None:
+def test_a_folder_becomes_a_table_and_a_server_answers(run: FitResult, started: list[subprocess.Popen[str]]) -> None:
     Path("mixed").mkdir()
     Path("mixed/good.jpg").write_bytes(picture().read_bytes())
     Path("mixed/bad.jpg").write_bytes(b"no picture")

@@ -51,9 +51,7 @@ def test_several_labels_from_a_table() -> None:
         Path(f"{part}.csv").write_text("\n".join(["file,sun,sea", *rows]))
         done("convert", f"photos/{part}", f"{part}-labels.beton", "--labels", f"{part}.csv")
     data = ["--train", "train-labels.beton", "--val", "val-labels.beton"]
-    done(
-        "train", "mine.yaml", *data, "--out", "runs/labels", "task=MultiLabel", "model_options.num_classes=2"
-    )
+    done("train", "mine.yaml", *data, "--out", "runs/labels", "task=MultiLabel", "model_options.num_classes=2")
     result = load_run("runs/labels")
     assert sorted(result.metrics) == ["f1", "map", "val_loss"]
     assert result.errors().classes == ("sun", "sea")

@@ -33,9 +33,7 @@ def row(name: str, rate: float, *, size: float = 1e6, bottleneck: str = "CPU", *
     return Row(name=name, size=size, rate=rate, bottleneck=bottleneck, **{**known, **values})
 
 
-def advice(
-    rows: list[Row], wanted: float | None = None, memory: int = 10**9, disk: float | None = 1e8
-) -> Advice:
+def advice(rows: list[Row], wanted: float | None = None, memory: int = 10**9, disk: float | None = 1e8) -> Advice:
     return Advice(
         source="photos", images=10_000, sampled=300, unusable=0, image_size=(224, 224), workers=2, memory=memory,
         disk=disk, scratch="/disk", rounds=7, seconds=60.0, wanted=wanted, rows=rows, left_out=[],
@@ -244,9 +242,7 @@ def test_an_interrupt_leaves_nothing(photos: Path, scratch: Path, delay: float) 
         process.send_signal(signal.SIGINT)
         _, line = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert line.endswith(
-        "Interrupted: stopped by Ctrl-C.\n"
-    )  # Python may print where it was ignored at first
+    assert line.endswith("Interrupted: stopped by Ctrl-C.\n")  # Python may print where it was ignored at first
     assert list(scratch.iterdir()) == []
 
 

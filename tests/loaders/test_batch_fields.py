@@ -54,9 +54,7 @@ def make(kind: Any, path: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize(
-    "options", [{}, {"verify": True, "rank": 1, "world_size": 2, "drop_last": False}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"verify": True, "rank": 1, "world_size": 2, "drop_last": False}], ids=str)
 def test_fields_come_with_their_samples(kind: Any, path: Path, options: dict[str, Any]) -> None:
     with make(kind, path, fields=NAMES, **options) as loader:
         batches = list(loader)

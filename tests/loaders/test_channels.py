@@ -85,14 +85,10 @@ def test_bytes_are_pillows(files: Files, mode: str, interpolation: str, most: in
     """Of each channel by itself: Pillow weighs colors by their opacity."""
     resampling = Image.Resampling[interpolation.upper()]
     for size in OUTPUTS:
-        found = evaluate(
-            files(mode), size, eval_crop="whole", interpolation=interpolation, dtype=torch.uint8
-        ).numpy()
+        found = evaluate(files(mode), size, eval_crop="whole", interpolation=interpolation, dtype=torch.uint8).numpy()
         for image, own in zip(levels(*MODES[mode]), found, strict=True):
             for channel, plane in zip(np.moveaxis(image, -1, 0), own, strict=True):
-                across = Image.fromarray(channel).resize(
-                    (size[1], HEIGHT), resampling
-                )  # first, as before Pillow 13
+                across = Image.fromarray(channel).resize((size[1], HEIGHT), resampling)  # first, as before Pillow 13
                 expected = np.asarray(across.resize(size[::-1], resampling))
                 assert np.abs(plane.astype(int) - expected.astype(int)).max() <= most, size
 
@@ -121,9 +117,7 @@ def test_pixels_of_the_output_size_are_the_stored_ones(files: Files, mode: str) 
     half = evaluate(files(mode), (HEIGHT, WIDTH), eval_crop="whole", dtype=torch.bfloat16)
     assert half.equal(found.bfloat16())
     if depth == 8:
-        assert evaluate(files(mode), (HEIGHT, WIDTH), eval_crop="whole", dtype=torch.uint8).equal(
-            expected.byte()
-        )
+        assert evaluate(files(mode), (HEIGHT, WIDTH), eval_crop="whole", dtype=torch.uint8).equal(expected.byte())
 
 
 TRAINING: list[dict[str, Any]] = [
@@ -231,9 +225,7 @@ def test_torchs_loader_evaluates_alike(files: Files, mode: str, interpolation: s
     depth = MODES[mode][1]
     for options in ({"eval_crop": "whole"}, {"eval_crop": "fit"}, {"eval_ratio": 0.8}):
         both = [
-            stored_levels(
-                evaluate(files(mode), (20, 30), kind, interpolation=interpolation, **options), depth
-            )
+            stored_levels(evaluate(files(mode), (20, 30), kind, interpolation=interpolation, **options), depth)
             for kind in (FFCVLoader, TorchLoader)
         ]
         assert both[0].shape == both[1].shape
@@ -343,13 +335,9 @@ def test_what_is_for_rgb_only(files: Files, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Pass mean= and std= with 1 value"):
         FFCVLoader(path, batch_size=4, image_size=8)
     one: dict[str, Any] = {"batch_size": 4, "image_size": 8, "mean": (0.5,), "std": (0.5,)}
-    with pytest.raises(
-        DataError, match=r"operations= of FFCV take RGB with 8 bits, but .* 1 channel of 8 bits"
-    ):
+    with pytest.raises(DataError, match=r"operations= of FFCV take RGB with 8 bits, but .* 1 channel of 8 bits"):
         FFCVLoader(path, **one, operations=[object()])
-    with pytest.raises(
-        DataError, match="has its images in an ndarray field, which FFCV's own loader does not crop"
-    ):
+    with pytest.raises(DataError, match="has its images in an ndarray field, which FFCV's own loader does not crop"):
         StockFFCVLoader(path, **one)
     (tmp_path / "a").mkdir()
     Image.new("L", (9, 9)).save(tmp_path / "a" / "1.png")

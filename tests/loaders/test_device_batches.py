@@ -92,10 +92,7 @@ def trained_on(loader: Any, *, copies_first: bool = False) -> list[list[Any]]:
     [
         *((FFCVLoader, dtype) for dtype in (torch.float32, torch.bfloat16, torch.uint8)),
         (TorchLoader, torch.uint8),
-        *(
-            pytest.param(TorchLoader, dtype, marks=pytest.mark.slow)
-            for dtype in (torch.float32, torch.bfloat16)
-        ),
+        *(pytest.param(TorchLoader, dtype, marks=pytest.mark.slow) for dtype in (torch.float32, torch.bfloat16)),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -110,9 +107,7 @@ def test_batches_are_those_of_the_cpu(kind: Any, path: Path, dtype: torch.dtype)
             for one, other in zip(given, expected, strict=True):
                 assert [v.stride() for v in one[:4]] == [v.stride() for v in other[:4]]
                 rtol = 2**-7 if dtype == torch.bfloat16 else 0
-                torch.testing.assert_close(
-                    one[0], other[0], rtol=rtol, atol=2e-6 if dtype != torch.uint8 else 0
-                )
+                torch.testing.assert_close(one[0], other[0], rtol=rtol, atol=2e-6 if dtype != torch.uint8 else 0)
                 torch.testing.assert_close(one[1:4], other[1:4], rtol=0, atol=0)
                 assert one[4] == other[4] == [b"abc"] * len(one[0])
 
@@ -278,14 +273,10 @@ def test_the_device_is_given_to_the_constructor(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_pipeline_makes_its_loaders_for_the_engines_device(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pipeline_makes_its_loaders_for_the_engines_device(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     make_loader = building.make_loader
-    monkeypatch.setattr(
-        building, "make_loader", lambda *a, **k: made.append(k["device"]) or make_loader(*a, **k)
-    )
+    monkeypatch.setattr(building, "make_loader", lambda *a, **k: made.append(k["device"]) or make_loader(*a, **k))
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     with building.build(resolve(toy.pipeline().distribute("single", device="cpu"))) as built:
         assert (built.train.device, built.val.device, built.engine.device) == (cpu, cpu, cpu)
@@ -332,9 +323,7 @@ def test_what_is_asked_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "Stream", lambda at: cuda.stream(f"copies to {at}"))
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda at: computing.setdefault(at, cuda.stream(f"work on {at}"))
-    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda at: computing.setdefault(at, cuda.stream(f"work on {at}")))
     streams = CudaStreams(torch.device("cuda"))
     assert streams.device == torch.device("cuda", 1)
     event = streams.record()

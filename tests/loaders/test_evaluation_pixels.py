@@ -33,10 +33,7 @@ MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """JPEGs of one class, of several codings and sizes: training decodes some at a part of theirs."""
-    files = {
-        f"{n:02}.jpg": jpeg_bytes(picture(n, *SIDES[n % len(SIDES)]), **WAYS[n % len(WAYS)])
-        for n in range(14)
-    }
+    files = {f"{n:02}.jpg": jpeg_bytes(picture(n, *SIDES[n % len(SIDES)]), **WAYS[n % len(WAYS)]) for n in range(14)}
     return image_folder(tmp_path_factory.mktemp("evaluation") / "images", files)
 
 
@@ -76,9 +73,7 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_all_loaders_and_single_pictures_agree_bit_for_bit(
-    folder: Path, beton: Path, options: dict[str, Any]
-) -> None:
+def test_all_loaders_and_single_pictures_agree_bit_for_bit(folder: Path, beton: Path, options: dict[str, Any]) -> None:
     files = sorted(folder.glob("a/*"))
     expected = evaluated(FFCVLoader, beton, **options)
     assert torch.equal(made_by(files, **options), expected)
@@ -195,9 +190,7 @@ def test_odd_files_are_seen_as_convert_sees_them(tmp_path: Path, interpolation: 
     assert torch.equal(evaluated(TorchLoader, tmp_path / "lossy.beton", **options), lossy)
 
 
-@pytest.mark.parametrize(
-    ("kind", "high", "words"), [(np.float32, 4000, "floats"), (np.int32, 255, "mode I, 32 bits")]
-)
+@pytest.mark.parametrize(("kind", "high", "words"), [(np.float32, 4000, "floats"), (np.int32, 255, "mode I, 32 bits")])
 def test_values_that_are_not_those_of_bytes(kind: Any, high: int, words: str, tmp_path: Path) -> None:
     """Pillow would clip floats, and the upper 8 of 16 bits be 0."""
     values = np.linspace(0, high, 24 * 24).reshape(24, 24).astype(kind)
@@ -245,10 +238,7 @@ def test_ffcvs_own_loader_evaluates_the_same_crops(folder: Path, tmp_path: Path)
     "name",
     [
         "ffcv",
-        *(
-            pytest.param(name, marks=(pytest.mark.slow, pytest.mark.process))
-            for name in ("torch", "ffcv_stock")
-        ),
+        *(pytest.param(name, marks=(pytest.mark.slow, pytest.mark.process)) for name in ("torch", "ffcv_stock")),
     ],
 )
 def test_predictions_take_the_runs_pixels(folder: Path, tmp_path: Path, name: str) -> None:
@@ -279,9 +269,7 @@ def test_data_sets_of_pillows_images(tmp_path: Path) -> None:
     files = odd_files(tmp_path / "images")
     data = FakeData(len(files), image_size=(3, 8, 8))
     images = [opened(file) for file in files]
-    data.__class__ = type(
-        "Opened", (FakeData,), {"__getitem__": lambda own, at: (own.transform(images[at]), 0)}
-    )
+    data.__class__ = type("Opened", (FakeData,), {"__getitem__": lambda own, at: (own.transform(images[at]), 0)})
     options: dict[str, Any] = {"dtype": torch.uint8}
     assert torch.equal(evaluated(TorchLoader, data, **options), made_by(files, **options))
     with TorchLoader(

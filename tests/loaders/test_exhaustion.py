@@ -97,9 +97,7 @@ def test_what_the_system_refuses_is_a_data_error(photos: Path) -> None:
     assert "workers=1" in found["processes"][1]
     assert "Required: 2 threads. Use fewer workers." in found["verify"][1]
     for name in ("batch", "threads", "processes"):
-        assert found[name][1].endswith(
-            "Use a smaller batch_size or image_size, batches_ahead=1, or fewer workers."
-        )
+        assert found[name][1].endswith("Use a smaller batch_size or image_size, batches_ahead=1, or fewer workers.")
 
 
 def test_which_errors_are_the_systems_refusals() -> None:
@@ -108,9 +106,7 @@ def test_which_errors_are_the_systems_refusals() -> None:
         OSError(errno.EAGAIN, "x"),
         OSError(errno.EMFILE, "x"),
         RuntimeError("can't start new thread"),
-        RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:129] err == 0. DefaultCPUAllocator: can't allocate memory"
-        ),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:129] err == 0. DefaultCPUAllocator: can't allocate memory"),
     ]
     others = [
         RuntimeError("shapes differ"),

@@ -172,9 +172,7 @@ def test_small_images_of_large_jpegs(tmp_path: Path) -> None:
         keys = sample_keys(3, 0, np.arange(4))
         chosen = draw_choices(made, keys, np.full(4, 261), np.full(4, 335))
         for index, found in enumerate(images):
-            expected = pillows(
-                open_beton(tmp_path / "large.beton").image(index), tuple(chosen.boxes[index]), side
-            )
+            expected = pillows(open_beton(tmp_path / "large.beton").image(index), tuple(chosen.boxes[index]), side)
             expected = expected[:, ::-1] if chosen.flips[index] else expected
             assert np.abs(found.permute(1, 2, 0).numpy() - expected).mean() < 2
 

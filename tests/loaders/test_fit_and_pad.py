@@ -91,9 +91,7 @@ def expected(path: Path, crop: str, image_size: Any, interpolation: str, at_once
     images = [beton.image(index) for index in range(len(beton))]
     if crop == "fit":
         return np.stack([letterbox(image, size, interpolation, at_once) for image in images])
-    return np.stack([np.asarray(resized(image, size, interpolation, at_once)) for image in images]).astype(
-        int
-    )
+    return np.stack([np.asarray(resized(image, size, interpolation, at_once)) for image in images]).astype(int)
 
 
 @given(*[st.integers(1, 65535)] * 2, *[st.integers(1, 3000)] * 2)
@@ -118,9 +116,7 @@ def test_halves_are_rounded_to_even() -> None:
 @pytest.mark.parametrize("interpolation", ["nearest", "bicubic", "bilinear"])
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_images_are_pillows(
-    raws: Path, kind: Any, size: Any, crop: str, interpolation: str, train: bool
-) -> None:
+def test_images_are_pillows(raws: Path, kind: Any, size: Any, crop: str, interpolation: str, train: bool) -> None:
     which = {"crop": crop, "flip": False} if train else {"eval_crop": crop}
     images = load(kind, raws, size, train=train, interpolation=interpolation, **which)
     fast = kind is FFCVLoader and train and interpolation == "bilinear"
@@ -259,9 +255,7 @@ def test_another_sample_is_placed_by_its_own_shape(tmp_path: Path) -> None:
 )
 def test_a_place_outside_of_the_output_is_refused(raws: Path, place: tuple[int, ...]) -> None:
     beton = open_files(raws)
-    settings = LoaderOptions(
-        batch_size=1, image_size=(24, 40), train=False, eval_crop="fit", dtype=torch.uint8
-    )
+    settings = LoaderOptions(batch_size=1, image_size=(24, 40), train=False, eval_crop="fit", dtype=torch.uint8)
     decoder = Decoder(beton, settings, ())
     images = torch.full((1, 24, 40, 3), 7, dtype=torch.uint8)
     request = decoder.request(np.array([2]), 0, [images[:, None]], np.array([2]), {})

@@ -68,13 +68,9 @@ def test_the_choice_depends_on_seed_and_sample_alone(*, classes: bool) -> None:
     shuffled = None if known is None else known[order]
     held = held_out(samples, known, 0.2, 3)
     assert (held_out(samples[order], shuffled, 0.2, 3) == held[order]).all()
-    assert (
-        selection.folds_of(samples[order], shuffled, 5, 3) == selection.folds_of(samples, known, 5, 3)[order]
-    ).all()
+    assert (selection.folds_of(samples[order], shuffled, 5, 3) == selection.folds_of(samples, known, 5, 3)[order]).all()
     assert (held_out(samples, known, 0.2, 4) != held).any()
-    assert set(selection.limited(samples[order], shuffled, 20, 3)) == set(
-        selection.limited(samples, known, 20, 3)
-    )
+    assert set(selection.limited(samples[order], shuffled, 20, 3)) == set(selection.limited(samples, known, 20, 3))
     if classes:
         own = samples[labels == 1]
         fewer = selection.few(own, labels[labels == 1], 9, 3)
@@ -94,9 +90,7 @@ def test_a_limit_leaves_each_class_its_share(counts: list[int], limit: int, seed
     assert len(chosen) == min(limit, len(samples))
     assert (np.diff(chosen) > 0).all()
     for each, count in enumerate(counts):
-        assert abs((classes[chosen] == each).sum() - count * len(chosen) / len(samples)) <= max(
-            1, len(counts) / 2
-        )
+        assert abs((classes[chosen] == each).sum() - count * len(chosen) / len(samples)) <= max(1, len(counts) / 2)
 
 
 def test_so_many_of_each_class() -> None:

@@ -107,9 +107,7 @@ def test_numpy_integers_will_do(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
 def test_padded_crop_needs_images_of_one_size(path: Path, kind: Any) -> None:
-    with pytest.raises(
-        DataError, match=r"crop='padded' .* 16 × 16 pixels .* sample 0 of .* has 12 × 12.*'resized'"
-    ):
+    with pytest.raises(DataError, match=r"crop='padded' .* 16 × 16 pixels .* sample 0 of .* has 12 × 12.*'resized'"):
         kind(path, batch_size=2, image_size=16, crop="padded")
     kind(path, batch_size=2, image_size=16, crop="padded", train=False).close()
 
@@ -128,9 +126,7 @@ def test_indices_that_became_too_few(path: Path) -> None:
 def test_file_that_is_not_there(tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     where = re.escape(str(tmp_path))
-    with pytest.raises(
-        BetonError, match=rf"^none\.beton does not exist in the working directory, {where}\. Create"
-    ):
+    with pytest.raises(BetonError, match=rf"^none\.beton does not exist in the working directory, {where}\. Create"):
         kind("none.beton", batch_size=2, image_size=SIDE)
     with pytest.raises(BetonError, match=r"none\.beton does not exist. Create it with: drivetrain convert"):
         kind(tmp_path / "none.beton", batch_size=2, image_size=SIDE)
@@ -173,9 +169,7 @@ def test_resolve_unknown_names(name: str, words: str) -> None:
 
 def test_resolve_refuses_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "photos").mkdir()
-    with pytest.raises(
-        DataError, match=r"photos is a folder. Convert it first: drivetrain convert .*photos\.beton"
-    ):
+    with pytest.raises(DataError, match=r"photos is a folder. Convert it first: drivetrain convert .*photos\.beton"):
         resolve(tmp_path / "photos")
     monkeypatch.chdir(tmp_path / "photos")
     with pytest.raises(DataError, match=r"drivetrain convert \. photos\.beton$"):

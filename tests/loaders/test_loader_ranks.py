@@ -34,9 +34,7 @@ def digests(images: torch.Tensor, labels: torch.Tensor) -> list[Digest]:
     ]
 
 
-def epoch(
-    kind: str, path: str, options: dict[str, Any], state: dict[str, Any] | None = None
-) -> list[list[Digest]]:
+def epoch(kind: str, path: str, options: dict[str, Any], state: dict[str, Any] | None = None) -> list[list[Digest]]:
     """This process's batches of an epoch: its share, if it is a rank, which the loader finds out itself."""
     made, workers = (FFCVLoader, 1) if kind == "ffcv" else (TorchLoader, 0)
     base = {"batch_size": 4, "image_size": 24, "workers": workers, "dtype": torch.uint8}

@@ -86,12 +86,8 @@ def test_any_number_of_workers(photos: Path, train: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
-@pytest.mark.parametrize(
-    ("samples", "batch", "world"), [(21, 4, 4), (23, 8, 2), (17, 4, 2), (5, 2, 2), (21, 6, 3)]
-)
-def test_a_partial_last_batch_among_ranks(
-    numbered: Path, kind: Any, samples: int, batch: int, world: int
-) -> None:
+@pytest.mark.parametrize(("samples", "batch", "world"), [(21, 4, 4), (23, 8, 2), (17, 4, 2), (5, 2, 2), (21, 6, 3)])
+def test_a_partial_last_batch_among_ranks(numbered: Path, kind: Any, samples: int, batch: int, world: int) -> None:
     """Training: dropped by default, else equal shares; evaluation: each sample once; never an empty share."""
     rest, full = samples % batch, samples // batch
 
@@ -140,9 +136,7 @@ def test_the_last_batch_of_the_defect() -> None:
     assert sizes(drop_last=False, pad_last=True) == [[8, 8, 8], [8, 8, 8]]
 
 
-def test_a_launched_process_that_has_not_joined_its_group(
-    numbered: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launched_process_that_has_not_joined_its_group(numbered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     with pytest.raises(DataError, match=r"WORLD_SIZE=2, .* has not joined .*init_process_group\(\)"):
@@ -194,9 +188,7 @@ def test_quasi_random_order_goes_by_stretches_of_pages(data: st.DataObject) -> N
         indices = np.sort(indices)
         pages[indices] = np.arange(len(indices)) // per_page
         size = batch if version == 3 else None
-        order = in_runs(
-            unshuffled(indices), **options, block=per_page, window=WINDOW * batch, batch_size=size
-        )
+        order = in_runs(unshuffled(indices), **options, block=per_page, window=WINDOW * batch, batch_size=size)
     found = order.at(np.arange(order.count))
     assert sorted(found) == sorted(indices)
     places = {page: np.flatnonzero(pages[found] == page) for page in set(pages[indices].tolist())}
@@ -210,14 +202,10 @@ def test_quasi_random_order_mixes_and_changes(version: int) -> None:
 
     def epoch_of(number: int) -> Any:
         if version == 1:
-            order = array_order(
-                np.arange(1000), order="quasi_random", seed=4, epoch=number, batch_size=5, pages=pages
-            )
+            order = array_order(np.arange(1000), order="quasi_random", seed=4, epoch=number, batch_size=5, pages=pages)
         else:
             size = 5 if version == 3 else None
-            order = in_runs(
-                unshuffled(range(1000)), seed=4, epoch=number, block=10, window=WINDOW * 5, batch_size=size
-            )
+            order = in_runs(unshuffled(range(1000)), seed=4, epoch=number, block=10, window=WINDOW * 5, batch_size=size)
         return order.at(np.arange(1000))
 
     first, second, same = (epoch_of(number) for number in (0, 1, 0))
@@ -346,9 +334,7 @@ def test_resuming_then_the_next_epoch_is_whole(photos: Path) -> None:
 
 def test_set_epoch_forgets_the_place_within_one(photos: Path) -> None:
     with loader(photos) as made:
-        made.load_state_dict(
-            {"epoch": 2, "position": 3, "seed": 0, "batch_size": 4, "samples": 18, "order": "random"}
-        )
+        made.load_state_dict({"epoch": 2, "position": 3, "seed": 0, "batch_size": 4, "samples": 18, "order": "random"})
         made.set_epoch(2)
         assert len(list(made)) == 5
 

@@ -28,9 +28,7 @@ def load(kind: Any, path: Path, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", LOADERS)
-@pytest.mark.parametrize(
-    "options", [{}, {"train": False}, {"cutout": 9}, {"policy": {"name": "aug_mix"}}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"train": False}, {"cutout": 9}, {"policy": {"name": "aug_mix"}}], ids=str)
 def test_images_have_height_and_width(kind: Any, options: dict[str, Any], photos: Path) -> None:
     images = load(kind, photos, **options)
     assert images.shape == (18, 3, *SIZE)
@@ -133,9 +131,7 @@ def test_translations_are_relative_to_their_own_side() -> None:
 
 @pytest.mark.parametrize("size", [0, (24,), (24, 0), (24, 32, 3), 24.5, "24", (24, "40"), None, True])
 def test_sizes_that_are_none(size: Any, photos: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"image_size=.* must be a positive integer, or two: height and width"
-    ):
+    with pytest.raises(DataError, match=r"image_size=.* must be a positive integer, or two: height and width"):
         FFCVLoader(photos, batch_size=6, image_size=size)
 
 

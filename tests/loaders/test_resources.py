@@ -62,9 +62,7 @@ def raise_in_the_loop(path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "use", [leave_early, leave_early_and_forget, two_at_once, many_epochs, raise_in_the_loop]
-)
+@pytest.mark.parametrize("use", [leave_early, leave_early_and_forget, two_at_once, many_epochs, raise_in_the_loop])
 def test_threads_and_descriptors_come_back(photos: Path, use: Callable[[Path], None]) -> None:
     warm_up(photos)
     use(photos)  # once before counting: OpenCV and torch start pools of their own at first use

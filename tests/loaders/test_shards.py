@@ -69,9 +69,7 @@ def test_torchs_loader_reads_parts_too(folder: Path) -> None:
     assert same(whole, loaded(TorchLoader(folder / "part-{0..2}.beton", **options)))
     mix = {folder / "whole.beton": 1, folder / "other.beton": 1}
     labels = [labels for _, labels in loaded(TorchLoader(mix, **options))]
-    assert [
-        torch.equal(a, b[1]) for a, b in zip(labels, loaded(FFCVLoader(mix, **OPTIONS)), strict=True)
-    ] == [True] * 2
+    assert [torch.equal(a, b[1]) for a, b in zip(labels, loaded(FFCVLoader(mix, **OPTIONS)), strict=True)] == [True] * 2
 
 
 def test_quasi_random_order_runs_through_all_files(folder: Path) -> None:
@@ -151,9 +149,7 @@ def test_repetitions_within_an_epoch_differ(folder: Path) -> None:
     st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_shares_and_turns_of_any_mix(
-    sets: list[tuple[int, float]], epoch: int, seed: int, older: bool
-) -> None:
+def test_shares_and_turns_of_any_mix(sets: list[tuple[int, float]], epoch: int, seed: int, older: bool) -> None:
     bounds = np.cumsum([0, *(size for size, _ in sets)])
     parts = [np.arange(a, b) for a, b in itertools.pairwise(bounds)]
     weights, total = [weight for _, weight in sets], int(bounds[-1])

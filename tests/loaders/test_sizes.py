@@ -109,9 +109,7 @@ def test_memory_is_computed_before_it_is_taken(photos: Path) -> None:
 def test_what_cannot_fit_is_refused_at_once(photos: Path) -> None:
     """The smallest size that memory cannot hold on this machine."""
     side = int((rank_free_memory() / (4 * 3 * 4 * 5)) ** 0.5) * 2
-    with pytest.raises(
-        DataError, match=r"would need [\d,.]+ GB \(6 batches of .* free\. Use a smaller batch_size"
-    ):
+    with pytest.raises(DataError, match=r"would need [\d,.]+ GB \(6 batches of .* free\. Use a smaller batch_size"):
         make(FFCVLoader, photos, image_size=side, dtype=torch.float32, workers=1)
     with make(FFCVLoader, photos) as loader:
         with pytest.raises(DataError, match=r"would need .* Use a smaller batch_size or image_size"):

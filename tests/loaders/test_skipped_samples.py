@@ -120,9 +120,7 @@ def test_a_failure_of_the_disk_is_no_property_of_a_sample(
         here, kept = beton.file.descriptor, os.dup(beton.file.descriptor)
         unreadable = os.open(photos, os.O_WRONLY)
         os.dup2(unreadable, here)
-        with pytest.raises(
-            BetonError, match=r"Sample \d+ cannot be read: .*photos.beton cannot be read: Bad file"
-        ):
+        with pytest.raises(BetonError, match=r"Sample \d+ cannot be read: .*photos.beton cannot be read: Bad file"):
             list(loader)
         assert not loader.replaced
         read = Beton.stored
@@ -158,8 +156,7 @@ def test_every_rank_counts_all(photos: Path, tmp_path: Path, capfd: pytest.Captu
         result = pipeline.fit(epochs=2, out=tmp_path / str(devices))
         histories.append(result.history.epochs)
         assert (
-            "2 of the epoch's samples cannot be decoded, and others took their places: 4, 9."
-            in capfd.readouterr().out
+            "2 of the epoch's samples cannot be decoded, and others took their places: 4, 9." in capfd.readouterr().out
         )
     assert [one.replaced for one in histories[0]] == [one.replaced for one in histories[1]] == [2, 2]
     for one, other in zip(*histories, strict=True):

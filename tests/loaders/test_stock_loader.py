@@ -69,8 +69,7 @@ def test_training_pixels(numbered: Path, training: StockFFCVLoader) -> None:
     for batch, labels in training:
         for image, label in zip(batch, labels.tolist(), strict=True):
             plain, flipped = (
-                torch.allclose(image, each, rtol=0, atol=1e-6)
-                for each in (images[label], images[label].flip(-1))
+                torch.allclose(image, each, rtol=0, atol=1e-6) for each in (images[label], images[label].flip(-1))
             )
             assert plain != flipped
             mirrored += flipped
@@ -83,9 +82,7 @@ def test_each_sample_once_per_epoch_in_our_order(numbered: Path, training: Stock
         assert len(training) == len(ours) == 6
         epochs = [[labels.tolist() for _, labels in training] for _ in range(2)]
         assert epochs == [[labels.tolist() for _, labels in ours] for _ in range(2)]
-    assert [sorted(label for batch in epoch for label in batch) for epoch in epochs] == [
-        list(range(COUNT))
-    ] * 2
+    assert [sorted(label for batch in epoch for label in batch) for epoch in epochs] == [list(range(COUNT))] * 2
 
 
 def test_a_saved_position_continues_with_the_next_sample(training: StockFFCVLoader) -> None:
@@ -235,9 +232,7 @@ def test_training_settings_do_not_matter_in_evaluation() -> None:
 def test_sources_that_ffcv_does_not_read(numbered: Path, tmp_path: Path) -> None:
     sources = {
         "s3://bucket/train.beton": r"s3://bucket/train\.beton is at an address, .* Download it, or",
-        str(
-            tmp_path / "part-{0..3}.beton"
-        ): "is 4 files, but FFCV's own loader reads one file. Convert to one, or",
+        str(tmp_path / "part-{0..3}.beton"): "is 4 files, but FFCV's own loader reads one file. Convert to one, or",
     }
     for source, message in sources.items():
         with pytest.raises(DataError, match=message):
@@ -258,9 +253,7 @@ def test_damaged_files_do_not_reach_ffcv(numbered: Path, tmp_path: Path) -> None
             StockFFCVLoader(path, batch_size=4, image_size=SIDE)
 
 
-def test_a_file_that_shrinks_is_noticed_before_ffcv_reads_it(
-    evaluation: StockFFCVLoader, photos: Path
-) -> None:
+def test_a_file_that_shrinks_is_noticed_before_ffcv_reads_it(evaluation: StockFFCVLoader, photos: Path) -> None:
     data = photos.read_bytes()
     try:
         with photos.open("r+b") as file:
@@ -272,9 +265,7 @@ def test_a_file_that_shrinks_is_noticed_before_ffcv_reads_it(
     assert len(list(evaluation)) == 5
 
 
-def test_memory_is_checked_first(
-    evaluation: StockFFCVLoader, photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_checked_first(evaluation: StockFFCVLoader, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "rank_free_memory", lambda: 10_000_000)
     with pytest.raises(DataError, match=r"FFCV's own loader would need .* Use a smaller batch_size"):
         StockFFCVLoader(photos, workers=1, **PHOTOS | {"batch_size": 18, "image_size": 500})
@@ -336,9 +327,7 @@ def test_batches_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_a_file_replaced_while_ffcv_opened_it(
-    numbered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_replaced_while_ffcv_opened_it(numbered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "one.beton"
     shutil.copy(numbered, path)
     shutil.copy(numbered, tmp_path / "other.beton")

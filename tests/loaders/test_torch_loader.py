@@ -62,9 +62,7 @@ def test_stored_pixels_come_out_exactly(numbered: Path) -> None:
 
 def test_padded_crop_shifts_over_reflected_edges(numbered: Path) -> None:
     images, _ = raw_pictures(23)
-    ((drawn, labels), *_) = load(
-        TorchLoader, numbered, crop="padded", image_size=12, flip=False, dtype=torch.uint8
-    )
+    ((drawn, labels), *_) = load(TorchLoader, numbered, crop="padded", image_size=12, flip=False, dtype=torch.uint8)
     for one, label in zip(drawn.permute(0, 2, 3, 1).numpy(), labels, strict=True):
         padded = np.pad(images[label], ((4, 4), (4, 4), (0, 0)), mode="reflect")
         places = [padded[y : y + 12, x : x + 12] for y in range(9) for x in range(9)]
@@ -224,7 +222,5 @@ def test_changed_pixels_are_noticed_by_the_manifest(kind: Any, numbered: Path, t
     with pytest.raises(DataError, match=r"verify=True .*changed\.beton has no manifest"):
         load(kind, path, train=False, verify=True)
     (tmp_path / "changed.beton.json").write_bytes(numbered.with_name("numbered.beton.json").read_bytes())
-    with pytest.raises(
-        DataError, match=r"sample 7: its data changed since the conversion \(CRC-32 mismatch\)"
-    ):
+    with pytest.raises(DataError, match=r"sample 7: its data changed since the conversion \(CRC-32 mismatch\)"):
         load(kind, path, train=False, verify=True)

@@ -92,12 +92,9 @@ def test_views_have_the_mean_and_spread_of_torchvisions(photos: Path) -> None:
     many = tuple({**group, "count": 20} for group in MULTI_CROP)
     for views in (12, many):
         ours, theirs = (
-            load(photos, kind, views=views, workers=workers)[0]
-            for kind, workers in ((FFCVLoader, 2), (TorchLoader, 0))
+            load(photos, kind, views=views, workers=workers)[0] for kind, workers in ((FFCVLoader, 2), (TorchLoader, 0))
         )
-        groups = zip(
-            *((each,) if isinstance(each, torch.Tensor) else each for each in (ours, theirs)), strict=True
-        )
+        groups = zip(*((each,) if isinstance(each, torch.Tensor) else each for each in (ours, theirs)), strict=True)
         for own, other in groups:
             assert own.shape == other.shape
             assert own.dtype == other.dtype

@@ -104,9 +104,7 @@ def test_two_ranks_on_one_gpu_are_told_so_on_all(gpus: Any, monkeypatch: pytest.
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     for rank, uuid in enumerate(("GPU-a", "GPU-b", "GPU-a")):
         in_group(monkeypatch, rank, 3)
-        monkeypatch.setattr(
-            torch.cuda, "get_device_properties", lambda _, uuid=uuid: SimpleNamespace(uuid=uuid)
-        )
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, uuid=uuid: SimpleNamespace(uuid=uuid))
         fingerprints.append(devices._fingerprint(gpu))
     monkeypatch.setattr(
         dist, "all_gather", lambda into, _: [a.fill_(b) for a, b in zip(into, fingerprints, strict=True)]

@@ -44,9 +44,7 @@ def ranks(alone: dict[tuple[str, str], Exported]) -> Ranks:
 def same_state(found: Exported, expected: Exported, tolerance: float = 0.0) -> None:
     torch.testing.assert_close(found.state, expected.state, rtol=0, atol=tolerance)
     assert found.optimizer.groups == expected.optimizer.groups
-    torch.testing.assert_close(
-        dict(found.optimizer.entries), dict(expected.optimizer.entries), rtol=0, atol=tolerance
-    )
+    torch.testing.assert_close(dict(found.optimizer.entries), dict(expected.optimizer.entries), rtol=0, atol=tolerance)
 
 
 def goes_on(found: Exported, given: Exported, alone: Exported) -> None:

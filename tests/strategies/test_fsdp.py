@@ -153,9 +153,7 @@ def test_alone_a_model_on_the_meta_device_gets_its_values() -> None:
 
 @pytest.mark.parametrize(("devices", "size"), [(4, 3), (2, 4), (2, -1), (2, 0)])
 def test_hsdp_wants_groups_of_one_size(devices: int, size: int) -> None:
-    with pytest.raises(
-        StrategyError, match=f"shard_size={size} must be a positive integer that divides the {devices}"
-    ):
+    with pytest.raises(StrategyError, match=f"shard_size={size} must be a positive integer that divides the {devices}"):
         HSDP("cpu", shard_size=size).check(devices)
 
 

@@ -34,8 +34,7 @@ MORE = [*WHOLE, "fsdp"]
 """Strategies that train the other kinds of models, too, in `make test-all`; in `make test` three of them do."""
 MOST = ["ddp", "fairscale_sharded_ddp", "fsdp"]
 QUICK = {
-    name: [*FEW, *(SYNC if name == "fsdp" else SYNC[:1]), *((*KINDS, *BF16) if name in MOST else ())]
-    for name in OFTEN
+    name: [*FEW, *(SYNC if name == "fsdp" else SYNC[:1]), *((*KINDS, *BF16) if name in MOST else ())] for name in OFTEN
 }
 
 
@@ -58,9 +57,7 @@ def check(ranks: Ranks, name: str, cases: list[Case], tolerance: float = 1e-5) -
     """All cases of one strategy, on every rank; with BatchNorm, N ranks are N microbatches."""
     for case in cases:
         for rank in ranks:
-            same_run(
-                rank[f"{name} {case.name}"], on_one_device(case, 1 if case.sync else len(ranks)), tolerance
-            )
+            same_run(rank[f"{name} {case.name}"], on_one_device(case, 1 if case.sync else len(ranks)), tolerance)
         first, last = (rank[f"{name} {case.name}"].state for rank in (ranks[0], ranks[-1]))
         torch.testing.assert_close(first, last, rtol=0, atol=0)
 

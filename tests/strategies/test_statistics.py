@@ -25,9 +25,7 @@ def pooled(models: list[nn.Module], dtype: torch.dtype | None = None) -> dict[st
     return pool_buffers(buffers[0], models[0], lambda _: torch.stack(sent).mean(0))
 
 
-def trained(
-    factory: Callable[[], nn.Module], apart: float, middle: float = 0.0
-) -> tuple[list[nn.Module], nn.Module]:
+def trained(factory: Callable[[], nn.Module], apart: float, middle: float = 0.0) -> tuple[list[nn.Module], nn.Module]:
     """The ranks' models and that of one process, after the same batches; the ranks' data lie `apart`."""
     ranks, one = [factory() for _ in range(RANKS)], factory()
     generator = torch.Generator().manual_seed(0)

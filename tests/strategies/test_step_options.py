@@ -82,9 +82,7 @@ def test_recomputing_keeps_less() -> None:
 
 def test_a_recomputed_model_is_copied_whole_and_chosen_once() -> None:
     model = net()
-    assert (
-        recompute_activations(model, True) == recompute_activations(model, ["RecomputedBlock"]) == ("1", "2")
-    )
+    assert recompute_activations(model, True) == recompute_activations(model, ["RecomputedBlock"]) == ("1", "2")
     twin = copy.deepcopy(model)
     with torch.no_grad():
         twin[1].conv.weight.zero_()
@@ -152,9 +150,7 @@ def runs() -> dict[str, Any]:
 def plain(name: str, parts: int) -> Run:
     """One device in fp32 without any option, with as many microbatches as `parts` ranks have."""
     case, _ = OPTIONS[name]
-    return train(
-        "single", Case("plain", case.model, case.optimizer, case.clip_norm, case.accumulate), parts=parts
-    )
+    return train("single", Case("plain", case.model, case.optimizer, case.clip_norm, case.accumulate), parts=parts)
 
 
 def check_run(runs: dict[str, Any], strategy: str, name: str, ranks: int) -> None:
@@ -210,9 +206,7 @@ def test_one_device_trains_alike(name: str) -> None:
 
 def test_dp_recomputes_too() -> None:
     """It ignored the option once."""
-    engine = strategies.get("dp", device="cpu").prepare(
-        net(), make_optimizer("sgd"), activation_checkpointing=True
-    )
+    engine = strategies.get("dp", device="cpu").prepare(net(), make_optimizer("sgd"), activation_checkpointing=True)
     assert type(engine.plain_model[1]).__name__ == "RecomputedBlock"
 
 
@@ -231,9 +225,7 @@ def compiled_and_not() -> dict[str, list[Run]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_compiled_model_trains_alike_under_the_same_names(ranks: int) -> None:
-    runs = (
-        compiled_and_not() if ranks == 1 else strategies.launch(compiled_and_not, devices=2, timeout=250)[0]
-    )
+    runs = compiled_and_not() if ranks == 1 else strategies.launch(compiled_and_not, devices=2, timeout=250)[0]
     for compiled, plain in runs.values():
         assert list(compiled.state) == ["1.weight", "1.bias"]
         close(compiled, plain, 1e-5)
@@ -274,17 +266,13 @@ REGIONS: list[dict[str, Any]] = [
 
 def test_regions_are_the_blocks() -> None:
     def compiled(model: nn.Module) -> list[str]:
-        engine = strategies.get("single", device="cpu").prepare(
-            model, make_optimizer("sgd"), compile="regions"
-        )
+        engine = strategies.get("single", device="cpu").prepare(model, make_optimizer("sgd"), compile="regions")
         modules = engine.plain_model.named_modules()
         return [name for name, module in modules if module._compiled_call_impl is not None]
 
     assert compiled(deep()) == ["2", "3", "4", "5"]
     assert compiled(models.resnet()) == ["4", "5"]
-    with pytest.raises(
-        StrategyError, match=r"'regions' found no repeated blocks in Sequential. Use compile=True"
-    ):
+    with pytest.raises(StrategyError, match=r"'regions' found no repeated blocks in Sequential. Use compile=True"):
         compiled(layers())
 
 
@@ -299,11 +287,7 @@ def in_regions_and_not() -> dict[str, list[Run]]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_regions_and_a_memory_budget_train_alike(ranks: int) -> None:
     torch._dynamo.reset()
-    runs = (
-        in_regions_and_not()
-        if ranks == 1
-        else strategies.launch(in_regions_and_not, devices=2, timeout=270)[0]
-    )
+    runs = in_regions_and_not() if ranks == 1 else strategies.launch(in_regions_and_not, devices=2, timeout=270)[0]
     for *compiled, plain in runs.values():
         for run in compiled:
             assert list(run.state) == list(deep().state_dict())

@@ -56,8 +56,7 @@ def test_get_refuses(strategy: object, options: dict[str, object], words: str) -
 @pytest.mark.process
 def test_importing_the_folder_does_not_import_torch() -> None:
     code = (
-        "import drivetrain.strategies, drivetrain.strategies.launching.rank_main, sys; "
-        "sys.exit('torch' in sys.modules)"
+        "import drivetrain.strategies, drivetrain.strategies.launching.rank_main, sys; sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -97,9 +96,7 @@ NOT_HERE = "use fewer devices" if torch.cuda.is_available() else "finds none her
         ),
     ],
 )
-def test_check_refuses_devices_that_are_not_here(
-    strategy: strategies.Strategy, devices: int, words: str
-) -> None:
+def test_check_refuses_devices_that_are_not_here(strategy: strategies.Strategy, devices: int, words: str) -> None:
     with pytest.raises(StrategyError, match=words):
         strategy.check(devices)
 
@@ -333,9 +330,7 @@ def test_an_option_without_a_default() -> None:
     strategies.register("frozen", Frozen)
     (row,) = [row for row in strategies.available() if row.name == "frozen"]
     assert (row.summary, row.runs_here) == ("freezes a prefix", False)
-    with pytest.raises(
-        StrategyError, match=r"'frozen' needs the option 'prefix'.*distribute\('frozen', prefix=…\)"
-    ):
+    with pytest.raises(StrategyError, match=r"'frozen' needs the option 'prefix'.*distribute\('frozen', prefix=…\)"):
         strategies.get("frozen")
     assert strategies.get("frozen", prefix="0.").prefix == "0."  # type: ignore[attr-defined]
 
@@ -415,9 +410,7 @@ def test_a_package_brings_a_strategy_by_an_entry_point(tmp_path: Path) -> None:
     broken = variant(site, "broken", "broken = their_strategies:Missing")
     greedy = variant(site, "greedy", "ddp = their_strategies:Theirs")
     uses = [f"theirs:{site}", f"theirs:{site}:{second}", f"broken:{broken}", f"theirs:{site}:{greedy}"]
-    done = subprocess.run(
-        [sys.executable, "-c", USE, *uses], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", USE, *uses], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     found, twice, missing, taken = done.stdout.splitlines()
     assert found == "their_strategies cpu from another package"

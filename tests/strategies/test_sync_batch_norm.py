@@ -32,9 +32,7 @@ def test_a_layer_computes_over_all_ranks_what_one_device_does(ranks: list[dict[s
                 whole = torch.cat([each[key] for each in found])
                 torch.testing.assert_close(whole, value, rtol=near, atol=near)
             elif key.startswith("gradient"):
-                torch.testing.assert_close(
-                    sum(each[key] for each in found), value, rtol=10 * near, atol=10 * near
-                )
+                torch.testing.assert_close(sum(each[key] for each in found), value, rtol=10 * near, atol=10 * near)
             else:
                 torch.testing.assert_close(found[0][key], value, rtol=near, atol=near)
                 assert all(torch.equal(each[key], found[0][key]) for each in found)

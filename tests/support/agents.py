@@ -132,8 +132,7 @@ class Job:
             last |= {step: sorted(chain(*ranks)) for step, ranks in found.items()}
         assert sorted(last) == list(range(1, max(last) + 1))
         return [
-            sorted(chain(*(last[first + step] for step in range(steps))))
-            for first in range(1, max(last) + 1, steps)
+            sorted(chain(*(last[first + step] for step in range(steps)))) for first in range(1, max(last) + 1, steps)
         ]
 
 

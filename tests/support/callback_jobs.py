@@ -82,9 +82,7 @@ def stop_and_fail(pipeline: Pipeline, out: Path) -> dict[str, Any]:
     one = OnRankOne(stop=6)
     stopped = pipeline.fit(epochs=3, progress=False, out=out, callbacks=[one])
     two = OnRankOne()
-    resumed = pipeline.fit(
-        epochs=3, progress=False, out=out, callbacks=[two], resume="auto", continue_stopped=True
-    )
+    resumed = pipeline.fit(epochs=3, progress=False, out=out, callbacks=[two], resume="auto", continue_stopped=True)
     whole = pipeline.fit(epochs=3, progress=False)
     return {
         "reason": stopped.stopped, "steps": one.steps, "epochs": len(stopped.history.epochs),

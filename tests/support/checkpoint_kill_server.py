@@ -86,9 +86,7 @@ def train(order: dict[str, Any], rank: int) -> None:
     if ranks > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group(
-            "gloo", init_method=f"file://{order['rendezvous']}", rank=rank, world_size=ranks
-        )
+        dist.init_process_group("gloo", init_method=f"file://{order['rendezvous']}", rank=rank, world_size=ranks)
         pipeline = pipeline.distribute(order["strategy"], devices=ranks)
     config = FitConfig(
         epochs=EPOCHS, out=Path(order["out"]), progress=False, resume="auto",

@@ -76,9 +76,7 @@ def wanted(targets: Any) -> torch.Tensor:
     """`(B, 6)`, as fractions of the side."""
     labels, boxes, points, classes, weight = targets
     assert len({len(each) for each in targets}) == 1
-    assert all(
-        len(own) == len(at) == len(kinds) for own, at, kinds in zip(boxes, points, classes, strict=True)
-    )
+    assert all(len(own) == len(at) == len(kinds) for own, at, kinds in zip(boxes, points, classes, strict=True))
     assert labels.shape == weight.shape
     both = [torch.cat([own.mean(0), at.mean(0)]) for own, at in zip(boxes, points, strict=True)]
     return torch.stack(both) / SIDE
@@ -92,9 +90,7 @@ def pipeline_of(files: tuple[str, str], load: Any = None, **distribution: Any) -
 
 
 def small_model() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 6)
-    )
+    return nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 6))
 
 
 def history(files: tuple[str, str], **options: Any) -> list[tuple[float, ...]]:

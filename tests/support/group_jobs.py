@@ -25,9 +25,7 @@ def cycle(optimizer: torch.optim.Optimizer) -> OneCycleLR:
 
 
 CONFIGS = {
-    "adamw": OptimizerConfig(
-        "adamw", {"lr": 0.01, "weight_decay": 0.1}, groups=GROUPS, schedule=cycle, warmup=0.4
-    ),
+    "adamw": OptimizerConfig("adamw", {"lr": 0.01, "weight_decay": 0.1}, groups=GROUPS, schedule=cycle, warmup=0.4),
     "muon": OptimizerConfig("muon", {"lr": 0.02, "adamw_lr": 0.01}, groups=GROUPS, schedule="wsd"),
     "adamuon": OptimizerConfig("adamuon", {"lr": 0.01}, groups=GROUPS, schedule="wsd"),
     "schedulefree": OptimizerConfig(

@@ -139,9 +139,7 @@ class SimulatedCuda(TorchDispatchMode):
         if not torch.cuda.is_available():
             torch._C._ensureCUDADeviceGuardSet()  # indexing looks for a guard of the device
             self._patches.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        torch._C._set_only_lift_cpu_tensors(
-            True
-        )  # `torch.tensor` makes its values on the CPU, and copies them
+        torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` makes its values on the CPU, and copies them
         self._patches.setattr(torch.backends.cudnn, "enabled", False)  # its kernels have no CPU branch
         super().__enter__()
         return self

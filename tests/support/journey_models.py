@@ -10,9 +10,7 @@ from torch import nn
 class Net(nn.Module):
     def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Conv2d(3, 16, 5, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten()
-        )
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 5, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten())
         self.head = nn.Linear(256, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:

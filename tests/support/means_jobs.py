@@ -161,10 +161,7 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 def batches(case: Case, sizes: tuple[int, ...], seed: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(size, 3, SIDE, SIDE, generator=generator), case.targets(generator, size))
-        for size in sizes
-    ]
+    return [(torch.randn(size, 3, SIDE, SIDE, generator=generator), case.targets(generator, size)) for size in sizes]
 
 
 @dataclass

@@ -92,9 +92,7 @@ def write_corpus(folder: Path) -> None:
     subprocess.run([_corpus_program(folder), folder], check=True, timeout=300)
 
 
-def write_jpeg(
-    folder: Path, size: tuple[int, int], sampling: str, way: int, detail: int | None = None
-) -> Path:
+def write_jpeg(folder: Path, size: tuple[int, int], sampling: str, way: int, detail: int | None = None) -> Path:
     """Write one of them, of `size` (height, width), and plain from line `detail` on; see jpeg_corpus.c."""
     arguments = (*size, sampling, way, size[0] if detail is None else detail)
     subprocess.run([_corpus_program(folder), folder, *map(str, arguments)], check=True, timeout=300)
@@ -148,9 +146,7 @@ def run_libfuzzer(folder: Path, seconds: int, keep: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=[*FLAGS, "libfuzzer"], default="address")
     parser.add_argument("--executions", type=int)
     parser.add_argument("--seed", type=int, default=0)

@@ -39,9 +39,7 @@ def load_pictures(
             np.array([picture.shape[0] for picture in pictures], np.uint16),
             np.cumsum(sizes) - sizes, sizes,
         )  # fmt: skip
-        boxes = np.array(
-            [[0, 0, *picture.shape[:2]] for picture in pictures] if boxes is None else boxes, np.int64
-        )
+        boxes = np.array([[0, 0, *picture.shape[:2]] for picture in pictures] if boxes is None else boxes, np.int64)
         flips = np.zeros(n, np.bool_) if flips is None else np.asarray(flips, np.bool_)
         made = library.Settings(
             height=height, width=width, method=method, dtype=library.UINT8, channels=3, bytes=1, cut=cut

@@ -57,9 +57,7 @@ class Draw:
 class Drawn(nn.Module):
     """A network with the parts that a draw switches on."""
 
-    def __init__(
-        self, *, norm: str, non_persistent: bool, complex_parameter: bool, tied: bool, double: bool
-    ) -> None:
+    def __init__(self, *, norm: str, non_persistent: bool, complex_parameter: bool, tied: bool, double: bool) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, WIDTH, 3, 2, bias=norm == "none")
         norms = {"batch": nn.BatchNorm2d, "group": lambda n: nn.GroupNorm(2, n), "none": nn.Identity}

@@ -43,9 +43,7 @@ def share(step: int, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]
 
 def train(model: nn.Module, method: t.Transform, rank: int = 0, ranks: int = 1) -> dict[str, dict]:
     """Train with a loop method or SAM; gives the values seen in an evaluation, after it, and at the end."""
-    factory = t.NoWeightDecay().optimizer(
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1)
-    )
+    factory = t.NoWeightDecay().optimizer(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1))
     optimizer, session, seen = factory(model.parameters()), method.session(model), {}
 
     def gradients(step: int) -> None:

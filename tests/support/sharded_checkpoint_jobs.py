@@ -86,9 +86,7 @@ def round_trips(folder: Path) -> dict[str, Any]:
         shard = engine.rank % engine.shards
         rows = {key: len(value) for key, value in open_shards([paths[shard]], {}).items() if key in shapes}
         whole, opened = tensors_of(engine, None), open_shards(paths, shapes)
-        together = opened.keys() == whole.keys() and all(
-            torch.equal(opened[key], whole[key]) for key in whole
-        )
+        together = opened.keys() == whole.keys() and all(torch.equal(opened[key], whole[key]) for key in whole)
         own = [path if number in (0, shard) else place / "gone" for number, path in enumerate(paths)]
         other = stepped(name, seed=1)
         load(other, open_shards(own, shapes))
@@ -103,9 +101,7 @@ def train_until_killed(pipeline: Pipeline, out: Path, victim: int, step: int, mo
 
     def write_and_die(state: Any, path: Path, **about: Any) -> None:
         when, kind = moment.split()
-        due = (
-            torch.distributed.get_rank() == victim and f"{step:08d}" in str(path.parent) and kind in path.name
-        )
+        due = torch.distributed.get_rank() == victim and f"{step:08d}" in str(path.parent) and kind in path.name
         if due and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         write(state, path, **about)

@@ -16,9 +16,7 @@ class Hungry(nn.Module):
     """Asks the allocator for too much memory in forwards of more than `most` images, on one rank, or on all (-1). If
     `killed`, the system kills the process instead, as Linux does when memory is short."""
 
-    def __init__(
-        self, classes: int = CLASSES, most: int = 4, rank: int = -1, *, killed: bool = False
-    ) -> None:
+    def __init__(self, classes: int = CLASSES, most: int = 4, rank: int = -1, *, killed: bool = False) -> None:
         super().__init__()
         self.layers, self.most, self.rank, self.killed = plain_model(classes), most, rank, killed
 

@@ -355,9 +355,7 @@ def test_the_numbers_are_those_of_one_tensor_after_another(dtypes: tuple[torch.d
     model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
     averages = Averages(model)
     expected = {
-        name: value.to(torch.promote_types(value.dtype, torch.float32))
-        if value.is_floating_point()
-        else value
+        name: value.to(torch.promote_types(value.dtype, torch.float32)) if value.is_floating_point() else value
         for name, value in values(model).items()
     }
     for step in range(3):

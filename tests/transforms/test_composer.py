@@ -71,9 +71,7 @@ def test_cutmix_as_a_whole(composer: ModuleType) -> None:
     y, x = (int(torch.randint(n, (), generator=generator)) for n in (20, 24))
     partner = torch.randperm(8, generator=generator)
     top, bottom, left, right = box_around(y, x, 20, 24, kept)
-    images, other, rest, _ = composer.cutmix_batch(
-        IMAGES, HOT, bbox=(top, left, bottom, right), indices=partner
-    )
+    images, other, rest, _ = composer.cutmix_batch(IMAGES, HOT, bbox=(top, left, bottom, right), indices=partner)
     ours, targets = t.CutMix().batch(IMAGES, LABELS, context(4))
     assert torch.equal(ours, images)
     torch.testing.assert_close(targets, rest * HOT + (1 - rest) * other)
@@ -100,9 +98,7 @@ def state(steps: int):
         composer_reference.load("composer.core"),
         composer_reference.load("composer.devices").DeviceCPU(),
     )
-    return core.State(
-        nn.Linear(1, 1), rank_zero_seed=0, run_name="r", device=device, max_duration=f"{steps}ba"
-    )
+    return core.State(nn.Linear(1, 1), rank_zero_seed=0, run_name="r", device=device, max_duration=f"{steps}ba")
 
 
 @pytest.mark.parametrize("options", [
@@ -461,9 +457,7 @@ def test_layer_freezing(composer: ModuleType, start: float, level: float) -> Non
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             composer.freeze_layers(theirs, optimizer, progress, start, level)
-        found, expected = (
-            [n for n, p in m.named_parameters() if not p.requires_grad] for m in (ours, theirs)
-        )
+        found, expected = ([n for n, p in m.named_parameters() if not p.requires_grad] for m in (ours, theirs))
         assert found == expected
 
 

@@ -71,9 +71,7 @@ def test_low_frequencies_are_kept_and_others_removed() -> None:
 
 
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8], ids=str)
 def test_dtype_and_memory_format_are_kept(dtype: torch.dtype, form: torch.memory_format) -> None:
     images = (random_images(2, 3, 16, 16).abs() * 90).clamp(0, 255).to(dtype).contiguous(memory_format=form)
     before = images.clone()
@@ -140,9 +138,7 @@ def test_a_run_is_that_of_a_plain_loop(toy: Toy) -> None:
             total = 0.0
             for step, (images, labels) in enumerate(loader):
                 cost = METHOD.compute_at((epoch * STEPS + step) / (EPOCHS * STEPS))
-                side = (
-                    6 if cost < 0.2 else 12 if cost < 0.6 else SIDE
-                )  # the multiple of 2 next to 6.9 and 11.4
+                side = 6 if cost < 0.2 else 12 if cost < 0.6 else SIDE  # the multiple of 2 next to 6.9 and 11.4
                 small = images if side == SIDE else reference(images, side, side).float()
                 loss = F.cross_entropy(model(small), labels)
                 optimizer.zero_grad()
@@ -230,9 +226,7 @@ def test_resumed_anywhere_it_is_the_same_run(toy: Toy, tmp_path: Path) -> None:
 def test_on_ranks_and_with_microbatches(toy: Toy, how: dict[str, Any]) -> None:
     pipeline = pipeline_of(toy).transform(t.RandAugment())
     one, split = fit(pipeline), fit(pipeline.distribute(**how))
-    assert [e.loss for e in split.history.epochs] == pytest.approx(
-        [e.loss for e in one.history.epochs], rel=1e-5
-    )
+    assert [e.loss for e in split.history.epochs] == pytest.approx([e.loss for e in one.history.epochs], rel=1e-5)
     torch.testing.assert_close(split.model.state_dict(), one.model.state_dict(), rtol=1e-4, atol=1e-5)
 
 
@@ -278,23 +272,15 @@ def test_what_has_no_meaning_is_refused(toy: Toy) -> None:
         plain.transform(METHOD, t.ProgressiveResizing()).plan()
     views = toy.pipeline(plain_model, views=2).task(Contrastive())
     for other in (views, plain.task(Segmentation(3))):
-        with pytest.raises(
-            PlanError, match=r"EfficientTrain needs targets that are class indices .* Leave it out"
-        ):
+        with pytest.raises(PlanError, match=r"EfficientTrain needs targets that are class indices .* Leave it out"):
             other.transform(METHOD).plan()
-    smaller = (
-        r"does not accept images of 6 × 6 pixels.*EfficientTrain trains on images of this size: .*dynamic_img"
-    )
+    smaller = r"does not accept images of 6 × 6 pixels.*EfficientTrain trains on images of this size: .*dynamic_img"
     with pytest.raises(PlanError, match=smaller):
         fit(toy.pipeline(OneSize).transform(METHOD))
     middle = METHOD.bandwidth(SIDE, 0.6)
-    with pytest.raises(
-        PlanError, match=rf"images of {middle} × {middle} .* EfficientTrain trains on images of this"
-    ):
+    with pytest.raises(PlanError, match=rf"images of {middle} × {middle} .* EfficientTrain trains on images of this"):
         fit(toy.pipeline(lambda: AllBut(middle)).transform(METHOD))
-    fit(
-        toy.pipeline(OneSize).transform(t.EfficientTrain()), epochs=1
-    )  # whose multiple of 16 is the full size
+    fit(toy.pipeline(OneSize).transform(t.EfficientTrain()), epochs=1)  # whose multiple of 16 is the full size
     for options, message in (
         ({"bandwidths": (224, 96, 160)}, r"bandwidths=\(224, 96, 160\)\): they must rise"),
         (
@@ -308,9 +294,7 @@ def test_what_has_no_meaning_is_refused(toy: Toy) -> None:
 
 
 def pooled() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)
-    )
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES))
 
 
 @pytest.mark.slow

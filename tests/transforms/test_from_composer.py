@@ -386,21 +386,15 @@ def test_targets_are_not_replaced_after_they_were_counted(jobs: Any, toy: Toy) -
     weighted = toy.pipeline().task(Classification(loss=nn.CrossEntropyLoss(weights)))
     for algorithm in (made.MixUp(), made.CutMix(), made.LabelSmoothing(), made.MixUp(interpolate_loss=True)):
         name = type(algorithm).__name__
-        message = (
-            rf"{name}\(.* replaces the targets .* CrossEntropyLoss weights .* Drivetrain's own {name}\(\)"
-        )
+        message = rf"{name}\(.* replaces the targets .* CrossEntropyLoss weights .* Drivetrain's own {name}\(\)"
         refuses(message, weighted.transform(from_composer(algorithm)))
     weighted.transform(ours.MixUp(), ours.LabelSmoothing(), from_composer(made.CutOut())).plan()
     toy.pipeline().transform(from_composer(made.MixUp())).plan()
     changed, rolled = (
-        weighted.transform(
-            from_composer(jobs.Once("before_forward", f"state.batch = (state.batch[0], {targets})"))
-        )
+        weighted.transform(from_composer(jobs.Once("before_forward", f"state.batch = (state.batch[0], {targets})")))
         for targets in (f"(state.batch[1] + 1) % {CLASSES}", "state.batch[1].roll(1)")
     )
-    with pytest.raises(
-        PlanError, match="A transform replaced the targets of a microbatch, but the loss weights"
-    ):
+    with pytest.raises(PlanError, match="A transform replaced the targets of a microbatch, but the loss weights"):
         fit(changed, 1)
     fit(rolled, 1)
 

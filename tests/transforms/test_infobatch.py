@@ -142,14 +142,10 @@ def test_it_trains_what_a_plain_loop_of_the_paper_does(toy: Toy, reference: Refe
     seen = Ends()
     result = fit(pipeline_of(toy), callbacks=[seen])
     assert_close(result, reference)
-    assert (
-        reference.steps[0] == reference.steps[-2] == reference.steps[-1] == FULL
-    )  # unknown scores; annealing
+    assert reference.steps[0] == reference.steps[-2] == reference.steps[-1] == FULL  # unknown scores; annealing
     assert min(reference.steps) < FULL
     ends = np.cumsum(reference.steps)
-    assert [epoch.lr for epoch in result.history.epochs] == pytest.approx(
-        [reference.rates[end - 1] for end in ends]
-    )
+    assert [epoch.lr for epoch in result.history.epochs] == pytest.approx([reference.rates[end - 1] for end in ends])
     assert [step for step, _ in seen.ends] == ends.tolist()
     assert [progress for _, progress in seen.ends] == pytest.approx([(e + 1) / EPOCHS for e in range(EPOCHS)])
     assert seen.ends[-1][1] == 1.0
@@ -253,9 +249,7 @@ def test_the_last_epochs_use_all() -> None:
 
 def test_samples_of_a_part_of_the_data(toy: Toy) -> None:
     """Samples that are held out are neither trained on nor scored."""
-    pipeline = Pipeline(plain_model).load(
-        toy.train, batch_size=BATCH, image_size=SIDE, val_split=0.25, workers=1
-    )
+    pipeline = Pipeline(plain_model).load(toy.train, batch_size=BATCH, image_size=SIDE, val_split=0.25, workers=1)
     with pipeline.transform(t.InfoBatch(0.9, 0.0)).optimize("sgd", lr=0.05).build() as built:
         schedule = built.begin(3)
         lengths = []
@@ -279,9 +273,7 @@ def test_less_than_a_batch_is_not_pruned(toy: Toy) -> None:
 
 def test_scores_are_of_sams_first_pass(toy: Toy) -> None:
     """With a learning rate of 0, the losses of the first epoch are those of the first weights."""
-    plain = (
-        toy.pipeline(plain_model, crop="random").transform(t.InfoBatch(anneal=0.0)).optimize("sgd", lr=0.0)
-    )
+    plain = toy.pipeline(plain_model, crop="random").transform(t.InfoBatch(anneal=0.0)).optimize("sgd", lr=0.0)
     found = []
     for pipeline in (plain, plain.transform(t.SAM(rho=0.5))):
         with pipeline.build() as built:
@@ -319,9 +311,7 @@ def test_a_loop_that_it_does_not_follow_is_an_error(toy: Toy) -> None:
 
 
 def test_a_loss_per_batch_in_a_loop_of_ones_own(toy: Toy) -> None:
-    engine = strategies.get("single", device="cpu").prepare(
-        plain_model(), lambda p: torch.optim.SGD(p, lr=0.1)
-    )
+    engine = strategies.get("single", device="cpu").prepare(plain_model(), lambda p: torch.optim.SGD(p, lr=0.1))
     hooks = TrainingHooks([t.InfoBatch()])
     hooks.begin(engine, 8)
     with pytest.raises(PlanError, match="needs the training loader"):
@@ -429,9 +419,7 @@ def test_what_has_no_meaning_is_refused(toy: Toy) -> None:
             pipeline.plan()
     with pytest.raises(PlanError, match=r"epochs=1 none at the end would use all"):
         fit(plain, epochs=1)
-    steps = plain.transform(
-        t.LabelSmoothing(), t.CutOut(), t.ColOut(), t.ProgressiveResizing(), t.EMA(), Declared()
-    )
+    steps = plain.transform(t.LabelSmoothing(), t.CutOut(), t.ColOut(), t.ProgressiveResizing(), t.EMA(), Declared())
     (step,) = (step for step in steps.plan().steps if step.what.startswith("InfoBatch"))
     assert "left out with probability 0.5; the learning rate follows the fraction of epochs" in step.why
 

@@ -142,9 +142,7 @@ Declared = derived(Shrinking, depends_on_length=property(lambda _: False))
     ("transform", "follows", "declares"),
     [
         pytest.param(Shrinking(), True, False, id="Shrinking"),
-        pytest.param(
-            derived(Bare, kind="loop", session=lambda *_: t.Session())(), True, False, id="Following"
-        ),
+        pytest.param(derived(Bare, kind="loop", session=lambda *_: t.Session())(), True, False, id="Following"),
         pytest.param(derived(Bare, kind="surgery", begin=lambda *_: None)(), True, False, id="Beginning"),
         pytest.param(derived(Bare, kind="schedule")(), True, False, id="Scheduled"),
         pytest.param(derived(Bare, kind="loss", loss=lambda _, loss: loss)(), False, False, id="OwnLoss"),
@@ -152,12 +150,8 @@ Declared = derived(Shrinking, depends_on_length=property(lambda _: False))
         pytest.param(derived(Shrinking, depends_on_length=False)(), False, True, id="DeclaredOnce"),
         pytest.param(OtherDefault(), False, True, id="OtherDefault"),
         pytest.param(derived(t.Lookahead, stays=lambda _, p: p)(), True, False, id="OtherLookahead"),
-        pytest.param(
-            derived(t.LayerFreezing, level=lambda _, p: p)(0.5, 0.0), True, False, id="OtherFreezing"
-        ),
-        pytest.param(
-            derived(Declared, batch=lambda _, x, y, c: (x * c.progress, y))(), True, False, id="Undone"
-        ),
+        pytest.param(derived(t.LayerFreezing, level=lambda _, p: p)(0.5, 0.0), True, False, id="OtherFreezing"),
+        pytest.param(derived(Declared, batch=lambda _, x, y, c: (x * c.progress, y))(), True, False, id="Undone"),
     ],
 )
 def test_a_custom_transform_is_taken_to_follow_the_length_unless_it_declares(

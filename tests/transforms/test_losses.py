@@ -196,9 +196,7 @@ def test_selective_backprop_takes_it() -> None:
     torch.testing.assert_close(each.mean(), loss(LOGITS_BC, LABELS_B))
     given = {"model": lambda images: images.flatten(1)[:, :10], "loss": loss, "step": 0}
     images = torch.randn(6, 3, 4, 4)
-    images, labels = SelectiveBackprop().batch(
-        images, LABELS_B, BatchContext(torch.Generator(), 0.6, **given)
-    )
+    images, labels = SelectiveBackprop().batch(images, LABELS_B, BatchContext(torch.Generator(), 0.6, **given))
     assert len(images) == len(labels) == 3
 
 

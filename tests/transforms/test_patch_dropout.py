@@ -114,9 +114,7 @@ def test_a_resumed_run_draws_the_same(toy: Toy, tmp_path: Path) -> None:
 def test_with_alibi_it_is_refused(toy: Toy) -> None:
     """A quarter of the patches would be a square grid, whose distances are wrong."""
     for order in ((ALiBi(), PatchDropout()), (PatchDropout(), ALiBi())):
-        with pytest.raises(
-            PlanError, match=r"PatchDropout does not work with ALiBi.*Leave one of the two out"
-        ):
+        with pytest.raises(PlanError, match=r"PatchDropout does not work with ALiBi.*Leave one of the two out"):
             toy.pipeline(small_vit).transform(*order).plan()
     for first, second in ((ALiBi(), PatchDropout()), (PatchDropout(), ALiBi())):
         for factory in (models.vit, models.timm_vit):

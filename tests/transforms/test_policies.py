@@ -68,9 +68,7 @@ LOADERS = pytest.mark.parametrize("make", [Toy.pipeline, in_process], ids=["ffcv
 
 @LOADERS
 @pytest.mark.parametrize("transform", [cls() for cls in POLICIES], ids=lambda t: type(t).__name__)
-def test_training_images_are_changed_and_evaluation_images_are_not(
-    toy: Toy, make: Any, transform: t.Transform
-) -> None:
+def test_training_images_are_changed_and_evaluation_images_are_not(toy: Toy, make: Any, transform: t.Transform) -> None:
     pipeline = make(toy)
     with pipeline.build() as plain, pipeline.transform(transform).build() as augmented:
         assert augmented.reports == ()

@@ -103,9 +103,7 @@ def test_decay_at_the_peak_of_torchs_scheduler(scale: float) -> None:
 
 
 def test_the_range_of_learning_rates_does_not_depend_on_the_optimizers_own(toy: Toy) -> None:
-    first, second = (
-        toy.pipeline().optimize("sgdw", lr=lr, weight_decay=0.1).lr_range(steps=12) for lr in (0.001, 1.0)
-    )
+    first, second = (toy.pipeline().optimize("sgdw", lr=lr, weight_decay=0.1).lr_range(steps=12) for lr in (0.001, 1.0))
     assert first.losses == second.losses
 
 

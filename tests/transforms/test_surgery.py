@@ -49,9 +49,7 @@ def test_every_surgery_is_here() -> None:
 
 @cases
 @pytest.mark.parametrize("train", [True, False])
-def test_what_changes_and_what_stays(
-    transform: t.Transform, factory: Factory, count: int, train: bool
-) -> None:
+def test_what_changes_and_what_stays(transform: t.Transform, factory: Factory, count: int, train: bool) -> None:
     model = made(factory).train(train)
     before = dict(model.named_parameters())
     names, buffers = set(model.state_dict()), [name for name, _ in model.named_buffers()]
@@ -139,9 +137,7 @@ def test_a_plain_model_gives_the_same_output(transform: t.Transform, factory: Fa
     same_numbers(model, plain, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("transform", "factory"), [(EXCITE, models.resnet), (t.GatedLinearUnits(), models.vit)]
-)
+@pytest.mark.parametrize(("transform", "factory"), [(EXCITE, models.resnet), (t.GatedLinearUnits(), models.vit)])
 def test_what_a_plain_model_cannot_express_keeps_its_names(transform: t.Transform, factory: Factory) -> None:
     model = made(factory)
     transform.apply(model)
@@ -290,9 +286,7 @@ def test_meta_weights_then_to_empty(transform: t.Transform, factory: Factory, co
 
 
 @cases
-def test_a_surgery_for_models_on_meta_leaves_values_alone(
-    transform: t.Transform, factory: Factory, count: int
-) -> None:
+def test_a_surgery_for_models_on_meta_leaves_values_alone(transform: t.Transform, factory: Factory, count: int) -> None:
     """In-place changes, which a meta tensor would not keep, count up its version. New layers are as constructors leave
     them."""
     model = made(factory)
@@ -301,9 +295,7 @@ def test_a_surgery_for_models_on_meta_leaves_values_alone(
     assert len(transform.apply(model).changed) == count
     fresh = nn.Linear(2, 2).weight._version
     versions = {each._version == before.get(id(each), fresh) for each in model.parameters()}
-    untouched = versions == {True} and {id(each) for each in held} <= {
-        id(each) for each in model.parameters()
-    }
+    untouched = versions == {True} and {id(each) for each in held} <= {id(each) for each in model.parameters()}
     assert transform.on_meta == untouched
 
 

@@ -49,14 +49,10 @@ def operate(
 def refuse_wrapped(name: str, model: nn.Module) -> None:
     """Raise `PlanError` if DDP would not synchronize new parameters, or if parameters are sharded."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise PlanError(
-            f"{name}: the model is already wrapped in DDP. Apply the transform before wrapping it."
-        )
+        raise PlanError(f"{name}: the model is already wrapped in DDP. Apply the transform before wrapping it.")
     for place, parameter in model.named_parameters():
         if hasattr(parameter, "device_mesh"):  # a DTensor; importing its class takes a distributed build
-            raise PlanError(
-                f"{name}: {place!r} is already sharded (DTensor). Apply the transform before sharding."
-            )
+            raise PlanError(f"{name}: {place!r} is already sharded (DTensor). Apply the transform before sharding.")
 
 
 def judge_class(module: nn.Module, classes: Classes) -> Verdict | str:

@@ -361,9 +361,7 @@ class StateView:
 
     def _at_step(self, name: str) -> Loop | Probe:
         if self._loop is None:
-            raise NoPlace(
-                f"{self._name} uses state.{name} at Event.INIT, where Drivetrain does not know it yet."
-            )
+            raise NoPlace(f"{self._name} uses state.{name} at Event.INIT, where Drivetrain does not know it yet.")
         loop: Loop | Probe = self._loop
         return loop
 

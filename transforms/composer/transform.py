@@ -119,9 +119,7 @@ def from_composer(
     families = (safe_with,) if isinstance(safe_with, str) else tuple(safe_with)
     for family in families:
         if family not in SHARDED:
-            raise PlanError(
-                f"from_composer({name}, safe_with={families!r}): {family!r} is not one of {SHARDED}."
-            )
+            raise PlanError(f"from_composer({name}, safe_with={families!r}): {family!r} is not one of {SHARDED}.")
     if getattr(algorithm, "backwards_create_graph", False):
         raise PlanError(
             f"Composer's {name} needs a graph of the gradients (backwards_create_graph), which Drivetrain's backward "

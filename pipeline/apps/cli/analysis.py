@@ -18,9 +18,7 @@ SHOWN = 20
 @option("--data FILE", "Data to judge. Default: the run's validation data.", FILES)
 @option("--out FILE", "Also write a picture (.png, .svg, .pdf) with the worst samples, or .json.", File())
 @option("--all", "Print all classes, not only the worst 20.", name="everything")
-@option(
-    "--json", "Print one JSON object: the table, the worst and the least certain samples.", name="as_json"
-)
+@option("--json", "Print one JSON object: the table, the worst and the least certain samples.", name="as_json")
 @trust_code
 def errors(
     run: Path | str, data: str | None, out: Path | None, everything: bool, as_json: bool, trust_code: bool

@@ -46,9 +46,7 @@ verbose = option("--verbose", "Print long lists in full.")
     Text("auto", "jpg", "raw", "smart", "proportion"), default="auto",
 )  # fmt: skip
 @option("--smart-threshold BYTES", "Mode smart: encode images above this many raw bytes as JPEG.", int)
-@option(
-    "--compress-probability P", "Mode proportion: fraction of images to encode as JPEG.", float, default=0.5
-)
+@option("--compress-probability P", "Mode proportion: fraction of images to encode as JPEG.", float, default=0.5)
 @option(
     "--field NAME[=KIND]",
     "An additional field of the shards' samples, by extension, e.g. json or npy; with its kind: int, float, "
@@ -62,9 +60,7 @@ verbose = option("--verbose", "Print long lists in full.")
     default="decode",
 )
 @option("--optimize", "Give baseline JPEGs Huffman tables of their own: 4 % smaller, and 2.7 times as long.")
-@option(
-    "--keep-bytes", "Copy JPEGs that need no change of their pixels byte for byte, also progressive ones."
-)
+@option("--keep-bytes", "Copy JPEGs that need no change of their pixels byte for byte, also progressive ones.")
 @option(
     "--image-mode MODE",
     "Channels and bits of the stored images, all of one size, as raw arrays. Default: RGB with 8 bits.",

@@ -67,9 +67,7 @@ def examine() -> tuple[bool, str]:
     core = _core()
     others = [*_extras(), *_native(), *_devices()]
     healthy = all(one.good for one in core)
-    lines = [
-        "All that Drivetrain requires is here." if healthy else "Drivetrain does not run here; it requires:"
-    ]
+    lines = ["All that Drivetrain requires is here." if healthy else "Drivetrain does not run here; it requires:"]
     lines += _remedies(core)
     if missing := _remedies(others):
         lines += ["", "Optional, and not here:", *missing]
@@ -290,17 +288,11 @@ def _healths(ranks: Sequence[Mapping[str, Any]], health: Sequence[Health]) -> tu
         speeds = [health[number].operations / 1e9 for number in own]
         text = f"computes {min(speeds):,.0f} to {max(speeds):,.0f} GFLOP/s a rank (fp32)"
         text += f", sends {sends[host] / 1e9:.2f} GB/s to another machine" if host in sends else ""
-        wrong = [
-            f"rank {number} computes at less than half of the others' speed"
-            for number in own
-            if number in slower
-        ]
+        wrong = [f"rank {number} computes at less than half of the others' speed" for number in own if number in slower]
         wrong += [f"rank {number}: memory returned other values than were written" for number in own
                   if not health[number].sound]  # fmt: skip
         wrong += ["it sends at less than half of the others' speed"] if host in apart else []
-        findings.append(
-            Finding(host, text, not wrong, "; ".join(wrong) + "; leave this machine out" * bool(wrong))
-        )
+        findings.append(Finding(host, text, not wrong, "; ".join(wrong) + "; leave this machine out" * bool(wrong)))
         bad += [host] * bool(wrong)
     return findings, bad
 
@@ -338,8 +330,6 @@ def _rank(number: int, info: Mapping[str, Any], ranks: Sequence[Mapping[str, Any
 def _table(findings: Sequence[Finding], meeting: Meeting) -> Table:
     hosts = len({info["host"] for info in meeting.ranks})
     title = f"drivetrain doctor --ranks: {len(meeting.ranks)} rank(s) on {hosts} host(s)"
-    caption = (
-        "Times: median, fastest to slowest, each of the slowest rank. GB/s: what each rank sends in a ring."
-    )
+    caption = "Times: median, fastest to slowest, each of the slowest rank. GB/s: what each rank sends in a ring."
     rows = [("ok" if one.good else "differs", one.what, one.found, one.remedy) for one in findings]
     return Table(("", "what", "found", "remedy"), rows, title=title, caption=caption)

@@ -50,10 +50,7 @@ def job(
     from ..jobs import schedulers
 
     sources = check_sources(parse_overrides(overrides), train, val)
-    data = [
-        f"{key}={each if json_or_text(key, each) == each else json.dumps(each)}"
-        for key, each in sources.items()
-    ]
+    data = [f"{key}={each if json_or_text(key, each) == each else json.dumps(each)}" for key, each in sources.items()]
     text, made = schedulers.job_file(
         scheduler, recipe, [*overrides, *data], None if out is None else str(out), **options
     )

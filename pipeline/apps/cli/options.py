@@ -86,9 +86,7 @@ class Override(Text):
 
         return (f"{key}=" for key in KEYS if key not in ("notes", "trained"))
 
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem[str]]:
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
         from ...recipes.presets import KEYS
 
         given: tuple[str, ...] = ctx.params["overrides"] or ()
@@ -120,9 +118,7 @@ class Place(File):
         return value if is_address(value) else super().convert(value, param, ctx)
 
 
-def option(
-    spec: str, help: str, type: Any = None, *, name: str | None = None, **more: Any
-) -> Callable[[F], F]:
+def option(spec: str, help: str, type: Any = None, *, name: str | None = None, **more: Any) -> Callable[[F], F]:
     """Return the decorator of an option: `--name METAVAR`, or a flag `--name`; `name` is the parameter, if another."""
     flag, _, metavar = spec.partition(" ")
     more |= {"metavar": metavar, "type": type} if metavar else {"is_flag": True}

@@ -19,9 +19,7 @@ from .options import Command, Place, argument, option, trust_code
 @option("--port N", "Port; 0 is a free one.", int, default=8000)
 @option("--device DEVICE", "cpu, cuda or cuda:N. Default: the GPU if there is one.")
 @option("--max-bytes N", "Largest image file, in bytes.", int, default=20 * 2**20)
-@option(
-    "--timeout SECONDS", "Most seconds to receive an image, and again to predict it.", float, default=30.0
-)
+@option("--timeout SECONDS", "Most seconds to receive an image, and again to predict it.", float, default=30.0)
 @trust_code
 def serve(
     run: Path | str, host: str, port: int, device: str | None, max_bytes: int, timeout: float, trust_code: bool

@@ -28,9 +28,7 @@ from .options import FILES, RECIPE, Command, File, Override, argument, option
     int,
     default=1,
 )
-@option(
-    "--random N", "Draw N combinations instead of all. Each is trained with every seed=….", int, name="count"
-)
+@option("--random N", "Draw N combinations instead of all. Each is trained with every seed=….", int, name="count")
 @option("--seed S", "Seed of --random.", int, default=0)
 @option("--json", "Print one JSON object instead of the table.", name="as_json")
 def sweep(
@@ -63,8 +61,6 @@ def sweep(
             raise PlanError(f"--{name} and {name}= are both given. Pass only one of them.")
     sources = {name: one for name, one in (("train", train), ("val", val)) if one is not None}
     with lock_run_dir(make_folder(out)):
-        done = sweep(
-            recipe, what, out, sources, jobs=jobs, said=lambda line: print(line, file=sys.stderr, flush=True)
-        )
+        done = sweep(recipe, what, out, sources, jobs=jobs, said=lambda line: print(line, file=sys.stderr, flush=True))
     print(to_json(done.to_dict()) if as_json else done)
     return 1 if done.failed else 0

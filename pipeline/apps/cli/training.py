@@ -132,9 +132,7 @@ def train(
         options = pipeline.fit_defaults() | given | ({"callbacks": callbacks} if callbacks else {})
         out = options.get("out")
         if out is None and (every_steps is not None or every_minutes is not None):
-            raise PlanError(
-                "--every-steps and --every-minutes save checkpoints, which need a folder. Pass --out, too."
-            )
+            raise PlanError("--every-steps and --every-minutes save checkpoints, which need a folder. Pass --out, too.")
         if tune_seconds is not None:
             if is_address(out):
                 raise PlanError("--tune writes its files to a local folder. Pass --out as a folder.")
@@ -350,9 +348,7 @@ def predict(
         raise PlanError(f"--on-error {on_error} must be raise or skip.")
     with modules_of():
         result = load_run(run, trust_code=trust_code)
-    rows = result.predict(
-        list(image), out=out, on_error="skip" if on_error == "skip" else "raise", progress=True
-    )
+    rows = result.predict(list(image), out=out, on_error="skip" if on_error == "skip" else "raise", progress=True)
     if as_json:
         for row in rows:
             print(to_json(row))
@@ -375,9 +371,7 @@ def _prediction_text(row: dict[str, Any]) -> str:
         return ", ".join(f"{name} {each:.4g}" for name, each in row["values"].items())
     value = row.get("value", row.get("prediction"))
     if isinstance(value, list) and value and isinstance(value[0], list):
-        return (
-            f"a mask of {len(value)} × {len(value[0])} pixels: write it with --out, or print it with --json"
-        )
+        return f"a mask of {len(value)} × {len(value[0])} pixels: write it with --out, or print it with --json"
     return ", ".join(f"{each:.4g}" for each in value) if isinstance(value, list) else f"{value:.4g}"
 
 
@@ -413,9 +407,7 @@ def _prediction_text(row: dict[str, Any]) -> str:
 )
 @trust_code
 @quiet
-def export(
-    place: Path | str, out: Path, names: str, tolerance: float | None, quiet: bool, **options: Any
-) -> None:
+def export(place: Path | str, out: Path, names: str, tolerance: float | None, quiet: bool, **options: Any) -> None:
     """Write a trained model as one file, with a model card.
 
     With weight averaging (EMA, SWA), the averages are written. Safetensors is a plain state dict; the programs contain
@@ -481,9 +473,7 @@ def ledger(
         print(run(*compare))
         return
     if recipe is None:
-        raise PlanError(
-            "Pass the name of a recipe to measure (see: drivetrain recipes), or --compare A.JSON B.JSON."
-        )
+        raise PlanError("Pass the name of a recipe to measure (see: drivetrain recipes), or --compare A.JSON B.JSON.")
     if epochs is not None and not accuracy:
         raise PlanError("--epochs sets how long --accuracy trains each variant. Pass both or neither.")
     checked = completed_recipe(recipe, overrides, train, val)
@@ -498,9 +488,7 @@ def ledger(
         )  # fmt: skip
 
 
-def measure(
-    pipeline: Pipeline, seconds: float, out: Path | str | None, quiet: bool = False, **options: Any
-) -> None:
+def measure(pipeline: Pipeline, seconds: float, out: Path | str | None, quiet: bool = False, **options: Any) -> None:
     from ...describe.config import check_out
     from ...ledger.ledger import LedgerInterrupted
     from ...measuring.runner import check_measurable

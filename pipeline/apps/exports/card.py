@@ -128,9 +128,7 @@ def _use(
     shape = "(1, 3, 224, 224)"  # of what the run does not say
     if inputs is not None:
         shape = str((1, len(inputs.mean), *height_width(inputs.image_size)))
-    code = _USE[f"scaled {kind}" if scaled else kind].format(
-        name=exported.name, names=_SURGERY[names], shape=shape
-    )
+    code = _USE[f"scaled {kind}" if scaled else kind].format(name=exported.name, names=_SURGERY[names], shape=shape)
     yield f"## Use\n\n```python\n{code}\n```"
     if inputs is not None:
         yield _input_text(inputs, kind, facts.get("task"))
@@ -149,9 +147,7 @@ def _input_text(inputs: Inputs, kind: str, task_name: object) -> str:
     if not inputs.classes:
         return text
     count = len(inputs.classes)
-    listed = (
-        ", ".join(inputs.classes) if count <= _MANY else "their names are in the file's metadata, `inputs`"
-    )
+    listed = ", ".join(inputs.classes) if count <= _MANY else "their names are in the file's metadata, `inputs`"
     values = "logits, one" if str(task_name).startswith(_LOGITS) else "a value"
     return f"{text}\n\n{result}: {values} for each of {count} classes: {listed}."
 

@@ -118,9 +118,7 @@ def export(
     if model is not None and names != "plain":
         raise CheckpointError(f"names={names!r} (--names) takes no model. Remove model= (--model).")
     if data is not None and kind == "safetensors":
-        raise CheckpointError(
-            "data= (--data) compares a program with the model. Leave it out for safetensors."
-        )
+        raise CheckpointError("data= (--data) compares a program with the model. Leave it out for safetensors.")
     card = out.parent / CARD
     check_card(card)
     checkpoint = chosen(place, best=best)

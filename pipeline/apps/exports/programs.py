@@ -45,16 +45,12 @@ def write_program(
             require(module, "onnx", PURPOSE)
     with torch.no_grad(), warnings.catch_warnings(), atomic_file(out) as file:
         warnings.simplefilter("ignore")  # the exporters' are about their own code
-        with _failures(
-            f"The model cannot be exported as {kind}", "A model's code must not depend on the batch size."
-        ):
+        with _failures(f"The model cannot be exported as {kind}", "A model's code must not depend on the batch size."):
             # An example of one image would be taken for a constant batch size.
             program = torch.export.export(model, (images[:2],), dynamic_shapes=_SHAPES)
             write(program, images, file, metadata)
         file.flush()
-        with _failures(
-            f"The exported {kind} program does not run", "Its operations may be newer than the runtime."
-        ):
+        with _failures(f"The exported {kind} program does not run", "Its operations may be newer than the runtime."):
             run = load(Path(file.name))
             pairs = [(_tensors(model(some)), run(some)) for some in (images, images[:1])]  # of any batch size
         difference = _compare(pairs, about)
@@ -115,9 +111,7 @@ def _compare(pairs: Sequence[tuple[list[torch.Tensor], list[torch.Tensor]]], abo
     for expected, found in pairs:
         if [tuple(one.shape) for one in expected] != [tuple(one.shape) for one in found]:
             shapes = [[tuple(one.shape) for one in ones] for ones in (expected, found)]
-            raise ExportError(
-                f"The exported program returns tensors of {shapes[1]}, and the model {shapes[0]}."
-            )
+            raise ExportError(f"The exported program returns tensors of {shapes[1]}, and the model {shapes[0]}.")
         for one, other in zip(expected, found, strict=True):
             if one.numel():
                 gap = float((one.double() - other.double()).abs().max())

@@ -110,9 +110,7 @@ def make_job(
     numbers = _range(nodes)
     check_whole("gpus_per_node", gpus, PlanError, 1)
     check_whole("cpus_per_gpu", cpus, PlanError, 1)
-    _check_text(
-        "--name", name, _NAME, "up to 50 lowercase letters, digits and dashes, and begin with a letter"
-    )
+    _check_text("--name", name, _NAME, "up to 50 lowercase letters, digits and dashes, and begin with a letter")
     _check_text("--gpu-type", gpu_type, _GPU, "the scheduler's name of a GPU, such as H100")
     _check_text("--time", time, _TIME, "minutes, HH:MM:SS or DAYS-HH:MM:SS")
     _check_text("--image", image, _IMAGE, "the name of a container image, such as registry/team/image:tag")

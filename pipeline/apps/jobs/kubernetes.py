@@ -180,9 +180,7 @@ successPolicy:
 def kubernetes(job: Job) -> str:
     """A Job; its pods have the Service's name as their subdomain."""
     first = f"{job.name}-0.{job.name}"
-    return _manifests(
-        job, _JOB, first, scheduler="kubernetes", kind="job", subdomain=f"subdomain: {job.name}"
-    )
+    return _manifests(job, _JOB, first, scheduler="kubernetes", kind="job", subdomain=f"subdomain: {job.name}")
 
 
 def jobset(job: Job) -> str:
@@ -193,18 +191,14 @@ def jobset(job: Job) -> str:
             f"--name {job.name!r} has {len(job.name)} characters; for jobset, {most} are the most, because pods are "
             "named after it. Pass a shorter --name."
         )
-    return _manifests(
-        job, _JOBSET, f"{job.name}-pods-0-0.{job.name}", scheduler="jobset", kind="jobset", subdomain=""
-    )
+    return _manifests(job, _JOBSET, f"{job.name}-pods-0-0.{job.name}", scheduler="jobset", kind="jobset", subdomain="")
 
 
 def _manifests(job: Job, template: str, first: str, *, scheduler: str, kind: str, subdomain: str) -> str:
     """Fill `template`, whose pods meet at the one with the address `first`."""
     folder, file, name = job.top_folder, job.recipe_file, job.name
     if job.image is None:
-        raise PlanError(
-            "Kubernetes runs containers. Pass --image, one that has Drivetrain and its requirements."
-        )
+        raise PlanError("Kubernetes runs containers. Pass --image, one that has Drivetrain and its requirements.")
     if folder is not None and folder[1:] in _SYSTEM:
         raise PlanError(
             f"--out {job.out!r} is in {folder}, which the image needs itself. Pass a folder in a shared volume, e.g. "

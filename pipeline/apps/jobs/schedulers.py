@@ -36,17 +36,13 @@ SCHEDULERS = {
 }
 
 
-def job_file(
-    scheduler: str, recipe: str, overrides: Sequence[str], out: str | None, **options: Any
-) -> tuple[str, Job]:
+def job_file(scheduler: str, recipe: str, overrides: Sequence[str], out: str | None, **options: Any) -> tuple[str, Job]:
     if scheduler not in SCHEDULERS:
         raise PlanError(f"There are no job files for {scheduler!r:.80}.{suggest(scheduler, SCHEDULERS)}")
     chosen = SCHEDULERS[scheduler]
     for option in ("time", "image"):
         if options.get(option) is not None and option not in chosen.options:
-            raise PlanError(
-                f"A job file for {scheduler} has no --{option}. Leave it out, or add it to the file."
-            )
+            raise PlanError(f"A job file for {scheduler} has no --{option}. Leave it out, or add it to the file.")
     job = make_job(recipe, overrides, out, **options)
     path = PurePosixPath(job.out)
     inside = path.is_absolute() and len(path.parts) > 1 and ".." not in path.parts

@@ -64,9 +64,7 @@ torchrun --nnodes="$SKYPILOT_NUM_NODES" --nproc-per-node=@processes@ \\
 
 def skypilot(job: Job) -> str:
     if job.on_gpus and job.gpu_type is None:
-        raise PlanError(
-            "SkyPilot chooses machines by their GPUs. Pass --gpu-type, e.g. H100 (see: sky show-gpus)."
-        )
+        raise PlanError("SkyPilot chooses machines by their GPUs. Pass --gpu-type, e.g. H100 (see: sky show-gpus).")
     file = job.recipe_file
     if file is not None and (file.is_absolute() or ".." in file.parts):
         raise PlanError(

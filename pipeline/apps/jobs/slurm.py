@@ -83,9 +83,7 @@ srun --wait=300 --cpus-per-task="$SLURM_CPUS_PER_TASK"@container@ \\
     @signals@ \\
     -m drivetrain train @arguments@"""
 _ENVIRONMENT = "# Activate the environment that has Drivetrain here, e.g.: source /shared/venv/bin/activate\n"
-_CONTAINER = (
-    "# srun starts the container by its plugin pyxis: what is below runs inside, this script does not.\n"
-)
+_CONTAINER = "# srun starts the container by its plugin pyxis: what is below runs inside, this script does not.\n"
 
 
 def slurm(job: Job) -> str:

@@ -95,9 +95,7 @@ class Space:
 
     def runs(self) -> list[Values]:
         """Return the values of every run that differ between them."""
-        return [
-            one | ({SEED: seed} if seed else {}) for one in self.combinations for seed in self.seeds or ("",)
-        ]
+        return [one | ({SEED: seed} if seed else {}) for one in self.combinations for seed in self.seeds or ("",)]
 
 
 def space(pairs: Sequence[str], count: int | None = None, seed: int = 0) -> Space:

@@ -162,13 +162,8 @@ def sweep(
             go on.
     """
     runs = {name_of(values): values for values in what.runs()}
-    pairs = {
-        name: [f"{key}={text}" for key, text in (what.fixed | values).items()]
-        for name, values in runs.items()
-    }
-    wanted = {
-        name: completed(recipe, parse_overrides(each) | dict(sources)).values for name, each in pairs.items()
-    }
+    pairs = {name: [f"{key}={text}" for key, text in (what.fixed | values).items()] for name, values in runs.items()}
+    wanted = {name: completed(recipe, parse_overrides(each) | dict(sources)).values for name, each in pairs.items()}
     if any(values["epochs"] is None for values in wanted.values()):
         raise PlanError(f"Number of epochs not set by {recipe}. Pass epochs=….")
     _record(folder, wanted)
@@ -219,9 +214,7 @@ def _record(folder: Path, wanted: dict[str, dict[str, Any]]) -> None:
         file.write(json.dumps(known | wanted, indent=1).encode())
 
 
-def _run_all(
-    folder: Path, commands: dict[str, list[str]], jobs: int, said: Callable[[str], None]
-) -> dict[str, str]:
+def _run_all(folder: Path, commands: dict[str, list[str]], jobs: int, said: Callable[[str], None]) -> dict[str, str]:
     """Run the commands; return why runs failed. However this ends, no process is left."""
     failures: dict[str, str] = {}
     gpus, free, slots = visible_gpus() if jobs > 1 else [], [*range(jobs)], dict[str, int]()
@@ -233,9 +226,7 @@ def _run_all(
                     name = waiting.pop(0)
                     slots[name] = free.pop(0)
                     with interrupts_held():  # else one that has just started could be forgotten
-                        running[name] = _start(
-                            folder / name, commands[name], job_environment(gpus, slots[name], jobs)
-                        )
+                        running[name] = _start(folder / name, commands[name], job_environment(gpus, slots[name], jobs))
                 for name in [name for name, process in running.items() if process.poll() is not None]:
                     ended += 1
                     free.append(slots[name])
@@ -246,9 +237,7 @@ def _run_all(
                     said(f"{ended}/{len(commands)}  {name}: {shown}")
                 time.sleep(_LOOK)
         except KeyboardInterrupt as interrupt:
-            interrupt.add_note(
-                f"{ended} of {len(commands)} runs have ended; the same command continues the others."
-            )
+            interrupt.add_note(f"{ended} of {len(commands)} runs have ended; the same command continues the others.")
             raise
     return failures
 

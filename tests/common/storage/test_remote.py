@@ -181,9 +181,7 @@ def test_two_versions_are_not_mixed(address: str, served: Path) -> None:
         batches = iter(loader)
         next(batches)
         os.utime(served, (1, 1))
-        with pytest.raises(
-            DataError, match=r"train.beton was replaced while it was in use.*same command again"
-        ):
+        with pytest.raises(DataError, match=r"train.beton was replaced while it was in use.*same command again"):
             list(batches)
 
 

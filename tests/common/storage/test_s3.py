@@ -95,8 +95,6 @@ def test_missing_credentials_are_an_error_at_once(server: Store, monkeypatch: py
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
     before = len(server.requests)
-    with pytest.raises(
-        DataError, match=r"cannot be read: Unable to locate credentials.* Check the credentials"
-    ):
+    with pytest.raises(DataError, match=r"cannot be read: Unable to locate credentials.* Check the credentials"):
         open_beton("s3://bucket/train.beton")
     assert len(server.requests) == before

@@ -234,9 +234,7 @@ def test_a_block_of_several_samples_stays_until_the_last_was_used(server: RangeS
         one.expect(np.array([block * BLOCK]), np.array([50]), np.array([soon], np.float32), again[:1])
         one.fetch(np.array([block * BLOCK]), 50)
     assert [one.is_kept(block) for block in (0, 10, 20)] == [True, False, True]
-    with one.pinned(
-        np.array([100]), 50, announced=True
-    ):  # after its last sample, it is wanted in the next epoch only
+    with one.pinned(np.array([100]), 50, announced=True):  # after its last sample, it is wanted in the next epoch only
         pass
     one.fetch(np.array([10 * BLOCK]), 50)
     assert [one.is_kept(block) for block in (0, 10, 20)] == [False, True, True]
@@ -246,9 +244,7 @@ def test_a_block_of_several_samples_stays_until_the_last_was_used(server: RangeS
 
 def test_what_is_noted_of_a_stream_that_is_gone_is_of_no_other(server: RangeServer) -> None:
     """Not even if the other one has its place in memory."""
-    long, short = (
-        local_copy(server.address(name), Remote(stream=True)) for name in ("train.beton", "part-0.beton")
-    )
+    long, short = (local_copy(server.address(name), Remote(stream=True)) for name in ("train.beton", "part-0.beton"))
     one, others = Stream(long), list[Stream]()
     room, place = one.room, id(one)
     with one.pinned(np.array([one.size - 1]), 1):
@@ -338,9 +334,7 @@ def test_it_fetches_what_beladys_rule_does(tmp_path: Path, monkeypatch: pytest.M
     side, samples, epochs = 148, 90, 3  # 65,712 bytes: four blocks and a part of one
     images = np.random.default_rng(0).integers(0, 256, (samples, side, side, 3), dtype=np.uint8)
     (tmp_path / "served").mkdir()
-    convert(
-        (images, np.arange(samples) % 5), tmp_path / "served/train.beton", write_mode="raw", progress=False
-    )
+    convert((images, np.arange(samples) % 5), tmp_path / "served/train.beton", write_mode="raw", progress=False)
     options = OPTIONS | {"workers": 1}
     with serving(tmp_path / "served") as server:
         loader = FFCVLoader(server.address("train.beton"), stream=True, cache_limit=0.0024, **options)
@@ -367,9 +361,7 @@ def test_what_does_not_work_is_refused(server: RangeServer) -> None:
             loader(address, batch_size=2, image_size=32, stream=True)
     copy = local_copy(address, Remote(stream=True))
     program = "import sys; from drivetrain.loaders import open_beton; open_beton(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(copy)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program, str(copy)], capture_output=True, text=True, check=False)
     assert "is streamed by another process. Load it with FFCVLoader" in done.stderr
 
 
@@ -391,9 +383,7 @@ def left_by_a_killed_process(address: str, place: Path) -> set[Path]:
     return found
 
 
-def test_a_killed_process_leaves_what_the_next_copy_removes(
-    server: RangeServer, folder: Path, tmp_path: Path
-) -> None:
+def test_a_killed_process_leaves_what_the_next_copy_removes(server: RangeServer, folder: Path, tmp_path: Path) -> None:
     address = server.address("train.beton")
     (left,) = left_by_a_killed_process(address, tmp_path / "cache")
     size = (folder / "train.beton").stat().st_size
@@ -442,9 +432,7 @@ def test_a_pipeline_trains_from_a_stream_as_from_the_file(server: RangeServer, f
     assert len(two.fit(epochs=1, progress=False).history.epochs) == 1
 
 
-def test_ranks_in_quasi_random_order_fetch_the_data_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_in_quasi_random_order_fetch_the_data_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images of a kilobyte, of which sixteen are in a block: in random order, each rank would fetch nearly all blocks,
     and several times in half of their size."""
     monkeypatch.setattr(stream, "_rooms", {})
@@ -459,9 +447,7 @@ def test_ranks_in_quasi_random_order_fetch_the_data_once(
     with serving(tmp_path / "served") as server:
         for rank in range(ranks):
             address, cache = server.address("train.beton"), tmp_path / f"cache-{rank}"
-            with FFCVLoader(
-                address, **options, rank=rank, stream=True, cache=cache, cache_limit=size / 2e9
-            ) as loader:
+            with FFCVLoader(address, **options, rank=rank, stream=True, cache=cache, cache_limit=size / 2e9) as loader:
                 tables = server.bytes
                 seen += [int(label) for _, labels in loader for label in labels]
                 fetched.append((server.bytes - tables) / size)

@@ -214,9 +214,7 @@ def judge(mutant: Mutant, answer: dict[str, Any], sound: list[Any], verified: bo
 @pytest.mark.process
 @pytest.mark.parametrize("mutants", [30, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", ["plain", "verified", "lazy"])
-def test_damage_is_refused_or_harmless(
-    original: Path, reader: Reader, tmp_path: Path, how: str, mutants: int
-) -> None:
+def test_damage_is_refused_or_harmless(original: Path, reader: Reader, tmp_path: Path, how: str, mutants: int) -> None:
     verified = how != "plain"
     beton, path = open_beton(original), tmp_path / "mutant.beton"
     outcomes: Counter[str] = Counter()

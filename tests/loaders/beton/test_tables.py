@@ -102,17 +102,13 @@ def batches(kind: Any, source: Any, **options: Any) -> Iterator[Any]:
         (FFCVLoader, "part-{0..2}.beton", {"order": "quasi_random", "indices": range(5, 50)}),
         (FFCVLoader, {"part-{0..1}.beton": 1.0, "part-2.beton": 2.0}, {"order": "quasi_random"}),
         (TorchLoader, "part-{0..2}.beton", {"workers": 0}),
-        pytest.param(
-            StockFFCVLoader, "raw.beton", {"train": False}, marks=pytest.mark.slow
-        ),  # FFCV draws unseeded
+        pytest.param(StockFFCVLoader, "raw.beton", {"train": False}, marks=pytest.mark.slow),  # FFCV draws unseeded
     ],
 )
 def test_batches_are_those_of_a_file_that_is_checked_when_opened(
     folder: Path, lazily: Callable[[], None], kind: Any, source: Any, options: dict[str, Any]
 ) -> None:
-    here = (
-        {str(folder / name): weight for name, weight in source.items()} if isinstance(source, dict) else None
-    )
+    here = {str(folder / name): weight for name, weight in source.items()} if isinstance(source, dict) else None
     found = here or folder / source
     whole = list(batches(kind, found, **options))
     lazily()
@@ -184,9 +180,7 @@ def test_damaged_tables_are_refused_at_the_first_use(raw: Path) -> None:
         patch(raw, position, flipped)
         beton = open_beton(raw, most=0)
         assert beton.pixels(7).shape == (8, 8, 3)
-        words = (
-            rf"raw.beton: what its tables contain of samples {BLOCK} to {2 * BLOCK - 1} has another CRC-32"
-        )
+        words = rf"raw.beton: what its tables contain of samples {BLOCK} to {2 * BLOCK - 1} has another CRC-32"
         with pytest.raises(BetonError, match=words):
             beton.pixels(BLOCK + 1)
         with pytest.raises(BetonError, match=words):
@@ -249,9 +243,7 @@ def test_impossible_numbers_under_valid_digests(raw: Path, monkeypatch: pytest.M
 
 def test_sizes_that_a_crop_cannot_take(folder: Path, lazily: Callable[[], None]) -> None:
     lazily()
-    with pytest.raises(
-        DataError, match=r"crop='random' cuts .* but sample \d+ of .*all.beton has \d\d × \d\d"
-    ):
+    with pytest.raises(DataError, match=r"crop='random' cuts .* but sample \d+ of .*all.beton has \d\d × \d\d"):
         list(batches(FFCVLoader, folder / "all.beton", crop="random", image_size=36))
 
 

@@ -51,9 +51,7 @@ def near(beton: Beton, expected: np.ndarray, mean: float = 3.0) -> None:
 PICTURE = picture(3, 90, 120)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"progressive": True}, {"subsampling": 0}, {"restart_marker_rows": 1}]
-)
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}, {"restart_marker_rows": 1}])
 def test_jpeg_passes_byte_for_byte(tmp_path: Path, options: dict[str, Any]) -> None:
     data = jpeg_bytes(PICTURE, **options)
     beton, how = converted(one_file(tmp_path, "a.JPG", data), tmp_path, quality=10, keep_bytes=True)
@@ -88,9 +86,7 @@ def test_images_longer_than_a_jpeg(tmp_path: Path, opened: bool) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (1, 65_501, 3), dtype=np.uint8)
     sample = [(Image.fromarray(pixels) if opened else pixels, 0)]
     assert np.array_equal(beton_of(sample, tmp_path / "long.beton").pixels(0), pixels)
-    with pytest.raises(
-        DataError, match=r"longest side is 65501 pixels; a JPEG has at most 65500.*write_mode='raw'"
-    ):
+    with pytest.raises(DataError, match=r"longest side is 65501 pixels; a JPEG has at most 65500.*write_mode='raw'"):
         convert(sample, tmp_path / "jpg.beton", write_mode="jpg")
     assert beton_of([(pixels[:, 1:], 0)], tmp_path / "longest.beton").modes[0] == 0
 
@@ -281,9 +277,7 @@ def test_float_labels_are_targets(tmp_path: Path) -> None:
     assert beton.manifest["fields"]["label"] == "float"
     for index in range(7):
         assert beton.checksums is not None
-        assert beton.checksums[index] == zlib.crc32(
-            beton.stored(index) + struct.pack("<d", beton.labels[index])
-        )
+        assert beton.checksums[index] == zlib.crc32(beton.stored(index) + struct.pack("<d", beton.labels[index]))
 
 
 def test_files_have_labels_of_one_kind(tmp_path: Path) -> None:
@@ -294,9 +288,7 @@ def test_files_have_labels_of_one_kind(tmp_path: Path) -> None:
 
     assert written(1, 2.5, 3, 4) == [[1.0, 2.5], [3.0, 4.0]]
     before = (tmp_path / "part-1.beton").read_bytes()
-    with pytest.raises(
-        DataError, match=r"part-1\.beton has labels with fractions, .* Make the first label a float"
-    ):
+    with pytest.raises(DataError, match=r"part-1\.beton has labels with fractions, .* Make the first label a float"):
         written(1, 2, 2.5, 3)
     assert (tmp_path / "part-1.beton").read_bytes() == before
 

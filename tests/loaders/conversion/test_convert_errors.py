@@ -133,9 +133,7 @@ def test_fewer_classes_than_labels(tmp_path: Path) -> None:
     refused((IMAGES, LABELS), tmp_path, "Sample [34] has the class index 4", classes=list("abcd"))
 
 
-@pytest.mark.parametrize(
-    "source", [7, None, object(), {1, 2}, iter([1])], ids=lambda value: type(value).__name__
-)
+@pytest.mark.parametrize("source", [7, None, object(), {1, 2}, iter([1])], ids=lambda value: type(value).__name__)
 def test_what_is_no_source(tmp_path: Path, source: Any) -> None:
     refused(source, tmp_path, "cannot be converted. Pass a folder")
 

@@ -113,9 +113,7 @@ def test_files_that_were_made_otherwise_are_not_kept() -> None:
 def test_a_bad_shard_ends_the_work_and_the_same_call_continues() -> None:
     whole = Path("in/02.tar").read_bytes()
     Path("in/02.tar").write_bytes(whole[:3000])
-    with pytest.raises(
-        DataError, match=r"in/02\.tar is truncated.* 2 of 4 files are complete; the same call"
-    ):
+    with pytest.raises(DataError, match=r"in/02\.tar is truncated.* 2 of 4 files are complete; the same call"):
         by_shard()
     assert sorted(times()) == ["00.beton", "01.beton"]
     Path("in/02.tar").write_bytes(whole)
@@ -207,9 +205,7 @@ def test_from_an_address_to_this_machine() -> None:
 
 def test_errors_name_the_address(store: Store) -> None:
     boto3.client("s3").put_object(Bucket="bucket", Key="in/01.tar", Body=b"no tar" * 1000)
-    with pytest.raises(
-        DataError, match=r"s3://bucket/in/01\.tar is truncated or .* 1 of 4 files are complete"
-    ):
+    with pytest.raises(DataError, match=r"s3://bucket/in/01\.tar is truncated or .* 1 of 4 files are complete"):
         convert(**REMOTE)
     assert objects(store) == {"00.beton", "00.beton.json"}
     assert not list(Path("tmp").iterdir())

@@ -80,9 +80,7 @@ def test_masks_without_colors_keep_none(tmp_path: Path) -> None:
         ([0, 11], {11: 300}, HEX[:1]),
     ],
 )
-def test_they_follow_the_values(
-    values: list[int], changes: dict[int, int], expected: Any, tmp_path: Path
-) -> None:
+def test_they_follow_the_values(values: list[int], changes: dict[int, int], expected: Any, tmp_path: Path) -> None:
     assert write(tmp_path / "a.beton", mask(values), mask_map=changes) == expected
 
 
@@ -101,9 +99,7 @@ def test_of_a_folder_by_the_command(tmp_path: Path) -> None:
         assert loader.colors == tuple(HEX)
     contact_sheet(out, tmp_path / "sheet.png", columns=1, rows=1, side=34)
     drawn = np.asarray(Image.open(tmp_path / "sheet.png"))[7, 17].astype(int)
-    own: NDArray[Any] = (
-        open_beton(out).pixels(0).astype(int)[0, 15]
-    )  # the first stripe is sky, half transparent
+    own: NDArray[Any] = open_beton(out).pixels(0).astype(int)[0, 15]  # the first stripe is sky, half transparent
     assert np.abs((own + SKY) / 2 - drawn).max() < 60
 
 

@@ -30,9 +30,7 @@ POINTS = [[[1, 2]], [[3.5, 4], [5, 6]], [], [[0, 0]], [[9, 9]]]
 class Samples:
     """Pictures with a mask, boxes and keypoints; `change` replaces values of one sample."""
 
-    def __init__(
-        self, label: Callable[[int], Any] = mask, change: tuple[int, dict[str, Any]] = (0, {})
-    ) -> None:
+    def __init__(self, label: Callable[[int], Any] = mask, change: tuple[int, dict[str, Any]] = (0, {})) -> None:
         self.label, self.change = label, change
 
     def __len__(self) -> int:
@@ -460,9 +458,7 @@ def test_values_of_masks_are_replaced(tmp_path: Path) -> None:
     end = call("convert", str(photos), str(tmp_path / "b.beton"), "--labels", str(masks), *flags)
     assert end.code == 0, end.err
     assert (tmp_path / "b.beton").read_bytes() == (tmp_path / "a.beton").read_bytes()
-    with pytest.raises(
-        DataError, match=r"0\.jpg, mask .*masks/0\.png: its mask 'label': it has the class index 11"
-    ):
+    with pytest.raises(DataError, match=r"0\.jpg, mask .*masks/0\.png: its mask 'label': it has the class index 11"):
         convert(photos, tmp_path / "c.beton", labels=masks, mask_map={0: 1}, **options)
 
 

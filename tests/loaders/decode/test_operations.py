@@ -86,9 +86,7 @@ def test_each_operation_has_seeds_of_its_own() -> None:
     keys = sample_keys(0, 0, np.arange(50))
     seeds = np.stack([seeds_of(keys, place) for place in range(12)])
     assert len(np.unique(seeds)) == seeds.size
-    assert np.array_equal(
-        seeds[:4], [keys >> np.uint64(8 * place) & np.uint64(2**32 - 1) for place in range(4)]
-    )
+    assert np.array_equal(seeds[:4], [keys >> np.uint64(8 * place) & np.uint64(2**32 - 1) for place in range(4)])
 
 
 @pytest.mark.slow
@@ -134,9 +132,7 @@ def test_an_exception_reaches_the_caller_at_once(ops: Any, tmp_path: Path) -> No
     with FFCVLoader(tmp_path / "dark.beton", operations=[ops.RaisesAtDark()], **options) as loader:
         list(zip(range(3), loader, strict=False))
         begin = time.monotonic()
-        with pytest.raises(
-            DataError, match=r"operation RaisesAtDark failed: ValueError: too dark.*\(1, 12, 12, 3\)"
-        ):
+        with pytest.raises(DataError, match=r"operation RaisesAtDark failed: ValueError: too dark.*\(1, 12, 12, 3\)"):
             list(loader)
         assert time.monotonic() - begin < 1
 

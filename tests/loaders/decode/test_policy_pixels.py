@@ -81,9 +81,7 @@ def odd_pictures(side: int) -> list[NDArray[np.uint8]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("policy", ["rand_augment", "trivial_augment"])
-@pytest.mark.parametrize(
-    "side", [1, 17, *(pytest.param(side, marks=pytest.mark.slow) for side in (2, 32, 224))]
-)
+@pytest.mark.parametrize("side", [1, 17, *(pytest.param(side, marks=pytest.mark.slow) for side in (2, 32, 224))])
 def test_each_operation_is_torchvisions_on_pillow_images_bit_for_bit(policy: str, side: int) -> None:
     for image in odd_pictures(side)[: 2 if side == 224 else 5]:
         for name, magnitude in cases(policy, side):
@@ -275,9 +273,7 @@ def test_policies_that_cannot_be(kind: Any, photos: Path, policy: Any, words: st
 def test_a_policy_survives_json(photos: Path) -> None:
     policy = {"name": "aug_mix", "severity": 4, "width": 2, "depth": 1, "alpha": 0.5}
     there_and_back = json.loads(json.dumps(policy))
-    assert torch.equal(
-        load(FFCVLoader, photos, policy=policy), load(FFCVLoader, photos, policy=there_and_back)
-    )
+    assert torch.equal(load(FFCVLoader, photos, policy=policy), load(FFCVLoader, photos, policy=there_and_back))
 
 
 def torchvisions_draws(policy: dict[str, Any], count: int, side: int) -> NDArray[np.float64]:
@@ -329,9 +325,7 @@ def test_operations_are_drawn_as_torchvision_draws_them(policy: dict[str, Any]) 
     theirs[:, 1] += 0.0  # -0.0 is 0.0
     mine[:, 1] += 0.0
     pairs, numbers = np.unique(np.concatenate([theirs, mine]), axis=0, return_inverse=True)
-    one, other = (
-        np.bincount(part, minlength=len(pairs)) for part in np.split(numbers.ravel(), [len(theirs)])
-    )
+    one, other = (np.bincount(part, minlength=len(pairs)) for part in np.split(numbers.ravel(), [len(theirs)]))
     # Two samples of one distribution: (a - b)² / (a + b) sums to χ² with as many degrees of freedom as pairs.
     distance = ((one - other) ** 2 / (one + other)).sum()
     assert distance < len(pairs) + 5 * math.sqrt(2 * len(pairs)), (distance, len(pairs))
@@ -393,17 +387,13 @@ def deits(image: NDArray[np.uint8], drawn: Drawn) -> NDArray[np.uint8]:
 def test_three_augment_is_deits_bit_for_bit(side: int) -> None:
     for number, image in enumerate(odd_pictures(side)):
         for sample in range(40):
-            drawn = draw_policy(
-                {"name": "three_augment"}, sample_keys(number, 0, np.array([sample])), (side, side)
-            )
+            drawn = draw_policy({"name": "three_augment"}, sample_keys(number, 0, np.array([sample])), (side, side))
             found = load_pictures([image], policy=(drawn.operations, drawn.magnitudes, NONE))[0]
             assert np.array_equal(found, deits(image, drawn)), (number, sample)
 
 
 def test_three_augment_draws_each_as_often_and_every_order() -> None:
-    drawn = draw_policy(
-        {"name": "three_augment", "color_jitter": 0.2}, sample_keys(0, 0, np.arange(6000)), (8, 8)
-    )
+    drawn = draw_policy({"name": "three_augment", "color_jitter": 0.2}, sample_keys(0, 0, np.arange(6000)), (8, 8))
     first, orders = drawn.operations[:, 0, 0], drawn.operations[:, 0, 1:]
     strength, changes = drawn.magnitudes[:, 0, 0], drawn.magnitudes[:, 0, 1:]
     names, counts = np.unique(first, return_counts=True)
@@ -414,6 +404,4 @@ def test_three_augment_draws_each_as_often_and_every_order() -> None:
     kinds, counts = np.unique(orders, axis=0, return_counts=True)
     assert len(kinds) == 6
     assert (np.abs(counts - 1000) < 5 * math.sqrt(6000 * 5 / 36)).all()
-    np.testing.assert_allclose(
-        np.quantile(changes, [0, 0.5, 1], axis=0), [[-0.2] * 3, [0] * 3, [0.2] * 3], atol=0.01
-    )
+    np.testing.assert_allclose(np.quantile(changes, [0, 0.5, 1], axis=0), [[-0.2] * 3, [0] * 3, [0.2] * 3], atol=0.01)

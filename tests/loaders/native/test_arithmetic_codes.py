@@ -48,9 +48,7 @@ def test_codes_that_were_cut_off(tmp_path: Path, sampling: str, way: int, part: 
     refused = 0
     for scan in scans(data):
         damaged = cut(data, scan, part)
-        if (
-            scan[2] or (1 - part) * (scan[1] - scan[0]) < LITTLE
-        ):  # or the last bits only, which no decoder misses
+        if scan[2] or (1 - part) * (scan[1] - scan[0]) < LITTLE:  # or the last bits only, which no decoder misses
             continue
         assert re.search(EARLY, jpegs.complaint(damaged, WIDTH, HEIGHT))
         assert not jpegs.decodes(damaged, WIDTH, HEIGHT)

@@ -44,9 +44,7 @@ def test_a_stopped_decoding_ends_at_once() -> None:
 
 def test_pixels_times_scans_are_bounded() -> None:
     assert jpegs.complaint(progressive(64, 500), 64, 64) == ""
-    assert (
-        jpegs.complaint(progressive(64, 501), 64, 64) == "it has more than 500 scans, the most for its size"
-    )
+    assert jpegs.complaint(progressive(64, 501), 64, 64) == "it has more than 500 scans, the most for its size"
     jpegs.check_scans(progressive(64, 500))
     for side, scans, most in ((64, 501, 500), (6000, 120, 119)):
         with pytest.raises(ValueError, match=f"more than {most} scans"):
@@ -155,9 +153,7 @@ def test_a_manifest_of_brackets_is_no_manifest(tmp_path: Path) -> None:
         open_beton(tmp_path / "a.beton")
 
 
-def test_verify_and_the_loader_agree_on_large_pictures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_and_the_loader_agree_on_large_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow's limit of pixels is for pictures to convert."""
     folder = image_folder(tmp_path / "train", {"0.jpg": Image.new("RGB", (500, 500), "teal")})
     convert(folder, tmp_path / "a.beton")

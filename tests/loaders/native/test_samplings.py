@@ -40,9 +40,7 @@ def test_crops_are_parts_of_the_whole(corpus: Path, way: int, share: int) -> Non
             (height // 4, width // 4, height // 2, width // 2), (1, width - 3, height - 1, 2),
         ):  # fmt: skip
             box = [[share * top, share * left, share * rows, share * columns]]
-            (found,) = load_pictures(
-                [np.empty((64, 80, 3), np.uint8)], (rows, columns), jpegs=[stored], boxes=box
-            )
+            (found,) = load_pictures([np.empty((64, 80, 3), np.uint8)], (rows, columns), jpegs=[stored], boxes=box)
             expected = whole[top : top + rows, left : left + columns]
             np.testing.assert_array_equal(found, expected, f"{file.name}: {top, left, rows, columns}")
 

@@ -80,9 +80,7 @@ def test_it_is_what_the_step_gets(toy: Toy) -> None:
         for text, shares in zip(batch.texts, targets, strict=True):
             named = dict(part.split() for part in text.split(", ")) if "%" in text else {text: "100%"}
             for name, share in named.items():
-                assert float(share.rstrip("%")) / 100 == pytest.approx(
-                    float(shares["abcd".index(name)]), abs=0.0051
-                )
+                assert float(share.rstrip("%")) / 100 == pytest.approx(float(shares["abcd".index(name)]), abs=0.0051)
         assert batch.title == (
             f"epoch {epoch} of 3, step {epoch * steps}: {BATCH} of {BATCH} images, {sizes[-1]}×{sizes[-1]} pixels"
         )

@@ -60,9 +60,7 @@ def test_the_recipe_of_a_run_has_its_options_of_fit_but_not_its_folder(toy: Toy,
         out=tmp_path / "second", init_from=tmp_path / "first", on_nonfinite="raise", callbacks=[stopping],
         logger=["csv", Logger()], progress=False,
     )  # fmt: skip
-    first, second = (
-        yaml.safe_load((tmp_path / run / "recipe.yaml").read_text()) for run in ("first", "second")
-    )
+    first, second = (yaml.safe_load((tmp_path / run / "recipe.yaml").read_text()) for run in ("first", "second"))
     assert (first["out"], second["out"]) == (None, None)
     assert first["callbacks"] == recipe["callbacks"]
     assert second["callbacks"] == [{"name": "EarlyStopping", "monitor": "loss", "patience": 7}]

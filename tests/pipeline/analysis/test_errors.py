@@ -68,9 +68,7 @@ def test_classes_are_judged_as_by_hand(toy: Toy, tmp_path: Path) -> None:
     assert np.abs(off).max() <= 1  # the normalization is undone
     same(
         errors,
-        errors_of_weights(
-            toy.pipeline().distribute("ddp", devices=2, device="cpu"), result.model.state_dict()
-        ),
+        errors_of_weights(toy.pipeline().distribute("ddp", devices=2, device="cpu"), result.model.state_dict()),
     )
     for name in ("e.png", "e.svg", "e.json"):
         assert errors.save(tmp_path / name).stat().st_size > 1000
@@ -89,9 +87,7 @@ def _stored(file: str, sample: int) -> Any:
     return images[0].permute(1, 2, 0)
 
 
-def test_the_table_has_precision_recall_and_their_intervals(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_has_precision_recall_and_their_intervals(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "110")  # a narrower terminal lists only what a class has
     errors = toy.pipeline().fit(epochs=1, progress=False).errors()
     assert isinstance(errors, ClassErrors)
@@ -115,9 +111,7 @@ def test_an_interval_holds_its_share(successes: int, failures: int) -> None:
         for end in (low, high):
             if 0 < end < 1:
                 error = (end * (1 - end) / (successes + failures)) ** 0.5
-                assert abs(end - successes / (successes + failures)) == pytest.approx(
-                    1.959964 * error, rel=1e-4
-                )
+                assert abs(end - successes / (successes + failures)) == pytest.approx(1.959964 * error, rel=1e-4)
 
 
 def test_calibration_of_perfect_and_of_overconfident_predictions() -> None:
@@ -151,9 +145,7 @@ def test_values_are_judged_as_by_hand(tmp_path: Path) -> None:
         values = result.model(images)[:, 0]
     np.testing.assert_allclose(errors.residuals[:, 0], values - targets, atol=1e-5)
     spread = ((targets - targets.mean()) ** 2).sum()
-    assert errors.scores()[0] == pytest.approx(
-        (1 - ((values - targets) ** 2).sum() / spread).item(), abs=1e-4
-    )
+    assert errors.scores()[0] == pytest.approx((1 - ((values - targets) ** 2).sum() / spread).item(), abs=1e-4)
     assert errors.metrics["mae"] == pytest.approx(np.abs(errors.residuals).mean(), abs=1e-5)
     assert errors.show().axes
     assert str(errors).count("│") >= 7
@@ -201,18 +193,14 @@ def test_pixels_are_judged_as_by_hand(tmp_path: Path) -> None:
     )  # fmt: skip
     result = pipeline.fit(epochs=1, progress=False)
     errors: Any = result.errors()
-    with FFCVLoader(
-        files[1], batch_size=9, image_size=jobs.SIDE, train=False, workers=1, eval_ratio=1.0
-    ) as loader:
+    with FFCVLoader(files[1], batch_size=9, image_size=jobs.SIDE, train=False, workers=1, eval_ratio=1.0) as loader:
         ((images, masks),) = loader
     with torch.no_grad():
         predictions = result.model(images).argmax(1)
     for truth, said in np.ndindex(3, 3):
         assert errors.confusion[truth, said] == ((masks == truth) & (predictions == said)).sum()
     assert errors.counted.tolist() == [(mask != 255).sum().item() for mask in masks]
-    assert errors.right.sum() / errors.counted.sum() == pytest.approx(
-        result.metrics["pixel_accuracy"], abs=1e-6
-    )
+    assert errors.right.sum() / errors.counted.sum() == pytest.approx(result.metrics["pixel_accuracy"], abs=1e-6)
     worst = int(errors.worst()[0])
     assert (errors.pictures[worst]["prediction"] == predictions[worst].numpy()).all()
     assert errors.show().axes

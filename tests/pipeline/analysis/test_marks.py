@@ -66,9 +66,7 @@ def test_they_are_drawn_where_they_are(files: tuple[str, str], load: dict[str, A
     height, width = batch.pictures[0][0].shape[:2]
     times = 1 if min(height, width) >= 192 else -(-192 // min(height, width))
     flipped = boxes = outside = 0
-    for number, (picture,), ((drawn,), _) in zip(
-        numbers(files, load), batch.pictures, batch._drawn(), strict=True
-    ):
+    for number, (picture,), ((drawn,), _) in zip(numbers(files, load), batch.pictures, batch._drawn(), strict=True):
         assert drawn.shape == (height * times, width * times, 3)
         flipped += origin(picture, 0)[0] < 0
         stored, _, classes = jobs.places(number)

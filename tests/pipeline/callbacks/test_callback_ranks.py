@@ -50,9 +50,7 @@ def test_gradients_and_parameters_are_those_of_one_device(strategy: str, toy: To
 @pytest.mark.parametrize("strategy", STAGES)
 def test_those_of_deepspeed_too(strategy: str, toy: Toy) -> None:
     pipeline = on_two(toy.pipeline(plain_model), strategy)
-    compare(
-        [sums["it"] for sums in launch(sums_of, {"it": pipeline}, devices=2, device="cpu", timeout=200)], toy
-    )
+    compare([sums["it"] for sums in launch(sums_of, {"it": pipeline}, devices=2, device="cpu", timeout=200)], toy)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -69,16 +67,12 @@ def test_the_wish_of_one_rank_stops_all_after_the_same_step(strategy: str, ranks
 def test_an_error_on_one_rank_is_raised_on_all(strategy: str, ranks: list[Any]) -> None:
     for _, runs in ranks:
         error = runs[strategy]["error"]
-        assert error.startswith(
-            "OnRankOne.on_step_end failed on rank 1: ZeroDivisionError: on the last rank\n"
-        )
+        assert error.startswith("OnRankOne.on_step_end failed on rank 1: ZeroDivisionError: on the last rank\n")
         assert 'raise ZeroDivisionError("on the last rank")' in error
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_on_cuda_ranks_agree_one_step_later_and_at_the_end_of_an_epoch(
-    strategy: str, ranks: list[Any]
-) -> None:
+def test_on_cuda_ranks_agree_one_step_later_and_at_the_end_of_an_epoch(strategy: str, ranks: list[Any]) -> None:
     """The same code on the CPU: at step 2 of an epoch of four steps, after step 3; at the last step, after it."""
     for _, runs in ranks:
         steps, error = runs[strategy]["late"]

@@ -179,9 +179,7 @@ def test_a_stop_keeps_the_weights_and_the_reason_and_only_goes_on_when_told(
     assert_same_weights(again, stopped)
 
     goes_on = StopAt()
-    ended = pipeline.fit(
-        out=tmp_path / "run", resume="auto", continue_stopped=True, callbacks=[goes_on], **options
-    )
+    ended = pipeline.fit(out=tmp_path / "run", resume="auto", continue_stopped=True, callbacks=[goes_on], **options)
     whole = pipeline.fit(**options)
     assert ended.stopped is None
     assert goes_on.seen == [n + 1 for n in range(3 * STEPS)]
@@ -216,9 +214,7 @@ def test_early_stopping_stops_at_the_evaluation_that_its_patience_allows(toy: To
     for _ in range(2):  # the same object again
         result = pipeline.fit(epochs=9, progress=False, callbacks=[stopping])
         assert len(result.history.epochs) == 3
-        assert result.stopped == (
-            f"EarlyStopping: val_loss has not improved on {stopping.best:.6g} for 2 evaluations"
-        )
+        assert result.stopped == (f"EarlyStopping: val_loss has not improved on {stopping.best:.6g} for 2 evaluations")
     by_loss = pipeline.fit(epochs=9, progress=False, callbacks=[EarlyStopping("loss", 1, min_delta=1.0)])
     assert len(by_loss.history.epochs) == 2
     improving = toy.pipeline().fit(epochs=3, progress=False, callbacks=[EarlyStopping(patience=1)])
@@ -326,9 +322,7 @@ def test_evaluations_within_epochs(toy: Toy, tmp_path: Path) -> None:
 
 
 def test_the_result_is_that_of_the_last_evaluation_within_an_epoch(toy: Toy) -> None:
-    result = toy.pipeline().fit(
-        epochs=2, progress=False, eval_every_steps=1, callbacks=[StopAt(evaluation=STEPS + 2)]
-    )
+    result = toy.pipeline().fit(epochs=2, progress=False, eval_every_steps=1, callbacks=[StopAt(evaluation=STEPS + 2)])
     assert [each.step for each in result.history.evaluations] == [1, 2, 3, 5, 6]
     assert result.history.last is result.history.evaluations[-1]
     assert result.metrics == result.history.evaluations[-1].results
@@ -442,9 +436,7 @@ def test_a_checkpoint_with_the_state_of_other_callbacks(
     pipeline.fit(epochs=1, out=tmp_path, progress=False, callbacks=[counting])
     with_early = pipeline.fit(epochs=2, out=tmp_path, resume="auto", callbacks=[EarlyStopping()])
     assert len(with_early.history.epochs) == 2
-    assert (
-        "has the state of StopAt, which is not among callbacks=[…]; it is ignored" in capsys.readouterr().out
-    )
+    assert "has the state of StopAt, which is not among callbacks=[…]; it is ignored" in capsys.readouterr().out
     content = json.loads((tmp_path / "checkpoints/step-00000008/state.json").read_text())
     assert list(content["ranks"][0]["callbacks"]) == ["EarlyStopping"]
 
@@ -509,9 +501,7 @@ def test_callbacks_by_name_are_in_recipes_and_do_what_objects_do(toy: Toy, tmp_p
     assert (named.stopped, len(named.history.epochs)) == (given.stopped, 2)  # at a rate of 0 nothing improves
     assert "EarlyStopping" in str(named.stopped)
     (tmp_path / "recipe.json").write_text(json.dumps(recipe | {"epochs": 1, "callbacks": BY_NAME[:2]}))
-    norms = Pipeline.from_recipe(tmp_path / "recipe.json").fit(
-        progress=False, out=tmp_path / "run", logger="csv"
-    )
+    norms = Pipeline.from_recipe(tmp_path / "recipe.json").fit(progress=False, out=tmp_path / "run", logger="csv")
     assert norms.stopped is None
     assert "gradients/" in (tmp_path / "run" / "metrics.csv").read_text()
 

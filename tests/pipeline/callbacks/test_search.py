@@ -92,11 +92,7 @@ def test_the_script_for_optuna() -> None:
     assert "best top1" in printed.getvalue()
     states = [trial.state.name for trial in names["study"].trials]
     assert states[:2] == ["COMPLETE"] * 2
-    assert {
-        len(load_run(f"search/{n}").history.epochs) == 4
-        for n, state in enumerate(states)
-        if state == "COMPLETE"
-    }
+    assert {len(load_run(f"search/{n}").history.epochs) == 4 for n, state in enumerate(states) if state == "COMPLETE"}
 
 
 @pytest.fixture

@@ -48,9 +48,7 @@ def pipeline(toy: Toy, strategy: str = "single", ranks: int = 1) -> Pipeline:
 def run(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """On two ranks with FSDP, a checkpoint after every second step."""
     out = tmp_path_factory.mktemp("shards")
-    pipeline(toy, "fsdp", 2).fit(
-        epochs=2, out=out, progress=False, checkpoints=Checkpoints(every_steps=2, keep=9)
-    )
+    pipeline(toy, "fsdp", 2).fit(epochs=2, out=out, progress=False, checkpoints=Checkpoints(every_steps=2, keep=9))
     return out
 
 
@@ -83,17 +81,14 @@ def test_shards_of_older_versions_resume_alike(toy: Toy, run: Path, tmp_path: Pa
         tensors = dict(checkpoint.tensors(kind))
         names = [f"{kind}-0000{number}-of-00002.safetensors" for number in (1, 2)]
         homes = {key: names[number % 2] for number, key in enumerate(sorted(tensors))}
-        own = {
-            name: {key: tensors[key].clone() for key, home in homes.items() if home == name} for name in names
-        }
+        own = {name: {key: tensors[key].clone() for key, home in homes.items() if home == name} for name in names}
         for name in names:
             (place / name).unlink()
             save_file(own[name], place / name)
         (place / f"{kind}.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
     rewrite_state(place, lambda state: state.pop("shards"))
     old, new = (
-        pipeline(toy).fit(epochs=2, resume=each, progress=False)
-        for each in (place, run / "checkpoints" / STEP)
+        pipeline(toy).fit(epochs=2, resume=each, progress=False) for each in (place, run / "checkpoints" / STEP)
     )
     assert numbers(old) == numbers(new)
     torch.testing.assert_close(old.model.state_dict(), new.model.state_dict(), rtol=0, atol=0)
@@ -184,9 +179,7 @@ def test_other_shards_than_the_state_lists(
         pipeline(toy).fit(epochs=2, resume=place, progress=False)
 
 
-@pytest.mark.parametrize(
-    ("victim", "moment"), [(1, "after model"), (0, "before optimizer"), (1, "after rank")]
-)
+@pytest.mark.parametrize(("victim", "moment"), [(1, "after model"), (0, "before optimizer"), (1, "after rank")])
 def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
     victim: int, moment: str, toy: Toy, run: Path, tmp_path: Path
 ) -> None:
@@ -197,6 +190,4 @@ def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
     assert find(out).path.name == "step-00000004"
     result = made.fit(epochs=2, out=out, resume="auto", progress=False)
     assert result.history.facts["resumed"][0]["step"] == 4
-    torch.testing.assert_close(
-        result.model.state_dict(), load_file(run / "model.safetensors"), rtol=0, atol=0
-    )
+    torch.testing.assert_close(result.model.state_dict(), load_file(run / "model.safetensors"), rtol=0, atol=0)

@@ -361,9 +361,7 @@ def test_an_earlier_run_is_replaced_with_a_word_and_as_a_whole(toy: Toy, tmp_pat
 
 
 @pytest.mark.long
-def test_a_run_from_another_folder_without_checkpoints_clears_those_of_an_earlier_run(
-    toy: Toy, tmp_path: Path
-) -> None:
+def test_a_run_from_another_folder_without_checkpoints_clears_those_of_an_earlier_run(toy: Toy, tmp_path: Path) -> None:
     pipeline = toy.pipeline(plain_model)
     for name in ("from", "here"):
         fit(pipeline, epochs=1, out=tmp_path / name)

@@ -38,9 +38,7 @@ def pipelines(toy: Toy, ranks: int) -> dict[str, Pipeline]:
     return made | {"weighted ddp": weighted.distribute("ddp", devices=ranks, accumulate=2)}
 
 
-def run(
-    toy: Toy, ranks: int, folder: Path, sources: dict[str, Path], how: str = "resumed"
-) -> list[dict[str, Any]]:
+def run(toy: Toy, ranks: int, folder: Path, sources: dict[str, Path], how: str = "resumed") -> list[dict[str, Any]]:
     jobs = pipelines(toy, ranks)
     if ranks == 1:
         return [train_and_resume(jobs, sources, folder, how)]
@@ -83,9 +81,7 @@ def assert_nearly(one: Any, whole: Any, place: object) -> None:
     torch.testing.assert_close(one[1], whole[1], rtol=1e-4, atol=1e-5, msg=lambda text: f"{place}: {text}")
 
 
-def assert_all_plain_are(
-    whole: Any, found: dict[str, dict[str, Any]], sources: int, ends: bool = False
-) -> None:
+def assert_all_plain_are(whole: Any, found: dict[str, dict[str, Any]], sources: int, ends: bool = False) -> None:
     """Every resumed training of the plain model has the numbers and weights of `whole`, nearly."""
     compared = 0
     for name, outcomes in found.items():
@@ -133,9 +129,7 @@ def test_each_rank_writes_its_rows(root: Path, two: list[dict[str, Any]]) -> Non
     shapes = checkpoint.content.shards.shapes
     assert shapes["model"] == {name: list(value.shape) for name, value in whole.items()}
     assert not list(folder.glob("*.index.json"))
-    assert sorted(checkpoint.content.files) == sorted(
-        path.name for path in folder.iterdir() if path.name != STATE
-    )
+    assert sorted(checkpoint.content.files) == sorted(path.name for path in folder.iterdir() if path.name != STATE)
     averages = [load_file(folder / f"methods-0000{number}-of-00002.safetensors") for number in (1, 2)]
     for name, value in whole.items():  # what was evaluated
         rows = [each[f"EMA.averages::{name}"] for each in averages]
@@ -143,16 +137,11 @@ def test_each_rank_writes_its_rows(root: Path, two: list[dict[str, Any]]) -> Non
         assert torch.equal(torch.cat(rows), value)
     for kind in ("model", "optimizer"):
         sizes = [
-            sum(
-                each.nbytes
-                for each in load_file(folder / f"{kind}-0000{number}-of-00002.safetensors").values()
-            )
+            sum(each.nbytes for each in load_file(folder / f"{kind}-0000{number}-of-00002.safetensors").values())
             for number in (1, 2)
         ]
         assert min(sizes) > 0.45 * sum(sizes)
-    assert not any(
-        name.endswith("::step") for name in load_file(folder / "optimizer-00002-of-00002.safetensors")
-    )
+    assert not any(name.endswith("::step") for name in load_file(folder / "optimizer-00002-of-00002.safetensors"))
     replicated = root / "2" / "plain ddp" / "checkpoints" / "step-00000003"
     assert (replicated / "model.safetensors").exists()
     assert "shards" not in json.loads((replicated / STATE).read_text())
@@ -221,9 +210,7 @@ def test_to_every_strategy_and_back(toy: Toy, root: Path, whole: dict[str, Any])
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_every_strategy_on_1_2_and_4_ranks_to_every_other(
-    toy: Toy, root: Path, whole: dict[str, Any]
-) -> None:
+def test_every_strategy_on_1_2_and_4_ranks_to_every_other(toy: Toy, root: Path, whole: dict[str, Any]) -> None:
     names = {1: ["single", *SHARDING], 2: SHARDING, 4: SHARDING}
     for ranks, own in names.items():
         trained = on_ranks(train_all, toy, own, ranks, root / f"from {ranks}", timeout=280)

@@ -120,9 +120,7 @@ def mutated(state: Any, place: tuple[Any, ...], value: Any) -> Any:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(data=st.data())
-def test_any_edited_value_is_refused_by_its_digest_or_a_typed_error(
-    readers: list[Reader], data: st.DataObject
-) -> None:
+def test_any_edited_value_is_refused_by_its_digest_or_a_typed_error(readers: list[Reader], data: st.DataObject) -> None:
     reader = data.draw(st.sampled_from(readers))
     place = data.draw(st.sampled_from([*paths(reader.saved)]))
     state = mutated(reader.saved, place, data.draw(st.sampled_from(MUTATIONS)))

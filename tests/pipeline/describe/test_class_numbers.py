@@ -77,9 +77,7 @@ def test_the_classes_of_masks_are_those_that_have_names(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"classes=4, .* leaves fewer than 2"):
         resolve(pipeline.task(Segmentation("auto", ignore_index=(0, 1, 2))))
     convert([*map(masks.scene, range(16))], nameless, progress=False)
-    with pytest.raises(
-        PlanError, match=r"nameless.beton has masks without names of their classes. Convert it with"
-    ):
+    with pytest.raises(PlanError, match=r"nameless.beton has masks without names of their classes. Convert it with"):
         pipeline.load(str(nameless), batch_size=8, image_size=24).task(task).plan()
 
 

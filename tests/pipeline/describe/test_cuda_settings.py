@@ -141,9 +141,7 @@ def auto(toy: Toy) -> Pipeline:
 
 
 @pytest.mark.parametrize(("instructions", "taken", "why"), CPUS)
-def test_on_a_cpu(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch, instructions: str | None, taken: str, why: str
-) -> None:
+def test_on_a_cpu(toy: Toy, monkeypatch: pytest.MonkeyPatch, instructions: str | None, taken: str, why: str) -> None:
     on_cpu(monkeypatch, instructions)
     plan = resolve(auto(toy))
     assert plan.distribution.precision == plan.spec.distributed.precision == taken
@@ -196,9 +194,7 @@ def test_a_resume_on_another_machine_keeps_to_it(
         ("auto", tmp_path / "run"), (tmp_path / "run", tmp_path / "other"), (tmp_path / "other", None),
     ):  # fmt: skip
         result = auto(toy).fit(epochs=2, out=out, resume=resume, progress=False)
-        assert [epoch.loss for epoch in result.history.epochs] == [
-            epoch.loss for epoch in whole.history.epochs
-        ]
+        assert [epoch.loss for epoch in result.history.epochs] == [epoch.loss for epoch in whole.history.epochs]
         assert any("precision auto: as in the checkpoint" in step.why for step in result.plan.steps)
     assert Pipeline.from_recipe(tmp_path / "run/recipe.yaml").distributed.precision == taken
     other = "bf16" if taken == "fp32" else "fp32"
@@ -219,9 +215,7 @@ def test_the_ledger_and_the_ranks_see_what_was_taken(toy: Toy, monkeypatch: pyte
     assert facts(plan, FitJob(epochs=1))["precision"] == "'bf16'"  # ranks that differ stop, naming both
 
 
-def test_the_kept_precision_is_in_state_json(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_kept_precision_is_in_state_json(toy: Toy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Ranks do not verify the checkpoint for it."""
     on_cpu(monkeypatch, "")
     auto(toy).fit(epochs=1, out=tmp_path, progress=False)

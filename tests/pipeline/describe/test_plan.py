@@ -101,9 +101,7 @@ def test_methods_of_the_batch_whose_order_is_the_users() -> None:
     kept = {pair for pair in permutations(batch, 2) if sort_transforms(pair) == pair}
     free = {type(one).__name__ for one, other in kept if (other, one) in kept}
     assert free == {"MixUp", "CutMix", "CutOut", "ColOut"}
-    assert all(
-        pair in kept for pair in permutations([each for each in batch if type(each).__name__ in free], 2)
-    )
+    assert all(pair in kept for pair in permutations([each for each in batch if type(each).__name__ in free], 2))
     listed = "but for `MixUp`, `CutMix`, `CutOut` and `ColOut`"
     assert listed in " ".join((ROOT / "docs" / "transforms.md").read_text().split())
 
@@ -235,9 +233,7 @@ def test_refused_where_it_is_written(name: str, toy: Toy) -> None:
 
 
 def files_of(toy: Toy, train: str | Path | None = None, val: str | Path | None = None) -> Pipeline:
-    return Pipeline(plain_model).load(
-        train or toy.train, val or toy.val, batch_size=BATCH, image_size=SIDE, workers=1
-    )
+    return Pipeline(plain_model).load(train or toy.train, val or toy.val, batch_size=BATCH, image_size=SIDE, workers=1)
 
 
 class NotCopied(nn.Linear):
@@ -487,8 +483,7 @@ class SevenBillion(nn.Module):
         super().__init__()
         self.first = nn.Conv2d(3, 4096, 16, 16)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(4096, 24_640, bias=False), nn.Linear(24_640, 4096, bias=False))
-            for _ in range(32)
+            nn.Sequential(nn.Linear(4096, 24_640, bias=False), nn.Linear(24_640, 4096, bias=False)) for _ in range(32)
         )
         self.last = nn.Linear(4096, CLASSES)
 
@@ -533,9 +528,7 @@ def test_the_memory_of_a_rank_with_an_optimizer_factory(toy: Toy, optimizer: Any
     """It gets parameters, as from a strategy; the plan of one that fails here has no row."""
     pipeline = toy.pipeline(plain_model).optimize(optimizer, schedule="constant")
     found = [
-        row
-        for row in pipeline.distribute("fsdp", devices=2, device="cpu").plan().steps
-        if "memory of" in row.what
+        row for row in pipeline.distribute("fsdp", devices=2, device="cpu").plan().steps if "memory of" in row.what
     ]
     assert len(found) == rows
 

@@ -169,9 +169,7 @@ def test_gyro_dropout_keeps_a_selection_for_steps_however_many_forwards_they_hav
         (1, (), None), (2, (), None), (1, (t.SAM(interval=1),), None), (1, (), Skips()),
     ):  # fmt: skip
         seen: list[torch.Tensor] = []
-        pipeline = (
-            toy.pipeline(Model).transform(gyro, *transforms).distribute("single", accumulate=accumulate)
-        )
+        pipeline = toy.pipeline(Model).transform(gyro, *transforms).distribute("single", accumulate=accumulate)
         with pipeline.build() as built:
             schedule = built.begin(1)
             seen.clear()  # of the check of the output
@@ -236,9 +234,7 @@ def test_layer_freezing_under_ddp_needs_the_search(toy: Toy) -> None:
     pipeline = toy.pipeline().transform(t.LayerFreezing()).distribute("ddp", devices=2)
     with pytest.raises(PlanError, match=r"LayerFreezing .*'ddp' .*find_unused_parameters=True"):
         pipeline.plan()
-    toy.pipeline().transform(t.LayerFreezing()).distribute(
-        "ddp", devices=2, find_unused_parameters=True
-    ).plan()
+    toy.pipeline().transform(t.LayerFreezing()).distribute("ddp", devices=2, find_unused_parameters=True).plan()
 
 
 def both_of(rank_pipeline: Callable[[], Pipeline]) -> Any:

@@ -17,9 +17,7 @@ from same_runs import assert_same_run
 def loaded(toy: Toy, epochs: int = 1, **options: Any) -> tuple[Any, Any]:
     """The samples of the epochs, by epoch, and those that are evaluated; each once if none is held out."""
     held_out = "val_split" in options or "folds" in options
-    pipeline = toy.pipeline().load(
-        toy.train, None if held_out else toy.val, batch_size=8, image_size=SIDE, **options
-    )
+    pipeline = toy.pipeline().load(toy.train, None if held_out else toy.val, batch_size=8, image_size=SIDE, **options)
     with pipeline.build() as built:
         train = [np.concatenate(built.train.shares(epoch)) for epoch in range(epochs)]
         return train, np.concatenate(built.val.shares(0))
@@ -117,9 +115,7 @@ def test_ranks_share_a_balanced_epoch(unequal: str) -> None:
     for ranks in (1, 2):
         batches = []
         for rank in range(ranks):
-            with FFCVLoader(
-                unequal, batch_size=16, image_size=SIDE, workers=1, rank=rank, world_size=ranks
-            ) as loader:
+            with FFCVLoader(unequal, batch_size=16, image_size=SIDE, workers=1, rank=rank, world_size=ranks) as loader:
                 loader.select(loader.selection(SampleOptions(balance="class")))
                 batches.append(loader.shares(2))
         orders.append([np.concatenate(batch).tolist() for batch in zip(*batches, strict=True)])

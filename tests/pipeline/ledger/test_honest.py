@@ -209,9 +209,7 @@ def test_it_ends_when_each_ratio_is_narrow_not_only_the_rows() -> None:
     assert ledger.spread > 1.9 * max(row.ratio.spread for row in ledger.rows)
     for name in (only("b"), without("a")):
         ledger = of_speeds(*(calm | {name: 150 * by} for by in (1.0, 1.1, 0.9)))
-        (moved,) = {
-            gain for stage in ledger.stages for gain in (stage.alone, stage.last) if gain and gain.spread
-        }
+        (moved,) = {gain for stage in ledger.stages for gain in (stage.alone, stage.last) if gain and gain.spread}
         assert ledger.spread == moved.spread > 0.1
 
 

@@ -167,10 +167,7 @@ def test_a_ledger_prints_and_is_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        *(
-            (name, r"must end in \.json, \.png, \.svg or \.pdf")
-            for name in ("ledger.txt", "ledger", "ledger.jpg")
-        ),
+        *((name, r"must end in \.json, \.png, \.svg or \.pdf") for name in ("ledger.txt", "ledger", "ledger.jpg")),
         ("no/ledger.json", r"no/ledger\.json could not be written: No such file"),
     ],
 )
@@ -343,9 +340,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
         assert 0.925 < np.mean(held) < 0.98
 
 
-@pytest.mark.parametrize(
-    "content", [None, "no", "[]", "{}", '{"rounds": [{"a": {"images": 1}}]}', '{"rounds": []}']
-)
+@pytest.mark.parametrize("content", [None, "no", "[]", "{}", '{"rounds": [{"a": {"images": 1}}]}', '{"rounds": []}'])
 def test_what_is_no_ledger_cannot_be_compared(content: str | None, tmp_path: Path) -> None:
     made_up().save(tmp_path / "good.json")
     if content is not None:

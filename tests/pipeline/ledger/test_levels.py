@@ -117,8 +117,6 @@ def test_two_rounds_that_differ_beyond_what_a_float_holds() -> None:
     assert (found.low, found.high, found.resolved) == (0.0, math.inf, False)
 
 
-@pytest.mark.parametrize(
-    ("speed", "text"), [(1418.4, "1,418"), (100.4, "100"), (61.0, "61"), (0.4214, "0.421")]
-)
+@pytest.mark.parametrize(("speed", "text"), [(1418.4, "1,418"), (100.4, "100"), (61.0, "61"), (0.4214, "0.421")])
 def test_slow_speeds_have_digits_too(speed: float, text: str) -> None:
     assert speed_text(speed) == text

@@ -152,9 +152,7 @@ def test_measured_on_a_loader_that_sleeps(toy: Toy, monkeypatch: pytest.MonkeyPa
 def full(toy: Toy) -> Ledger:
     """All that can be measured of three stages, in this process: with the torch loader's workers=0."""
     pipeline = in_process(toy)
-    pipeline = pipeline.transform(t.ChannelsLast(), t.LabelSmoothing(0.1)).distribute(
-        "single", precision="bf16"
-    )
+    pipeline = pipeline.transform(t.ChannelsLast(), t.LabelSmoothing(0.1)).distribute("single", precision="bf16")
     return pipeline.ledger(seconds=95, within=0.99, accuracy=True, epochs=2, progress=False)
 
 

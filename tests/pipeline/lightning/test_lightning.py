@@ -84,9 +84,7 @@ def test_the_losses_of_our_own_loop(toy: Toy, case: str) -> None:
     sgd = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3, "schedule": "cosine", "warmup": 0.3}
     pipeline = toy.pipeline(model, flip=True, **load).optimize("sgd", **sgd)
     if case == "everything":
-        pipeline = pipeline.transform(
-            t.ChannelsLast(), t.LabelSmoothing(0.1), t.MixUp(0.2), t.NoWeightDecay()
-        )
+        pipeline = pipeline.transform(t.ChannelsLast(), t.LabelSmoothing(0.1), t.MixUp(0.2), t.NoWeightDecay())
         pipeline = pipeline.distribute("single", accumulate=2, clip_norm=0.5)
     before = torch.get_rng_state(), torch.get_num_threads()
     module, found = trained(pipeline, 2)
@@ -415,9 +413,7 @@ def every(names: list[str]) -> list[tuple[str, str]]:
     return [(name, case) for name in names for case in CASES]
 
 
-def check_figures(
-    script: Script, trainings: list[tuple[str, str]], alone: Any, kind: str, ranks: int = 2
-) -> None:
+def check_figures(script: Script, trainings: list[tuple[str, str]], alone: Any, kind: str, ranks: int = 2) -> None:
     """Each came to the figures of our own loop."""
     for name, case in trainings:
         found = script.found(name, case)

@@ -101,9 +101,7 @@ def test_weights(kind: str, names: dict[str, str], tmp_path: Path) -> None:
     folder = Path(names[kind][3:])
     file, torchs = folder / "model.safetensors", tmp_path / "weights.pth"
     torch.save({"state_dict": load_file(file)}, torchs)
-    saved = build(
-        names[kind], weights="DEFAULT"
-    ).state_dict()  # the library renames some weights when it saves them
+    saved = build(names[kind], weights="DEFAULT").state_dict()  # the library renames some weights when it saves them
     assert sorted(map(float, load_file(file)[f"{LAST[kind]}.weight"].flatten())) == sorted(
         map(float, saved[f"{LAST[kind]}.weight"].flatten())
     )
@@ -120,9 +118,7 @@ def test_weights(kind: str, names: dict[str, str], tmp_path: Path) -> None:
             else:
                 assert torch.equal(state[name], saved[name])
         assert other.config.num_labels == 3
-    assert not torch.equal(
-        build(names[kind]).state_dict()[f"{LAST[kind]}.weight"], saved[f"{LAST[kind]}.weight"]
-    )
+    assert not torch.equal(build(names[kind]).state_dict()[f"{LAST[kind]}.weight"], saved[f"{LAST[kind]}.weight"])
 
 
 def test_half_precision_is_read_as_float32(names: dict[str, str], tmp_path: Path) -> None:
@@ -152,9 +148,7 @@ def test_a_name_in_the_cache_and_one_that_is_not(
     assert torch.equal(model.vit.layernorm.weight, saved["vit.layernorm.weight"])
     (snapshot / "model.safetensors").unlink()
     build("hf:someone/tiny")
-    with pytest.raises(
-        DataError, match=r"hf:someone/tiny: the files of someone/tiny are neither in the cache .*"
-    ):
+    with pytest.raises(DataError, match=r"hf:someone/tiny: the files of someone/tiny are neither in the cache .*"):
         build("hf:someone/tiny", weights="DEFAULT")
     with pytest.raises(DataError) as raised:
         build("hf:someone/other")

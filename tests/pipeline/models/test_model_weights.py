@@ -111,9 +111,7 @@ def test_files_that_are_not_weights_of_the_model(state: dict[str, torch.Tensor],
         with pytest.raises(DataError, match=f"{name} cannot be loaded into timm:resnet10t"):
             timm(pretrained=tmp_path / name)
     assert not (tmp_path / "proof").exists()
-    with pytest.raises(
-        RecipeError, match=r"has no weights 'IMAGENET', nor is that a file.*Known: .*IMAGENET1K_V1"
-    ):
+    with pytest.raises(RecipeError, match=r"has no weights 'IMAGENET', nor is that a file.*Known: .*IMAGENET1K_V1"):
         pretrained(NAME, 7, "IMAGENET")
     assert read_weights(tmp_path / "full.pth", NAME).keys() == before
 
@@ -158,9 +156,7 @@ TIMM = "timm:resnet10t"
 
 
 def test_timms_model_trains_and_goes_into_a_recipe(toy: Toy, tmp_path: Path) -> None:
-    pipeline = Pipeline(TIMM, num_classes=CLASSES).load(
-        toy.train, toy.val, batch_size=32, image_size=32, workers=1
-    )
+    pipeline = Pipeline(TIMM, num_classes=CLASSES).load(toy.train, toy.val, batch_size=32, image_size=32, workers=1)
     result = pipeline.fit(epochs=1, out=tmp_path, progress=False)
     assert result.accuracy is not None
     again = Pipeline.from_recipe(tmp_path / "recipe.yaml")

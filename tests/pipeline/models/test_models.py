@@ -70,9 +70,7 @@ def test_weights_that_are_not_to_be_had(tmp_path: Path, monkeypatch: pytest.Monk
     weights = torchvision.models.ResNet18_Weights.IMAGENET1K_V1
     gone = replace(weights.value, url=(tmp_path / "none-00000000.pth").as_uri())
     monkeypatch.setattr(weights, "_value_", gone)
-    with pytest.raises(
-        DataError, match=r"weights IMAGENET1K_V1 of resnet18 could not be downloaded: .*checkpoints"
-    ):
+    with pytest.raises(DataError, match=r"weights IMAGENET1K_V1 of resnet18 could not be downloaded: .*checkpoints"):
         pretrained("resnet18", 5, "IMAGENET1K_V1")
     pipeline = Pipeline("pretrained", name="resnet18", num_classes=5, weights="IMAGENET1K_V1")
     with pytest.raises(PlanError, match="could not be downloaded"):

@@ -24,9 +24,7 @@ def parameters(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 
-def stepped(
-    optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], steps: int = STEPS
-) -> list[torch.Tensor]:
+def stepped(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], steps: int = STEPS) -> list[torch.Tensor]:
     """The weights after some steps, with gradients that depend on the step alone."""
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
@@ -167,9 +165,7 @@ def test_the_rate_of_a_group_is_that_of_all_its_parameters(toy: Toy) -> None:
     with pipeline.build() as built:
         optimizer, note = built.engine.optimizer, built.note
         names = {parameter: name for name, parameter in built.engine.plain_model.named_parameters()}
-        again = Muon(
-            [{k: v for k, v in g.items() if k != "algorithm"} for g in optimizer.param_groups], adamw_lr=0.004
-        )
+        again = Muon([{k: v for k, v in g.items() if k != "algorithm"} for g in optimizer.param_groups], adamw_lr=0.004)
     expected = {"0.weight": 0.01, "1.weight": 0.0, "1.bias": 0.0, "5.weight": 0.003, "5.bias": 0.5}
     for each in (optimizer, again):
         assert {names[p]: g["lr"] for g in each.param_groups for p in g["params"]} == expected
@@ -218,9 +214,7 @@ def test_in_recipes_and_what_is_refused(toy: Toy) -> None:
     ],
 )  # fmt: skip
 def test_strategies(toy: Toy, optimizer: Any, strategy: str, message: str) -> None:
-    pipeline = (
-        toy.pipeline(plain_model).optimize(optimizer, lr=0.1).distribute(strategy, devices=2, device="cpu")
-    )
+    pipeline = toy.pipeline(plain_model).optimize(optimizer, lr=0.1).distribute(strategy, devices=2, device="cpu")
     if not message:
         resolve(pipeline, files=False)
         return

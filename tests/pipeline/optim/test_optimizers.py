@@ -30,9 +30,7 @@ def row(pipeline: Pipeline) -> Step:
 
 def rate(pipeline: Pipeline) -> float:
     """The peak learning rate that the optimizer gets."""
-    return float(
-        optimizer_factory(resolve(pipeline, files=False))(nn.Linear(2, 2).parameters()).param_groups[0]["lr"]
-    )
+    return float(optimizer_factory(resolve(pipeline, files=False))(nn.Linear(2, 2).parameters()).param_groups[0]["lr"])
 
 
 def test_another_batch_size_than_the_recipes_is_noted() -> None:
@@ -196,9 +194,7 @@ def test_scaling_rules(optimizer: Any, rule: str) -> None:
 
 
 def test_no_scaling_rule(toy: Toy) -> None:
-    with pytest.raises(
-        PlanError, match=r"no rule is known for how the learning rate of Adagrad depends.*RMSprop"
-    ):
+    with pytest.raises(PlanError, match=r"no rule is known for how the learning rate of Adagrad depends.*RMSprop"):
         OptimizerConfig(torch.optim.Adagrad, base_batch_size=64, scale_lr=True, options={"lr": 0.1})
     pipeline = toy.pipeline().optimize(torch.optim.Adagrad, lr=0.1, base_batch_size=64)
     assert row(pipeline).caution == "the learning rate is for batches of 64 images, not 32"

@@ -79,9 +79,7 @@ def test_the_numbers_of_the_authors_package(kind: Any) -> None:
     torch.testing.assert_close(weights[0], weights[1])
 
 
-def schedule_free(
-    toy: Toy, model: Any = batch_norm_model, name: str = "schedulefree_sgd", lr: float = 0.5
-) -> Any:
+def schedule_free(toy: Toy, model: Any = batch_norm_model, name: str = "schedulefree_sgd", lr: float = 0.5) -> Any:
     return toy.pipeline(model).optimize(name, lr=lr, schedule="constant", warmup=0.2)
 
 
@@ -127,9 +125,7 @@ def test_statistics_are_those_of_the_average(toy: Toy) -> None:
             assert torch.equal(value, before[name]), name
 
 
-@pytest.mark.parametrize(
-    "name", ["schedulefree_adamw", pytest.param("schedulefree_sgd", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["schedulefree_adamw", pytest.param("schedulefree_sgd", marks=pytest.mark.slow)])
 def test_resuming_goes_on_bit_for_bit(name: str, toy: Toy, tmp_path: Path) -> None:
     assert_resumes(schedule_free(toy, name=name, lr=0.05), tmp_path)
 
@@ -145,9 +141,7 @@ def test_what_is_refused(toy: Toy) -> None:
 
         def eval(self) -> None: ...
 
-    with pytest.raises(
-        PlanError, match=r"Switched must be switched between training.*Use 'schedulefree_sgd'"
-    ):
+    with pytest.raises(PlanError, match=r"Switched must be switched between training.*Use 'schedulefree_sgd'"):
         toy.pipeline().optimize(Switched, lr=0.1)
     with pytest.raises(PlanError, match=r"momentum=1.0 must be in \(0, 1\)"):
         toy.pipeline().optimize("schedulefree_sgd", momentum=1.0, schedule="constant")

@@ -93,9 +93,7 @@ def test_milestones_are_steps_whatever_the_rounding() -> None:
     """A fraction that is a whole number of steps falls on that step."""
     for steps in [*range(2, 40), 390]:
         for at in range(1, steps):
-            config = OptimizerConfig(
-                schedule="multistep", schedule_options={"milestones": (at / steps,), "gamma": 0}
-            )
+            config = OptimizerConfig(schedule="multistep", schedule_options={"milestones": (at / steps,), "gamma": 0})
             assert config.lr_factor(at - 1, steps) == 1
             assert config.lr_factor(at, steps) == 0
     config = OptimizerConfig(schedule="step", schedule_options={"every": 0.1})
@@ -249,9 +247,7 @@ def test_in_recipes_and_plans(toy: Toy) -> None:
         (own_schedules.steps, {"size": 2}),
         (lr_scheduler.StepLR, {"step_size": 5}),
     ):
-        pipeline = toy.pipeline(torch.nn.Identity).optimize(
-            "sgd", schedule=schedule, schedule_options=options
-        )
+        pipeline = toy.pipeline(torch.nn.Identity).optimize("sgd", schedule=schedule, schedule_options=options)
         recipe = pipeline.to_recipe()
         assert Pipeline.from_recipe(recipe) == pipeline
         name = schedule if isinstance(schedule, str) else f"{schedule.__module__}:{schedule.__name__}"

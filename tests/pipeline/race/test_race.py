@@ -226,9 +226,7 @@ def test_what_cannot_be_raced_is_refused(toy: Toy, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_command_races_a_recipe_against_others(
-    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_races_a_recipe_against_others(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "150")  # no name is wrapped
     out, values = tmp_path / "race", toy_values(toy)
     against = "optimizer.lr=0.01 batch_size=16"
@@ -261,9 +259,7 @@ def test_by_default_the_other_one_is_plain_pytorch(toy: Toy, tmp_path: Path) -> 
 @pytest.mark.slow
 def test_ranks_keep_the_points_of_rank_0(toy: Toy) -> None:
     pipeline = toy.pipeline().distribute("ddp", devices=2, device="cpu")
-    race = pipeline.race(
-        target=TARGET, seeds=1, epochs=EPOCHS, against={"one": toy.pipeline()}, progress=False
-    )
+    race = pipeline.race(target=TARGET, seeds=1, epochs=EPOCHS, against={"one": toy.pipeline()}, progress=False)
     two, one = race.runs
     assert [point.images for point in two.points] == [point.images for point in one.points]
     assert [point.accuracy for point in two.points] == [point.accuracy for point in one.points]

@@ -178,9 +178,7 @@ def assert_equal(one: Pipeline, other: Pipeline) -> None:
     for field in dataclasses.fields(Pipeline):
         assert getattr(one, field.name) == getattr(other, field.name), field.name
     assert one == other
-    assert (
-        Plan(resolve(one, files=False).steps).to_dict() == Plan(resolve(other, files=False).steps).to_dict()
-    )
+    assert Plan(resolve(one, files=False).steps).to_dict() == Plan(resolve(other, files=False).steps).to_dict()
 
 
 def round_trip(pipeline: Pipeline) -> dict[str, Any]:

@@ -187,9 +187,7 @@ def test_what_was_measured_is_in_the_repository() -> None:
                 (f"{100 * found['linear'][start]:.1f} %", f"{100 * one[start]['median']:.1f} %")
                 for start in (name, "random weights")
             )
-            assert measured.startswith(
-                f"{features[0]} with a linear classifier ({random[0]} on random weights)"
-            )
+            assert measured.startswith(f"{features[0]} with a linear classifier ({random[0]} on random weights)")
             assert f"{features[1]} instead of {random[1]} after one epoch" in measured
             continue
         if name not in figures:
@@ -346,9 +344,7 @@ def test_another_model_than_the_recipes_needs_options_of_its_own(toy: Toy) -> No
     pipeline = Pipeline.from_recipe("baseline", model="resnet18", **data)
     with pytest.raises(PlanError, match=r"'width'\. A recipe's model_options are for .*model_options=\{"):
         build_model(pipeline, ())
-    build_model(
-        Pipeline.from_recipe("baseline", model="resnet18", model_options={"num_classes": 4}, **data), ()
-    )
+    build_model(Pipeline.from_recipe("baseline", model="resnet18", model_options={"num_classes": 4}, **data), ())
     with pytest.raises(PlanError, match="Did you mean 'num_classes' by 'num_clases'"):
         build_model(Pipeline.from_recipe("baseline", **data, **{"model_options.num_clases": 4}), ())
 

@@ -20,9 +20,7 @@ BY_TRANSFORMS = {
     tuple(entry["name"] for entry in recipe.get("transforms", ())): name for name, recipe in RECIPES.items()
 }
 """A recipe for each choice of transforms."""
-CONTAINED = [
-    name for chosen, name in BY_TRANSFORMS.items() if any(set(chosen) < set(other) for other in BY_TRANSFORMS)
-]
+CONTAINED = [name for chosen, name in BY_TRANSFORMS.items() if any(set(chosen) < set(other) for other in BY_TRANSFORMS)]
 """Those whose transforms another one has, too: for `make test-all`."""
 ON_THE_HOST = (
     "at draws.py",  # draws from a generator of the host
@@ -77,10 +75,7 @@ def test_a_recipe_takes_two_steps(name: str, stand_in: dict[str, str]) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in CONTAINED else [])
-        for name in BY_TRANSFORMS.values()
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] if name in CONTAINED else []) for name in BY_TRANSFORMS.values()],
 )
 def test_a_step_of_a_recipe_reads_nothing_from_the_device(name: str, stand_in: dict[str, str]) -> None:
     """Without the guard, which reads losses at once only where that costs nothing, on the CPU."""

@@ -37,9 +37,7 @@ class Net(nn.Module):
 def test_machines_with_different_recipes_fail_together(toy: Toy, tmp_path: Path, started: Started) -> None:
     job = Job(tmp_path, started)
     for number in range(2):
-        path = recipe(
-            toy, tmp_path / f"{number}.json", epochs=2, optimizer={"name": "sgd", "lr": 0.1 + number}
-        )
+        path = recipe(toy, tmp_path / f"{number}.json", epochs=2, optimizer={"name": "sgd", "lr": 0.1 + number})
         job.start("train", path, "--out", str(job.out))
     assert [agent.end() for agent in job.agents] == [1, 1]
     for agent in job.agents:

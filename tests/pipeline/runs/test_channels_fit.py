@@ -40,9 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def pipeline(data: str, **model: Any) -> Pipeline:
-    made = Pipeline("cifar_resnet", num_classes=4, width=8, **{"channels": 1, **model}).load(
-        data, data, **LOADING
-    )
+    made = Pipeline("cifar_resnet", num_classes=4, width=8, **{"channels": 1, **model}).load(data, data, **LOADING)
     return made.optimize("sgd", lr=0.05, momentum=0.9, schedule="constant")
 
 
@@ -63,9 +61,7 @@ def test_it_learns_and_resumes(run: tuple[FitResult, Path], data: str, tmp_path:
     assert_same_run(again, result)
 
 
-def test_predictions_are_those_of_the_evaluation(
-    run: tuple[FitResult, Path], data: str, tmp_path: Path
-) -> None:
+def test_predictions_are_those_of_the_evaluation(run: tuple[FitResult, Path], data: str, tmp_path: Path) -> None:
     result, folder = run
     beton = open_beton(data)
     with FFCVLoader(data, train=False, **LOADING | {"batch_size": 64}) as loader, torch.no_grad():
@@ -120,9 +116,7 @@ def test_a_model_of_three_channels_is_refused(data: str) -> None:
 def test_it_trains_in_torchs_loader(data: str) -> None:
     made = pipeline(data)
     ours = made.fit(epochs=1, progress=False)
-    theirs = made.load(data, data, **LOADING | {"loader": "torch", "workers": 0}).fit(
-        epochs=1, progress=False
-    )
+    theirs = made.load(data, data, **LOADING | {"loader": "torch", "workers": 0}).fit(epochs=1, progress=False)
     for result in (ours, theirs):
         assert np.isfinite(result.history.epochs[0].loss)
     with TorchLoader(data, train=False, **LOADING | {"workers": 0}) as loader:

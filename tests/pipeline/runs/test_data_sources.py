@@ -40,9 +40,7 @@ def test_parts_train_as_the_whole_and_a_mix_resumes(toy: Toy, parts: str, tmp_pa
     assert mix.plan().steps[0].what == f"load 3 × {parts} + 1 × {toy.train}"
     undisturbed = mix.fit(epochs=3, progress=False)
     mix.fit(epochs=2, out=tmp_path / "run", progress=False)
-    on_ranks = mix.distribute("ddp", devices=2).fit(
-        epochs=3, out=tmp_path / "run", resume="auto", progress=False
-    )
+    on_ranks = mix.distribute("ddp", devices=2).fit(epochs=3, out=tmp_path / "run", resume="auto", progress=False)
     np.testing.assert_allclose(numbers(on_ranks), numbers(undisturbed), atol=2e-6)
     other = whole.load({parts: 2, toy.train: 1}, toy.val, **options)
     with pytest.raises(CheckpointError, match="weights of the training data"):

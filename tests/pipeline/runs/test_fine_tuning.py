@@ -14,12 +14,7 @@ from loader_pictures import jpeg_bytes, picture
 from places import ROOT
 from safetensors.torch import save_file
 
-GUIDE = (
-    (ROOT / "docs/guide/tasks.md")
-    .read_text()
-    .partition("## Several labels of JPEGs")[2]
-    .partition("\n## ")[0]
-)
+GUIDE = (ROOT / "docs/guide/tasks.md").read_text().partition("## Several labels of JPEGs")[2].partition("\n## ")[0]
 LABELS = ("sun", "sea", "dog")
 
 
@@ -62,10 +57,7 @@ def test_the_lines_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert set(row["labels"]) <= set(LABELS)
     images = sorted(Path("photos/val").glob("*/*.jpg"))
     Path("resnet18.safetensors").unlink()  # which only the beginning of the training needs
-    rows = [
-        json.loads(line)
-        for line in call("predict", "runs/labels", *map(str, images), "--json").out.splitlines()
-    ]
+    rows = [json.loads(line) for line in call("predict", "runs/labels", *map(str, images), "--json").out.splitlines()]
     truth = dict(line.split(",", 1) for line in Path("photos/val.csv").read_text().splitlines())
     right = [
         (name in each["labels"]) == (value == "1")

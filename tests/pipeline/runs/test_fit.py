@@ -93,9 +93,7 @@ def plain_training(
             logits = torch.cat([model(images) for images, _ in val])
         labels = torch.cat([labels for _, labels in val])
         assert len(labels) == VAL
-        evaluations.append(
-            (F.cross_entropy(logits, labels).item(), (logits.argmax(1) == labels).float().mean().item())
-        )
+        evaluations.append((F.cross_entropy(logits, labels).item(), (logits.argmax(1) == labels).float().mean().item()))
     return model, losses, evaluations
 
 
@@ -187,9 +185,7 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
         (45, ["50%", "|", "loss 1.2500"]),
     ],
 )
-def test_the_bar_shows_what_there_is_room_for(
-    columns: int, texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bar_shows_what_there_is_room_for(columns: int, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As people see it in the middle of the second epoch."""
     monkeypatch.setenv("COLUMNS", str(columns))
     file = io.StringIO()

@@ -149,13 +149,9 @@ def test_two_ranks_train_as_one_device(
 
 
 @pytest.mark.parametrize("transform", [t.SAM(), t.GradientClipping("norm")], ids=str)
-def test_what_needs_whole_gradients_is_refused_where_each_is_on_one_rank(
-    toy: Toy, transform: t.Transform
-) -> None:
+def test_what_needs_whole_gradients_is_refused_where_each_is_on_one_rank(toy: Toy, transform: t.Transform) -> None:
     pipeline = toy.pipeline().transform(transform)
-    with pytest.raises(
-        PlanError, match=f"{type(transform).__name__} does not work with .*'fairscale_sharded_ddp'"
-    ):
+    with pytest.raises(PlanError, match=f"{type(transform).__name__} does not work with .*'fairscale_sharded_ddp'"):
         pipeline.distribute("fairscale_sharded_ddp", devices=2).plan()
     pipeline.distribute("fairscale_oss", devices=2).plan()
 

@@ -23,9 +23,9 @@ def pipeline(toy: Toy) -> Pipeline:
 def test_each_fold_is_a_training_of_its_own(pipeline: Pipeline, toy: Toy, tmp_path: Path) -> None:
     found = pipeline.cross_validate(3, epochs=1, progress=False, out=tmp_path)
     for fold, metrics in enumerate(found.metrics):
-        alone = pipeline.load(
-            toy.train, batch_size=32, image_size=SIDE, flip=False, workers=1, folds=3, fold=fold
-        ).fit(epochs=1, progress=False)
+        alone = pipeline.load(toy.train, batch_size=32, image_size=SIDE, flip=False, workers=1, folds=3, fold=fold).fit(
+            epochs=1, progress=False
+        )
         assert metrics == alone.metrics
     values = [metrics["top1"] for metrics in found.metrics]
     assert (found.mean["top1"], found.std["top1"]) == (fmean(values), stdev(values))
@@ -77,9 +77,7 @@ def test_one_fold_and_no_data_are_refused(pipeline: Pipeline) -> None:
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_command(toy: Toy, tmp_path: Path) -> None:
-    recipe = Pipeline("cifar_resnet", num_classes=CLASSES, width=4).load(
-        toy.train, batch_size=32, image_size=SIDE
-    )
+    recipe = Pipeline("cifar_resnet", num_classes=CLASSES, width=4).load(toy.train, batch_size=32, image_size=SIDE)
     (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_recipe() | {"epochs": 1}))
     end = run("folds", "recipe.json", "--folds", "2", "--json", "--quiet", cwd=tmp_path)
     assert (end.code, end.err) == (0, "")

@@ -20,9 +20,7 @@ pytestmark = [pytest.mark.process, pytest.mark.long]
         pytest.param(plain_model, [HangingCallback()], "in on_step_end", marks=pytest.mark.slow),
     ],
 )
-def test_the_stacks_are_in_the_folder(
-    toy: Toy, tmp_path: Path, model: Any, callbacks: list[Any], where: str
-) -> None:
+def test_the_stacks_are_in_the_folder(toy: Toy, tmp_path: Path, model: Any, callbacks: list[Any], where: str) -> None:
     pipeline = toy.pipeline(model).distribute("ddp", devices=2, device="cpu", timeout=8)
     place = tmp_path / "stacks.txt"
     said = rf"(?s)The stacks of all ranks are in {re.escape(str(place))}\..*(Run the same|start the training)"

@@ -250,9 +250,7 @@ def test_both_on_two_ranks(strategy: str, toy: Toy, run: tuple[Path, FitResult],
     folder, first = run
     ranks = averaged(toy).distribute(strategy, devices=2, device="cpu")
     assert ranks.evaluate(folder) == pytest.approx(first.metrics, abs=1e-5)
-    result = started_from(
-        toy.pipeline(batch_norm_model).distribute(strategy, devices=2, device="cpu"), folder
-    )
+    result = started_from(toy.pipeline(batch_norm_model).distribute(strategy, devices=2, device="cpu"), folder)
     for name, value in first.model.named_parameters():
         torch.testing.assert_close(result.model.get_parameter(name), value, rtol=0, atol=0)
     options = OPTIONS | {"init_from": folder, "out": tmp_path / "job", "resume": "auto"}

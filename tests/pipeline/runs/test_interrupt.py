@@ -84,9 +84,7 @@ def test_scripts_that_are_interrupted(toy: Toy, tmp_path: Path, started: list[su
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     running = {
-        tmp_path / how: start(
-            started, [sys.executable, str(script), toy.train, toy.val, str(tmp_path / how), how]
-        )
+        tmp_path / how: start(started, [sys.executable, str(script), toy.train, toy.val, str(tmp_path / how), how])
         for how in ("single", "ddp", "torch")
     }
     while running:
@@ -183,9 +181,7 @@ def test_a_worker_that_starts_does_not_hear_ctrl_c(toy: Toy) -> None:
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_ctrl_c_is_heard_while_workers_turn_to_the_next_epoch(
-    toy: Toy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_is_heard_while_workers_turn_to_the_next_epoch(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
     """DataLoader waits for workers that run already, without a limit; one may hang."""
     kept, ended = [], []
 
@@ -228,9 +224,7 @@ def test_an_interrupt_waits_for_the_end_of_what_belongs_together() -> None:
 
 def test_outside_the_main_thread_training_works(toy: Toy) -> None:
     found: list[Any] = []
-    thread = threading.Thread(
-        target=lambda: found.append(toy.pipeline(plain_model).fit(epochs=1, progress=False))
-    )
+    thread = threading.Thread(target=lambda: found.append(toy.pipeline(plain_model).fit(epochs=1, progress=False)))
     thread.start()
     thread.join(30)
     assert found[0].accuracy is not None
@@ -240,9 +234,7 @@ def command(*arguments: str) -> list[str]:
     return [str(Path(sys.executable).with_name("drivetrain")), *arguments]
 
 
-def test_the_command_line_ends_with_a_line(
-    toy: Toy, tmp_path: Path, started: list[subprocess.Popen[str]]
-) -> None:
+def test_the_command_line_ends_with_a_line(toy: Toy, tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
     """Training, the ledger and a conversion, at the same time."""
     values = ["batch_size=4", "image_size=16", "loading={}", "workers=1", "epochs=5000", "precision=fp32"]
     values += [f"model_options.num_classes={CLASSES}", "transforms=[]"]

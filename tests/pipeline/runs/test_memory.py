@@ -146,9 +146,7 @@ def test_under_torchrun_every_rank_has_the_result_and_gathers_it_at_the_end(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_of_shares_and_resuming_gathers_nothing_early(
-    ranks: list[dict[str, Any]], root: Path
-) -> None:
+def test_a_checkpoint_is_of_shares_and_resuming_gathers_nothing_early(ranks: list[dict[str, Any]], root: Path) -> None:
     (place,) = (root / "checkpoints" / "checkpoints").glob("step-*")
     shares = [(place / f"model-0000{number}-of-00002.safetensors").stat().st_size for number in (1, 2)]
     assert 0.4 * BYTES < min(shares) <= max(shares) < 0.6 * BYTES

@@ -32,9 +32,7 @@ def undisturbed(recipe: str, out: Path, **overrides: Any) -> FitResult:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_machines_train_as_one(
-    cluster: Cluster, toy: Toy, tmp_path: Path, started: Started, strategy: str
-) -> None:
+def test_two_machines_train_as_one(cluster: Cluster, toy: Toy, tmp_path: Path, started: Started, strategy: str) -> None:
     job = Job(tmp_path, started)
     path = recipe(toy, tmp_path / "toy.json", epochs=2, strategy=strategy)
     for machine in cluster.machines:
@@ -58,9 +56,7 @@ def test_doctor_shows_both(cluster: Cluster, tmp_path: Path, started: Started) -
         assert machine.address in output
 
 
-def test_host_names_that_lead_to_loopback(
-    cluster: Cluster, toy: Toy, tmp_path: Path, started: Started
-) -> None:
+def test_host_names_that_lead_to_loopback(cluster: Cluster, toy: Toy, tmp_path: Path, started: Started) -> None:
     """As Debian's installer writes them: gloo offers an address that nobody else reaches. Who knows first ends
     both."""
     job = Job(tmp_path, started)
@@ -77,9 +73,7 @@ def test_host_names_that_lead_to_loopback(
     assert time.monotonic() - begin < SLACK
     for agent in job.agents:
         errors = [line for line in agent.output.splitlines() if "Error: Rank" in line]
-        assert any("cannot exchange tensors" in line and "GLOO_SOCKET_IFNAME" in line for line in errors), (
-            agent.output
-        )
+        assert any("cannot exchange tensors" in line and "GLOO_SOCKET_IFNAME" in line for line in errors), agent.output
 
 
 @pytest.mark.parametrize("where", ["switch", "node0"])
@@ -102,9 +96,7 @@ def test_a_link_goes_down(cluster: Cluster, toy: Toy, tmp_path: Path, started: S
     for rank, agent in enumerate(job.agents):
         (line,) = [line for line in agent.output.splitlines() if line.startswith("StrategyError")]
         assert line.startswith(f"StrategyError: Rank {rank} of 2 (node{rank}) stops, because ")
-        assert (
-            "rank 1 (node1, process " if rank == 0 else "the host of rank 0 does not answer at node0:"
-        ) in line
+        assert ("rank 1 (node1, process " if rank == 0 else "the host of rank 0 does not answer at node0:") in line
         saved = max((job.out / "checkpoints").glob("step-*"))
         assert f"The last complete checkpoint is {saved}. Run the same command with --resume" in agent.output
     if where == "switch":

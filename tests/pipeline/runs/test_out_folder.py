@@ -28,9 +28,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_a_foreign_history_hides_no_error_and_is_drawn_without_one(
-    toy: Toy, tmp_path: Path, name: str
-) -> None:
+def test_a_foreign_history_hides_no_error_and_is_drawn_without_one(toy: Toy, tmp_path: Path, name: str) -> None:
     (tmp_path / "history.json").write_text(FOREIGN[name], errors="surrogateescape")
     drawn = draw_curves(tmp_path)
     assert drawn.startswith("There is no curves.png: ")

@@ -118,9 +118,7 @@ def test_predictions_have_the_views_and_the_precision_of_the_evaluation(
     """`precision="auto"` is bf16 on a CPU that has it; torch computes the same on others."""
     monkeypatch.setattr(machine, "bf16_instructions", lambda: instructions)
     _, _, data = run
-    pipeline = Pipeline("task_jobs:Outputs", num_classes=2).load(
-        data, data, batch_size=12, image_size=24, workers=1
-    )
+    pipeline = Pipeline("task_jobs:Outputs", num_classes=2).load(data, data, batch_size=12, image_size=24, workers=1)
     pipeline = pipeline.transform(TestTimeFlip(shift=2)).optimize("sgd", lr=0.05)
     result = pipeline.distribute("single", precision="auto").fit(epochs=1, progress=False)
     rows, errors = result.predict(data, batch_size=12), result.errors()
@@ -132,9 +130,7 @@ def test_predictions_have_the_views_and_the_precision_of_the_evaluation(
     assert (plain - torch.tensor([row["probability"] for row in rows])).abs().max() > 1e-4
 
 
-def test_a_run_is_loaded_from_its_folder(
-    run: tuple[FitResult, Path, str], folder: Path, tmp_path: Path
-) -> None:
+def test_a_run_is_loaded_from_its_folder(run: tuple[FitResult, Path, str], folder: Path, tmp_path: Path) -> None:
     result, out, _ = run
     loaded = load_run(out)
     images = sorted(folder.glob("*/*.jpg"))[:5]
@@ -288,9 +284,7 @@ def test_rows_of_other_tasks(tmp_path: Path) -> None:
     ):
         path = tmp_path / f"{task}.beton"
         convert((pixels, targets), path, progress=False)
-        pipeline = (
-            Pipeline(Outputs, num_classes=width).load(path, batch_size=8, image_size=16, workers=1).task(task)
-        )
+        pipeline = Pipeline(Outputs, num_classes=width).load(path, batch_size=8, image_size=16, workers=1).task(task)
         (row,) = pipeline.fit(epochs=1, progress=False).predict(pixels[0])
         if width == 3:
             chosen = [name for name, p in row["probabilities"].items() if p >= 0.5]

@@ -50,9 +50,7 @@ def store() -> Iterator[Store]:
 def test_an_address_is_like_a_folder(toy: Toy, tmp_path: Path, cache: Path) -> None:
     pipeline, out, local = toy.named(flip=False), f"file://{tmp_path}/store/run", tmp_path / "local"
     expected = numbers(pipeline.fit(epochs=3, out=local, progress=False))
-    first = pipeline.fit(
-        epochs=2, out=out, progress=False, logger="csv", checkpoints=Checkpoints(every_steps=3)
-    )
+    first = pipeline.fit(epochs=2, out=out, progress=False, logger="csv", checkpoints=Checkpoints(every_steps=3))
     assert numbers(first) == expected[:2]
     there = tmp_path / "store/run"
     assert left_in(there) == sorted([*left_in(local), "metrics.csv"])
@@ -70,9 +68,7 @@ def test_an_address_is_like_a_folder(toy: Toy, tmp_path: Path, cache: Path) -> N
     for source in (out, f"{out}/checkpoints/step-00000012", f"{out}/model.safetensors"):
         begun = pipeline.fit(epochs=1, progress=False, init_from=source)
         assert begun.history.facts["init_from"]["source"] == source
-    branch = pipeline.fit(
-        epochs=3, out=tmp_path / "branch", progress=False, resume=f"{out}/checkpoints/step-00000008"
-    )
+    branch = pipeline.fit(epochs=3, out=tmp_path / "branch", progress=False, resume=f"{out}/checkpoints/step-00000008")
     assert numbers(branch) == expected
     with pytest.raises(PlanError, match="which the new run would overwrite"):
         pipeline.fit(epochs=1, out=out, init_from=f"{out}/model.safetensors")
@@ -268,9 +264,7 @@ def test_a_store_that_refuses_is_found_before_training(toy: Toy, monkeypatch: py
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
         s3fs.S3FileSystem.clear_instance_cache()
         trained = Does(1, lambda: pytest.fail("it trains"))
-        with pytest.raises(
-            CheckpointError, match=f"{OUT} cannot be written: .*Access Denied.*credentials"
-        ) as failed:
+        with pytest.raises(CheckpointError, match=f"{OUT} cannot be written: .*Access Denied.*credentials") as failed:
             toy.pipeline().fit(epochs=1, out=OUT, progress=False, callbacks=[trained])
         assert SECRET not in str(failed.value)
         server.shutdown()
@@ -311,9 +305,7 @@ def test_killed_within_an_upload(strategy: str, held: str, toy: Toy, store: Stor
     def start(out: str, machine: str) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": path, "DRIVETRAIN_DATA": str(tmp_path / machine)}
         command = [sys.executable, "-c", SCRIPT, str(Path(toy.train).parent), strategy, out]
-        return subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
         out, err = process.communicate(timeout=200)
@@ -322,9 +314,7 @@ def test_killed_within_an_upload(strategy: str, held: str, toy: Toy, store: Stor
         step, _, result = out.strip().splitlines()[-1].partition(" ")
         return step, result
 
-    expected = numbers(
-        toy.pipeline().distribute(strategy, devices=2, device="cpu").fit(epochs=3, progress=False)
-    )
+    expected = numbers(toy.pipeline().distribute(strategy, devices=2, device="cpu").fit(epochs=3, progress=False))
     store.hold = rf"PUT .*/step-00000006/{held}"
     first = start(OUT, "one")
     try:

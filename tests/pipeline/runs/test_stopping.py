@@ -25,9 +25,7 @@ from same_runs import assert_same_run
 STEPS = 4  # in an epoch of the toy data
 
 
-def preempted(
-    pipeline: Pipeline, epochs: int, out: Path, *callbacks: Callback, **options: Any
-) -> TrainingPreempted:
+def preempted(pipeline: Pipeline, epochs: int, out: Path, *callbacks: Callback, **options: Any) -> TrainingPreempted:
     """The exception of a run that SIGUSR1 ends."""
     options = {"progress": False, "stop_on": ["SIGUSR1"], **options}
     with pytest.raises(TrainingPreempted) as ended:
@@ -134,9 +132,7 @@ def test_before_an_evaluation_with_everything_that_happens_there(toy: Toy, tmp_p
 
 def test_after_the_last_step_the_run_is_finished(toy: Toy, tmp_path: Path) -> None:
     signals = Signals(2 * STEPS)
-    result = toy.pipeline().fit(
-        epochs=2, out=tmp_path, progress=False, stop_on=["SIGUSR1"], callbacks=[signals]
-    )
+    result = toy.pipeline().fit(epochs=2, out=tmp_path, progress=False, stop_on=["SIGUSR1"], callbacks=[signals])
     assert len(result.history.epochs) == 2
 
 
@@ -224,9 +220,7 @@ def test_the_command_ends_with_its_status(toy: Toy, tmp_path: Path) -> None:
     ]  # fmt: skip
     path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    )
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         deadline = time.monotonic() + 100
         while not list(tmp_path.glob("run/checkpoints/step-*")) and time.monotonic() < deadline:

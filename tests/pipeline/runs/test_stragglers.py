@@ -28,9 +28,7 @@ def made(toy: Toy, model: Any, strategy: str, ranks: int) -> Pipeline:
     ("ranks", "slow"), [(2, 1), pytest.param(2, 0, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)]
 )  # fmt: skip
 @pytest.mark.timeout(200)
-def test_a_slow_rank_is_named_once_and_a_usual_one_never(
-    toy: Toy, tmp_path: Path, ranks: int, slow: int
-) -> None:
+def test_a_slow_rank_is_named_once_and_a_usual_one_never(toy: Toy, tmp_path: Path, ranks: int, slow: int) -> None:
     usual = partial(Sleepy, USUAL)
     cases = {
         "ddp, slow data": made(toy, usual, "ddp", ranks),

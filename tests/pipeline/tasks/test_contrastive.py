@@ -59,10 +59,7 @@ def losses(files: Files, **distribution: Any) -> list[float]:
 
 
 def on_two_ranks(files: Files) -> dict[str, list[float]]:
-    return {
-        strategy: losses(files, strategy=strategy, devices=2)
-        for strategy in ("ddp", "fsdp", "zero_redundancy")
-    }
+    return {strategy: losses(files, strategy=strategy, devices=2) for strategy in ("ddp", "fsdp", "zero_redundancy")}
 
 
 @pytest.mark.process
@@ -140,9 +137,7 @@ def test_temperatures_are_positive(temperature: Any) -> None:
 
 def test_a_model_without_embeddings_is_refused(files: Files) -> None:
     with pytest.raises(PlanError, match="needs one embedding per image"):
-        pipeline_of(files).replace(model_options={"num_classes": 6, "container": "dict"}).fit(
-            epochs=1, progress=False
-        )
+        pipeline_of(files).replace(model_options={"num_classes": 6, "container": "dict"}).fit(epochs=1, progress=False)
 
 
 def test_prediction_returns_the_embedding(files: Files) -> None:

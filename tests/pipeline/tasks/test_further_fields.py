@@ -74,9 +74,7 @@ def test_the_recipe_has_them(files: tuple[str, str], tmp_path: Path) -> None:
     again = load_run(tmp_path / "run")
     assert again.evaluate() == result.evaluate() == result.metrics
     errors, model = again.errors(), result.model.eval().requires_grad_(False)
-    with FFCVLoader(
-        files[1], batch_size=1, image_size=jobs.SIDE, train=False, workers=1, fields=jobs.FIELDS
-    ) as loader:
+    with FFCVLoader(files[1], batch_size=1, image_size=jobs.SIDE, train=False, workers=1, fields=jobs.FIELDS) as loader:
         losses = [float(jobs.Middle().loss(model(images), tuple(targets))) for images, *targets in loader]
     np.testing.assert_allclose(errors.losses, losses, rtol=1e-4, atol=1e-7)
 

@@ -61,9 +61,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 def pipeline_of(name: str, files: Files, *, own: bool = True, **options: Any) -> Pipeline:
     """With the model's loss, or the task's."""
     task, _, width = TASKS[name]
-    start = Pipeline(Inside, num_classes=width, loss=name, **options).task(
-        task(loss="model") if own else task()
-    )
+    start = Pipeline(Inside, num_classes=width, loss=name, **options).task(task(loss="model") if own else task())
     start = start.load(*files[name], batch_size=32, image_size=SIDE, flip=False, workers=1)
     return start.optimize("sgd", lr=0.05, momentum=0.9)
 
@@ -96,9 +94,7 @@ def test_it_resumes_and_takes_what_does_not_touch_the_loss(files: Files, tmp_pat
     whole = pipeline.fit(epochs=2, progress=False)
     pipeline.fit(epochs=1, out=tmp_path, progress=False)
     again = pipeline.fit(epochs=2, out=tmp_path, progress=False, resume=True)
-    found, expected = (
-        [(e.loss, e.val_loss, e.metrics) for e in each.history.epochs] for each in (again, whole)
-    )
+    found, expected = ([(e.loss, e.val_loss, e.metrics) for e in each.history.epochs] for each in (again, whole))
     assert found == expected
     assert_same_weights(again, whole)
 
@@ -112,9 +108,7 @@ def test_hugging_faces_loss(problem: str | None, name: str, files: Files, tmp_pa
     options = {} if problem is None else {"problem_type": problem}
     start = Pipeline(folder, num_classes=width, **options)
     start = start.load(*files[name], batch_size=32, image_size=SIDE, workers=1).optimize("adamw", lr=0.003)
-    own, plain = (
-        history(start.task(each).fit(epochs=2, progress=False)) for each in (task(loss="model"), task())
-    )
+    own, plain = (history(start.task(each).fit(epochs=2, progress=False)) for each in (task(loss="model"), task()))
     assert_same(own, plain)
 
 

@@ -75,18 +75,14 @@ def test_units_and_directions() -> None:
 def test_an_undeclared_direction_is_refused(toy: Toy) -> None:
     undeclared = judged_by(toy, {"error": Undeclared()})
     for verb in (undeclared.plan, lambda: undeclared.fit(epochs=1, progress=False)):
-        with pytest.raises(
-            PlanError, match=r"monitors 'error', and nothing declares .* Set higher_is_better = "
-        ):
+        with pytest.raises(PlanError, match=r"monitors 'error', and nothing declares .* Set higher_is_better = "):
             verb()
     undeclared.task(Classification(metrics={"error": Undeclared()}, monitor="val_loss")).plan()
     undeclared.load(toy.train, batch_size=32, image_size=16).plan()  # there is no best epoch
 
 
 @pytest.mark.parametrize("kind", [Classification, Declares])
-def test_the_best_epoch_is_that_of_the_fewest_errors(
-    toy: Toy, tmp_path: Path, kind: type[Classification]
-) -> None:
+def test_the_best_epoch_is_that_of_the_fewest_errors(toy: Toy, tmp_path: Path, kind: type[Classification]) -> None:
     metric = Falling() if kind is Classification else Undeclared()
     stopping = EarlyStopping("error", patience=9)
     fitted = judged_by(toy, {"error": metric}, kind)

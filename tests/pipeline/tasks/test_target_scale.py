@@ -34,9 +34,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 def pipeline_of(files: Files, *, scaled: bool = True, **load: Any) -> Pipeline:
     start = Pipeline(jobs.Outputs, num_classes=3).task(Regression(scale_targets=scaled))
-    start = start.load(
-        files[0], files[1], **{"batch_size": 32, "image_size": jobs.SIDE, "flip": False, **load}
-    )
+    start = start.load(files[0], files[1], **{"batch_size": 32, "image_size": jobs.SIDE, "flip": False, **load})
     return start.optimize("sgd", lr=0.05 if scaled else 1e-12, momentum=0.9, schedule="constant")
 
 
@@ -94,9 +92,7 @@ def test_resumed_loaded_exported_and_begun_from(files: Files, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("names", ["plain", "trained"])
-def test_the_code_of_the_model_card_gives_the_units_of_the_targets(
-    files: Files, tmp_path: Path, names: Any
-) -> None:
+def test_the_code_of_the_model_card_gives_the_units_of_the_targets(files: Files, tmp_path: Path, names: Any) -> None:
     result = pipeline_of(files).fit(epochs=1, out=tmp_path / "run", progress=False)
     model = jobs.Outputs if names == "plain" else None
     card = export(tmp_path / "run", tmp_path / "own.safetensors", names=names, model=model).card.read_text()

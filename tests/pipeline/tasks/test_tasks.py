@@ -28,9 +28,7 @@ from torchmetrics.classification import (
 )
 
 
-def values(
-    task: Task, batches: list[tuple[torch.Tensor, torch.Tensor]], width: int | None
-) -> dict[str, float]:
+def values(task: Task, batches: list[tuple[torch.Tensor, torch.Tensor]], width: int | None) -> dict[str, float]:
     meters = task.meters(width)
     for outputs, targets in batches:
         for meter in meters.values():
@@ -101,18 +99,14 @@ def test_masks_are_judged_as_by_hand() -> None:
         shares.append((one & other).sum() / (one | other).sum())
     assert found["miou"] == pytest.approx(torch.stack(shares).mean().item(), abs=1e-6)
     expected = F.cross_entropy(logits, masks.long(), ignore_index=255)
-    assert task.loss(task.outputs({"out": logits, "aux": logits[:1]}), masks).item() == pytest.approx(
-        expected.item()
-    )
+    assert task.loss(task.outputs({"out": logits, "aux": logits[:1]}), masks).item() == pytest.approx(expected.item())
     assert task.loss(logits, torch.full_like(masks, 255)) == 0
     assert torch.equal(task.predict(logits), chosen)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("shape", [(), (3, 4)], ids=["images", "pixels"])
-def test_accuracies_are_those_of_torchmetrics(
-    k: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accuracies_are_those_of_torchmetrics(k: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """With ties, and over three ranks, of which one saw nothing; ranks do not import it."""
     torch.manual_seed(0)
     metrics, theirs = [top(k)(6) for _ in range(4)], MulticlassAccuracy(6, average="micro", top_k=k)
@@ -224,9 +218,7 @@ def test_a_metric_by_its_class_has_a_name_in_recipes() -> None:
     assert get(**named) == task
     assert isinstance(task.meters(3)["mean"], MeanMetric)
     assert Regression(metrics=(MeanMetric,)).names == ("mean_metric",)
-    with pytest.raises(
-        PlanError, match=r"MeanMetric\(\) cannot be imported by name\. It is a MeanMetric object"
-    ):
+    with pytest.raises(PlanError, match=r"MeanMetric\(\) cannot be imported by name\. It is a MeanMetric object"):
         to_dict(Classification(metrics={"mean": MeanMetric()}))
 
 
@@ -411,7 +403,5 @@ def test_each_reduction_over_two_ranks() -> None:
     assert (first["2"]["mean"], first["2"]["function"], first["2"]["none"]) == (7.5, 56, 8)
     assert first["wrapped"] == pytest.approx(3.0)
     x = torch.cat([torch.arange(4.0), torch.arange(2.0, 6.0)])
-    assert first["correlation"] == pytest.approx(
-        torch.corrcoef(torch.stack([x, x.square()]))[0, 1].item(), abs=1e-5
-    )
+    assert first["correlation"] == pytest.approx(torch.corrcoef(torch.stack([x, x.square()]))[0, 1].item(), abs=1e-5)
     assert "The metric 'unlike' (Reduced) cannot be merged over ranks" in first["error"]

@@ -37,10 +37,7 @@ Files = dict[str, tuple[str, str]]
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return {
-        name: jobs.write(tmp_path_factory.mktemp("task"), targets)
-        for name, (_, targets, *_) in jobs.TASKS.items()
-    }
+    return {name: jobs.write(tmp_path_factory.mktemp("task"), targets) for name, (_, targets, *_) in jobs.TASKS.items()}
 
 
 def validation(file: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,9 +154,7 @@ def test_another_loss_does_not_resume(
 
 
 def test_mixing_and_flipping_labels(files: Files) -> None:
-    pipeline = jobs.pipeline_of("MultiLabel", files["MultiLabel"]).transform(
-        MixUp(0.4), CutMix(), TestTimeFlip()
-    )
+    pipeline = jobs.pipeline_of("MultiLabel", files["MultiLabel"]).transform(MixUp(0.4), CutMix(), TestTimeFlip())
     result = pipeline.fit(epochs=2, progress=False)
     assert all(0 <= value <= 1 for value in result.history.epochs[-1].metrics.values())
 

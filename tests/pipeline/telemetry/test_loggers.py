@@ -93,9 +93,7 @@ def points_of(folder: Path, name: str) -> dict[int, float]:
 
 def test_every_kind_of_logger_gets_every_figure(toy: Toy, tmp_path: Path) -> None:
     notebook, server, threads = Notebook(), Server(), living_threads()
-    result = fit(
-        toy.pipeline(), 2, out=tmp_path, logger=["csv", "tensorboard", notebook, server], log_every=1
-    )
+    result = fit(toy.pipeline(), 2, out=tmp_path, logger=["csv", "tensorboard", notebook, server], log_every=1)
     first, last = result.history.epochs
     assert notebook.entries == server.entries
     assert [step for step, _ in notebook.entries] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
@@ -296,9 +294,7 @@ def epoch(number: int, accuracy: float | None, loss: float = 1.0) -> Epoch:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "epochs", [[epoch(1, 0.5)], [epoch(1, None), epoch(2, None)], [epoch(1, 0.5), epoch(2, 0.7)]]
-)
+@pytest.mark.parametrize("epochs", [[epoch(1, 0.5)], [epoch(1, None), epoch(2, None)], [epoch(1, 0.5), epoch(2, 0.7)]])
 def test_curves_of_short_runs_and_of_those_without_validation(epochs: list[Epoch]) -> None:
     image = Image.open(io.BytesIO(draw(History(epochs, {})))).convert("RGB")
     colors = {color for _, color in image.getcolors(1 << 24) or []}

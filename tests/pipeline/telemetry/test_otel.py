@@ -71,9 +71,7 @@ def test_a_run(toy: Toy, tmp_path: Path, server: Server) -> None:
 
     provider, threads = metrics.get_meter_provider(), threading.active_count()
     history = (
-        toy.pipeline()
-        .fit(epochs=2, out=tmp_path, logger="otel", log_every=1, progress=False, checkpoints=None)
-        .history
+        toy.pipeline().fit(epochs=2, out=tmp_path, logger="otel", log_every=1, progress=False, checkpoints=None).history
     )
     last = history.epochs[-1]
     expected = {

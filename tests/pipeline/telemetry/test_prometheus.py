@@ -9,9 +9,7 @@ from drivetrain.pipeline.telemetry.loggers import PrometheusLogger
 from pipeline_data import BATCH, TRAIN, Toy
 
 # Of the exposition format: names, and labels whose values have escaped quotes, backslashes and line feeds.
-LINE = re.compile(
-    r'(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)\{run="(?P<run>(?:[^"\\\n]|\\["\\n])*)"\} (?P<value>\S+)'
-)
+LINE = re.compile(r'(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]*)\{run="(?P<run>(?:[^"\\\n]|\\["\\n])*)"\} (?P<value>\S+)')
 
 
 def parsed(path: Path) -> dict[str, float]:

@@ -13,9 +13,7 @@ from drivetrain.pipeline.telemetry.rank_times import RankClock, RankTimes, Strag
 from drivetrain.pipeline.telemetry.state import TrainState
 
 
-def clock(
-    device: str = "cpu", ranks: int = 4, every: int = 10, *, apart: bool = True
-) -> tuple[RankClock, list[Any]]:
+def clock(device: str = "cpu", ranks: int = 4, every: int = 10, *, apart: bool = True) -> tuple[RankClock, list[Any]]:
     engine: Any = SimpleNamespace(rank=0, world_size=ranks, device=torch.device(device), accumulate=2)
     named: list[Any] = []
     return RankClock(engine, every, apart=apart, received=lambda *_: None, named=named.append), named
@@ -130,9 +128,7 @@ def test_on_a_gpu_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
             return 50.0
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(
-        torch.cuda, "max_memory_allocated", lambda device: 3e9 if device.type == "cuda" else 0
-    )
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3e9 if device.type == "cuda" else 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
     taken, _ = clock("cuda")
     time = Time(monkeypatch)

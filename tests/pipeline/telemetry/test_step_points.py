@@ -36,13 +36,9 @@ class Fails(Callback):
 def test_they_are_those_that_a_logger_gets(toy: Toy, tmp_path: Path) -> None:
     logged = Losses()
     history = (
-        toy.pipeline()
-        .fit(epochs=2, out=tmp_path, logger=logged, log_every=1, progress=False, checkpoints=None)
-        .history
+        toy.pipeline().fit(epochs=2, out=tmp_path, logger=logged, log_every=1, progress=False, checkpoints=None).history
     )
-    assert [step.at for step in history.steps] == [
-        round(number / STEPS, 4) for number in range(1, 2 * STEPS + 1)
-    ]
+    assert [step.at for step in history.steps] == [round(number / STEPS, 4) for number in range(1, 2 * STEPS + 1)]
     assert [(step.loss, step.lr) for step in history.steps] == [*logged.steps.values()]
     saved = History.from_dict(json.loads((tmp_path / "history.json").read_text()))
     assert saved.steps == history.steps

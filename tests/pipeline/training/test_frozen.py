@@ -21,9 +21,7 @@ def half_frozen() -> nn.Module:
 
 
 def statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: value.clone() for name, value in model.named_buffers() if ".num" in name or "running" in name
-    }
+    return {name: value.clone() for name, value in model.named_buffers() if ".num" in name or "running" in name}
 
 
 def check(model: nn.Module) -> None:

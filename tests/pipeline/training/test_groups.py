@@ -165,9 +165,7 @@ def test_layerwise_decay() -> None:
     assert "conv1.weight" not in layerwise_decay(resnet, 0.1)
     with pytest.raises(PlanError, match=r"factor=1.5 must be a finite number in \(0, 1\]"):
         layerwise_decay(resnet, 0.1, 1.5)
-    layers = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.Conv2d(4, 4, 3)), nn.Linear(4, 2)
-    )
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.Conv2d(4, 4, 3)), nn.Linear(4, 2))
     assert layerwise_decay(layers, 1.0, 0.5) == {
         "0.*": {"lr": 0.25},
         "1.*": {"lr": 0.25},

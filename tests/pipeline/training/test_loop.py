@@ -240,10 +240,7 @@ def test_equal_denominators_cost_nothing() -> None:
 def test_ranks_from_whose_batches_a_session_takes_different_numbers_of_samples(toy: Toy) -> None:
     """Each sample weighs the same, in the gradients and in the loss."""
     alone = toy.pipeline(plain_model, batch_size=16).transform(First12())
-    both = (
-        each.fit(epochs=1, progress=False)
-        for each in (alone, alone.distribute("ddp", devices=2, device="cpu"))
-    )
+    both = (each.fit(epochs=1, progress=False) for each in (alone, alone.distribute("ddp", devices=2, device="cpu")))
     one, two = ({"loss": result.history.epochs[0].loss, **result.model.state_dict()} for result in both)
     torch.testing.assert_close(two, one, rtol=TOLERANCE, atol=TOLERANCE)
 

@@ -42,9 +42,7 @@ def test_each_trains_and_differs_from_plain_training(toy: Toy, method: t.Transfo
     assert losses[-1] < losses[0]
     assert with_it.history.epochs[-1].val_loss < 1.2
     assert numbers(with_it) != plain
-    assert numbers(with_it) == numbers(
-        fit(decaying(toy).transform(method), 4)
-    )  # and is the same when run again
+    assert numbers(with_it) == numbers(fit(decaying(toy).transform(method), 4))  # and is the same when run again
 
 
 def test_mixing_comes_before_smoothing_and_keeps_each_rows_sum(toy: Toy) -> None:
@@ -276,9 +274,7 @@ def test_squares_of_pixels_do_not_grow(toy: Toy) -> None:
     several = [{"cutout": 2}, {"image_size": 4}]
     for options in ({"cutout": 4}, {"views": several}):
         pipeline = toy.pipeline(**options).transform(t.ProgressiveResizing())
-        with pytest.raises(
-            PlanError, match=r"ProgressiveResizing changes the size .* cutout= .* CutOut\(length=…\)"
-        ):
+        with pytest.raises(PlanError, match=r"ProgressiveResizing changes the size .* cutout= .* CutOut\(length=…\)"):
             pipeline.plan()
     assert toy.pipeline().transform(t.ProgressiveResizing(), t.CutOut()).plan().steps
 

@@ -213,9 +213,7 @@ def test_a_scripted_model_is_the_code_of_it() -> None:
     assert "code of model" in differing(first, other)
 
 
-def test_a_run_resumes_only_with_its_own_model(
-    folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_resumes_only_with_its_own_model(folder: Path, toy: Toy, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder / "run"
     toy.pipeline(net(folder, NET)).fit(epochs=1, out=out, progress=False)
     for text, words in OTHER.values():

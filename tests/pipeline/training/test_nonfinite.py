@@ -203,9 +203,7 @@ def test_deepspeed_skips_as_ddp_does(toy: Toy) -> None:
         assert all(value.isfinite().all() for value in state.values()), name
         assert all(torch.equal(value, state[key]) for key, value in second[name][1].items()), name
         expected = first[f"ddp {name.split()[1]}"][1]
-        torch.testing.assert_close(
-            state, expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(state, expected, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.gpu
@@ -283,9 +281,7 @@ def overflows_on_class_0(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
     return F.cross_entropy(logits if labels.any() else Infinite.apply(logits), labels)
 
 
-def trained(
-    method: Transform, batches: list[Any], precision: Any
-) -> tuple[Any, dict[str, torch.Tensor], Any]:
+def trained(method: Transform, batches: list[Any], precision: Any) -> tuple[Any, dict[str, torch.Tensor], Any]:
     """A session's state, the weights, and the counts, after a batch each."""
     engine = engine_of(plain_model, precision=precision, lr=0.05, momentum=0.9)
     methods = TrainingHooks([method])

@@ -43,9 +43,7 @@ def test_recomputing_trains_to_the_same_weights_bit_for_bit(toy: Toy) -> None:
 # torch hides it, where it asks a block's input for its gradient, but pytest's filter makes it an error before.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", [{"compile": True}, {"compile": "regions", "activation_checkpointing": 0.2}], ids=str
-)
+@pytest.mark.parametrize("how", [{"compile": True}, {"compile": "regions", "activation_checkpointing": 0.2}], ids=str)
 def test_compiled_it_trains_to_the_same_loss(toy: Toy, how: dict[str, Any]) -> None:
     pipeline = toy.pipeline(partial(small, 0.0))  # compiled code draws other random numbers
     plain = pipeline.fit(epochs=1, progress=False)

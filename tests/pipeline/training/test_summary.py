@@ -41,9 +41,7 @@ def test_figures_and_nothing_changed() -> None:
     model.eval()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
-    start = (
-        Pipeline(model).load("absent.beton", batch_size=32, image_size=16).distribute("single", accumulate=2)
-    )
+    start = Pipeline(model).load("absent.beton", batch_size=32, image_size=16).distribute("single", accumulate=2)
     summary = start.summary()
     assert torch.equal(random, torch.get_rng_state())
     assert not any(module.training for module in model.modules())

@@ -91,9 +91,7 @@ def searches(pipeline: Pipeline, **options: Any) -> bool:
     return False
 
 
-def test_it_is_measured_again_on_request_or_with_a_larger_budget(
-    pipeline: Pipeline, searched: list[list[str]]
-) -> None:
+def test_it_is_measured_again_on_request_or_with_a_larger_budget(pipeline: Pipeline, searched: list[list[str]]) -> None:
     keep(pipeline, seconds=60, stopped="Stopped at the 60 s budget.")
     assert not searches(pipeline)
     assert not searches(pipeline, seconds=30)
@@ -140,9 +138,7 @@ def test_a_file_continues_only_what_it_holds_for(
         return lambda: plain_model(width)
 
     def tuned(epochs: int = 1, allow: Sequence[str] = ("resolution",), width: int = 4) -> None:
-        one = pipeline.replace(model=factory(width)).load(
-            copy, toy.val, batch_size=16, image_size=8, workers=1
-        )
+        one = pipeline.replace(model=factory(width)).load(copy, toy.val, batch_size=16, image_size=8, workers=1)
         one.tune(seconds=60, allow=allow, epochs=epochs, out=tmp_path / "tuned.json", progress=False)
 
     tuned()
@@ -197,9 +193,7 @@ def test_other_code_of_an_optimizer_schedule_or_loss_is_another_pipeline(
     assert kept_of(change(pipeline)).path != before
 
 
-def test_other_options_of_fit_and_other_weights_are_another_pipeline(
-    pipeline: Pipeline, tmp_path: Path
-) -> None:
+def test_other_options_of_fit_and_other_weights_are_another_pipeline(pipeline: Pipeline, tmp_path: Path) -> None:
     start = tmp_path / "start.pth"
     start.write_bytes(b"one")
     paths = [kept_of(pipeline).path]

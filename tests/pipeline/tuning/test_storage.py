@@ -47,9 +47,7 @@ def stored_as(pipeline: Pipeline, *, on_request: bool = False) -> list[str]:
 
 def only_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     known = tune_module.candidates
-    monkeypatch.setattr(
-        tune_module, "candidates", lambda plan: [one for one in known(plan) if one.storage is not None]
-    )
+    monkeypatch.setattr(tune_module, "candidates", lambda plan: [one for one in known(plan) if one.storage is not None])
 
 
 @pytest.mark.parametrize(
@@ -150,9 +148,7 @@ def test_raw_pixels_that_exceed_the_memory_are_not_converted(
     (raw,) = (one for one, _ in storage.storages(resolve(pipeline_of(photos))) if one.name == "raw pixels")
     assert raw.convert() == "converted data need a folder to stay in: pass out= (--out)"
     raw.folder, raw.end = tmp_path, float("inf")
-    monkeypatch.setattr(
-        storage, "machine", SimpleNamespace(free_memory=lambda: 1, rank_cores=machine.rank_cores)
-    )
+    monkeypatch.setattr(storage, "machine", SimpleNamespace(free_memory=lambda: 1, rank_cores=machine.rank_cores))
     assert "do not fit into the free memory, 1 bytes" in raw.convert()
     monkeypatch.undo()
     raw.path.write_text("of the user")
@@ -170,9 +166,7 @@ def test_data_that_have_changed_are_converted_again(
     def given(original: Path) -> storage.Storage:
         for suffix in ("", ".json"):
             Path(f"{source}{suffix}").write_bytes(Path(f"{original}{suffix}").read_bytes())
-        (raw,) = (
-            one for one, _ in storage.storages(resolve(pipeline_of(source))) if one.name == "raw pixels"
-        )
+        (raw,) = (one for one, _ in storage.storages(resolve(pipeline_of(source))) if one.name == "raw pixels")
         raw.folder, raw.end = tmp_path / "out", float("inf")
         raw.folder.mkdir(exist_ok=True)
         return raw
@@ -222,9 +216,7 @@ def test_what_is_accepted_is_in_the_recipe_and_what_is_not_is_removed(
     tuned.save(tmp_path / "tuned.yaml")
     data = resolve(Pipeline.from_recipe(tmp_path / "tuned.yaml")).data
     assert (data.train, data.val) == (str(made if faster else photos), str(photos))
-    before, after = (
-        one.fit(epochs=1, progress=False).history.epochs[0].loss for one in (pipeline, tuned.pipeline)
-    )
+    before, after = (one.fit(epochs=1, progress=False).history.epochs[0].loss for one in (pipeline, tuned.pipeline))
     assert after == pytest.approx(before, rel=1e-5)
     out.unlink()
     again = pipeline.tune(seconds=SECONDS, out=out, progress=False)  # from what is kept

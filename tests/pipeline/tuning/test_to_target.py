@@ -45,12 +45,8 @@ def test_fewer_epochs_are_tried_last(toy: Toy) -> None:
             names(pipeline, (wrong,))
 
 
-def searched(
-    pipeline: Pipeline, changes: list[Candidate], known: Sequence[Tried] = (), seconds: float = 100
-) -> Tuned:
-    tuner = to_target.TargetTuner(
-        pipeline, TARGET, changes, {}, known, perf_counter() + seconds, lambda _: None
-    )
+def searched(pipeline: Pipeline, changes: list[Candidate], known: Sequence[Tried] = (), seconds: float = 100) -> Tuned:
+    tuner = to_target.TargetTuner(pipeline, TARGET, changes, {}, known, perf_counter() + seconds, lambda _: None)
     tuner.run()
     return tuner.result()
 
@@ -138,9 +134,7 @@ def test_a_change_that_is_much_faster_does_not_stop_the_best(toy: Toy) -> None:
 @pytest.mark.long
 def test_a_pipeline_that_does_not_reach_the_target_cannot_be_tuned_to_it(toy: Toy) -> None:
     pipeline = sleepy(toy, 0.0).optimize("sgd", lr=1e-9).replace(epochs=1)
-    with pytest.raises(
-        PlanError, match=r"without slower, seed 0 reaches \d.*Pass a lower target, or more epochs"
-    ):
+    with pytest.raises(PlanError, match=r"without slower, seed 0 reaches \d.*Pass a lower target, or more epochs"):
         searched(pipeline, [slower(0.0)])
 
 

@@ -106,9 +106,7 @@ def test_what_cannot_be_tuned_is_refused(toy: Toy, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_command_writes_a_recipe_that_trains(toy: Toy, tmp_path: Path) -> None:
     out = tmp_path / "tuned"
-    end = call(
-        "tune", "cifar10-quickstart", *toy_values(toy), "out=first", "--out", str(out), "--seconds", "4"
-    )
+    end = call("tune", "cifar10-quickstart", *toy_values(toy), "out=first", "--out", str(out), "--seconds", "4")
     assert (end.code, end.err) == (0, "")
     assert "changes accepted" in end.out
     recipe = yaml.safe_load((out / "tuned.yaml").read_text())
@@ -221,9 +219,7 @@ def test_a_change_of_numbers_is_weighed_by_real_trainings(toy: Toy, tmp_path: Pa
     same = [arena.accuracy(pipeline, seed) for seed in (0, 0, 1)]
     assert same[0] == same[1]
     assert same[0] == pipeline.fit(epochs=2, progress=False).history.monitored
-    result = pipeline.tune(
-        seconds=20, allow=("resolution", "batch_size"), out=tmp_path / "tuned.json", progress=False
-    )
+    result = pipeline.tune(seconds=20, allow=("resolution", "batch_size"), out=tmp_path / "tuned.json", progress=False)
     rows = {one.name: one for one in result.trials}
     assert {"ProgressiveResizing", "image_size=6", "batch_size=32", "batch_size=64"} <= rows.keys()
     for one in result.trials:

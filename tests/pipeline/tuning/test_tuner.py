@@ -170,9 +170,7 @@ def accepted(gain: float, noise: float, looks: Sequence[int] = LOOKS, trim: floa
 
 @pytest.mark.parametrize("noise", [0.01, 0.05])
 @pytest.mark.parametrize("test", [(LOOKS, TRIM), (PAIRS, 0.0)])
-def test_the_error_over_all_looks_is_below_what_is_promised(
-    noise: float, test: tuple[Sequence[int], float]
-) -> None:
+def test_the_error_over_all_looks_is_below_what_is_promised(noise: float, test: tuple[Sequence[int], float]) -> None:
     """Of rounds, and of pairs of runs to a target."""
     assert accepted(1.0, noise, *test) <= 6  # 1,000 times 0.25 % are 2.5; 6 or fewer in 98.6 %
 
@@ -237,9 +235,7 @@ def test_the_batch_grows_until_memory_ends_and_then_to_what_fits(validated: Pipe
         "104": "failed",
     }  # fmt: skip
     assert result.pipeline.data.batch_size == 96
-    assert (
-        next(one for one in result.trials if one.name == "batch_size=256").reason == "batch_size=128 failed"
-    )
+    assert next(one for one in result.trials if one.name == "batch_size=256").reason == "batch_size=128 failed"
     # A second call begins where the first has ended.
     plan = resolve(validated)
     names = [one.name for one in result.trials]
@@ -479,9 +475,7 @@ def test_measurements_that_contradict_each_other_name_no_bottleneck(spec: Pipeli
 
 
 def test_a_pipeline_that_no_recipe_can_name_is_saved_without_one(tmp_path: Path) -> None:
-    Tuned(Pipeline(lambda: plain_model()).load("a.beton", batch_size=8, image_size=8), []).save(
-        tmp_path / "tuned.json"
-    )
+    Tuned(Pipeline(lambda: plain_model()).load("a.beton", batch_size=8, image_size=8), []).save(tmp_path / "tuned.json")
     assert "It is a lambda." in json.loads((tmp_path / "tuned.json").read_text())["recipe"]["none"]
 
 

@@ -51,9 +51,7 @@ def pipelines(toy: Toy) -> dict[str, tuple[Pipeline, dict[str, Any]]]:
         "plain": (toy.pipeline(plain_model), {}),
         "clipped accumulated": (toy.pipeline(plain_model), {"clip_norm": 0.05, "accumulate": 2}),
         "methods": (
-            toy.pipeline()
-            .transform(ChannelsLast(), WeightStandardization(), NoWeightDecay())
-            .replace(seed=1),
+            toy.pipeline().transform(ChannelsLast(), WeightStandardization(), NoWeightDecay()).replace(seed=1),
             {},
         ),
         "batches": (
@@ -72,9 +70,7 @@ def ranks(pipelines: Any) -> Ranks:
         name: pipeline.distribute(FITTED[name], devices=2, device="cpu", **how)
         for name, (pipeline, how) in pipelines.items()
     }
-    asked["average"] = (
-        pipelines["plain"][0].transform(EMA(half_life=3)).distribute(STAGES[1], devices=2, device="cpu")
-    )
+    asked["average"] = pipelines["plain"][0].transform(EMA(half_life=3)).distribute(STAGES[1], devices=2, device="cpu")
     return launch(everything, asked, devices=2, timeout=280)
 
 

@@ -31,10 +31,7 @@ def test_names_are_lightnings() -> None:
         assert strategies.get(name).name == name
     assert strategies.get("deepspeed") == DeepSpeed()
     assert DeepSpeed().name == "deepspeed_stage_2"
-    assert (
-        DeepSpeed(config={"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}).name
-        == OFFLOAD[2]
-    )
+    assert DeepSpeed(config={"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}).name == OFFLOAD[2]
     with pytest.raises(StrategyError, match="stage=3 contradicts the name 'deepspeed_stage_2'"):
         strategies.get("deepspeed_stage_2", stage=3)
 
@@ -90,9 +87,7 @@ def test_a_configuration_passes_through(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_configuration_must_not_contradict(config: dict[str, Any], words: str) -> None:
     with pytest.raises(StrategyError, match=words):
-        strategies.get("deepspeed_stage_2", device="cpu", config=config).prepare(
-            nn.Linear(2, 1), make_optimizer("sgd")
-        )
+        strategies.get("deepspeed_stage_2", device="cpu", config=config).prepare(nn.Linear(2, 1), make_optimizer("sgd"))
 
 
 @pytest.mark.parametrize(
@@ -128,9 +123,7 @@ except MissingExtra as error:
 
 @pytest.mark.process
 def test_it_is_imported_at_use_only_and_says_how_it_is_installed() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROCESS], capture_output=True, text=True, timeout=150, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, timeout=150, check=True)
     assert done.stdout.startswith("False deepspeed is needed to ")
     assert done.stdout.count("pip install 'drivetrain[deepspeed]'") == 2
 

@@ -78,9 +78,7 @@ def forked(rank_server: RankServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank_server: RankServer
-) -> Iterator[None]:
+def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank_server: RankServer) -> Iterator[None]:
     rank_server.ready()  # it is there before and after
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gc.collect()  # files of earlier tests, which would be closed at any moment

@@ -46,9 +46,7 @@ except Exception as error:
         pytest.param("fails", "failed: DataError: no such picture", marks=pytest.mark.slow),
     ],
 )
-def test_the_other_rank_names_it(
-    tmp_path: Path, started: list[subprocess.Popen[str]], how: str, said: str
-) -> None:
+def test_the_other_rank_names_it(tmp_path: Path, started: list[subprocess.Popen[str]], how: str, said: str) -> None:
     start(tmp_path, started, how)
     output, _ = started[0].communicate(timeout=120)
     assert started[0].returncode == 3
@@ -76,9 +74,7 @@ def start(tmp_path: Path, started: list[subprocess.Popen[str]], how: str) -> Non
     for rank in ("0", "1"):
         environment = {**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank}
         started.append(
-            subprocess.Popen(
-                [sys.executable, str(script), how], stdout=subprocess.PIPE, text=True, env=environment
-            )
+            subprocess.Popen([sys.executable, str(script), how], stdout=subprocess.PIPE, text=True, env=environment)
         )
 
 

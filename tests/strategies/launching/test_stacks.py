@@ -154,9 +154,7 @@ def test_under_torchrun_ranks_send_their_stacks(tmp_path: Path, started: list[su
             )
         )
     output, _ = started[0].communicate(timeout=120)
-    assert output.startswith(
-        f"True LostRankError Rank 0 of 2 ({socket.gethostname()}) stops, because no rank is"
-    )
+    assert output.startswith(f"True LostRankError Rank 0 of 2 ({socket.gethostname()}) stops, because no rank is")
     assert f"The stacks of all ranks are in {place} ({socket.gethostname()})" in output
     head, first, second = re.split(r"^--- ", place.read_text(), flags=re.MULTILINE)
     assert "no collective within 8 s" in head

@@ -100,9 +100,7 @@ def test_an_error_is_red_on_a_terminal_only(
 @pytest.mark.process
 def test_output_that_nobody_reads_is_no_error() -> None:
     program = [sys.executable, "-m", "drivetrain", "recipes"]
-    with subprocess.Popen(
-        program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
-    ) as process:
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
         assert process.stdout is not None
         process.stdout.close()
         assert process.stderr is not None
@@ -218,9 +216,7 @@ def test_train_writes_its_results(toy: Toy, tmp_path: Path) -> None:
     out, values = tmp_path / "runs" / "one", [*toy_values(toy), "--logger", "csv"]
     end = run("train", "cifar10-quickstart", *values, "--out", str(out), PYTHONPROFILEIMPORTTIME="1")
     assert end.code == 0, end.err
-    imported = {
-        name.partition(".")[0] for name in re.findall(r"^import time:.*\| +(\S+)$", end.err, re.MULTILINE)
-    }
+    imported = {name.partition(".")[0] for name in re.findall(r"^import time:.*\| +(\S+)$", end.err, re.MULTILINE)}
     assert "torch" in imported
     assert not imported & {"torchmetrics", "torchvision", "transformers", "ffcv", "numba"}
     for text in ("BlurPool", "epoch 2  loss", "top1", "after 2 epochs"):

@@ -49,9 +49,7 @@ def run(block: str, cluster: Cluster, machines: int) -> list[str]:
         "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200",
     }  # fmt: skip
     processes = [
-        machine.start(
-            "bash", "-e", "-c", block, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+        machine.start("bash", "-e", "-c", block, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         for machine in cluster.machines[:machines]
     ]
     outputs = [process.communicate(timeout=LIMIT)[0] for process in processes]

@@ -16,9 +16,7 @@ from drivetrain import strategies
 def test_without_ranks_it_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     line = call("doctor", "--ranks").line
-    assert line.startswith(
-        "StrategyError: doctor --ranks examines the ranks of a job, and this process is none"
-    )
+    assert line.startswith("StrategyError: doctor --ranks examines the ranks of a job, and this process is none")
     assert line.endswith("torchrun --nproc-per-node=2 -m drivetrain doctor --ranks\n")
 
 
@@ -33,16 +31,11 @@ def test_two_ranks() -> None:
     first, second = strategies.launch(doctor_of_ranks, server.port, devices=2, device="cpu", timeout=120)
     assert all(printed == "" for _, printed in second.values())
     said = {name: end for name, (end, _) in first.items()}
-    text = {
-        name: " ".join(printed.replace("│", " ").replace("┃", " ").split())
-        for name, (_, printed) in first.items()
-    }
+    text = {name: " ".join(printed.replace("│", " ").replace("┃", " ").split()) for name, (_, printed) in first.items()}
     assert (said["alike"], second["alike"][0]) == (True, True)
     assert "2 rank(s) on 1 host(s)" in text["alike"]
     assert re.search(r"latency [\d,]+ µs \([\d,]+ to [\d,]+\)", text["alike"]), text
-    assert re.search(
-        r"all-reduce of 1 MiB, gloo on the CPUs [\d.]+ GB/s \([\d.]+ to [\d.]+ ms\)", text["alike"]
-    )
+    assert re.search(r"all-reduce of 1 MiB, gloo on the CPUs [\d.]+ GB/s \([\d.]+ to [\d.]+ ms\)", text["alike"])
     assert (said["another torch"], second["another torch"][0]) == (False, False)
     assert "differs rank 1" in text["another torch"]
     assert "rank 0 has torch 2.15.0: pip install torch==2.15.0" in text["another torch"]
@@ -69,9 +62,7 @@ def test_under_torchrun() -> None:
     environment = {**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "600"}
     for shared, status in (("0", 1), ("1", 0)):
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = shared
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, check=False, env=environment
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
         assert (done.returncode != 0) == status, done.stderr
         assert done.stdout.count("drivetrain doctor --ranks: 2 rank(s)") == 1
         assert done.stdout.count("GB/s (") == 3

@@ -52,9 +52,7 @@ def test_a_project_trains_as_it_is(task: str, tmp_path: Path, monkeypatch: pytes
     project = tmp_path / "flowers"
     assert {path.name for path in project.iterdir()} == {*FILES.values()}
     assert [path.name for path in tmp_path.iterdir()] == ["flowers"]
-    folder, convert, train, plan = re.findall(
-        r"^  (cd .*)$|drivetrain ((?:convert|train|plan) .*)$", made.out, re.M
-    )
+    folder, convert, train, plan = re.findall(r"^  (cd .*)$|drivetrain ((?:convert|train|plan) .*)$", made.out, re.M)
     assert folder[0] == "cd flowers"
     readme = (project / "README.md").read_text()
     assert all(f"drivetrain {each[1]}" in readme for each in (convert, train, plan))
@@ -62,9 +60,7 @@ def test_a_project_trains_as_it_is(task: str, tmp_path: Path, monkeypatch: pytes
 
     ruff = Path(sys.executable).with_name("ruff")
     for command in ("check", "format --check"):
-        output_of(
-            ruff, *command.split(), "--no-cache", "--config", ROOT / "pyproject.toml", project / "model.py"
-        )
+        output_of(ruff, *command.split(), "--no-cache", "--config", ROOT / "pyproject.toml", project / "model.py")
 
     photos = DATA[task](project)
     monkeypatch.chdir(project)
@@ -88,9 +84,7 @@ def test_a_project_trains_as_it_is(task: str, tmp_path: Path, monkeypatch: pytes
 @pytest.mark.slow  # two interpreters, and nothing that the commands do not do
 def test_the_guide_works_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python of docs/guide/project.md, in a process of its own, as a user's script is."""
-    (text,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "guide" / "project.md").read_text(), re.DOTALL
-    )
+    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide" / "project.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     assert call("new", "flowers").code == 0
     monkeypatch.chdir(tmp_path / "flowers")
@@ -127,9 +121,7 @@ def test_an_empty_folder_is_taken_and_a_path_too(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_cannot_be_a_name(name: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert call("new", name).line.endswith(
-        f"begin with a letter, and have only letters, digits, - and _.{hint}\n"
-    )
+    assert call("new", name).line.endswith(f"begin with a letter, and have only letters, digits, - and _.{hint}\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -40,9 +40,7 @@ def test_a_report_shows_the_first_names_of_many() -> None:
     long = report.text(verbose=True)
     assert all(long.splitlines()[1].count(name) == 1 for name in names)
     assert "more" not in long
-    assert "layer4.conv" in str(
-        replace(report, changed=names[:5])
-    )  # five take no more room than "and 1 more"
+    assert "layer4.conv" in str(replace(report, changed=names[:5]))  # five take no more room than "and 1 more"
 
 
 def test_a_plan_gives_each_reason(toy: Toy) -> None:
@@ -115,9 +113,7 @@ def test_train_prints_only_its_result(toy: Toy, tmp_path: Path) -> None:
     warned = [*command, 'transforms=[{"name": "LowPrecisionLayerNorm"}]']
     assert "NothingChanged: " in call(*warned).err
     assert call(*warned, "--quiet").err == ""
-    assert (
-        "DataError" in call("convert", str(tmp_path / "nowhere"), str(tmp_path / "x.beton"), "--quiet").line
-    )
+    assert "DataError" in call("convert", str(tmp_path / "nowhere"), str(tmp_path / "x.beton"), "--quiet").line
 
 
 @pytest.mark.parametrize("width", [80, 110])

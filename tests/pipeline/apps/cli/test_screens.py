@@ -46,9 +46,7 @@ def race() -> RaceResult:
                 limit=305.0 if seconds is None else None)
         for (name, seed), seconds in times.items()
     ]  # fmt: skip
-    return RaceResult(
-        0.75, ("quickstart", "plain PyTorch"), runs, give_up=5.0, stopped="4 of 4 runs have ended."
-    )
+    return RaceResult(0.75, ("quickstart", "plain PyTorch"), runs, give_up=5.0, stopped="4 of 4 runs have ended.")
 
 
 def tuned() -> Tuned:

@@ -113,15 +113,11 @@ def test_a_run_without_news_says_so(toy: Toy, tmp_path: Path) -> None:
         for line in path.read_text().splitlines()
     ]
     path.write_text("\n".join(lines))
-    (tmp_path / "recipe.yaml").write_text(
-        (tmp_path / "recipe.yaml").read_text().replace("epochs: 1", "epochs: 5")
-    )
+    (tmp_path / "recipe.yaml").write_text((tmp_path / "recipe.yaml").read_text().replace("epochs: 1", "epochs: 5"))
     assert done("watch", str(tmp_path), "--once").endswith(", no news for 10 min\n")
 
 
-@pytest.mark.parametrize(
-    "content", [b"\xff\xfe", b"", b"drivetrain_step{\n{} 1e\n", b"drivetrain_step_loss{a} x"]
-)
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"drivetrain_step{\n{} 1e\n", b"drivetrain_step_loss{a} x"])
 def test_a_damaged_file_of_metrics_is_none(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "metrics.prom"
     path.write_bytes(content)
@@ -136,7 +132,4 @@ def test_what_is_not_a_run(tmp_path: Path) -> None:
         end = call("watch", str(place))
         assert end.code == 1
         assert words in end.err
-    assert (
-        "--every=0.0 must be a finite number above 0: seconds"
-        in call("watch", str(tmp_path), "--every", "0").err
-    )
+    assert "--every=0.0 must be a finite number above 0: seconds" in call("watch", str(tmp_path), "--every", "0").err

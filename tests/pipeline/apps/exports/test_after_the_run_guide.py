@@ -29,9 +29,7 @@ def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     shutil.copy("pets/cat/00.jpg", "cat.jpg")
     shutil.copy("pets/dog/01.jpg", "dog.jpg")
     convert("pets", "val.beton", progress=False)
-    Path("net.py").write_text(
-        "from pipeline_data import batch_norm_model\nNet = lambda: batch_norm_model(2)\n"
-    )
+    Path("net.py").write_text("from pipeline_data import batch_norm_model\nNet = lambda: batch_norm_model(2)\n")
     load: dict[str, Any] = {"batch_size": 8, "image_size": 24, "workers": 1}
     named = Pipeline("cifar_resnet", num_classes=2, width=4).load("val.beton", "val.beton", **load)
     named.fit(epochs=2, out="runs/pets", progress=False)

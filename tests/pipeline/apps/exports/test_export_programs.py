@@ -127,9 +127,7 @@ def test_what_computes_something_else_is_not_written(toy: Toy, kind: str, tmp_pa
 
 def test_a_model_of_one_batch_size_is_not_exported(toy: Toy, tmp_path: Path) -> None:
     folder = own(toy, tmp_path / "run", export_models.FixedBatch)
-    with pytest.raises(
-        ExportError, match=r"cannot be exported as torch-export: .*must not depend on the batch"
-    ):
+    with pytest.raises(ExportError, match=r"cannot be exported as torch-export: .*must not depend on the batch"):
         export(folder, tmp_path / "model.pt2", model=export_models.FixedBatch)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

@@ -64,9 +64,7 @@ def test_it_has_the_ledgers_figures(run: Path, tmp_path: Path) -> None:
     copied = shutil.copytree(run, tmp_path / "run")
     speeds = {PLAIN: 100.0, in_turn("FFCV loader"): 200.0, LOADER: 900.0, MODEL: 300.0}
     trials = {name: Trial(1000, 1000 / speed, 0.1) for name, speed in speeds.items()}
-    ledger = Ledger(
-        [trials, trials], {"recipe": None}, left_out={in_turn("BlurPool"): "there was no time for it"}
-    )
+    ledger = Ledger([trials, trials], {"recipe": None}, left_out={in_turn("BlurPool"): "there was no time for it"})
     ledger.save(copied / "ledger.json")
     text = export(copied, tmp_path / "own.safetensors").card.read_text()
     assert ledger.bound in text

@@ -94,9 +94,7 @@ def test_slurm(recipe: str) -> None:
     text = written("slurm", recipe, nodes="2", time="1-12:00:00", gpu_type="h100")
     bash_reads(text)
     options = dict(
-        line.removeprefix("#SBATCH --").partition("=")[::2]
-        for line in text.splitlines()
-        if line.startswith("#SBATCH")
+        line.removeprefix("#SBATCH --").partition("=")[::2] for line in text.splitlines() if line.startswith("#SBATCH")
     )
     assert options == {
         "job-name": "mine", "output": "%x-%j.log", "nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "32",
@@ -214,9 +212,7 @@ def test_kubernetes(recipe: str) -> None:
 
 def test_jobset(recipe: str) -> None:
     """The Job's pods, and around them keys from JobSet's documentation; no package publishes its schema."""
-    text, plain = (
-        written(scheduler, recipe, nodes="1:2", time="90") for scheduler in ("jobset", "kubernetes")
-    )
+    text, plain = (written(scheduler, recipe, nodes="1:2", time="90") for scheduler in ("jobset", "kubernetes"))
     found = manifests(text)
     assert set(found) == {"ConfigMap", "PersistentVolumeClaim", "JobSet"}
     spec = found["JobSet"]["spec"]

@@ -50,9 +50,7 @@ def undisturbed(recipe: str, **overrides: Any) -> list[float]:
         return [epoch.loss for epoch in pipeline.fit(progress=False).history.epochs]
 
 
-def run_until(
-    command: list[str], environment: dict[str, str], number: int = 0, after: Path | None = None
-) -> int:
+def run_until(command: list[str], environment: dict[str, str], number: int = 0, after: Path | None = None) -> int:
     """Run a command, send it a signal once the folder `after` has a checkpoint, and return its status."""
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -61,10 +61,7 @@ def test_what_is_no_space(pairs: list[str], words: str) -> None:
 
 def test_names_of_folders() -> None:
     assert name_of({"optimizer.lr": "0.1", "seed": "0"}) == "optimizer.lr=0.1,seed=0"
-    odd = [
-        name_of({"transforms": text})
-        for text in ('[{"name": "EMA"}]', '[{"name": "SWA"}]', "../..", "x" * 900)
-    ]
+    odd = [name_of({"transforms": text}) for text in ('[{"name": "EMA"}]', '[{"name": "SWA"}]', "../..", "x" * 900)]
     assert len(set(odd)) == 4
     assert not any("/" in name or len(name) > 120 for name in odd)
     assert Axis.parse("a=-1..1").texts == ("-1", "0", "1")
@@ -133,18 +130,14 @@ def _wait(condition: Any, seconds: float = 60) -> None:
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_sweep_leaves_no_process_and_goes_on(
-    toy: Toy, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_an_interrupted_sweep_leaves_no_process_and_goes_on(toy: Toy, tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "sweep"
     values = [one for one in toy_values(toy) if one != "epochs=2"]
     command = [
         sys.executable, "-m", "drivetrain", "sweep", "cifar10-quickstart", *values, "epochs=60", "transforms=[]",
         "seed=0,1", "--out", str(out),
     ]  # fmt: skip
-    process = subprocess.Popen(
-        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         _wait((out / "seed=0" / "history.json").exists)
         children = psutil.Process(process.pid).children(recursive=True)
