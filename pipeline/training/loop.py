@@ -223,7 +223,7 @@ def add_gradients(
             losses.append(_take_part(engine, images, model_inputs(step.mean.loss, targets), last=last))
             continue
         state.microbatch, counted = engine.rank * engine.accumulate + number - 1, targets
-        if followed:
+        if followed or moments.before_forward:
             images, targets = moments.batch(moments.before_forward, state, (images, targets))
         with engine.forward_context():
             outputs = forward(engine.model, images, **model_inputs(step.mean.loss, targets))
@@ -232,7 +232,7 @@ def add_gradients(
         for call in moments.after_forward:
             call(state)
         outputs = to_float(outputs)
-        if followed:
+        if followed or moments.before_loss:
             state.outputs = outputs
             images, targets = moments.batch(moments.before_loss, state, (images, targets))
             outputs = state.outputs
