@@ -149,7 +149,7 @@ def outdated(root: Path, package: str) -> dict[Path, str]:
     found = {}
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if relative.parts[0] in ("tests", ".venv") or path == Path(__file__):
+        if relative.parts[0].startswith((".", "tests")) or path == Path(__file__):  # .venv, .build
             continue
         text = path.read_text()
         if _REGION.search(text):
