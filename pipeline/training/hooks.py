@@ -98,7 +98,7 @@ class TrainingHooks:
         precision: str = "fp32",
     ) -> None:
         self.state, self.equal_shares = TrainState(), False
-        self.calibrate: Callable[[int], None] = lambda epoch: None  # noqa: ARG005 — sets BatchNorm's statistics
+        self.calibrate: Callable[[int], None] = _nothing  # sets BatchNorm's statistics
         self._seed, self._classes, self._precision, self._all = seed, classes, precision, tuple(transforms)
         # The loader does the work of those that set the size of its images.
         self._batch = [t for t in transforms if t.kind == "batch" and type(t).size is Transform.size]
@@ -248,6 +248,10 @@ class TrainingHooks:
 
         judged = to_float(evaluated_outputs(self._all, outputs)(images))
         return judged, judged
+
+
+def _nothing(epoch: int) -> None:
+    """Unlike a lambda, it can be sent to processes that Lightning spawns."""
 
 
 def evaluated_outputs(

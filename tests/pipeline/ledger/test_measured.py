@@ -5,6 +5,7 @@ import html
 import json
 import math
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,13 +133,14 @@ def test_measured_on_a_model_that_sleeps(toy: Toy, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_measured_on_a_loader_that_sleeps(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    deliver = TorchLoader._batch
+    deliver = TorchLoader._loaded
 
-    def slowly(self: TorchLoader, *batch: Any) -> Any:
-        time.sleep(0.06)
-        return deliver(self, *batch)
+    def slowly(self: TorchLoader, epoch: int, start: int) -> Iterator[Any]:
+        for batch in deliver(self, epoch, start):
+            time.sleep(0.06)
+            yield batch
 
-    monkeypatch.setattr(TorchLoader, "_batch", slowly)
+    monkeypatch.setattr(TorchLoader, "_loaded", slowly)
     pipeline = in_process(toy).transform(t.LabelSmoothing(0.1))
     ledger = pipeline.ledger(seconds=90, within=0.9, progress=False)
     assert ledger.bound.startswith("The loader is the bottleneck: ")
