@@ -235,7 +235,7 @@ class Mirror:
         announced: bool = False,  # noqa: ARG002  of a stream
     ) -> Iterator[None]:  # fmt: skip
         """Inside the block, the ranges are in the copy; raise DataError if the source does not deliver them.
-        `announced`: this is the use that `Stream.expect` was told of."""
+        `announced`: this is the use that was announced to `Stream.expect`."""
         self.fetch(starts, sizes)
         yield
 

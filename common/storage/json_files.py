@@ -53,12 +53,13 @@ def read(path: Path, shape: type[T], error: type[DrivetrainError], remedy: str) 
 def to_json(value: object, indent: int | None = None) -> str:
     """Return JSON values as text. Numbers that are not finite are null: JSON has none, though `json.dumps` writes
     them."""
-    return json.dumps(_finite(value), ensure_ascii=False, indent=indent, allow_nan=False)
+    return json.dumps(finite(value), ensure_ascii=False, indent=indent, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return JSON values with None in place of numbers that are not finite."""
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...common.errors import BetonError
 from ...common.storage.stream import Stream, mirror_at
 
-# A file's device, inode and size in bytes; of a stream, whose copy is made anew, address, version and size
+# A file's device, inode and size in bytes; of a stream, whose copies are many, address, version and size
 Identity = tuple[int | str, int | str, int]
 _SMALL = 1 << 12  # bytes, such as a row of a table: to copy them costs less than to read into an array
 

@@ -120,13 +120,14 @@ def _kept(shards: Sequence[Shard]) -> list[_Kept]:
     folder = shards[0].folder
     sizes = {} if folder is None else {name: size for name, (size, _) in folder.versions().items()}
 
+    settings = json.loads(json.dumps(shards[0].choices.settings))  # as a manifest has them; of all shards
+
     def look(shard: Shard) -> _Kept | None:
         path, manifest = Path(shard.out), None
         with suppress(OSError, ValueError):
             file = manifest_path(path)
             text = file.read_bytes() if folder is None else folder.read(file.name)
             manifest = json.loads(text or b"")
-        settings = json.loads(json.dumps(shard.choices.settings))
         if manifest is None or (manifest.get("origin"), manifest.get("settings")) != (shard.origin, settings):
             return None
         manifest.pop("crc32")

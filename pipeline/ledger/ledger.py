@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from msgspec import Meta, Struct
 
 from ...common.errors import DrivetrainError, MissingExtra, require
 from ...common.pictures import displayed, save_result
-from ...common.storage.json_files import ShapeError, convert, parse
+from ...common.storage.json_files import ShapeError, convert, finite, parse
 from ..measuring.statistics import LEVEL
 from ..measuring.variant import PLAIN, Costs, Kind, Trial, VariantId
 from . import findings
@@ -101,7 +100,7 @@ def _plain(value: Any) -> Any:
         return {str(name): _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return finite(value)
 
 
 class Ledger(LedgerData):

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from ...common.errors import DrivetrainError, LedgerError
 from ...common.pictures import displayed, save_result
-from ...common.storage.json_files import ShapeError, parse
+from ...common.storage.json_files import ShapeError, finite, parse
 from ...common.table import Table, screen_width, wrapped
 from ..measuring.statistics import LEVEL, Figure, Ratio, interval_of_mean, ratio
 from ..runs.facts import check_facts
@@ -220,7 +220,7 @@ class RaceResult:
     def to_dict(self) -> dict[str, Any]:
         """Return the race as plain JSON types: all runs, and the rows that follow from them, in which None stands for
         an unbounded end of an interval."""
-        rows = [{name: _finite(value) for name, value in asdict(row).items()} for row in self.rows]
+        rows = [finite(asdict(row)) for row in self.rows]
         return {
             "format": FORMAT, "target": self.target, "monitor": asdict(self.monitor), "give_up": self.give_up,
             "variants": list(self.variants), "rows": rows, "stopped": self.stopped, "facts": dict(self.facts),
@@ -291,12 +291,6 @@ class RaceInterrupted(KeyboardInterrupt):
 
     def __reduce__(self) -> Any:
         return type(self), (self.race,)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _time(row: RaceRow) -> str:
