@@ -17,6 +17,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -118,9 +119,9 @@ def ledger() -> str:
     return svg.replace("<style>", f"<title>{html.escape(title)}</title>\n<style>", 1)
 
 
-def race() -> str:
+def race(name: str, data: str) -> str:
     """Accuracy over seconds of training: each evaluation a point, and a line through the means of the epochs."""
-    found = RaceResult.load(RESULTS / "race-cifar10-quickstart.json")
+    found = RaceResult.load(RESULTS / f"race-{name}.json")
     wide, high, left, top = 560, 300, 78, 56
     longest = max(point.seconds for run in found.runs for point in run.points)
     lowest = min(point.accuracy for run in found.runs for point in run.points) - 0.02
@@ -132,7 +133,7 @@ def race() -> str:
     def down(accuracy: float) -> float:
         return top + high * (highest - accuracy) / (highest - lowest)
 
-    title = f"Time to {found.target:.0%} on CIFAR-10: two CPU cores, the same network"
+    title = f"Time to {100 * found.target:g} % on {data}: two CPU cores, the same network"
     drawn = [f'<text class="title" x="{MARGIN}" y="{MARGIN + 18}">{html.escape(title)}</text>']
     for percent in range(math.ceil(20 * lowest) * 5, int(100 * highest) + 1, 5):
         at = down(percent / 100)
@@ -140,7 +141,7 @@ def race() -> str:
             f'<line class="grid" x1="{left}" x2="{left + wide}" y1="{at:.1f}" y2="{at:.1f}"/>',
             f'<text class="end small" x="{left - 8}" y="{at + 6:.1f}">{percent} %</text>',
         ]
-    every = 1 if longest < 480 else 2
+    every = next(step for step in (1, 2, 5, 10, 20, 60) if longest < 480 * step)
     for minutes in range(0, int(longest // 60) + 1, every):
         drawn.append(
             f'<text class="middle small" x="{across(60 * minutes):.1f}" y="{top + high + 24}">{minutes} min</text>'
@@ -158,15 +159,15 @@ def race() -> str:
             f'<circle class="{color}" cx="{across(x):.1f}" cy="{down(y):.1f}" r="4"/>'
             for each in epochs for x, y in ((one.seconds, one.accuracy) for one in each)
         ]  # fmt: skip
-        name = "Drivetrain" if color == "ours" else "plain PyTorch"
+        who = "Drivetrain" if color == "ours" else "plain PyTorch"
         x, y = line[-2]
         place = f'class="end" x="{across(x) - 14:.1f}"' if color == "ours" else f'x="{across(x) + 16:.1f}"'
-        drawn.append(f'<text {place} y="{down(y) + (-6 if color == "ours" else 42):.1f}">{name}</text>')
-        told.append(f"{name} {row.seconds.value:.0f} s" if row.seconds else name)
+        drawn.append(f'<text {place} y="{down(y) + (-6 if color == "ours" else 42):.1f}">{who}</text>')
+        told.append(f"{who} {row.seconds.value:.0f} s" if row.seconds else who)
     about = found.provenance
     below = [
         f"{found.rows[0].runs} seeds in turns, every evaluation a point; {about['hardware']['processor']},",
-        f"torch {about['versions']['torch']}, {about['date'][:10]}: results/race-cifar10-quickstart.json",
+        f"torch {about['versions']['torch']}, {about['date'][:10]}: results/race-{name}.json",
     ]
     drawn += [
         f'<text class="small" x="{MARGIN}" y="{top + high + 54 + 24 * number}">{html.escape(line)}</text>'
@@ -181,7 +182,7 @@ def race() -> str:
 CHARTS: dict[str, Callable[[], str]] = {
     "loaders.svg": loaders,
     "quickstart-ledger.svg": ledger,
-    "time-to-accuracy.svg": race,
+    "time-to-accuracy.svg": partial(race, "cifar10-quickstart", "CIFAR-10"),
 }
 STRIP = "augmentations.webp"
 GALLERY: tuple[str, ...] = ("own-photographs", "segmentation", "multi-label", "self-supervised")
