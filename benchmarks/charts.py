@@ -175,7 +175,7 @@ def race(name: str, data: str) -> str:
     ]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + high + 92}" role="img">'
-        f"<title>{html.escape(f'{title}: {chr(44).join(told)}')}</title>\n{STYLE}\n" + "\n".join(drawn) + "\n</svg>\n"
+        f"<title>{html.escape(title + ': ' + ', '.join(told))}</title>\n{STYLE}\n" + "\n".join(drawn) + "\n</svg>\n"
     )
 
 

@@ -310,6 +310,13 @@ def top1(run: str) -> float:
     return mean(each["accuracy"] for each in entry("muon", f"runs / {run}"))
 
 
+def raced(variant: str, epoch: int = -1) -> tuple[float, float]:
+    """Return the minutes of training until an epoch's end, and its accuracy: means of Imagenette's race."""
+    points = [run["points"][epoch] for run in entry("race-imagenette", "runs") if run["variant"] == variant]
+    minutes, _, accuracy = (mean(values) for values in zip(*points, strict=True))
+    return minutes / 60, accuracy
+
+
 def cpu_time_spread(kind: str = "") -> float:
     """Return by how much CPU time per image differs at most between 2 and 16 threads."""
     medians = [
@@ -357,6 +364,12 @@ COMPUTED: dict[str, Callable[[], float]] = {
     "SGD's top-1": lambda: top1("the recipe's optimizer"),
     "minutes of cifar10-fast": lambda: sum(50_000 / one["images_per_s"] for one in epochs()) / 60,
     "minutes of cifar10-fast with evaluation": lambda: sum(one["seconds"] for one in epochs()) / 60,
+    "imagenette-5, minutes": lambda: raced("imagenette-5")[0],
+    "imagenette-5, accuracy": lambda: raced("imagenette-5")[1],
+    "imagenette-5, minutes of three epochs": lambda: raced("imagenette-5", 2)[0],
+    "imagenette-5, accuracy after three epochs": lambda: raced("imagenette-5", 2)[1],
+    "imagenette-plain, minutes": lambda: raced("imagenette-plain")[0],
+    "imagenette-plain, accuracy": lambda: raced("imagenette-plain")[1],
     "share of the model's ceiling": lambda: (
         figured("quickstart-ledger", "rows / + bf16 / images_per_s")
         / figured("quickstart-ledger", "ceilings / model alone")

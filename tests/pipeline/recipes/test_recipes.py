@@ -179,6 +179,14 @@ def test_what_was_measured_is_in_the_repository() -> None:
             assert f"after {training:.1f} min of training ({evaluating:.1f} with" in measured
             assert "benchmarks/results/cifar10-fast.json" in measured
             continue
+        if name.startswith("imagenette-"):
+            runs = json.loads((results / "race-imagenette.json").read_text())["runs"]
+            (points,) = [run["points"] for run in runs if run["variant"] == name]
+            assert len(points) == recipe["epochs"]
+            seconds, _, accuracy = points[-1]
+            assert measured.startswith(f"{100 * accuracy:.2f} % after {seconds / 60:.1f} min of training, one seed")
+            assert "benchmarks/results/race-imagenette.json" in measured
+            continue
         if name == "cifar10-simclr":
             found = json.loads((results / "features.json").read_text())
             assert found["epochs"] == recipe["epochs"]
