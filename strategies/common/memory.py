@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+from ...common.rows import local_part
 
 if TYPE_CHECKING:
     from ..base import Engine
@@ -86,9 +88,7 @@ def held_bytes(engine: Engine) -> HeldBytes:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    # `to_local` is a DTensor's, whose class takes a second to import.
-    own: Iterable[Any] = (tensor.detach() for tensor in tensors)
-    storages = [(t.to_local() if hasattr(t, "to_local") else t).untyped_storage() for t in own]
+    storages = [local_part(tensor.detach()).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
 
 
