@@ -91,7 +91,7 @@ class Beton:
         return Rows(
             np.full(len(indices), self.file.descriptor, np.int32), self.modes[indices].astype(np.int32),
             self.widths[indices], self.heights[indices], self.pointers[indices], self.sizes[indices],
-            (self.file,),
+            files=(self.file,),
         )  # fmt: skip
 
     @property
