@@ -217,8 +217,7 @@ def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
         raise DataError(f"indices must be a non-empty list of sample indices, not {indices!r:.80}.")
     outside = (chosen < 0) | (chosen >= samples)
     if outside.any():
-        wrong = f"indices contains {chosen[outside][0]}"
-        raise DataError(f"{wrong}, but the data set has samples 0 to {samples - 1}.")
+        raise DataError(f"indices contains {chosen[outside][0]}, but the data set has samples 0 to {samples - 1}.")
     return chosen.astype(np.int64)
 
 

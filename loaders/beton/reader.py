@@ -287,8 +287,7 @@ class Beton:
         except Exception as error:  # damaged files make Pillow's readers raise many types
             raise self.sample_error(index, f"its JPEG data cannot be decoded ({error})") from error
         if image.size != size:
-            reason = f"its JPEG has {image.size} pixels, but the file's metadata has {size}"
-            raise self.sample_error(index, reason)
+            raise self.sample_error(index, f"its JPEG has {image.size} pixels, but the file's metadata has {size}")
         return image
 
     def pixels(self, index: int) -> NDArray[Any]:

@@ -200,6 +200,5 @@ def coordinates(kind: str, values: Any) -> NDArray[Any]:
         wrong = (array[:, 2:] < array[:, :2]).any(axis=1)
         if wrong.any():
             row = int(np.argmax(wrong))
-            wrong_box = f"box {row} is {array[row].tolist()}, which ends before it begins"
-            raise ValueError(f"{wrong_box}; expected {names}")
+            raise ValueError(f"box {row} is {array[row].tolist()}, which ends before it begins; expected {names}")
     return array

@@ -218,8 +218,7 @@ def first_fields(
             reason = reason or _reason(error)
             if on_error != "skip":
                 raise _failed(source, index, error, fields_of) from _cause(error)
-    first = f"The first, {source.describe(0)}: {reason}"
-    raise DataError(f"None of the {len(source)} samples could be used. {first}.")
+    raise DataError(f"None of the {len(source)} samples could be used. The first, {source.describe(0)}: {reason}.")
 
 
 def encoded_samples(conversion: Conversion, workers: int, progress: bool) -> Generator[Sample | Skipped]:

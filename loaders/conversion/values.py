@@ -129,8 +129,7 @@ def store_value(field: Field, value: Any) -> Stored:
         stored: Stored = _STORE[field.kind](field, value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         reason = f": {error}" if isinstance(error, _Mismatch) else ""
-        wrong = f"its field {field.name!r} is {_short(value)}, but should be {field}{reason}"
-        raise DataError(wrong) from None
+        raise DataError(f"its field {field.name!r} is {_short(value)}, but should be {field}{reason}") from None
     return stored
 
 
