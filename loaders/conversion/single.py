@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from ...common.errors import DataError, require_suffix
 from ...common.exhaustion import exhaustion, is_exhaustion
 from ...common.terminal import shortened
+from ...common.version import __version__
 from ..beton.layout import Field
 from ..beton.targets import MOVING, STORED_AS
 from ..native.stop import Stopped, stoppable
@@ -151,7 +151,7 @@ def convert_here(
         "source": f"{samples.kind} {named}" if isinstance(source, str | Path) else samples.kind,
         **({"origin": origin} if origin else {}),
         "settings": choices.settings,
-        "drivetrain": _version(),
+        "drivetrain": __version__,
     }
     with closing(encoded_samples(conversion, threads, progress)) as encoded:
         written = write_betons(outs, encoded, len(samples), conversion.fields, about)
@@ -161,14 +161,6 @@ def convert_here(
         skipped=[(sample.name, sample.reason) for sample in written.skipped],
         size=written.size, seconds=perf_counter() - start, ignored=list(getattr(samples, "ignored", ())),
     )  # fmt: skip
-
-
-def _version() -> str | None:
-    """Return Drivetrain's version; None if it runs from a folder without being installed."""
-    try:
-        return version("drivetrain")
-    except PackageNotFoundError:
-        return None
 
 
 def _check_files(outs: Sequence[Path]) -> None:
