@@ -563,8 +563,7 @@ def check_device(device: torch.device | str) -> torch.device:
         raise DataError(f"device={device!r} is not a torch device. Use 'cpu' or 'cuda'.") from None
     if parsed.type not in ("cpu", "cuda"):
         raise DataError(f"device={device!r} is not supported for batches. Use 'cpu' or 'cuda'.")
-    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
+    if parsed.type == "cuda" and (parsed.index or 0) >= (found := torch.cuda.device_count()):
         raise DataError(f"device={device!r} does not exist: torch finds {found} CUDA devices.")
     return parsed
 

@@ -320,8 +320,7 @@ def _claim(path: Path, pointers: Any, filled: Any, table: Any, used: NDArray[np.
     if not missing.any():
         missing = (table["sample_id"][at] != samples) | used[at]
     if missing.any():
-        sample = samples[int(np.argmax(missing))]
-        raise BetonError(f"{path}: sample {sample} points to data that was never written.")
+        raise BetonError(f"{path}: sample {samples[int(np.argmax(missing))]} points to data that was never written.")
     used[at] = True
     return table["size"][at]
 

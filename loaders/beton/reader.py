@@ -273,8 +273,7 @@ class Beton:
                 16 bits, for which Pillow has no mode.
         """
         if self.modes[index] == MODE_RAW:
-            mode = mode_of(self.channels, self.depth)
-            if mode in ("RGB;16", "RGBA;16"):
+            if mode_of(self.channels, self.depth) in ("RGB;16", "RGBA;16"):
                 raise BetonError(
                     f"{self.path}: its images have {self.channels} channels of 16 bits, for which Pillow has no mode. "
                     "Read an array with pixels(index)."

@@ -83,8 +83,7 @@ class ConvertReport:
         if len(self.fields) > 2 or self.fields.get("label") == "mask":
             lines.append(f"  fields: {', '.join(f'{name} ({kind})' for name, kind in self.fields.items())}")
         lines += shortened([f"  skipped {name}: {reason}" for name, reason in self.skipped], verbose)
-        ignored = [f"  ignored {name}: not an image by its suffix" for name in self.ignored]
-        lines += shortened(ignored, verbose)
+        lines += shortened([f"  ignored {name}: not an image by its suffix" for name in self.ignored], verbose)
         if len(self.classes) > 1 and _SPLITS.issuperset(map(str.lower, self.classes)):
             commands = "; ".join(f"drivetrain convert FOLDER/{name} {name}.beton" for name in self.classes)
             lines.append(

@@ -41,8 +41,7 @@ def requested_fields(fields: Sequence[str] | Mapping[str, str | None] | None) ->
         if name in ("image", "label"):
             raise DataError(f"The field {name!r} is always included. List only further fields.")
         if kind is not None and kind not in _EXTRA_KINDS:
-            known = ", ".join(_EXTRA_KINDS)
-            raise DataError(f"The field {name!r} has the unknown kind {kind!r}. Use one of {known}.")
+            raise DataError(f"The field {name!r} has the unknown kind {kind!r}. Use one of {', '.join(_EXTRA_KINDS)}.")
     return wanted
 
 
