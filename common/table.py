@@ -157,12 +157,7 @@ def lines_of(pairs: Sequence[tuple[str, str]], width: int | None = None) -> str:
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Return the lines of a text, wrapped between words; words that are too long, after a sign such as / or -."""
-    return [
-        part
-        for line in text.split("\n")
-        for words in textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]
-        for part in _broken(words, width)
-    ]
+    return [part for words in wrapped(text.split("\n"), width) for part in _broken(words, width)]
 
 
 def _broken(word: str, width: int) -> Iterator[str]:

@@ -103,20 +103,17 @@ class FFCVLoader(EpochLoader):
 
     def _prepare(self) -> None:
         with self._exhaustion_explained():
-            self._decoder = self._make_decoder()
-
-    def _make_decoder(self) -> Decoder:
-        decoder = Decoder(self.beton, self.settings, self._operations)
-        self._sample_bytes = 3 * self.settings.sample_pixels + int(self.beton.known.sizes.mean())
-        batch = min(self.settings.batch_size, len(self._indices))
-        share = -(-batch // self.settings.world_size) + self._last.joined
-        groups = [prod(shape) * self._image_dtype.itemsize for shape in decoder.shapes(share)]
-        groups.append(share * decoder.targets.sample_bytes)
-        if self._feed is not None:  # torch rounds pinned memory up
-            groups = [1 << (size - 1).bit_length() for size in groups if size]
-        self._require_room(share)
-        self.memory = decoder.require_memory(self.settings.batches_ahead + 3, sum(groups), self.workers)
-        return decoder
+            decoder = Decoder(self.beton, self.settings, self._operations)
+            self._sample_bytes = 3 * self.settings.sample_pixels + int(self.beton.known.sizes.mean())
+            batch = min(self.settings.batch_size, len(self._indices))
+            share = -(-batch // self.settings.world_size) + self._last.joined
+            groups = [prod(shape) * self._image_dtype.itemsize for shape in decoder.shapes(share)]
+            groups.append(share * decoder.targets.sample_bytes)
+            if self._feed is not None:  # torch rounds pinned memory up
+                groups = [1 << (size - 1).bit_length() for size in groups if size]
+            self._require_room(share)
+            self.memory = decoder.require_memory(self.settings.batches_ahead + 3, sum(groups), self.workers)
+            self._decoder = decoder
 
     def _require_room(self, share: int) -> None:
         """Raise DataError if a stream may not keep the batches in preparation."""

@@ -217,8 +217,7 @@ class LoaderOptions(ReadOptions, ImageOptions):
         low, high = self.ratio
         self._require("ratio", 0 < low <= high, "two aspect ratios, 0 < low ≤ high")
         if self.shifts:
-            fits = 0 <= self.padding < min(self.size)
-            self._require("padding", fits, "from 0 to less than image_size pixels")
+            self._require("padding", 0 <= self.padding < min(self.size), "from 0 to less than image_size pixels")
         self._require("cutout", 0 <= self.cutout <= min(self.size), "a side from 0 to image_size pixels")
         if self.eval_crop != "center" and self.eval_ratio != EVAL_RATIO:
             raise DataError(
@@ -234,8 +233,7 @@ class LoaderOptions(ReadOptions, ImageOptions):
     def _check_pixels(self) -> None:
         import torch
 
-        channels = len(self.mean)
-        self._require("std", len(self.std) == channels, f"as many numbers as mean={self.mean!r}")
+        self._require("std", len(self.std) == len(self.mean), f"as many numbers as mean={self.mean!r}")
         self._require("std", min(self.std) > 0, "positive numbers")
         self._require("color_jitter", min(self.color_jitter) >= 0, "three strengths, 0 or more")
         if self.policy is not None:
@@ -373,8 +371,7 @@ class LoaderKeywords(ReadKeywords, ImageKeywords, total=False):
 
 
 def _check_groups(views: Sequence[Mapping[str, Any]]) -> None:
-    options = options_of(LoaderOptions)
-    known = ("count", *(name for name, option in options.items() if PER_VIEW in option.marks))
+    known = ("count", *(name for name, option in options_of(LoaderOptions).items() if PER_VIEW in option.marks))
     for group in views:
         for name in group:
             if name not in known:
@@ -389,7 +386,7 @@ def fill_color(mean: Sequence[float], depth: int = 8) -> tuple[int, ...]:
     return tuple(min(max(round(level * most), 0), most) for level in mean)
 
 
-def odd_size(sample: str, width: int, height: int, image_size: ImageSize) -> DataError:
+def odd_size(sample: str, height: int, width: int, image_size: ImageSize) -> DataError:
     return DataError(
         f"crop='padded' shifts full images, which must all have {size_text(image_size)} pixels (height × width); "
         f"{sample} has {height} × {width}. Use crop='resized'."
@@ -409,14 +406,15 @@ def check_sizes(
 ) -> None:  # fmt: skip
     """Raise DataError for training images `(n,)` that a crop cannot take, of samples with these `numbers`."""
     height, width = settings.size
-    if settings.crop == "random" and (small := (widths < width) | (heights < height)).any():
-        at = int(small.argmax())
-        sample = f"sample {numbers[at]} of {source}"
-        raise too_small(sample, heights[at], widths[at], settings.image_size)
-    if settings.shifts and (odd := (widths != width) | (heights != height)).any():
-        at = int(odd.argmax())
-        sample = f"sample {numbers[at]} of {source}"
-        raise odd_size(sample, widths[at], heights[at], settings.image_size)
+    if settings.shifts:
+        wrong, error = (widths != width) | (heights != height), odd_size
+    elif settings.crop == "random":
+        wrong, error = (widths < width) | (heights < height), too_small
+    else:
+        return
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise error(f"sample {numbers[at]} of {source}", heights[at], widths[at], settings.image_size)
 
 
 def check_workers(workers: Any, least: int = 1) -> int:

@@ -19,6 +19,7 @@ from ..common.checks import is_number
 from ..common.errors import DataError
 from ..common.options.config import IN_WORDS, NONE, Config, Kind, Natural, PathText, Positive, Whole, Within
 from .order.batches import Rest, Samples, as_array, taken
+from .order.permutation import splitmix
 
 Indices = NDArray[np.int64]
 FILE = Kind(lambda value: isinstance(value, str | Path) and str(value) != "", "the path of a file")
@@ -217,8 +218,7 @@ def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
         raise DataError(f"indices must be a non-empty list of sample indices, not {indices!r:.80}.")
     outside = (chosen < 0) | (chosen >= samples)
     if outside.any():
-        wrong = f"indices contains {chosen[outside][0]}"
-        raise DataError(f"{wrong}, but the data set has samples 0 to {samples - 1}.")
+        raise DataError(f"indices contains {chosen[outside][0]}, but the data set has samples 0 to {samples - 1}.")
     return chosen.astype(np.int64)
 
 
@@ -274,16 +274,8 @@ def _values(name: str, given: Any) -> Any:
 
 
 def draws(samples: Indices, seed: int) -> NDArray[np.uint64]:
-    """Return a pseudo-random number for each sample `(n,)`: SplitMix64 (Steele et al. 2014, "Fast splittable
-    pseudorandom number generators") of the seed and its number."""
-    return _mixed(_mixed(np.array([seed], np.uint64)) ^ _mixed(samples.astype(np.uint64)))
-
-
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    """Return a pseudo-random number for each sample `(n,)`, of the seed and its number."""
+    return splitmix(splitmix(np.array([seed], np.uint64)) ^ splitmix(samples.astype(np.uint64)))
 
 
 def classes_of(labels: NDArray[Any] | None, samples: Samples) -> NDArray[np.integer[Any]] | None:

@@ -328,8 +328,7 @@ def check_stock_source(source: Source) -> None:
     files = files_of(source)
     if files.weights is not None or len(files.names) > 1:
         what = "a mix" if files.weights is not None else f"{len(files.names)} files"
-        wrong = f"{files} is {what}, but FFCV's own loader reads one file"
-        raise DataError(f"{wrong}. Convert to one, or {_OURS}.")
+        raise DataError(f"{files} is {what}, but FFCV's own loader reads one file. Convert to one, or {_OURS}.")
     if is_address(files.names[0]):
         raise _at_an_address(files.names[0])
 
@@ -353,8 +352,7 @@ def _require_crops(settings: LoaderOptions, beton: BetonFiles) -> None:
 
 
 def _at_an_address(name: str) -> DataError:
-    wrong = f"{name} is at an address, but FFCV's own loader reads local files"
-    return DataError(f"{wrong}. Download it, or {_OURS}.")
+    return DataError(f"{name} is at an address, but FFCV's own loader reads local files. Download it, or {_OURS}.")
 
 
 def _check_workers(workers: Any) -> int:

@@ -288,12 +288,8 @@ def _row(name: str) -> StrategyRow:
         strategy = get(name)
     except DrivetrainError as error:  # a package that cannot be imported, or an option without a default
         summary = getattr(REGISTERED.get(name), "summary", "")
-        return StrategyRow(
-            name,
-            summary if isinstance(summary, str) and summary else "of an installed package",
-            False,
-            str(error),
-        )
+        known = summary if isinstance(summary, str) and summary else "of an installed package"
+        return StrategyRow(name, known, False, str(error))
     summary, extra = _summary(name, strategy), getattr(strategy, "extra", "")
     try:
         strategy.check(devices=1)

@@ -18,6 +18,7 @@ from ..common.options.config import Kind
 from ..common.transfer import to_device
 from .base import BatchContext, Loop, Positive, Session, Transform
 from .common.images import check_batch, keep_format
+from .common.moments import session_at
 from .policies import RandAugment
 
 
@@ -158,22 +159,16 @@ class EfficientTrain(Transform):
         return low_frequencies(images, height, width), targets
 
     def session(self, model: nn.Module) -> Session:  # noqa: ARG002
-        return _Augmentation(self)
+        return session_at(before_epoch=self._set_magnitude)
 
-
-class _Augmentation(Session):
-    """Sets the magnitude of the loader's RandAugment for each epoch."""
-
-    def __init__(self, method: EfficientTrain) -> None:
-        self._own = method
-
-    def before_epoch(self, loop: Loop) -> None:
+    def _set_magnitude(self, loop: Loop) -> None:
+        """Set the magnitude of the loader's RandAugment."""
         settings = getattr(loop.loader, "created_with", None)  # a custom loop may have another loader
         if settings is None or settings.policy is None or settings.policy["name"] != "rand_augment":
             return
         largest = settings.policy.get("magnitude", RandAugment.magnitude)
         middle = loop.progress_at(loop.epoch_start + loop.steps_per_epoch / 2)
-        policy = {**settings.policy, "magnitude": self._own.magnitude(largest, middle)}
+        policy = {**settings.policy, "magnitude": self.magnitude(largest, middle)}
         if policy != loop.loader.settings.policy:
             loop.loader.set_policy(policy)
 

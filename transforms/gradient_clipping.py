@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..common.errors import PlanError
-from .base import AboveZero, Loop, Session, Transform
+from .base import AboveZero, Session, Transform
+from .common.moments import session_at
 from .common.tensors import is_dtensor, with_gradients
 
 By = Literal["norm", "value", "adaptive"]
@@ -55,7 +56,7 @@ class GradientClipping(Transform):
         return "by='norm' or by='value'" if self.by == "adaptive" else ""
 
     def session(self, model: nn.Module) -> Session:
-        return _Clipping(self, model)
+        return session_at(before_step=lambda _: self.clip(model.parameters()))
 
     def clip(self, parameters: Iterable[Tensor]) -> Tensor | None:
         """Clip the gradients in place; parameters without one are skipped. Raises `PlanError` if none has one.
@@ -78,14 +79,6 @@ class GradientClipping(Transform):
         for parameter in clipped:
             _clip_to_weights(parameter, self.threshold)
         return None
-
-
-class _Clipping(Session):
-    def __init__(self, clipping: GradientClipping, model: nn.Module) -> None:
-        self._clipping, self._model = clipping, model
-
-    def before_step(self, loop: Loop) -> None:  # noqa: ARG002
-        self._clipping.clip(self._model.parameters())
 
 
 @torch.no_grad()

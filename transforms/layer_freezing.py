@@ -8,7 +8,8 @@ from torch import nn
 
 from ..common.errors import PlanError
 from ..common.model_state import keep_frozen_statistics
-from .base import Fraction, FractionBelowOne, Loop, Report, Session, Transform
+from .base import Fraction, FractionBelowOne, Report, Session, Transform
+from .common.moments import session_at
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class LayerFreezing(Transform):
         return (self.freeze_start,)
 
     def session(self, model: nn.Module) -> Session:
-        return _Freezing(self, model)
+        return session_at(before_epoch=lambda loop: self.freeze(model, loop.progress_at(loop.epoch_start)))
 
     def level(self, progress: float) -> float:
         if not 0 <= progress <= 1:
@@ -87,11 +88,3 @@ class LayerFreezing(Transform):
         keep_frozen_statistics(model)
         note = f"{depth} of {len(layers)} layers are frozen at progress {progress:g}."
         return Report("LayerFreezing", tuple(changed), (), (note,))
-
-
-class _Freezing(Session):
-    def __init__(self, freezing: LayerFreezing, model: nn.Module) -> None:
-        self._freezing, self._model = freezing, model
-
-    def before_epoch(self, loop: Loop) -> None:
-        self._freezing.freeze(self._model, loop.progress_at(loop.epoch_start))

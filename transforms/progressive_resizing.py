@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..common.errors import PlanError
 from .base import BatchContext, Fraction, FractionAboveZero, Loop, Positive, Session, Transform
 from .common.images import check_batch, resize
+from .common.moments import session_at
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,12 @@ class ProgressiveResizing(Transform):
             )
 
     def session(self, model: nn.Module) -> Session:  # noqa: ARG002
-        return _Resizing(self)
+        return session_at(before_epoch=self._resize)
+
+    def _resize(self, loop: Loop) -> None:
+        size = self.size(loop.image_size, loop.progress_at(loop.epoch_start + loop.steps_per_epoch / 2))
+        if size != loop.loader.settings.image_size:
+            loop.loader.set_image_size(size)
 
     def size(self, image_size: int | tuple[int, int], progress: float) -> int | tuple[int, int]:
         """Return the side to train at, or height and width, in pixels, at `progress` (0 to 1).
@@ -101,14 +107,3 @@ class ProgressiveResizing(Transform):
         check_batch(self, images, targets)
         height, width = images.shape[-2:]
         return resize(images, *self._both(height, width, context.progress)), targets
-
-
-class _Resizing(Session):
-    def __init__(self, resizing: ProgressiveResizing) -> None:
-        self._resizing = resizing
-
-    def before_epoch(self, loop: Loop) -> None:
-        middle = loop.progress_at(loop.epoch_start + loop.steps_per_epoch / 2)
-        size = self._resizing.size(loop.image_size, middle)
-        if size != loop.loader.settings.image_size:
-            loop.loader.set_image_size(size)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..common.model_state import buffers_kept
 from .base import AboveZero, Loop, Positive, Session, Transform
+from .common.moments import session_at
 from .common.tensors import locals_of, total_norm, with_gradients
 
 
@@ -81,18 +82,13 @@ class SAM(Transform):
         return restore
 
     def session(self, model: nn.Module) -> Session:
-        return _SecondPass(self, model)
+        def second_pass(loop: Loop) -> None:
+            if not self.applies(loop.step):
+                return
+            restore = self.perturb(model.parameters())
+            loop.engine.zero_grad()
+            with buffers_kept(model):  # each image updates BatchNorm's statistics once
+                loop.gradients()
+            restore()
 
-
-class _SecondPass(Session):
-    def __init__(self, sam: SAM, model: nn.Module) -> None:
-        self._sam, self._model = sam, model
-
-    def after_gradients(self, loop: Loop) -> None:
-        if not self._sam.applies(loop.step):
-            return
-        restore = self._sam.perturb(self._model.parameters())
-        loop.engine.zero_grad()
-        with buffers_kept(self._model):  # each image updates BatchNorm's statistics once
-            loop.gradients()
-        restore()
+        return session_at(after_gradients=second_pass)

@@ -114,7 +114,7 @@ class Calls:
                 cause, reason, lasting = error, *self._judged(error, doing)
             else:
                 if not (reason := wrong(result)):
-                    outages.over(self._server)
+                    _end_outage(self._server)
                     return result
             attempt += 1
             # Ranges that failed together do not ask again together.
@@ -126,7 +126,7 @@ class Calls:
                     f"one with: {reason}. {self._advice}"
                 ) from cause
             if not lasting:
-                outages.report(self._server, self.patience, reason)
+                _report_outage(self._server, self.patience, reason)
 
     def _judged(self, error: Exception, doing: str) -> tuple[str, bool]:
         """Return the reason why a request failed, and whether waiting will not help; raise what is no use to repeat."""
@@ -211,25 +211,20 @@ class RemoteFile(Calls):
         return self._content(self._path)
 
 
-class _Outages:
-    """The servers that do not answer now: the threads that wait for one report it together."""
-
-    def __init__(self) -> None:
-        self._waits: dict[str, Wait] = {}
-        self._lock = threading.Lock()
-
-    def report(self, server: str, patience: float, reason: str) -> None:
-        with self._lock:
-            wait = self._waits.setdefault(server, Wait(patience))
-            wait.report(lambda: f"{server} does not answer, its requests are repeated: {reason:.200}")
-
-    def over(self, server: str) -> None:
-        if server in self._waits:
-            with self._lock:
-                self._waits.pop(server, None)
+_outages: dict[str, Wait] = {}  # of the servers that do not answer now: the threads that wait for one share it
+_outages_lock = threading.Lock()
 
 
-outages = _Outages()
+def _report_outage(server: str, patience: float, reason: str) -> None:
+    with _outages_lock:
+        wait = _outages.setdefault(server, Wait(patience))
+        wait.report(lambda: f"{server} does not answer, its requests are repeated: {reason:.200}")
+
+
+def _end_outage(server: str) -> None:
+    if server in _outages:
+        with _outages_lock:
+            _outages.pop(server, None)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

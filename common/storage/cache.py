@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..checks import is_number
 from ..errors import DataError
 from ..exhaustion import exhaustion, is_exhaustion
 from ..signals import interrupts_held
@@ -51,20 +50,12 @@ _ending = threading.Event()  # the process is: no server is waited for
 
 @dataclass(frozen=True)
 class Remote:
-    # Folder of the copies; None: `remote` in `$DRIVETRAIN_DATA`, else in `~/.cache/drivetrain`.
-    cache: str | Path | None = None
-    # GB on disk; copies that nobody uses are removed, the least recently used first; None: no limit.
-    cache_limit: float | None = None
-    patience: float = PATIENCE  # seconds that a server may not answer before that is an error
-    stream: bool = False  # keep no whole copies, but what this process needs soon, up to `cache_limit`
+    """The options of these names, which `loaders.options.ReadOptions` documents and checks."""
 
-    def __post_init__(self) -> None:
-        if not (self.cache is None or isinstance(self.cache, str | Path)):
-            raise DataError(f"cache={self.cache!r:.80} must be a folder, or None.")
-        if self.cache_limit is not None and not is_number(self.cache_limit, "(0, 1e9]"):
-            raise DataError(f"cache_limit={self.cache_limit!r:.80} must be a positive number of GB, or None.")
-        if not is_number(self.patience, "[0, 1e9]"):
-            raise DataError(f"patience={self.patience!r:.80} must be a number of seconds, 0 or more.")
+    cache: str | Path | None = None
+    cache_limit: float | None = None  # GB
+    patience: float = PATIENCE  # seconds
+    stream: bool = False
 
 
 def local_copy(address: str, remote: Remote = Remote()) -> Path:
@@ -221,13 +212,9 @@ class Mirror:
         self._pending: dict[int, Future[None]] = {}
         _mirrors.add(self)
 
-    def prefetch(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> None:
-        """Begin to fetch the ranges, `sizes` bytes from each of `starts` `(n,)`, without waiting for them."""
-        self._request(starts, sizes)
-
     def fetch(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> None:
         """Return when the ranges are in the copy; raise DataError if the source does not deliver them."""
-        results([*self._request(starts, sizes)])
+        results([*self.prefetch(starts, sizes)])
 
     @contextmanager
     def pinned(
@@ -256,8 +243,9 @@ class Mirror:
         for request in pending:
             request.cancel()
 
-    def _request(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> set[Future[None]]:
-        """Return the requests, old and new, that the ranges wait for."""
+    def prefetch(self, starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) -> set[Future[None]]:
+        """Begin to fetch the ranges, `sizes` bytes from each of `starts` `(n,)`; return the requests, old and new, that
+        they wait for."""
         sizes = np.broadcast_to(np.asarray(sizes, dtype=np.int64), np.shape(starts))
         starts = np.asarray(starts, dtype=np.int64)
         firsts, ends = starts // self.block, -(-(starts + sizes) // self.block)

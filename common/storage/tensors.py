@@ -161,9 +161,6 @@ def save_weights(
 def file_order(state: Mapping[str, Any]) -> list[str]:
     """Return the names in the order in which `save_weights` reads and writes them: larger elements first, so that each
     tensor is aligned."""
-    sizes = {name: _unread(state, name).dtype for name in state}
-    return sorted(state, key=lambda name: (-_real(sizes[name]).itemsize, name))
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype in _COMPLEX.values() else dtype
+    dtypes = {name: _unread(state, name).dtype for name in state}
+    sizes = {name: (d.to_real() if d in _COMPLEX.values() else d).itemsize for name, d in dtypes.items()}
+    return sorted(state, key=lambda name: (-sizes[name], name))

@@ -89,8 +89,6 @@ class Advice:
         wanted: images per second that were asked for; None for the most.
         rows: the formats, in order of the quality they lose.
         left_out: names of formats that differ too little from another one.
-        chosen: name of the advised format.
-        advice: sentences.
     """
 
     source: str

@@ -34,6 +34,16 @@ _AT_ONCE = 1 << 16  # labels read at a time
 _KNOWN = 256  # samples of a larger one whose sizes stand for all
 
 
+def _joined(name: str) -> cached_property[NDArray[Any]]:
+    """Return a property of `BetonFiles`: the arrays of this name of all files, as one."""
+
+    def join(own: "BetonFiles") -> NDArray[Any]:
+        arrays = [np.asarray(getattr(one, name)) for one in own.files]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)  # a single one is not copied
+
+    return cached_property(join)
+
+
 class BetonFiles:
     """The samples of several files with the same fields and classes, numbered through in the files' order. What it
     shares with `Beton` is the same in all files, or the arrays of all samples, `(N,)`."""
@@ -64,25 +74,9 @@ class BetonFiles:
         own = (one.colors.get(name, ()) for one in self.files)
         return tuple(next(filter(None, each), "") for each in itertools.zip_longest(*own))
 
-    @cached_property
-    def modes(self) -> NDArray[np.uint8]:
-        return self._joined(lambda one: one.modes)
-
-    @cached_property
-    def widths(self) -> NDArray[np.uint16]:
-        return self._joined(lambda one: one.widths)
-
-    @cached_property
-    def heights(self) -> NDArray[np.uint16]:
-        return self._joined(lambda one: one.heights)
-
-    @cached_property
-    def pointers(self) -> NDArray[np.uint64]:
-        return self._joined(lambda one: one.pointers)
-
-    @cached_property
-    def sizes(self) -> NDArray[np.uint64]:
-        return self._joined(lambda one: one.sizes)
+    modes, widths, heights = _joined("modes"), _joined("widths"), _joined("heights")
+    pointers, sizes = _joined("pointers"), _joined("sizes")
+    _label_arrays = _joined("labels")
 
     @cached_property
     def _all(self) -> Rows:
@@ -103,7 +97,7 @@ class BetonFiles:
             return replace(by_file[0][2], files=files)
         back = np.argsort(np.concatenate([at for _, at, _ in by_file]))
         columns = zip(*(rows.columns for _, _, rows in by_file), strict=True)
-        return Rows.of([np.concatenate(column)[back] for column in columns], files)
+        return Rows(*(np.concatenate(column)[back] for column in columns), files=files)
 
     @cached_property
     def known(self) -> Rows:
@@ -118,7 +112,7 @@ class BetonFiles:
         """`(N,)` or `(N, K)`, as `Beton.labels`; raises `BetonError` if they are masks."""
         if (kind := self.fields[self.label_name]) in ("int", "float"):
             return self._read_labels(np.dtype(np.int64 if kind == "int" else np.float64))
-        return self._joined(lambda one: one.labels)
+        return self._label_arrays
 
     def compact_labels(self) -> NDArray[Any] | None:
         """Return `labels`; indices of classes with names in the smallest type that has all, read some at a time and not
@@ -245,10 +239,6 @@ class BetonFiles:
         for number in np.unique(numbers).tolist():
             at = np.flatnonzero(numbers == number)
             yield self.files[number], at, indices[at] - self.starts[number]
-
-    def _joined(self, values: Callable[[Beton], Any]) -> NDArray[Any]:
-        arrays = [np.asarray(values(one)) for one in self.files]
-        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)  # a single one is not copied
 
 
 class Shelf(Sequence[Beton]):

@@ -91,8 +91,7 @@ class Field:
         if field.kind == "ndarray":
             return cls(field.name, field.kind, *_array_arguments(row["arguments"]))
         if row["arguments"].any():
-            wrong = f"the {field.kind} field {field.name!r} has arguments, which this kind does not take"
-            raise ValueError(wrong)
+            raise ValueError(f"the {field.kind} field {field.name!r} has arguments, which this kind does not take")
         return field
 
 
@@ -171,8 +170,7 @@ def _read_fields(path: Path, header: Any) -> tuple[list[Field], Field, Field]:
     count = int(header["num_fields"])
     descriptors = np.fromfile(path, dtype=FIELD, count=count, offset=HEADER.itemsize)
     if len(descriptors) < count:
-        wrong = f"it ends within its {count} field descriptors"
-        raise BetonError(f"{path} is truncated: {wrong}. Convert the data again.")
+        raise BetonError(f"{path} is truncated: it ends within its {count} field descriptors. Convert the data again.")
     try:
         fields = [Field.from_descriptor(row) for row in descriptors]
     except ValueError as error:
@@ -301,8 +299,7 @@ def _match_allocations(path: Path, fields: list[Field], rows: Any, table: Any) -
             pointers, filled = values["ptr"].copy(), values["size"] > 0
             empties += ~filled
             if not np.isin(pointers[~filled], empty["ptr"]).all():
-                wrong = f"an empty value of {field.name!r} points to data that was never written"
-                raise BetonError(f"{path}: {wrong}.")
+                raise BetonError(f"{path}: an empty value of {field.name!r} points to data that was never written.")
         else:
             pointers = (values if field.kind == "ndarray" else values["data_ptr"]).copy()
             filled = np.ones(len(rows), dtype=bool)
@@ -323,8 +320,7 @@ def _claim(path: Path, pointers: Any, filled: Any, table: Any, used: NDArray[np.
     if not missing.any():
         missing = (table["sample_id"][at] != samples) | used[at]
     if missing.any():
-        sample = samples[int(np.argmax(missing))]
-        raise BetonError(f"{path}: sample {sample} points to data that was never written.")
+        raise BetonError(f"{path}: sample {samples[int(np.argmax(missing))]} points to data that was never written.")
     used[at] = True
     return table["size"][at]
 
@@ -347,8 +343,7 @@ def check_sizes(
             row = values[at]
             content = f"mode {row['mode']}, {row['width']} × {row['height']} pixels"
         sample = at if numbers is None else numbers[at]
-        reason = f"sample {sample} has {content} in {sizes[at]} bytes, which is impossible"
-        raise BetonError(f"{path}: {reason}.")
+        raise BetonError(f"{path}: sample {sample} has {content} in {sizes[at]} bytes, which is impossible.")
 
 
 def check_numbers(path: Path, kind: str, labels: Any, classes: int, numbers: NDArray[np.int64] | None = None) -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -115,44 +116,48 @@ def write_manifest(file: BinaryIO, about: dict[str, Any], checksums: NDArray[np.
     file.write(b"\n ]\n}\n")
 
 
-def read_manifest(
-    path: Path, data: OpenFile, header: Any, fields: Sequence[Field]
-) -> tuple[dict[str, Any], NDArray[np.uint32] | None]:
-    """Return a file's manifest and checksums `(N,)`; empty and None without one. One of another file is an error."""
-    file = manifest_path(path)
-    if not file.exists():
-        return {}, None
-    kinds = {field.name: field.kind for field in fields}
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Raise as BetonError what a manifest that cannot be read, or is none, raises in the block."""
     try:
-        text = file.read_bytes()
+        yield
     except OSError as error:
         if is_exhaustion(error):  # which says nothing about the file
             raise
         raise BetonError(f"{file} cannot be read: {error.strerror or error}.") from error
-    try:
-        manifest = dict(json.loads(text))
-        own = manifest["samples"] == header["num_samples"] and dict(manifest["fields"]) == kinds
-        classes, tables = list(manifest["classes"]), int(manifest["tables_crc32"])
-        checksums = np.array(manifest.pop("crc32"), dtype=np.uint32)
-        manifest.pop("blocks", None)
-        whole = checksums.shape == (manifest["samples"],) and set(map(type, classes)) <= {str}
-        sealed = bytes.fromhex(manifest.get("seal", ""))
-        expected = seal(tables, checksums)
-        check_targets(manifest.get("targets", {}), kinds)
-        check_colors(dict(manifest.get("colors", {})), kinds)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise BetonError(f"{file} is not a manifest ({error!r}). Delete it, or convert again.") from None
-    if not sealed:
-        raise BetonError(
-            f"{file} was written by an earlier version of Drivetrain and has no seal that ties it to {path.name}. "
-            "Convert the data again; or delete it to read the file without class names and checksums."
-        )
-    count = int(header["num_samples"])
+
+
+def _is_of(manifest: dict[str, Any], samples: int, fields: Sequence[Field]) -> bool:
+    """Whether a manifest is of so many samples with these fields; raise if it is none."""
+    kinds = {field.name: field.kind for field in fields}
+    same: bool = manifest["samples"] == samples and dict(manifest["fields"]) == kinds
+    classes = set(map(type, list(manifest["classes"])))
+    check_targets(manifest.get("targets", {}), kinds)
+    check_colors(dict(manifest.get("colors", {})), kinds)
+    return same and classes <= {str}
+
+
+def read_manifest(
+    path: Path, data: OpenFile, header: Any, fields: Sequence[Field]
+) -> tuple[dict[str, Any], NDArray[np.uint32] | None]:
+    """Return a file's manifest and checksums `(N,)`; empty and None without one. One of another file is an error."""
+    file, count = manifest_path(path), int(header["num_samples"])
+    if not file.exists():
+        return {}, None
+    with _reading(file):
+        manifest = dict(json.loads(file.read_bytes()))
+        own = _is_of(manifest, count, fields)
+        tables, sealed = int(manifest["tables_crc32"]), bytes.fromhex(manifest["seal"])
+        checksums = np.array(manifest.pop("crc32"), dtype=np.uint32)
+        manifest.pop("blocks", None)
+        expected = seal(tables, checksums)
     current = tables_checksum(data, count, fields, int(header["alloc_table_ptr"]))
     end = tables_end(count, fields)
     stored = data[end : end + SEAL_BYTES].tobytes()
     _require(path, {
-        "it has other samples or fields": own and whole,
+        "it has other samples or fields": own and checksums.shape == (count,),
         "its checksum of the tables differs": tables == current,
         "its seal, a digest of all samples' checksums, differs": expected == sealed == stored,
     })  # fmt: skip
@@ -174,39 +179,24 @@ def read_head(
 ) -> tuple[dict[str, Any], Blocks, int] | None:
     """Return a file's manifest without its checksums, its blocks, and where in it the checksums begin; None without a
     manifest or blocks, which older versions did not write. One of another file is an error."""
-    file, kinds, samples = (
-        manifest_path(path),
-        {field.name: field.kind for field in fields},
-        header["num_samples"],
-    )
-    try:
+    file, count = manifest_path(path), int(header["num_samples"])
+    if not file.exists():
+        return None
+    with _reading(file):
         with file.open("rb") as opened:
             text, at = b"", -1
             while at < 0 and (more := opened.read(_CHUNK)):
                 text += more
                 at = text.find(_LIST, max(len(text) - len(more) - len(_LIST), 0))
-        if at < 0:
-            return None
-        manifest = dict(json.loads(text[:at] + b"}"))
+        manifest = dict(json.loads(text[:at] + b"}")) if at >= 0 else {}
         if "blocks" not in manifest:
             return None
-        own = manifest["samples"] == samples and dict(manifest["fields"]) == kinds
+        own = _is_of(manifest, count, fields)
         sealed = bytes.fromhex(manifest["seal"])
-        whole = set(map(type, list(manifest["classes"]))) <= {str}
-        blocks = Blocks.from_json(manifest.pop("blocks"), int(samples), sealed)
-        check_targets(manifest.get("targets", {}), kinds)
-        check_colors(dict(manifest.get("colors", {})), kinds)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        if is_exhaustion(error):  # which says nothing about the file
-            raise
-        raise BetonError(f"{file} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise BetonError(f"{file} is not a manifest ({error!r}). Delete it, or convert again.") from None
-    end = tables_end(int(samples), fields)
+        blocks = Blocks.from_json(manifest.pop("blocks"), count, sealed)
+    end = tables_end(count, fields)
     _require(path, {
-        "it has other samples or fields": own and whole,
+        "it has other samples or fields": own,
         "its checksum of the header differs": zlib.crc32(data[: tables_start(len(fields))].data) == blocks.head[0],
         "its seal, a digest of all samples' checksums, differs": sealed == data[end : end + SEAL_BYTES].tobytes(),
     })  # fmt: skip

@@ -27,7 +27,7 @@ from ...common.storage.stream import Stream
 from ..native import jpegs
 from .image_modes import mode_of
 from .layout import MODE_RAW, Column, Field, check_numbers, fetch_tables, read_columns
-from .manifest import Blocks, manifest_path, read_head, read_manifest
+from .manifest import manifest_path, read_head, read_manifest
 from .open_file import ChangedError, OpenFile, ReadError
 from .tables import Rows, Tables
 from .targets import decode_mask
@@ -91,7 +91,7 @@ class Beton:
         return Rows(
             np.full(len(indices), self.file.descriptor, np.int32), self.modes[indices].astype(np.int32),
             self.widths[indices], self.heights[indices], self.pointers[indices], self.sizes[indices],
-            (self.file,),
+            files=(self.file,),
         )  # fmt: skip
 
     @property
@@ -273,8 +273,7 @@ class Beton:
                 16 bits, for which Pillow has no mode.
         """
         if self.modes[index] == MODE_RAW:
-            mode = mode_of(self.channels, self.depth)
-            if mode in ("RGB;16", "RGBA;16"):
+            if mode_of(self.channels, self.depth) in ("RGB;16", "RGBA;16"):
                 raise BetonError(
                     f"{self.path}: its images have {self.channels} channels of 16 bits, for which Pillow has no mode. "
                     "Read an array with pixels(index)."
@@ -287,8 +286,7 @@ class Beton:
         except Exception as error:  # damaged files make Pillow's readers raise many types
             raise self.sample_error(index, f"its JPEG data cannot be decoded ({error})") from error
         if image.size != size:
-            reason = f"its JPEG has {image.size} pixels, but the file's metadata has {size}"
-            raise self.sample_error(index, reason)
+            raise self.sample_error(index, f"its JPEG has {image.size} pixels, but the file's metadata has {size}")
         return image
 
     def pixels(self, index: int) -> NDArray[Any]:
@@ -412,49 +410,30 @@ def _identities(path: Path) -> list[tuple[int, int] | None]:
 
 
 def _open(path: Path, patience: float, most: int | None) -> Beton:
+    tables: Tables | None = None
     try:
         header, fields, field, label = fetch_tables(path, patience, most)
         file = OpenFile(path, patience)
-        samples = int(header["num_samples"])
-        large = most is not None and samples > most
+        large = most is not None and int(header["num_samples"]) > most
         if large and (head := read_head(path, file, header, fields)) is not None:
-            return _open_lazily(path, file, header, fields, (field, label), head)
-        columns = read_columns(path, file, header, fields)
-        manifest, checksums = read_manifest(path, file, header, fields)
+            manifest, blocks, lines = head
+            tables = Tables(path, file, header, fields, label, len(manifest["classes"]), blocks, lines)
+            columns, checksums = tables.columns(), tables.checksums()
+        else:
+            columns = read_columns(path, file, header, fields)
+            manifest, checksums = read_manifest(path, file, header, fields)
     except OSError as error:
         if is_exhaustion(error):
             wanted = f"one file descriptor for {path}, and for each other file of the data"
             raise exhaustion(error, wanted) from error
         raise BetonError(f"{path} cannot be read: {error.strerror or error}.") from error
-    if not label.allocated:
-        check_numbers(path, label.kind, columns[label.name].values, len(manifest.get("classes", [])))
     image = columns[field.name]
-    # Contiguous, as the compiled loader requires
-    if field.kind == "rgb_image":
-        modes, widths, heights = (image.values[name].copy() for name in ("mode", "width", "height"))
+    if tables is not None:
+        modes, widths, heights = tables.image_columns(fields.index(field))
     else:
-        modes = np.full(len(image.values), MODE_RAW, dtype=np.uint8)
-        heights, widths = (np.full(len(modes), side, dtype=np.uint16) for side in field.shape[:2])
-    return _beton(path, file, header, (field, label), columns, (modes, widths, heights), manifest, checksums)
-
-
-def _open_lazily(
-    path: Path, file: OpenFile, header: Any, fields: list[Field], parts: tuple[Field, Field],
-    head: tuple[dict[str, Any], Blocks, int],
-) -> Beton:  # fmt: skip
-    manifest, blocks, lines = head
-    field, label = parts
-    tables = Tables(path, file, header, fields, label, len(manifest["classes"]), blocks, lines)
-    images = tables.image_columns(fields.index(field))
-    return _beton(path, file, header, parts, tables.columns(), images, manifest, tables.checksums(), tables)
-
-
-def _beton(
-    path: Path, file: OpenFile, header: Any, parts: tuple[Field, Field], columns: dict[str, Column],
-    images: Sequence[Any], manifest: dict[str, Any], checksums: Any, tables: Tables | None = None,
-) -> Beton:  # fmt: skip
-    (field, label), (modes, widths, heights) = parts, images
-    image = columns[field.name]
+        if not label.allocated:
+            check_numbers(path, label.kind, columns[label.name].values, len(manifest.get("classes", [])))
+        modes, widths, heights = _image_columns(field, image)
     return Beton(
         path=path, file=file, image_name=field.name,
         channels=3 if field.kind == "rgb_image" else (*field.shape, 1)[2], depth=8 * field.dtype.itemsize,
@@ -462,3 +441,11 @@ def _beton(
         columns=columns, label_name=label.name, page_size=int(header["page_size"]),
         manifest=manifest, checksums=checksums, tables=tables,
     )  # fmt: skip
+
+
+def _image_columns(field: Field, image: Column) -> list[Any]:
+    """Return modes, widths and heights, contiguous, as the compiled loader requires."""
+    if field.kind == "rgb_image":
+        return [image.values[name].copy() for name in ("mode", "width", "height")]
+    height, width = (np.full(len(image.values), side, dtype=np.uint16) for side in field.shape[:2])
+    return [np.full(len(image.values), MODE_RAW, dtype=np.uint8), width, height]

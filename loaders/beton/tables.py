@@ -5,7 +5,7 @@ that another program truncates would kill the process (`open_file`)."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -67,12 +67,7 @@ class Rows:
     pointers: NDArray[np.uint64]
     sizes: NDArray[np.uint64]
     # What keeps the descriptors open; none: they stay open anyway.
-    files: tuple[object, ...] = ()
-
-    @classmethod
-    def of(cls, columns: list[Any], files: tuple[object, ...]) -> Rows:
-        descriptors, modes, widths, heights, pointers, sizes = columns
-        return cls(descriptors, modes, widths, heights, pointers, sizes, files)
+    files: tuple[object, ...] = field(default=(), kw_only=True)
 
     @property
     def columns(self) -> tuple[NDArray[Any], ...]:
@@ -82,7 +77,7 @@ class Rows:
         return len(self.modes)
 
     def part(self, samples: slice | Indices) -> Rows:
-        return Rows.of([column[samples] for column in self.columns], self.files)
+        return Rows(*(column[samples] for column in self.columns), files=self.files)
 
 
 class Tables:
@@ -109,11 +104,11 @@ class Tables:
     def columns(self) -> dict[str, Column]:
         """Return the fields by name, as `layout.read_columns`."""
         return {
-            field.name: Column(field, *(
-                self._lazy(read, number) for read in (self._values, self._pointers, self._sizes)
-            ))
+            field.name: Column(
+                field, self._lazy(self._values, number), *(self._lazy(self._place, number, part) for part in range(2))
+            )
             for number, field in enumerate(self._fields)
-        }  # fmt: skip
+        }
 
     def image_columns(self, number: int) -> list[Any]:
         """Return modes, widths and heights of the images, field `number`, each `(N,)`."""
@@ -133,7 +128,7 @@ class Tables:
         pointers, sizes = self._located(number, rows, indices)
         shape = [self._image(number, rows, name) for name in ("mode", "width", "height")]
         descriptors = np.full(len(indices), self._file.descriptor, np.int32)
-        return Rows(descriptors, shape[0].astype(np.int32), shape[1], shape[2], pointers, sizes, (self._file,))
+        return Rows(descriptors, shape[0].astype(np.int32), shape[1], shape[2], pointers, sizes, files=(self._file,))
 
     def _lazy(self, read: Callable[..., NDArray[Any]], *first: Any) -> Any:
         return Lazy(self._samples, partial(read, *first))
@@ -147,13 +142,8 @@ class Tables:
             self._located(number, rows, indices)
         return values
 
-    def _pointers(self, number: int, indices: Indices) -> NDArray[np.uint64]:
-        pointers: NDArray[np.uint64] = self._located(number, self._rows(indices), indices)[0]
-        return pointers
-
-    def _sizes(self, number: int, indices: Indices) -> NDArray[np.uint64]:
-        sizes: NDArray[np.uint64] = self._located(number, self._rows(indices), indices)[1]
-        return sizes
+    def _place(self, number: int, part: int, indices: Indices) -> NDArray[np.uint64]:
+        return self._located(number, self._rows(indices), indices)[part]
 
     def _of_image(self, number: int, name: str, indices: Indices) -> NDArray[Any]:
         rows = self._rows(indices)
@@ -204,7 +194,7 @@ class Tables:
             return np.frombuffer(stored, dtype)
         return self._file.read_many(start + rows * width, width).view(dtype)[:, 0]
 
-    def _located(self, number: int, rows: Any, indices: Indices) -> tuple[Any, Any]:
+    def _located(self, number: int, rows: Any, indices: Indices) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """Return where the data of a field is, and its length, each `(n,)`."""
         field, values = self._fields[number], rows[f"f{number}"]
         if not field.allocated:

@@ -63,8 +63,7 @@ def encode_mask(indices: NDArray[Any]) -> bytes:
         raise ValueError(f"it is {indices.dtype} of shape {indices.shape}; expected integers of shape (H, W)")
     smallest, largest = int(indices.min()), int(indices.max())
     if smallest < 0 or largest > 0xFFFF:
-        wrong = smallest if smallest < 0 else largest
-        raise ValueError(f"it has the class index {wrong}; expected 0 to 65535")
+        raise ValueError(f"it has the class index {smallest if smallest < 0 else largest}; expected 0 to 65535")
     buffer, options = io.BytesIO(), {}
     if largest <= 255:
         image = Image.fromarray(np.ascontiguousarray(indices, dtype=np.uint8))
@@ -200,6 +199,5 @@ def coordinates(kind: str, values: Any) -> NDArray[Any]:
         wrong = (array[:, 2:] < array[:, :2]).any(axis=1)
         if wrong.any():
             row = int(np.argmax(wrong))
-            wrong_box = f"box {row} is {array[row].tolist()}, which ends before it begins"
-            raise ValueError(f"{wrong_box}; expected {names}")
+            raise ValueError(f"box {row} is {array[row].tolist()}, which ends before it begins; expected {names}")
     return array

@@ -65,8 +65,7 @@ class Encoding:
         check_flag("optimize", self.optimize, DataError)
         check_flag("keep_bytes", self.keep_bytes, DataError)
         if self.optimize and self.keep_bytes:
-            wrong = "optimize=True changes a JPEG's bytes, which keep_bytes=True keeps"
-            raise DataError(f"{wrong}. Pass only one of them.")
+            raise DataError("optimize=True changes a JPEG's bytes, which keep_bytes=True keeps. Pass only one of them.")
         if self.smart_threshold is not None and not is_whole(self.smart_threshold, 0):
             raise DataError(f"smart_threshold={self.smart_threshold!r} must be a number of bytes, or None.")
         if not is_number(self.compress_probability, "[0, 1]"):
@@ -75,8 +74,7 @@ class Encoding:
 
     def _check_mode(self) -> None:
         if self.image_mode is not None and self.image_mode not in MODES:
-            known = ", ".join(map(repr, MODES))
-            raise DataError(f"image_mode={self.image_mode!r} is unknown. Use one of {known}.")
+            raise DataError(f"image_mode={self.image_mode!r} is unknown. Use one of {', '.join(map(repr, MODES))}.")
         if self.array_mode is None:
             return
         resize, leave = "Resize the images first", "Leave it out: such images are stored raw"

@@ -95,8 +95,7 @@ class FolderSource(PictureFiles):
             raise DataError(f"{root} is a file. Pass a folder that contains one folder of images per class.")
         folders = sorted(child for child in root.iterdir() if child.is_dir() and not _is_hidden(child.name))
         if not folders:
-            remedy = "Put the images of each class into a separate folder there."
-            raise DataError(f"{root} contains no folders. {remedy}")
+            raise DataError(f"{root} contains no folders. Put the images of each class into a separate folder there.")
         self.root, self.classes = root, [folder.name for folder in folders]
         self.ignored, self._files = [], []
         self._starts = array("q")  # first index of each class in `_files`
@@ -128,8 +127,7 @@ class MaskFolder(PictureFiles):
     def __init__(self, root: Path, masks: Path) -> None:
         self._find_images(root)
         if root.resolve() == masks.resolve():
-            remedy = "Move the masks to a folder of their own."
-            raise DataError(f"{root} is the folder of images and of masks. {remedy}")
+            raise DataError(f"{root} is the folder of images and of masks. Move the masks to a folder of their own.")
         if masks.resolve().is_relative_to(root.resolve()):
             own = str(root / masks.resolve().relative_to(root.resolve())) + os.sep
             self._files = [path for path in self._files if not path.startswith(own)]
@@ -240,8 +238,7 @@ def _add_row(table: Path, line: int, header: list[str], cells: list[str], rows: 
     if not path:
         raise DataError(f"{table}, line {line}: the image's path is empty.")
     if path in rows:
-        twice = f"lines {rows[path][0]} and {line} are both for {path}"
-        raise DataError(f"{table}: {twice}. Keep one row per image.")
+        raise DataError(f"{table}: lines {rows[path][0]} and {line} are both for {path}. Keep one row per image.")
     rows[path] = line, [cell.strip() for cell in cells[1:]]
 
 
@@ -252,8 +249,7 @@ def _match_rows(root: Path, table: Path, names: list[str], rows: dict[str, Row])
         why = "is not an image" if (root / path).is_file() else "does not exist"
         if path.startswith(f"{root.name}/"):
             why += f"; paths are those in {root}, without its name"
-        wrong = f"{root / path} {why}{more}"
-        raise DataError(f"{table}, line {rows[path][0]}: {wrong}. Correct or remove the row.")
+        raise DataError(f"{table}, line {rows[path][0]}: {root / path} {why}{more}. Correct or remove the row.")
     if left := [name for name in names if name not in rows]:
         raise DataError(
             f"{root / left[0]} has no row in {table}{_and_more(len(left), 'images')}. Add a row, or move the image "
@@ -265,8 +261,7 @@ def _labels(table: Path, columns: list[str], rows: list[Row], classes: Sequence[
     """Return class names, and the labels: int64 `(N,)`, float64 `(N,)` or float32 `(N, K)`."""
     if len(columns) > 1:
         if classes:
-            given = f"classes={list(classes)!r:.80}"
-            raise DataError(f"{table} names its columns, so {given} cannot. Leave classes out.")
+            raise DataError(f"{table} names its columns, so classes={list(classes)!r:.80} cannot. Leave classes out.")
         values = [[_number(table, line, name, cell) for name, cell in zip(columns, cells, strict=True)]
                   for line, cells in rows]  # fmt: skip
         return columns, np.array(values, dtype=np.float64)
@@ -287,8 +282,7 @@ def _class_indices(
         if not name:
             raise DataError(f"{table}, line {line}: {column} is empty. Write a class name.")
         if name not in index:
-            where = f"{table}, line {line}"
-            raise DataError(f"{where}: {column} is {name!r}, which is not in classes={names!r:.200}.")
+            raise DataError(f"{table}, line {line}: {column} is {name!r}, which is not in classes={names!r:.200}.")
     return names, [index[name] for _, name in cells]
 
 

@@ -49,8 +49,7 @@ def open_source(
     """Open any source of `convert`, with further `fields`; `classes` are the names in `labels`, in label order."""
     if labels is not None:
         if not isinstance(source, str | Path) or is_shards(source):
-            wrong = f"labels={str(labels)!r} are for a folder of images."
-            raise DataError(f"{wrong} Leave them out for other sources.")
+            raise DataError(f"labels={str(labels)!r} are for a folder of images. Leave them out for other sources.")
         _refuse_fields(fields, "folder")
         if Path(labels).is_dir():
             return MaskFolder(Path(source), Path(labels))
@@ -96,8 +95,7 @@ class ArraySource(SampleSource):
                 "image, (N, K), or one mask per image, (N, H, W)."
             )
         if len(images) != len(labels):
-            counts = f"{len(images)} images and {len(labels)} labels"
-            raise DataError(f"There are {counts}. Pass one label per image.")
+            raise DataError(f"There are {len(images)} images and {len(labels)} labels. Pass one label per image.")
         self._images, self._labels, self.classes = images, labels, []
 
     def __len__(self) -> int:
@@ -242,8 +240,7 @@ def _index(shard: str) -> dict[str, Members]:
                 if member.isfile():
                     _add_member(shard, samples, member)
                 if member.offset_data + member.size > size:
-                    wrong = f"{shard} is truncated within its member {member.name}"
-                    raise DataError(f"{wrong}. Download it again.")
+                    raise DataError(f"{shard} is truncated within its member {member.name}. Download it again.")
             end = tar.offset
         with Path(shard).open("rb") as file:
             file.seek(end)

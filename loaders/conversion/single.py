@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from ...common.errors import DataError, require_suffix
 from ...common.exhaustion import exhaustion, is_exhaustion
 from ...common.terminal import shortened
+from ...common.version import __version__
 from ..beton.layout import Field
 from ..beton.targets import MOVING, STORED_AS
 from ..native.stop import Stopped, stoppable
@@ -83,8 +83,7 @@ class ConvertReport:
         if len(self.fields) > 2 or self.fields.get("label") == "mask":
             lines.append(f"  fields: {', '.join(f'{name} ({kind})' for name, kind in self.fields.items())}")
         lines += shortened([f"  skipped {name}: {reason}" for name, reason in self.skipped], verbose)
-        ignored = [f"  ignored {name}: not an image by its suffix" for name in self.ignored]
-        lines += shortened(ignored, verbose)
+        lines += shortened([f"  ignored {name}: not an image by its suffix" for name in self.ignored], verbose)
         if len(self.classes) > 1 and _SPLITS.issuperset(map(str.lower, self.classes)):
             commands = "; ".join(f"drivetrain convert FOLDER/{name} {name}.beton" for name in self.classes)
             lines.append(
@@ -151,7 +150,7 @@ def convert_here(
         "source": f"{samples.kind} {named}" if isinstance(source, str | Path) else samples.kind,
         **({"origin": origin} if origin else {}),
         "settings": choices.settings,
-        "drivetrain": _version(),
+        "drivetrain": __version__,
     }
     with closing(encoded_samples(conversion, threads, progress)) as encoded:
         written = write_betons(outs, encoded, len(samples), conversion.fields, about)
@@ -161,14 +160,6 @@ def convert_here(
         skipped=[(sample.name, sample.reason) for sample in written.skipped],
         size=written.size, seconds=perf_counter() - start, ignored=list(getattr(samples, "ignored", ())),
     )  # fmt: skip
-
-
-def _version() -> str | None:
-    """Return Drivetrain's version; None if it runs from a folder without being installed."""
-    try:
-        return version("drivetrain")
-    except PackageNotFoundError:
-        return None
 
 
 def _check_files(outs: Sequence[Path]) -> None:
@@ -218,8 +209,7 @@ def first_fields(
             reason = reason or _reason(error)
             if on_error != "skip":
                 raise _failed(source, index, error, fields_of) from _cause(error)
-    first = f"The first, {source.describe(0)}: {reason}"
-    raise DataError(f"None of the {len(source)} samples could be used. {first}.")
+    raise DataError(f"None of the {len(source)} samples could be used. The first, {source.describe(0)}: {reason}.")
 
 
 def encoded_samples(conversion: Conversion, workers: int, progress: bool) -> Generator[Sample | Skipped]:

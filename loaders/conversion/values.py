@@ -41,8 +41,7 @@ def requested_fields(fields: Sequence[str] | Mapping[str, str | None] | None) ->
         if name in ("image", "label"):
             raise DataError(f"The field {name!r} is always included. List only further fields.")
         if kind is not None and kind not in _EXTRA_KINDS:
-            known = ", ".join(_EXTRA_KINDS)
-            raise DataError(f"The field {name!r} has the unknown kind {kind!r}. Use one of {known}.")
+            raise DataError(f"The field {name!r} has the unknown kind {kind!r}. Use one of {', '.join(_EXTRA_KINDS)}.")
     return wanted
 
 
@@ -129,8 +128,7 @@ def store_value(field: Field, value: Any) -> Stored:
         stored: Stored = _STORE[field.kind](field, value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         reason = f": {error}" if isinstance(error, _Mismatch) else ""
-        wrong = f"its field {field.name!r} is {_short(value)}, but should be {field}{reason}"
-        raise DataError(wrong) from None
+        raise DataError(f"its field {field.name!r} is {_short(value)}, but should be {field}{reason}") from None
     return stored
 
 

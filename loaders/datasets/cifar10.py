@@ -80,8 +80,7 @@ def load_cifar10(folder: Path, split: Literal["train", "test"]) -> tuple[Pixels,
     try:
         data = b"".join(_read(Path(folder) / name) for name in FILES[split])
     except OSError as error:
-        remedy = "Call fetch_cifar10() to create the folder."
-        raise DataError(f"CIFAR-10 cannot be read: {error}. {remedy}") from error
+        raise DataError(f"CIFAR-10 cannot be read: {error}. Call fetch_cifar10() to create the folder.") from error
     rows = np.frombuffer(data, np.uint8).reshape(-1, ROW)
     images = np.ascontiguousarray(rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
     return images, rows[:, 0].astype(np.int64)

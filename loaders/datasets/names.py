@@ -39,8 +39,7 @@ def resolve(
         'train.beton'
     """
     if str(source) in NAMES:
-        split = cast(Literal["train", "test"], str(source).partition(":")[2])
-        return _cifar10(split, progress)
+        return _cifar10(cast(Literal["train", "test"], str(source).partition(":")[2]), progress)
     if is_address(source):
         return local_copy(str(source), remote)
     if source == "":

@@ -148,8 +148,7 @@ def _transform(settings: LoaderOptions, depth: int) -> Any:
         steps.append(_on_image(policy) if isinstance(policy, partial) else policy)
     steps.append(v2.PILToTensor())
     if settings.cutout:
-        color = torch.tensor(fill).view(-1, 1, 1)
-        steps.append(_on_image(_cut_out, settings.cutout, color))
+        steps.append(_on_image(_cut_out, settings.cutout, torch.tensor(fill).view(-1, 1, 1)))
     if settings.dtype != torch.uint8:
         steps += [v2.ToDtype(torch.float32, scale=True), v2.Normalize(settings.mean, settings.std)]
         steps.append(v2.ToDtype(settings.dtype))
@@ -203,7 +202,7 @@ def _require_size(size: tuple[int, int], at_least: bool, image: Any) -> Any:
     if at_least and (height < size[0] or width < size[1]):
         raise too_small("one image", height, width, size)
     if not at_least and (height, width) != size:
-        raise odd_size("one image", width, height, size)
+        raise odd_size("one image", height, width, size)
     return image
 
 

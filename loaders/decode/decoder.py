@@ -329,8 +329,7 @@ class Decoder:
             stop.limits(self.coefficient_bytes), library.address(crcs), status.ctypes.data,
         )  # fmt: skip
         if stop.is_set:
-            reason = "its loop has ended, or the loader was closed"
-            raise Stopped(f"The loading of this batch was stopped: {reason}.")
+            raise Stopped("The loading of this batch was stopped: its loop has ended, or the loader was closed.")
         if crcs is not None and not self._beton.are_unchanged(indices, crcs):
             for index in indices.tolist():
                 beton, own = self._beton.locate(index)

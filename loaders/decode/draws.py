@@ -123,11 +123,8 @@ def _draw_three(keys: NDArray[np.uint64], color_jitter: float) -> Drawn:
     radii = RADII[0] + (RADII[1] - RADII[0]) * drawn[:, 1:2]
     strength = np.select([three == COLOR, three == SOLARIZE], [-1.0, 127.5 / 255], radii)
     order = _ORDERS[(drawn[:, 5] * len(_ORDERS)).astype(np.int64)]
-    factors = color_jitter * (2 * drawn[:, 2:5] - 1)
-    operations, magnitudes = (
-        np.concatenate([three, order], axis=1),
-        np.concatenate([strength, factors], axis=1),
-    )
+    operations = np.concatenate([three, order], axis=1)
+    magnitudes = np.concatenate([strength, color_jitter * (2 * drawn[:, 2:5] - 1)], axis=1)
     return Drawn(operations[:, None], magnitudes[:, None], np.empty((len(keys), 0), dtype=np.float32))
 
 

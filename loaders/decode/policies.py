@@ -47,8 +47,7 @@ STILL = ("three_augment",)
 def complete(policy: Any) -> tuple[str, dict[str, Any]]:
     """Return the name and all options, with defaults, of a policy such as `{"name": "rand_augment", "num_ops": 2}`."""
     if not isinstance(policy, Mapping) or "name" not in policy:
-        example = "{'name': 'rand_augment'}"
-        raise DataError(f"policy={policy!r:.80} must be a dict with a name, {example}, or None.")
+        raise DataError(f"policy={policy!r:.80} must be a dict with a name, {{'name': 'rand_augment'}}, or None.")
     name = policy["name"]
     if not isinstance(name, str) or name not in POLICIES:
         raise DataError(f"policy['name']={name!r} is unknown.{suggest(str(name), POLICIES)}")

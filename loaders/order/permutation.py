@@ -65,8 +65,15 @@ def _network(numbers: NDArray[np.uint64], bits: int, key: Keys) -> NDArray[np.ui
     return found
 
 
+def splitmix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a pseudo-random number for each, `(n,)`: SplitMix64 (Steele et al. 2014, "Fast splittable pseudorandom
+    number generators")."""
+    found: NDArray[np.uint64] = _stirred(values + _GOLDEN)
+    return found
+
+
 def _stirred(values: Any) -> Any:
-    """Return the 64 bits mixed: SplitMix64's last step (Steele et al. 2014)."""
+    """Return the 64 bits mixed: SplitMix64's last step."""
     values = (values ^ (values >> np.uint64(30))) * _FIRST
     values = (values ^ (values >> np.uint64(27))) * _SECOND
     return values ^ (values >> np.uint64(31))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+from ...common.rows import local_part
 
 if TYPE_CHECKING:
     from ..base import Engine
@@ -35,11 +37,6 @@ DIVIDES = {
 
 def shards_parameters(strategy: str) -> bool:
     return "parameters" in DIVIDES.get(strategy, "").split()
-
-
-def adamw_bytes(strategy: str, ranks: int) -> tuple[float, float, float]:
-    """Return `rank_bytes` of one parameter with AdamW in fp32."""
-    return rank_bytes(strategy, ranks, 4.0, 4.0, 8.0)
 
 
 def rank_bytes(
@@ -86,9 +83,7 @@ def held_bytes(engine: Engine) -> HeldBytes:
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    # `to_local` is a DTensor's, whose class takes a second to import.
-    own: Iterable[Any] = (tensor.detach() for tensor in tensors)
-    storages = [(t.to_local() if hasattr(t, "to_local") else t).untyped_storage() for t in own]
+    storages = [local_part(tensor.detach()).untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ...common.errors import StrategyError
 from ...common.terminal import Wait
-from ..devices import local_rank
+from ..devices import local_rank, wait_for
 from .meeting import (
     FailedRankError,
     Meeting,
@@ -199,11 +199,10 @@ def all_reduce_speed(size: int, device: torch.device) -> AllReduce:
 
 
 def _timed(values: torch.Tensor) -> float:
-    finish = torch.cuda.synchronize if values.is_cuda else lambda _: None
-    finish(values.device)
+    wait_for(values.device)
     start = time.perf_counter()
     dist.all_reduce(values)
-    finish(values.device)
+    wait_for(values.device)
     return time.perf_counter() - start
 
 

@@ -8,6 +8,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from ..devices import wait_for
+
 SLOW = 0.5  # of the median of other machines: below that it is broken or shared, not noise
 _SIDE = 1024  # of the matrices
 _SECONDS = 0.2  # that products take at least
@@ -49,11 +51,13 @@ def bandwidths(hosts: Sequence[str], health: Sequence[Health]) -> dict[str, floa
 
 def _operations(device: torch.device) -> float:
     left, right = (torch.ones(_SIDE, _SIDE, device=device) for _ in range(2))
-    _wait(left @ right)
+    left @ right
+    wait_for(device)
     start, times = time.perf_counter(), list[float]()
     while time.perf_counter() - start < _SECONDS or len(times) < _REPEATS:
         began = time.perf_counter()
-        _wait(left @ right)
+        left @ right
+        wait_for(device)
         times.append(time.perf_counter() - began)
     return float(2 * _SIDE**3 / min(times))
 
@@ -94,11 +98,6 @@ def _exchange(one: int, other: int, device: torch.device) -> float:
                 dist.send(values, peer)
             else:
                 dist.recv(values, peer)
-        _wait(values)
+        wait_for(device)
         times.append(time.perf_counter() - start)
     return 2 * _SENT / min(times[1:])
-
-
-def _wait(values: torch.Tensor) -> None:
-    if values.is_cuda:
-        torch.cuda.synchronize(values.device)

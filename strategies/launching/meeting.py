@@ -41,10 +41,7 @@ _PAUSE = 0.02  # seconds before the answer to another start is looked at again
 BEAT = 1.0  # seconds between two heartbeats
 _MISSED = 3.5  # seconds without a heartbeat after which a rank counts as lost
 _ANSWER = 5.0  # seconds that the store has for an answer
-_WANTED, _WRITTEN = (
-    "stacks/wanted",
-    "stacks/written",
-)  # keys: who collects stacks, and the sentence about their file
+_WANTED, _WRITTEN = "stacks/wanted", "stacks/written"  # keys: who collects stacks, and the sentence about their file
 _STACK = 20_000  # characters of a rank's stacks
 _meetings = 0  # of this process, whether or not the others came
 Told = tuple[str, tuple[Mapping[str, Any], ...]]  # the name of a meeting, and what each rank has told

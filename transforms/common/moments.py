@@ -238,3 +238,9 @@ class Session(Follower[Loop]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state returned by `state_dict`."""
+
+
+def session_at(**moments: Callable[[Loop], object]) -> Session:
+    """Return a session without a state, which calls each function at the moment of its name."""
+    session: Session = type("Session", (Session,), {name: staticmethod(call) for name, call in moments.items()})()
+    return session
