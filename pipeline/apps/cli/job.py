@@ -5,8 +5,7 @@ from pathlib import Path
 
 import click
 
-from .options import Command, Place, Text, argument, option, recipe_arguments, say
-from .training import check_sources
+from .options import Command, Place, Text, argument, check_sources, option, recipe_arguments, say
 
 SCHEDULERS = ("slurm", "kubernetes", "jobset", "ray", "skypilot")
 

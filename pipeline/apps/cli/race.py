@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ....common.errors import MissingExtra, PlanError
-from .options import Command, File, Text, option, quiet, recipe_arguments
-from .training import completed_recipe
+from .options import Command, File, Text, completed_recipe, option, quiet, recipe_arguments
 
 if TYPE_CHECKING:
     from ...describe.pipeline_spec import PipelineSpec
