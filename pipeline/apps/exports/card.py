@@ -98,7 +98,7 @@ def write_card(
 
 def _front_matter(facts: Mapping[str, Any], kind: str) -> str:
     about: dict[str, Any] = {"tags": ["drivetrain", "onnx" if kind == "onnx" else "pytorch"]}
-    if str(facts.get("task", "")).startswith(("Classification(", "MultiLabel(")):
+    if str(facts.get("task", "")).startswith(_LOGITS):
         about = {"pipeline_tag": "image-classification", **about}
     return f"---\n{yaml.safe_dump(about, sort_keys=False)}---"
 
