@@ -92,11 +92,7 @@ def serve_app(
     from starlette.responses import HTMLResponse, JSONResponse
     from starlette.routing import Route
 
-    for name, value in (
-        ("max_bytes", max_bytes),
-        ("max_pixels", max_pixels),
-        ("max_in_flight", max_in_flight),
-    ):
+    for name, value in (("max_bytes", max_bytes), ("max_pixels", max_pixels), ("max_in_flight", max_in_flight)):
         check_number(name, value, PlanError, "[1, inf)")
     check_number("timeout", timeout, PlanError, "(0, inf)")
     result = run if isinstance(run, FitResult) else load_run(run, trust_code=trust_code)

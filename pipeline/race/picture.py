@@ -33,11 +33,7 @@ def figure_of(race: Any) -> Any:
         line = medians(runs)
         label = f"{row.variant}: {row.reached} of {row.runs} reached it"
         axes.plot(
-            [at / scale for at, _ in line],
-            [accuracy for _, accuracy in line],
-            color=color,
-            linewidth=1.6,
-            label=label,
+            [at / scale for at, _ in line], [accuracy for _, accuracy in line], color=color, linewidth=1.6, label=label
         )
         if row.seconds is not None:
             axes.plot([row.seconds.value / scale], [race.target], "|", color=color, markersize=16, markeredgewidth=2)

@@ -152,10 +152,7 @@ class _Race:
         self._result, self._runs, self._variants, self._seeds = result, runs, variants, seeds
         self._file, self._paired = file, paired
         self._bar = tqdm(
-            total=len(seeds) * len(variants),
-            unit="run",
-            disable=not (progress and is_interactive()),
-            leave=False,
+            total=len(seeds) * len(variants), unit="run", disable=not (progress and is_interactive()), leave=False
         )
 
     @property

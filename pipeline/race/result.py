@@ -250,15 +250,9 @@ class RaceResult:
         except (OSError, ShapeError) as error:
             raise LedgerError(f"{path} is not the file of a race: {error}. Pass another name, or delete it.") from None
         return cls(
-            saved.target,
-            tuple(saved.variants),
-            saved.runs,
-            saved.monitor,
-            saved.give_up,
-            saved.facts,
-            saved.stopped,
+            saved.target, tuple(saved.variants), saved.runs, saved.monitor, saved.give_up, saved.facts, saved.stopped,
             saved.provenance,
-        )
+        )  # fmt: skip
 
 
 class _File(Struct):

@@ -45,19 +45,11 @@ def errors(
 
 @click.command(cls=Command)
 @argument(
-    "runs",
-    "Folders or addresses of runs (train --out), any number.",
-    Place(),
-    nargs=-1,
-    required=True,
+    "runs", "Folders or addresses of runs (train --out), any number.", Place(), nargs=-1, required=True,
     metavar="RUN...",
-)
+)  # fmt: skip
 @option("--out FILE", "Also draw the curves: .png, .svg or .pdf.", File())
-@option(
-    "--json",
-    "Print one JSON object: the figures of each run, and what differs in its recipe.",
-    name="as_json",
-)
+@option("--json", "Print one JSON object: the figures of each run, and what differs in its recipe.", name="as_json")
 def compare(runs: tuple[Path | str, ...], out: Path | None, as_json: bool) -> None:
     """Compare runs, and show where their recipes differ.
 

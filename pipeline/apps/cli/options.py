@@ -161,14 +161,11 @@ def recipe_arguments(
 
 
 out_folder = option(
-    "--out FOLDER",
-    "Folder for the results, created if missing; or an address, such as s3://bucket/run.",
-    Place(),
+    "--out FOLDER", "Folder for the results, created if missing; or an address, such as s3://bucket/run.", Place()
 )
 workers = option("--workers N", "Threads. Default: one per core.", int)
 trust_code = option(
-    "--trust-code",
-    "Execute the file script_….py in the run's folder, what its training script defined. Read it first.",
+    "--trust-code", "Execute the file script_….py in the run's folder, what its training script defined. Read it first."
 )
 quiet = option("--quiet", "Print only errors, the result and what was requested: no progress, no warnings.")
 

@@ -214,11 +214,7 @@ def _tuned(pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool, **
     multiple=True,
 )
 @option("--target SHARE", "Tune the time to this accuracy, 0 to 1, instead of the speed.", float)
-@option(
-    "--epochs N",
-    "Epochs of each of these short runs, 1 unless given; with --target, of each run.",
-    int,
-)
+@option("--epochs N", "Epochs of each of these short runs, 1 unless given; with --target, of each run.", int)
 @option("--again", "Measure again what is kept of this tuning on this machine, or in --out.")
 @quiet
 def tune(
@@ -278,9 +274,7 @@ def what_is_left(interrupt: TrainingInterrupted, out: Path | str | None) -> str:
 @option("--folds N", "Parts of the training data, of which each is held out once.", int, default=5)
 @out_folder
 @option(
-    "--json",
-    "Print one JSON object: the metrics of each fold, mean and spread, and the pooled errors.",
-    name="as_json",
+    "--json", "Print one JSON object: the metrics of each fold, mean and spread, and the pooled errors.", name="as_json"
 )
 @quiet
 def folds(
@@ -305,11 +299,7 @@ def folds(
 @argument("run", "Folder or address of a finished run (train --out).", Place())
 @argument("image", "Images, folders of images, patterns, or .beton files.", FILES, nargs=-1)
 @option("--out PLACE", "Write a table (.csv, .parquet), or a new folder of masks (segmentation).", File())
-@option(
-    "--on-error HOW",
-    "raise (default), or skip: a damaged image gets a row with the error.",
-    Text("raise", "skip"),
-)
+@option("--on-error HOW", "raise (default), or skip: a damaged image gets a row with the error.", Text("raise", "skip"))
 @option("--json", "Print one JSON object per image, with all probabilities.", name="as_json")
 @trust_code
 def predict(
@@ -383,9 +373,7 @@ def _prediction_text(row: dict[str, Any]) -> str:
     File(),
 )
 @option(
-    "--tolerance X",
-    "Largest difference of a program's outputs, relative to the largest one. Default: 0.001.",
-    float,
+    "--tolerance X", "Largest difference of a program's outputs, relative to the largest one. Default: 0.001.", float
 )
 @trust_code
 @quiet

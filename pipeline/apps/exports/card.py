@@ -117,12 +117,7 @@ def _origin(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> str:
 
 
 def _use(
-    exported: Path,
-    kind: str,
-    names: str,
-    facts: Mapping[str, Any],
-    difference: Difference | None,
-    scaled: bool,
+    exported: Path, kind: str, names: str, facts: Mapping[str, Any], difference: Difference | None, scaled: bool
 ) -> Iterator[str]:
     inputs = Inputs.from_dict(facts["inputs"]) if "inputs" in facts else None
     shape = "(1, 3, 224, 224)"  # of what the run does not say
