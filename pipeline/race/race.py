@@ -56,7 +56,6 @@ def race(
         raise PlanError(f"out={str(out)!r} must end in .json: it keeps the runs, from which the next call continues.")
     given = _variants(spec, against)
     if epochs is not None:
-        check_whole("epochs", epochs, PlanError, 1)
         given = {name: one.replace(epochs=epochs) for name, one in given.items()}
     plans = {name: _checked(name, one, progress) for name, one in given.items()}
     monitor = _monitor(plans)

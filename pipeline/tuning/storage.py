@@ -1,7 +1,6 @@
 """The training data in another storage format, as a change to try. They are converted only if a sample loads faster,
 and if they fit into the time, onto the disk and into the memory; and removed unless the change is accepted."""
 
-import dataclasses
 import io
 import json
 import shutil
@@ -32,6 +31,7 @@ from ...loaders.options import check_workers
 from ...loaders.sources import files_of
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
+from ..ledger.variants import with_data
 from ..measuring.statistics import WORTH
 from ..measuring.trials import phases
 from ..runs.facts import stamp
@@ -87,8 +87,7 @@ class Storage:
 
     def change(self, spec: PipelineSpec) -> PipelineSpec:
         """Return the pipeline that trains on the converted data; those of the evaluation stay."""
-        assert spec.data is not None
-        return spec.replace(data=dataclasses.replace(spec.data, train=str(self.path)))
+        return with_data(spec, train=str(self.path))
 
     def convert(self) -> str:
         """Convert the data; return why not, or ""."""

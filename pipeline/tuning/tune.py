@@ -56,7 +56,6 @@ def tune(
     check_measurable(seconds)
     begin = perf_counter()
     if target is not None and epochs is not None:
-        check_whole("epochs", epochs, PlanError, 1)
         spec = spec.replace(epochs=epochs)
     plan = resolve_data(resolve(spec), progress)
     spec = spec.replace(distribution=plan.spec.distribution)  # its precision is decided
