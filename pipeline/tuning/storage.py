@@ -18,7 +18,7 @@ from PIL import Image
 from ...common import machine
 from ...common.errors import DrivetrainError
 from ...common.storage.addresses import is_address
-from ...common.storage.files import atomic_file
+from ...common.storage.files import write_file
 from ...loaders.advice.report import bytes_text
 from ...loaders.advice.sample import Converted, DataSet, Sample, converted, formats, loading_rate
 from ...loaders.beton.data_set import BetonFiles, open_files
@@ -105,8 +105,7 @@ class Storage:
                 self, self.path, workers=self._threads, classes=self._files.classes or None, progress=False,
                 **self._options,
             )  # fmt: skip
-            with atomic_file(self._note) as file:
-                file.write(json.dumps(self._stamps()).encode())
+            write_file(self._note, json.dumps(self._stamps()))
         except DrivetrainError as error:
             return str(error)
         return ""

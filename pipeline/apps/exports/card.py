@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from ....common.errors import CheckpointError, DrivetrainError
-from ....common.storage.files import atomic_file
+from ....common.storage.files import write_file
 from ....common.table import Table
 from ....loaders.image_size import height_width
 from ....loaders.options import fill_color
@@ -92,8 +92,7 @@ def write_card(
     if recipe:
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
         parts.append(f"## Recipe\n\n```yaml\n{text}```")
-    with atomic_file(path) as file:
-        file.write("\n\n".join(filter(None, parts)).encode() + b"\n")
+    write_file(path, "\n\n".join(filter(None, parts)) + "\n")
 
 
 def _front_matter(facts: Mapping[str, Any], kind: str) -> str:
