@@ -116,11 +116,12 @@ def train(
     with pipeline_of(recipe, overrides, train, val) as pipeline:
         from ....strategies.launching.group import is_main_process
         from ...checkpoints.directory import Checkpoints
-        from ...measuring.runner import check_measurable
         from ...runs.fit import fit
         from ...telemetry.history import shown
 
         if ledger:
+            from ...measuring.runner import check_measurable
+
             check_measurable(ledger_seconds)  # before training, not after it
         callbacks = [{"name": one} if isinstance(one, str) else one for one in options.pop("callbacks")]
         given = {key: one for key, one in options.items() if one not in (None, ()) and one is not False}
