@@ -22,6 +22,7 @@ from ..describe.resolve import ResolvedPlan
 from ..describe.rules import family
 from ..ledger.variants import with_data, with_distribution, with_transform
 from ..optim.config import OptimizerConfig
+from .result import Tried
 from .storage import Storage, storages
 
 Bottleneck = Literal["data", "step", "communication"]
@@ -242,6 +243,13 @@ def fitting(plan: ResolvedPlan) -> list[Candidate]:
     if not own.activation_checkpointing:
         changes.append(_distributed("activation_checkpointing", True, "step"))
     return changes
+
+
+def untried(changes: Sequence[Candidate], trials: Sequence[Tried]) -> list[Tried]:
+    """Return the changes that are not among the trials, for which there was no time."""
+    names = {one.name for one in trials}
+    left = (one for one in changes if one.name not in names)
+    return [Tried(one.name, one.bottleneck, "not tried", reason="no time was left") for one in left]
 
 
 def ordered(changes: list[Candidate], bottleneck: Bottleneck) -> list[Candidate]:

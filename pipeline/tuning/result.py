@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import yaml
 from msgspec import Struct
@@ -235,23 +235,6 @@ class TuneInterrupted(KeyboardInterrupt):
 
     def __reduce__(self) -> Any:
         return type(self), (self.tuned,)
-
-
-class Change(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def bottleneck(self) -> str: ...
-
-
-def untried(changes: Sequence[Change], trials: Sequence[Tried]) -> list[Tried]:
-    """Return the changes that are not among the trials, for which there was no time."""
-    names = {one.name for one in trials}
-    return [
-        Tried(one.name, one.bottleneck, "not tried", reason="no time was left")
-        for one in changes
-        if one.name not in names
-    ]
 
 
 class _File(Struct):

@@ -34,9 +34,10 @@ from .candidates import (
     place,
     remembered,
     to_target,
+    untried,
 )
 from .kept import Kept, KeptResults, Results
-from .result import Outcome, Tried, Tuned, TuneInterrupted, untried
+from .result import Outcome, Tried, Tuned, TuneInterrupted
 from .to_target import TargetTuner
 
 # Of the budget, at most for a trial: with two pipelines, a change can have all its rounds in half of it.
