@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import DataError
-from .storage.files import atomic_file
+from .storage.files import write_file
 from .storage.json_files import to_json
 
 INK, PALE, GRID, BAND = "#222222", "#b8c4cc", "#e4e8ea", "#f3f3f3"
@@ -79,9 +79,7 @@ def _dark_style() -> str:
 
 def save_picture(figure: Any, path: Path, dpi: int = 110, **options: Any) -> Path:
     """Write a figure whole or not at all, in the format of the path's suffix."""
-    content = drawn(figure, path.suffix, dpi=dpi, **options)
-    with atomic_file(path) as file:
-        file.write(content)
+    write_file(path, drawn(figure, path.suffix, dpi=dpi, **options))
     return path
 
 
@@ -99,9 +97,7 @@ def save_result(result: Shown, path: str | Path, **options: Any) -> None:
     if path.suffix in SUFFIXES:
         save_picture(result.show(), path, **options)
     elif path.suffix == ".json":
-        content = to_json(result.to_dict(), indent=1).encode()
-        with atomic_file(path) as file:
-            file.write(content)
+        write_file(path, to_json(result.to_dict(), indent=1))
     else:
         raise DataError(f"{path} must end in .json, .png, .svg or .pdf.")
 

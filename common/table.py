@@ -130,6 +130,21 @@ class Table:
         return f"<tr>{''.join(texts)}</tr>"
 
 
+class Printed:
+    """A result that prints as tables with sentences below them, in terminals and notebooks."""
+
+    def _content(self) -> tuple[Sequence[Table], Sequence[str]]:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        (tables, sentences), width = self._content(), screen_width()
+        return "\n".join([*(table.text(width) for table in tables), *wrapped(sentences, width)])
+
+    def _repr_html_(self) -> str:
+        tables, sentences = self._content()
+        return "".join([*(table.html() for table in tables), *(f"<p>{html.escape(one)}</p>" for one in sentences)])
+
+
 def screen_width(otherwise: int = 110) -> int:
     """Return the columns of the terminal; of a file or a pipe, `otherwise`: what most tables need."""
     return shutil.get_terminal_size((otherwise, 24)).columns

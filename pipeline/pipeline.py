@@ -473,14 +473,7 @@ class Pipeline(PipelineSpec):
         from .tuning.tune import tune
 
         return tune(
-            self,
-            seconds=seconds,
-            allow=allow,
-            epochs=epochs,
-            target=target,
-            out=out,
-            again=again,
-            progress=progress,
+            self, seconds=seconds, allow=allow, epochs=epochs, target=target, out=out, again=again, progress=progress
         )
 
     def race(

@@ -28,7 +28,7 @@ from functools import cache, cached_property
 from inspect import Parameter
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, Union, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from ..checks import ANY, is_flag, is_number, is_whole, number_text, plain, whole_text
 from ..errors import DrivetrainError, PlanError, suggest
@@ -139,10 +139,6 @@ class Option:
         return next(keys, self.name)
 
     @property
-    def in_plan(self) -> bool:
-        return IN_WORDS not in self.marks
-
-    @property
     def choices(self) -> tuple[Any, ...]:
         return tuple(value for kind in self.kinds for value in kind.choices)
 
@@ -209,8 +205,8 @@ class Config:
 
     def for_plan(self) -> str:
         """Return `, name=value` for each option whose value is not the default and which is not described in words."""
-        options = options_of(type(self))
-        return "".join(f", {name}={value}" for name, value in self.changed().items() if options[name].in_plan)
+        marks = {name: option.marks for name, option in options_of(type(self)).items()}
+        return "".join(f", {name}={value}" for name, value in self.changed().items() if IN_WORDS not in marks[name])
 
     @classmethod
     def split(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,14 +225,10 @@ class Config:
         return cls(**given)
 
 
+@cache
 def options_of(config: type[Config]) -> dict[str, Option]:
     """Return the options of a config by name: its own before those that it inherits."""
-    return _read(cast(Any, config))
-
-
-@cache
-def _read(config: Any) -> dict[str, Option]:
-    declared: dict[str, tuple[type[Config], str]] = {}
+    declared: dict[str, tuple[Any, str]] = {}
     for owner in config.__mro__:
         for name, source in inspect.get_annotations(owner).items():
             declared.setdefault(name, (owner, source))

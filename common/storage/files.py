@@ -106,6 +106,12 @@ def atomic_files(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
             sync(paths[-1].parent)
 
 
+def write_file(path: Path, content: bytes | str) -> None:
+    """Write a file as `atomic_file` does; text is UTF-8."""
+    with atomic_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
 @contextmanager
 def _failure_names(path: Path) -> Iterator[None]:
     try:

@@ -19,6 +19,7 @@ from PIL import Image
 
 from ...common.checks import check_number
 from ...common.errors import CheckpointError, DataError, PlanError, require
+from ...common.signals import handled
 from ...strategies.devices import pick_device
 from ..runs.prediction import listed, predicted
 from ..runs.predictions import UNSEEN, mask_of
@@ -91,11 +92,7 @@ def serve_app(
     from starlette.responses import HTMLResponse, JSONResponse
     from starlette.routing import Route
 
-    for name, value in (
-        ("max_bytes", max_bytes),
-        ("max_pixels", max_pixels),
-        ("max_in_flight", max_in_flight),
-    ):
+    for name, value in (("max_bytes", max_bytes), ("max_pixels", max_pixels), ("max_in_flight", max_in_flight)):
         check_number(name, value, PlanError, "[1, inf)")
     check_number("timeout", timeout, PlanError, "(0, inf)")
     result = run if isinstance(run, FitResult) else load_run(run, trust_code=trust_code)
@@ -275,12 +272,8 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         print(f"{run}: http://{shown}:{listener.getsockname()[1]} (Ctrl-C ends it)", flush=True)
         # uvicorn repeats a signal when it has ended; here nothing is left to do then.
-        before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with handled((signal.SIGINT, signal.SIGTERM), lambda *_: None):
             uvicorn.Server(config).run(sockets=[listener])
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -147,10 +147,7 @@ class PipelineSpec:
 
     @documented(DataConfig, ImageOptions)
     def load(
-        self,
-        train: str | Path | Mapping[str, float],
-        val: str | Path | None = None,
-        **options: Unpack[DataKeywords],
+        self, train: str | Path | Mapping[str, float], val: str | Path | None = None, **options: Unpack[DataKeywords]
     ) -> Self:
         """Set the data: `.beton` files, their addresses, or data sets by name: `"cifar10:train"`, `"cifar10:test"`.
 

@@ -106,15 +106,9 @@ class Plan:
 
 
 def lay_out(
-    spec: PipelineSpec,
-    data: DataConfig,
-    transforms: tuple[Transform, ...],
-    strategy: Strategy,
-    precision: str = "",
-    counts: str = "",
-    targets: str = "",
-    classes: str = "",
-) -> tuple[Step, ...]:
+    spec: PipelineSpec, data: DataConfig, transforms: tuple[Transform, ...], strategy: Strategy, precision: str = "",
+    counts: str = "", targets: str = "", classes: str = "",
+) -> tuple[Step, ...]:  # fmt: skip
     """`transforms` are sorted, `precision` is the reason for it, `counts` says how many samples go where, `targets`
     is a note on their scale, and `classes` one on the number of classes; each may be empty."""
     how, optimization = spec.distributed, spec.optimized

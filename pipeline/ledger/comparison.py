@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...common.table import Table, screen_width, wrapped
+from ...common.table import Printed, Table
 from ..measuring.statistics import Ratio, ratio_of_means
 from ..measuring.variant import EXTRAS, SPLIT, VariantId
 from .ledger import Ledger
@@ -34,19 +33,15 @@ class Compared:
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Printed):
     names: tuple[str, str]  # of the files
     rows: list[Compared]
     missing: dict[VariantId, str]  # variants that only one has, with the name of that ledger
     differences: list[str]  # in recipe, hardware, versions and revision, one sentence each
     failed: list[str] = field(default_factory=list)  # variants and unresolved ratios, one sentence each
 
-    def __repr__(self) -> str:
-        width = screen_width()
-        return "\n".join([self._table().text(width), *wrapped(self._sentences(), width)])
-
-    def _repr_html_(self) -> str:
-        return self._table().html() + "".join(f"<p>{html.escape(s)}</p>" for s in self._sentences())
+    def _content(self) -> tuple[list[Table], list[str]]:
+        return [self._table()], self._sentences()
 
     def _table(self) -> Table:
         words = {True: "yes", False: "no", None: ""}

@@ -55,10 +55,9 @@ def _named(ledger: LedgerData, lowest: VariantId, limits: str, reach: str) -> st
         return f"The loader is the bottleneck: {limits}. {reach} Next, {_for_the_loader(ledger)}."
     split, core = ledger.time_breakdown, ledger.model_without_additions
     largest = max(PARTS, key=lambda one: split.get(one, 0.0))
-    if core is None:
-        return f"The model is the bottleneck: {limits}. {reach} Next, {_for_the_model(ledger)}."
-    limits += f" with its batch transforms, loss and hooks, and about {speed_text(core)} without them"
-    if largest not in ADDED:
+    if core is not None:
+        limits += f" with its batch transforms, loss and hooks, and about {speed_text(core)} without them"
+    if core is None or largest not in ADDED:
         return f"The model is the bottleneck: {limits}. {reach} Next, {_for_the_model(ledger)}."
     words, verb = _ADDED[largest]
     return (

@@ -12,12 +12,13 @@ from msgspec import Meta, Struct
 from ...common.errors import DrivetrainError, MissingExtra, require
 from ...common.pictures import displayed, save_result
 from ...common.storage.json_files import ShapeError, convert, finite, parse
+from ...common.table import Printed, Table
 from ..measuring.statistics import LEVEL
 from ..measuring.variant import PLAIN, Costs, Kind, Trial, VariantId
 from . import findings
 from .data import Accuracies, LedgerData, Row, Trained
 from .picture import picture
-from .table import html_text, text
+from .table import sentences, tables
 
 V = TypeVar("V")
 
@@ -103,7 +104,7 @@ def _plain(value: Any) -> Any:
     return finite(value)
 
 
-class Ledger(LedgerData):
+class Ledger(Printed, LedgerData):
     """The result of `Pipeline.ledger`; see `LedgerData` for the attributes.
 
     Example::
@@ -215,11 +216,8 @@ class Ledger(LedgerData):
         """Return the picture, which a notebook displays: a matplotlib figure. Raise MissingExtra without matplotlib."""
         return displayed(picture(self))
 
-    def __repr__(self) -> str:
-        return text(self)
-
-    def _repr_html_(self) -> str:
-        return html_text(self)
+    def _content(self) -> tuple[list[Table], list[str]]:
+        return tables(self), sentences(self)
 
 
 class LedgerInterrupted(KeyboardInterrupt):

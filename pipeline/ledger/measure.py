@@ -39,8 +39,7 @@ from ..measuring.runner import (
     peak_bytes,
 )
 from ..measuring.variant import PLAIN, Costs, Trial, VariantId, same_samples
-from ..runs.config import FitConfig
-from ..runs.facts import fit_options
+from ..runs.facts import measured_config
 from ..runs.fit import fit
 from ..tasks.scales import check_comparable
 from ..telemetry.history import Epoch, Monitor
@@ -440,8 +439,7 @@ def train_each(
 
 def _trained(variant: Variant, epochs: int, target: float | None, sets_target: bool) -> Trained:
     try:
-        config = FitConfig(epochs=epochs, progress=False, checkpoints=None, **fit_options(variant.spec))
-        run = fit(variant.spec, config).history
+        run = fit(variant.spec, measured_config(variant.spec, epochs=epochs)).history
     except Exception as error:  # e.g. out of memory: continue with the others
         return Trained(failed=describe_error(error))
     accuracy = None if run.monitored is None else run.monitor.fraction(run.monitored)

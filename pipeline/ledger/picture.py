@@ -1,7 +1,7 @@
 """The plot of a ledger: throughput with the ceilings, what each stage contributes, and the time breakdown."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...common.errors import require
@@ -24,7 +24,7 @@ BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # a text that 
 def picture(ledger: LedgerData) -> Any:
     figure_class = require("matplotlib.figure", "plot", "draw the ledger").Figure
     heights = [1.5 + 0.42 * len(ledger.rows)]
-    measured = [stage for stage in ledger.stages if _resolved(stage)]
+    measured = any(gain and gain.resolved for stage in ledger.stages for gain in _places(stage))
     heights += [1.2 + 0.5 * len(ledger.stages)] if measured else []
     heights += [1.1] if ledger.time_breakdown else []
     figure = figure_class(figsize=(8.5, sum(heights)), layout="constrained")
@@ -94,10 +94,6 @@ def _places(stage: Any) -> tuple[Ratio | None, ...]:
     return stage.alone, stage.in_turn, stage.last
 
 
-def _resolved(stage: Any) -> bool:
-    return any(gain is not None and gain.resolved for gain in _places(stage))
-
-
 def _gains(axes: Any, ledger: LedgerData) -> None:
     """Draw each stage's gains; an unresolved one has no point: its interval would be wider than the plot."""
     stages = ledger.stages
@@ -135,15 +131,17 @@ def _title(axes: Any, text: str) -> None:
     axes.set_title(text, loc="left", color=INK, fontsize=11)
 
 
+def machine_text(known: Mapping[str, Any]) -> str:
+    """Return the hardware and the versions of a provenance, in words."""
+    hardware, versions = known["hardware"], known["versions"]
+    where = ", ".join(hardware["gpus"]) or f"{hardware['processor']}, {hardware['cores']} cores"
+    return f"{where}; torch {versions['torch']}, Drivetrain {versions['drivetrain']}"
+
+
 def caption(ledger: LedgerData) -> str:
     made = f"{len(ledger.rounds)} interleaved round{'s' * (len(ledger.rounds) != 1)}"
     machine = ledger.facts.get("provenance")
     if machine:
-        hardware, versions = machine["hardware"], machine["versions"]
-        where = ", ".join(hardware["gpus"]) or f"{hardware['processor']}, {hardware['cores']} cores"
-        made += (
-            f" on {where}; torch {versions['torch']}, Drivetrain {versions['drivetrain']}, "
-            f"{machine['date'][:10]}: {machine['command']}"
-        )
+        made += f" on {machine_text(machine)}, {machine['date'][:10]}: {machine['command']}"
     sentences = [line for line in (*caveats(ledger), compound(ledger), bound(ledger), made) if line]
     return "\n".join(line for one in sentences for line in textwrap.wrap(one, 124))

@@ -1,26 +1,15 @@
-"""The ledger as text: its tables for terminals and notebooks, and the sentences below them."""
+"""The ledger as text: its tables, and the sentences below them."""
 
-import html
 from collections.abc import Mapping
 from itertools import pairwise
 
-from ...common.table import Table, screen_width, wrapped
+from ...common.table import Table
 from ..measuring.statistics import UNRESOLVED, Figure, Ratio, speed_text
 from ..measuring.variant import EXTRAS, PLAIN, Costs, VariantId
 from .data import Accuracies, LedgerData, Trained
 from .findings import bound, caveats, compound
 
 PRECISE = 0.03  # the widest interval for an overhead of a few percent
-
-
-def text(ledger: LedgerData) -> str:
-    width = screen_width()
-    return "\n".join([*(table.text(width) for table in tables(ledger)), *wrapped(sentences(ledger), width)])
-
-
-def html_text(ledger: LedgerData) -> str:
-    paragraphs = (f"<p>{html.escape(sentence)}</p>" for sentence in sentences(ledger))
-    return "".join([*(table.html() for table in tables(ledger)), *paragraphs])
 
 
 def tables(ledger: LedgerData) -> list[Table]:

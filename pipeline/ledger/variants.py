@@ -45,28 +45,30 @@ def stages(plan: ResolvedPlan) -> list[Stage]:
         added.append(Stage(name, lambda spec: spec.replace(data=data)))
     for transform in plan.transforms:
         if transform.kind != "evaluation":
-            added.append(Stage(type(transform).__name__, partial(_transformed, transform=transform)))
+            added.append(Stage(type(transform).__name__, partial(with_transform, transform=transform)))
     one = plain(plan).distributed
     if how.precision != one.precision:
-        added.append(Stage(how.precision, lambda spec: _distributed(spec, precision=how.precision)))
+        added.append(Stage(how.precision, lambda spec: with_distribution(spec, precision=how.precision)))
     if how.compile:
         compiled = {name: getattr(how, name) for name in _compiled(how)}
-        added.append(Stage("compile", lambda spec: _distributed(spec, **compiled)))
+        added.append(Stage("compile", lambda spec: with_distribution(spec, **compiled)))
     if _with_stages_of(how, one) != one:
-        added.append(Stage(_distribution_name(how), lambda spec: _strategy(spec, how)))
+        name = _distribution_name(how)
+        added.append(Stage(name, lambda spec: spec.replace(distribution=_with_stages_of(how, spec.distributed))))
     return added
 
 
-def _transformed(spec: PipelineSpec, transform: Transform) -> PipelineSpec:
+def with_transform(spec: PipelineSpec, transform: Transform) -> PipelineSpec:
     return spec.replace(transforms=(*spec.transforms, transform))
 
 
-def _distributed(spec: PipelineSpec, **changes: Any) -> PipelineSpec:
+def with_data(spec: PipelineSpec, **changes: Any) -> PipelineSpec:
+    assert spec.data is not None
+    return spec.replace(data=dataclasses.replace(spec.data, **changes))
+
+
+def with_distribution(spec: PipelineSpec, **changes: Any) -> PipelineSpec:
     return spec.replace(distribution=dataclasses.replace(spec.distributed, **changes))
-
-
-def _strategy(spec: PipelineSpec, how: DistributedConfig) -> PipelineSpec:
-    return spec.replace(distribution=_with_stages_of(how, spec.distributed))
 
 
 def _compiled(how: DistributedConfig) -> list[str]:
@@ -117,7 +119,7 @@ def alone_and_without(plan: ResolvedPlan) -> list[Variant]:
 
 
 def with_loader(plan: ResolvedPlan, loader: str) -> list[Variant]:
-    spec = plan.spec.replace(data=dataclasses.replace(plan.data, loader=loader))
+    spec = with_data(plan.spec, loader=loader)
     return [Variant(one, spec) for one in other(loader)]
 
 

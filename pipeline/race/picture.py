@@ -10,6 +10,7 @@ from typing import Any
 
 from ...common.errors import require
 from ...common.pictures import GRID, INK, PALETTE
+from ..ledger.picture import machine_text
 
 ABOUT = "Points: the evaluations of all runs. Lines: medians over seeds. Strokes at the target: median seconds to it."
 MARKERS = "osD^v"  # the second half dozen of variants has other marks
@@ -33,11 +34,7 @@ def figure_of(race: Any) -> Any:
         line = medians(runs)
         label = f"{row.variant}: {row.reached} of {row.runs} reached it"
         axes.plot(
-            [at / scale for at, _ in line],
-            [accuracy for _, accuracy in line],
-            color=color,
-            linewidth=1.6,
-            label=label,
+            [at / scale for at, _ in line], [accuracy for _, accuracy in line], color=color, linewidth=1.6, label=label
         )
         if row.seconds is not None:
             axes.plot([row.seconds.value / scale], [race.target], "|", color=color, markersize=16, markeredgewidth=2)
@@ -50,17 +47,10 @@ def figure_of(race: Any) -> Any:
     title = f"{race.monitor} in validation; the target is {race.target:.2%}"
     axes.set_title(title, loc="left", color=INK, fontsize=11)
     axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    lines = [line for one in (ABOUT, race.rule, _where(race)) for line in textwrap.wrap(one, 124)]
+    where = machine_text(race.facts) if race.facts.get("hardware") else ""
+    lines = [line for one in (ABOUT, race.rule, where) for line in textwrap.wrap(one, 124)]
     figure.text(0.01, -0.01, "\n".join(lines), ha="left", va="top", fontsize=8, color=INK)
     return figure
-
-
-def _where(race: Any) -> str:
-    hardware, versions = (race.facts.get(name, {}) for name in ("hardware", "versions"))
-    if not hardware:
-        return ""
-    where = ", ".join(hardware["gpus"]) or f"{hardware['processor']}, {hardware['cores']} cores"
-    return f"{where}; torch {versions['torch']}, Drivetrain {versions['drivetrain']}"
 
 
 def medians(runs: Sequence[Any]) -> list[tuple[float, float]]:

@@ -25,8 +25,7 @@ from ..describe.resolve import ResolvedPlan, resolve
 from ..ledger.variants import plain
 from ..measuring.runner import check_measurable, describe_error
 from ..measuring.variant import PLAIN
-from ..runs.config import FitConfig
-from ..runs.facts import facts_here, fit_options, options_of
+from ..runs.facts import facts_here, fit_options, measured_config, options_of
 from ..runs.fit import fit
 from ..runs.folder import make_folder
 from ..tasks.scales import check_comparable, scales
@@ -56,7 +55,6 @@ def race(
         raise PlanError(f"out={str(out)!r} must end in .json: it keeps the runs, from which the next call continues.")
     given = _variants(spec, against)
     if epochs is not None:
-        check_whole("epochs", epochs, PlanError, 1)
         given = {name: one.replace(epochs=epochs) for name, one in given.items()}
     plans = {name: _checked(name, one, progress) for name, one in given.items()}
     monitor = _monitor(plans)
@@ -152,10 +150,7 @@ class _Race:
         self._result, self._runs, self._variants, self._seeds = result, runs, variants, seeds
         self._file, self._paired = file, paired
         self._bar = tqdm(
-            total=len(seeds) * len(variants),
-            unit="run",
-            disable=not (progress and is_interactive()),
-            leave=False,
+            total=len(seeds) * len(variants), unit="run", disable=not (progress and is_interactive()), leave=False
         )
 
     @property
@@ -192,11 +187,10 @@ class _Race:
 
     def _one(self, name: str, seed: int) -> RaceRun:
         spec, limit, start = self._variants[name], self._limit(name, seed), perf_counter()
-        options = fit_options(spec)
         clock = RaceClock(self._result.monitor, self._result.target, limit)
-        options["callbacks"] = [*options.get("callbacks", ()), clock]
+        callbacks = [*fit_options(spec).get("callbacks", ()), clock]
         try:
-            history = fit(spec.replace(seed=seed), FitConfig(progress=False, checkpoints=None, **options)).history
+            history = fit(spec.replace(seed=seed), measured_config(spec, callbacks=callbacks)).history
         except (PlanError, DataError):  # no run of this variant can work
             raise
         except Exception as error:  # it diverged, or ran out of memory: the others go on

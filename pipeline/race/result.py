@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,7 +14,7 @@ from msgspec import Struct
 from ...common.errors import DrivetrainError, LedgerError
 from ...common.pictures import displayed, save_result
 from ...common.storage.json_files import ShapeError, finite, parse
-from ...common.table import Table, screen_width, wrapped
+from ...common.table import Printed, Table
 from ..measuring.statistics import LEVEL, Figure, Ratio, interval_of_mean, ratio
 from ..runs.facts import check_facts
 from ..telemetry.history import Monitor
@@ -84,7 +83,7 @@ class RaceRow:
 
 
 @dataclass(frozen=True, repr=False)
-class RaceResult:
+class RaceResult(Printed):
     """The result of `Pipeline.race`; it prints as a table.
 
     Attributes:
@@ -196,12 +195,8 @@ class RaceResult:
         heads = ("", "reached it", f"seconds to {target}", f"final {self.monitor}", "time over the first")
         return Table(heads, rows, f"A race to {self.monitor} {target}", figures=True)
 
-    def __repr__(self) -> str:
-        width = screen_width()
-        return "\n".join([self._table().text(width), *wrapped(self._sentences(), width)])
-
-    def _repr_html_(self) -> str:
-        return self._table().html() + "".join(f"<p>{html.escape(one)}</p>" for one in self._sentences())
+    def _content(self) -> tuple[list[Table], list[str]]:
+        return [self._table()], self._sentences()
 
     def show(self) -> Any:
         """Return the picture, which a notebook displays: a matplotlib figure of accuracy over seconds of training, with
@@ -250,15 +245,9 @@ class RaceResult:
         except (OSError, ShapeError) as error:
             raise LedgerError(f"{path} is not the file of a race: {error}. Pass another name, or delete it.") from None
         return cls(
-            saved.target,
-            tuple(saved.variants),
-            saved.runs,
-            saved.monitor,
-            saved.give_up,
-            saved.facts,
-            saved.stopped,
+            saved.target, tuple(saved.variants), saved.runs, saved.monitor, saved.give_up, saved.facts, saved.stopped,
             saved.provenance,
-        )
+        )  # fmt: skip
 
 
 class _File(Struct):

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,8 +84,10 @@ def to_recipe(pipeline: PipelineSpec) -> dict[str, Any]:
         recipe["task"] = {key: _plain(f"task: {key}", value) for key, value in task.items()}
     recipe["transforms"] = [_plain(f"transforms: {entry['name']}", entry) for entry in entries]
     if optimization is not None:
-        named = {"name": _optimizer(optimization), **optimization.options}
-        recipe |= _values(optimization, optimizer=named, schedule=_schedule(optimization))
+        remedy = "Or pass .optimize() the name of an optimizer, such as 'sgd', and its options."
+        named = {"name": _name("optimizer", optimization.optimizer, remedy), **optimization.options}
+        remedy = "Its name in a recipe is package.module:function, and its arguments are schedule_options."
+        recipe |= _values(optimization, optimizer=named, schedule=_name("schedule", optimization.schedule, remedy))
     if distribution is not None:
         if callable(distribution.activation_checkpointing):
             raise RecipeError(
@@ -110,36 +112,15 @@ def _model(pipeline: PipelineSpec) -> str:
             f"The model is a {type(pipeline.model).__name__} that is already built, but a recipe names a factory. "
             "Pass the factory and its arguments to Pipeline()."
         )
-    name = name_of_factory(pipeline.model)
-    if name is None:
-        raise RecipeError(
-            f"The model's factory {title(pipeline.model)} cannot be imported by name. {unnamed(pipeline.model)} In a "
-            "recipe, it is named package.module:factory."
-        )
-    return name
+    remedy = "In a recipe, it is named package.module:factory."
+    return _name("model's factory", pipeline.model, remedy, name_of_factory)
 
 
-def _name(role: str, target: Any, remedy: str) -> str:
-    name = target if isinstance(target, str) else name_of(target)
+def _name(role: str, target: Any, remedy: str, known: Callable[[Any], str | None] = name_of) -> str:
+    name = target if isinstance(target, str) else known(target)
     if name is None:
         raise RecipeError(f"The {role} {title(target)} cannot be imported by name. {unnamed(target)} {remedy}")
     return name
-
-
-def _optimizer(optimization: OptimizerConfig) -> str:
-    return _name(
-        "optimizer",
-        optimization.optimizer,
-        "Or pass .optimize() the name of an optimizer, such as 'sgd', and its options.",
-    )
-
-
-def _schedule(optimization: OptimizerConfig) -> str:
-    return _name(
-        "schedule",
-        optimization.schedule,
-        "Its name in a recipe is package.module:function, and its arguments are schedule_options.",
-    )
 
 
 def _strategy_options(how: DistributedConfig) -> Mapping[str, Any]:

@@ -10,13 +10,6 @@ import yaml
 from ...common.errors import RecipeError
 
 
-class _Twice(Exception):
-    """A duplicate key in a mapping."""
-
-    def __init__(self, key: str, line: int) -> None:
-        super().__init__(f", line {line}: the key {key!r} appears twice. Remove one.")
-
-
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with only the scalars and tags of YAML 1.2's core schema."""
 
@@ -44,7 +37,8 @@ def _construct_mapping(loader: _Loader, node: yaml.Node) -> dict[str, Any]:
         if key == "<<":  # YAML 1.1's merge key; in YAML 1.2, it is a plain key
             raise _problem("YAML 1.2 has no merge key (<<); write its values out", key_node)
         if key in mapping:
-            raise _Twice(key, key_node.start_mark.line + 1)
+            line = key_node.start_mark.line + 1
+            raise RecipeError(f"{loader.name}, line {line}: the key {key!r} appears twice. Remove one.")
         mapping[key] = loader.construct_object(value_node, deep=True)
     return mapping
 
@@ -80,9 +74,7 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 def parse(text: str, name: str) -> tuple[Any, dict[str, int]]:
     """Return the values of a document and the lines of its keys. Raise RecipeError, which begins with `name`."""
     try:
-        return _parsed(text)
-    except _Twice as error:
-        raise RecipeError(f"{name}{error}") from None
+        return _parsed(text, name)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = "" if mark is None else f", line {mark.line + 1}"
@@ -92,8 +84,9 @@ def parse(text: str, name: str) -> tuple[Any, dict[str, int]]:
         raise RecipeError(f"{name}: {error}. Write plain YAML.") from None
 
 
-def _parsed(text: str) -> tuple[Any, dict[str, int]]:
+def _parsed(text: str, name: str) -> tuple[Any, dict[str, int]]:
     loader = _Loader(text)
+    loader.name = name  # which its errors begin with
     try:
         node = loader.get_single_node()
         if node is None:

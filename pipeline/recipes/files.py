@@ -26,7 +26,7 @@ def read_recipe(path: str | Path) -> tuple[dict[str, Any], Origin]:
     text = _text(file)
     try:
         if file.suffix.lower() == ".json":
-            recipe, lines = _json(text), dict[str, int]()
+            recipe, lines = _json(text, f"Recipe {file}"), dict[str, int]()
         else:
             from .core_yaml import parse  # here: PyYAML takes 30 ms
 
@@ -39,8 +39,6 @@ def read_recipe(path: str | Path) -> tuple[dict[str, Any], Origin]:
         raise RecipeError(f"Recipe {file}: {error}. Write plain values.") from None
     except RecursionError:
         raise RecipeError(f"Recipe {file}: it is nested too deeply to be a recipe.") from None
-    except _Twice as error:
-        raise RecipeError(f"Recipe {file}: the key {error.key!r} appears twice. Remove one.") from None
     if not isinstance(recipe, dict):
         raise RecipeError(f"Recipe {file}: it contains {recipe!r:.40}, not keys such as 'model: resnet50'.")
     try:
@@ -66,33 +64,26 @@ def _text(file: Path) -> str:
         raise RecipeError(f"Recipe {str(file)!r} is not a file name.") from None
 
 
-class _Twice(Exception):
-    """A duplicate key in a mapping."""
+def _json(text: str, place: str) -> Any:
+    """Raise RecipeError, which begins with `place`, for a duplicate key, of which JSON would keep the last."""
 
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        mapping: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in mapping:
+                raise RecipeError(f"{place}: the key {key!r} appears twice. Remove one.")
+            mapping[key] = value
+        return mapping
 
-
-def _json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_unique)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in mapping:
-            raise _Twice(key)
-        mapping[key] = value
-    return mapping
+    return json.loads(text, object_pairs_hook=unique)
 
 
 def json_or_text(key: str, text: str) -> Any:
-    """Parse a value of the command line. A duplicate key, of which JSON would keep the last, raises RecipeError."""
+    """Parse a value of the command line."""
     try:
-        return _json(text)
-    except _Twice as error:
-        raise RecipeError(f"{key}={text:.200}: the key {error.key!r} appears twice. Remove one.") from None
+        return _json(text, f"{key}={text:.200}")
+    except RecipeError:  # which is a ValueError
+        raise
     except (ValueError, RecursionError):
         return text
 

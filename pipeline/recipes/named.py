@@ -284,12 +284,7 @@ _COMPOSER_NOTES = {
 
 
 def _composer(
-    name: str,
-    epochs: int,
-    decay: float,
-    published: str,
-    transforms: list[dict[str, Any]],
-    notes: dict[str, str],
+    name: str, epochs: int, decay: float, published: str, transforms: list[dict[str, Any]], notes: dict[str, str]
 ) -> dict[str, Any]:
     return {
         "description": f"ResNet-50 on ImageNet, after Composer's recipe '{name}'. Set train= and val=.",

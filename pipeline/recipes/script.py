@@ -106,8 +106,8 @@ def definitions(names: Iterable[str]) -> str:
     reasons += [f"what line {each.line} defines, which {each.runs}" for each in kept if each.runs]
     if reasons:
         raise RecipeError(
-            f"{_listed(names)} of {title} cannot be saved with the run, because it uses {reasons[0]}. Pass the value "
-            "as an argument, as in Pipeline(Net, width=64)."
+            f"{', '.join(sorted(names))} of {title} cannot be saved with the run, because it uses {reasons[0]}. Pass "
+            "the value as an argument, as in Pipeline(Net, width=64)."
         )
     first = f'"""What recipe.yaml names of {title}, and what that uses: saved by fit(out=…)."""\n\n'
     around = [
@@ -279,10 +279,6 @@ def _execute(module: str, text: str, file: Path) -> None:
 
 def _module_name(text: str) -> str:
     return f"script_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
 
 
 def _named(value: Any) -> dict[str, set[str]]:

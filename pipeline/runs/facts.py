@@ -21,6 +21,7 @@ from ..describe.resolve import ResolvedPlan
 from ..telemetry.provenance import provenance
 from ..training.build import build_model, fork_rng
 from ..training.model_identity import code_identity, digest, model_identity
+from .config import FitConfig
 
 # The options of `fit` that belong to the training, not to one start of it.
 KEPT = ("init_from", "on_nonfinite", "callbacks", "eval_every", "eval_every_steps")
@@ -29,6 +30,11 @@ KEPT = ("init_from", "on_nonfinite", "callbacks", "eval_every", "eval_every_step
 def fit_options(spec: PipelineSpec) -> dict[str, Any]:
     """Return the options of `fit` with which every run of this pipeline trains, a measured one, too."""
     return {name: value for name, value in spec.fit_defaults().items() if name in KEPT}
+
+
+def measured_config(spec: PipelineSpec, **options: Any) -> FitConfig:
+    """Return the config of `fit` for a run of this pipeline that is measured: it prints and saves nothing."""
+    return FitConfig(progress=False, checkpoints=None, **fit_options(spec) | options)
 
 
 def facts_of(plan: ResolvedPlan) -> dict[str, Any]:

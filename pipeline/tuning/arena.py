@@ -25,8 +25,7 @@ from ..measuring.runner import (
     on_ranks,
 )
 from ..measuring.variant import LOADER, MODEL, Trial, VariantId, in_turn, same_samples
-from ..runs.config import FitConfig
-from ..runs.facts import fit_options
+from ..runs.facts import measured_config
 from ..runs.fit import fit
 from ..training.build import build_model
 
@@ -140,8 +139,7 @@ class Arena:
     def accuracy(self, spec: PipelineSpec, seed: int) -> float:
         """Train briefly from this seed, and return the monitored share, 0 to 1, negated if lower is better."""
         try:
-            config = FitConfig(epochs=self._epochs, progress=False, checkpoints=None, **fit_options(spec))
-            history = fit(spec.replace(seed=seed), config).history
+            history = fit(spec.replace(seed=seed), measured_config(spec, epochs=self._epochs)).history
         except Exception as error:
             raise Failed(describe_error(error)) from error
         if history.monitored is None:

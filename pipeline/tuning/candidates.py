@@ -15,12 +15,14 @@ from ...common.errors import PlanError, suggest
 from ...loaders.beton.data_set import open_files
 from ...loaders.image_size import ImageSize, height_width
 from ...loaders.sources import files_of
-from ...transforms import TRANSFORMS, Transform
+from ...transforms import TRANSFORMS
 from ..describe.cuda_settings import uses_gpu
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
 from ..describe.rules import family
+from ..ledger.variants import with_data, with_distribution, with_transform
 from ..optim.config import OptimizerConfig
+from .result import Tried
 from .storage import Storage, storages
 
 Bottleneck = Literal["data", "step", "communication"]
@@ -128,24 +130,19 @@ def _resolution(plan: ResolvedPlan) -> list[Candidate]:
     for part in SIDES:
         height, width = (max(round(side * part / 2) * 2, 2) for side in own)
         if (height, width) != own:
-            changes.append(_image_size(height if height == width else (height, width)))
+            size: ImageSize = height if height == width else (height, width)
+            smaller = partial(with_data, image_size=size, eval_image_size=plan.data.eval_size)  # in training only
+            changes.append(Candidate(f"image_size={size}", "step", smaller))
     return changes
-
-
-def _image_size(size: ImageSize) -> Candidate:
-    """Return smaller images in training; those of the evaluation stay as they are."""
-
-    def change(spec: PipelineSpec) -> PipelineSpec:
-        assert spec.data is not None
-        data = dataclasses.replace(spec.data, image_size=size, eval_image_size=spec.data.eval_size)
-        return spec.replace(data=data)
-
-    return Candidate(f"image_size={size}", "step", change)
 
 
 def _transforms(plan: ResolvedPlan, kind: str) -> list[Candidate]:
     used = {type(transform) for transform in plan.transforms}
-    return [_transform(cls()) for cls in TRANSFORMS.values() if cls.tried_by_tune == kind and cls not in used]
+    return [
+        Candidate(cls.__name__, "step", partial(with_transform, transform=cls()))
+        for cls in TRANSFORMS.values()
+        if cls.tried_by_tune == kind and cls not in used
+    ]
 
 
 def _epochs(plan: ResolvedPlan) -> list[Candidate]:
@@ -192,13 +189,11 @@ def of_batch_size(plan: ResolvedPlan, size: int) -> Candidate:
     own = plan.data.batch_size
 
     def change(spec: PipelineSpec) -> PipelineSpec:
-        data = spec.data
-        assert data is not None
         rate = OptimizerConfig() if spec.optimization is None else spec.optimization
         if not rate.is_factory and rate.scaling:
             base = rate.base_batch_size if rate.scale_lr else own
             spec = spec.replace(optimization=dataclasses.replace(rate, base_batch_size=base, scale_lr=True))
-        return spec.replace(data=dataclasses.replace(data, batch_size=size))
+        return with_data(spec, batch_size=size)
 
     return Candidate(f"batch_size={size}", "step", change, batch_size=size)
 
@@ -250,28 +245,21 @@ def fitting(plan: ResolvedPlan) -> list[Candidate]:
     return changes
 
 
+def untried(changes: Sequence[Candidate], trials: Sequence[Tried]) -> list[Tried]:
+    """Return the changes that are not among the trials, for which there was no time."""
+    names = {one.name for one in trials}
+    left = (one for one in changes if one.name not in names)
+    return [Tried(one.name, one.bottleneck, "not tried", reason="no time was left") for one in left]
+
+
 def ordered(changes: list[Candidate], bottleneck: Bottleneck) -> list[Candidate]:
     """Return the changes with those for the bottleneck first; those that need short trainings last."""
     return sorted(changes, key=lambda one: (one.numbers, one.bottleneck != bottleneck))
 
 
 def _data(name: str, value: Any) -> Candidate:
-    def change(spec: PipelineSpec) -> PipelineSpec:
-        assert spec.data is not None
-        return spec.replace(data=dataclasses.replace(spec.data, **{name: value}))
-
-    return Candidate(f"{name}={value}", "data", change)
+    return Candidate(f"{name}={value}", "data", partial(with_data, **{name: value}))
 
 
 def _distributed(name: str, value: Any, bottleneck: Bottleneck) -> Candidate:
-    def change(spec: PipelineSpec) -> PipelineSpec:
-        return spec.replace(distribution=dataclasses.replace(spec.distributed, **{name: value}))
-
-    return Candidate(f"{name}={value!r}", bottleneck, change)
-
-
-def _transform(one: Transform) -> Candidate:
-    def change(spec: PipelineSpec) -> PipelineSpec:
-        return spec.replace(transforms=(*spec.transforms, one))
-
-    return Candidate(type(one).__name__, "step", change)
+    return Candidate(f"{name}={value!r}", bottleneck, partial(with_distribution, **{name: value}))

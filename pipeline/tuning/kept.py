@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from ...common.errors import DrivetrainError
-from ...common.storage.files import atomic_file, cache_folder
+from ...common.storage.files import cache_folder, write_file
 from ...common.storage.json_files import ShapeError, parse
 from ..telemetry.provenance import provenance
 from .result import FORMAT, Tried, Tuned, read_trials, verdicts
@@ -78,8 +78,7 @@ class KeptResults:
         text = json.dumps(tuned.to_dict() | about, indent=1)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_file(self.path) as file:
-                file.write(text.encode())
+            write_file(self.path, text)
         except (OSError, DrivetrainError) as error:
             warnings.warn(f"The next call will measure again: {error}", stacklevel=2)
 

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import yaml
 from msgspec import Struct
@@ -17,7 +17,7 @@ from msgspec import Struct
 from ...common import machine
 from ...common.errors import LedgerError, PlanError, RecipeError, require
 from ...common.pictures import BLUE, INK, ORANGE, PURPLE, RED, save_picture
-from ...common.storage.files import atomic_file
+from ...common.storage.files import write_file
 from ...common.storage.json_files import ShapeError, parse
 from ...common.table import Table
 from ..describe.pipeline_spec import PipelineSpec
@@ -152,16 +152,13 @@ class Tuned:
         if path.suffix not in (".yaml", ".json", ".png", ".svg", ".pdf"):
             raise PlanError(f"{path} must end in .yaml, .json, .png, .svg or .pdf.")
         if path.suffix == ".json":
-            text = json.dumps(self.to_dict(), indent=1)
+            write_file(path, json.dumps(self.to_dict(), indent=1))
         elif path.suffix == ".yaml":
             lines = self._exports().splitlines() if self.variables else []
             comment = "".join(f"# {line}\n" for line in lines)
-            text = comment + yaml.safe_dump(to_recipe(self.pipeline), sort_keys=False)
+            write_file(path, comment + yaml.safe_dump(to_recipe(self.pipeline), sort_keys=False))
         else:
             save_picture(self.picture(), path, dpi=150, bbox_inches="tight")
-            return
-        with atomic_file(path) as file:
-            file.write(text.encode())
 
     def picture(self) -> Any:
         """Return all changes as a matplotlib figure, a forest plot: speed with each over that without it, and its
@@ -238,23 +235,6 @@ class TuneInterrupted(KeyboardInterrupt):
 
     def __reduce__(self) -> Any:
         return type(self), (self.tuned,)
-
-
-class Change(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def bottleneck(self) -> str: ...
-
-
-def untried(changes: Sequence[Change], trials: Sequence[Tried]) -> list[Tried]:
-    """Return the changes that are not among the trials, for which there was no time."""
-    names = {one.name for one in trials}
-    return [
-        Tried(one.name, one.bottleneck, "not tried", reason="no time was left")
-        for one in changes
-        if one.name not in names
-    ]
 
 
 class _File(Struct):

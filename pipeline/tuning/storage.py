@@ -1,7 +1,6 @@
 """The training data in another storage format, as a change to try. They are converted only if a sample loads faster,
 and if they fit into the time, onto the disk and into the memory; and removed unless the change is accepted."""
 
-import dataclasses
 import io
 import json
 import shutil
@@ -19,7 +18,7 @@ from PIL import Image
 from ...common import machine
 from ...common.errors import DrivetrainError
 from ...common.storage.addresses import is_address
-from ...common.storage.files import atomic_file
+from ...common.storage.files import write_file
 from ...loaders.advice.report import bytes_text
 from ...loaders.advice.sample import Converted, DataSet, Sample, converted, formats, loading_rate
 from ...loaders.beton.data_set import BetonFiles, open_files
@@ -32,6 +31,7 @@ from ...loaders.options import check_workers
 from ...loaders.sources import files_of
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
+from ..ledger.variants import with_data
 from ..measuring.statistics import WORTH
 from ..measuring.trials import phases
 from ..runs.facts import stamp
@@ -87,8 +87,7 @@ class Storage:
 
     def change(self, spec: PipelineSpec) -> PipelineSpec:
         """Return the pipeline that trains on the converted data; those of the evaluation stay."""
-        assert spec.data is not None
-        return spec.replace(data=dataclasses.replace(spec.data, train=str(self.path)))
+        return with_data(spec, train=str(self.path))
 
     def convert(self) -> str:
         """Convert the data; return why not, or ""."""
@@ -106,8 +105,7 @@ class Storage:
                 self, self.path, workers=self._threads, classes=self._files.classes or None, progress=False,
                 **self._options,
             )  # fmt: skip
-            with atomic_file(self._note) as file:
-                file.write(json.dumps(self._stamps()).encode())
+            write_file(self._note, json.dumps(self._stamps()))
         except DrivetrainError as error:
             return str(error)
         return ""

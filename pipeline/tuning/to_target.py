@@ -18,8 +18,8 @@ from ..describe.resolve import resolve
 from ..measuring.statistics import judge
 from ..race.race import race
 from ..race.result import RaceResult
-from .candidates import Candidate
-from .result import Outcome, Tried, Tuned, untried
+from .candidates import Candidate, untried
+from .result import Outcome, Tried, Tuned
 
 # Numbers of pairs of runs after which the test may end: more would take days where a run takes hours. None is trimmed:
 # a run averages the machine's speed over its length.

@@ -34,9 +34,10 @@ from .candidates import (
     place,
     remembered,
     to_target,
+    untried,
 )
 from .kept import Kept, KeptResults, Results
-from .result import Outcome, Tried, Tuned, TuneInterrupted, untried
+from .result import Outcome, Tried, Tuned, TuneInterrupted
 from .to_target import TargetTuner
 
 # Of the budget, at most for a trial: with two pipelines, a change can have all its rounds in half of it.
@@ -56,7 +57,6 @@ def tune(
     check_measurable(seconds)
     begin = perf_counter()
     if target is not None and epochs is not None:
-        check_whole("epochs", epochs, PlanError, 1)
         spec = spec.replace(epochs=epochs)
     plan = resolve_data(resolve(spec), progress)
     spec = spec.replace(distribution=plan.spec.distribution)  # its precision is decided

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
-from .options import FILES, Command, File, Place, argument, option, recipe_arguments, trust_code
+from .options import FILES, Command, File, Place, argument, option, pipeline_of, recipe_arguments, trust_code
 
 SHOWN = 20
 """Rows of a table of errors: of more classes, those with the lowest scores."""
@@ -44,19 +45,11 @@ def errors(
 
 @click.command(cls=Command)
 @argument(
-    "runs",
-    "Folders or addresses of runs (train --out), any number.",
-    Place(),
-    nargs=-1,
-    required=True,
+    "runs", "Folders or addresses of runs (train --out), any number.", Place(), nargs=-1, required=True,
     metavar="RUN...",
-)
+)  # fmt: skip
 @option("--out FILE", "Also draw the curves: .png, .svg or .pdf.", File())
-@option(
-    "--json",
-    "Print one JSON object: the figures of each run, and what differs in its recipe.",
-    name="as_json",
-)
+@option("--json", "Print one JSON object: the figures of each run, and what differs in its recipe.", name="as_json")
 def compare(runs: tuple[Path | str, ...], out: Path | None, as_json: bool) -> None:
     """Compare runs, and show where their recipes differ.
 
@@ -78,47 +71,31 @@ def compare(runs: tuple[Path | str, ...], out: Path | None, as_json: bool) -> No
 @option("--out FILE", "The picture to write: .png, .svg or .pdf.", File(), default="batch.png")
 @option("--epoch N", "The epoch, counted from 0, whose first batch is shown.", int, default=0)
 @option("--samples N", "How many images of the batch, at most.", int, default=24)
-def show(
-    recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, out: Path, epoch: int, samples: int
-) -> None:  # fmt: skip
+def show(out: Path, epoch: int, samples: int, **recipe: Any) -> None:
     """Draw a batch as the training step gets it.
 
     The images are shown after crop, colors, policy, MixUp and CutMix, at the epoch's size, with class names and
     shares, masks and views. Nothing is trained.
     """
-    from .training import completed_recipe
-
-    checked = completed_recipe(recipe, overrides, train, val)
     from ....common.pictures import check_picture
-    from ...pipeline import Pipeline
-    from ...recipes.files import modules_of
 
-    check_picture(out)
-    with modules_of(recipe):
-        batch = Pipeline.from_recipe(checked).show_batch(epoch, samples=samples)
+    with pipeline_of(**recipe) as pipeline:
+        check_picture(out)
+        batch = pipeline.show_batch(epoch, samples=samples)
     print(f"{batch.save(out)}: {batch.title}")
 
 
 @click.command(cls=Command)
 @recipe_arguments()
 @option("--summary", "Also print the model: parameters, what is frozen, operations, activations.")
-def plan(
-    recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, summary: bool
-) -> None:  # fmt: skip
+def plan(summary: bool, **recipe: Any) -> None:
     """Print the plan of a run: each step, and its reason.
 
     What contradicts itself, and data that is missing, is rejected here; `train` also compares the labels with the task
     and the model, before its first step. Only the headers of data files are read.
     With --summary, the model is built.
     """
-    from .training import completed_recipe
-
-    checked = completed_recipe(recipe, overrides, train, val)
-    from ...pipeline import Pipeline
-    from ...recipes.files import modules_of
-
-    with modules_of(recipe):
-        pipeline = Pipeline.from_recipe(checked)
+    with pipeline_of(**recipe) as pipeline:
         print(pipeline.plan())
         if summary:
             print(f"\n{pipeline.summary()}")

@@ -32,10 +32,7 @@ verbose = option("--verbose", "Print long lists in full.")
     FILES,
 )
 @option(
-    "--ignore VALUE",
-    "A value of the masks that does not count: 255 is stored. May be repeated.",
-    int,
-    multiple=True,
+    "--ignore VALUE", "A value of the masks that does not count: 255 is stored. May be repeated.", int, multiple=True
 )
 @option("--map OLD:NEW", "Replace a value of the masks by another. May be repeated.", multiple=True)
 @option("--max-resolution PIXELS", "Scale down to this longest side. Default: none.", int)

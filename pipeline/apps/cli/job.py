@@ -5,8 +5,7 @@ from pathlib import Path
 
 import click
 
-from .options import Command, Place, Text, argument, option, recipe_arguments, say
-from .training import check_sources
+from .options import Command, Place, Text, argument, check_sources, option, recipe_arguments, say
 
 SCHEDULERS = ("slurm", "kubernetes", "jobset", "ray", "skypilot")
 
@@ -27,10 +26,7 @@ SCHEDULERS = ("slurm", "kubernetes", "jobset", "ray", "skypilot")
 @option("--cpus-per-gpu N", "CPU cores for each GPU, for the loaders.", int, name="cpus", default=8)
 @option("--gpu-type NAME", "Name of the GPUs in the scheduler's words, e.g. H100; skypilot requires it.")
 @option("--time TIME", "Time limit, for slurm, kubernetes and jobset: minutes, HH:MM:SS or DAYS-HH:MM:SS.")
-@option(
-    "--image IMAGE",
-    "Container image, for kubernetes and jobset, which require it, skypilot and slurm (pyxis).",
-)
+@option("--image IMAGE", "Container image, for kubernetes and jobset, which require it, skypilot and slurm (pyxis).")
 @option("--name NAME", "Name of the job. Default: the recipe's.")
 def job(
     scheduler: str, recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None,
@@ -56,10 +52,7 @@ def job(
     )
     if made.left_out and schedulers.SCHEDULERS[scheduler].elastic:
         numbers = ", ".join(map(str, made.left_out))
-        say(
-            "Note",
-            f"The batch cannot be divided among the GPUs of {numbers} nodes: a job that gets so many fails.",
-        )
+        say("Note", f"The batch cannot be divided among the GPUs of {numbers} nodes: a job that gets so many fails.")
     if lacking := schedulers.SCHEDULERS[scheduler].unmounted(made):
         mounted = f"only {made.top_folder}" if made.top_folder else "nothing, because --out is an address"
         say(

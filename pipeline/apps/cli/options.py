@@ -1,20 +1,27 @@
-"""What the commands share: their class, the types of arguments, which a shell completes, and common options."""
+"""What the commands share: their class, the types of arguments, which a shell completes, common options, and the
+pipeline of a recipe."""
+
+from __future__ import annotations
 
 import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
 from ....common.errors import PlanError
 from ....common.storage.addresses import is_address
+
+if TYPE_CHECKING:
+    from ...pipeline import Pipeline
+    from ...recipes.presets import Completed
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -133,17 +140,20 @@ RECIPE = RecipeName()
 FILES = Text(files=True)
 
 
-def recipe_arguments(*, required: bool = True) -> Callable[[F], F]:
+REPLACED = (
+    "Values of the recipe to replace, e.g. epochs=36 batch_size=512 optimizer.lr=0.5. Valid JSON is parsed as JSON; "
+    "anything else is text. List the keys with: drivetrain recipes --keys."
+)
+
+
+def recipe_arguments(
+    values: str = REPLACED, metavar: str = "[KEY=VALUE]...", *, required: bool = True
+) -> Callable[[F], F]:
     each = [
         argument(
             "recipe", "Name of a recipe (see: drivetrain recipes), or a .yaml or .json file.", RECIPE, required=required
         ),
-        argument(
-            "overrides",
-            "Values of the recipe to replace, e.g. epochs=36 batch_size=512 optimizer.lr=0.5. Valid JSON is parsed as "
-            "JSON; anything else is text. List the keys with: drivetrain recipes --keys.",
-            Override(), nargs=-1, metavar="[KEY=VALUE]...",
-        ),
+        argument("overrides", values, Override(), nargs=-1, metavar=metavar),
         option("--train DATA", "Training data: a .beton file, or a name such as cifar10:train.", FILES),
         option("--val DATA", "Validation data, likewise.", FILES),
     ]  # fmt: skip
@@ -151,16 +161,41 @@ def recipe_arguments(*, required: bool = True) -> Callable[[F], F]:
 
 
 out_folder = option(
-    "--out FOLDER",
-    "Folder for the results, created if missing; or an address, such as s3://bucket/run.",
-    Place(),
+    "--out FOLDER", "Folder for the results, created if missing; or an address, such as s3://bucket/run.", Place()
 )
 workers = option("--workers N", "Threads. Default: one per core.", int)
 trust_code = option(
-    "--trust-code",
-    "Execute the file script_….py in the run's folder, what its training script defined. Read it first.",
+    "--trust-code", "Execute the file script_….py in the run's folder, what its training script defined. Read it first."
 )
 quiet = option("--quiet", "Print only errors, the result and what was requested: no progress, no warnings.")
+
+
+def check_sources(keys: Collection[str], train: str | None, val: str | None) -> dict[str, str]:
+    """Return the data of --train and --val by key; these must not be among the `keys` that are given, too."""
+    given = {key: value for key, value in (("train", train), ("val", val)) if value is not None}
+    for key in given:
+        if key in keys:
+            raise PlanError(f"--{key} and {key}= are both given. Pass only one of them.")
+    return given
+
+
+def completed_recipe(recipe: str, overrides: Sequence[str], train: str | None, val: str | None) -> Completed:
+    """Return a recipe with its overrides, checked before torch is imported."""
+    from ...recipes.presets import completed, parse_overrides
+
+    values = parse_overrides(overrides)
+    return completed(recipe, values | check_sources(values, train, val))
+
+
+@contextmanager
+def pipeline_of(recipe: str, overrides: Sequence[str], train: str | None, val: str | None) -> Iterator[Pipeline]:
+    """Inside the block, the modules that the recipe names can be imported."""
+    checked = completed_recipe(recipe, overrides, train, val)
+    from ...pipeline import Pipeline
+    from ...recipes.files import modules_of
+
+    with modules_of(recipe):
+        yield Pipeline.from_recipe(checked)
 
 
 def say(head: str, text: str) -> None:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ....common.errors import MissingExtra, PlanError
-from .options import Command, File, Text, option, quiet, recipe_arguments
-from .training import completed_recipe
+from .options import Command, File, Text, completed_recipe, option, pipeline_of, quiet, recipe_arguments
 
 if TYPE_CHECKING:
     from ...describe.pipeline_spec import PipelineSpec
@@ -53,28 +52,21 @@ def race(
     drivetrain race cifar10-quickstart --target 0.8 --against plain --against "batch_size=256 compile=true"
     """
     variants = {text: text.split() for text in against or (PLAIN,)}
-    own = completed_recipe(recipe, overrides, train, val)
-    others = {
-        text: completed_recipe(*_recipe_of(words, recipe, overrides), train, val)
-        for text, words in variants.items()
-        if words != [PLAIN]
-    }
+    others = {text: _recipe_of(words, recipe, overrides) for text, words in variants.items() if words != [PLAIN]}
+    for one in ((recipe, overrides), *others.values()):
+        completed_recipe(*one, train, val)  # all of them before torch is imported
     from ...describe.resolve import resolve
     from ...ledger.variants import plain
     from ...measuring.variant import PLAIN as PLAIN_PYTORCH
-    from ...pipeline import Pipeline
     from ...race.result import RaceInterrupted
-    from ...recipes.files import modules_of
     from ...runs.folder import make_folder
 
     with ExitStack() as stack:
-        for name in (recipe, *(words[0] for words in variants.values() if "=" not in words[0])):
-            stack.enter_context(modules_of(name))
-        pipeline = Pipeline.from_recipe(own)
+        pipeline = stack.enter_context(pipeline_of(recipe, overrides, train, val))
         named: dict[str, PipelineSpec] = {}
         if [PLAIN] in variants.values():
             named[str(PLAIN_PYTORCH)] = plain(resolve(pipeline))
-        named |= {text: Pipeline.from_recipe(one) for text, one in others.items()}
+        named |= {text: stack.enter_context(pipeline_of(*one, train, val)) for text, one in others.items()}
         if out is not None:
             make_folder(out)
         try:

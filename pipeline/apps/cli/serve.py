@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,9 +22,7 @@ from .options import Command, Place, argument, option, trust_code
 @option("--max-bytes N", "Largest image file, in bytes.", int, default=20 * 2**20)
 @option("--timeout SECONDS", "Most seconds to receive an image, and again to predict it.", float, default=30.0)
 @trust_code
-def serve(
-    run: Path | str, host: str, port: int, device: str | None, max_bytes: int, timeout: float, trust_code: bool
-) -> None:  # fmt: skip
+def serve(run: Path | str, **options: Any) -> None:
     """Serve a trained model over HTTP, with a page to try it.
 
     POST /predict takes an image file as its body and answers what predict returns, as JSON. GET / is a page in which
@@ -36,6 +35,4 @@ def serve(
     from ..serve import serve
 
     with modules_of():
-        serve(
-            run, host=host, port=port, device=device, max_bytes=max_bytes, timeout=timeout, trust_code=trust_code
-        )  # fmt: skip
+        serve(run, **options)

@@ -8,19 +8,15 @@ from pathlib import Path
 import click
 
 from ....common.errors import PlanError
-from .options import FILES, RECIPE, Command, File, Override, argument, option
+from .options import Command, File, check_sources, option, recipe_arguments
 
 
 @click.command(cls=Command)
-@argument("recipe", "Name of a recipe (see: drivetrain recipes), or a .yaml or .json file.", RECIPE)
-@argument(
-    "overrides",
+@recipe_arguments(
     "Values of the recipe: optimizer.lr=0.1,0.3 seed=0..4 epochs=16. Commas within JSON do not separate; 0..4 are the "
     "whole numbers from 0 to 4; with --random, 1e-4..1e-1 are all numbers between.",
-    Override(), nargs=-1, metavar="KEY=VALUES...",
-)  # fmt: skip
-@option("--train DATA", "Training data: a .beton file, or a name such as cifar10:train.", FILES)
-@option("--val DATA", "Validation data, likewise.", FILES)
+    "KEY=VALUES...",
+)
 @option("--out FOLDER", "Folder of the sweep; each run has a folder in it.", File(), required=True)
 @option(
     "--jobs N",
@@ -56,10 +52,7 @@ def sweep(
         if value < 1:
             raise PlanError(f"{name} {value} must be 1 or more.")
     what = space(overrides, count, seed)
-    for name, source in (("train", train), ("val", val)):
-        if source is not None and any(pair.startswith(f"{name}=") for pair in overrides):
-            raise PlanError(f"--{name} and {name}= are both given. Pass only one of them.")
-    sources = {name: one for name, one in (("train", train), ("val", val)) if one is not None}
+    sources = check_sources([pair.partition("=")[0] for pair in overrides], train, val)
     with lock_run_dir(make_folder(out)):
         done = sweep(recipe, what, out, sources, jobs=jobs, said=lambda line: print(line, file=sys.stderr, flush=True))
     print(to_json(done.to_dict()) if as_json else done)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from .options import (
     argument,
     option,
     out_folder,
+    pipeline_of,
     quiet,
     recipe_arguments,
     trust_code,
@@ -37,7 +38,6 @@ from .options import (
 if TYPE_CHECKING:
     from ...ledger.ledger import Ledger
     from ...pipeline import Pipeline
-    from ...recipes.presets import Completed
     from ...runs.result import TrainingInterrupted
     from ...telemetry.history import History
 
@@ -113,20 +113,16 @@ def train(
     \b
     torchrun --nproc-per-node=8 -m drivetrain train RECIPE devices=auto
     """
-    checked = completed_recipe(recipe, overrides, train, val)
-    from ....strategies.launching.group import is_main_process
-    from ...checkpoints.directory import Checkpoints
-    from ...pipeline import Pipeline
-    from ...recipes.files import modules_of
-    from ...runs.fit import fit
-    from ...telemetry.history import shown
+    with pipeline_of(recipe, overrides, train, val) as pipeline:
+        from ....strategies.launching.group import is_main_process
+        from ...checkpoints.directory import Checkpoints
+        from ...runs.fit import fit
+        from ...telemetry.history import shown
 
-    if ledger:
-        from ...measuring.runner import check_measurable
+        if ledger:
+            from ...measuring.runner import check_measurable
 
-        check_measurable(ledger_seconds)  # before training, not after it
-    with modules_of(recipe):
-        pipeline = Pipeline.from_recipe(checked)
+            check_measurable(ledger_seconds)  # before training, not after it
         callbacks = [{"name": one} if isinstance(one, str) else one for one in options.pop("callbacks")]
         given = {key: one for key, one in options.items() if one not in (None, ()) and one is not False}
         options = pipeline.fit_defaults() | given | ({"callbacks": callbacks} if callbacks else {})
@@ -177,10 +173,7 @@ def _next_commands(out: str, *, evaluated: bool) -> list[tuple[str, str]]:
     ]
 
 
-def _tuned(
-    pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool, allow: Sequence[str] = (),
-    epochs: int | None = None, target: float | None = None, again: bool = False,
-) -> Pipeline:  # fmt: skip
+def _tuned(pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool, **options: Any) -> Pipeline:
     from ...runs.folder import make_folder
     from ...tuning.result import TuneInterrupted
 
@@ -189,10 +182,8 @@ def _tuned(
     if pipeline.fit_options is not None:  # tuned.yaml shall not replace the run of the recipe
         pipeline = pipeline.replace(fit_options=replace(pipeline.fit_options, out=None))
     try:
-        tuned = pipeline.tune(
-            seconds=seconds, allow=allow, epochs=epochs, target=target, again=again, progress=not quiet,
-            out=None if out is None else out / "tuned.json",
-        )  # fmt: skip
+        file = None if out is None else out / "tuned.json"
+        tuned = pipeline.tune(seconds=seconds, out=file, progress=not quiet, **options)
     except TuneInterrupted as interrupt:
         print(interrupt.tuned)
         if out is not None:
@@ -224,16 +215,12 @@ def _tuned(
     multiple=True,
 )
 @option("--target SHARE", "Tune the time to this accuracy, 0 to 1, instead of the speed.", float)
-@option(
-    "--epochs N",
-    "Epochs of each of these short runs, 1 unless given; with --target, of each run.",
-    int,
-)
+@option("--epochs N", "Epochs of each of these short runs, 1 unless given; with --target, of each run.", int)
 @option("--again", "Measure again what is kept of this tuning on this machine, or in --out.")
 @quiet
 def tune(
-    recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, out: Path | None,
-    seconds: float, allow: tuple[str, ...], target: float | None, epochs: int | None, again: bool, quiet: bool,
+    recipe: str, overrides: tuple[str, ...], train: str | None, val: str | None, out: Path | None, seconds: float,
+    quiet: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Find the fastest way to run a recipe on this machine.
 
@@ -243,14 +230,11 @@ def tune(
     accepted only if its interval shows that it is faster. With --target, changes race to an accuracy instead, in full
     runs. A second call is answered from what is kept on this machine, or continues it.
     """
-    checked = completed_recipe(recipe, overrides, train, val)
-    from ...measuring.runner import check_measurable
-    from ...pipeline import Pipeline
-    from ...recipes.files import modules_of
+    with pipeline_of(recipe, overrides, train, val) as pipeline:
+        from ...measuring.runner import check_measurable
 
-    check_measurable(seconds)
-    with modules_of(recipe):
-        _tuned(Pipeline.from_recipe(checked), seconds, out, quiet, allow, epochs, target, again)
+        check_measurable(seconds)
+        _tuned(pipeline, seconds, out, quiet, **options)
 
 
 def _files_in(out: Path | str) -> list[str]:
@@ -291,9 +275,7 @@ def what_is_left(interrupt: TrainingInterrupted, out: Path | str | None) -> str:
 @option("--folds N", "Parts of the training data, of which each is held out once.", int, default=5)
 @out_folder
 @option(
-    "--json",
-    "Print one JSON object: the metrics of each fold, mean and spread, and the pooled errors.",
-    name="as_json",
+    "--json", "Print one JSON object: the metrics of each fold, mean and spread, and the pooled errors.", name="as_json"
 )
 @quiet
 def folds(
@@ -308,12 +290,7 @@ def folds(
     """
     from ....common.storage.json_files import to_json
 
-    checked = completed_recipe(recipe, overrides, train, val)
-    from ...pipeline import Pipeline
-    from ...recipes.files import modules_of
-
-    with modules_of(recipe):
-        pipeline = Pipeline.from_recipe(checked)
+    with pipeline_of(recipe, overrides, train, val) as pipeline:
         given = {} if out is None else {"out": out, "resume": "auto"}
         found = pipeline.cross_validate(folds, progress=not quiet and not as_json, **given)
     print(to_json(found.to_dict()) if as_json else found)
@@ -323,11 +300,7 @@ def folds(
 @argument("run", "Folder or address of a finished run (train --out).", Place())
 @argument("image", "Images, folders of images, patterns, or .beton files.", FILES, nargs=-1)
 @option("--out PLACE", "Write a table (.csv, .parquet), or a new folder of masks (segmentation).", File())
-@option(
-    "--on-error HOW",
-    "raise (default), or skip: a damaged image gets a row with the error.",
-    Text("raise", "skip"),
-)
+@option("--on-error HOW", "raise (default), or skip: a damaged image gets a row with the error.", Text("raise", "skip"))
 @option("--json", "Print one JSON object per image, with all probabilities.", name="as_json")
 @trust_code
 def predict(
@@ -401,9 +374,7 @@ def _prediction_text(row: dict[str, Any]) -> str:
     File(),
 )
 @option(
-    "--tolerance X",
-    "Largest difference of a program's outputs, relative to the largest one. Default: 0.001.",
-    float,
+    "--tolerance X", "Largest difference of a program's outputs, relative to the largest one. Default: 0.001.", float
 )
 @trust_code
 @quiet
@@ -476,12 +447,7 @@ def ledger(
         raise PlanError("Pass the name of a recipe to measure (see: drivetrain recipes), or --compare A.JSON B.JSON.")
     if epochs is not None and not accuracy:
         raise PlanError("--epochs sets how long --accuracy trains each variant. Pass both or neither.")
-    checked = completed_recipe(recipe, overrides, train, val)
-    from ...pipeline import Pipeline
-    from ...recipes.files import modules_of
-
-    with modules_of(recipe):
-        pipeline = Pipeline.from_recipe(checked)
+    with pipeline_of(recipe, overrides, train, val) as pipeline:
         measure(
             pipeline, 120 if seconds is None else seconds, out, quiet, accuracy=accuracy, epochs=epochs,
             other_loader=other_loader,
@@ -534,19 +500,3 @@ def _show(measured: Ledger | None, folder: Path | None) -> None:
         print(measured)
         if folder is not None:
             measured.save(folder / "ledger.png")
-
-
-def check_sources(overrides: Mapping[str, Any], train: str | None, val: str | None) -> dict[str, str]:
-    given = {key: value for key, value in (("train", train), ("val", val)) if value is not None}
-    for key in given:
-        if key in overrides:
-            raise PlanError(f"--{key} and {key}= are both given. Pass only one of them.")
-    return given
-
-
-def completed_recipe(recipe: str, pairs: Sequence[str], train: str | None, val: str | None) -> Completed:
-    """Return a recipe with its overrides, checked before torch is imported."""
-    from ...recipes.presets import completed, parse_overrides
-
-    overrides = parse_overrides(pairs)
-    return completed(recipe, overrides | check_sources(overrides, train, val))

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from ....common.errors import CheckpointError, DrivetrainError
-from ....common.storage.files import atomic_file
+from ....common.storage.files import write_file
 from ....common.table import Table
 from ....loaders.image_size import height_width
 from ....loaders.options import fill_color
@@ -92,13 +92,12 @@ def write_card(
     if recipe:
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110)
         parts.append(f"## Recipe\n\n```yaml\n{text}```")
-    with atomic_file(path) as file:
-        file.write("\n\n".join(filter(None, parts)).encode() + b"\n")
+    write_file(path, "\n\n".join(filter(None, parts)) + "\n")
 
 
 def _front_matter(facts: Mapping[str, Any], kind: str) -> str:
     about: dict[str, Any] = {"tags": ["drivetrain", "onnx" if kind == "onnx" else "pytorch"]}
-    if str(facts.get("task", "")).startswith(("Classification(", "MultiLabel(")):
+    if str(facts.get("task", "")).startswith(_LOGITS):
         about = {"pipeline_tag": "image-classification", **about}
     return f"---\n{yaml.safe_dump(about, sort_keys=False)}---"
 
@@ -117,12 +116,7 @@ def _origin(checkpoint: Checkpoint, recipe: Mapping[str, Any]) -> str:
 
 
 def _use(
-    exported: Path,
-    kind: str,
-    names: str,
-    facts: Mapping[str, Any],
-    difference: Difference | None,
-    scaled: bool,
+    exported: Path, kind: str, names: str, facts: Mapping[str, Any], difference: Difference | None, scaled: bool
 ) -> Iterator[str]:
     inputs = Inputs.from_dict(facts["inputs"]) if "inputs" in facts else None
     shape = "(1, 3, 224, 224)"  # of what the run does not say

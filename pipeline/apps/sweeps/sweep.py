@@ -20,7 +20,7 @@ from typing import Any
 from ....common.errors import PlanError
 from ....common.frozen import FrozenDict
 from ....common.signals import handled, interrupts_held
-from ....common.storage.files import atomic_file
+from ....common.storage.files import write_file
 from ....common.table import Table, screen_width
 from ...analysis.compare import RunSummary, read_run
 from ...recipes.presets import completed, parse_overrides
@@ -210,8 +210,7 @@ def _record(folder: Path, wanted: dict[str, dict[str, Any]]) -> None:
             keys = [key for key in now if before.get(key) != now[key]]
             what = ", ".join(f"{key}={before.get(key)!r:.60}, not {now[key]!r:.60}" for key in keys[:3])
             raise PlanError(f"{folder / name} is a run of other values: {what}. Pass another folder: --out.")
-    with atomic_file(folder / RECORD) as file:
-        file.write(json.dumps(known | wanted, indent=1).encode())
+    write_file(folder / RECORD, json.dumps(known | wanted, indent=1))
 
 
 def _run_all(folder: Path, commands: dict[str, list[str]], jobs: int, said: Callable[[str], None]) -> dict[str, str]:
