@@ -20,8 +20,8 @@ from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import resolve
 from ..tasks.nests import join_samples, labels_of, pair
 from ..tasks.standard import IGNORED
+from ..tasks.task import names_of
 from ..training.build import build, fork_rng, resolve_data
-from .errors import names_of
 from .judge import shown
 from .marks import Mark, color_of, marked, marks_of, masks_of
 from .picture import masked
