@@ -9,13 +9,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...common.errors import CheckpointError, NonFiniteError
 from ...common.model_state import ModelState, buffers_kept, describe_frozen, split_state, train_mode
 from ...common.rows import local_part
 from ...strategies.common.optimizer_state import as_held
 from ...strategies.devices import wait_for
+from ...strategies.launching.group import of_all_ranks
 from ..callbacks.callback import RunView
 from ..checkpoints import state as states
 from ..checkpoints.directory import CheckpointDir, ResumePoint, begin_run, choose_start
@@ -267,11 +267,7 @@ class Run(Observer):
         if loader.settings.on_error != "skip":
             return 0
         own, loader.replaced = loader.replaced, []
-        ranks: list[Any] = [own]
-        if self._engine.world_size > 1:
-            ranks *= self._engine.world_size
-            dist.all_gather_object(ranks, own)
-        samples = sorted(sample for each in ranks for sample in each)
+        samples = sorted(sample for each in of_all_ranks(own, self._engine.world_size) for sample in each)
         if samples:
             self._echo(
                 f"{len(samples)} of the epoch's samples cannot be decoded, and others took their places: "
