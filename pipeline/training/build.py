@@ -406,6 +406,14 @@ def _operated(
     return model, tuple(reports)
 
 
+def identity_of(spec: PipelineSpec) -> dict[str, str]:
+    """Return what the model is, built once more, without the warnings of it that training issues."""
+    identity: dict[str, str] = {}
+    with warnings.catch_warnings(action="ignore"):
+        build_model(spec, (), lambda fresh: identity.update(model_identity(fresh, spec.model)))
+    return identity
+
+
 @plain_torch()
 def rebuild_model(
     spec: PipelineSpec, transforms: Sequence[Transform], state: ModelState | None = None
