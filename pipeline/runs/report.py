@@ -77,7 +77,7 @@ class Report:
             CheckpointError: if there is no run.
         """
         folder = opened(run, RECIPE, HISTORY, MODEL, UNLISTED, PLAN, LEDGER)
-        texts = {name: _read(folder / name) for name in (PLAN, RECIPE)}
+        texts = {name: (folder / name).read_text() if (folder / name).exists() else "" for name in (PLAN, RECIPE)}
         history = read_history(folder)
         if history is None and ((folder / HISTORY).exists() or not any(texts.values())):
             raise CheckpointError(
@@ -95,8 +95,7 @@ class Report:
 
         return cls(
             title=str(history.facts.get("recipe") or Path(str(run)).name), history=history, plan=texts[PLAN],
-            recipe=texts[RECIPE], batch=batch, errors=errors,
-            ledger=ledger if ledger.exists() else None,
+            recipe=texts[RECIPE], batch=batch, errors=errors, ledger=ledger if ledger.exists() else None,
         )  # fmt: skip
 
     @classmethod
@@ -156,10 +155,6 @@ def first_batch(spec: PipelineSpec | None) -> ShownBatch:
     if spec is None:
         raise CheckpointError("The result has no pipeline.")
     return batch_of(spec, 0, SAMPLES, None)
-
-
-def _read(file: Path) -> str:
-    return file.read_text() if file.exists() else ""
 
 
 def _state(history: History, recipe: str) -> str:
