@@ -139,13 +139,8 @@ class ShownBatch:
 
 
 def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> ShownBatch:
-    """Return the first batch of an epoch; see `Pipeline.show_batch`.
-
-    It is computed in this process: the microbatches of all ranks are those of one process with as many.
-
-    Raises:
-        PlanError, DataError, StrategyError: as `fit`; also for an epoch that the pipeline does not have.
-    """
+    """Return the first batch of an epoch; see `Pipeline.show_batch`. It is computed in this process: the microbatches
+    of all ranks are those of one process with as many."""
     how, epochs = spec.distributed, epochs or spec.epochs or epoch + 1
     if epoch >= epochs:
         raise PlanError(f"epoch={epoch} is not one of the pipeline's {epochs} epochs, counted from 0.")

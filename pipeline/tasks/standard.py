@@ -61,8 +61,7 @@ class Classification(StandardTask):
         """Return probabilities `(B, C)`."""
         return torch.softmax(outputs, dim=1)
 
-    def probabilities(self, outputs: Any) -> Any:
-        return torch.softmax(outputs, dim=1)
+    probabilities = predict
 
     def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
         """Return `class`, `probability` and, from the most probable on, all `probabilities` by name."""
@@ -159,8 +158,7 @@ class MultiLabel(StandardTask):
         """Return the probability of each label, `(B, K)`."""
         return torch.sigmoid(outputs)
 
-    def probabilities(self, outputs: Any) -> Any:
-        return torch.sigmoid(outputs)
+    probabilities = predict
 
     def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
         """Return the `labels` with a probability of at least 0.5, and all `probabilities` by name."""
@@ -409,13 +407,6 @@ class Segmentation(StandardTask):
         named = [name for name, own in self._metrics.items() if isinstance(own, str) and own == "miou"]
         return meters | {name: mean_iou(self.classes, never) for name in named if never}
 
-    def _counted(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return masks as int64, in which 255 stands for all values that do not count."""
-        targets = targets.long()
-        for value in self.ignored[1:]:
-            targets = targets.masked_fill(targets == value, IGNORED)
-        return targets
-
     def predict(self, outputs: Any) -> torch.Tensor:
         """Return the class of each pixel, `(B, H, W)`."""
         return torch.argmax(outputs, 1)
@@ -423,11 +414,14 @@ class Segmentation(StandardTask):
     def probabilities(self, outputs: Any) -> Any:
         return torch.softmax(outputs, dim=1)
 
-    def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
-        return self._counted(targets)
+    def _counted(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return masks as int64, in which 255 stands for all values that do not count."""
+        targets = targets.long()
+        for value in self.ignored[1:]:
+            targets = targets.masked_fill(targets == value, IGNORED)
+        return targets
 
-    def loss_targets(self, targets: torch.Tensor) -> torch.Tensor:
-        return self._counted(targets)
+    metric_targets = loss_targets = _counted
 
     def model_inputs(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: self._counted(value) for name, value in super().model_inputs(targets).items()}

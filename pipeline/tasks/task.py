@@ -279,8 +279,7 @@ class StandardTask(Task):
             if loss in self.LOSSES:
                 return self.LOSSES[loss]
             if ":" not in loss:
-                names = [*self.LOSSES, MODEL_LOSS]
-                raise PlanError(f"{self}: no loss is named {loss!r}.{suggest(loss, names)}")
+                raise PlanError(f"{self}: no loss is named {loss!r}.{suggest(loss, [*self.LOSSES, MODEL_LOSS])}")
             loss = imported("loss", loss)
             loss = loss() if isinstance(loss, type) and issubclass(loss, nn.Module) else loss
         if isinstance(loss, type) or not callable(loss):
