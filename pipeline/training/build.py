@@ -193,10 +193,8 @@ def build(plan: ResolvedPlan, initial: Initial | None = None, resumes: bool = Fa
         if val is not None:
             val.close()
         train, val = make_loaders(plan, engine.device)
-    hooks, loss = (
-        TrainingHooks(plan.transforms, plan.seed, parts.classes, how.precision),
-        parts.loss(engine.device),
-    )
+    hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes, how.precision)
+    loss = parts.loss(engine.device)
     batches = partial(make_loader, plan, plan.data.train, train=True, device=engine.device)
     hooks.calibrate = partial(calibrate, engine, batches, loss)
     return Built(
