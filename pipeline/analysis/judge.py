@@ -24,6 +24,7 @@ from ..training.loop import evaluation_sums
 from .errors import ClassErrors, Errors, LabelErrors, PixelErrors, ValueErrors
 
 Arrays = dict[str, NDArray[Any]]
+PICTURES = 24  # of the worst samples, and of the least certain ones
 
 
 @dataclass
@@ -53,21 +54,15 @@ class Judged:
 
 @dataclass
 class Sheet:
-    """The samples with the highest scores so far, with their pictures.
+    """The samples with the highest scores so far, with their pictures by name, the highest score first."""
 
-    Attributes:
-        most: how many are kept.
-        kept: `(score, sample, pictures by name)`, the highest score first.
-    """
-
-    most: int
     kept: list[tuple[float, int, Arrays]] = field(default_factory=list)
 
     def offer(self, scores: NDArray[Any], samples: NDArray[np.int64], pictures: Callable[[int], Arrays]) -> None:
         """Keep those of a batch whose scores are among the highest; `pictures(n)` is called for these only."""
         scores = np.nan_to_num(scores.astype(np.float64), nan=np.inf)
-        least = self.kept[-1][0] if len(self.kept) == self.most else -np.inf
-        for n in np.argsort(-scores, kind="stable")[: self.most].tolist():
+        least = self.kept[-1][0] if len(self.kept) == PICTURES else -np.inf
+        for n in np.argsort(-scores, kind="stable")[:PICTURES].tolist():
             if scores[n] > least:
                 self.kept.append((float(scores[n]), int(samples[n]), pictures(n)))
         self._cut()
@@ -79,19 +74,17 @@ class Sheet:
         return {sample: pictures for _, sample, pictures in self.kept}
 
     def _cut(self) -> None:
-        self.kept = sorted(self.kept, key=lambda one: (-one[0], one[1]))[: self.most]
+        self.kept = sorted(self.kept, key=lambda one: (-one[0], one[1]))[:PICTURES]
 
 
 @torch.no_grad()
-def judge(
-    engine: Engine, loader: EpochLoader, hooks: TrainingHooks, task: Task, source: str, *, pictures: int = 24
-) -> Errors:
-    """Evaluate on `source`, whose samples `loader` has in order, and keep what is known of each, with `pictures` of so
-    many of the worst and of the least certain. Every rank must call it; all return the whole."""
+def judge(engine: Engine, loader: EpochLoader, hooks: TrainingHooks, task: Task, source: str) -> Errors:
+    """Evaluate on `source`, whose samples `loader` has in order, and keep what is known of each, with pictures of the
+    worst and of the least certain. Every rank must call it; all return the whole."""
     sums, judged = evaluation_sums(engine, hooks, task), Judged()
     loss = task.move(engine.device)
     made, of = KINDS.get(task.kind, (Errors, _nothing))
-    worst, unsure = Sheet(pictures), Sheet(pictures)
+    worst, unsure = Sheet(), Sheet()
     width, own = None, loader.settings
     with current_device(engine.device):
         for samples, (images, targets) in zip(loader.shares(0), map(pair, loader), strict=True):

@@ -348,7 +348,7 @@ def _damage(engine: Engine, path: Path) -> str:
     return "" if first is None else broadcast_text(engine, error, source=first)
 
 
-def _look(resume: str | Path | None, store: CheckpointDir | None, verify: Verify = Checkpoint.verify) -> dict[str, Any]:
+def _look(resume: str | Path | None, store: CheckpointDir | None, verify: Verify) -> dict[str, Any]:
     checkpoint, goes_on = None, False
     if resume == "auto":
         assert store is not None  # fit has checked

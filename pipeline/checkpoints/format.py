@@ -242,7 +242,7 @@ class Checkpoint:
                     f"the {about['bytes']} bytes that were written. Use an older checkpoint."
                 )
 
-    def check_length(self, steps: int, *, pruned: bool = False) -> None:
+    def check_length(self, steps: int, *, pruned: bool) -> None:
         """Check the position of a run with so many steps in an epoch; `pruned`: at most so many."""
         epoch, within, step = self.content.epoch, self.content.step_in_epoch, self.content.step
         most = epoch * steps + within

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from ...common.checks import check_picklable
 from ...common.errors import CheckpointError, DrivetrainError, PlanError
 from ...strategies import Engine
-from ...strategies.launching.group import COLLECTIVE_TIMEOUT
 from ..callbacks.callback import Callback, RunOptions, RunView
 from ..describe.resolve import ResolvedPlan
 from ..tasks.scales import scales
@@ -73,8 +72,7 @@ class RunCallbacks(Observer):
 
     def __init__(
         self, callbacks: Sequence[Callback], engine: Engine, view: RunView, eval_every: int | None,
-        evaluate: Callable[[], object], stop: Callable[[str], None], clock: RankClock | None = None,
-        timeout: float = COLLECTIVE_TIMEOUT,
+        evaluate: Callable[[], object], stop: Callable[[str], None], clock: RankClock | None, timeout: float,
     ) -> None:  # fmt: skip
         self._all, self._engine, self._view, self._clock = tuple(callbacks), engine, view, clock
         self._every, self._evaluate, self._stop = eval_every, evaluate, stop

@@ -378,7 +378,7 @@ def build_on_meta(spec: PipelineSpec, transforms: Sequence[Transform]) -> tuple[
 def _operated(
     spec: PipelineSpec,
     transforms: Sequence[Transform],
-    look: Callable[[nn.Module], None] | None = None,
+    look: Callable[[nn.Module], None] | None,
     *,
     shapes: bool = False,  # whether only the shapes of the result are used
 ) -> tuple[nn.Module, tuple[Report, ...]]:
