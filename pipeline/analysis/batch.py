@@ -185,7 +185,6 @@ def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> 
 
 
 def _text(target: torch.Tensor, classes: list[str], kind: str) -> str:
-    """Return a target in words."""
     if not target.dim() and not target.is_floating_point():
         return names_of(len(classes), classes)[int(target)] if classes else str(int(target))
     if not target.dim() or kind not in ("class indices", "labels"):

@@ -53,12 +53,10 @@ def sheet(figure: Any, errors: Any, places: list[int], title: str) -> None:
 
 
 def worst_of(errors: Any) -> list[int]:
-    """Return the places of the worst samples that have pictures."""
     return [int(at) for at in errors.worst() if int(errors.samples[at]) in errors.pictures]
 
 
 def about(errors: Any, place: int) -> list[str]:
-    """Return what is known of a sample, as lines."""
     known = errors.of(place)
     said = [f"{mark} {known[name]}" for name, mark in (("truth", "is"), ("prediction", "→")) if name in known]
     return [f"#{known['sample']} loss {known['loss']:.3g}", *said]

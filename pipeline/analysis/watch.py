@@ -44,7 +44,6 @@ class RunState:
         return sorted(range(len(self.ranks)), key=lambda rank: -self.ranks[rank].own)
 
     def table(self) -> Table:
-        """Return a row for each of the slowest ranks."""
         rows = [(f"{rank}", *_cells(self.ranks[rank])) for rank in self.slowest[:ROWS]]
         heads = ("rank", "s per step", "without waiting for ranks", "waiting for data", "memory")
         return Table(heads, rows, figures=True)

@@ -100,7 +100,6 @@ class Report:
 
     @classmethod
     def unsaved(cls, history: History, plan: Plan, spec: PipelineSpec | None, errors: Callable[[], Errors]) -> Report:
-        """Return that of a run without a folder."""
         recipe = ""
         if spec is not None:
             with suppress(RecipeError):  # e.g. of a custom model
@@ -151,7 +150,6 @@ def check_report(out: str | Path) -> Path:
 
 
 def first_batch(spec: PipelineSpec | None) -> ShownBatch:
-    """Return the first batch of the first epoch."""
     if spec is None:
         raise CheckpointError("The result has no pipeline.")
     return batch_of(spec, 0, SAMPLES, None)
