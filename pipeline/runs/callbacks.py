@@ -86,17 +86,15 @@ class RunCallbacks(Observer):
         self._late: Exchange | None = None
         self._started, self._agreed = False, ""
 
-    def restore(self, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Use these states from a checkpoint, by class name. Return the names of those without a callback here."""
-        self._saved = states
+    def restore(self, states: Mapping[str, Mapping[str, Any]], history: Sequence[Epoch]) -> list[str]:
+        """Use these states from a checkpoint, by class name, and its finished epochs. Return the names of those without
+        a callback here."""
+        self._saved, self._view._history = states, tuple(history)
         return sorted(set(states) - {type(one).__name__ for one in self._all})
 
     def states(self) -> States:
         states = {type(one).__name__: state_of(one) for one in self._all}
         return {name: state for name, state in states.items() if state}
-
-    def history(self, epochs: Sequence[Epoch]) -> None:
-        self._view._history = tuple(epochs)
 
     def on_start(self, state: TrainState) -> None:  # noqa: ARG002
         self._started = True

@@ -223,13 +223,12 @@ class Run(Observer):
     def _restore_callbacks(self, checkpoint: Checkpoint) -> None:
         ranks = checkpoint.content.ranks
         own = self._engine.rank if len(ranks) == self._engine.world_size else 0
-        unknown = self._callbacks.restore(ranks[own].callbacks)
+        unknown = self._callbacks.restore(ranks[own].callbacks, self._artifacts.history.epochs)
         if unknown and self.state.stop is None:
             self._echo(
                 f"{checkpoint.place} has the state of {', '.join(unknown)}, which is not among callbacks=[…]; it is "
                 "ignored."
             )
-        self._callbacks.history(self._artifacts.history.epochs)
 
     def _epoch(self) -> None:
         built, hooks, state, artifacts, job = self._built, self._hooks, self.state, self._artifacts, self._job

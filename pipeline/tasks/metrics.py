@@ -54,8 +54,10 @@ def named(task: Any, metrics: Any) -> dict[str, Any]:
             if metric not in known and not ("top1" in known and _TOP.fullmatch(metric)):
                 raise PlanError(f"{task}: no metric is named {metric!r}.{suggest(metric, known)}")
             continue
+        from torchmetrics import Metric
+
         found[name] = _created(task, metric)
-        if not _is_metric(found[name]):
+        if not isinstance(found[name], Metric):
             remedy = f"Pass names of {known}, or torchmetrics objects or classes."
             raise PlanError(f"{task}: {metric!r:.80} is not a metric. {remedy}")
     return found
@@ -251,12 +253,6 @@ def _name(entry: object) -> str:
         return entry
     kind = entry if isinstance(entry, type) else type(entry)
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
-
-
-def _is_metric(value: object) -> bool:
-    from torchmetrics import Metric
-
-    return isinstance(value, Metric)
 
 
 def format_metric(value: float, unit: Unit | None) -> str:
