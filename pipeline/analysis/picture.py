@@ -19,12 +19,8 @@ COLUMNS = 6
 
 
 def figure_of(errors: Any, samples: bool = True) -> Any:
-    """Return a matplotlib figure of the `Errors` of a data set, whose class imports this file: the overview of
-    its kind, then, with `samples`, the worst.
-
-    Raises:
-        MissingExtra: without matplotlib.
-    """
+    """Return a matplotlib figure of the `Errors` of a data set, whose class imports this file: the overview of its
+    kind, then, with `samples`, the worst. Raise MissingExtra without matplotlib."""
     figure_class = require("matplotlib.figure", "plot", "draw the errors").Figure
     worst = worst_of(errors) if samples else []
     rows = -(-len(worst) // COLUMNS)

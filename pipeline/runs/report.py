@@ -71,11 +71,7 @@ class Report:
 
     @classmethod
     def of(cls, run: str | Path, errors: Callable[[], Errors], *, trust_code: bool = False) -> Report:
-        """Return that of the run in a folder or at an address.
-
-        Raises:
-            CheckpointError: if there is no run.
-        """
+        """Return that of the run in a folder or at an address; raise CheckpointError if there is none."""
         folder = opened(run, RECIPE, HISTORY, MODEL, UNLISTED, PLAN, LEDGER)
         texts = {name: (folder / name).read_text() if (folder / name).exists() else "" for name in (PLAN, RECIPE)}
         history = read_history(folder)
@@ -111,11 +107,7 @@ class Report:
         )  # fmt: skip
 
     def write(self, out: str | Path) -> Path:
-        """Write the file, and return its path.
-
-        Raises:
-            DrivetrainError: unless it ends in `.html`.
-        """
+        """Write the file, and return its path; raise DrivetrainError unless it ends in `.html`."""
         out = check_report(out)
         title = html.escape(self.title)
         page = (
