@@ -74,9 +74,8 @@ class Classification(StandardTask):
     def check(self, train: Targets, val: Targets | None) -> int:
         """Return the number of classes: that of the class names if a source has any, else the largest training label
         plus one. Validation data without names may lack the last classes."""
-        for targets in (train, val):
-            if targets is not None:
-                _check_indices(targets)
+        for targets in filter(None, (train, val)):
+            _check_indices(targets)
         classes = len(train.classes) or train.range[1] + 1
         if val is None:
             return classes
@@ -169,9 +168,7 @@ class MultiLabel(StandardTask):
     def check(self, train: Targets, val: Targets | None) -> int:
         width = vectors(self, train, val, "a vector of 0 and 1 per image")
         check_names(train, val, "labels")
-        for targets in (train, val):
-            if targets is None:
-                continue
+        for targets in filter(None, (train, val)):
             if targets.values.ndim != 2:
                 raise PlanError(
                     f"{targets.source} has one number per image, but MultiLabel needs a vector of 0 and 1. Convert it "
@@ -427,9 +424,7 @@ class Segmentation(StandardTask):
         return {name: self._counted(value) for name, value in super().model_inputs(targets).items()}
 
     def check(self, train: Targets, val: Targets | None) -> int:
-        for targets in (train, val):
-            if targets is None:
-                continue
+        for targets in filter(None, (train, val)):
             if targets.largest is None:
                 raise PlanError(
                     f"{targets.source} has one label per image, but Segmentation needs a mask per image. Convert it "
