@@ -69,14 +69,7 @@ class Predicted:
 
 
 class Predictions(list[dict[str, Any]]):
-    """Predictions, a dict per image, which a notebook shows with the first images as the model saw them.
-
-    Example::
-
-        >>> predictions = result.predict(["photos/cat/0.jpg"])
-        >>> len(predictions)
-        1
-    """
+    """Predictions, a dict per image, which a notebook shows with the first images as the model saw them."""
 
     def __init__(self, rows: Iterable[dict[str, Any]] = (), colors: Sequence[str] = ()) -> None:
         super().__init__(rows)

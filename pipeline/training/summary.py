@@ -45,12 +45,6 @@ class ModuleSummary:
         trained: the number of those that require gradients.
         flops: of a forward in training, per image, a multiply-add counted as 2; None if unknown.
         activation_bytes: kept for the backward, for one microbatch; None if unknown.
-
-    Example::
-
-        >>> row = pipeline.summary().modules[-1]
-        >>> row.name, row.kind
-        ('head', 'Linear')
     """
 
     name: str
