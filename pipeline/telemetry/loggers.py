@@ -313,12 +313,10 @@ def _service(name: str) -> ModuleType:
 
 def _known_run(service: str, folder: Path | None, step: int) -> str | None:
     """Return the service's run of a run that is resumed, from the file in its folder."""
-    if folder is None or not step:
-        return None
-    try:
-        return (folder / SERVICE_RUNS[service]).read_text().strip() or None
-    except OSError:
-        return None
+    if folder is not None and step:
+        with suppress(OSError):
+            return (folder / SERVICE_RUNS[service]).read_text().strip() or None
+    return None
 
 
 def _keep_run(service: str, folder: Path | None, run: str) -> None:
