@@ -351,12 +351,9 @@ class Metrics(Observer):
     def log(self, values: Mapping[str, float | torch.Tensor], step: int) -> None:
         """Log additional values, numbers or tensors `()`, once they have arrived from the device."""
         if self._loggers and values:
-            tensors = [
-                value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
-                for value in values.values()
-            ]
+            tensors = [torch.as_tensor(value, dtype=torch.float64).detach() for value in values.values()]
             device = next((one.device for one in tensors if one.device.type != "cpu"), torch.device("cpu"))
-            stacked = torch.stack([one.to(device, torch.float64).reshape(()) for one in tensors])
+            stacked = torch.stack([one.to(device).reshape(()) for one in tensors])
             self._extra.append((step, list(values), HostCopy(stacked)))
             self._arrive_extra()
 
