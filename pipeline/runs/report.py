@@ -13,7 +13,7 @@ import yaml
 
 from ...common.errors import CheckpointError, DrivetrainError, RecipeError, require_suffix
 from ...common.pictures import drawn, image_tag
-from ...common.storage.files import atomic_file
+from ...common.storage.files import write_file
 from ...common.table import Table
 from ..analysis.batch import ShownBatch, batch_of
 from ..analysis.errors import Errors
@@ -115,8 +115,7 @@ class Report:
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<title>{title}</title><style>{STYLE}</style></head><body><h1>{title}</h1>{self._body()}</body></html>\n"
         )
-        with atomic_file(out) as file:
-            file.write(page.encode())
+        write_file(out, page)
         return out
 
     def _body(self) -> str:
