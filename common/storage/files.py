@@ -81,6 +81,12 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
+def write_file(path: Path, content: bytes | str) -> None:
+    """Write a whole file as `atomic_file` does, a text in UTF-8."""
+    with atomic_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
 @contextmanager
 def atomic_files(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
     """Open binary files in one folder that appear in that order when the block ends, and not at all if it fails; the
@@ -104,12 +110,6 @@ def atomic_files(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
                 temporary.replace(path)
         with _failure_names(paths[-1]):
             sync(paths[-1].parent)
-
-
-def write_file(path: Path, content: bytes | str) -> None:
-    """Write a file as `atomic_file` does; text is UTF-8."""
-    with atomic_file(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import resolve
 from ..tasks.nests import join_samples, labels_of, pair
 from ..tasks.standard import IGNORED
+from ..tasks.task import names_of
 from ..training.build import build, fork_rng, resolve_data
-from .errors import names_of
 from .judge import shown
 from .marks import Mark, color_of, marked, marks_of, masks_of
 from .picture import masked
@@ -139,13 +139,8 @@ class ShownBatch:
 
 
 def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> ShownBatch:
-    """Return the first batch of an epoch; see `Pipeline.show_batch`.
-
-    It is computed in this process: the microbatches of all ranks are those of one process with as many.
-
-    Raises:
-        PlanError, DataError, StrategyError: as `fit`; also for an epoch that the pipeline does not have.
-    """
+    """Return the first batch of an epoch; see `Pipeline.show_batch`. It is computed in this process: the microbatches
+    of all ranks are those of one process with as many."""
     how, epochs = spec.distributed, epochs or spec.epochs or epoch + 1
     if epoch >= epochs:
         raise PlanError(f"epoch={epoch} is not one of the pipeline's {epochs} epochs, counted from 0.")
@@ -190,7 +185,6 @@ def batch_of(spec: PipelineSpec, epoch: int, count: int, epochs: int | None) -> 
 
 
 def _text(target: torch.Tensor, classes: list[str], kind: str) -> str:
-    """Return a target in words."""
     if not target.dim() and not target.is_floating_point():
         return names_of(len(classes), classes)[int(target)] if classes else str(int(target))
     if not target.dim() or kind not in ("class indices", "labels"):

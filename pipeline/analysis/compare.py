@@ -134,10 +134,7 @@ class RunComparison:
         table = Table(["run", *keys], rows, figures=True)
         if len(keys) <= KEYS and len(table.text(10**6).split("\n")[0]) <= WIDTH:
             return table
-        texts = [
-            (run.name, ", ".join(f"{key}={_text(self.differences[key][n])}" for key in keys))
-            for n, run in enumerate(self.runs)
-        ]
+        texts = [(name, ", ".join(map("{}={}".format, keys, own))) for name, *own in rows]
         return Table(("run", "what differs in its recipe"), texts, spaced=True)
 
     def show(self) -> Any:
@@ -196,17 +193,10 @@ RunArg = str | Path | History | Result
 
 
 def compare_runs(runs: Iterable[RunArg]) -> RunComparison:
-    """Compare runs: results, time, and only what differs between their recipes.
-
-    Of a folder, no weights are read, and no code of a recipe is run. A run that is unfinished, damaged or missing has a
-    row, too, and a sentence says what is wrong with it.
-
-    Args:
-        runs: any number of folders of runs (`fit(out=…)`), their addresses, such as `"s3://bucket/run"`, results of
-            `fit`, or histories, of which no recipe is known.
+    """Do what `Pipeline.compare` does, with the runs as a list. Of a history, no recipe is known.
 
     Raises:
-        DataError: without a run, or for what is not one; if none of the folders has a run.
+        DataError: as `Pipeline.compare`.
 
     Example::
 
@@ -237,21 +227,16 @@ def _read(run: RunArg, name: str) -> RunSummary:
             return replace(read_run(opened(run, RECIPE, HISTORY), name), folder=run)
         except CheckpointError as error:  # of an address that cannot be reached
             return RunSummary(name, run, History(), {}, f"it cannot be read: {str(error).rstrip('.')}")
-    history, spec = (run, None) if isinstance(run, History) else (_history(run), getattr(run, "spec", None))
+    history, spec = run if isinstance(run, History) else getattr(run, "history", None), getattr(run, "spec", None)
+    if not isinstance(history, History):
+        raise DataError(
+            f"{run!r:.80} is not a run. Pass a folder of fit(out=…) or its address, a result of fit, or a history."
+        )
     recipe: dict[str, Any] = {}
     with suppress(RecipeError):  # of a custom model
         recipe = {} if spec is None else flattened(to_recipe(spec))
     left = history.unfinished(recipe)
     return RunSummary(name, None, history, recipe, f"it is unfinished, {left}" if left else "")
-
-
-def _history(run: Any) -> History:
-    history = getattr(run, "history", None)
-    if not isinstance(history, History):
-        raise DataError(
-            f"{run!r:.80} is not a run. Pass a folder of fit(out=…) or its address, a result of fit, or a history."
-        )
-    return history
 
 
 def read_run(folder: Path, name: str = "") -> RunSummary:

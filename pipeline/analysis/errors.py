@@ -193,15 +193,8 @@ class ClassErrors(Errors):
 
     kind: ClassVar[str] = "classes"
     heads: ClassVar[tuple[str, ...]] = (
-        "class",
-        "samples",
-        "precision",
-        "95 %",
-        "recall",
-        "95 %",
-        "F1",
-        "mistaken for",
-    )
+        "class", "samples", "precision", "95 %", "recall", "95 %", "F1", "mistaken for",
+    )  # fmt: skip
 
     @cached_property
     def confusion(self) -> NDArray[np.int64]:
@@ -245,20 +238,10 @@ class ClassErrors(Errors):
         mistaken: dict[str, str] = {}
         for truth, prediction, count in self.most_confused(len(self)):
             mistaken.setdefault(truth, f"{prediction} {count}")
-        f1 = self.scores()
-        found = []
-        for name, there, said, right, score in zip(self.classes, *self._counts, f1, strict=True):
-            found.append(
-                (
-                    name,
-                    f"{there}",
-                    *_share(right, said),
-                    *_share(right, there),
-                    f"{score:.3f}",
-                    mistaken.get(name, ""),
-                )
-            )
-        return found
+        return [
+            (name, f"{there}", *_share(right, said), *_share(right, there), f"{score:.3f}", mistaken.get(name, ""))
+            for name, there, said, right, score in zip(self.classes, *self._counts, self.scores(), strict=True)
+        ]
 
     def scores(self) -> NDArray[np.float64]:
         """Return the F1 of each class; 1 of a class that is neither there nor predicted."""
@@ -348,17 +331,8 @@ class LabelErrors(Errors):
         for label, name in enumerate(self.classes):
             counts = said[:, label].sum(), there[label]
             f1 = 2 * right[label] / max(sum(counts), 1)
-            shares = [_share(right[label], count) for count in counts]
-            found.append(
-                (
-                    name,
-                    f"{there[label]}",
-                    *shares[0],
-                    *shares[1],
-                    f"{f1:.3f}",
-                    f"{self.average_precision(label):.3f}",
-                )
-            )
+            shares = (text for count in counts for text in _share(right[label], count))
+            found.append((name, f"{there[label]}", *shares, f"{f1:.3f}", f"{self.average_precision(label):.3f}"))
         return found
 
     def scores(self) -> NDArray[np.float64]:
@@ -390,15 +364,7 @@ class ValueErrors(Errors):
     values: NDArray[np.float64] = field(kw_only=True)
 
     kind: ClassVar[str] = "values"
-    heads: ClassVar[tuple[str, ...]] = (
-        "value",
-        "mean",
-        "spread",
-        "mean error",
-        "abs. error",
-        "95 % below",
-        "r²",
-    )
+    heads: ClassVar[tuple[str, ...]] = ("value", "mean", "spread", "mean error", "abs. error", "95 % below", "r²")
 
     @property
     def residuals(self) -> NDArray[np.float64]:
@@ -409,13 +375,8 @@ class ValueErrors(Errors):
         found = []
         for k, (name, score) in enumerate(zip(self.classes, self.scores(), strict=True)):
             off, target = self.residuals[:, k], self.targets[:, k]
-            figures = (
-                target.mean(),
-                target.std(),
-                off.mean(),
-                np.abs(off).mean(),
-                np.quantile(np.abs(off), 0.95),
-            )
+            size = np.abs(off)
+            figures = target.mean(), target.std(), off.mean(), size.mean(), np.quantile(size, 0.95)
             found.append((name, *(f"{figure:.4g}" for figure in figures), f"{score:.3f}"))
         return found
 
@@ -474,8 +435,3 @@ def _share(successes: float, total: float) -> tuple[str, str]:
         return "–", ""
     low, high = wilson(successes, total)
     return f"{successes / total:.1%}", f"{low:.0%} to {high:.0%}"
-
-
-def names_of(count: int, classes: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of `count` classes: those of the data, or their numbers."""
-    return tuple(classes) if len(classes) == count else tuple(map(str, range(count)))

@@ -9,21 +9,22 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ...loaders.epochs import EpochLoader
 from ...strategies import Engine
 from ...strategies.devices import current_device
+from ...strategies.launching.group import of_all_ranks
 from ..tasks.means import mean_of
 from ..tasks.nests import labels_of, map_tensors, pair, select_samples
 from ..tasks.standard import IGNORED
-from ..tasks.task import Task
+from ..tasks.task import Task, names_of
 from ..training.hooks import TrainingHooks
-from ..training.loop import EvaluationSums
-from .errors import ClassErrors, Errors, LabelErrors, PixelErrors, ValueErrors, names_of
+from ..training.loop import evaluation_sums
+from .errors import ClassErrors, Errors, LabelErrors, PixelErrors, ValueErrors
 
 Arrays = dict[str, NDArray[Any]]
+PICTURES = 24  # of the worst samples, and of the least certain ones
 
 
 @dataclass
@@ -33,8 +34,7 @@ class Judged:
     rows: dict[str, list[NDArray[Any]]] = field(default_factory=dict)
     sums: Arrays = field(default_factory=dict)
 
-    def add(self, rows: Mapping[str, NDArray[Any]], sums: Mapping[str, NDArray[Any]]) -> None:
-        """Add a batch."""
+    def add(self, rows: Arrays, sums: Arrays) -> None:
         for name, values in rows.items():
             self.rows.setdefault(name, []).append(values)
         for name, values in sums.items():
@@ -42,78 +42,49 @@ class Judged:
 
     def joined(self, ranks: int) -> tuple[Arrays, Arrays]:
         """Return the rows of all ranks, in the order of the samples, and the sums. Every rank must call it."""
-        everyone: list[Any] = [(self.rows, self.sums)]
-        if ranks > 1:
-            everyone = [None] * ranks
-            dist.all_gather_object(everyone, (self.rows, self.sums))
-        names = next(rows for rows, _ in everyone if rows)
-        rows = {name: np.concatenate([part for own, _ in everyone for part in own.get(name, [])]) for name in names}
+        whole = Judged()
+        for own in of_all_ranks(self, ranks):
+            for name, parts in own.rows.items():
+                whole.rows.setdefault(name, []).extend(parts)
+            whole.add({}, own.sums)
+        rows = {name: np.concatenate(parts) for name, parts in whole.rows.items()}
         order = np.argsort(rows["samples"], kind="stable")
-        sums: Arrays = {}
-        for _, own in everyone:
-            for name, values in own.items():
-                sums[name] = sums[name] + values if name in sums else values
-        return {name: values[order] for name, values in rows.items()}, sums
+        return {name: values[order] for name, values in rows.items()}, whole.sums
 
 
 @dataclass
 class Sheet:
-    """The samples with the highest scores so far, with their pictures.
+    """The samples with the highest scores so far, with their pictures by name, the highest score first."""
 
-    Attributes:
-        most: how many are kept.
-        kept: `(score, sample, pictures by name)`, the highest score first.
-    """
-
-    most: int
     kept: list[tuple[float, int, Arrays]] = field(default_factory=list)
 
     def offer(self, scores: NDArray[Any], samples: NDArray[np.int64], pictures: Callable[[int], Arrays]) -> None:
         """Keep those of a batch whose scores are among the highest; `pictures(n)` is called for these only."""
         scores = np.nan_to_num(scores.astype(np.float64), nan=np.inf)
-        least = self.kept[-1][0] if len(self.kept) == self.most else -np.inf
-        for n in np.argsort(-scores, kind="stable")[: self.most].tolist():
+        least = self.kept[-1][0] if len(self.kept) == PICTURES else -np.inf
+        for n in np.argsort(-scores, kind="stable")[:PICTURES].tolist():
             if scores[n] > least:
                 self.kept.append((float(scores[n]), int(samples[n]), pictures(n)))
         self._cut()
 
     def joined(self, ranks: int) -> dict[int, Arrays]:
         """Return the pictures by sample, of all ranks. Every rank must call it."""
-        if ranks > 1:
-            everyone: list[Any] = [None] * ranks
-            dist.all_gather_object(everyone, self.kept)
-            self.kept = [one for kept in everyone for one in kept]
-            self._cut()
+        self.kept = [one for kept in of_all_ranks(self.kept, ranks) for one in kept]
+        self._cut()
         return {sample: pictures for _, sample, pictures in self.kept}
 
     def _cut(self) -> None:
-        self.kept = sorted(self.kept, key=lambda one: (-one[0], one[1]))[: self.most]
+        self.kept = sorted(self.kept, key=lambda one: (-one[0], one[1]))[:PICTURES]
 
 
 @torch.no_grad()
-def judge(
-    engine: Engine, loader: EpochLoader, hooks: TrainingHooks, task: Task, source: str, *, pictures: int = 24
-) -> Errors:
-    """Evaluate, and keep what is known of each sample. Every rank must call it; all return the whole.
-
-    Args:
-        engine: the model.
-        loader: of the data, in order, in evaluation.
-        hooks: predict the outputs.
-        task: what is judged.
-        source: the data's name.
-        pictures: how many of the worst and of the least certain samples are kept as pictures.
-    """
-    engine.model.eval()
-
-    def predict(images: torch.Tensor, targets: Any) -> tuple[Any, Any]:
-        with engine.forward_context():
-            return hooks.predict(engine.plain_model, images, targets, task)
-
-    sums, judged = EvaluationSums(task, engine.device, predict), Judged()
+def judge(engine: Engine, loader: EpochLoader, hooks: TrainingHooks, task: Task, source: str) -> Errors:
+    """Evaluate on `source`, whose samples `loader` has in order, and keep what is known of each, with pictures of the
+    worst and of the least certain. Every rank must call it; all return the whole."""
+    sums, judged = evaluation_sums(engine, hooks, task), Judged()
     loss = task.move(engine.device)
-    kind = KINDS.get(task.kind, Kind())
-    worst, unsure = Sheet(pictures), Sheet(pictures)
+    made, of = KINDS.get(task.kind, (Errors, _nothing))
+    worst, unsure = Sheet(), Sheet()
     width, own = None, loader.settings
     with current_device(engine.device):
         for samples, (images, targets) in zip(loader.shares(0), map(pair, loader), strict=True):
@@ -122,7 +93,7 @@ def judge(
             if len(images) == 0:
                 continue
             losses = _losses(task, loss, judged_by, outputs, targets)
-            rows, totals, drawn, certainty = kind.of(task, outputs, targets)
+            rows, totals, drawn, certainty = of(task, outputs, targets)
             judged.add({"samples": samples, "losses": losses, **rows}, totals)
 
             def picture(n: int, images: Any = images, drawn: Mapping[str, torch.Tensor] = drawn) -> Arrays:
@@ -133,14 +104,15 @@ def judge(
             worst.offer(losses, samples, picture)
             if certainty is not None:
                 unsure.offer(-certainty, samples, picture)
-    metrics = sums.result(lambda values: engine.reduce(values, "sum"), engine.world_size)
+    metrics = sums.result()
     each, total = judged.joined(engine.world_size)
     kept = unsure.joined(engine.world_size) | worst.joined(engine.world_size)
     count = getattr(task, "classes", width or 1)
     # Of masks, the last names may be those of values that do not count.
     named = loader.classes[:count] if task.kind == "masks" else loader.classes
-    names = names_of(count, named)
-    return kind.errors(source, metrics, names, kept, each, total, loader.colors)
+    names = tuple(names_of(count, named))
+    errors: Errors = made(source, metrics, names, **each, pictures=kept, colors=loader.colors, **total)
+    return errors
 
 
 def shown(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> NDArray[np.uint8]:
@@ -175,76 +147,49 @@ Kept = tuple[Arrays, Arrays, dict[str, torch.Tensor], NDArray[Any] | None]
 """Of a batch: a row per sample, sums, what is drawn beside the image, and the certainty of each sample."""
 
 
-class Kind:
-    """What is kept of each sample, by the kind of the targets; of others, the loss."""
-
-    def of(self, task: Task, outputs: Any, targets: torch.Tensor) -> Kept:  # noqa: ARG002
-        return {}, {}, {}, None
-
-    def errors(
-        self, source: str, metrics: dict[str, float], classes: Sequence[str], kept: dict[int, Arrays], each: Arrays,
-        total: Arrays, colors: tuple[str, ...],
-    ) -> Errors:  # fmt: skip
-        made: Errors = self.made(source, metrics, tuple(classes), **each, pictures=kept, colors=colors, **total)
-        return made
-
-    made: Any = Errors
+def _nothing(task: Task, outputs: Any, targets: torch.Tensor) -> Kept:  # noqa: ARG001
+    return {}, {}, {}, None
 
 
-class _Classes(Kind):
-    made = ClassErrors
-
-    def of(self, task: Task, outputs: Any, targets: torch.Tensor) -> Kept:
-        probabilities, predictions = task.predict(outputs).max(1)
-        rows = {
-            "targets": targets.long().cpu().numpy(),
-            "predictions": predictions.cpu().numpy(),
-            "probabilities": probabilities.float().cpu().numpy(),
-        }
-        return rows, {}, {}, rows["probabilities"]
+def _classes(task: Task, outputs: Any, targets: torch.Tensor) -> Kept:
+    probabilities, predictions = task.predict(outputs).max(1)
+    rows = {
+        "targets": targets.long().cpu().numpy(),
+        "predictions": predictions.cpu().numpy(),
+        "probabilities": probabilities.float().cpu().numpy(),
+    }
+    return rows, {}, {}, rows["probabilities"]
 
 
-class _Labels(Kind):
-    made = LabelErrors
-
-    def of(self, task: Task, outputs: Any, targets: torch.Tensor) -> Kept:
-        probabilities = task.predict(outputs).float().cpu().numpy()
-        rows = {"targets": (targets > 0.5).cpu().numpy(), "probabilities": probabilities}
-        return rows, {}, {}, np.abs(probabilities - 0.5).min(1)
+def _labels(task: Task, outputs: Any, targets: torch.Tensor) -> Kept:
+    probabilities = task.predict(outputs).float().cpu().numpy()
+    rows = {"targets": (targets > 0.5).cpu().numpy(), "probabilities": probabilities}
+    return rows, {}, {}, np.abs(probabilities - 0.5).min(1)
 
 
-class _Values(Kind):
-    made = ValueErrors
-
-    def of(self, task: Task, outputs: Any, targets: torch.Tensor) -> Kept:
-        values = task.predict(outputs).double().cpu().numpy().reshape(len(targets), -1)
-        return (
-            {"targets": targets.double().cpu().numpy().reshape(values.shape), "values": values},
-            {},
-            {},
-            None,
-        )
+def _values(task: Task, outputs: Any, targets: torch.Tensor) -> Kept:
+    values = task.predict(outputs).double().cpu().numpy().reshape(len(targets), -1)
+    rows = {"targets": targets.double().cpu().numpy().reshape(values.shape), "values": values}
+    return rows, {}, {}, None
 
 
-class _Pixels(Kind):
-    made = PixelErrors
-
-    def of(self, task: Task, outputs: Any, targets: torch.Tensor) -> Kept:
-        classes, predictions = outputs.shape[1], task.predict(outputs)
-        targets = task.metric_targets(targets).long()
-        counts = (targets != IGNORED) & (targets < classes)
-        pairs = torch.bincount(targets[counts] * classes + predictions[counts], minlength=classes**2)
-        rows = {
-            "right": ((predictions == targets) & counts).flatten(1).sum(1).cpu().numpy(),
-            "counted": counts.flatten(1).sum(1).cpu().numpy(),
-        }
-        confusion = {"confusion": pairs.view(classes, classes).cpu().numpy()}
-        return rows, confusion, {"truth": targets, "prediction": predictions}, None
+def _pixels(task: Task, outputs: Any, targets: torch.Tensor) -> Kept:
+    classes, predictions = outputs.shape[1], task.predict(outputs)
+    targets = task.metric_targets(targets).long()
+    counts = (targets != IGNORED) & (targets < classes)
+    pairs = torch.bincount(targets[counts] * classes + predictions[counts], minlength=classes**2)
+    rows = {
+        "right": ((predictions == targets) & counts).flatten(1).sum(1).cpu().numpy(),
+        "counted": counts.flatten(1).sum(1).cpu().numpy(),
+    }
+    confusion = {"confusion": pairs.view(classes, classes).cpu().numpy()}
+    return rows, confusion, {"truth": targets, "prediction": predictions}, None
 
 
-KINDS: dict[str, Kind] = {
-    "class indices": _Classes(),
-    "labels": _Labels(),
-    "values": _Values(),
-    "masks": _Pixels(),
+KINDS: dict[str, tuple[Any, Callable[..., Kept]]] = {
+    "class indices": (ClassErrors, _classes),
+    "labels": (LabelErrors, _labels),
+    "values": (ValueErrors, _values),
+    "masks": (PixelErrors, _pixels),
 }
+"""By the kind of the targets: the result's class, and what is kept of a batch; of other kinds, only the losses."""

@@ -10,22 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.errors import require
-from ...common.pictures import BLUE, GRID, INK, RED, gallery
+from ...common.pictures import BLUE, GRID, INK, gallery
 from ...loaders.beton.targets import NOT_COUNTED, palette
 
-BAR, WRONG = BLUE, RED
 CLASSES = 30
 """Classes in the picture of a confusion: of more, those with the most mistakes."""
 COLUMNS = 6
 
 
 def figure_of(errors: Any, samples: bool = True) -> Any:
-    """Return a matplotlib figure of the `Errors` of a data set, whose class imports this file: the overview of
-    its kind, then, with `samples`, the worst.
-
-    Raises:
-        MissingExtra: without matplotlib.
-    """
+    """Return a matplotlib figure of the `Errors` of a data set, whose class imports this file: the overview of its
+    kind, then, with `samples`, the worst. Raise MissingExtra without matplotlib."""
     figure_class = require("matplotlib.figure", "plot", "draw the errors").Figure
     worst = worst_of(errors) if samples else []
     rows = -(-len(worst) // COLUMNS)
@@ -54,12 +49,10 @@ def sheet(figure: Any, errors: Any, places: list[int], title: str) -> None:
 
 
 def worst_of(errors: Any) -> list[int]:
-    """Return the places of the worst samples that have pictures."""
     return [int(at) for at in errors.worst() if int(errors.samples[at]) in errors.pictures]
 
 
 def about(errors: Any, place: int) -> list[str]:
-    """Return what is known of a sample, as lines."""
     known = errors.of(place)
     said = [f"{mark} {known[name]}" for name, mark in (("truth", "is"), ("prediction", "→")) if name in known]
     return [f"#{known['sample']} loss {known['loss']:.3g}", *said]
@@ -123,7 +116,7 @@ def _classes(figure: Any, errors: Any) -> None:
     calibration = errors.calibration
     curve.plot([0, 1], [0, 1], color=GRID, zorder=0)
     there = calibration.samples > 0
-    curve.plot(calibration.probability[there], calibration.right[there], color=BAR, marker="o", markersize=4)
+    curve.plot(calibration.probability[there], calibration.right[there], color=BLUE, marker="o", markersize=4)
     curve.set(xlim=(0, 1), ylim=(0, 1), xlabel="probability of the prediction", ylabel="share that is right")
     curve.set_title(f"calibration, expected error {calibration.error:.3f}", loc="left", fontsize=9)
     _plain(curve)
@@ -160,12 +153,8 @@ def _labels(figure: Any, errors: Any) -> None:
     for at in order:
         if errors.targets[:, at].any():
             precision, recall, _ = errors.curve(int(at))
-            axes.step(
-                recall,
-                precision,
-                where="post",
-                label=f"{errors.classes[at]} {errors.average_precision(int(at)):.2f}",
-            )
+            label = f"{errors.classes[at]} {errors.average_precision(int(at)):.2f}"
+            axes.step(recall, precision, where="post", label=label)
     axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="recall", ylabel="precision")
     axes.set_title("precision and recall of the labels with the lowest average precision", loc="left", fontsize=9)
     axes.legend(frameon=False, fontsize=8)
@@ -177,7 +166,7 @@ def _values(figure: Any, errors: Any) -> None:
     for k, axes in enumerate(panels):
         target, off = errors.targets[:, k], errors.residuals[:, k]
         axes.axhline(0, color=GRID, zorder=0)
-        axes.scatter(target, off, s=6, alpha=0.4, color=BAR, linewidths=0)
+        axes.scatter(target, off, s=6, alpha=0.4, color=BLUE, linewidths=0)
         axes.set(xlabel="target", ylabel="prediction − target" if k == 0 else "")
         axes.set_title(errors.classes[k], loc="left", fontsize=9)
         _plain(axes)
@@ -195,7 +184,7 @@ def _pixels(figure: Any, errors: Any) -> None:
     title = f"truth × prediction, share of the truth's pixels{_of(chosen, errors)}"
     matrix.set_title(title, loc="left", fontsize=9)
     scores = errors.scores()[chosen]
-    bars.barh(range(len(names)), np.nan_to_num(scores), color=BAR, height=0.7)
+    bars.barh(range(len(names)), np.nan_to_num(scores), color=BLUE, height=0.7)
     bars.set_yticks(range(len(names)), names, fontsize=8 if len(names) <= 12 else 6)
     bars.set(xlim=(0, 1), xlabel="intersection over union")
     bars.invert_yaxis()

@@ -44,7 +44,6 @@ class RunState:
         return sorted(range(len(self.ranks)), key=lambda rank: -self.ranks[rank].own)
 
     def table(self) -> Table:
-        """Return a row for each of the slowest ranks."""
         rows = [(f"{rank}", *_cells(self.ranks[rank])) for rank in self.slowest[:ROWS]]
         heads = ("rank", "s per step", "without waiting for ranks", "waiting for data", "memory")
         return Table(heads, rows, figures=True)
@@ -91,18 +90,12 @@ class RunState:
 
 
 def look(run: str | Path) -> RunState:
-    """Return what a run has reached now. No weights are read, and no code of its recipe is run.
-
-    Args:
-        run: its folder (`fit(out=…)`, `--out`) or address.
-
-    Raises:
-        DataError: if it is not a run.
-        CheckpointError: if an address cannot be reached.
-    """
+    """Return what the run in a folder or at an address has reached now. No weights are read, and no code of its recipe
+    is run. Raise DataError if it is not a run, CheckpointError if an address cannot be reached."""
     folder = opened(run, RECIPE, HISTORY, PROMETHEUS)
     summary = read_run(folder, Path(str(run).rstrip("/")).name)
-    newest = _newest(folder / PROMETHEUS)
+    gauges = _gauges(folder / PROMETHEUS)
+    newest = {name.removeprefix("drivetrain_"): value for (name, rank), value in gauges.items() if not rank}
     # A run that begins has these metrics before its other files.
     if not (summary.epochs or summary.recipe or newest or (folder / HISTORY).exists()):
         raise DataError(f"{run} is not a run: {summary.problem}. Pass a folder of fit(out=…), --out.")
@@ -113,7 +106,7 @@ def look(run: str | Path) -> RunState:
     else:
         changed = None
     age = None if changed is None else max(time.time() - changed, 0.0)
-    return RunState(summary, newest, age, _ranks(folder / PROMETHEUS))
+    return RunState(summary, newest, age, _ranks(gauges))
 
 
 def _changed(path: Path) -> float:
@@ -122,14 +115,8 @@ def _changed(path: Path) -> float:
     return 0.0
 
 
-def _newest(path: Path) -> dict[str, float]:
-    """Return the gauges of `metrics.prom` by name, without what all begin with; none of a file that is not one."""
-    gauges = _gauges(path)
-    return {name.removeprefix("drivetrain_"): value for (name, rank), value in gauges.items() if not rank}
-
-
-def _ranks(path: Path) -> Sequence[RankTimes]:
-    gauges, ranks = _gauges(path), list[RankTimes]()
+def _ranks(gauges: Mapping[tuple[str, str], float]) -> Sequence[RankTimes]:
+    ranks = list[RankTimes]()
     with suppress(KeyError):
         while True:
             ranks.append(RankTimes(*(gauges[name, f"{len(ranks)}"] for name in RANK_GAUGES)))
@@ -137,7 +124,7 @@ def _ranks(path: Path) -> Sequence[RankTimes]:
 
 
 def _gauges(path: Path) -> dict[tuple[str, str], float]:
-    """Return the values of `metrics.prom` by name and label `rank`, which is "" without one."""
+    """Return the values of `metrics.prom` by name and label `rank`, which is "" without one; none of another file."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError):

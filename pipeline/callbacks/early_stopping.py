@@ -58,8 +58,15 @@ class EarlyStopping(Callback):
 
     def check(self, run: RunOptions) -> None:
         check_monitor("EarlyStopping", self.monitor, run)
-        if self.mode == "auto":
-            self.lower_is_better = not self._declared(run)
+        if self.mode != "auto":
+            return
+        higher = direction(self.monitor, run)
+        if higher is None:
+            raise PlanError(
+                f"EarlyStopping: the metric {self.monitor!r} does not declare whether higher is better. Pass "
+                "mode='min' or mode='max'."
+            )
+        self.lower_is_better = not higher
 
     def on_fit_start(self, view: RunView) -> None:  # noqa: ARG002
         self.best, self.waited = None, 0
@@ -92,12 +99,3 @@ class EarlyStopping(Callback):
                 f"EarlyStopping: {self.monitor} has not improved{than} for {self.patience} "
                 f"evaluation{'s' * (self.patience != 1)}"
             )
-
-    def _declared(self, run: RunOptions) -> bool:
-        higher = direction(self.monitor, run)
-        if higher is None:
-            raise PlanError(
-                f"EarlyStopping: the metric {self.monitor!r} does not declare whether higher is better. Pass "
-                "mode='min' or mode='max'."
-            )
-        return higher

@@ -17,7 +17,7 @@ import torch
 from ...common.checks import check_flag, check_number, check_whole, make_plain
 from ...common.errors import CheckpointError, DrivetrainError, PlanError
 from ...common.storage.addresses import is_address
-from ...common.storage.files import atomic_file
+from ...common.storage.files import write_file
 from ...common.storage.json_files import read
 from ...strategies import Engine, Precision
 from ..training.agreement import broadcast_text
@@ -119,8 +119,7 @@ class CheckpointDir:
                     f"{self.folder} cannot be the folder of the checkpoints: {error.strerror}. Remove it, or pass "
                     f"another folder: out=… (--out)."
                 ) from None
-            with atomic_file(self.folder / RUN) as file:
-                file.write(json.dumps(about).encode())
+            write_file(self.folder / RUN, json.dumps(about))
         if self.remote is not None:
             self.remote.begin()
 
@@ -348,7 +347,7 @@ def _damage(engine: Engine, path: Path) -> str:
     return "" if first is None else broadcast_text(engine, error, source=first)
 
 
-def _look(resume: str | Path | None, store: CheckpointDir | None, verify: Verify = Checkpoint.verify) -> dict[str, Any]:
+def _look(resume: str | Path | None, store: CheckpointDir | None, verify: Verify) -> dict[str, Any]:
     checkpoint, goes_on = None, False
     if resume == "auto":
         assert store is not None  # fit has checked

@@ -74,7 +74,7 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
     return dict(json.loads(json.dumps(facts, default=identity)))
 
 
-def check_compatible(saved: dict[str, Any], own: dict[str, Any], where: object, tied: Sequence[str] = ()) -> None:
+def check_compatible(saved: dict[str, Any], own: dict[str, Any], where: object, tied: Sequence[str]) -> None:
     """Raise for the first difference between two fingerprints. `epochs` may differ if nothing is `tied` to it."""
     for key, value in own.items():
         if key == MODEL:

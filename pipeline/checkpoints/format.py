@@ -29,7 +29,7 @@ import torch
 from msgspec import Meta, Struct, structs
 
 from ...common.errors import CheckpointError, DrivetrainError
-from ...common.storage.files import atomic_file, sha256, sync
+from ...common.storage.files import sha256, sync, write_file
 from ...common.storage.json_files import ShapeError, convert
 from ...common.storage.tensors import Tensors, open_tensors, save_weights
 from ...common.version import __version__
@@ -152,8 +152,8 @@ def write_part(folder: Path, part: Part, rank: int, ranks: int) -> None:
             files[path.name] = _measure(path)
             if part.indexed:
                 sizes[path.name] = {key: value.numel() * value.element_size() for key, value in tensors.items()}
-        with atomic_file(note_path(folder, rank)) as file:
-            file.write(json.dumps({"files": files, "sizes": sizes, "own": structs.asdict(part.own)}).encode())
+        note = {"files": files, "sizes": sizes, "own": structs.asdict(part.own)}
+        write_file(note_path(folder, rank), json.dumps(note))
     except (OSError, DrivetrainError) as error:
         raise CheckpointError(f"The checkpoint {folder} could not be written: {str(error).rstrip('.')}.") from error
 
@@ -173,8 +173,7 @@ def finish(folder: Path, target: Path, content: CheckpointContent, ranks: int) -
         ranks_content = [convert(note["own"], RankContent) for note in notes]
         text = structs.replace(content, files=files, ranks=ranks_content).to_json()
         CheckpointContent.from_json(text)  # an unreadable checkpoint must not replace older ones
-        with atomic_file(folder / STATE) as file:
-            file.write(text)
+        write_file(folder / STATE, text)
         for rank in range(ranks):
             note_path(folder, rank).unlink()
         sync(folder)
@@ -242,7 +241,7 @@ class Checkpoint:
                     f"the {about['bytes']} bytes that were written. Use an older checkpoint."
                 )
 
-    def check_length(self, steps: int, *, pruned: bool = False) -> None:
+    def check_length(self, steps: int, *, pruned: bool) -> None:
         """Check the position of a run with so many steps in an epoch; `pruned`: at most so many."""
         epoch, within, step = self.content.epoch, self.content.step_in_epoch, self.content.step
         most = epoch * steps + within
@@ -327,8 +326,7 @@ def _write_index(folder: Path, kind: str, files: dict[str, Any], sizes: dict[str
         "weight_map": dict(sorted((key, name) for name, tensors in shards.items() for key in tensors)),
     }
     path = folder / _index_name(kind)
-    with atomic_file(path) as file:
-        file.write(json.dumps(index, indent=2).encode())
+    write_file(path, json.dumps(index, indent=2))
     files[path.name] = _measure(path)
 
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from ...common.errors import CheckpointError
 from ...common.storage.addresses import RemoteFolder, is_address
-from ...common.storage.files import atomic_file, cache_folder, locked
+from ...common.storage.files import cache_folder, locked, write_file
 from ...common.storage.json_files import ShapeError, parse
 from ..models.weights import SUFFIXES
 from .weights import unlisted_path
@@ -34,8 +34,7 @@ class RemoteRun:
     def create(cls, folder: Path, address: str) -> Self:
         run = cls(folder, address)
         folder.mkdir(parents=True, exist_ok=True)
-        with atomic_file(folder / _ADDRESS) as file:
-            file.write(run.address.encode())
+        write_file(folder / _ADDRESS, run.address)
         return run
 
     @classmethod
@@ -150,8 +149,7 @@ class RemoteRun:
             return
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
-        with atomic_file(path / STATE) as file:
-            file.write(text)
+        write_file(path / STATE, text)
 
     def _seen(self) -> dict[str, list[Any]]:
         """Return size, time of change and remote version of the files that are the same in both places."""
@@ -161,8 +159,7 @@ class RemoteRun:
             return {}
 
     def _remember(self, seen: dict[str, list[Any]]) -> None:
-        with atomic_file(self.folder / _SEEN) as file:
-            file.write(json.dumps(seen).encode())
+        write_file(self.folder / _SEEN, json.dumps(seen))
 
 
 def working_folder(address: str) -> Path:

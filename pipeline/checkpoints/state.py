@@ -2,9 +2,8 @@
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -165,13 +164,9 @@ def load_engine(checkpoint: Checkpoint, engine: Engine) -> None:
         for rank in checkpoint.content.ranks:
             for name, numbers in rank.numbers.items():
                 tensors = entries[name].readers if name in entries else {}
-                entries[name] = Tensors({**tensors, **{key: partial(_same, one) for key, one in numbers.items()}})
+                entries[name] = Tensors({**tensors, **{key: lambda one=one: one for key, one in numbers.items()}})
         plain = checkpoint.content.optimizer
         engine.import_optimizer(OptimizerState(plain.groups, entries, plain.loss_scale))
-
-
-def _same(value: Number) -> Number:
-    return value
 
 
 def buffers_left(checkpoint: Checkpoint, engine: Engine) -> list[str]:
@@ -295,7 +290,8 @@ def evaluated_state(checkpoint: Checkpoint) -> ModelState:
                 if not isinstance(averages, Tensors):  # a custom method may also keep JSON values
                     continue
                 for own in (weights, unlisted):
-                    own |= {name: _Average(own[name], averages.readers[name]) for name in own.keys() & averages.keys()}
+                    both = own.keys() & averages.keys()
+                    own |= {name: _Average(own[name].dtype, averages.readers[name]) for name in both}
         return ModelState(Tensors(weights), Tensors(unlisted))
 
 
@@ -303,17 +299,12 @@ def evaluated_state(checkpoint: Checkpoint) -> ModelState:
 class _Average:
     """A stored average: calling it reads it, in the dtype of the tensor that it replaces."""
 
-    own: Any
+    dtype: torch.dtype
     average: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.average.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.own.dtype
-        return dtype
 
     def __call__(self) -> torch.Tensor:
         average: torch.Tensor = self.average()
@@ -347,15 +338,11 @@ def rebuild(
         model = model_factory(model)
     with restoring(checkpoint):
         spec, transforms = rebuild_spec(saved, model, otherwise)
-    if model is None:
-        with restoring(checkpoint), weights_omitted():
-            built, _ = rebuild_model(spec, transforms)
-            adopt_scale(built, state)
-            return built, transforms
-    with weights_omitted():
+    with restoring(checkpoint) if model is None else nullcontext(), weights_omitted():
         built, _ = rebuild_model(spec, transforms)
-    adopt_scale(built, state)
-    _check_fits(built, state, spec.model_name, checkpoint.path)
+        adopt_scale(built, state)
+    if model is not None:
+        _check_fits(built, state, spec.model_name, checkpoint.path)
     return built, transforms
 
 

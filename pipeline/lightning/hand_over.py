@@ -252,7 +252,7 @@ class LitModule(pl.LightningModule):
             with self.trainer.precision_plugin.forward_context():
                 return self._hooks.predict(self.model, images, labels, self._plan.task)
 
-        self._sums = EvaluationSums(self._plan.task, self.device, predict)
+        self._sums = EvaluationSums(self._plan.task, _Ranks(self.trainer), predict)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         with self._full_precision():
@@ -263,8 +263,7 @@ class LitModule(pl.LightningModule):
         return torch.autocast(self.device.type, enabled=False)
 
     def on_validation_epoch_end(self) -> None:
-        reduce = self.trainer.strategy.reduce
-        self.log_dict(self._sums.result(lambda sums: reduce(sums, reduce_op="sum"), self.trainer.world_size))
+        self.log_dict(self._sums.result())
 
     def configure_gradient_clipping(
         self,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import mean, stdev
 from typing import Generic, Literal, NamedTuple, TypeVar
@@ -195,19 +195,15 @@ ACCURACY_ERROR = 0.05
 """Twice the probability that a change with just this loss is accepted: the interval has two ends."""
 
 
-class Difference(Figure):
-    """The mean difference of `n` pairs of accuracies, and its confidence interval, `low` to `high`."""
-
-
-def judge_accuracy(differences: Sequence[float]) -> tuple[Kept, Difference]:
+def judge_accuracy(differences: Sequence[float]) -> tuple[Kept, Figure]:
     """Return whether a change keeps the accuracy, up to `MARGIN`, and by how much it changes it, given one difference
-    per seed. Student's t of the paired differences; each look has an equal part of the error (Bonferroni's bound)."""
+    per seed: the mean, and its confidence interval, by Student's t of the paired differences; each look has an equal
+    part of the error (Bonferroni's bound)."""
     found = interval_of_mean(differences, 1 - ACCURACY_ERROR / len(SEEDS))
-    n, value = found.n, found.value
-    low, high = (found.low, found.high) if n > 1 else (value - 1, value + 1)  # more than any difference
-    difference = Difference(value, low, high, n)
-    if n not in SEEDS:
-        return "undecided", difference
-    if difference.low > -MARGIN:
-        return "kept", difference
-    return "lost" if difference.high < -MARGIN else "undecided", difference
+    if found.n == 1:  # more than any difference
+        found = replace(found, low=found.value - 1, high=found.value + 1)
+    if found.n not in SEEDS:
+        return "undecided", found
+    if found.low > -MARGIN:
+        return "kept", found
+    return "lost" if found.high < -MARGIN else "undecided", found

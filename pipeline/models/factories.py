@@ -128,13 +128,11 @@ def projected(name: str, dim: int = 128, **options: Any) -> nn.Module:
     them, the first as wide as its input, as in SimCLR (arXiv:2002.05709, section 4.2). All other layers keep their
     names, so `fit(init_from=…)` of the plain model takes their weights."""
     model = model_factory(name)(**options)
-    linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linear = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not linear:
         raise RecipeError(f"{name} has no linear layer that a projection could replace.")
-    parent, _, attribute = linear[-1].rpartition(".")
-    width = getattr(model.get_submodule(parent), attribute).in_features
-    head = nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, dim))
-    setattr(model.get_submodule(parent), attribute, head)
+    path, width = linear[-1][0], linear[-1][1].in_features
+    model.set_submodule(path, nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, dim)))
     return model
 
 
@@ -162,7 +160,6 @@ def _replace_head(model: nn.Module, num_classes: int, name: str) -> str:
     layers: list[tuple[str, Any]]
     layers = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
     path, last = layers[-1]
-    parent, _, attribute = path.rpartition(".")
     new: nn.Module
     if isinstance(last, nn.Linear):
         width, new = last.out_features, nn.Linear(last.in_features, num_classes, last.bias is not None)
@@ -172,7 +169,7 @@ def _replace_head(model: nn.Module, num_classes: int, name: str) -> str:
     if width != CLASSES:
         last_layer = f"The last layer of {name}, {path}"
         raise RecipeError(f"{last_layer}, returns {width} values, not logits of {CLASSES} classes.")
-    setattr(model.get_submodule(parent), attribute, new)
+    model.set_submodule(path, new)
     return path
 
 

@@ -68,10 +68,8 @@ class HfModel:
         except OSError as error:
             raise self._missing(error) from error
         except Exception as error:  # configurations check their values in many ways
-            reason = _line(error)
-            raise PlanError(f"{self.__name__} cannot be configured with {options}: {reason}.") from error
-        unused = set(unused) & options.keys()
-        if unused:
+            raise PlanError(f"{self.__name__} cannot be configured with {options}: {_line(error)}.") from error
+        if unused := set(unused) & options.keys():
             raise PlanError(
                 f"{self.__name__} does not take {sorted(unused)[0]!r}: its configuration, a {type(config).__name__}, "
                 "has no such value."
@@ -106,11 +104,9 @@ class HfModel:
         source = None if state is not None else place
         try:
             model, report = _cached_or_fetched(kind.from_pretrained, source, **given)
-        except OSError as error:
-            if local:
-                raise unusable(place, self.__name__, _line(error)) from error
-            raise self._missing(error) from error
         except Exception as error:  # a damaged file makes the readers raise many types
+            if isinstance(error, OSError) and not local:
+                raise self._missing(error) from error
             raise unusable(place, self.__name__, _line(error)) from error
         if wrong := _misfit(model, report):
             raise unusable(place, self.__name__, wrong)

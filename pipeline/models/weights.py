@@ -43,19 +43,13 @@ def is_file_name(weights: str | Path) -> bool:
 
 
 def read_weights(path: Path, model: str) -> dict[str, torch.Tensor]:
-    """Return the state dict in a file, on the CPU: of safetensors by its suffix, else of `torch.save`.
+    """Return the state dict in a file, on the CPU: of safetensors by its suffix, else of `torch.save`. Raise DataError
+    if it is damaged, has other objects, or no state dict. `model`, which shall take the weights, is for messages.
 
     Nothing is unpickled but tensors and plain values (`weights_only=True`), and an `argparse.Namespace`, in which
     scripts keep their options: no code runs. As in timm, of a training script's checkpoint the first of
     `state_dict_ema`, `model_ema`, `state_dict`, `model_state_dict` and `model` is taken, so that averages go first; and
     `module.` and `_orig_mod.`, the prefixes of DistributedDataParallel and `torch.compile`, are removed from names.
-
-    Args:
-        path: the file.
-        model: for messages, the model that shall take the weights.
-
-    Raises:
-        DataError: if it is damaged, has other objects, or no state dict.
     """
     if not path.is_file():
         raise DataError(f"The weights {path} of {model} are not a file.")

@@ -101,10 +101,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
@@ -136,7 +133,6 @@ class Muon(torch.optim.Optimizer):
                 self._update(group, parameter, _part(direction.reshape(parameter.shape), parameter), rate)
 
     def _before(self, update: torch.Tensor) -> torch.Tensor:
-        """Return what is orthogonalized."""
         return update
 
     def _update(self, group: dict[str, Any], parameter: Any, direction: Any, rate: float) -> None:  # noqa: ARG002
@@ -201,6 +197,14 @@ class AdaMuon(Muon):
         step = direction / squares.sqrt().add_(group["eps"])
         norm = _whole(torch.linalg.vector_norm(step)).to(step.device)
         parameter.sub_(step * (group["lr"] * 0.2 * math.sqrt(step.numel()) / norm.clamp(min=EPSILON)))
+
+
+def loss_of(closure: Callable[[], float] | None) -> float | None:
+    """Return what the closure of an optimizer's step returns, which computes the gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def orthogonalized(matrices: torch.Tensor, steps: int, dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
 from ...common.checks import is_number
 from ...common.errors import PlanError, suggest
 from ...common.names import imported
-from .muon import AdaMuon, Muon
+from .muon import AdaMuon, Muon, loss_of
 from .schedule_free import ScheduleFree, ScheduleFreeAdamW, ScheduleFreeSGD
 
 OptimizerClass = Callable[..., Optimizer]
@@ -48,10 +48,7 @@ class SGDW(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         decays = [group["weight_decay"] for group in self.param_groups]
         for group in self.param_groups:
             weights = [p for p in group["params"] if p.grad is not None]

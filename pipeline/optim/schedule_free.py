@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...transforms import Session
 from ...transforms.common.averaging import Averages, averaged_names
+from .muon import loss_of
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -34,10 +35,7 @@ class ScheduleFree(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             lr, momentum = float(group["lr"]), self._momentum(group)
             group["steps"] += 1

@@ -67,7 +67,7 @@ class Cosine(NamedSchedule):
     intervals: ClassVar[Mapping[str, str]] = {"end": "[0, 1]"}
 
     def factor(self, progress: float, steps: float) -> float:  # noqa: ARG002
-        return self.end + (1 - self.end) * 0.5 * (1 + math.cos(math.pi * progress))
+        return _cosine(1.0, self.end, progress)
 
 
 @dataclass(frozen=True)

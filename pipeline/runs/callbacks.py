@@ -13,7 +13,6 @@ import torch.distributed as dist
 from ...common.checks import check_picklable
 from ...common.errors import CheckpointError, DrivetrainError, PlanError
 from ...strategies import Engine
-from ...strategies.launching.group import COLLECTIVE_TIMEOUT
 from ..callbacks.callback import Callback, RunOptions, RunView
 from ..describe.resolve import ResolvedPlan
 from ..tasks.scales import scales
@@ -73,8 +72,7 @@ class RunCallbacks(Observer):
 
     def __init__(
         self, callbacks: Sequence[Callback], engine: Engine, view: RunView, eval_every: int | None,
-        evaluate: Callable[[], object], stop: Callable[[str], None], clock: RankClock | None = None,
-        timeout: float = COLLECTIVE_TIMEOUT,
+        evaluate: Callable[[], object], stop: Callable[[str], None], clock: RankClock | None, timeout: float,
     ) -> None:  # fmt: skip
         self._all, self._engine, self._view, self._clock = tuple(callbacks), engine, view, clock
         self._every, self._evaluate, self._stop = eval_every, evaluate, stop
@@ -88,17 +86,15 @@ class RunCallbacks(Observer):
         self._late: Exchange | None = None
         self._started, self._agreed = False, ""
 
-    def restore(self, states: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Use these states from a checkpoint, by class name. Return the names of those without a callback here."""
-        self._saved = states
+    def restore(self, states: Mapping[str, Mapping[str, Any]], history: Sequence[Epoch]) -> list[str]:
+        """Use these states from a checkpoint, by class name, and its finished epochs. Return the names of those without
+        a callback here."""
+        self._saved, self._view._history = states, tuple(history)
         return sorted(set(states) - {type(one).__name__ for one in self._all})
 
     def states(self) -> States:
         states = {type(one).__name__: state_of(one) for one in self._all}
         return {name: state for name, state in states.items() if state}
-
-    def history(self, epochs: Sequence[Epoch]) -> None:
-        self._view._history = tuple(epochs)
 
     def on_start(self, state: TrainState) -> None:  # noqa: ARG002
         self._started = True

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,8 +18,8 @@ from ..checkpoints.fingerprint import identity
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
 from ..telemetry.provenance import provenance
-from ..training.build import build_model, fork_rng
-from ..training.model_identity import code_identity, digest, model_identity
+from ..training.build import identity_of
+from ..training.model_identity import code_identity, digest
 from .config import FitConfig
 
 # The options of `fit` that belong to the training, not to one start of it.
@@ -51,11 +50,7 @@ def options_of(plan: ResolvedPlan) -> dict[str, Any]:
         "transforms": [identity(one) for one in plan.transforms],
         **{
             f"{prefix}{field.name}": identity(getattr(config, field.name))
-            for prefix, config in (
-                ("", plan.data),
-                ("optimizer's ", plan.optimization),
-                ("", plan.distribution),
-            )
+            for prefix, config in (("", plan.data), ("optimizer's ", plan.optimization), ("", plan.distribution))
             for field in dataclasses.fields(config)
             if field.init
         },
@@ -70,9 +65,8 @@ def _code(plan: ResolvedPlan) -> str:
     how = plan.optimization
     given = [plan.task, plan.task.options, plan.transforms, how.optimizer, how.options, how.schedule]
     found = code_identity([*_owners([*given, fit_options(plan.spec)])])
-    with fork_rng(plan.seed), suppress(Exception), warnings.catch_warnings():  # the first run has them
-        warnings.simplefilter("ignore")
-        build_model(plan.spec, plan.transforms, lambda new: found.update(model_identity(new, plan.spec.model)))
+    with suppress(Exception):  # which the first run raises
+        found |= identity_of(plan.spec)
     if isinstance(plan.spec.model, nn.Module):
         found["weights"] = identity(plan.spec.model)
     return digest(json.dumps(found, sort_keys=True))

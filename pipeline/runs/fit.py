@@ -160,5 +160,4 @@ def train_rank(plan: ResolvedPlan, job: FitJob) -> RankResult:
 
 def _finish(plan: ResolvedPlan, outcome: RankResult, folder: str | Path | None) -> FitResult:
     model, reports = rebuild_model(plan.spec, plan.transforms, outcome.state)
-    steps = Plan(plan.steps)
-    return FitResult(model.eval(), outcome.history, reports, steps, plan.transforms, plan.spec, folder)
+    return FitResult(model.eval(), outcome.history, reports, Plan(plan.steps), plan.transforms, plan.spec, folder)

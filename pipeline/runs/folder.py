@@ -15,7 +15,7 @@ import yaml
 from ...common.errors import CheckpointError, DrivetrainError, RecipeError
 from ...common.names import name_of
 from ...common.signals import interrupts_held
-from ...common.storage.files import acquire, atomic_file, release
+from ...common.storage.files import acquire, release, write_file
 from ...strategies.launching.group import is_main_process
 from ..checkpoints.directory import CheckpointDir
 from ..checkpoints.remote import CHECKPOINTS, RemoteRun, opened, shown
@@ -150,8 +150,7 @@ def write(folder: Path, texts: dict[str, str]) -> None:
     for name in {PLAN, RECIPE, *(each.name for each in folder.glob(FILES))} - set(texts):
         _remove(folder / name)
     for name, text in texts.items():
-        with atomic_file(folder / name) as file:
-            file.write(text.encode())
+        write_file(folder / name, text)
 
 
 def _remove(path: Path) -> None:
@@ -178,9 +177,7 @@ def draw_curves(folder: Path) -> str:
             return ""
         from ..telemetry.curves import draw
 
-        picture = draw(history)
-        with atomic_file(folder / CURVES) as file:
-            file.write(picture)
+        write_file(folder / CURVES, draw(history))
     except Exception as error:
         what = "" if isinstance(error, DrivetrainError) else f"{type(error).__name__}: "
         return f"There is no {CURVES}: {what}{error}"

@@ -85,7 +85,6 @@ class CrossValidation:
 
 
 def cross_validate(spec: PipelineSpec, folds: int, options: Mapping[str, Any]) -> CrossValidation:
-    """See `Pipeline.cross_validate`."""
     check_whole("folds", folds, PlanError, 2)
     if spec.data is None:
         raise PlanError("The pipeline has no data. Add .load('train.beton', batch_size=…, image_size=…).")

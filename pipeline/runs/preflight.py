@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import uuid
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -33,8 +32,8 @@ from ..describe.config import FitOptions
 from ..describe.resolve import ResolvedPlan
 from ..recipes.convert import to_recipe
 from ..recipes.schema import keys_of
-from ..training.build import build_model, expected_device
-from ..training.model_identity import difference, model_identity
+from ..training.build import expected_device, identity_of
+from ..training.model_identity import difference
 from .artifacts import FitJob
 
 _MODEL = "model"  # the fact with a checksum of what the model is
@@ -66,7 +65,7 @@ def preflight(plan: ResolvedPlan, job: FitJob) -> bool:
         try:
             is_seen = stack.enter_context(_token(job, store, rank, plan.distribution.timeout))
             mine |= {"facts": facts(plan, job), "sees out": is_seen()}
-            model = _model(plan)
+            model = identity_of(plan.spec)  # built once more: the strategy is prepared by all ranks together
             if rank == 0:
                 store.set("begins", json.dumps(_begins(job)))
             mine["facts"][_MODEL] = zlib.crc32(json.dumps(model, sort_keys=True).encode())
@@ -183,14 +182,6 @@ def _verdict(store: Any, ranks: int, job: FitJob, timeout: float) -> str:
         if said := _difference(rank, info, first, job) or _other_model(store, rank, info, first):
             return said
     return ""
-
-
-def _model(plan: ResolvedPlan) -> dict[str, str]:
-    """Return what the model is, built once more: the strategy is prepared by all ranks together."""
-    found: dict[str, str] = {}
-    with warnings.catch_warnings(action="ignore"):  # issued when it is built for training
-        build_model(plan.spec, (), lambda fresh: found.update(model_identity(fresh, plan.spec.model)))
-    return found
 
 
 def _other_model(store: Any, rank: int, info: Mapping[str, Any], first: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ import yaml
 
 from ...common.errors import CheckpointError, DrivetrainError, RecipeError, require_suffix
 from ...common.pictures import drawn, image_tag
-from ...common.storage.files import atomic_file
+from ...common.storage.files import write_file
 from ...common.table import Table
 from ..analysis.batch import ShownBatch, batch_of
 from ..analysis.errors import Errors
@@ -71,13 +71,9 @@ class Report:
 
     @classmethod
     def of(cls, run: str | Path, errors: Callable[[], Errors], *, trust_code: bool = False) -> Report:
-        """Return that of the run in a folder or at an address.
-
-        Raises:
-            CheckpointError: if there is no run.
-        """
+        """Return that of the run in a folder or at an address; raise CheckpointError if there is none."""
         folder = opened(run, RECIPE, HISTORY, MODEL, UNLISTED, PLAN, LEDGER)
-        texts = {name: _read(folder / name) for name in (PLAN, RECIPE)}
+        texts = {name: (folder / name).read_text() if (folder / name).exists() else "" for name in (PLAN, RECIPE)}
         history = read_history(folder)
         if history is None and ((folder / HISTORY).exists() or not any(texts.values())):
             raise CheckpointError(
@@ -95,13 +91,11 @@ class Report:
 
         return cls(
             title=str(history.facts.get("recipe") or Path(str(run)).name), history=history, plan=texts[PLAN],
-            recipe=texts[RECIPE], batch=batch, errors=errors,
-            ledger=ledger if ledger.exists() else None,
+            recipe=texts[RECIPE], batch=batch, errors=errors, ledger=ledger if ledger.exists() else None,
         )  # fmt: skip
 
     @classmethod
     def unsaved(cls, history: History, plan: Plan, spec: PipelineSpec | None, errors: Callable[[], Errors]) -> Report:
-        """Return that of a run without a folder."""
         recipe = ""
         if spec is not None:
             with suppress(RecipeError):  # e.g. of a custom model
@@ -113,11 +107,7 @@ class Report:
         )  # fmt: skip
 
     def write(self, out: str | Path) -> Path:
-        """Write the file, and return its path.
-
-        Raises:
-            DrivetrainError: unless it ends in `.html`.
-        """
+        """Write the file, and return its path; raise DrivetrainError unless it ends in `.html`."""
         out = check_report(out)
         title = html.escape(self.title)
         page = (
@@ -125,8 +115,7 @@ class Report:
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<title>{title}</title><style>{STYLE}</style></head><body><h1>{title}</h1>{self._body()}</body></html>\n"
         )
-        with atomic_file(out) as file:
-            file.write(page.encode())
+        write_file(out, page)
         return out
 
     def _body(self) -> str:
@@ -152,14 +141,9 @@ def check_report(out: str | Path) -> Path:
 
 
 def first_batch(spec: PipelineSpec | None) -> ShownBatch:
-    """Return the first batch of the first epoch."""
     if spec is None:
         raise CheckpointError("The result has no pipeline.")
     return batch_of(spec, 0, SAMPLES, None)
-
-
-def _read(file: Path) -> str:
-    return file.read_text() if file.exists() else ""
 
 
 def _state(history: History, recipe: str) -> str:

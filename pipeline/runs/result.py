@@ -13,6 +13,7 @@ from torch import nn
 
 from ...common.errors import CheckpointError, DataError, PlanError
 from ...common.model_state import ModelState, unlisted_tensors
+from ...loaders.epochs import EpochLoader
 from ...loaders.sources import files_of
 from ...transforms import Report, Transform
 from ..analysis.errors import Errors
@@ -28,7 +29,7 @@ from ..recipes.files import RECIPE
 from ..tasks.standard import Classification, Segmentation
 from ..tasks.task import Task
 from ..telemetry.history import HISTORY, History, read_history
-from ..training.build import plain_torch, rebuild_model, resolve_data
+from ..training.build import Built, plain_torch, rebuild_model, resolve_data
 from ..training.loop import evaluate
 from .folder import MODEL, UNLISTED, provide_code
 from .initial import InitialWeights, WeightsArg, check_source
@@ -86,9 +87,7 @@ class FitResult:
             >>> sorted(result.evaluate("val.beton"))
             ['top1', 'val_loss']
         """
-        if self.spec is None:
-            raise PlanError("This result is not from Pipeline.fit. Use Pipeline.evaluate(weights).")
-        return evaluate_weights(self.spec, self._state.all(), data)
+        return evaluate_weights(self._known_spec, self._state.all(), data)
 
     def errors(self, data: str | Path | None = None) -> Errors:
         """Return what the model gets wrong on data that `Pipeline.load` takes as `val`, computed in one pass.
@@ -110,9 +109,7 @@ class FitResult:
             >>> errors.confusion.shape
             (2, 2)
         """
-        if self.spec is None:
-            raise PlanError("This result is not from Pipeline.fit. Use Pipeline.evaluate(weights).")
-        return errors_of_weights(self.spec, self._state.all(), data)
+        return errors_of_weights(self._known_spec, self._state.all(), data)
 
     def report(self, out: str | Path, data: str | Path | None = None) -> Path:
         """Write the run as one HTML file without scripts that needs no network, as `drivetrain report` does, and return
@@ -237,6 +234,12 @@ class FitResult:
         return dict(plain_state(self._state, self.model, self.transforms).weights)
 
     @property
+    def _known_spec(self) -> PipelineSpec:
+        if self.spec is None:
+            raise PlanError("This result is not from Pipeline.fit. Use Pipeline.evaluate(weights).")
+        return self.spec
+
+    @property
     def _state(self) -> ModelState:
         return ModelState(dict(self.model.state_dict()), unlisted_tensors(self.model))
 
@@ -322,16 +325,16 @@ def load_run(folder: str | Path, *, trust_code: bool = False) -> FitResult:
 
 @plain_torch()
 def evaluate_weights(spec: PipelineSpec, weights: WeightsArg, data: str | Path | None = None) -> dict[str, float]:
-    return _on_validation_data(spec, weights, data, _evaluate_rank)
+    return _on_validation_data(spec, weights, data, _metrics_of)
 
 
 @plain_torch()
 def errors_of_weights(spec: PipelineSpec, weights: WeightsArg, data: str | Path | None = None) -> Errors:
-    return _on_validation_data(spec, weights, data, _errors_of_rank)
+    return _on_validation_data(spec, weights, data, _errors_of)
 
 
 def _on_validation_data(
-    spec: PipelineSpec, weights: WeightsArg, data: str | Path | None, function: Callable[..., Result]
+    spec: PipelineSpec, weights: WeightsArg, data: str | Path | None, judged: Callable[[Built, EpochLoader], Result]
 ) -> Result:
     if spec.data is not None and data is not None:
         spec = spec.replace(data=spec.data.evaluated_on(data))
@@ -339,22 +342,21 @@ def _on_validation_data(
     if plan.data.val is None:
         raise PlanError("There is no validation data to evaluate. Pass a second file to load() (--val).")
     check_source(weights)
-    return on_ranks(resolve_data(plan, progress=False), function, weights)
+    return on_ranks(resolve_data(plan, progress=False), _of_rank, weights, judged)
 
 
-def _evaluate_rank(plan: ResolvedPlan, weights: WeightsArg) -> dict[str, float]:
-    initial = InitialWeights(weights, plan.transforms, strict=True)
-    with built_here(plan, initial) as built:
+def _of_rank(plan: ResolvedPlan, weights: WeightsArg, judged: Callable[[Built, EpochLoader], Result]) -> Result:
+    with built_here(plan, InitialWeights(weights, plan.transforms, strict=True)) as built:
         assert built.val is not None
-        return evaluate(built.engine, built.val, built.hooks, built.plan.task)
+        return judged(built, built.val)
 
 
-def _errors_of_rank(plan: ResolvedPlan, weights: WeightsArg) -> Errors:
-    """Judge each sample of this rank; every rank returns the errors of all."""
-    initial = InitialWeights(weights, plan.transforms, strict=True)
-    with built_here(plan, initial) as built:
-        assert built.val is not None
-        return judge(built.engine, built.val, built.hooks, built.plan.task, str(files_of(plan.data.val or "")))
+def _metrics_of(built: Built, val: EpochLoader) -> dict[str, float]:
+    return evaluate(built.engine, val, built.hooks, built.plan.task)
+
+
+def _errors_of(built: Built, val: EpochLoader) -> Errors:
+    return judge(built.engine, val, built.hooks, built.plan.task, str(files_of(built.plan.data.val or "")))
 
 
 class TrainingPreempted(SystemExit):

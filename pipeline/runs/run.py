@@ -9,13 +9,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...common.errors import CheckpointError, NonFiniteError
 from ...common.model_state import ModelState, buffers_kept, describe_frozen, split_state, train_mode
 from ...common.rows import local_part
 from ...strategies.common.optimizer_state import as_held
 from ...strategies.devices import wait_for
+from ...strategies.launching.group import of_all_ranks
 from ..callbacks.callback import RunView
 from ..checkpoints import state as states
 from ..checkpoints.directory import CheckpointDir, ResumePoint, begin_run, choose_start
@@ -223,13 +223,12 @@ class Run(Observer):
     def _restore_callbacks(self, checkpoint: Checkpoint) -> None:
         ranks = checkpoint.content.ranks
         own = self._engine.rank if len(ranks) == self._engine.world_size else 0
-        unknown = self._callbacks.restore(ranks[own].callbacks)
+        unknown = self._callbacks.restore(ranks[own].callbacks, self._artifacts.history.epochs)
         if unknown and self.state.stop is None:
             self._echo(
                 f"{checkpoint.place} has the state of {', '.join(unknown)}, which is not among callbacks=[…]; it is "
                 "ignored."
             )
-        self._callbacks.history(self._artifacts.history.epochs)
 
     def _epoch(self) -> None:
         built, hooks, state, artifacts, job = self._built, self._hooks, self.state, self._artifacts, self._job
@@ -267,11 +266,7 @@ class Run(Observer):
         if loader.settings.on_error != "skip":
             return 0
         own, loader.replaced = loader.replaced, []
-        ranks: list[Any] = [own]
-        if self._engine.world_size > 1:
-            ranks *= self._engine.world_size
-            dist.all_gather_object(ranks, own)
-        samples = sorted(sample for each in ranks for sample in each)
+        samples = sorted(sample for each in of_all_ranks(own, self._engine.world_size) for sample in each)
         if samples:
             self._echo(
                 f"{len(samples)} of the epoch's samples cannot be decoded, and others took their places: "

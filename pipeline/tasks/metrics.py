@@ -12,10 +12,10 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 
 from ...common.errors import PlanError, suggest
 from ...common.names import imported
+from ...strategies.launching.group import of_all_ranks
 from .nests import map_tensors
 
 if TYPE_CHECKING:
@@ -54,8 +54,10 @@ def named(task: Any, metrics: Any) -> dict[str, Any]:
             if metric not in known and not ("top1" in known and _TOP.fullmatch(metric)):
                 raise PlanError(f"{task}: no metric is named {metric!r}.{suggest(metric, known)}")
             continue
+        from torchmetrics import Metric
+
         found[name] = _created(task, metric)
-        if not _is_metric(found[name]):
+        if not isinstance(found[name], Metric):
             remedy = f"Pass names of {known}, or torchmetrics objects or classes."
             raise PlanError(f"{task}: {metric!r:.80} is not a metric. {remedy}")
     return found
@@ -159,8 +161,7 @@ def compute(meters: Mapping[str, Metric], world_size: int) -> dict[str, float]:
     """Return the values over all ranks, without NaN and infinite ones; every rank must call it. States are gathered
     here: torchmetrics would block if a rank has no sample, and thus no tensor to gather."""
     if world_size > 1 and meters:
-        everyone: list[Any] = [None] * world_size
-        dist.all_gather_object(everyone, {name: state_of(metric) for name, metric in meters.items()})
+        everyone = of_all_ranks({name: state_of(metric) for name, metric in meters.items()}, world_size)
         for name, metric in meters.items():
             pool(name, metric, [states[name] for states in everyone])
     values = {name: _number(name, metric) for name, metric in meters.items()}
@@ -252,12 +253,6 @@ def _name(entry: object) -> str:
         return entry
     kind = entry if isinstance(entry, type) else type(entry)
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
-
-
-def _is_metric(value: object) -> bool:
-    from torchmetrics import Metric
-
-    return isinstance(value, Metric)
 
 
 def format_metric(value: float, unit: Unit | None) -> str:

@@ -31,12 +31,10 @@ def pair(batch: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def labels_of(targets: Any) -> Any:
-    """Return the labels of targets that may have further fields."""
     return targets[0] if isinstance(targets, tuple) else targets
 
 
 def select_samples(targets: Any, samples: slice) -> Any:
-    """Return the targets of some samples of a batch."""
     return tuple(each[samples] for each in targets) if isinstance(targets, tuple) else targets[samples]
 
 

@@ -39,10 +39,10 @@ def _ranges_to_one(metric: Metric) -> bool:
     return own and (metric.plot_lower_bound, metric.plot_upper_bound) == (0.0, 1.0)
 
 
-def scales(task: Task, width: int | None = 10) -> dict[str, Scale]:
-    """They do not depend on the width."""
+def scales(task: Task) -> dict[str, Scale]:
     losses = dict.fromkeys(("loss", "val_loss"), Scale(higher_is_better=False))
-    return losses | {name: scale_of(task, name, metric) for name, metric in task.meters(width).items()}
+    meters = task.meters(10)  # on whose number of outputs they do not depend
+    return losses | {name: scale_of(task, name, meter) for name, meter in meters.items()}
 
 
 def check_monitor(task: Task) -> None:

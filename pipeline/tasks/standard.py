@@ -61,8 +61,7 @@ class Classification(StandardTask):
         """Return probabilities `(B, C)`."""
         return torch.softmax(outputs, dim=1)
 
-    def probabilities(self, outputs: Any) -> Any:
-        return torch.softmax(outputs, dim=1)
+    probabilities = predict
 
     def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
         """Return `class`, `probability` and, from the most probable on, all `probabilities` by name."""
@@ -75,9 +74,8 @@ class Classification(StandardTask):
     def check(self, train: Targets, val: Targets | None) -> int:
         """Return the number of classes: that of the class names if a source has any, else the largest training label
         plus one. Validation data without names may lack the last classes."""
-        for targets in (train, val):
-            if targets is not None:
-                _check_indices(targets)
+        for targets in filter(None, (train, val)):
+            _check_indices(targets)
         classes = len(train.classes) or train.range[1] + 1
         if val is None:
             return classes
@@ -159,8 +157,7 @@ class MultiLabel(StandardTask):
         """Return the probability of each label, `(B, K)`."""
         return torch.sigmoid(outputs)
 
-    def probabilities(self, outputs: Any) -> Any:
-        return torch.sigmoid(outputs)
+    probabilities = predict
 
     def row(self, prediction: Any, classes: Sequence[str]) -> dict[str, Any]:
         """Return the `labels` with a probability of at least 0.5, and all `probabilities` by name."""
@@ -171,9 +168,7 @@ class MultiLabel(StandardTask):
     def check(self, train: Targets, val: Targets | None) -> int:
         width = vectors(self, train, val, "a vector of 0 and 1 per image")
         check_names(train, val, "labels")
-        for targets in (train, val):
-            if targets is None:
-                continue
+        for targets in filter(None, (train, val)):
             if targets.values.ndim != 2:
                 raise PlanError(
                     f"{targets.source} has one number per image, but MultiLabel needs a vector of 0 and 1. Convert it "
@@ -409,13 +404,6 @@ class Segmentation(StandardTask):
         named = [name for name, own in self._metrics.items() if isinstance(own, str) and own == "miou"]
         return meters | {name: mean_iou(self.classes, never) for name in named if never}
 
-    def _counted(self, targets: torch.Tensor) -> torch.Tensor:
-        """Return masks as int64, in which 255 stands for all values that do not count."""
-        targets = targets.long()
-        for value in self.ignored[1:]:
-            targets = targets.masked_fill(targets == value, IGNORED)
-        return targets
-
     def predict(self, outputs: Any) -> torch.Tensor:
         """Return the class of each pixel, `(B, H, W)`."""
         return torch.argmax(outputs, 1)
@@ -423,19 +411,20 @@ class Segmentation(StandardTask):
     def probabilities(self, outputs: Any) -> Any:
         return torch.softmax(outputs, dim=1)
 
-    def metric_targets(self, targets: torch.Tensor) -> torch.Tensor:
-        return self._counted(targets)
+    def _counted(self, targets: torch.Tensor) -> torch.Tensor:
+        """Return masks as int64, in which 255 stands for all values that do not count."""
+        targets = targets.long()
+        for value in self.ignored[1:]:
+            targets = targets.masked_fill(targets == value, IGNORED)
+        return targets
 
-    def loss_targets(self, targets: torch.Tensor) -> torch.Tensor:
-        return self._counted(targets)
+    metric_targets = loss_targets = _counted
 
     def model_inputs(self, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: self._counted(value) for name, value in super().model_inputs(targets).items()}
 
     def check(self, train: Targets, val: Targets | None) -> int:
-        for targets in (train, val):
-            if targets is None:
-                continue
+        for targets in filter(None, (train, val)):
             if targets.largest is None:
                 raise PlanError(
                     f"{targets.source} has one label per image, but Segmentation needs a mask per image. Convert it "

@@ -43,11 +43,7 @@ def fit_scale(
     labels: NDArray[Any], indices: NDArray[np.int64], weights: NDArray[np.float64], source: str
 ) -> TargetScale:
     """Return mean and standard deviation of each number over the samples `indices`, as float32 delivers them to the
-    loss, weighted by how often each is trained on.
-
-    Raises:
-        PlanError: for a target that is not finite in float32.
-    """
+    loss, weighted by how often each is trained on. Raise PlanError for a target that is not finite in float32."""
     indices, weights = indices[weights > 0], weights[weights > 0]
     given = labels[indices].reshape(len(indices), -1)
     with np.errstate(over="ignore"):
@@ -66,10 +62,7 @@ def fit_scale(
 
 def attach_scale(model: nn.Module, scale: TargetScale) -> None:
     """Let `model` return its main tensor in the units of the targets: `float32(output) * target_std + target_mean`.
-
-    Raises:
-        PlanError: if the model has another attribute of these names.
-    """
+    Raise PlanError if the model has another attribute of these names."""
     if carried_scale(model) is None:
         taken = [name for name in BUFFERS if hasattr(model, name)]
         if taken:

@@ -279,8 +279,7 @@ class StandardTask(Task):
             if loss in self.LOSSES:
                 return self.LOSSES[loss]
             if ":" not in loss:
-                names = [*self.LOSSES, MODEL_LOSS]
-                raise PlanError(f"{self}: no loss is named {loss!r}.{suggest(loss, names)}")
+                raise PlanError(f"{self}: no loss is named {loss!r}.{suggest(loss, [*self.LOSSES, MODEL_LOSS])}")
             loss = imported("loss", loss)
             loss = loss() if isinstance(loss, type) and issubclass(loss, nn.Module) else loss
         if isinstance(loss, type) or not callable(loss):
@@ -452,9 +451,7 @@ def check_names(train: Targets, val: Targets | None, what: str) -> None:
 def vectors(task: Task, train: Targets, val: Targets | None, what: str) -> int:
     """Return the number of values of each target, 1 for `(N,)`; they must be finite, and alike in both sources."""
     widths = []
-    for targets in (train, val):
-        if targets is None:
-            continue
+    for targets in filter(None, (train, val)):
         values = targets.values
         if values.dtype.kind not in "biuf" or values.ndim > 2:
             raise PlanError(

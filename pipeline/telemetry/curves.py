@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from ...common.errors import require
 from ...common.pictures import BLUE, GRID, INK, PALE, RED, drawn
@@ -13,27 +13,13 @@ TRAIN, VAL = BLUE, RED
 FLATTENS = 10.0  # an outlier: so many times farther from the median than the other values' spread
 
 
-class Drawn(Protocol):
-    """What is drawn of a `History`, which imports this file."""
-
-    @property
-    def epochs(self) -> Sequence[Any]: ...
-    @property
-    def steps(self) -> Sequence[Any]: ...
-    @property
-    def best(self) -> Any: ...
-    @property
-    def monitor(self) -> Any: ...
-    @property
-    def facts(self) -> Any: ...
-
-
-def draw(history: Drawn) -> bytes:
+def draw(history: Any) -> bytes:
     return drawn(figure_of(history), dpi=120)
 
 
-def figure_of(history: Drawn) -> Any:
-    """Return the plot as a matplotlib figure. Raise MissingExtra without matplotlib."""
+def figure_of(history: Any) -> Any:
+    """Return the plot of a `History`, whose file imports this one, as a matplotlib figure. Raise MissingExtra without
+    matplotlib."""
     figure = require("matplotlib.figure", "plot", "draw the curves of a training").Figure(figsize=(9, 5.6))
     ticker = require("matplotlib.ticker", "plot", "draw the curves of a training")
     # The layout and the titles' heights are set by hand: finding them takes matplotlib longer than the drawing.
@@ -100,20 +86,12 @@ def _leave_outliers_above(axes: Any) -> None:
     axes.set_ylim(min(kept) - room, top)
     for x, y in [point for line, points in lines if line.get_marker() == "o" for point in points]:
         if y > top:
-            axes.annotate(
-                f"{y:.3g} ↑",
-                (x, top),
-                (0, -10),
-                textcoords="offset points",
-                ha="center",
-                fontsize=8,
-                color=INK,
-            )
+            style = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": INK}
+            axes.annotate(f"{y:.3g} ↑", (x, top), (0, -10), **style)
 
 
-def _name_the_best(axes: Any, history: Drawn) -> None:
-    monitor = history.monitor
-    best = history.best
+def _name_the_best(axes: Any, history: Any) -> None:
+    monitor, best = history.monitor, history.best
     if best is None:
         axes.text(0.5, 0.5, "no validation data", transform=axes.transAxes, ha="center", color=INK)
         axes.set_yticks([])
@@ -125,7 +103,7 @@ def _name_the_best(axes: Any, history: Drawn) -> None:
     )  # fmt: skip
 
 
-def _title(history: Drawn) -> str:
+def _title(history: Any) -> str:
     machine = history.facts.get("provenance", {})
     hardware = machine.get("hardware", {})
     where = ", ".join(hardware.get("gpus", [])) or hardware.get("processor", "")

@@ -21,7 +21,7 @@ import torch
 from ...common.checks import check_picklable
 from ...common.errors import PlanError, require, suggest
 from ...common.frozen import FrozenDict
-from ...common.storage.files import atomic_file
+from ...common.storage.files import write_file
 from .history import COLUMNS, Epoch, Evaluation
 from .host_copy import HostCopy
 from .observer import Observer
@@ -200,8 +200,7 @@ class CSVLogger:
         writer = csv.DictWriter(text, self._columns)
         writer.writeheader()
         writer.writerows(rows)
-        with atomic_file(self._path) as file:
-            file.write(text.getvalue().encode())
+        write_file(self._path, text.getvalue())
 
     def _is_entry(self, row: dict[str, str]) -> bool:
         """Return whether a line is complete, which the last is not if its process was killed."""
@@ -235,8 +234,7 @@ class PrometheusLogger:
             own = f"drivetrain_{re.sub('[^a-zA-Z0-9_]', '_', name)}"
             lines += [f"# TYPE {own} gauge", f"{own}{{{self._run}}} {_number(value)}"]
         lines += self._of_ranks()
-        with atomic_file(self._path) as file:
-            file.write("\n".join([*lines, ""]).encode())
+        write_file(self._path, "\n".join([*lines, ""]))
 
     def _of_ranks(self) -> Iterator[str]:
         for name, values in zip(RANK_GAUGES, zip(*self.ranks, strict=True), strict=False):
@@ -313,18 +311,15 @@ def _service(name: str) -> ModuleType:
 
 def _known_run(service: str, folder: Path | None, step: int) -> str | None:
     """Return the service's run of a run that is resumed, from the file in its folder."""
-    if folder is None or not step:
-        return None
-    try:
-        return (folder / SERVICE_RUNS[service]).read_text().strip() or None
-    except OSError:
-        return None
+    if folder is not None and step:
+        with suppress(OSError):
+            return (folder / SERVICE_RUNS[service]).read_text().strip() or None
+    return None
 
 
 def _keep_run(service: str, folder: Path | None, run: str) -> None:
     if folder is not None:
-        with atomic_file(folder / SERVICE_RUNS[service]) as file:
-            file.write(f"{run}\n".encode())
+        write_file(folder / SERVICE_RUNS[service], f"{run}\n")
 
 
 class Metrics(Observer):
@@ -353,12 +348,9 @@ class Metrics(Observer):
     def log(self, values: Mapping[str, float | torch.Tensor], step: int) -> None:
         """Log additional values, numbers or tensors `()`, once they have arrived from the device."""
         if self._loggers and values:
-            tensors = [
-                value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
-                for value in values.values()
-            ]
+            tensors = [torch.as_tensor(value, dtype=torch.float64).detach() for value in values.values()]
             device = next((one.device for one in tensors if one.device.type != "cpu"), torch.device("cpu"))
-            stacked = torch.stack([one.to(device, torch.float64).reshape(()) for one in tensors])
+            stacked = torch.stack([one.to(device).reshape(()) for one in tensors])
             self._extra.append((step, list(values), HostCopy(stacked)))
             self._arrive_extra()
 

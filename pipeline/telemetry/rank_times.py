@@ -79,9 +79,8 @@ class RankClock(Observer):
         self._cuda = engine.device.type == "cuda"
         self._sample: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._begun = self._sampled = 0.0  # a forward's begin; the newest forward on the device
-        self._end = self._mark = self._data = (
-            0.0  # the last step's end, where this one begins, and the data wait until then
-        )
+        # The last step's end, where this one begins, and the data wait until then.
+        self._end = self._mark = self._data = 0.0
         self._host = self._ahead = self._forward = 0.0  # of the current step
         self._steps, self._sums = 0, [0.0, 0.0, 0.0]  # of the interval: as in `RankTimes`
         self._slow = [0] * engine.world_size  # consecutive intervals

@@ -83,7 +83,5 @@ class TrainState(Loop):
 
     def end_epoch(self) -> None:
         self.steps_left_out += self.steps_per_epoch - self.epoch_steps
-        self.epoch, self.meter = (
-            self.epoch + 1,
-            EpochMeter(earlier_images=self.images, earlier_seconds=self.seconds),
-        )
+        self.epoch += 1
+        self.meter = EpochMeter(earlier_images=self.images, earlier_seconds=self.seconds)

@@ -193,10 +193,8 @@ def build(plan: ResolvedPlan, initial: Initial | None = None, resumes: bool = Fa
         if val is not None:
             val.close()
         train, val = make_loaders(plan, engine.device)
-    hooks, loss = (
-        TrainingHooks(plan.transforms, plan.seed, parts.classes, how.precision),
-        parts.loss(engine.device),
-    )
+    hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes, how.precision)
+    loss = parts.loss(engine.device)
     batches = partial(make_loader, plan, plan.data.train, train=True, device=engine.device)
     hooks.calibrate = partial(calibrate, engine, batches, loss)
     return Built(
@@ -380,7 +378,7 @@ def build_on_meta(spec: PipelineSpec, transforms: Sequence[Transform]) -> tuple[
 def _operated(
     spec: PipelineSpec,
     transforms: Sequence[Transform],
-    look: Callable[[nn.Module], None] | None = None,
+    look: Callable[[nn.Module], None] | None,
     *,
     shapes: bool = False,  # whether only the shapes of the result are used
 ) -> tuple[nn.Module, tuple[Report, ...]]:
@@ -404,6 +402,14 @@ def _operated(
                 )
             reports.append(report)
     return model, tuple(reports)
+
+
+def identity_of(spec: PipelineSpec) -> dict[str, str]:
+    """Return what the model is, built once more, without the warnings of it that training issues."""
+    identity: dict[str, str] = {}
+    with warnings.catch_warnings(action="ignore"):
+        build_model(spec, (), lambda fresh: identity.update(model_identity(fresh, spec.model)))
+    return identity
 
 
 @plain_torch()

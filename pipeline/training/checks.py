@@ -50,9 +50,9 @@ _MASKS = 64  # that are read to find class indices which a model does not have
 
 def targets_of(loader: EpochLoader, source: str, task: Task) -> Targets:
     names = tuple(loader.classes)
-    further = partial(loader.fields_of, np.array([0, loader.samples - 1])) if loader.settings.fields else None
-    if loader.beton is None or not loader.has_masks:
-        beton, ends = loader.beton, np.array([0, loader.samples - 1])
+    beton, ends = loader.beton, np.array([0, loader.samples - 1])
+    further = partial(loader.fields_of, ends) if loader.settings.fields else None
+    if beton is None or not loader.has_masks:
         if beton is not None and names and beton.fields[beton.label_name] == "int":
             some, named = beton.read(beton.label_name, ends), True
         else:
@@ -63,7 +63,7 @@ def targets_of(loader: EpochLoader, source: str, task: Task) -> Targets:
             f"{source} has a mask per image, but {type(task).__name__} trains on {task.kind}. Pass "
             "task(Segmentation(classes))."
         )
-    largest = _largest(loader.beton, getattr(task, "ignored", (NOT_COUNTED,)))
+    largest = _largest(beton, getattr(task, "ignored", (NOT_COUNTED,)))
     none = np.empty(0)
     return Targets(source, lambda: none, none, names, largest=largest, further=further)
 
@@ -108,15 +108,12 @@ def check_output(plan: ResolvedPlan, model: nn.Module, width: int | None, target
             f". It is called as model(images, {names}), for a loss that it computes: write forward(self, images, "
             "labels=None), or leave out loss='model'."
         )
-        remedy = (
-            (
+        remedy = _WITHOUT_VALUES * on_meta(model)
+        if size in smaller:
+            remedy = (
                 f" {smaller[size]} trains on images of this size: build the model for any size (timm's vision "
-                f"transformers: dynamic_img_size=True), or leave {smaller[size]} out."
+                f"transformers: dynamic_img_size=True), or leave {smaller[size]} out.{remedy}"
             )
-            if size in smaller
-            else ""
-        )
-        remedy += _WITHOUT_VALUES * on_meta(model)
         raise PlanError(
             f"The model does not accept images of {size_text(size)} pixels{of}{further}: "
             f"{type(error).__name__}: {error}{signature if inputs else ''}{remedy}"

@@ -289,27 +289,31 @@ def evaluate(
         >>> sorted(evaluate(engine, loader))
         ['top1', 'val_loss']
     """
-    hooks, task = hooks or TrainingHooks(()), task or Classification()
+    sums = evaluation_sums(engine, hooks or TrainingHooks(()), task or Classification())
+    with current_device(engine.device):
+        for images, labels in map(pair, batches):
+            sums.add(images, labels)
+    return sums.result()
+
+
+def evaluation_sums(engine: Engine, hooks: TrainingHooks, task: Task) -> EvaluationSums:
+    """Set the model to evaluation, and return its sums."""
     engine.model.eval()
 
     def predict(images: torch.Tensor, labels: Any) -> tuple[Any, Any]:
         with engine.forward_context():
             return hooks.predict(engine.plain_model, images, labels, task)
 
-    sums = EvaluationSums(task, engine.device, predict)
-    with current_device(engine.device):
-        for images, labels in map(pair, batches):
-            sums.add(images, labels)
-    return sums.result(lambda values: engine.reduce(values, "sum"), engine.world_size)
+    return EvaluationSums(task, engine, predict)
 
 
 class EvaluationSums:
     """A rank's sums of an evaluation; `predict` is that of `TrainingHooks`, of images and labels."""
 
-    def __init__(self, task: Task, device: torch.device, predict: Callable[..., tuple[Any, Any]]) -> None:
-        self._task, self._device, self._predict = task, device, predict
-        self._mean, self._meters = task.mean(task.move(device)), dict[str, Any]()
-        self._sums = torch.zeros(2, device=device, dtype=torch.float64)
+    def __init__(self, task: Task, ranks: Ranks, predict: Callable[..., tuple[Any, Any]]) -> None:
+        self._task, self._ranks, self._predict = task, ranks, predict
+        self._mean, self._meters = task.mean(task.move(ranks.device)), dict[str, Any]()
+        self._sums = torch.zeros(2, device=ranks.device, dtype=torch.float64)
 
     def add(self, images: torch.Tensor, labels: Any) -> tuple[Any, Any]:
         """Return what `predict` does. A rank may have no share of a small last batch, but gathering sharded parameters
@@ -322,7 +326,7 @@ class EvaluationSums:
             if isinstance(outputs, torch.Tensor):
                 width = outputs.shape[1] if outputs.dim() > 1 else 1
             meters = self._task.meters(width)
-            self._meters = {name: meter.to(self._device) for name, meter in meters.items()}
+            self._meters = {name: meter.to(self._ranks.device) for name, meter in meters.items()}
         if empty:
             return judged, outputs
         count = self._mean.denominator(labels)
@@ -333,14 +337,14 @@ class EvaluationSums:
             update_metric(self._task, meter, outputs, targets)
         return judged, outputs
 
-    def result(self, add_ranks: Callable[[torch.Tensor], torch.Tensor], ranks: int) -> dict[str, float]:
-        numerator, denominator = add_ranks(self._sums).tolist()
+    def result(self) -> dict[str, float]:
+        numerator, denominator = self._ranks.reduce(self._sums, "sum").tolist()
         if not denominator:
             raise DataError(
                 "val_loss: none of the validation data's targets counts, because all are ignored, or of classes of "
                 "weight 0. Evaluate on other data, or change the loss."
             )
-        return {"val_loss": numerator / denominator, **compute(self._meters, ranks)}
+        return {"val_loss": numerator / denominator, **compute(self._meters, self._ranks.world_size)}
 
 
 def _timed(batches: Iterable[Batch], meter: EpochMeter) -> Iterator[Batch]:

@@ -34,8 +34,10 @@ def memory_steps(plan: ResolvedPlan) -> tuple[Step, ...]:
     gathered = 0
     if hasattr(strategy, "gathered_bytes"):
         gathered = strategy.gathered_bytes(model, how.step_options["precision"])
-    copied = _copied(ranks, whole + state) if gathered else ""
-    beside = f", and up to {_gb(gathered)} gathered for a while" if gathered else ""
+    beside = copied = ""
+    if gathered:
+        beside = f", and up to {_gb(gathered)} gathered for a while"
+        copied = f", of which each rank copies {_gb((whole + state) / ranks)} to the host's memory and writes it"
     return (
         Step(
             f"memory of a rank: {_gb(sum(own) + gathered)} and activations", "Drivetrain",
@@ -52,10 +54,6 @@ def _begins(on_meta: bool, whole: float) -> str:
             "checkpoint or init_from= gives the values"
         )
     return f"Each rank first builds the model on the CPU, in {_gb(whole)}; of one on the meta device, only its shard"
-
-
-def _copied(ranks: int, size: int) -> str:
-    return f", of which each rank copies {_gb(size / ranks)} to the host's memory and writes it"
 
 
 def state_bytes(optimization: OptimizerConfig) -> float:

@@ -45,12 +45,6 @@ class ModuleSummary:
         trained: the number of those that require gradients.
         flops: of a forward in training, per image, a multiply-add counted as 2; None if unknown.
         activation_bytes: kept for the backward, for one microbatch; None if unknown.
-
-    Example::
-
-        >>> row = pipeline.summary().modules[-1]
-        >>> row.name, row.kind
-        ('head', 'Linear')
     """
 
     name: str
@@ -118,7 +112,8 @@ class ModelSummary:
         rows = []
         for row in (*self.modules, total):
             name = f"{row.name}: {row.kind}" if row.kind else row.name
-            cells = [_cut(name), f"{row.parameters:,}", f"{row.trained:,}"]
+            name = name if len(name) <= _WIDTH else f"{name[: _WIDTH - 1]}…"
+            cells = [name, f"{row.parameters:,}", f"{row.trained:,}"]
             if not self.unknown:
                 cells += [f"{(row.flops or 0) / unit:,.2f}", f"{(row.activation_bytes or 0) / 1e6:,.1f} MB"]
             rows.append(cells)
@@ -138,10 +133,6 @@ class ModelSummary:
 
     def _repr_html_(self) -> str:
         return self.table().html()
-
-
-def _cut(name: str) -> str:
-    return name if len(name) <= _WIDTH else f"{name[: _WIDTH - 1]}…"
 
 
 @plain_torch()

@@ -6,7 +6,7 @@ import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from .meeting import (
     raise_posted,
     under_torchrun,
 )
+
+T = TypeVar("T")
 
 _ROUND = 0.2  # seconds between two looks whether another rank has failed to connect
 _SECONDS = 2.0  # for one size
@@ -69,6 +71,14 @@ def automatic_devices(device: str | None) -> int:
     if under_torchrun():
         return int(os.environ["WORLD_SIZE"])
     return torch.cuda.device_count() if device in (None, "cuda") and torch.cuda.is_available() else 1
+
+
+def of_all_ranks(value: T, ranks: int) -> list[T]:
+    """Return the value of each of so many ranks, which is pickled if there are several. Every rank must call it."""
+    everyone: list[Any] = [value] * ranks
+    if ranks > 1:
+        dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def needs_ranks(strategy: object, devices: int) -> bool:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import CheckpointError, PlanError
-from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.runs.preflight import _model
 from drivetrain.pipeline.training import model_identity as model_identity_module
+from drivetrain.pipeline.training.build import identity_of
 from drivetrain.pipeline.training.model_identity import difference, model_identity
 from pipeline_data import Toy, batch_norm_model
 from torch import nn
@@ -242,8 +241,8 @@ def test_the_plan_warns_of_validation_data_that_is_trained_on(toy: Toy, tmp_path
 
 
 def test_ranks_compare_the_model_that_they_build(folder: Path, toy: Toy) -> None:
-    one = _model(resolve(toy.pipeline(net(folder, NET))))
-    other = _model(resolve(toy.pipeline(net(folder, OTHER["groups"][0]))))
+    one = identity_of(toy.pipeline(net(folder, NET)))
+    other = identity_of(toy.pipeline(net(folder, OTHER["groups"][0])))
     said = difference(one, other, libraries=True, names=("rank 0 (a)", "rank 1 (b)"))
     assert said.startswith("model.norm is GroupNorm(4, 8")
     assert "in rank 1 (b)" in said

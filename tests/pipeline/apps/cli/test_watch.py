@@ -121,7 +121,7 @@ def test_a_run_without_news_says_so(toy: Toy, tmp_path: Path) -> None:
 def test_a_damaged_file_of_metrics_is_none(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "metrics.prom"
     path.write_bytes(content)
-    assert watch._newest(path) == {}
+    assert watch._gauges(path) == {}
 
 
 def test_what_is_not_a_run(tmp_path: Path) -> None:
