@@ -5,6 +5,9 @@ takes four times as long for them. Their own tests call `draw` itself.
 
 Files are not flushed to disk, which takes 8 ms for each of a checkpoint: what a loss of power would leave cannot be
 tested here. A descriptor must be open all the same. `make test-all` flushes, in the slow tests and one of each file.
+
+Ranks look for what others have posted or written every few milliseconds, not up to four times a second, as is better
+for a cluster: each training on ranks waits so several times before its first step.
 """
 
 import math
@@ -13,8 +16,11 @@ from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
+from drivetrain.common.storage import files
+from drivetrain.pipeline.checkpoints import writer
 from drivetrain.pipeline.telemetry import curves
 from drivetrain.pipeline.telemetry.history import History
+from drivetrain.strategies.launching import meeting
 
 
 def drawn_once(draw: Callable[[History], bytes]) -> Callable[[History], bytes]:
@@ -37,4 +43,8 @@ def drawn_once(draw: Callable[[History], bytes]) -> Callable[[History], bytes]:
 
 def replaced() -> list[tuple[Any, str, Any]]:
     """Objects, the names of their attributes, and what stands in for them."""
-    return [(curves, "draw", drawn_once(curves.draw)), (os, "fsync", os.fstat)]
+    pause = 0.004  # seconds
+    return [
+        (curves, "draw", drawn_once(curves.draw)), (os, "fsync", os.fstat), (files, "_ROUND", pause),
+        (writer, "_ROUND", pause), (meeting, "_LOOKS", (pause,) * round(sum(meeting._LOOKS) / pause)),
+    ]  # fmt: skip
