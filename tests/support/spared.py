@@ -1,7 +1,8 @@
 """What takes longer than a toy model trains, and no test looks at: in pytest's process, and in the ranks that it forks.
 
-Curves are drawn once for all runs of a process whose histories differ in nothing but their finite numbers: matplotlib
-takes four times as long for them. Their own tests call `draw` itself.
+Curves are drawn once for all runs of a process whose histories differ in nothing but finite numbers, how many epochs of
+a kind there are, and facts that are not drawn: matplotlib takes four times as long for them. Their own tests call
+`draw` itself.
 
 Files are not flushed to disk, which takes 8 ms for each of a checkpoint: what a loss of power would leave cannot be
 tested here. A descriptor must be open all the same. `make test-all` flushes, in the slow tests and one of each file.
@@ -32,8 +33,9 @@ def drawn_once(draw: Callable[[History], bytes]) -> Callable[[History], bytes]:
         return math.isfinite(value) if isinstance(value, int | float) else value
 
     def again(history: History) -> bytes:
-        facts = {name: type(fact) for name, fact in history.facts.items()} | {"monitor": history.monitor}
-        key = repr(([[kind(value) for value in astuple(epoch)] for epoch in history.epochs], facts))
+        kinds = {repr([kind(value) for value in astuple(epoch)]) for epoch in history.epochs}
+        title = [type(history.facts.get(name)) for name in ("recipe", "provenance")]
+        key = repr((sorted(kinds), len(history.epochs) > 1, history.monitor, title))
         if key not in drawn:
             drawn[key] = draw(history)
         return drawn[key]
