@@ -46,9 +46,15 @@ def unpack(archive: Path, folder: Path) -> Path:
 
 def build(out: Path, source: Path = ROOT) -> Path:
     """Write the wheel of a source tree into `out`, in place of an earlier one, and return its path."""
+    with tempfile.TemporaryDirectory(prefix="drivetrain-sdist-") as temporary:
+        return build_from(package("sdist", source, Path(temporary, "sdist")), out)
+
+
+def build_from(sdist: Path, out: Path) -> Path:
+    """The same, of a source distribution."""
     with tempfile.TemporaryDirectory(prefix="drivetrain-wheel-") as temporary:
         scratch = Path(temporary)
-        unpacked = unpack(package("sdist", source, scratch / "sdist"), scratch)
+        unpacked = unpack(sdist, scratch)
         (unpacked / "loaders" / "native" / "libjpeg-turbo.txt").write_text(_license())
         wheel = package("wheel", unpacked, scratch / "wheel")
         out.mkdir(parents=True, exist_ok=True)

@@ -2,16 +2,13 @@
 
 import gc
 import hashlib
-import math
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import astuple
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import composer_reference
@@ -20,10 +17,9 @@ import machines
 import outcomes
 import psutil
 import pytest
+import spared
 from cifar10_files import FILE_BYTES, FakeNpm, closed_port
 from drivetrain.loaders.datasets.names import cifar10
-from drivetrain.pipeline.telemetry import curves
-from drivetrain.pipeline.telemetry.history import History
 from drivetrain.strategies import registry
 from drivetrain.strategies.launching import launcher
 from forked_ranks import STARTED, RankServer
@@ -74,28 +70,13 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def pictures() -> Iterator[None]:
-    """Curves are drawn once for all runs of this process whose histories differ in nothing but their finite numbers.
-
-    matplotlib takes four times as long for them as a toy model to train. Their own tests call `draw` itself.
-    """
-    drawn: dict[str, bytes] = {}
-
-    def kind(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: kind(each) for name, each in value.items()}
-        return math.isfinite(value) if isinstance(value, int | float) else value
-
-    def draw(history: History) -> bytes:
-        facts = {name: type(fact) for name, fact in history.facts.items()} | {"monitor": history.monitor}
-        key = repr(([[kind(value) for value in astuple(epoch)] for epoch in history.epochs], facts))
-        if key not in drawn:
-            drawn[key] = real(history)
-        return drawn[key]
-
-    real, curves.draw = curves.draw, draw
-    yield
-    curves.draw = real
+def time_spared() -> Iterator[None]:
+    """See `spared.py`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for place, name, instead in spared.replaced():
+            if name != "fsync" or not STARTED:
+                patch.setattr(place, name, instead)
+        yield
 
 
 @pytest.fixture(scope="session")

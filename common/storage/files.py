@@ -105,11 +105,14 @@ def atomic_files(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
         if len(paths) > 1:  # the files of concurrent writers are never mixed
             with _failure_names(paths[-1]):
                 stack.enter_context(_turn(paths[-1]))
+        with _failure_names(paths[-1]):  # now: a reader may rename the folder as soon as it sees the last file
+            folder = os.open(paths[-1].parent, os.O_RDONLY)
+            stack.callback(os.close, folder)
         for path, (temporary, _) in zip(paths, partials, strict=True):
             with _failure_names(path):
                 temporary.replace(path)
         with _failure_names(paths[-1]):
-            sync(paths[-1].parent)
+            os.fsync(folder)
 
 
 @contextmanager

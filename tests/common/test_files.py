@@ -1,6 +1,7 @@
 """Atomic files, with any number of concurrent writers, including killed ones."""
 
 import fcntl
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +34,36 @@ def names(folder: Path) -> list[str]:
 def write_both(folder: Path) -> None:
     with atomic_files(folder / "b", folder / "a"):
         pass
+
+
+def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_before_the_block_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[tuple[str, bool]] = []
+
+    def fsync(descriptor: int) -> None:
+        place = Path(f"/proc/self/fd/{descriptor}").readlink()
+        flushed.append((place.suffix, (tmp_path / "a").exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with atomic_file(tmp_path / "a"):
+        pass
+    assert flushed == [(".partial", False), ("", True)]
+
+
+def test_its_folder_may_be_renamed_as_soon_as_a_file_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rank 0 renames that of a checkpoint when it sees the last rank's note."""
+    partial, complete, replace = tmp_path / "partial", tmp_path / "complete", Path.replace
+
+    def replace_and_rename(path: Path, target: Path) -> None:
+        replace(path, target)
+        partial.rename(complete)
+
+    partial.mkdir()
+    monkeypatch.setattr(Path, "replace", replace_and_rename)
+    with atomic_file(partial / "note"):
+        pass
+    assert names(complete) == ["note"]
 
 
 def test_several_files_appear_together(tmp_path: Path) -> None:

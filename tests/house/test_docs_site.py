@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -71,52 +71,59 @@ class Links(HTMLParser):
             self.loaded.append(given.get("href") or given["src"])
 
 
-def pages(site: Path) -> Iterator[tuple[Path, Links]]:
-    for path in sorted(site.rglob("*.html")):
-        yield path, Links(path)
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Links]:
+    """Each is parsed once."""
+    return {path: Links(path) for path in sorted(site.rglob("*.html"))}
 
 
-def test_every_link_of_the_site_leads_to_a_page_and_an_anchor(site: Path) -> None:
-    found = dict(pages(site))
-    assert len(found) > 35
+@cache
+def target_of(folder: Path, link: str) -> Path:
+    """The file that a link of a page in the folder leads to; most links are on many pages."""
+    target = (folder / unquote(link)).resolve()
+    assert target.exists(), (folder, link)
+    return target
+
+
+def test_every_link_of_the_site_leads_to_a_page_and_an_anchor(site: Path, pages: dict[Path, Links]) -> None:
+    assert len(pages) > 35
     checked = 0
-    for path, page in found.items():
+    for path, page in pages.items():
         for link in {*page.links, *page.loaded}:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
                 continue
-            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            assert target.exists(), (path.relative_to(site), link)
+            target = target_of(path.parent, parts.path) if parts.path else path
             checked += 1
             if parts.fragment and target.suffix == ".html":
-                anchors = found[target].ids | {"", "top"}
+                anchors = pages[target].ids | {"", "top"}
                 assert unquote(parts.fragment) in anchors, (path.relative_to(site), link)
     assert checked > 1000
 
 
-def test_the_links_of_the_sources_lead_to_pages_of_the_site(site: Path) -> None:
+def test_the_links_of_the_sources_lead_to_pages_of_the_site(site: Path, pages: dict[Path, Links]) -> None:
     """Also of the README: those that a code host resolves are not left as text or as a copy of the source."""
     for source in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
-        page = Links(site / source.relative_to(ROOT).with_suffix(".html"))
+        page = pages[site / source.relative_to(ROOT).with_suffix(".html")]
         text = re.sub(r"^```.*?^```", "", source.read_text(), flags=re.DOTALL | re.MULTILINE)
         for target in re.findall(r"(?<!!)\[[^\]]*\]\(([^)#]+\.md)", text):
             html = f"{target.removesuffix('.md')}.html"
             assert any(link.partition("#")[0] == html for link in page.links), (source.name, target)
 
 
-def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
-    for path, page in pages(site):
+def test_a_page_loads_nothing_from_elsewhere(site: Path, pages: dict[Path, Links]) -> None:
+    for path, page in pages.items():
         for link in page.loaded:
             assert not urlsplit(link).netloc, (path.relative_to(site), link)
 
 
-def test_every_page_is_in_the_table_of_contents(site: Path) -> None:
-    links = Links(site / "docs/index.html").links
+def test_every_page_is_in_the_table_of_contents(site: Path, pages: dict[Path, Links]) -> None:
+    links = pages[site / "docs/index.html"].links
     contents = {(site / "docs" / link).resolve() for link in links if "#" not in link}
     written = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "notebooks").glob("*.ipynb")]
     listed = [path for path in written if path.parents[1].name != "reference"]  # of a class: its package has it
-    pages = {site / path.relative_to(ROOT).with_suffix(".html") for path in listed}
-    assert pages <= contents | {site / "docs/index.html"}
+    wanted = {site / path.relative_to(ROOT).with_suffix(".html") for path in listed}
+    assert wanted <= contents | {site / "docs/index.html"}
 
 
 def test_every_public_name_has_an_entry(site: Path) -> None:
@@ -134,9 +141,9 @@ def test_every_public_name_has_an_entry(site: Path) -> None:
     assert {f"drivetrain.Pipeline.{name}" for name in methods} <= entries  # some are those of a private base
 
 
-def test_notebooks_are_shown_with_their_outputs(site: Path) -> None:
+def test_notebooks_are_shown_with_their_outputs(site: Path, pages: dict[Path, Links]) -> None:
     for path in (ROOT / "notebooks").glob("*.ipynb"):
-        shown = Links(site / "notebooks" / f"{path.stem}.html").loaded
+        shown = pages[site / "notebooks" / f"{path.stem}.html"].loaded
         cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
         outputs = ["image/png" in output.get("data", {}) for cell in cells for output in cell.outputs]
         assert sum("_images/" in link for link in shown) == sum(outputs) > 0

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import sys
 import tomllib
 import zipfile
@@ -19,6 +20,8 @@ from process_state import output_of, run
 
 pytestmark = pytest.mark.process
 
+build_wheel = load_script("build_wheel")
+checks = load_script("release_checks")
 release = load_script("release")
 
 Fresh = tuple[Path, Path]
@@ -45,11 +48,17 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that `make wheel` builds there, from the source distribution."""
+def sdist(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution of the clone."""
+    return build_wheel.package("sdist", clone, tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that `make wheel` builds from it."""
     folder = tmp_path_factory.mktemp("wheel")
-    output_of(sys.executable, clone / ".ci" / "build_wheel.py", folder, cwd=folder)
-    (made,) = folder.iterdir()
+    made = build_wheel.build_from(sdist, folder)
+    assert [*folder.iterdir()] == [made]
     return made
 
 
@@ -63,6 +72,21 @@ def test_the_listed_packages_are_those_of_the_tree() -> None:
     rooms = [path.parent for stage in STAGES for path in (ROOT / stage).rglob("__init__.py")]
     found = {"drivetrain"} | {".".join(["drivetrain", *room.relative_to(ROOT).parts]) for room in rooms}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == found
+
+
+def test_the_source_distribution_has_the_files_of_the_tree(sdist: Path, clone: Path, tmp_path: Path) -> None:
+    tree = shutil.copytree(clone, tmp_path / "tree")
+    assert "loaders/native/load.c" in checks.sources(tree)
+    assert "pipeline/apps/cli/__init__.py" in checks.sources(tree)
+    assert checks.check_sdist(sdist, tree) == []
+    (tree / "loaders" / "native" / "new.h").touch()
+    (tree / "common/errors.py").write_text("")
+    (tree / "common/names.py").unlink()
+    assert set(checks.check_sdist(sdist, tree)) == {
+        "The source distribution lacks loaders/native/new.h.",
+        "common/errors.py of the source distribution differs from the repository's.",
+        "The source distribution has common/names.py, which is not in the repository.",
+    }
 
 
 def test_the_wheel_holds_the_package_its_libraries_and_nothing_else(wheel: Path) -> None:

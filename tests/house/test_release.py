@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 from places import ROOT, load_script
 
-build_wheel = load_script("build_wheel")
 checks = load_script("release_checks")
-release = load_script("release")
 
 NEW = "## [0.2.0] - 2027-01-31\n\n### Added\n- A.\n\n### Fixed\n- B.\n\n"
 OLD = "## [0.1.0] - 2026-11-23\n\n### Added\n#### Data\n- C.\n"
@@ -78,23 +76,6 @@ def test_a_changelog_of_another_form(case: str) -> None:
     assert before in GOOD
     problems = checks.check_changelog(GOOD.replace(before, after, 1))
     assert [problem for problem in problems if reason in problem], problems
-
-
-@pytest.mark.process
-def test_the_source_distribution_has_the_files_of_the_tree(tmp_path: Path) -> None:
-    tree = release.copy_tree(tmp_path / "tree")
-    sdist = build_wheel.package("sdist", tree, tmp_path / "sdist")
-    assert "loaders/native/load.c" in checks.sources(tree)
-    assert "pipeline/apps/cli/__init__.py" in checks.sources(tree)
-    assert checks.check_sdist(sdist, tree) == []
-    (tree / "loaders" / "native" / "new.h").touch()
-    (tree / "common/errors.py").write_text("")
-    (tree / "common/names.py").unlink()
-    assert set(checks.check_sdist(sdist, tree)) == {
-        "The source distribution lacks loaders/native/new.h.",
-        "common/errors.py of the source distribution differs from the repository's.",
-        "The source distribution has common/names.py, which is not in the repository.",
-    }
 
 
 wheels = load_script("wheels")

@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import fsdp_models as models
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from drivetrain import StrategyError, strategies
 from drivetrain.strategies.common.placement import recompute_activations
 from parity_jobs import Case, Run, train
-from step_option_jobs import ALL, OPTIONS, QUICK, run_all
+from step_option_jobs import ALL, OPTIONS, QUICK, check_run, close, run_all, without_options
 from strategy_jobs import make_optimizer
 from torch import nn
 
@@ -133,33 +132,10 @@ def test_a_model_without_blocks_is_refused() -> None:
         recompute_activations(nn.Sequential(nn.Linear(2, 2)), True)
 
 
-def close(found: Run, expected: Run, tolerance: float, statistics: bool = True) -> None:
-    torch.testing.assert_close(found.losses, expected.losses, rtol=0, atol=tolerance)
-    for name, value in expected.state.items():
-        if statistics or ("running" not in name and "num_batches" not in name):
-            torch.testing.assert_close(found.state[name], value, rtol=0, atol=tolerance)
-
-
 @pytest.fixture(scope="module")
 def runs() -> dict[str, Any]:
     """What rank 0 of two found in all cases; they are started once."""
     return strategies.launch(run_all, QUICK, devices=2, timeout=270)[0]
-
-
-@cache
-def plain(name: str, parts: int) -> Run:
-    """One device in fp32 without any option, with as many microbatches as `parts` ranks have."""
-    case, _ = OPTIONS[name]
-    return train("single", Case("plain", case.model, case.optimizer, case.clip_norm, case.accumulate), parts=parts)
-
-
-def check_run(runs: dict[str, Any], strategy: str, name: str, ranks: int) -> None:
-    """In fp32 the numbers of one device; half precision rounds.
-
-    BatchNorm's statistics are left out: of four microbatches one device counts four, and two ranks the mean of two.
-    """
-    tolerance = 1e-5 if OPTIONS[name][0].precision == "fp32" else 3e-2
-    close(runs[f"{strategy}: {name}"], plain(name, ranks), tolerance, statistics=False)
 
 
 @pytest.mark.parametrize(("strategy", "name"), QUICK)
@@ -201,7 +177,7 @@ def test_deepspeed_refuses_fp16(runs: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_one_device_trains_alike(name: str) -> None:
     case, options = OPTIONS[name]
-    close(train("single", case, given=options), plain(name, 1), 1e-5 if case.precision == "fp32" else 3e-2)
+    close(train("single", case, given=options), without_options(name, 1), 1e-5 if case.precision == "fp32" else 3e-2)
 
 
 def test_dp_recomputes_too() -> None:

@@ -2,7 +2,6 @@
 rejects, in this process."""
 
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +19,7 @@ from drivetrain.strategies.single import DPEngine
 from drivetrain.transforms import GradientClipping, LayerFreezing
 from parity_jobs import BF16, CASES, Case, train
 from pipeline_data import Toy
+from process_state import output_of
 from strategy_jobs import build, make_optimizer
 from torch import nn
 
@@ -366,22 +366,18 @@ class Theirs(Single):
 
 USE = """
 import sys
-from drivetrain import StrategyError, strategies
-path = list(sys.path)
-for use in sys.argv[1:]:
-    name, *sites = use.split(":")
-    sys.path[:] = [*sites, *path]
-    try:
-        strategy = strategies.get(name, device="cpu")
-        print(type(strategy).__module__, strategy.device, [r.summary for r in strategies.available()][-1])
-    except StrategyError as error:
-        print(f"refused: {error}")
+from drivetrain import strategies
+sys.path.insert(0, sys.argv[1])
+strategy = strategies.get("theirs", device="cpu")
+print(type(strategy).__module__, strategy.device, [row.summary for row in strategies.available()][-1])
 """
+FOUND = "their_strategies cpu from another package"
 
 
-def install(folder: Path) -> Path:
-    """A package with one strategy, built and installed into a folder of its own; gives that folder."""
-    source, site = folder / "source", folder / "site"
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_package_that_is_built_and_installed_brings_a_strategy(tmp_path: Path) -> None:
+    source, site = tmp_path / "source", tmp_path / "site"
     source.mkdir()
     (source / "pyproject.toml").write_text(PROJECT)
     (source / "their_strategies.py").write_text(MODULE)
@@ -390,35 +386,47 @@ def install(folder: Path) -> Path:
          "--python", sys.executable, "--target", str(site), str(source)],
         check=True, timeout=100,
     )  # fmt: skip
-    return site
+    assert output_of(sys.executable, "-c", USE, str(site)).splitlines() == [FOUND]
 
 
-def variant(site: Path, package: str, entry: str) -> Path:
-    """The installed package as another one of that name, with that line of entry points."""
-    other = shutil.copytree(site, site.parent / package)
-    (info,) = other.glob("*.dist-info")
+def installed(folder: Path, package: str, entry: str) -> str:
+    """What an installation leaves in a folder of its own: a module with a strategy, and that line of entry points."""
+    site = folder / package
+    info = site / f"{package}-1.dist-info"
+    info.mkdir(parents=True)
+    (site / "their_strategies.py").write_text(MODULE)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1\n")
     (info / "entry_points.txt").write_text(f"[drivetrain.strategies]\n{entry}\n")
-    info.rename(other / f"{package}-1.dist-info")
-    return other
+    return str(site)
 
 
-@pytest.mark.process
+def used(name: str, *sites: str) -> str:
+    """What becomes of a strategy's name, with these folders on the path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sites, *sys.path])
+        try:
+            strategy = strategies.get(name, device="cpu")
+            return f"{type(strategy).__module__} {strategy.device} {strategies.available()[-1].summary}"
+        except StrategyError as error:
+            return f"refused: {error}"
+        finally:
+            sys.modules.pop("their_strategies", None)
+
+
+@pytest.mark.usefixtures("nothing_registered")
 def test_a_package_brings_a_strategy_by_an_entry_point(tmp_path: Path) -> None:
-    site = install(tmp_path)
-    second = variant(site, "second", "theirs = second_strategies:Theirs")
-    broken = variant(site, "broken", "broken = their_strategies:Missing")
-    greedy = variant(site, "greedy", "ddp = their_strategies:Theirs")
-    uses = [f"theirs:{site}", f"theirs:{site}:{second}", f"broken:{broken}", f"theirs:{site}:{greedy}"]
-    done = subprocess.run([sys.executable, "-c", USE, *uses], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    found, twice, missing, taken = done.stdout.splitlines()
-    assert found == "their_strategies cpu from another package"
+    site = installed(tmp_path, "their_strategies", "theirs = their_strategies:Theirs")
+    second = installed(tmp_path, "second", "theirs = second_strategies:Theirs")
+    broken = installed(tmp_path, "broken", "broken = their_strategies:Missing")
+    greedy = installed(tmp_path, "greedy", "ddp = their_strategies:Theirs")
+    assert used("theirs", site) == FOUND
+    twice = used("theirs", site, second)
     assert twice.startswith("refused: Two packages provide a strategy 'theirs'")
     assert "their_strategies" in twice
     assert "second" in twice
+    missing = used("broken", broken)
     assert "'broken' of the package broken (their_strategies:Missing) cannot be imported" in missing
-    assert "'ddp' (their_strategies:Theirs) has the name of one of Drivetrain's" in taken
+    assert "'ddp' (their_strategies:Theirs) has the name of one of Drivetrain's" in used("theirs", site, greedy)
 
 
 NEED = 16 * 1000 * 1001

@@ -78,7 +78,7 @@ def meet_repeatedly(port: int) -> list[str]:
     names = []
     with as_torchrun(port) as rank:
         for late in (0, 1, 0, 0):
-            time.sleep(0.4 * (rank == late))
+            time.sleep(0.2 * (rank == late))
             names.append(meet(20, {"own": rank}).name)
         if rank == 1:  # leaves an answer to an old name, as a rank that was killed
             store = meet(20).store

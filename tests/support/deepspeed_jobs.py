@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fsdp_models as models
+import step_option_jobs as step_options
 import torch
 import torch.distributed as dist
 from deepspeed_methods import OFFLOAD, STAGES, methods, options_of, prepare
@@ -45,11 +46,11 @@ MOVED = [Case("transformer adamw", models.Transformer, "adamw", 0.5, 2), Case("r
 
 def everything(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
     """All that is asked of DeepSpeed in one launch, because starting ranks and importing it costs seconds."""
+    results: dict[str, Any] = {"missing": said_where_it_is_missing()}
     warnings.simplefilter("error")  # as in the tests' own process
     warnings.filterwarnings("ignore", "Grad strides do not match", UserWarning)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     torch.set_num_threads(1)
-    results: dict[str, Any] = {}
     before = process()
     with captured() as printed:
         results |= parity(STAGES[:2], FEW)
@@ -62,7 +63,7 @@ def everything(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
     results |= parity(STAGES[2:], KINDS) | parity(STAGES[1:], BF16[1:])
     # GyroDropout draws its masks when it is made: from the same seed on each rank.
     results |= {f"{s} {c.name}": train(s, c, **options_of(s)) for s in STAGES[2:] for c in FIRST}
-    results["ddp " + FEW[0].name] = train("ddp", FEW[0])
+    results |= {"ddp " + FEW[0].name: train("ddp", FEW[0]), "options": step_options.trained(step_options.DEEPSPEED)}
     results |= {f"{a} to {b}": moved(a, b, MOVED[0]) for a, b in MOVES[:4]}
     results["discarded"] = {name: discarded(name) for name in DISCARDING}
     results["fused"] = {name: fused(name) for name in (*STAGES, *OFFLOAD)}
@@ -73,6 +74,19 @@ def everything(pipelines: dict[str, Pipeline]) -> dict[str, Any]:
     results["pipelines"] = {name: fitted(pipeline) for name, pipeline in pipelines.items()}
     gc.unfreeze()  # else the interpreter complains of leaks when it ends
     return results
+
+
+def said_where_it_is_missing() -> list[str]:
+    """In the table of all strategies, and by a check. The table does not import it to find out that it is there."""
+    strategies.available()
+    assert "deepspeed" not in sys.modules
+    sys.modules["deepspeed"] = None  # type: ignore[assignment]
+    try:
+        row = next(row for row in strategies.available() if row.name == "deepspeed_stage_2")
+        assert not row.runs_here
+        return [row.why_not, str(attempt(lambda: strategies.get("deepspeed", device="cpu").check(1)))]
+    finally:
+        del sys.modules["deepspeed"]
 
 
 def parity(names: list[str], cases: list[Case]) -> dict[str, Run]:

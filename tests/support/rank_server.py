@@ -9,6 +9,7 @@ rank has become a child of the process that asked (`PR_SET_CHILD_SUBREAPER` of p
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ import sys
 import threading
 from typing import Any
 
+import spared
 import torchmetrics  # noqa: F401
 import torchvision  # noqa: F401
 from drivetrain.pipeline.runs import fit  # noqa: F401
@@ -23,6 +25,11 @@ from drivetrain.strategies.launching.rank_main import BOOT
 
 FREE = 200  # this process itself has no descriptor from here on
 PLACES = 5  # of the descriptors in a rank: 0 to 4
+LATE = (
+    "drivetrain.loaders.decode.decoder", "matplotlib.backends.backend_agg", "matplotlib.figure",
+    "matplotlib.font_manager", "torch.distributed.fsdp", "torch.distributed.tensor",
+)  # fmt: skip
+"""What trainings import when they need it."""
 
 
 def serve(control: socket.socket) -> None:
@@ -62,6 +69,10 @@ def become(order: dict[str, Any], descriptors: list[int]) -> None:
     os.chdir(order["folder"])
 
 
+for name in LATE:
+    importlib.import_module(name)
+for place, name, instead in spared.replaced():
+    setattr(place, name, instead)
 gc.freeze()  # else the first collection of each rank copies all that was imported
 serve(socket.socket(fileno=int(sys.argv[1])))
 exec(BOOT)

@@ -112,8 +112,19 @@ def train_until_killed(pipeline: Pipeline, out: Path, victim: int, step: int, mo
     pipeline.fit(epochs=2, out=out, progress=False, checkpoints=EVERY_STEP)
 
 
-def resumed(pipeline: Pipeline, out: Path) -> tuple[int, list[str], list[int]]:
-    """On this rank: the step that a run resumed from, its warnings, and the bytes of each file that it verified."""
+def gone_on(pipeline: Pipeline, outs: list[Path]) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+    """Of the run in each folder that goes on: its history's facts, and the weights."""
+    results = [pipeline.fit(epochs=2, out=out, resume="auto", progress=False) for out in outs]
+    return [(result.history.facts, result.model.state_dict()) for result in results]
+
+
+def resumed(pipeline: Pipeline, outs: list[Path]) -> list[tuple[int, list[str], list[int]]]:
+    """On this rank, of the run in each folder: the step that it resumed from, its warnings, and the bytes of each file
+    that it verified."""
+    return [_resumed(pipeline, out) for out in outs]
+
+
+def _resumed(pipeline: Pipeline, out: Path) -> tuple[int, list[str], list[int]]:
     sizes: list[int] = []
     measure = checkpoint_format._measure
 

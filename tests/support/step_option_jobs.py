@@ -1,6 +1,7 @@
-"""What the tests of a step's options run inside ranks."""
+"""What the tests of a step's options run inside ranks, and on one device for comparison."""
 
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -8,7 +9,7 @@ import fsdp_models as models
 import parity_jobs
 import torch
 from drivetrain import strategies
-from parity_jobs import Case, options_of, quiet, train
+from parity_jobs import Case, Run, options_of, quiet, train
 from strategy_jobs import make_optimizer, norm_of, refusal
 from torch import nn
 
@@ -20,21 +21,19 @@ OPTIONS: dict[str, tuple[Case, dict[str, Any]]] = {
 NAMES = [*parity_jobs.NAMES, "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 REFUSED = {(name, "fp16") for name in NAMES if name.startswith("deepspeed")}
 ALL = [pair for pair in product(NAMES, OPTIONS) if pair not in REFUSED]
-SHARDED = [*parity_jobs.SHARDED, "deepspeed_stage_3"]
 QUICK = [
     (name, option) for name, option in ALL
-    if name in (*parity_jobs.OFTEN, "deepspeed_stage_1", "deepspeed_stage_3")
-    and option != ("recomputed" if name in SHARDED else "transformer recomputed")
+    if name in parity_jobs.OFTEN
+    and option != ("recomputed" if name in parity_jobs.SHARDED else "transformer recomputed")
 ]  # fmt: skip
 """What `make test` trains: one of the recomputed models with each strategy."""
+DEEPSPEED = [("deepspeed_stage_1", "recomputed"), ("deepspeed_stage_3", "transformer recomputed")]
+"""What it trains among DeepSpeed's tests, because each start of ranks that import it costs seconds."""
 
 
 def run_all(pairs: list[tuple[str, str]]) -> dict[str, Any]:
     quiet()
-    results: dict[str, Any] = {}
-    for strategy, name in pairs:
-        case, options = OPTIONS[name]
-        results[f"{strategy}: {name}"] = train(strategy, case, given=options, **options_of(strategy))
+    results: dict[str, Any] = dict(trained(pairs))
     results["overflow"] = {
         f"{name}, clip_norm={clip_norm}": overflow_on_one_rank(name, clip_norm)
         for name in (name for name, option in pairs if option == "fp16")
@@ -42,6 +41,37 @@ def run_all(pairs: list[tuple[str, str]]) -> dict[str, Any]:
     }
     results["refused"] = {n: refusal(n, models.resnet(), precision="fp16") for n, _ in sorted(REFUSED)}
     return results
+
+
+def trained(pairs: list[tuple[str, str]]) -> dict[str, Run]:
+    found = {}
+    for strategy, name in pairs:
+        case, options = OPTIONS[name]
+        found[f"{strategy}: {name}"] = train(strategy, case, given=options, **options_of(strategy))
+    return found
+
+
+@cache
+def without_options(name: str, parts: int) -> Run:
+    """One device in fp32 without any option, with as many microbatches as `parts` ranks have."""
+    case, _ = OPTIONS[name]
+    return train("single", Case("plain", case.model, case.optimizer, case.clip_norm, case.accumulate), parts=parts)
+
+
+def close(found: Run, expected: Run, tolerance: float, statistics: bool = True) -> None:
+    torch.testing.assert_close(found.losses, expected.losses, rtol=0, atol=tolerance)
+    for name, value in expected.state.items():
+        if statistics or ("running" not in name and "num_batches" not in name):
+            torch.testing.assert_close(found.state[name], value, rtol=0, atol=tolerance)
+
+
+def check_run(runs: dict[str, Any], strategy: str, name: str, ranks: int) -> None:
+    """In fp32 the numbers of one device; half precision rounds.
+
+    BatchNorm's statistics are left out: of four microbatches one device counts four, and two ranks the mean of two.
+    """
+    tolerance = 1e-5 if OPTIONS[name][0].precision == "fp32" else 3e-2
+    close(runs[f"{strategy}: {name}"], without_options(name, ranks), tolerance, statistics=False)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from drivetrain.strategies import launch
 from drivetrain.transforms import EMA
 from pipeline_data import Toy, numbers, plain_model
 from safetensors.torch import load_file, save_file
-from sharded_checkpoint_jobs import FAMILY, resumed, round_trips, train_until_killed
+from sharded_checkpoint_jobs import FAMILY, gone_on, resumed, round_trips, train_until_killed
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 STEP = "step-00000006"
@@ -115,19 +115,29 @@ def test_the_checkpoint_before_a_damaged_one_is_found(run: Path, tmp_path: Path)
         assert find(out).path.name == STEP
 
 
+@pytest.fixture(scope="module")
+def passed_over(toy: Toy, run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """For each damaged file: what both ranks found as they resumed, one run after the other in one launch."""
+    outs = {}
+    for damaged in (FIRST, SECOND):
+        out = shutil.copytree(run, tmp_path_factory.mktemp("damaged") / "run")
+        newest = out / "checkpoints" / "step-00000008"
+        data = (newest / damaged).read_bytes()
+        (newest / damaged).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        outs[damaged] = out
+    ranks = launch(resumed, pipeline(toy, "fsdp", 2), [*outs.values()], devices=2, timeout=120)
+    return dict(zip(outs, zip(*ranks, strict=True), strict=True))
+
+
 @pytest.mark.parametrize("damaged", [FIRST, SECOND])
 def test_ranks_verify_together_and_skip_what_any_of_them_finds_damaged(
-    damaged: str, toy: Toy, run: Path, tmp_path: Path
+    damaged: str, passed_over: dict[str, Any], run: Path
 ) -> None:
-    out = shutil.copytree(run, tmp_path / "run")
-    newest = out / "checkpoints" / "step-00000008"
-    data = (newest / damaged).read_bytes()
-    (newest / damaged).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    first, second = launch(resumed, pipeline(toy, "fsdp", 2), out, devices=2, timeout=120)
+    first, second = passed_over[damaged]
     assert first[0] == second[0] == 6
     assert damaged in first[1][0]
     assert second[1] == []
-    files = Checkpoint(out / "checkpoints" / STEP).content.files
+    files = Checkpoint(run / "checkpoints" / STEP).content.files
     assert len(first[2]) + len(second[2]) == 2 * len(files)  # of two checkpoints
 
 
@@ -179,15 +189,27 @@ def test_other_shards_than_the_state_lists(
         pipeline(toy).fit(epochs=2, resume=place, progress=False)
 
 
-@pytest.mark.parametrize(("victim", "moment"), [(1, "after model"), (0, "before optimizer"), (1, "after rank")])
+KILLED = [(1, "after model"), (0, "before optimizer"), (1, "after rank")]
+
+
+@pytest.fixture(scope="module")
+def after_kills(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Any]:
+    """For each of `KILLED`: the weights of the run that went on, and its history's facts. All go on in one launch."""
+    made, outs = pipeline(toy, "fsdp", 2), {}
+    for victim, moment in KILLED:
+        out = outs[victim, moment] = tmp_path_factory.mktemp("killed") / "run"
+        with pytest.raises(StrategyError, match=f"rank {victim} of 2 was killed by SIGKILL"):
+            launch(train_until_killed, made, out, victim, 5, moment, devices=2, timeout=120)
+        assert (out / "checkpoints" / ".step-00000005.partial").exists()
+        assert find(out).path.name == "step-00000004"
+    found, _ = launch(gone_on, made, [*outs.values()], devices=2, timeout=120)
+    return dict(zip(outs, found, strict=True))
+
+
+@pytest.mark.parametrize(("victim", "moment"), KILLED)
 def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
-    victim: int, moment: str, toy: Toy, run: Path, tmp_path: Path
+    victim: int, moment: str, after_kills: dict[tuple[int, str], Any], run: Path
 ) -> None:
-    made, out = pipeline(toy, "fsdp", 2), tmp_path / "run"
-    with pytest.raises(StrategyError, match=f"rank {victim} of 2 was killed by SIGKILL"):
-        launch(train_until_killed, made, out, victim, 5, moment, devices=2, timeout=120)
-    assert (out / "checkpoints" / ".step-00000005.partial").exists()
-    assert find(out).path.name == "step-00000004"
-    result = made.fit(epochs=2, out=out, resume="auto", progress=False)
-    assert result.history.facts["resumed"][0]["step"] == 4
-    torch.testing.assert_close(result.model.state_dict(), load_file(run / "model.safetensors"), rtol=0, atol=0)
+    facts, weights = after_kills[victim, moment]
+    assert facts["resumed"][0]["step"] == 4
+    torch.testing.assert_close(weights, load_file(run / "model.safetensors"), rtol=0, atol=0)

@@ -3,8 +3,6 @@
 import enum
 import functools
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from drivetrain.pipeline.checkpoints.fingerprint import identity
+from drivetrain.strategies import launch
 from drivetrain.transforms import TRANSFORMS
 from torch import nn
 from torch.nn import functional as F
@@ -95,16 +94,15 @@ def zeroed(module: nn.Module) -> None:
         parameter.zero_()
 
 
+def identities() -> dict[str, str]:
+    return {name: identity(value) for name, value in values().items()}
+
+
 @pytest.mark.process
 def test_it_is_the_same_in_another_process() -> None:
     """With other addresses, and another order of sets."""
-    code = "import json, test_identity as t; print(json.dumps({k: t.identity(v) for k, v in t.values().items()}))"
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
-    )
-    assert run.returncode == 0, run.stderr
-    own = {name: identity(value) for name, value in values().items()}
-    assert json.loads(run.stdout) == own
+    own = identities()
+    assert launch(identities, devices=1, device="cpu", timeout=120) == [own]
     assert not [text for text in own.values() if "0x" in text]
     assert own["function"] == f"{__name__}.double"
     assert own["class"] == f"{__name__}.Bare"

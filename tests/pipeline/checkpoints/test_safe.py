@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import random
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
@@ -296,7 +297,10 @@ def test_the_package_never_unpickles_a_file() -> None:
     """`pickle` serves our own processes alone; torch.load reads only tensors, of a user's file of weights."""
     stages = ("common", "loaders", "pipeline", "strategies", "transforms")
     for path in [*ROOT.glob("*.py"), *(each for stage in stages for each in (ROOT / stage).rglob("*.py"))]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        if not re.search(r"(dcp|joblib|torch|np|pickle)[\s\\]*\.[\s\\]*loads?\b", text):  # parsing all takes seconds
+            continue
+        for node in ast.walk(ast.parse(text)):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             assert called not in ("dcp.load", "joblib.load"), path
             if called == "torch.load":

@@ -26,6 +26,7 @@ from drivetrain.transforms import (
 from fsdp_jobs import on_meta, surgeries
 from parity_jobs import BF16, CASES, FEW, KINDS, Case, Run, longer, same_run, train, weights
 from pipeline_data import Toy, numbers, plain_model
+from step_option_jobs import DEEPSPEED, check_run
 from strategy_jobs import make_optimizer
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
@@ -173,6 +174,12 @@ def test_adam_on_the_cpu_is_torchs_fused_one(ranks: Ranks, name: str) -> None:
         assert rank["fused"][name] == [("AdamW", True if name in OFFLOAD else None), ("SGD", None)]
 
 
+@pytest.mark.parametrize(("strategy", "name"), DEEPSPEED)
+def test_recomputed_models_train_as_on_one_device(ranks: Ranks, strategy: str, name: str) -> None:
+    """Those of the other strategies are in test_step_options.py."""
+    check_run(ranks[0]["options"], strategy, name, 2)
+
+
 @pytest.mark.parametrize("name", DISCARDING)
 def test_gradients_that_were_thrown_away_leave_no_trace(ranks: Ranks, name: str) -> None:
     check_discarded(ranks, name)
@@ -249,6 +256,14 @@ def test_it_is_quiet_and_changes_nothing_around_it(ranks: Ranks) -> None:
         before, after = rank["process"]
         assert after == before
         assert rank["printed"] == ""
+
+
+def test_it_is_imported_at_use_only_and_says_how_it_is_installed(ranks: Ranks) -> None:
+    for rank in ranks:
+        row, error = rank["missing"]
+        assert row.startswith("deepspeed is needed to ")
+        assert error.startswith("MissingExtra: deepspeed is needed to ")
+        assert all("pip install 'drivetrain[deepspeed]'" in told for told in (row, error))
 
 
 def test_it_does_not_import_what_is_not_used(ranks: Ranks) -> None:

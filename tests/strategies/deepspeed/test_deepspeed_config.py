@@ -2,8 +2,6 @@
 Adam, with which ZeRO steps an optimizer that it offloads to the CPU."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from ctypes.util import find_library
 from pathlib import Path
@@ -104,28 +102,6 @@ def test_a_configuration_must_not_contradict(config: dict[str, Any], words: str)
 def test_options_that_mean_nothing(options: dict[str, Any], words: str) -> None:
     with pytest.raises(StrategyError, match=words):
         DeepSpeed(**options)
-
-
-PROCESS = """
-import sys
-from drivetrain import MissingExtra, strategies
-strategies.available()
-assert "deepspeed" not in sys.modules
-sys.modules["deepspeed"] = None
-row = next(row for row in strategies.available() if row.name == "deepspeed_stage_2")
-print(row.runs_here, row.why_not)
-try:
-    strategies.get("deepspeed", device="cpu").check(1)
-except MissingExtra as error:
-    print(error)
-"""
-
-
-@pytest.mark.process
-def test_it_is_imported_at_use_only_and_says_how_it_is_installed() -> None:
-    done = subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, timeout=150, check=True)
-    assert done.stdout.startswith("False deepspeed is needed to ")
-    assert done.stdout.count("pip install 'drivetrain[deepspeed]'") == 2
 
 
 def test_nvme_says_what_it_needs(tmp_path: Path) -> None:
