@@ -88,7 +88,7 @@ else:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        sleep(1)
+        sleep(0.4)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         begin = monotonic()
