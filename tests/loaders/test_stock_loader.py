@@ -1,7 +1,7 @@
 """`StockFFCVLoader`: FFCV's pixels in Drivetrain's batches, without FFCV's side effects.
 
-FFCV compiles each loader for seconds, one with several workers for ten, so the tests share three of one worker; those
-that are for `make test-all` have two.
+FFCV compiles each loader for seconds, one of several workers for ten, so the tests share three of one worker. A test
+for `make test-all` has two.
 """
 
 import gc
