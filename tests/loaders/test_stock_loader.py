@@ -1,6 +1,7 @@
 """`StockFFCVLoader`: FFCV's pixels in Drivetrain's batches, without FFCV's side effects.
 
-FFCV compiles each loader for seconds, so the tests share three of them.
+FFCV compiles each loader for seconds, one of several workers for ten, so the tests share three of one worker. A test
+for `make test-all` has two.
 """
 
 import gc
@@ -44,7 +45,7 @@ def evaluation(photos: Path) -> Iterator[StockFFCVLoader]:
 @pytest.fixture(scope="module")
 def training(numbered: Path) -> Iterator[StockFFCVLoader]:
     """Its crops are always the full image, mirrored or not."""
-    with StockFFCVLoader(numbered, workers=2, **NUMBERED) as loader:
+    with StockFFCVLoader(numbered, workers=1, **NUMBERED) as loader:
         yield loader
 
 
@@ -61,7 +62,7 @@ def test_evaluation_pixels_are_those_of_area_bit_for_bit(photos: Path, evaluatio
     assert np.array_equal(evaluation.labels, ours.labels)
 
 
-def test_training_pixels(numbered: Path, training: StockFFCVLoader) -> None:
+def assert_pixels(numbered: Path, training: StockFFCVLoader) -> None:
     """FFCV's table and our multiplication round differently: 1e-6 apart, of values up to 2.7."""
     with FFCVLoader(numbered, workers=1, **NUMBERED | {"train": False, "eval_ratio": 1.0}) as ours:
         images = torch.cat([images for images, _ in ours])
@@ -74,6 +75,10 @@ def test_training_pixels(numbered: Path, training: StockFFCVLoader) -> None:
             assert plain != flipped
             mirrored += flipped
     assert 0 < mirrored < COUNT  # by chance false once in 4 million times
+
+
+def test_training_pixels(numbered: Path, training: StockFFCVLoader) -> None:
+    assert_pixels(numbered, training)
 
 
 def test_each_sample_once_per_epoch_in_our_order(numbered: Path, training: StockFFCVLoader) -> None:
@@ -129,12 +134,14 @@ def leave_early(loader: StockFFCVLoader) -> None:
 
 
 @pytest.mark.slow
-def test_leaving_early_leaves_nothing(training: StockFFCVLoader) -> None:
-    leave_early(training)  # numba and torch start pools of their own at first use
-    before = settled()
-    leave_early(training)
-    assert not grown(before)
-    assert len(list(training)) == 6
+def test_two_workers_give_the_same_pixels_and_leave_nothing(numbered: Path) -> None:
+    with StockFFCVLoader(numbered, workers=2, **NUMBERED) as loader:
+        assert_pixels(numbered, loader)
+        leave_early(loader)  # numba and torch start pools of their own at first use
+        before = settled()
+        leave_early(loader)
+        assert not grown(before)
+        assert len(list(loader)) == 6
 
 
 @numba.njit(numba.void(numba.uint8[::1]))

@@ -54,7 +54,7 @@ def child(out: str, stderr: str, limit: int, renames: int, number: int) -> int:
         die_after(renames)
     try:
         classes = [f"{number}-{label}" for label in range(60)]
-        convert(Slow(number, 0.02 if renames < 0 else 0.0), out, workers=2, classes=classes)
+        convert(Slow(number, 0.012 if renames < 0 else 0.0), out, workers=2, classes=classes)
     except DrivetrainError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -9,13 +9,29 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import cache
 from unittest import mock
 
 import boto3
 import s3fs
+from moto.moto_server.werkzeug_app import MotoRequestHandler
 from moto.server import ThreadedMotoServer
 
 SECRET = "a-very-secret-key"
+
+
+@cache
+def moto() -> tuple[str, int]:
+    """Start moto's server, once for all stores of this process, since it takes half a second to end; return where."""
+    MotoRequestHandler.disable_nagle_algorithm = True
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    return server.get_host_and_port()
+
+
+def send_at_once(connection: socket.socket) -> None:
+    """Without waiting 40 ms for the other side to confirm what was sent before."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class Store:
@@ -27,11 +43,9 @@ class Store:
         self.gone = False  # whether connections are closed at once
         self.hold: str | None = None  # requests whose first line matches are not passed on
         self.held = threading.Event()  # set when there is one
-        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        self._server.start()
-        # Servers of one process share what they keep: without this, a run is resumed from another test's checkpoint.
-        host, port = self._server.get_host_and_port()
+        host, port = moto()
         self._address = f"http://{host}:{port}"
+        # Without this, a run is resumed from another test's checkpoint.
         reset = urllib.request.Request(f"{self._address}/moto-api/reset", method="POST")
         urllib.request.urlopen(reset).close()
         self._proxy = socketserver.ThreadingTCPServer(("127.0.0.1", 0), self._handler())
@@ -58,7 +72,6 @@ class Store:
         self._proxy.shutdown()
         self._proxy.server_close()
         self._thread.join()
-        self._server.stop()
 
     def _handler(self) -> type[socketserver.BaseRequestHandler]:
         store = self
@@ -67,7 +80,9 @@ class Store:
             def handle(self) -> None:
                 if store.gone:
                     return
-                with socket.create_connection(store._server.get_host_and_port()) as server, suppress(OSError):
+                with socket.create_connection(moto()) as server, suppress(OSError):
+                    for connection in (self.request, server):
+                        send_at_once(connection)
                     threading.Thread(target=self.answer, args=(server,), daemon=True).start()
                     while (data := self.request.recv(1 << 16)) and not store.gone:
                         line = data.partition(b"\r\n")[0].decode(errors="replace")

@@ -20,12 +20,13 @@ TRUNCATE = """
 import os, sys
 from drivetrain.common.errors import BetonError
 from drivetrain.loaders import FFCVLoader, TorchLoader, open_beton
+from drivetrain.loaders.beton import reader
 
-def refused(function):
+def refused(function, kind="open"):
     try:
         function()
     except BetonError as error:
-        print(str(error))
+        print(f"{kind}: {error}")
     else:
         raise AssertionError("no error")
 
@@ -55,6 +56,13 @@ for path in sys.argv[1:]:
         one(FFCVLoader, path, between, workers=2)
         one(FFCVLoader, path, between, workers=1, verify=True)
         one(TorchLoader, path, between, workers=0)
+    inner = reader.read_columns
+    def shrink(*arguments):
+        os.truncate(path, 16)
+        return inner(*arguments)
+    reader.read_columns = shrink  # whose tables were read through a memory map
+    refused(lambda: open_beton(path), "opened")
+    reader.read_columns = inner
 """
 
 
@@ -67,7 +75,7 @@ def raws(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.process
-def test_truncated_between_epochs_and_within_one(photos: Path, raws: Path, tmp_path: Path) -> None:
+def test_truncated_between_epochs_within_one_and_while_it_is_opened(photos: Path, raws: Path, tmp_path: Path) -> None:
     """In a process of its own, which SIGBUS would end."""
     copies = []
     for path in (photos, raws):
@@ -76,6 +84,10 @@ def test_truncated_between_epochs_and_within_one(photos: Path, raws: Path, tmp_p
     run = run_python(TRUNCATE, *copies, timeout=200)
     assert run.returncode == 0, (run.returncode, run.stdout, run.stderr)
     lines = run.stdout.splitlines()
+    opened = [line for line in lines if line.startswith("opened: ")]
+    assert len(opened) == 2
+    assert all("bytes" in line for line in opened), opened
+    lines = [line for line in lines if line.startswith("open: ")]
     assert len(lines) == 2 * 2 * 3 * 3 * 4
     assert all("bytes when it was opened and now has" in line for line in lines), lines
 

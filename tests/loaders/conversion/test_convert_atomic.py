@@ -127,7 +127,7 @@ def test_an_open_file_survives_its_replacement(tmp_path: Path) -> None:
 )
 def test_sigkill_leaves_no_file_that_looks_finished(server: Server, tmp_path: Path, older: bool) -> None:
     """At six random moments: an older pair of files stays whole or is refused with the remedy."""
-    killed, moments = 0, np.random.default_rng(11 + older).uniform(0, 0.75, 6)
+    killed, moments = 0, np.random.default_rng(11 + older).uniform(0, 0.45, 6)
     for number, delay in enumerate(moments):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -225,7 +225,7 @@ def whole_or_refused(out: Path) -> int:
 
 def test_ctrl_c_stops_and_leaves_nothing(server: Server, tmp_path: Path) -> None:
     pid = server.start(tmp_path / "out.beton")
-    time.sleep(0.2)
+    time.sleep(0.1)
     begin = time.monotonic()
     os.kill(pid, signal.SIGINT)
     assert server.status() == 130

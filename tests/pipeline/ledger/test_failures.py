@@ -33,7 +33,7 @@ class Fragile(Acting):
         self.fails_at = fails_at
 
     def act(self, _: torch.Tensor) -> None:
-        time.sleep(0.02)
+        time.sleep(0.012)
         if self.fails_at is not None and self.forwards >= self.fails_at > 0:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 

@@ -333,9 +333,9 @@ def test_one_odd_round_does_not_move_the_ratio() -> None:
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     random = np.random.default_rng(7)
     for rounds in (3, 5, 8, 12):
-        drawn = 1.3 * np.exp(random.normal(0, 0.1, (4000, rounds)))
+        drawn = 1.3 * np.exp(random.normal(0, 0.1, (2000, rounds)))
         assert np.mean([ratio(one).holds(1.3) for one in drawn]) == pytest.approx(0.95, abs=0.02)
-        other = np.exp(random.normal(0, 0.03, (4000, rounds + 2)))
+        other = np.exp(random.normal(0, 0.03, (2000, rounds + 2)))
         held = [ratio_of_means(one, two).holds(1.3) for one, two in zip(drawn, other, strict=True)]
         assert 0.925 < np.mean(held) < 0.98
 

@@ -155,7 +155,7 @@ def full(toy: Toy) -> Ledger:
     """All that can be measured of three stages, in this process: with the torch loader's workers=0."""
     pipeline = in_process(toy)
     pipeline = pipeline.transform(t.ChannelsLast(), t.LabelSmoothing(0.1)).distribute("single", precision="bf16")
-    return pipeline.ledger(seconds=95, within=0.99, accuracy=True, epochs=2, progress=False)
+    return pipeline.ledger(seconds=95, within=0.99, accuracy=True, epochs=1, progress=False)
 
 
 @pytest.mark.long
@@ -199,7 +199,7 @@ def test_accuracy_of_each_variant(full: Ledger, toy: Toy) -> None:
     names = [gain.stage for gain in full.stages]
     others = [*map(only, names[1:]), *(map(without, names[:-1]) if len(names) > 2 else ())]
     assert list(found.rows) == [*(row.id for row in full.rows), *others]
-    plain = in_process(toy).fit(epochs=2, progress=False)
+    plain = in_process(toy).fit(epochs=1, progress=False)
     assert found.rows[PLAIN].accuracy == plain.accuracy == found.target
     assert 0 < found.rows[PLAIN].seconds_to_target <= found.rows[PLAIN].seconds
     assert f"{plain.accuracy:.2%}" in str(full)
@@ -322,7 +322,7 @@ def test_images_grow_and_layers_freeze_within_a_turn(toy: Toy) -> None:
         assert len(Watching.seen) == 2 * len(variant.phases)
 
 
-SLEEP = 0.2
+SLEEP = 0.15
 
 
 @pytest.mark.long

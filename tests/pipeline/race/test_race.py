@@ -99,7 +99,7 @@ def test_the_rows_follow_from_the_runs() -> None:
 def test_a_hopeless_run_is_stopped_by_the_rule(toy: Toy, tmp_path: Path) -> None:
     state = torch.get_rng_state()
     race = toy.pipeline().race(
-        target=TARGET, seeds=2, epochs=EPOCHS, against={"slow": slow(toy, 0.25)}, give_up=1.5, progress=False,
+        target=TARGET, seeds=2, epochs=EPOCHS, against={"slow": slow(toy, 0.16)}, give_up=1.5, progress=False,
         out=tmp_path / "race.json",
     )  # fmt: skip
     assert torch.equal(torch.get_rng_state(), state)

@@ -53,7 +53,7 @@ def history(result: Any) -> list[tuple[float, ...]]:
 @pytest.mark.parametrize("name", jobs.TASKS)
 def test_it_learns_and_is_judged_as_by_hand(name: str, files: Files, tmp_path: Path) -> None:
     task: Task = jobs.TASKS[name][0]
-    result = jobs.pipeline_of(name, files[name]).fit(epochs=6, out=tmp_path, progress=False, logger="csv")
+    result = jobs.pipeline_of(name, files[name]).fit(epochs=3, out=tmp_path, progress=False, logger="csv")
     first, last = result.history.epochs[0], result.history.epochs[-1]
     assert last.loss < first.loss
     batch, targets = validation(files[name][1])
