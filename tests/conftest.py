@@ -75,7 +75,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def pictures() -> Iterator[None]:
-    """Curves are drawn once for all runs of this process whose histories differ in nothing but their finite numbers.
+    """Curves are drawn once for all runs of this process whose histories differ in nothing but finite numbers, how many
+    epochs of a kind there are, and facts that are not drawn.
 
     matplotlib takes four times as long for them as a toy model to train. Their own tests call `draw` itself.
     """
@@ -87,8 +88,9 @@ def pictures() -> Iterator[None]:
         return math.isfinite(value) if isinstance(value, int | float) else value
 
     def draw(history: History) -> bytes:
-        facts = {name: type(fact) for name, fact in history.facts.items()} | {"monitor": history.monitor}
-        key = repr(([[kind(value) for value in astuple(epoch)] for epoch in history.epochs], facts))
+        kinds = {repr([kind(value) for value in astuple(epoch)]) for epoch in history.epochs}
+        title = [type(history.facts.get(name)) for name in ("recipe", "provenance")]
+        key = repr((sorted(kinds), len(history.epochs) > 1, history.monitor, title))
         if key not in drawn:
             drawn[key] = real(history)
         return drawn[key]
