@@ -52,11 +52,12 @@ Case = tuple[Pipeline, Pipeline, dict[str, Any], dict[str, Any]]
 
 def compare_before_training(cases: dict[str, Case]) -> dict[str, str]:
     rank, said = dist.get_rank(), dict.fromkeys(cases, "")
-    for name, case in cases.items():
-        try:
-            preflight(dataclasses.replace(resolve(case[rank])), FitJob(**{"epochs": 1} | case[2 + rank]))
-        except DrivetrainError as error:
-            said[name] = str(error)
+    with mock.patch("drivetrain.pipeline.runs.preflight._LAG", 1.0):  # no file system here is slow
+        for name, case in cases.items():
+            try:
+                preflight(dataclasses.replace(resolve(case[rank])), FitJob(**{"epochs": 1} | case[2 + rank]))
+            except DrivetrainError as error:
+                said[name] = str(error)
     return said
 
 
@@ -90,15 +91,17 @@ def meet_repeatedly(port: int) -> list[str]:
 
 
 def doctor_of_ranks(port: int) -> dict[str, tuple[Any, str]]:
-    """On each rank: what `doctor --ranks` returns or raises, and prints, by case."""
+    """On each rank: what `doctor --ranks` returns or raises, and prints, by case. It measures with little data, so that
+    a tenth of a second more is slow."""
     ends: dict[str, tuple[Any, str]] = {}
-    with as_torchrun(port) as rank, mock.patch.object(doctor, "SIZES", (1 << 20,)):
+    small = mock.patch.multiple(health, _SIDE=256, _SENT=1 << 20, _PATTERN=1 << 20)
+    with as_torchrun(port) as rank, mock.patch.object(doctor, "SIZES", (1 << 20,)), small:
         other = rank == 1
         cases: dict[str, Any] = {
             "alike": mock.patch.dict(os.environ),
             "another torch": mock.patch.object(torch, "__version__", "2.9.1" if other else "2.15.0+cpu"),
             "another host": mock.patch.object(socket, "gethostname", return_value=f"node{rank}"),
-            "slow": mock.patch.multiple(health, _wait=lambda _: time.sleep(0.4 * other), _SECONDS=0.1),
+            "slow": mock.patch.multiple(health, _wait=lambda _: time.sleep(0.1 * other), _SECONDS=0.1),
             "no interface": mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "nix0" if other else "lo"}),
             "missing": mock.patch.dict(os.environ),
         }
@@ -116,12 +119,20 @@ def doctor_of_ranks(port: int) -> dict[str, tuple[Any, str]]:
     return ends
 
 
+@contextmanager
+def own_machine(folder: Path) -> Iterator[Path]:
+    """On each rank: as on a machine of its own, whose cache this yields. An address, here a folder, is asked often."""
+    cache = folder / f"machine {dist.get_rank()}"
+    often = mock.patch("drivetrain.pipeline.checkpoints.writer._REMOTE_ROUND", 0.05)
+    with mock.patch.dict(os.environ, {"DRIVETRAIN_DATA": str(cache)}), often:
+        yield cache
+
+
 def train_apart(pipeline: Pipeline, folder: Path, out: str) -> tuple[list[Any], list[Any], list[str]]:
     """On each rank, as on a machine of its own that shares nothing: train three epochs, and the same in two runs, of
     which the first ended within the upload of its last checkpoint, and the second begins on empty machines. Return the
     numbers of both, and the files that are left on this machine."""
-    cache = folder / f"machine {dist.get_rank()}"
-    with mock.patch.dict(os.environ, {"DRIVETRAIN_DATA": str(cache)}):
+    with own_machine(folder) as cache:
         expected = numbers(pipeline.fit(epochs=3, progress=False))
         pipeline.fit(epochs=2, out=out, progress=False, checkpoints=Checkpoints(every_steps=3))
         shutil.rmtree(cache)
@@ -136,19 +147,24 @@ def train_apart(pipeline: Pipeline, folder: Path, out: str) -> tuple[list[Any], 
 
 def resume_apart(pipeline: Pipeline, folder: Path, out: str, instructions: str) -> None:
     """On each rank, as on a machine of its own whose CPU has these instructions for bf16: resume for a second epoch."""
-    cache = mock.patch.dict(os.environ, {"DRIVETRAIN_DATA": str(folder / f"machine {dist.get_rank()}")})
-    with cache, mock.patch.object(machine, "bf16_instructions", return_value=instructions):
+    with own_machine(folder), mock.patch.object(machine, "bf16_instructions", return_value=instructions):
         pipeline.fit(epochs=2, out=out, progress=False, resume="auto")
 
 
 def restart_apart(pipeline: Pipeline, folder: Path, out: str) -> list[str]:
     """On each rank, as on a machine of its own: resume after each epoch. Return the checkpoints left on it."""
     one = Checkpoints(keep=1, keep_best=False)
-    cache = folder / f"machine {dist.get_rank()}"
-    with mock.patch.dict(os.environ, {"DRIVETRAIN_DATA": str(cache)}):
-        for epochs in (1, 2, 3):
+    with own_machine(folder) as cache:
+        for epochs in (1, 2):
             pipeline.fit(epochs=epochs, out=out, progress=False, resume="auto", checkpoints=one)
             for place in cache.glob("runs/*/checkpoints"):
                 (place / f".step-{epochs:08d}.partial").mkdir()  # as after a kill
-        pipeline.fit(epochs=4, out=out, progress=False, resume="auto", checkpoints=one)
+        pipeline.fit(epochs=3, out=out, progress=False, resume="auto", checkpoints=one)
     return sorted(path.name for path in cache.rglob("*step-*"))
+
+
+def apart(trained: Pipeline, restarted: Pipeline, folder: Path) -> tuple[Any, list[str]]:
+    return (
+        train_apart(trained, folder / "trained", f"file://{folder}/store/trained"),
+        restart_apart(restarted, folder / "restarted", f"file://{folder}/store/restarted"),
+    )

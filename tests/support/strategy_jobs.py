@@ -86,6 +86,16 @@ def wait_for_ever() -> None:
         time.sleep(600)
 
 
+def ignore_ctrl_c(folder: Path) -> None:
+    """Say so in a file; rank 0 then sleeps, and rank 1 waits for it in a collective."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    dist.barrier()
+    (folder / f"{dist.get_rank()}").touch()
+    if dist.get_rank() == 1:
+        dist.all_reduce(torch.ones(1))
+    time.sleep(600)
+
+
 def join_with_a_slow_rank(folder: str, seconds: float) -> float:
     """Leave the group and join another one, in which rank 0 still opens its connections for `seconds`. Return how long
     this rank took."""

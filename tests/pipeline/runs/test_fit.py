@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from drivetrain import Callback, DrivetrainError, Pipeline, PlanError, RunView
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline import FitResult
+from drivetrain.pipeline.telemetry import progress
 from drivetrain.pipeline.telemetry.history import COLUMNS, History
 from drivetrain.pipeline.telemetry.progress import Progress
 from drivetrain.pipeline.telemetry.state import EpochMeter, TrainState
@@ -188,12 +189,13 @@ def test_learns_and_tells_what_happened(toy: Toy, tmp_path: Path, capsys: Any) -
 def test_the_bar_shows_what_there_is_room_for(columns: int, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As people see it in the middle of the second epoch."""
     monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(progress, "_REFRESH", 0.05)
     file = io.StringIO()
     state = TrainState(meter=EpochMeter(seconds=2.0, data_wait_s=0.5), step_images=32)
     state.step_loss = torch.tensor(1.25)
     with Progress(2, 3, 128, "top1 81.25%", show=True, file=file) as bar:
         bar.on_step_end(state)
-        time.sleep(0.6)  # it is drawn every half second
+        time.sleep(0.1)  # until it is drawn again
         bar.on_step_end(state)
     drawn = file.getvalue().split("\r")
     seen = [text for text in drawn if "loss 1.2500" in text]

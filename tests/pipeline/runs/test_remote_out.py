@@ -19,7 +19,7 @@ import pytest
 import s3fs
 import torch
 import yaml
-from cluster_jobs import Signals, restart_apart, train_apart
+from cluster_jobs import Signals, apart
 from command_line import call
 from drivetrain import Callback, CheckpointError, Checkpoints, PlanError, RunView, strategies
 from drivetrain.common.storage import addresses as sources
@@ -90,24 +90,17 @@ def test_a_new_run_replaces_the_old_one(toy: Toy, tmp_path: Path, capsys: pytest
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_machines_that_share_nothing(strategy: str, toy: Toy, tmp_path: Path) -> None:
-    out = tmp_path / strategy
-    pipeline = toy.pipeline().distribute(strategy, devices=2, device="cpu")
-    ends = strategies.launch(train_apart, pipeline, tmp_path / "machines", f"file://{out}", devices=2)
-    for expected, resumed, left in ends:
+    """A machine keeps one checkpoint of those that it has resumed from."""
+    trained, restarted = (toy.pipeline().distribute(name, devices=2, device="cpu") for name in (strategy, "ddp"))
+    main, other = strategies.launch(apart, trained, restarted, tmp_path, devices=2)
+    for (expected, resumed, left), _ in (main, other):
         assert resumed == expected
         assert not [name for name in left if name.startswith("note-")]
-    newest = {path.name for path in (out / "checkpoints/step-00000012").iterdir()}
+    assert (main[1], other[1]) == ([], ["step-00000008"])
+    newest = {path.name for path in (tmp_path / "store/trained/checkpoints/step-00000012").iterdir()}
     assert "rank-00002-of-00002.safetensors" in newest
     assert ("model-00002-of-00002.safetensors" in newest) == (strategy == "fsdp")
     assert not [name for name in newest if name.startswith("note-")]
-
-
-@pytest.mark.process
-@pytest.mark.long
-def test_a_machine_keeps_one_checkpoint_of_those_that_it_has_resumed_from(toy: Toy, tmp_path: Path) -> None:
-    pipeline = toy.pipeline().distribute("ddp", devices=2, device="cpu")
-    main, other = strategies.launch(restart_apart, pipeline, tmp_path, f"file://{tmp_path}/store", devices=2)
-    assert (main, other) == ([], ["step-00000012"])
 
 
 class Does(Callback):

@@ -35,7 +35,7 @@ class Server:
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.address = f"http://127.0.0.1:{self._http.server_port}"
-        self._thread = threading.Thread(target=self._http.serve_forever)
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,))
         self._thread.start()
 
     def take(self, path: str, body: bytes) -> None:
@@ -109,7 +109,7 @@ def test_a_server_that_is_away_does_not_end_the_run(
     toy: Toy, server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", server.address.replace("127.0.0.1", "127.0.0.2"))
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
     with caplog.at_level(logging.WARNING):
         assert len(toy.pipeline().fit(epochs=1, logger="otel", progress=False).history.epochs) == 1
     assert any(record.name.startswith("opentelemetry") for record in caplog.records)

@@ -18,7 +18,7 @@ from drivetrain.strategies import launch
 from drivetrain.strategies.launching import launcher
 from drivetrain.strategies.launching.group import is_main_process, is_rank
 from forked_ranks import STARTED, RankServer
-from strategy_jobs import fail_on_rank_1, join_with_a_slow_rank, surroundings, wait_for_ever
+from strategy_jobs import fail_on_rank_1, ignore_ctrl_c, join_with_a_slow_rank, surroundings, wait_for_ever
 from unloadable import Unloadable
 
 pytestmark = pytest.mark.process
@@ -92,8 +92,8 @@ def _nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank_serve
 def test_a_rank_waits_until_all_have_joined(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Else one whose function returns at once closes connections that another is still opening."""
     folder = str(tmp_path_factory.mktemp("again"))
-    taken = launch(join_with_a_slow_rank, folder, 0.7, devices=2, device="cpu", timeout=60)
-    assert min(taken) >= 0.7
+    taken = launch(join_with_a_slow_rank, folder, 0.5, devices=2, device="cpu", timeout=60)
+    assert min(taken) >= 0.5
 
 
 def test_every_rank_answers_in_order(capfd: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +138,9 @@ def test_large_jobs_and_results_of_local_functions() -> None:
     ],
 )
 @pytest.mark.usefixtures("forked")
-def test_the_first_cause_is_named(how: str, words: str, cause: type) -> None:
+def test_the_first_cause_is_named(how: str, words: str, cause: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "return":  # nothing else comes
+        monkeypatch.setattr("drivetrain.strategies.launching.launcher._ECHO_PATIENCE", 0.5)
     with pytest.raises(StrategyError, match=f"(?s)launch: {words}") as caught:
         launch(fail_on_rank_1, how, devices=2, timeout=60)
     assert type(caught.value.__cause__) is cause
@@ -147,11 +149,32 @@ def test_the_first_cause_is_named(how: str, words: str, cause: type) -> None:
 
 
 @pytest.mark.usefixtures("forked")
+def test_ctrl_c_ends_ranks_that_do_not_listen(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a script then ends with: `test_launch_scripts.py`."""
+    ready, sent = tmp_path_factory.mktemp("ready"), list[float]()
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 50
+        while len(list(ready.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(ignore_ctrl_c, ready, devices=2, device="cpu", timeout=60, patience=0.5)
+    assert time.monotonic() - sent[0] < 15
+    interrupting.join()
+    assert len(list(ready.iterdir())) == 2
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_never_returns_meets_the_time_limit(tmp_path: Path) -> None:
     start = time.monotonic()
     # On a busy machine rank 0 may not have come so far.
-    with pytest.raises(StrategyError, match=r"rank\(s\) \[(0, )?1\] of 2 did not return within timeout=2 s"):
-        launch(wait_for_ever, devices=2, timeout=2)
+    with pytest.raises(StrategyError, match=r"rank\(s\) \[(0, )?1\] of 2 did not return within timeout=1 s"):
+        launch(wait_for_ever, devices=2, timeout=1)
     assert time.monotonic() - start < 10
     (tmp_path / f"drivetrain-stacks-{os.getpid()}.txt").unlink()  # see test_stacks.py
 

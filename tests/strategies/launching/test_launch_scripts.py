@@ -130,7 +130,8 @@ except Interrupted as error:
     assert script.process.returncode == 0
 
 
-def test_ctrl_c_ends_ranks_that_do_not_listen(start) -> None:
+@pytest.mark.slow  # with forked ranks, which must end as well, in test_launch.py
+def test_ctrl_c_ends_a_script_whose_ranks_do_not_listen(start) -> None:
     script = start("""
 def train():
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -72,7 +72,7 @@ from drivetrain import Callback, Pipeline
 
 class Slow(Callback):
     def on_step_end(self, view):
-        time.sleep(0.2)
+        time.sleep(0.1)
 
 Pipeline("cifar_resnet", num_classes=4, width=4).load(sys.argv[1], batch_size=32, image_size=16, workers=1).fit(
     epochs=3, out=sys.argv[2], logger="prometheus", log_every=1, callbacks=[Slow()], progress=False
@@ -89,7 +89,7 @@ def test_a_run_of_another_process_is_followed_to_its_end(toy: Toy, tmp_path: Pat
         while not (run / "metrics.prom").exists():
             assert training.poll() is None
             time.sleep(0.05)
-        lines = done("watch", str(run), "--every", "0.1").splitlines()
+        lines = done("watch", str(run), "--every", "0.05").splitlines()
         assert training.wait(60) == 0
     steps = [int(line.partition("step ")[2].partition(",")[0]) for line in lines]
     assert steps == sorted(steps)
