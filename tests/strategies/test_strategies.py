@@ -404,6 +404,7 @@ def variant(site: Path, package: str, entry: str) -> Path:
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("forked_programs")
 def test_a_package_brings_a_strategy_by_an_entry_point(tmp_path: Path) -> None:
     site = install(tmp_path)
     second = variant(site, "second", "theirs = second_strategies:Theirs")

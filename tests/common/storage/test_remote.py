@@ -120,6 +120,7 @@ def test_masks_and_boxes_come_with_their_images(server: RangeServer, tmp_path: P
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("forked_programs")
 def test_worker_processes_share_the_copy(server: RangeServer, address: str, folder: Path) -> None:
     options = OPTIONS | {"dtype": torch.float32, "train": False}
     local = epochs(TorchLoader(folder / "train.beton", **options | {"workers": 0}), 1)
@@ -240,6 +241,7 @@ def test_closing_does_not_wait_for_a_server_that_is_away(server: RangeServer, ad
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("forked_programs")
 def test_nor_does_the_end_of_the_process(server: RangeServer, address: str) -> None:
     program = textwrap.dedent("""
         import sys, threading, time

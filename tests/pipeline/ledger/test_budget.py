@@ -377,6 +377,7 @@ class _Late:
 
 
 @pytest.mark.process
+@pytest.mark.usefixtures("forked_programs")
 def test_a_loader_whose_workers_decode_closes_at_once(toy: Toy, tmp_path: Path) -> None:
     """torch waits 5 s for each."""
     loader = TorchLoader(toy.train, batch_size=BATCH, image_size=16, workers=1)
