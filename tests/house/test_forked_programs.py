@@ -14,10 +14,10 @@ from forked_ranks import RankServer
 pytestmark = pytest.mark.process
 
 SHOWS = """
-import json, os, signal, sys
+import json, os, signal, sys, tempfile
 print(json.dumps([
     sys.argv, sys.path, __name__, globals().get("__file__"), sys.modules["__main__"].__dict__ is globals(), os.getcwd(),
-    os.environ["VARIABLE"], sys.stdin.read(), sorted(map(int, os.listdir("/proc/self/fd"))),
+    tempfile.gettempdir(), os.environ["VARIABLE"], sys.stdin.read(), sorted(map(int, os.listdir("/proc/self/fd"))),
     os.getsid(0) == os.getpid(), signal.getsignal(signal.SIGINT) is signal.default_int_handler,
 ]))
 """
@@ -51,7 +51,7 @@ def same(rank_server: RankServer) -> Any:
 @pytest.mark.parametrize("command", [("-c", SHOWS, "a"), ("shows.py", "a", "-b"), ("-m", "shows", "a")])
 def test_it_finds_what_it_was_given(same: Any, tmp_path: Path, command: tuple[str, ...]) -> None:
     (tmp_path / "shows.py").write_text(SHOWS)
-    environment = os.environ | {"VARIABLE": "ü", "PYTHONPATH": f"{tmp_path}/a:{tmp_path}/b"}
+    environment = os.environ | {"VARIABLE": "ü", "PYTHONPATH": f"{tmp_path}/a:{tmp_path}/b", "TMPDIR": str(tmp_path)}
     with (tmp_path / "shows.py").open() as file:
         passed = (os.dup2(file.fileno(), 250),)
         same(*command, cwd=tmp_path, env=environment, input="line\n", start_new_session=True, pass_fds=passed)

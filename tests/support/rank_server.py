@@ -1,7 +1,6 @@
 """Forks the programs of `forked_ranks.py`: it has imported what each would import for seconds, computed nothing.
 
-torchmetrics alone takes seconds where transformers and matplotlib are installed, which it imports; torch imports
-torch._dynamo when the first optimizer is made.
+torchmetrics alone takes seconds where transformers and matplotlib are installed, which it imports.
 
 `python rank_server.py FD`: each message to that socket is an order, `{"command", "environment", "folder", "places"}`,
 with the descriptors that the program finds at the places. The reply is its process id, sent when it has become a child
@@ -16,6 +15,7 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -25,9 +25,6 @@ from typing import Any
 import drivetrain.loaders.decode.decoder
 import drivetrain.pipeline.apps.cli.training
 import drivetrain.pipeline.runs.fit  # noqa: F401
-import matplotlib.backends.backend_agg
-import matplotlib.figure  # noqa: F401
-import torch._dynamo  # noqa: F401
 import torchmetrics  # noqa: F401
 import torchvision  # noqa: F401
 
@@ -74,6 +71,7 @@ def become(order: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(order["environment"])
     os.chdir(order["folder"])
+    tempfile.tempdir = None  # that of the environment before
     named = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = named + [path for path in sys.path if path not in OURS]
 
