@@ -94,7 +94,12 @@ def check_compatible(saved: dict[str, Any], own: dict[str, Any], where: object, 
 
 def check_model(saved: dict[str, Any], own: dict[str, Any], where: object, *, changed: bool) -> str:
     """Compare structure, settings and code of the models. Return a note for the user, or ""."""
-    differs = difference(saved.get(MODEL, {}), own[MODEL])
+    if not isinstance(saved.get(MODEL), dict):
+        return (
+            f"{where} was written by an older version, which did not record the model: whether this run has the same "
+            "settings and code is not checked."
+        )
+    differs = difference(saved[MODEL], own[MODEL])
     if not differs:
         return ""
     if changed:
@@ -137,7 +142,7 @@ def _numbers(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _selected(chosen: Selection | None) -> int | None:
-    """Return the CRC-32 of the samples trained on and their shares; None if it is all once."""
+    """Return the CRC-32 of the samples trained on and their shares; None, as in older versions, if it is all once."""
     if chosen is None:
         return None
     parts = [np.array([len(part) for part in chosen.parts], np.int64), chosen.weights]

@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, Self, TypedDict
 from urllib.parse import quote, unquote
 
 import torch
@@ -57,9 +57,9 @@ class Meter(TypedDict):
     seconds: float
     data_wait_s: float
     evaluation_s: float
-    weight: float
-    earlier_images: Count
-    earlier_seconds: float
+    weight: NotRequired[float | None]  # older versions, which counted each step once, lack it
+    earlier_images: NotRequired[Count]  # older versions lack both
+    earlier_seconds: NotRequired[float]
 
 
 class FileFacts(TypedDict):

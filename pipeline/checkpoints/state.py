@@ -191,6 +191,9 @@ def load_hooks(checkpoint: Checkpoint, built: Built) -> None:
         state.lr = float(engine.optimizer.param_groups[0]["lr"])
         state.steps_left_out = content.epoch * state.steps_per_epoch + content.step_in_epoch - content.step
         meter: dict[str, Any] = {**content.meter, "total": total.to(engine.device)}
+        if meter.get("weight") is None:  # of an older version: a sum of the steps' losses
+            batch = content.facts["batch_size"]
+            meter |= {"total": meter["total"] * batch, "weight": float(meter["counted"] * batch)}
         state.meter = EpochMeter(**meter)
 
 

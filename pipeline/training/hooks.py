@@ -217,13 +217,17 @@ class TrainingHooks:
 
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values and tensors (not copied; sharded if the model is), by class name of the transform."""
-        return {name: each.state_dict() for name, each in self._sessions.items() if _overrides(each, "state_dict")}
+        own = {name: each for name, each in self._sessions.items() if _overrides(each, "state_dict")}
+        # "counts" were those of GyroDropout before it had a session; earlier versions require the entry.
+        return {"counts": {}, **{name: session.state_dict() for name, session in own.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """With full tensors; call it after `begin`."""
         for name, session in self._sessions.items():
-            if name in state or _overrides(session, "load_state_dict"):
-                session.load_state_dict(state.get(name, {}))
+            if name in state:
+                session.load_state_dict(state[name])
+            elif _overrides(session, "load_state_dict"):
+                session.load_state_dict(state["counts"])
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
