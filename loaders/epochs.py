@@ -25,7 +25,7 @@ from .decode.moving import MovingTargets
 from .device import DeviceFeed
 from .image_size import ImageSize, size_text
 from .options import EVAL_RATIO, LoaderKeywords, LoaderOptions, check_sizes
-from .order.arrays import by_pages, mixed_array
+from .order.arrays import array_order, mixed_array
 from .order.batches import (
     WINDOW,
     LastBatch,
@@ -272,18 +272,13 @@ class EpochLoader(ABC):
     def shares(self, epoch: int) -> Sequence[NDArray[np.int64]]:
         """Return this rank's samples for each batch of an epoch, computed when they are used; for repeated ones, see
         `order.epoch.mixed`."""
-        own, order = self.settings, self._order(epoch)
+        own = self.settings
+        order = self._order(epoch) if self.order_version > 1 else self._array_order(epoch)
         return Shares(order, own.batch_size, self._last_of(order.count), own.rank, own.world_size)
 
     def _order(self, epoch: int) -> Order:
         own = self.settings
         key = {"seed": own.seed, "epoch": epoch}
-        if self.order_version == 1:  # samples in shares, which are not in runs in the file
-            if self._weights_of_samples is None:
-                indices = mixed_array(self._parts, self._weights, **key, samples=self.samples)
-            else:
-                indices = self._by_weight(epoch)
-            return by_pages(indices, require_pages(self.beton).pages, **key, window=WINDOW * own.batch_size)
         if self._weights_of_samples is not None:
             given = unshuffled(self._by_weight(epoch))
         elif self._parts:
@@ -299,6 +294,17 @@ class EpochLoader(ABC):
             return in_runs(given, **key, block=block, window=WINDOW * own.batch_size, batch_size=batch)
         return given
 
+    def _array_order(self, epoch: int) -> Order:
+        """Return the order of version 1."""
+        own, key = self.settings, {"seed": self.settings.seed, "epoch": epoch}
+        indices = self.kept
+        if self._weights_of_samples is not None:
+            indices = self._by_weight(epoch)
+        elif self._parts:
+            indices = mixed_array(self._parts, self._weights, **key, samples=self.samples)
+        pages = require_pages(self.beton).pages if own.order == "quasi_random" else None
+        return array_order(indices, order=own.order, **key, batch_size=own.batch_size, pages=pages)
+
     def _by_weight(self, epoch: int) -> NDArray[np.int64]:
         assert self._weights_of_samples is not None
         return by_weight(
@@ -311,10 +317,11 @@ class EpochLoader(ABC):
 
     @property
     def order_version(self) -> int:
-        """The version in which this order has last changed: 3 of quasi-random order, or 2 if the state is that of a run
-        that began with it; 1 for samples in shares in quasi-random order; 2 of others."""
+        """The version in which this order has last changed: 3 of quasi-random order, else 2; or that of the state of a
+        run that began with an older one. It is 1, by arrays of all samples, also for samples in shares in quasi-random
+        order, which are not in runs in the file."""
         if self.settings.order != "quasi_random":
-            return 2
+            return min(self._version, 2)
         in_shares = bool(self._parts) or self._weights_of_samples is not None
         return 1 if in_shares else self._version
 
@@ -475,7 +482,9 @@ class EpochLoader(ABC):
             DataError: if the state has another seed, batch size, order or data set, or if the rest of its epoch cannot
                 be shared among these ranks.
         """
-        own, state = {"weights": [], **self.state_dict()}, {"weights": [], **state}
+        own = {"weights": [], **self.state_dict()}
+        # States of older versions lack some, and continue in the order that these had.
+        state = {"batches": len(self), "weights": [], "order_version": 1, **state}
         for key, value in own.items():
             given = state.get(key)
             if type(given) is not type(value) or (isinstance(given, int) and given < 0):
@@ -486,13 +495,12 @@ class EpochLoader(ABC):
                     f"The loader's state has {key}={state[key]}, but this loader has {own[key]}. Create the loader "
                     "with the same settings, or start a new epoch with set_epoch."
                 )
-        known = range(1, 2) if own["order_version"] == 1 else range(2, NEWEST + 1)
-        if state["order_version"] not in known:
+        if state["order_version"] not in range(1, NEWEST + 1):
             raise DataError(
-                f"The loader's state has order_version={state['order_version']}, and this loader knows {known[0]} to "
-                f"{known[-1]}. Resume with the version that wrote it, or start a new epoch with set_epoch."
+                f"The loader's state has order_version={state['order_version']}, and this version of Drivetrain knows "
+                f"1 to {NEWEST}. Resume with the version that wrote it, or start a new epoch with set_epoch."
             )
-        self._version = max(state["order_version"], 2)
+        self._version = state["order_version"]
         finished = state["position"] >= min(state["batches"], len(self))
         if finished and state["position"] < state["batches"] and not self.settings.drop_last:
             raise DataError(

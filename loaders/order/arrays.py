@@ -1,31 +1,32 @@
-"""The order by arrays of all samples, version 1: of samples in shares (`balance=`, weights of a mix), in quasi-random
-order."""
+"""The order of version 1, by arrays of all samples: for checkpoints of runs that began with it, and for samples in
+shares (`balance=`, weights of a mix) in quasi-random order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from .batches import Indices, Order, Samples, as_array, shares
+from .batches import WINDOW, Indices, Order, Samples, as_array, shares
 
 
-def by_pages(indices: Indices, pages: Indices, *, seed: int, epoch: int, window: int) -> Order:
-    """Return the samples `(n,)` in the order of an epoch: in runs of complete pages, in random order, of at least
-    `window` samples each, mixed within. `pages` has the page of the file that each sample of the data set is on. FFCV's
-    order of the same name is similar, but for a single process only."""
+def array_order(
+    indices: Indices, *, order: str, seed: int, epoch: int, batch_size: int, pages: Indices | None = None
+) -> Order:
+    """Return the samples `(n,)` in the order of an epoch. `pages`, for quasi-random order, has the page of the file
+    that each sample of the data set is on."""
     random = np.random.default_rng([seed, epoch])  # not their sum, FFCV's: seed 2, epoch 0 would repeat 1, 1
-    _, page, counts = np.unique(pages[indices % len(pages)], return_inverse=True, return_counts=True)
-    shuffled = random.permutation(len(counts))
-    before = np.cumsum(counts[shuffled]) - counts[shuffled]
-    stretch = np.empty(len(counts), dtype=np.int64)
-    stretch[shuffled] = before // window
-    order = indices[np.lexsort((random.random(len(indices)), stretch[page]))]
-    return Order(len(order), order.__getitem__)
+    if order == "random":
+        indices = random.permutation(indices)
+    elif order == "quasi_random":
+        assert pages is not None
+        indices = _by_pages(indices, pages[indices % len(pages)], random, WINDOW * batch_size)
+    return Order(len(indices), indices.__getitem__)
 
 
 def mixed_array(parts: Sequence[Samples], weights: Sequence[float], *, seed: int, epoch: int, samples: int) -> Indices:
-    """Return the samples of one epoch of a mix, `(n,)`, for `by_pages` to shuffle: as `epoch.mixed`."""
+    """Return the samples of one epoch of a mix, `(n,)`, for `array_order` to shuffle: as `epoch.mixed`."""
     counts = shares(sum(map(len, parts)), weights)
     found = []
     for number, (part, count) in enumerate(zip(parts, counts, strict=True)):
@@ -40,3 +41,17 @@ def mixed_array(parts: Sequence[Samples], weights: Sequence[float], *, seed: int
         whole = np.concatenate(rounds) if rounds else np.empty(0, np.int64)
         found.append(whole[start - first * len(part) : end - first * len(part)])
     return np.concatenate(found)
+
+
+def _by_pages(
+    indices: NDArray[np.int64], pages: NDArray[np.int64], random: np.random.Generator, window: int
+) -> NDArray[np.int64]:
+    """Return the samples in runs of complete pages, in random order, of at least `window` samples each, mixed within.
+    FFCV's order of the same name is similar, but for a single process only."""
+    _, page, counts = np.unique(pages, return_inverse=True, return_counts=True)
+    shuffled = random.permutation(len(counts))
+    before = np.cumsum(counts[shuffled]) - counts[shuffled]
+    stretch = np.empty(len(counts), dtype=np.int64)
+    stretch[shuffled] = before // window
+    order: NDArray[np.int64] = indices[np.lexsort((random.random(len(indices)), stretch[page]))]
+    return order

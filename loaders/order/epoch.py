@@ -12,8 +12,8 @@ from .batches import Indices, Order, Samples, shares, taken
 from .permutation import key_of, permuted, subkeys
 
 NEWEST = 3
-"""The version of the order of new runs; a loader's state has its own. Version 3 differs from 2 in quasi-random order
-only: `in_runs`. Version 1 is that of `arrays`."""
+"""The version of the order of new runs. A loader's state has its own; without one, it is 1 (`arrays`).
+Version 3 differs from 2 in quasi-random order only: `in_runs`."""
 
 _SHUFFLE, _WITHIN, _BLOCKS, _MIX, _TURN = range(5)  # uses of one seed and epoch
 

@@ -10,7 +10,7 @@ from drivetrain.common.errors import DataError
 from drivetrain.common.options.config import options_of
 from drivetrain.loaders import FFCVLoader, TorchLoader
 from drivetrain.loaders.options import LoaderOptions
-from drivetrain.loaders.order.arrays import by_pages
+from drivetrain.loaders.order.arrays import array_order
 from drivetrain.loaders.order.batches import WINDOW, Shares, last_batch
 from drivetrain.loaders.order.epoch import in_runs, shuffled, unshuffled
 from hypothesis import HealthCheck, given, settings
@@ -183,7 +183,7 @@ def test_quasi_random_order_goes_by_stretches_of_pages(data: st.DataObject) -> N
     pages = np.arange(samples) // per_page
     options = {"seed": 1, "epoch": data.draw(st.integers(0, 9))}
     if (version := data.draw(st.integers(1, 3), label="version")) == 1:
-        order = by_pages(indices, pages, **options, window=WINDOW * batch)
+        order = array_order(indices, order="quasi_random", **options, batch_size=batch, pages=pages)
     else:
         indices = np.sort(indices)
         pages[indices] = np.arange(len(indices)) // per_page
@@ -202,7 +202,7 @@ def test_quasi_random_order_mixes_and_changes(version: int) -> None:
 
     def epoch_of(number: int) -> Any:
         if version == 1:
-            order = by_pages(np.arange(1000), pages, seed=4, epoch=number, window=WINDOW * 5)
+            order = array_order(np.arange(1000), order="quasi_random", seed=4, epoch=number, batch_size=5, pages=pages)
         else:
             size = 5 if version == 3 else None
             order = in_runs(unshuffled(range(1000)), seed=4, epoch=number, block=10, window=WINDOW * 5, batch_size=size)
@@ -334,7 +334,7 @@ def test_resuming_then_the_next_epoch_is_whole(photos: Path) -> None:
 
 def test_set_epoch_forgets_the_place_within_one(photos: Path) -> None:
     with loader(photos) as made:
-        made.load_state_dict(made.state_dict() | {"epoch": 2, "position": 3})
+        made.load_state_dict({"epoch": 2, "position": 3, "seed": 0, "batch_size": 4, "samples": 18, "order": "random"})
         made.set_epoch(2)
         assert len(list(made)) == 5
 
@@ -363,21 +363,42 @@ def test_state_of_another_loader(numbered: Path, kind: Any, change: dict[str, An
 
 
 @pytest.mark.parametrize("kind", [FFCVLoader, TorchLoader])
-def test_a_state_of_an_order_that_is_not_known(numbered: Path, kind: Any) -> None:
-    with kind(numbered, batch_size=4, image_size=SIDE, workers=1) as made:
-        state = made.state_dict()
-        assert made.order_version == state["order_version"] == 2
-        for version in (1, 4):  # 1 is that of samples in shares in quasi-random order
-            with pytest.raises(DataError, match=f"order_version={version}, and this loader knows 2 to 3"):
-                made.load_state_dict(state | {"order_version": version})
+def test_a_state_of_an_older_version_keeps_its_order(numbered: Path, kind: Any) -> None:
+    """The order of version 1 is NumPy's permutation, recorded here; new runs have that of version 2."""
+    options = {"batch_size": 4, "image_size": SIDE, "workers": 0 if kind is TorchLoader else 1, "seed": 3}
+    first = [np.random.default_rng([3, number]).permutation(COUNT).tolist() for number in (1, 2)]
+    assert first[0][:8] == [13, 10, 11, 2, 20, 14, 9, 5]
+
+    def labels(made: Any) -> list[int]:
+        return [int(label) for _, batch in made for label in batch]
+
+    state = {"epoch": 1, "position": 2, "seed": 3, "batch_size": 4, "samples": COUNT, "order": "random"}
+    with kind(numbered, **options) as made:
+        made.load_state_dict(state)
+        assert made.order_version == made.state_dict()["order_version"] == 1
+        assert labels(made) == first[0][8:]
+        assert labels(made) == first[1]
+        saved = made.state_dict()
+    assert (saved["order_version"], saved["epoch"]) == (1, 2)
+    with kind(numbered, **options) as made:
+        made.load_state_dict(saved | {"position": 1, "batches": 6})
+        assert labels(made) == first[1][4:]
+    with kind(numbered, **options) as made:
+        assert made.order_version == made.state_dict()["order_version"] == 2
+        made.set_epoch(2)
+        assert sorted(found := labels(made)) == sorted(first[1])
+        assert found != first[1]
+        with pytest.raises(DataError, match="order_version=4, and this version of Drivetrain knows 1 to 3"):
+            made.load_state_dict(saved | {"order_version": 4})
 
 
 def test_a_state_of_version_2_keeps_its_quasi_random_order(photos: Path) -> None:
     options: dict[str, Any] = {"order": "quasi_random", "seed": 3}
+    state = {"epoch": 1, "position": 2, "seed": 3, "batch_size": 4, "samples": 18, "order": "quasi_random"}
     with loader(photos, **options) as made:
         assert made.state_dict()["order_version"] == 3
         new = np.concatenate(made.shares(1))
-        made.load_state_dict(made.state_dict() | {"epoch": 1, "position": 2, "order_version": 2})
+        made.load_state_dict(state | {"order_version": 2})
         assert made.state_dict()["order_version"] == 2
         kept = np.concatenate(made.shares(1))
         pages = made.beton.samples_on_a_page if made.beton else 0

@@ -14,7 +14,7 @@ from drivetrain.common.errors import BetonError
 from drivetrain.common.storage.cache import Remote, local_copy
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
 from drivetrain.loaders.beton.data_set import open_files
-from drivetrain.loaders.order.arrays import by_pages, mixed_array
+from drivetrain.loaders.order.arrays import array_order, mixed_array
 from drivetrain.loaders.order.epoch import mixed, shuffled
 from drivetrain.loaders.sources import expand, files_of
 from hypothesis import given, settings
@@ -156,7 +156,7 @@ def test_shares_and_turns_of_any_mix(sets: list[tuple[int, float]], epoch: int, 
     options: list[dict[str, int]] = [{"seed": seed, "epoch": number} for number in range(epoch + 1)]
     if older:
         epochs = [mixed_array(parts, weights, **each, samples=total) for each in options]
-        order = by_pages(epochs[-1], np.arange(total), **options[-1], window=7)
+        order = array_order(epochs[-1], order="random", **options[-1], batch_size=7)
     else:
         drawn = [mixed(parts, weights, **each, samples=total) for each in options]
         epochs = [each.at(np.arange(each.count)) for each in drawn]

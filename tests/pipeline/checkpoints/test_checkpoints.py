@@ -386,3 +386,14 @@ def test_two_runs_in_one_folder_are_refused(
         assert list(tmp_path.iterdir()) == []
     assert fit(toy.pipeline(plain_model), epochs=1, out=tmp_path).history.epochs
     assert (tmp_path / "curves.png").exists()
+
+
+VERSION_0_1 = Path(__file__).parent / "version-0.1.0/step-00000006"
+"""A checkpoint of that version, after the sixth step of `fit(epochs=2, checkpoints=Checkpoints(every_steps=2))`."""
+LOSSES = [1.2614469528198242, 0.34928664565086365]
+
+
+def test_a_checkpoint_of_version_0_1_within_an_epoch(toy: Toy) -> None:
+    """Its meter has the sum of the steps' losses, which newer ones weight."""
+    result = toy.pipeline().fit(epochs=2, resume=VERSION_0_1, progress=False)
+    assert [epoch.loss for epoch in result.history.epochs] == pytest.approx(LOSSES, abs=1e-6)
