@@ -21,7 +21,7 @@ from drivetrain.loaders.advice.sample import converted, disk_rate, loading_rate,
 from loader_pictures import jpeg_bytes, jpeg_folder, picture
 from PIL import Image
 
-QUICK: dict[str, Any] = {"image_size": 32, "seconds": 1.0, "progress": False}
+QUICK: dict[str, Any] = {"image_size": 32, "seconds": 1.5, "progress": False}
 
 
 def row(name: str, rate: float, *, size: float = 1e6, bottleneck: str = "CPU", **values: Any) -> Row:

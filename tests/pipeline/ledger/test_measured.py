@@ -322,7 +322,7 @@ def test_images_grow_and_layers_freeze_within_a_turn(toy: Toy) -> None:
         assert len(Watching.seen) == 2 * len(variant.phases)
 
 
-SLEEP = 0.15
+SLEEP = 0.2
 
 
 @pytest.mark.long

@@ -124,7 +124,7 @@ def test_a_change_that_is_sooner_there_is_kept_and_one_that_never_is_dropped(toy
 def test_a_change_that_is_much_faster_does_not_stop_the_best(toy: Toy) -> None:
     """Of a pipeline that reaches the target after some epochs, so that there are evaluations before at which a run
     could be stopped; in the second pair, the change trains first."""
-    late = sleepy(toy, 0.015).optimize("sgd", lr=0.02, schedule="constant").replace(epochs=6)
+    late = sleepy(toy, 0.03).optimize("sgd", lr=0.02, schedule="constant").replace(epochs=4)
     (faster,) = searched(late, [slower(0.0)]).trials
     assert faster.rounds >= PAIRS[0], faster  # how many it takes depends on how busy the machine is
     assert faster.ratio is not None
