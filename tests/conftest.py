@@ -2,16 +2,13 @@
 
 import gc
 import hashlib
-import math
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import astuple
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import composer_reference
@@ -21,9 +18,8 @@ import outcomes
 import psutil
 import pytest
 from cifar10_files import FILE_BYTES, FakeNpm, closed_port
+from drawn_once import drawn_once
 from drivetrain.loaders.datasets.names import cifar10
-from drivetrain.pipeline.telemetry import curves
-from drivetrain.pipeline.telemetry.history import History
 from drivetrain.strategies import registry
 from drivetrain.strategies.launching import launcher
 from forked_ranks import STARTED, RankServer
@@ -75,29 +71,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def pictures() -> Iterator[None]:
-    """Curves are drawn once for all runs of this process whose histories differ in nothing but finite numbers, how many
-    epochs of a kind there are, and facts that are not drawn.
-
-    matplotlib takes four times as long for them as a toy model to train. Their own tests call `draw` itself.
-    """
-    drawn: dict[str, bytes] = {}
-
-    def kind(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: kind(each) for name, each in value.items()}
-        return math.isfinite(value) if isinstance(value, int | float) else value
-
-    def draw(history: History) -> bytes:
-        kinds = {repr([kind(value) for value in astuple(epoch)]) for epoch in history.epochs}
-        title = [type(history.facts.get(name)) for name in ("recipe", "provenance")]
-        key = repr((sorted(kinds), len(history.epochs) > 1, history.monitor, title))
-        if key not in drawn:
-            drawn[key] = real(history)
-        return drawn[key]
-
-    real, curves.draw = curves.draw, draw
-    yield
-    curves.draw = real
+    """Most runs need no picture of their own. See `drawn_once.py`."""
+    with drawn_once():
+        yield
 
 
 @pytest.fixture(scope="session")

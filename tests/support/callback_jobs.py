@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from drawn_once import drawn_once
 from drivetrain import Callback, Pipeline, RunView
 from drivetrain.pipeline.runs import callbacks, run
 from drivetrain.pipeline.runs.callbacks import RunCallbacks
@@ -114,5 +115,6 @@ def stop_and_fail_late(pipeline: Pipeline) -> tuple[list[int], str]:
     return [one.steps for one in stopped], error
 
 
+@drawn_once()
 def both(pipelines: dict[str, Pipeline], stops: dict[str, Pipeline], out: Path) -> tuple[Any, Any]:
     return sums_of(pipelines), {name: stop_and_fail(p, out / name) for name, p in stops.items()}

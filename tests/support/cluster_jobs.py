@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from drawn_once import drawn_once
 from drivetrain import Callback, Checkpoints, DrivetrainError, Pipeline, RunView
 from drivetrain.common import machine
 from drivetrain.pipeline.apps.cli import doctor
@@ -163,6 +164,7 @@ def restart_apart(pipeline: Pipeline, folder: Path, out: str) -> list[str]:
     return sorted(path.name for path in cache.rglob("*step-*"))
 
 
+@drawn_once()
 def apart(trained: Pipeline, restarted: Pipeline, folder: Path) -> tuple[Any, list[str]]:
     return (
         train_apart(trained, folder / "trained", f"file://{folder}/store/trained"),
