@@ -32,7 +32,7 @@ from ...common.terminal import Wait
 from .stacks import append, note, written_at_sigquit
 
 _ATTEMPT = 5.0  # seconds that one attempt to connect may take
-_LOOKS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.2)  # seconds between two looks for a key
+_LOOKS = (0.02, 0.08, 0.15, 0.25)  # seconds between two looks for a key
 _HOLD = 9.0  # seconds that a rank which has failed stays, so that the others hear of it: its end may end the store
 _ROUND = 0.1  # seconds between two looks whether they have
 _SHOWN = 2000  # characters of an error

@@ -101,7 +101,7 @@ def doctor_of_ranks(port: int) -> dict[str, tuple[Any, str]]:
             "alike": mock.patch.dict(os.environ),
             "another torch": mock.patch.object(torch, "__version__", "2.9.1" if other else "2.15.0+cpu"),
             "another host": mock.patch.object(socket, "gethostname", return_value=f"node{rank}"),
-            "slow": mock.patch.multiple(health, _wait=lambda _: time.sleep(0.1 * other), _SECONDS=0.1),
+            "slow": mock.patch.multiple(health, wait_for=lambda _: time.sleep(0.1 * other), _SECONDS=0.1),
             "no interface": mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "nix0" if other else "lo"}),
             "missing": mock.patch.dict(os.environ),
         }
