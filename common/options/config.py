@@ -28,7 +28,7 @@ from functools import cache, cached_property
 from inspect import Parameter
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, cast, get_args, get_origin
 
 from ..checks import ANY, is_flag, is_number, is_whole, number_text, plain, whole_text
 from ..errors import DrivetrainError, PlanError, suggest
@@ -225,10 +225,14 @@ class Config:
         return cls(**given)
 
 
-@cache
 def options_of(config: type[Config]) -> dict[str, Option]:
     """Return the options of a config by name: its own before those that it inherits."""
-    declared: dict[str, tuple[Any, str]] = {}
+    return _read(cast(Any, config))
+
+
+@cache
+def _read(config: Any) -> dict[str, Option]:
+    declared: dict[str, tuple[type[Config], str]] = {}
     for owner in config.__mro__:
         for name, source in inspect.get_annotations(owner).items():
             declared.setdefault(name, (owner, source))
