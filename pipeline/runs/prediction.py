@@ -205,7 +205,7 @@ def listed(images: Any, channels: int) -> list[Picture]:
         if isinstance(image, str | Path):
             found += _at(str(image), channels)
         else:
-            found.append(Picture(len(found), lambda image=image: image, named=False))
+            found.append(Picture(len(found), partial(_itself, image), named=False))
     return found
 
 
@@ -225,7 +225,7 @@ def _at(path: str, channels: int) -> list[Picture]:
         raise DataError(f"{path} is not a file or folder. Pass images, a folder, a pattern or a .beton file.")
     else:
         paths = [path]
-    return [Picture(each, lambda each=each: each) for each in paths]
+    return [Picture(each, partial(_itself, each)) for each in paths]
 
 
 def _samples(path: str, channels: int) -> list[Picture]:
@@ -233,6 +233,10 @@ def _samples(path: str, channels: int) -> list[Picture]:
     if beton.channels != channels:
         raise DataError(f"{path} has images of {beton.channels} channels; the model takes {channels}.")
     return [Picture(f"{path}[{n}]", partial(_stored, beton, n)) for n in range(len(beton))]
+
+
+def _itself(image: Any) -> Any:
+    return image
 
 
 def _stored(beton: BetonFiles, index: int) -> Any:

@@ -342,7 +342,8 @@ def _on_validation_data(
     if plan.data.val is None:
         raise PlanError("There is no validation data to evaluate. Pass a second file to load() (--val).")
     check_source(weights)
-    return on_ranks(resolve_data(plan, progress=False), _of_rank, weights, judged)
+    found: Result = on_ranks(resolve_data(plan, progress=False), _of_rank, weights, judged)
+    return found
 
 
 def _of_rank(plan: ResolvedPlan, weights: WeightsArg, judged: Callable[[Built, EpochLoader], Result]) -> Result:
