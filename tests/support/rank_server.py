@@ -3,8 +3,8 @@
 torchmetrics alone takes seconds where transformers and matplotlib are installed, which it imports.
 
 `python rank_server.py FD`: each message to that socket is an order, `{"command", "environment", "folder", "blocked",
-"places"}`, with the descriptors that the program finds at the places, and the signals that are blocked. The reply is its process id, sent when it has become a child
-of the process that asked (`PR_SET_CHILD_SUBREAPER` of prctl(2)).
+"places"}`: the signals that are blocked, and where the program finds the descriptors that come with it. The reply is
+its process id, sent when it has become a child of the process that asked (`PR_SET_CHILD_SUBREAPER` of prctl(2)).
 """
 
 import atexit
