@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ print(json.dumps([
     sys.argv, sys.path, __name__, globals().get("__file__"), sys.modules["__main__"].__dict__ is globals(), os.getcwd(),
     tempfile.gettempdir(), os.environ["VARIABLE"], sys.stdin.read(), sorted(map(int, os.listdir("/proc/self/fd"))),
     os.getsid(0) == os.getpid(), signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
 ]))
 """
 ENDS = [
@@ -52,10 +54,12 @@ def same(rank_server: RankServer) -> Any:
 def test_it_finds_what_it_was_given(same: Any, tmp_path: Path, command: tuple[str, ...]) -> None:
     (tmp_path / "shows.py").write_text(SHOWS)
     environment = os.environ | {"VARIABLE": "ü", "PYTHONPATH": f"{tmp_path}/a:{tmp_path}/b", "TMPDIR": str(tmp_path)}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     with (tmp_path / "shows.py").open() as file:
         passed = (os.dup2(file.fileno(), 250),)
         same(*command, cwd=tmp_path, env=environment, input="line\n", start_new_session=True, pass_fds=passed)
         os.close(250)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @pytest.mark.parametrize("code", ENDS)

@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -107,6 +108,7 @@ class RankServer:
             order = {
                 "command": command, "environment": environment, "places": [*places],
                 "folder": str(Path(os.fsdecode(folder or ".")).absolute()),
+                "blocked": [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
             }  # fmt: skip
             RankServer.forked += 1
             with self._lock:

@@ -2,9 +2,9 @@
 
 torchmetrics alone takes seconds where transformers and matplotlib are installed, which it imports.
 
-`python rank_server.py FD`: each message to that socket is an order, `{"command", "environment", "folder", "places"}`,
-with the descriptors that the program finds at the places. The reply is its process id, sent when it has become a child
-of the process that asked (`PR_SET_CHILD_SUBREAPER` of prctl(2)).
+`python rank_server.py FD`: each message to that socket is an order, `{"command", "environment", "folder", "blocked",
+"places"}`: the signals that are blocked, and where the program finds the descriptors that come with it. The reply is
+its process id, sent when it has become a child of the process that asked (`PR_SET_CHILD_SUBREAPER` of prctl(2)).
 """
 
 import atexit
@@ -67,6 +67,8 @@ def serve(control: socket.socket) -> list[str]:
 def become(order: dict[str, Any], descriptors: list[int]) -> None:
     """Make this process what `subprocess.Popen` would have started."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, order["blocked"])
     free = max(FREE, *order["places"]) + 1
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, free + number)
