@@ -43,8 +43,8 @@ def is_file_name(weights: str | Path) -> bool:
 
 
 def read_weights(path: Path, model: str) -> dict[str, torch.Tensor]:
-    """Return the state dict in a file, on the CPU: of safetensors by its suffix, else of `torch.save`. Raise DataError if
-    it is damaged, has other objects, or no state dict. `model`, which shall take the weights, is for messages.
+    """Return the state dict in a file, on the CPU: of safetensors by its suffix, else of `torch.save`. Raise DataError
+    if it is damaged, has other objects, or no state dict. `model`, which shall take the weights, is for messages.
 
     Nothing is unpickled but tensors and plain values (`weights_only=True`), and an `argparse.Namespace`, in which
     scripts keep their options: no code runs. As in timm, of a training script's checkpoint the first of
