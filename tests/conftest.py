@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -92,13 +92,6 @@ def forked_ranks(request: pytest.FixtureRequest, rank_server: RankServer) -> Ite
     with pytest.MonkeyPatch.context() as patch:
         if not STARTED and request.path.parent != TESTS / "strategies/launching":
             patch.setattr(launcher, "start_interpreter", rank_server.start)
-        yield
-
-
-@pytest.fixture
-def forked_programs(rank_server: RankServer) -> Iterator[None]:
-    """Other programs are forked, too: for tests that say nothing of how an interpreter starts, or what it imports."""
-    with nullcontext() if STARTED else rank_server.forking():
         yield
 
 

@@ -37,7 +37,6 @@ def _run_script(text: str, folder: Path, timeout: int) -> str:
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("forked_programs")
 def test_the_loaders_example_runs_on_small_data(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     (text,) = [block for block in blocks if "set_image_size" in block]
@@ -101,7 +100,6 @@ def cifar() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("forked_programs")
 def test_the_example_runs_on_small_data(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (100, 32, 32, 3), dtype=np.uint8)
     labels = np.arange(100) % 10

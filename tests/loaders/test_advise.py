@@ -229,7 +229,6 @@ def test_a_full_disk_is_found_before_it_is_filled(
 @pytest.mark.parametrize(
     "delay", [pytest.param(0.0, id="converting", marks=pytest.mark.slow), pytest.param(1.0, id="measuring")]
 )
-@pytest.mark.usefixtures("forked_programs")
 def test_an_interrupt_leaves_nothing(photos: Path, scratch: Path, delay: float) -> None:
     program = Path(sys.executable).with_name("drivetrain")
     command = [program, "advise", photos, "--scratch", scratch, "--image-size", "32", "--seconds", "60"]

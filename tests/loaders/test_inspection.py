@@ -102,7 +102,6 @@ def test_contact_sheet_shows_pictures_in_a_grid(photos: Path, tmp_path: Path) ->
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("forked_programs")
 def test_command_line(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The installed program once, and the other commands in this process."""
     shown = run("inspect", str(photos), "--sheet", "sheet.png", cwd=tmp_path)

@@ -9,7 +9,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from drawn_once import drawn_once
 from drivetrain import Callback, Pipeline, RunView
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline.telemetry.rank_times import StragglerWarning
@@ -54,7 +53,6 @@ class SlowForward(Sleepy):
         return super().forward(images)
 
 
-@drawn_once()
 def train(cases: dict[str, Pipeline], slow: int, out: Path) -> dict[str, Any]:
     """On each rank: the stragglers of each case's history, and what it has warned of. The name of a case says what is
     slow on rank `slow`: its data, its callbacks, or nothing but the model. At the end of the third interval, in the

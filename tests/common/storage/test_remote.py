@@ -120,7 +120,6 @@ def test_masks_and_boxes_come_with_their_images(server: RangeServer, tmp_path: P
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("forked_programs")
 def test_worker_processes_share_the_copy(server: RangeServer, address: str, folder: Path) -> None:
     options = OPTIONS | {"dtype": torch.float32, "train": False}
     local = epochs(TorchLoader(folder / "train.beton", **options | {"workers": 0}), 1)

@@ -34,7 +34,6 @@ OPTIONS: dict[str, Any] = {
 LIMIT = 0.004  # GB; a third of the file
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="holes in files are Linux's"),
-    pytest.mark.usefixtures("forked_programs"),
 ]
 
 

@@ -213,7 +213,6 @@ def test_errors_name_the_address(store: Store) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("request_held", [r"^GET .*/in/02\.tar", r"^PUT .*/out/02\.beton "])
-@pytest.mark.usefixtures("forked_programs")
 def test_killed_while_it_reads_or_writes_the_store(store: Store, request_held: str) -> None:
     store.hold = request_held
     code = f"from drivetrain.loaders import convert; convert(**{REMOTE!r})"
@@ -230,7 +229,6 @@ def test_killed_while_it_reads_or_writes_the_store(store: Store, request_held: s
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("forked_programs")
 def test_interrupted(store: Store) -> None:
     store.hold = r"^GET .*/in/02\.tar"
     code = f"from drivetrain.loaders import convert; convert(**{REMOTE!r})"

@@ -68,7 +68,6 @@ def test_coefficients_beyond_the_memory_are_refused_before_they_are_allocated(tm
 
 @pytest.mark.process
 @pytest.mark.parametrize("work", ["verify", pytest.param("convert", marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("forked_programs")
 def test_ctrl_c_ends_the_reading_of_repeated_scans(tmp_path: Path, work: str) -> None:
     """Of 110 scans of 36 megapixels, which take some seconds in each of four pictures."""
     bomb = progressive(6000, 110)

@@ -196,7 +196,6 @@ def test_masks(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("forked_programs")
 def test_the_command_ends_at_sigterm(run: Path, started: list[subprocess.Popen[str]]) -> None:
     command = [sys.executable, "-m", "drivetrain", "serve", str(run), "--port", "0"]
     started.append(

@@ -1,7 +1,6 @@
 """The ledger keeps its time budget by taking fewer batches, rounds and variants; Ctrl-C returns the results so far."""
 
 import gc
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -378,7 +377,6 @@ class _Late:
 
 
 @pytest.mark.process
-@pytest.mark.usefixtures("forked_programs")
 def test_a_loader_whose_workers_decode_closes_at_once(toy: Toy, tmp_path: Path) -> None:
     """torch waits 5 s for each."""
     loader = TorchLoader(toy.train, batch_size=BATCH, image_size=16, workers=1)
@@ -396,7 +394,7 @@ def test_a_loader_whose_workers_decode_closes_at_once(toy: Toy, tmp_path: Path) 
     start = time.monotonic()
     loader.close()
     assert time.monotonic() - start < 2
-    assert not multiprocessing.active_children()
+    assert not running_children("spawn_main")
 
 
 SCRIPT = """

@@ -53,7 +53,6 @@ SCALES = '\n# A scale.\nSCALES = {}\nSCALES["all"] = 2.0\n\n'
 
 @pytest.mark.process
 @pytest.mark.long
-@pytest.mark.usefixtures("forked_programs")
 def test_the_first_script(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It trains at its top level, and this process opens its run and predicts; a changed copy is refused."""
     net = NET.format(before=SCALES, after=' * SCALES["all"]')

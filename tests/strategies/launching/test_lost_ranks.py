@@ -46,7 +46,6 @@ except Exception as error:
         pytest.param("fails", "failed: DataError: no such picture", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.usefixtures("forked_programs")
 def test_the_other_rank_names_it(tmp_path: Path, started: list[subprocess.Popen[str]], how: str, said: str) -> None:
     start(tmp_path, started, how)
     output, _ = started[0].communicate(timeout=120)

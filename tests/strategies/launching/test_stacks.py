@@ -157,7 +157,6 @@ except Exception as error:
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.usefixtures("forked_programs")
 def test_under_torchrun_ranks_send_their_stacks(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
     script, place = tmp_path / "script.py", tmp_path / "stacks.txt"
     script.write_text(SCRIPT)

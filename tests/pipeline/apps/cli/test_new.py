@@ -45,7 +45,6 @@ DATA = {"classification": photos_of_classes, "segmentation": photos_with_masks}
     "task",
     [pytest.param(task, marks=pytest.mark.slow if task == "segmentation" else ()) for task in TEMPLATES],
 )
-@pytest.mark.usefixtures("forked_programs")
 def test_a_project_trains_as_it_is(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     made = call("new", "flowers", "--task", task)

@@ -83,7 +83,6 @@ Pipeline("cifar_resnet", num_classes=4, width=4).load(sys.argv[1], batch_size=32
 @pytest.mark.process
 @pytest.mark.long
 @pytest.mark.timeout(100)
-@pytest.mark.usefixtures("forked_programs")
 def test_a_run_of_another_process_is_followed_to_its_end(toy: Toy, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with subprocess.Popen([sys.executable, "-c", TRAINS, toy.train, str(run)]) as training:

@@ -93,7 +93,6 @@ def test_jobs_share_the_gpus(
 
 @pytest.mark.process
 @pytest.mark.long
-@pytest.mark.usefixtures("forked_programs")
 def test_runs_are_trained_skipped_and_their_failures_reported(toy: Toy, tmp_path: Path) -> None:
     """The first of three runs is there already; the second and third are processes."""
     out = tmp_path / "sweep"
