@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 
 from ...common.checks import check_whole, plain
 from ...common.errors import BetonError, DataError, require_suffix
-from ...common.storage.files import atomic_file
+from ...common.storage.files import write_file
 from ...common.terminal import shortened
 from ..native import jpegs
 from ..native.stop import stoppable
@@ -384,5 +384,4 @@ def contact_sheet(path: str | Path, out: str | Path, *, columns: int = 8, rows: 
         draw.text((left + 3, top + side - 1), text, fill="black")
     buffer = io.BytesIO()
     sheet.save(buffer, "PNG")
-    with atomic_file(Path(out)) as file:
-        file.write(buffer.getvalue())
+    write_file(Path(out), buffer.getvalue())

@@ -79,8 +79,8 @@ def show(out: Path, epoch: int, samples: int, **recipe: Any) -> None:
     """
     from ....common.pictures import check_picture
 
+    check_picture(out)
     with pipeline_of(**recipe) as pipeline:
-        check_picture(out)
         batch = pipeline.show_batch(epoch, samples=samples)
     print(f"{batch.save(out)}: {batch.title}")
 

@@ -32,9 +32,7 @@ OPTIONS: dict[str, Any] = {
     "batch_size": 2, "batches_ahead": 1, "image_size": 32, "workers": 2, "dtype": torch.uint8,
 }  # fmt: skip
 LIMIT = 0.004  # GB; a third of the file
-pytestmark = [
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="holes in files are Linux's"),
-]
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="holes in files are Linux's")
 
 
 @pytest.fixture(scope="module")
