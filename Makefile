@@ -13,6 +13,7 @@
 # make same         forty small trainings, compared bit for bit with the revision BASE=HEAD: before and after a rebuilding
 # make records      race the quickstart against plain PyTorch: an hour; it continues where it was stopped
 # make records-imagenette IMAGENETTE=FOLDER   likewise imagenette-5, from five seeds: six hours; FOLDER has train/ and val/
+# make records-camvid CAMVID=FOLDER   likewise camvid-segmentation; FOLDER has train/images, train/masks, and likewise val
 # make records-methods   the effect of each method on the time to an accuracy on CIFAR-10: three hours, likewise
 # make fuzz         a million damaged files through the native library, under the sanitizers; ten million images for leaks
 # make libfuzzer    the same library under clang's fuzzer, guided by coverage, for SECONDS=3600 (CC=clang-19)
@@ -28,11 +29,11 @@ NOTEBOOKS ?= $(wildcard notebooks/*.ipynb)
 NATIVE := loaders/native/libdrivetrain.so
 ALONE = $(shell grep -rl --include="test_*.py" "mark\.alone" tests)
 
-.PHONY: quickstart records records-imagenette records-methods install test test-all quick same check bytecode lock wheel wheels release-check bench bench-peers fuzz libfuzzer gpu gpu-kit notebooks docs clean
+.PHONY: quickstart records records-camvid records-imagenette records-methods install test test-all quick same check bytecode lock wheel wheels release-check bench bench-peers fuzz libfuzzer gpu gpu-kit notebooks docs clean
 
 # With these, glibc keeps the memory of a step for the next one, in every variant (docs/ledger.md, "On a CPU").
-quickstart records records-imagenette records-methods: export MALLOC_MMAP_THRESHOLD_ ?= 4294967296
-quickstart records records-imagenette records-methods: export MALLOC_TRIM_THRESHOLD_ ?= 8589934592
+quickstart records records-camvid records-imagenette records-methods: export MALLOC_MMAP_THRESHOLD_ ?= 4294967296
+quickstart records records-camvid records-imagenette records-methods: export MALLOC_TRIM_THRESHOLD_ ?= 8589934592
 quickstart: .venv/runtime $(NATIVE)
 	$(BIN)/drivetrain train cifar10-quickstart --out runs/quickstart --ledger --ledger-seconds 150
 
@@ -113,6 +114,17 @@ wheel: install
 RACE := $(BIN)/drivetrain race
 records: install
 	$(RACE) cifar10-quickstart epochs=5 --target 0.75 --seeds 3 --out .build/records/cifar10-quickstart
+
+SCENES := .build/records/camvid
+CAMVID_CLASSES := sky,building,pole,road,pavement,tree,sign,fence,car,pedestrian,bicyclist
+records-camvid: $(SCENES)/train.beton $(SCENES)/val.beton
+	$(RACE) camvid-segmentation --train $(SCENES)/train.beton --val $(SCENES)/val.beton --target 0.45 --seeds 3 \
+	    --against plain --out $(SCENES)
+
+$(SCENES)/%.beton: install
+	mkdir -p $(SCENES)
+	test -e $@ || $(BIN)/drivetrain convert "$(CAMVID)/$*/images" $@ --labels "$(CAMVID)/$*/masks" \
+	    --classes $(CAMVID_CLASSES) --ignore 11
 
 records-methods: install
 	$(BIN)/python benchmarks/methods.py

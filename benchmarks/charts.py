@@ -182,6 +182,7 @@ def race(name: str, data: str) -> str:
 CHARTS: dict[str, Callable[[], str]] = {
     "loaders.svg": loaders,
     "quickstart-ledger.svg": ledger,
+    "imagenette.svg": partial(race, "imagenette", "Imagenette"),
     "time-to-accuracy.svg": partial(race, "cifar10-quickstart", "CIFAR-10"),
 }
 STRIP = "augmentations.webp"

@@ -188,6 +188,13 @@ READ = {
     "drivetrain": read_drivetrain, "litdata": read_litdata, "streaming": read_streaming,
     "webdataset": read_webdataset,
 }  # fmt: skip
+MODULES: dict[str, tuple[str, ...]] = {
+    "drivetrain": ("drivetrain.loaders.ffcv_loader", "fsspec.implementations.http"),
+    "litdata": ("litdata", "obstore.store"),
+    "streaming": ("streaming", "boto3"),
+    "webdataset": ("webdataset",),
+}
+"""What each imports, also what it would import at the first use."""
 LIBRARIES = {
     "drivetrain": "drivetrain", "litdata": "litdata", "streaming": "mosaicml-streaming", "webdataset": "webdataset",
 }  # fmt: skip
@@ -197,9 +204,8 @@ def read(name: str, address: str, cache: str, limit: str, workers: str) -> None:
     import importlib
     import importlib.metadata
 
-    import torchvision  # noqa: F401 — what all need is imported before the clock starts
-
-    importlib.import_module("drivetrain.loaders" if name == "drivetrain" else name)
+    for module in ("torchvision", *MODULES[name]):
+        importlib.import_module(module)
     print(importlib.metadata.version(LIBRARIES[name]), flush=True)
     sys.stdin.readline()
     start = perf_counter()

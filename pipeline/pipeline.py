@@ -501,8 +501,9 @@ class Pipeline(PipelineSpec):
             seconds: the time budget, for everything. No run begins that is expected to end after it, by the longest run
                 of the same variant. A variant's first run begins in any case; the end of the budget interrupts it, and
                 it does not count. Default None: all runs.
-            out: a `.json` file that keeps each run when it ends. A second call with it continues, also with more seeds;
-                it must be of the same pipelines, target, machine, environment and versions.
+            out: a `.json` file that keeps each run when it ends; a folder next to it keeps the unfinished one. A second
+                call continues, also with more seeds; it must be of the same pipelines, target, machine, environment
+                and versions.
             progress: whether to show a progress bar of the runs.
 
         Returns:

@@ -158,6 +158,12 @@ def cluster(tmp_path: Path) -> Iterator[machines.Cluster]:
 
 
 @pytest.fixture
+def hosts(request: pytest.FixtureRequest) -> list[machines.Machine | None]:
+    """Two machines with networks of their own, where these can be made; else both are this one, on loopback."""
+    return [None, None] if machines.why_not() else request.getfixturevalue("cluster").machines
+
+
+@pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """torchvision's URL is unreachable, and the PATH is empty, unless a test changes that."""
     monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{closed_port()}/cifar-10-python.tar.gz")

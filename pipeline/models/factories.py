@@ -13,6 +13,7 @@ from ...common.errors import DataError, RecipeError, suggest
 from ...common.names import imported, name_of
 from .cifar import airbench_net, cifar_resnet
 from .libraries import HfModel, TimmModel, hf_model, timm_model
+from .segmentation import fpn
 from .weights import is_file_name, load_weights, omitted
 
 Factory = Callable[..., nn.Module]
@@ -178,6 +179,7 @@ LIBRARIES = ("timm:", "hf:")  # for these prefixes, no code named by a recipe or
 MODELS: dict[str, Factory] = {
     "airbench_net": airbench_net,
     "cifar_resnet": cifar_resnet,
+    "fpn": fpn,
     "pretrained": pretrained,
     "projected": projected,
     "vit": vit,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from time import perf_counter
 from typing import Any
 
 from ..callbacks.callback import Callback, RunView
@@ -17,6 +18,12 @@ class RaceClock(Callback):
     def __init__(self, monitor: Monitor, target: float, limit: float | None) -> None:
         self.monitor, self.target, self.limit = monitor, target, limit
         self.points: list[list[float]] = []
+        self._start, self._before = perf_counter(), 0.0
+
+    @property
+    def wall(self) -> float:
+        """Seconds since it was created, and those of the run before it was interrupted."""
+        return self._before + perf_counter() - self._start
 
     @property
     def reason(self) -> str:
@@ -41,7 +48,7 @@ class RaceClock(Callback):
             view.stop(self.reason)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"points": self.points}
+        return {"points": self.points, "wall": self.wall}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.points = state["points"]
+        self.points, self._before, self._start = state["points"], state["wall"], perf_counter()

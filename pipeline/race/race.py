@@ -2,12 +2,15 @@
 
 For each seed, all variants train one after the other; every second seed in reverse order, so that none always follows
 the same one. A run goes to its last epoch, whether it has reached the target or not, because its schedule does;
-hopeless ones are stopped by the rule of `RaceResult.rule`.
+hopeless ones are stopped by the rule of `RaceResult.rule`. With a file, the unfinished run has a folder of its own next
+to it, from whose checkpoint the next call continues.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,8 +21,9 @@ from tqdm.auto import tqdm
 
 from ...common.budget import OutOfTime, alarm
 from ...common.checks import check_number, check_whole
-from ...common.errors import DataError, PlanError
+from ...common.errors import CheckpointError, DataError, PlanError
 from ...common.terminal import is_interactive
+from ..checkpoints.directory import Checkpoints
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
 from ..ledger.variants import plain
@@ -32,6 +36,7 @@ from ..tasks.scales import check_comparable, scales
 from ..telemetry.history import Monitor
 from ..telemetry.provenance import provenance
 from ..training.build import fork_rng, plain_torch, resolve_data
+from ..training.model_identity import digest
 from .clock import RaceClock
 from .result import Point, RaceInterrupted, RaceResult, RaceRun, read_runs
 
@@ -170,6 +175,7 @@ class _Race:
                         self._runs.append(self._one(name, seed))
                         if self._file is not None:
                             self._result.save(self._file)
+                            shutil.rmtree(self._unfinished, ignore_errors=True)
                     bar.update()
         return False
 
@@ -186,16 +192,33 @@ class _Race:
         return dataclasses.replace(result, runs=[run for run in result.of(first) if run.seed == seed]).limit(seed)
 
     def _one(self, name: str, seed: int) -> RaceRun:
-        spec, limit, start = self._variants[name], self._limit(name, seed), perf_counter()
+        spec, limit = self._variants[name], self._limit(name, seed)
         clock = RaceClock(self._result.monitor, self._result.target, limit)
-        callbacks = [*fit_options(spec).get("callbacks", ()), clock]
+        options: dict[str, Any] = {"callbacks": [*fit_options(spec).get("callbacks", ()), clock]}
+        if self._file is not None:
+            # Not in the background: that would take time from the steps that follow.
+            kept = Checkpoints(keep=1, keep_best=False, background=False)
+            options |= {"out": self._folder(name, seed), "resume": "auto", "checkpoints": kept}
         try:
-            history = fit(spec.replace(seed=seed), measured_config(spec, callbacks=callbacks)).history
-        except (PlanError, DataError):  # no run of this variant can work
+            history = fit(spec.replace(seed=seed), measured_config(spec, **options)).history
+        except (PlanError, DataError, CheckpointError):  # no run of this variant can work, or none can be kept
             raise
         except Exception as error:  # it diverged, or ran out of memory: the others go on
-            return RaceRun(name, seed, wall=perf_counter() - start, failed=describe_error(error))
+            return RaceRun(name, seed, wall=clock.wall, failed=describe_error(error))
         points = tuple(Point(at, int(images), accuracy) for at, images, accuracy in clock.points)
-        stopped = history.stopped or ""
+        stopped, resumed = history.stopped or "", len(history.facts.get("resumed", ()))
         given_up = stopped == clock.reason
-        return RaceRun(name, seed, points, perf_counter() - start, limit if given_up else None, stopped)
+        return RaceRun(name, seed, points, clock.wall, limit if given_up else None, stopped, resumed=resumed)
+
+    @property
+    def _unfinished(self) -> Path:
+        assert self._file is not None
+        return self._file.with_name(f"{self._file.stem}-unfinished")
+
+    def _folder(self, name: str, seed: int) -> Path:
+        """Return the folder of a run, with what an interrupt has left of it; what is left of others is removed."""
+        facts = json.dumps(dict(self._result.facts), sort_keys=True, default=str)
+        folder = self._unfinished / digest(f"{facts} {name} {seed}")
+        for other in {*self._unfinished.glob("*")} - {folder}:
+            shutil.rmtree(other, ignore_errors=True)
+        return folder

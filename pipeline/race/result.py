@@ -42,6 +42,7 @@ class RaceRun:
         limit: seconds of training after which it was stopped by the race's rule; None if it was not.
         stopped: why a callback ended it early, the race's included; "" if none did.
         failed: the reason of an error; "" without.
+        resumed: how often it was continued after an interrupt; its seconds include as many more starts.
     """
 
     variant: str
@@ -51,6 +52,7 @@ class RaceRun:
     limit: float | None = None
     stopped: str = ""
     failed: str = ""
+    resumed: int = 0
 
     def seconds_to(self, target: float, monitor: Monitor) -> float | None:
         """Return the seconds of training until the first evaluation that reaches the target; None if none does."""
@@ -89,7 +91,7 @@ class RaceResult(Printed):
     Attributes:
         target: the accuracy, 0 to 1.
         variants: their names, the first is the pipeline itself.
-        runs: those that ended, in their order; an unfinished one is not among them.
+        runs: those that ended, in their order; an unfinished one is not among them, but in a folder next to the file.
         monitor: the metric that is raced for.
         give_up: a run is stopped that takes this many times as long as the fastest; None: none is.
         facts: options, machine and versions.
@@ -181,6 +183,11 @@ class RaceResult(Printed):
                 )
             elif run.stopped:
                 sentences.append(f"{run.variant}, seed {run.seed}, ended early: {run.stopped}.")
+            if run.resumed:
+                sentences.append(
+                    f"{run.variant}, seed {run.seed}, was continued after {run.resumed} interrupt(s): its seconds "
+                    "include as many more starts."
+                )
         return [*sentences, *filter(None, [self.stopped])]
 
     def _table(self) -> Table:

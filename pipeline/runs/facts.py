@@ -32,8 +32,9 @@ def fit_options(spec: PipelineSpec) -> dict[str, Any]:
 
 
 def measured_config(spec: PipelineSpec, **options: Any) -> FitConfig:
-    """Return the config of `fit` for a run of this pipeline that is measured: it prints and saves nothing."""
-    return FitConfig(progress=False, checkpoints=None, **fit_options(spec) | options)
+    """Return the config of `fit` for a run of this pipeline that is measured: unless `options` have it save, it prints
+    and saves nothing."""
+    return FitConfig(**{"progress": False, "checkpoints": None, **fit_options(spec), **options})
 
 
 def facts_of(plan: ResolvedPlan) -> dict[str, Any]:

@@ -24,6 +24,7 @@ SMALL: dict[str, list[str]] = {
     "checkpoints": ["--millions", "2", "--rounds", "2", "--steps", "1"],
     "cluster": ["--rounds", "2", "--steps", "1", "--ranks", "1", "--images", "100", "--latency", "0.005"],
     "fast": ["--small", "."],
+    "faults": ["--rounds", "1", "--only", "different_recipes"],
     "features": [
         "--epochs", "1", "--label-epochs", "1", "--seeds", "2", "--train", "train.beton", "--val", "val.beton",
     ],

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -55,11 +57,21 @@ class Agent:
     def output(self) -> str:
         return self.log.read_text()
 
-    def worker(self) -> psutil.Process:
+    @property
+    def host(self) -> str:
+        return socket.gethostname() if self.machine is None else self.machine.name
+
+    def _torchrun(self) -> psutil.Process:
         agent = psutil.Process(self.process.pid)
         if self.machine is not None:
             (agent,) = agent.children()  # of nsenter
-        return agent.children()[0]
+        return agent
+
+    def worker(self) -> psutil.Process:
+        return self._torchrun().children()[0]
+
+    def signal(self, number: signal.Signals) -> None:
+        self._torchrun().send_signal(number)
 
     def end(self) -> int:
         try:
@@ -121,6 +133,18 @@ class Job:
                         steps[step].append(samples)
             found.append((int(group[0].name.rpartition("-")[2]), dict(steps)))
         return found
+
+    def record(self, record_property: Callable[[str, float], None], *what: str) -> None:
+        """Record of each start of the ranks but the first, for the reason `what`: the seconds from the last step before
+        it to its first, and how many steps it has repeated."""
+        began: dict[int, list[Path]] = defaultdict(list)  # by the time of the first step, in nanoseconds
+        for file in self.seen.iterdir():
+            began[int(file.name.partition("-")[0])].append(file)
+        last = [max(file.stat().st_mtime_ns for file in began[start]) for start in sorted(began)]
+        steps = [found for _, found in self.starts()]
+        for number, reason in enumerate(what, 1):
+            record_property(f"{reason}: until the next step", (sorted(began)[number] - last[number - 1]) / 1e9)
+            record_property(f"{reason}: steps repeated", max(steps[number - 1]) + 1 - min(steps[number]))
 
     def steps(self) -> int:
         return max((step for _, steps in self.starts() for step in steps), default=0)

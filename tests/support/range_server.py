@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class RangeServer:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
         self.folder = folder
         self.requests: list[tuple[str, int, int]] = []  # path, first byte and length; of a whole file, -1
         self.fail = 0  # requests to answer with status 503 before the next good one
@@ -19,12 +19,16 @@ class RangeServer:
         self.ranges, self._gone = True, False  # whether it knows ranges
         self.tags = True  # whether it sends entity tags
         self.key: str | None = None  # the Authorization that it wants
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self._server = ThreadingHTTPServer((host, 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
 
+    @property
+    def port(self) -> int:
+        return self._server.server_address[1]
+
     def address(self, name: str) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}/{name}"
+        return f"http://127.0.0.1:{self.port}/{name}"
 
     @property
     def bytes(self) -> int:

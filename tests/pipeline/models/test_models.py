@@ -65,6 +65,18 @@ def test_the_last_layer_is_replaced_whatever_its_name(name: str) -> None:
     assert changed == {f"{HEADS[name]}.weight", f"{HEADS[name]}.bias"}
 
 
+@pytest.mark.parametrize("backbone", ["resnet18d", "convnext_atto"])
+def test_a_network_with_logits_for_each_pixel(backbone: str) -> None:
+    model = model_factory("fpn")(num_classes=5, backbone=backbone, width=16)
+    for height, width in ((64, 96), (75, 50)):
+        logits = model(torch.rand(2, 3, height, width))
+        assert logits.shape == (2, 5, height, width)
+    logits.square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with pytest.raises(RecipeError, match=r"timm has no model 'resnet18dd'.*resnet18d"):
+        model_factory("fpn")(num_classes=5, backbone="resnet18dd")
+
+
 def test_weights_that_are_not_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path))
     weights = torchvision.models.ResNet18_Weights.IMAGENET1K_V1

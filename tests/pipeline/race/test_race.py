@@ -153,6 +153,49 @@ def test_an_interrupt_keeps_the_runs_and_a_second_call_goes_on(
     _refuses_others(toy, file, options, other)
 
 
+class Interrupts(Sleepy):
+    """In the folder that the environment names, a file for each step; one that is to be interrupted raises, once."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training and len(images) == BATCH:
+            folder = Path(os.environ["RACE_STEPS"])
+            number = len([*folder.iterdir()])
+            (folder / f"{number}").touch()
+            if number == int(os.environ["RACE_LAST"]):
+                raise KeyboardInterrupt
+        return super().forward(images)
+
+
+@pytest.mark.long
+def test_an_unfinished_run_continues_where_its_last_epoch_ended(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def race(name: str, last: int) -> RaceResult:
+        (steps := tmp_path / f"steps {name}").mkdir(exist_ok=True)
+        monkeypatch.setenv("RACE_STEPS", str(steps))
+        monkeypatch.setenv("RACE_LAST", str(last))
+        options: dict[str, Any] = {"target": TARGET, "epochs": EPOCHS, "against": {}, "progress": False}
+        return pipeline.race(seeds=1, out=tmp_path / f"{name}.json", **options)
+
+    pipeline, each = toy.pipeline(Interrupts(0)), TRAIN // BATCH
+    whole = race("whole", -1).runs[0]
+    with pytest.raises(RaceInterrupted):
+        race("interrupted", 2 * each + 1)  # within the last epoch
+    assert RaceResult.load(tmp_path / "interrupted.json").runs == []
+    (left,) = (tmp_path / "interrupted-unfinished").iterdir()
+    (left.parent / "of another race").mkdir()
+    found = race("interrupted", -1)
+    (run,) = found.runs
+    assert [point[1:] for point in run.points] == [point[1:] for point in whole.points]
+    assert [point.seconds for point in run.points] == sorted(point.seconds for point in run.points)
+    assert run.wall > run.points[-1].seconds
+    assert (whole.resumed, run.resumed) == (0, 1)
+    repeated = 2  # the step that it was in, and the one before in the same epoch
+    assert len([*(tmp_path / "steps interrupted").iterdir()]) == EPOCHS * each + repeated
+    assert "the pipeline, seed 0, was continued after 1 interrupt(s)" in repr(found)
+    assert not left.parent.exists()
+
+
 def _refuses_others(toy: Toy, file: Path, options: dict[str, Any], against: dict[str, Pipeline]) -> None:
     for pipeline, changed, what in (
         (toy.pipeline(), {"target": 0.5}, "target"),

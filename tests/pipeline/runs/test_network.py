@@ -1,5 +1,7 @@
-"""Machines with networks of their own, whose cables are cut: namespaces of this machine (see `support/machines.py`)."""
+"""Machines with networks of their own, whose cables are cut: namespaces of this machine (see `support/machines.py`).
+`benchmarks/faults.py` publishes the seconds that these tests record."""
 
+import os
 import subprocess
 import sys
 import time
@@ -56,10 +58,12 @@ def test_doctor_shows_both(cluster: Cluster, tmp_path: Path, started: Started) -
         assert machine.address in output
 
 
-def test_host_names_that_lead_to_loopback(cluster: Cluster, toy: Toy, tmp_path: Path, started: Started) -> None:
+def test_host_names_that_lead_to_loopback(
+    cluster: Cluster, toy: Toy, tmp_path: Path, started: Started, record_property: Any
+) -> None:
     """As Debian's installer writes them: gloo offers an address that nobody else reaches. Who knows first ends
     both."""
-    job = Job(tmp_path, started)
+    job, started_at = Job(tmp_path, started), time.monotonic()
     path = recipe(toy, tmp_path / "toy.json", epochs=2, timeout=40)
     for number, machine in enumerate(cluster.machines):
         hosts = tmp_path / f"hosts-{machine.name}"
@@ -71,13 +75,81 @@ def test_host_names_that_lead_to_loopback(cluster: Cluster, toy: Toy, tmp_path: 
     begin = time.monotonic()
     assert [agent.end() for agent in job.agents] == [1, 1]
     assert time.monotonic() - begin < SLACK
+    record_property("127.0.1.1 in the hosts files, timeout=40: until both end", time.monotonic() - started_at)
     for agent in job.agents:
         errors = [line for line in agent.output.splitlines() if "Error: Rank" in line]
         assert any("cannot exchange tensors" in line and "GLOO_SOCKET_IFNAME" in line for line in errors), agent.output
 
 
+def test_a_cable_that_is_cut_for_ten_seconds(
+    cluster: Cluster, toy: Toy, tmp_path: Path, started: Started, record_property: Any
+) -> None:
+    """Less than `timeout`: the same ranks go on."""
+    job = Job(tmp_path, started)
+    path = recipe(toy, tmp_path / "toy.json", epochs=30, timeout=60)
+    for machine in cluster.machines:
+        job.start("train", path, "--out", str(job.out), on=machine)
+    job.wait(lambda: job.steps() >= 7, "training")
+    cluster.machines[1].unplug()
+    time.sleep(10)
+    at, begin = job.steps(), time.monotonic()
+    cluster.machines[1].plug()
+    job.wait(lambda: job.steps() > at, "training again")
+    record_property("a cable is cut for 10 s: from its return until the next step", time.monotonic() - begin)
+    assert at < 30 * STEPS - 1, "it went on without the network"
+    assert [agent.end() for agent in job.agents] == [0, 0], job.agents[0].output
+    assert [ranks for ranks, _ in job.starts()] == [2]
+    undisturbed(path, tmp_path / "undisturbed")
+    assert losses_in(job.out) == losses_in(tmp_path / "undisturbed")
+
+
+STORE = """
+import sys
+from pathlib import Path
+from range_server import RangeServer
+
+server = RangeServer(Path(sys.argv[1]), "0.0.0.0")
+server.fail = 10**6  # until there is a line
+print(server.port, flush=True)
+sys.stdin.readline()
+server.fail = 0
+sys.stdin.read()
+"""
+
+
+def test_a_store_that_does_not_answer_at_first(
+    cluster: Cluster, toy: Toy, tmp_path: Path, started: Started, record_property: Any
+) -> None:
+    """Both machines get their data from it."""
+    job, environment = Job(tmp_path, started), {**os.environ, "PYTHONPATH": str(SUPPORT)}
+    folder = Path(toy.train).parent
+    store = cluster.machines[0].start(
+        sys.executable, "-c", STORE, str(folder), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
+    started.append(store)
+    port = store.stdout.readline().strip()
+    data = {name: f"http://node0:{port}/{name}.beton" for name in ("train", "val")}
+    path = recipe(toy, tmp_path / "toy.json", epochs=2, timeout=60)
+    for number, machine in enumerate(cluster.machines):
+        own = [f"{name}={address}" for name, address in data.items()] + [f"cache={tmp_path}/cache {number}"]
+        job.start("train", path, *own, "--out", str(job.out), on=machine)
+    job.wait(lambda: any("does not answer" in agent.output for agent in job.agents), "waiting for it")
+    time.sleep(10)
+    begin = time.monotonic()
+    store.stdin.write("\n")
+    store.stdin.flush()
+    job.wait(lambda: job.steps() > 0, "training")
+    away = "the store of the data is away for more than 10 s"
+    record_property(f"{away}: from its return until the first step", time.monotonic() - begin)
+    assert [agent.end() for agent in job.agents] == [0, 0], job.agents[0].output
+    undisturbed(path, tmp_path / "undisturbed")
+    assert losses_in(job.out) == losses_in(tmp_path / "undisturbed")
+
+
 @pytest.mark.parametrize("where", ["switch", "node0"])
-def test_a_link_goes_down(cluster: Cluster, toy: Toy, tmp_path: Path, started: Started, where: str) -> None:
+def test_a_link_goes_down(
+    cluster: Cluster, toy: Toy, tmp_path: Path, started: Started, record_property: Any, where: str
+) -> None:
     """The ranks on both of its ends stop, and continue when it is up again."""
     job = Job(tmp_path, started)
     path = recipe(toy, tmp_path / "toy.json", epochs=6, timeout=TIMEOUT)
@@ -93,6 +165,7 @@ def test_a_link_goes_down(cluster: Cluster, toy: Toy, tmp_path: Path, started: S
     begin = time.monotonic()
     assert not wait_until_ended(workers, TIMEOUT + SLACK), "a rank does not end"
     assert time.monotonic() - begin > TIMEOUT / 2
+    record_property(f"a cable is cut for good, timeout={TIMEOUT}: until the ranks end", time.monotonic() - begin)
     for rank, agent in enumerate(job.agents):
         (line,) = [line for line in agent.output.splitlines() if line.startswith("StrategyError")]
         assert line.startswith(f"StrategyError: Rank {rank} of 2 (node{rank}) stops, because ")
@@ -104,7 +177,10 @@ def test_a_link_goes_down(cluster: Cluster, toy: Toy, tmp_path: Path, started: S
     else:
         cluster.machines[int(where[-1])].run("ip", "link", "set", "eth0", "up")
     assert [agent.end() for agent in job.agents] == [1, 1]
+    begin = time.monotonic()
     again = [job.start(*command, on=machine) for machine in cluster.machines]
+    job.wait(lambda: len(job.starts()) == 2, "training again")
+    record_property("the same job is started again: until the next step", time.monotonic() - begin)
     assert [agent.end() for agent in again] == [0, 0], again[0].output
     assert [ranks for ranks, _ in job.starts()] == [2, 2]
     assert min(job.starts()[1][1]) == int(saved.name.removeprefix("step-")) + 1
@@ -113,7 +189,7 @@ def test_a_link_goes_down(cluster: Cluster, toy: Toy, tmp_path: Path, started: S
 
 
 def test_the_machine_with_the_rendezvous_goes_on_alone(
-    cluster: Cluster, toy: Toy, tmp_path: Path, started: Started
+    cluster: Cluster, toy: Toy, tmp_path: Path, started: Started, record_property: Any
 ) -> None:
     """The other one comes back by itself when its link is up again."""
     job = Job(tmp_path, started, nodes="1:2", restarts=9, grows=True)
@@ -133,6 +209,7 @@ def test_the_machine_with_the_rendezvous_goes_on_alone(
     begun, last = ([pick(steps) for _, steps in job.starts()] for pick in (min, max))
     assert begun[1] in (last[0], last[0] + 1), "what a cut link loses is one step at most"
     assert begun[2] == last[1] + 1, "a machine that joins loses none"
+    job.record(record_property, f"a machine loses its network, timeout={TIMEOUT}", "its network is back")
     epochs = job.epochs(STEPS)
     assert len(epochs) == 12
     assert all(len(set(epoch)) == SAMPLES and epoch == epochs[0] for epoch in epochs)
