@@ -132,10 +132,8 @@ def _methods(
             pooled = engine.pool_buffers(buffers) if engine.world_size > 1 else {}
             own |= {key_of(what, name): copied(buffers[name]) for name in pooled}
             for name, tensor in value.items():
-                if name in pooled:
-                    gathered = pooled[name]
-                else:
-                    gathered = tensor if keep is as_held else engine.gather(tensor)
+                held = pooled.get(name, tensor)
+                gathered = held if keep is as_held else engine.gather(held)
                 if keep(name):
                     whole[key_of(what, name)] = gathered if keep is as_held else copied(gathered)
     return whole, own, values
