@@ -131,8 +131,7 @@ def _methods(
             buffers = {name: tensor for name, tensor in value.items() if name not in parameters}
             pooled = engine.pool_buffers(buffers) if engine.world_size > 1 else {}
             own |= {key_of(what, name): copied(buffers[name]) for name in pooled}
-            for name, tensor in value.items():
-                held = pooled.get(name, tensor)
+            for name, held in (value | pooled).items():
                 gathered = held if keep is as_held else engine.gather(held)
                 if keep(name):
                     whole[key_of(what, name)] = gathered if keep is as_held else copied(gathered)
