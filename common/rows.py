@@ -1,8 +1,21 @@
-"""Rows of tensors that are sharded along their first dimension as by `torch.chunk`, which FSDP2's DTensors are."""
+"""Shards of tensors as by `torch.chunk`: of their rows, which FSDP2's DTensors are, or of their elements."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class FlatShard:
+    """The elements that this rank holds of a tensor that is flattened and then sharded as by `torch.chunk`, as in
+    DeepSpeed's third stage. It takes the place of a DTensor in what an engine exports as held."""
+
+    read: Callable[[], torch.Tensor]  # returns them, of shape (elements,), where possible sharing memory
+    shape: torch.Size  # of the full tensor
+    shards: int
+    shard: int
 
 
 def chunk(rows: int, shards: int, shard: int) -> tuple[int, int]:
@@ -12,9 +25,11 @@ def chunk(rows: int, shards: int, shard: int) -> tuple[int, int]:
 
 
 def shard_of(value: torch.Tensor) -> tuple[int, int] | None:
-    """Return into how many shards the rows of a DTensor are divided, and which one this rank holds; None for a tensor
-    that is not sharded, or not along its first dimension only."""
+    """Return into how many shards a DTensor's rows, or the elements of a `FlatShard`, are divided, and which one this
+    rank holds; None for a tensor that is not sharded, or not along its first dimension only."""
     tensor: Any = value
+    if isinstance(tensor, FlatShard):
+        return tensor.shards, tensor.shard
     if not hasattr(tensor, "device_mesh"):  # importing DTensor takes a second
         return None
     divided = [number for number, placement in enumerate(tensor.placements) if not placement.is_replicate()]
@@ -25,7 +40,9 @@ def shard_of(value: torch.Tensor) -> tuple[int, int] | None:
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a DTensor, sharing memory; another tensor itself."""
+    """Return what this rank holds of a DTensor or a `FlatShard`, sharing memory; another tensor itself."""
     tensor: Any = value
+    if isinstance(tensor, FlatShard):
+        return tensor.read()
     part: torch.Tensor = tensor.to_local() if hasattr(value, "device_mesh") else value
     return part

@@ -58,8 +58,9 @@ class Engine(Protocol):
     world_size: int
     accumulate: int
     shards: int
-    """Over how many ranks the rows of each parameter are sharded as by `torch.chunk` (DTensors): ranks write such rows
-    to checkpoints as they are. 0 if they are not: then checkpoints have full tensors, each from one rank."""
+    """Over how many ranks each parameter is sharded as by `torch.chunk`, its rows (DTensors) or its elements
+    (`rows.FlatShard`): ranks write such shards to checkpoints as they are. 0 if they are not: then rank 0 writes full
+    tensors."""
     skipped: bool
     """Whether the last `step` changed neither weights nor optimizer, because fp16 gradients overflowed."""
     note: str
@@ -72,9 +73,6 @@ class Engine(Protocol):
     @property
     def sharded(self) -> bool:
         """Whether parameters are sharded, so that no rank has the full model."""
-
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of each tensor that `export_state` returns, by name; the same on every rank."""
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """Return the precision's autocast context; empty for fp32. Use it in evaluation too.
@@ -149,9 +147,9 @@ class Engine(Protocol):
         `strict`, any tensor, which keeps its values.
 
         Every rank must call it, with a mapping that has all tensors in full; each takes its shard. Tensors are read one
-        at a time, so a mapping that reads a file need not hold them all; of `Tensors`, `fsdp` reads only the rows that
-        this rank holds. Raises `StrategyError` if names or shapes differ from the model's: nothing has changed if names
-        differ; a shape is checked when its tensor is loaded.
+        at a time, so a mapping that reads a file need not hold them all; of `Tensors`, sharded engines (`shards`)
+        read only what this rank holds. Raises `StrategyError` if names or shapes differ from the model's: nothing has
+        changed if names differ; a shape is checked when its tensor is loaded.
         """
 
     def export_optimizer(self, keep: Keep | None = None) -> OptimizerState:
@@ -162,7 +160,8 @@ class Engine(Protocol):
         """Load any engine's `export_optimizer`. Raises `StrategyError` if it belongs to other parameters."""
 
     def gather(self, value: torch.Tensor, home: int | None = None) -> torch.Tensor:
-        """Return the full `value`: itself, unless it is sharded (a DTensor); then all ranks must call it.
+        """Return the full `value`: itself, unless it is sharded (a DTensor, a `FlatShard`, a parameter of DeepSpeed's
+        third stage); then all ranks must call it.
 
         With `home`, a rank, the result may be empty on the others: they send their shards, and receive none.
         """

@@ -21,7 +21,6 @@ from .common.optimizer_state import (
     OptimizerState,
     as_held,
     export_groups,
-    home_of,
     import_groups,
     name_of,
 )
@@ -46,10 +45,6 @@ class LocalEngine(Engine):
     @property
     def sharded(self) -> bool:
         return False
-
-    def sizes(self) -> dict[str, int]:
-        tensors = self._tensors("sizes")
-        return {name: self._shape(value).numel() * value.element_size() for name, value in tensors.items()}
 
     def forward_context(self) -> AbstractContextManager[Any]:
         if self._options.precision != "fp32":
@@ -131,7 +126,7 @@ class LocalEngine(Engine):
     def export_state(self, keep: Keep | None = None) -> dict[str, torch.Tensor]:
         state: dict[str, torch.Tensor] = {}
         for name, value in self._tensors("export_state").items():
-            whole = self._gathered(value, name, keep)
+            whole = self._gathered(value, keep)
             if keep is None or keep(name):
                 state[name] = whole if keep is as_held else copied(whole)
         return state
@@ -198,8 +193,8 @@ class LocalEngine(Engine):
     def gather(self, value: torch.Tensor, home: int | None = None) -> torch.Tensor:  # noqa: ARG002
         return value
 
-    def _gathered(self, value: torch.Tensor, name: str, keep: Keep | None) -> torch.Tensor:
-        return value if keep is as_held else self.gather(value, home_of(keep, name))
+    def _gathered(self, value: torch.Tensor, keep: Keep | None) -> torch.Tensor:
+        return value if keep is as_held else self.gather(value)
 
     def barrier(self) -> None:
         # Reads a reduced number: unlike `dist.barrier` this needs no device of its own under NCCL.
@@ -264,7 +259,7 @@ class LocalEngine(Engine):
         self, parameter: nn.Parameter, name: str, key: str, value: object, keep: Keep | None  # noqa: ARG002
     ) -> torch.Tensor | float:  # fmt: skip
         if isinstance(value, torch.Tensor):
-            return self._gathered(value.detach(), name, keep)
+            return self._gathered(value.detach(), keep)
         if isinstance(value, int | float):
             return value
         raise StrategyError(

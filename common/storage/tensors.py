@@ -16,7 +16,7 @@ from .files import atomic_file
 
 
 class Tensors(Mapping[str, torch.Tensor]):
-    """Tensors by name, each read from its file on access; `shape_of` and `rows_of` read less."""
+    """Tensors by name, each read from its file on access; `shape_of`, `rows_of` and `elements_of` read less."""
 
     def __init__(self, readers: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
         self.readers, self.metadata = readers, metadata or {}
@@ -94,6 +94,19 @@ def rows_of(source: Mapping[str, Any], name: str, start: int, stop: int) -> torc
     """Return these rows of a tensor of `source`; of one in a file, only they are read."""
     rows: torch.Tensor = _unread(source, name)[start:stop]
     return rows
+
+
+def elements_of(source: Mapping[str, Any], name: str, start: int, stop: int) -> torch.Tensor:
+    """Return these elements of a tensor of `source`, flattened; of one in a file, only the rows that have them are
+    read, or only they, if its elements are sharded."""
+    flat = getattr(_unread(source, name), "elements", None)
+    if flat is not None:
+        elements: torch.Tensor = flat[start:stop]
+        return elements
+    width = max(1, math.prod(shape_of(source, name)[1:]))
+    first = start // width
+    rows = rows_of(source, name, first, -(-stop // width))
+    return rows.flatten()[start - first * width : stop - first * width]
 
 
 def _unread(source: Mapping[str, Any], name: str) -> Any:

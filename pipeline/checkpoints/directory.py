@@ -42,7 +42,7 @@ class Checkpoints:
         keep_best: also keep the checkpoint with the best monitored metric, of those whose weights were evaluated;
             of equal ones the first. Default True.
         background: write the files in a thread while training continues. The values are copied to the CPU first,
-            which takes the memory of one checkpoint there; with `fsdp`, of the rank's shard. Default True.
+            which takes the memory of one checkpoint there; of sharded parameters, of the rank's shard. Default True.
 
     Raises:
         PlanError: if a value is invalid.

@@ -4,16 +4,16 @@
 
     step-00000123/
         state.json                  the position of the run, and the SHA-256 of every other file
-        model.safetensors           by parameter name; if sharded, model-00001-of-00002.safetensors, in one of two ways
+        model.safetensors           by parameter name; if sharded, model-00001-of-00002.safetensors
         optimizer.safetensors       tensors named "<parameter>::<key>" (`key_of`); shards likewise
         unlisted.safetensors        what the model's state dict leaves out: non-persistent buffers. Only if there are
                                     any, and not in checkpoints of older versions; shards likewise
         methods.safetensors         averages (EMA, SWA); shards likewise
         rank-00001-of-00002.safetensors    state of one rank: random states, local buffers
 
-If the rows of tensors are sharded (FSDP), each file has those that its rank held, and `state.json` the full shapes
-(`shards.Shards`). If a model is sharded otherwise (DeepSpeed's third stage), each file has some of the tensors in full,
-and `model.safetensors.index.json` lists them: Hugging Face's layout, which older versions used for FSDP, too.
+If tensors are sharded by rows (FSDP), or by elements of the flattened tensors (DeepSpeed's third stage), each file has
+those that its rank held, and `state.json` the full shapes (`shards.Shards`). In older versions each file could have
+some of the tensors in full, which `model.safetensors.index.json` lists: Hugging Face's layout.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal, NotRequired, Self, TypedDict
 from urllib.parse import quote, unquote
 
 import torch
-from msgspec import Meta, Struct, structs
+from msgspec import Meta, Struct, structs, to_builtins
 
 from ...common.errors import CheckpointError, DrivetrainError
 from ...common.storage.files import sha256, sync, write_file
@@ -121,7 +121,7 @@ class CheckpointContent(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def _canonical(state: Values) -> bytes:
-    return json.dumps(state, sort_keys=True, separators=(",", ":"), default=structs.asdict).encode()
+    return json.dumps(state, sort_keys=True, separators=(",", ":"), default=to_builtins).encode()
 
 
 def _digest(state: Values) -> str:
@@ -138,21 +138,17 @@ class Part:
     tensors: dict[str, dict[str, torch.Tensor]]
     own: RankContent
     writers: int
-    indexed: bool = False  # whether Hugging Face's index is to tell who wrote which tensor
 
 
 def write_part(folder: Path, part: Part, rank: int, ranks: int) -> None:
     """Write a rank's files into `folder`, and then a note, whose presence means that they are complete."""
     files: dict[str, Any] = {}
-    sizes: dict[str, Any] = {}
     try:
         for kind, tensors in part.tensors.items():
             path = folder / _file_name(kind, rank, ranks if kind == OWN else part.writers)
             save_weights(tensors, path, about={"format": "pt"})  # Hugging Face's loader requires the metadata
             files[path.name] = _measure(path)
-            if part.indexed:
-                sizes[path.name] = {key: value.numel() * value.element_size() for key, value in tensors.items()}
-        note = {"files": files, "sizes": sizes, "own": structs.asdict(part.own)}
+        note = {"files": files, "own": structs.asdict(part.own)}
         write_file(note_path(folder, rank), json.dumps(note))
     except (OSError, DrivetrainError) as error:
         raise CheckpointError(f"The checkpoint {folder} could not be written: {str(error).rstrip('.')}.") from error
@@ -167,9 +163,6 @@ def finish(folder: Path, target: Path, content: CheckpointContent, ranks: int) -
     try:
         notes = [json.loads(note_path(folder, rank).read_text()) for rank in range(ranks)]
         files = {name: about for note in notes for name, about in note["files"].items()}
-        sizes = {name: about for note in notes for name, about in note["sizes"].items()}
-        for kind in SHARED:
-            _write_index(folder, kind, files, sizes)
         ranks_content = [convert(note["own"], RankContent) for note in notes]
         text = structs.replace(content, files=files, ranks=ranks_content).to_json()
         CheckpointContent.from_json(text)  # an unreadable checkpoint must not replace older ones
@@ -262,7 +255,8 @@ class Checkpoint:
             elif self.content.shards is None:
                 opened += map(open_tensors, paths)
             elif paths:
-                opened.append(open_shards(paths, self.content.shards.shapes.get(kind, {})))
+                shards = self.content.shards
+                opened.append(open_shards(paths, shards.shapes.get(kind, {}), shards.flat))
         return Tensors({name: reader for tensors in opened for name, reader in tensors.readers.items()})
 
     @property
@@ -314,20 +308,6 @@ def _file_name(kind: str, rank: int, ranks: int) -> str:
 
 def _index_name(kind: str) -> str:
     return f"{kind}.safetensors.index.json"
-
-
-def _write_index(folder: Path, kind: str, files: dict[str, Any], sizes: dict[str, dict[str, int]]) -> None:
-    """Write which shard holds which tensor, if there are several, and add the index to `files`."""
-    shards = {name: tensors for name, tensors in sizes.items() if name.startswith(f"{kind}-")}
-    if not shards:
-        return
-    index = {
-        "metadata": {"total_size": sum(sum(tensors.values()) for tensors in shards.values())},
-        "weight_map": dict(sorted((key, name) for name, tensors in shards.items() for key in tensors)),
-    }
-    path = folder / _index_name(kind)
-    write_file(path, json.dumps(index, indent=2))
-    files[path.name] = _measure(path)
 
 
 def _measure(path: Path) -> FileFacts:

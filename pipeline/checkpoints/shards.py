@@ -1,10 +1,11 @@
-"""Checkpoints by shard: each rank writes the rows that it holds; a rank that resumes reads the rows that it needs."""
+"""Checkpoints by shard: each rank writes the rows, or elements, that it holds, and reads those that it needs."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 from msgspec import Meta, Struct
@@ -22,18 +23,20 @@ _OPEN = 128  # files of one kind that are kept open, of perhaps thousands
 Shapes = dict[str, Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1)]]
 
 
-class Shards(Struct, frozen=True, forbid_unknown_fields=True):
-    """Into how many files of each kind the rows of tensors are sharded, as by `torch.chunk`, and the full shapes of
-    these tensors by kind and key. The first file has the first rows of each, and all other tensors."""
+class Shards(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Into how many files of each kind the rows of tensors are sharded, as by `torch.chunk`, or, if `flat`, their
+    elements, flattened; and the full shapes of these tensors by kind and key. The first file has the first shard of
+    each, and all other tensors."""
 
     files: Annotated[int, Meta(ge=2)]
     shapes: dict[str, Shapes]
+    flat: bool = False  # older versions do not know it
 
 
 def own_share(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Shapes]:
-    """Return copies on the CPU of what this rank writes: its rows of DTensors, and on rank 0 all other tensors; and the
-    full shapes of the former. Of ranks with the same rows (HSDP), the first writes. Every rank must call it: a DTensor
-    whose rows are not sharded is gathered."""
+    """Return copies on the CPU of what this rank writes: its shards, and on rank 0 all other tensors; and the full
+    shapes of the former. Of ranks with the same rows (HSDP), the first writes. Every rank must call it: a DTensor whose
+    rows are not sharded is gathered."""
     own: dict[str, torch.Tensor] = {}
     shapes: Shapes = {}
     for key, value in tensors.items():
@@ -43,10 +46,10 @@ def own_share(engine: Engine, tensors: Mapping[str, torch.Tensor]) -> tuple[dict
             if engine.rank == 0:
                 own[key] = copied(full)
             continue
-        rows = local_part(value)
+        part = local_part(value)
         shapes[key] = list(value.shape)
-        if engine.rank < engine.shards and (engine.rank == 0 or len(rows)):
-            own[key] = copied(rows)
+        if engine.rank < engine.shards and (engine.rank == 0 or len(part)):
+            own[key] = copied(part)
     return own, shapes
 
 
@@ -63,7 +66,7 @@ class _Held:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.value.dtype
+        return local_part(self.value).dtype
 
     def __call__(self) -> torch.Tensor:
         return self.engine.gather(self.value, 0).detach().cpu()
@@ -83,13 +86,19 @@ def gathered_one_by_one(engine: Engine, held: ModelState) -> ModelState:
     return ModelState()
 
 
-def open_shards(paths: Sequence[Path], shapes: Shapes) -> Tensors:
+def open_shards(paths: Sequence[Path], shapes: Shapes, flat: bool = False) -> Tensors:
     """Return the tensors of a kind's files, in full, or by rows, for which only the files that have them are opened."""
     opened = lru_cache(_OPEN)(lambda number: open_tensors(paths[number]))
     first = opened(0).readers
     for key in sorted(shapes.keys() - first.keys()):
-        raise CheckpointError(f"{paths[0]} does not have {key!r}, whose first rows should be there. {REMEDY}")
-    sharded = {key: _Sharded(opened, paths, key, tuple(shape)) for key, shape in shapes.items()}
+        raise CheckpointError(f"{paths[0]} does not have {key!r}, whose first shard should be there. {REMEDY}")
+    sharded: dict[str, Any] = {}
+    for key, shape in shapes.items():
+        if flat:
+            elements = _Sharded(opened, paths, key, (math.prod(shape),), "elements")
+            sharded[key] = _Flattened(elements, tuple(shape))
+        else:
+            sharded[key] = _Sharded(opened, paths, key, tuple(shape))
     return Tensors({**first, **sharded})
 
 
@@ -101,6 +110,7 @@ class _Sharded:
     paths: Sequence[Path]
     key: str
     shape: tuple[int, ...]
+    unit: str = "rows"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,7 +138,27 @@ class _Sharded:
         if own is None or own.shape != shape or own.dtype != dtype:
             there = "nothing" if own is None else f"{own.dtype} of shape {own.shape}"
             raise CheckpointError(
-                f"{self.paths[number]} has {there} of {self.key!r}, which should be its rows {first} to {end}, {dtype} "
-                f"of shape {shape}. {REMEDY}"
+                f"{self.paths[number]} has {there} of {self.key!r}, which should be its {self.unit} {first} to {end}, "
+                f"{dtype} of shape {shape}. {REMEDY}"
             )
         return own
+
+
+@dataclass(frozen=True)
+class _Flattened:
+    """A tensor whose `elements` are in several files: calling it reads it, a slice of it reads these rows only."""
+
+    elements: _Sharded
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.elements.dtype
+
+    def __call__(self) -> torch.Tensor:
+        return self.elements().view(self.shape)
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        start, stop, _ = rows.indices(self.shape[0])
+        width = math.prod(self.shape[1:])
+        return self.elements[start * width : stop * width].view(max(0, stop - start), *self.shape[1:])

@@ -14,9 +14,10 @@ from torch.nn.parameter import is_lazy
 
 from ...common.errors import CheckpointError, DrivetrainError
 from ...common.model_state import ModelState, buffers_kept, in_memory, split_state, unlisted_tensors
+from ...common.rows import FlatShard
 from ...common.storage.tensors import Tensors
 from ...strategies import Engine
-from ...strategies.common.optimizer_state import Homes, Keep, OptimizerState, as_held, home_of
+from ...strategies.common.optimizer_state import Keep, OptimizerState, as_held
 from ...strategies.engine import copied
 from ...transforms import Transform
 from ..models.factories import model_factory
@@ -71,6 +72,7 @@ def capture_state(
         engine.sync_buffers()
         model = split_state(engine.plain_model, engine.export_state(keep))
         take("model", model.weights)
+        flat = any(isinstance(value, FlatShard) for value in model.weights.values())
         if unlisted_tensors(engine.plain_model):
             take(UNLISTED, model.unlisted)
     optimizer = engine.export_optimizer(keep)
@@ -79,7 +81,7 @@ def capture_state(
     numbers: dict[str, dict[str, Number]] = {}
     for name, entry in optimizer.entries.items():
         for key, value in entry.items():
-            if isinstance(value, torch.Tensor):
+            if not isinstance(value, int | float):
                 moments[key_of(name, key)] = value
             elif keep is not as_held or engine.rank == 0:
                 numbers.setdefault(name, {})[key] = value
@@ -89,7 +91,6 @@ def capture_state(
         {**(shared if engine.rank < writers else {}), OWN: own | own_averages},
         RankContent({"python": random.getstate(), "numpy": of_numpy}, numbers, callbacks or {}),
         writers,
-        indexed=writers > 1 and keep is not as_held,
     )
     return part, CheckpointContent(
         epoch=position.epoch,
@@ -99,28 +100,16 @@ def capture_state(
         optimizer=OptimizerContent(optimizer.groups, dict(optimizer.loss_scale)),
         methods=values,
         loader=built.train.state_dict(),
-        shards=Shards(writers, shapes) if writers > 1 and keep is as_held else None,
+        shards=Shards(writers, shapes, flat) if writers > 1 else None,
         **about,
     )
-
-
-def shares(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Return the rank that writes each tensor, so that all write about as many bytes; the same on every rank."""
-    loads, homes = [0] * ranks, {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        home = loads.index(min(loads))
-        loads[home] += sizes[name]
-        homes[name] = home
-    return homes
 
 
 def _writing_plan(engine: Engine) -> tuple[Keep, int]:
     """Return which tensors this rank keeps, and how many ranks write: all that have a shard, if there are any."""
     if engine.shards:
         return as_held, engine.shards
-    if not engine.sharded:
-        return (lambda _: engine.rank == 0), 1
-    return Homes(engine.rank, shares(engine.sizes(), engine.world_size)), engine.world_size
+    return (lambda _: engine.rank == 0), 1
 
 
 def _methods(
@@ -142,11 +131,8 @@ def _methods(
             buffers = {name: tensor for name, tensor in value.items() if name not in parameters}
             pooled = engine.pool_buffers(buffers) if engine.world_size > 1 else {}
             own |= {key_of(what, name): copied(buffers[name]) for name in pooled}
-            for name, tensor in value.items():
-                if name in pooled:
-                    gathered = pooled[name]
-                else:
-                    gathered = tensor if keep is as_held else engine.gather(tensor, home_of(keep, name))
+            for name, held in (value | pooled).items():
+                gathered = held if keep is as_held else engine.gather(held)
                 if keep(name):
                     whole[key_of(what, name)] = gathered if keep is as_held else copied(gathered)
     return whole, own, values

@@ -139,8 +139,7 @@ class CheckpointWriter:
                 return
         finish(temporary, target, content, ranks)
         with self._kept_here(temporary, content):
-            paths = [*target.glob("*.index.json"), target / STATE]
-            remote.send(target.name, {path.name: path for path in paths})
+            remote.send(target.name, {STATE: target / STATE})
         remote.files.remove([f"{CHECKPOINTS}/{target.name}/{name}" for name in notes])
         self._store.prune(self._run, self._options)
 

@@ -34,15 +34,13 @@ def memory_steps(plan: ResolvedPlan) -> tuple[Step, ...]:
     gathered = 0
     if hasattr(strategy, "gathered_bytes"):
         gathered = strategy.gathered_bytes(model, how.step_options["precision"])
-    beside = copied = ""
-    if gathered:
-        beside = f", and up to {_gb(gathered)} gathered for a while"
-        copied = f", of which each rank copies {_gb((whole + state) / ranks)} to the host's memory and writes it"
+    beside = f", and up to {_gb(gathered)} gathered for a while" if gathered else ""
     return (
         Step(
             f"memory of a rank: {_gb(sum(own) + gathered)} and activations", "Drivetrain",
             f"{', '.join(map(_gb, own))} of weights, gradients and optimizer state{beside}. Checkpoints take "
-            f"{_gb(whole + state)} on the disk{copied}. {_begins(stays, whole)}",
+            f"{_gb(whole + state)} on the disk, of which each rank copies {_gb((whole + state) / ranks)} to the host's "
+            f"memory and writes it. {_begins(stays, whole)}",
         ),
     )  # fmt: skip
 

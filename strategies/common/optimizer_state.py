@@ -20,27 +20,9 @@ Entry = Mapping[str, torch.Tensor | float | int | bool]
 """One parameter's state: `{"exp_avg": tensor of the parameter's shape, "step": 0-dim tensor}`."""
 
 
-@dataclass(frozen=True)
-class Homes:
-    """A `Keep` that all ranks know: an engine sends shards only to the rank that keeps a tensor, by default 0."""
-
-    rank: int
-    homes: Mapping[str, int]
-
-    def __call__(self, name: str) -> bool:
-        return self.home(name) == self.rank
-
-    def home(self, name: str) -> int:
-        return self.homes.get(name, 0)
-
-
 def as_held(name: str) -> bool:  # noqa: ARG001
-    """A `Keep` of every tensor as this rank holds it: sharded ones are not gathered, and none is copied."""
+    """A `Keep` of every tensor as this rank holds it, a DTensor or a `FlatShard` if it is sharded: none is copied."""
     return True
-
-
-def home_of(keep: Keep | None, name: str) -> int | None:
-    return keep.home(name) if isinstance(keep, Homes) else None
 
 
 @dataclass(frozen=True)

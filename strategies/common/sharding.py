@@ -114,9 +114,9 @@ def mixed_precision(strategy: str, model: nn.Module, precision: Precision) -> Mi
     return MixedPrecisionPolicy(**options)
 
 
-def gathered_rows(own: torch.Tensor, rows: int, home: int, group: dist.ProcessGroup) -> torch.Tensor:
+def gathered_rows(own: torch.Tensor, rows: int, home: int | None, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return a tensor of so many rows, sharded as by `torch.chunk`, on rank `home` of the world, whose ranks are the
-    group's; an empty one elsewhere. Every rank must call it, with its `own` rows."""
+    group's, and an empty one elsewhere; None: on every rank. Every rank must call it, with its `own` rows."""
     ranks = dist.get_world_size(group)
     each = -(-rows // ranks)
     if len(own) == each:
@@ -124,10 +124,13 @@ def gathered_rows(own: torch.Tensor, rows: int, home: int, group: dist.ProcessGr
     else:
         sent = own.new_zeros(each, *own.shape[1:])
         sent[: len(own)] = own
-    if dist.get_rank() != home:
+    if home not in (None, dist.get_rank()):
         dist.gather(sent, dst=home, group=group)
         return own.new_empty(0)
     whole = own.new_empty(ranks * each, *own.shape[1:])
     parts = [whole[start : start + each] for start in range(0, ranks * each, each)]
-    dist.gather(sent, parts, dst=home, group=group)
+    if home is None:
+        dist.all_gather(parts, sent, group=group)
+    else:
+        dist.gather(sent, parts, dst=home, group=group)
     return whole[:rows]

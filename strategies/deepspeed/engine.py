@@ -1,7 +1,8 @@
 """The engine of a model that DeepSpeed's ZeRO shards across the ranks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -9,9 +10,12 @@ from torch import nn
 
 from ...common.errors import StrategyError
 from ...common.model_state import unlisted_tensors
+from ...common.rows import FlatShard, chunk, local_part
+from ...common.storage.tensors import elements_of, shape_of
 from ..base import Held
+from ..common import sharding
 from ..common.memory import tensors_in
-from ..common.optimizer_state import Entry, Keep, OptimizerState, import_groups
+from ..common.optimizer_state import Entry, Keep, OptimizerState, as_held, import_groups
 from ..engine import RanksEngine, scalar_device
 from ..options import Options
 
@@ -30,6 +34,8 @@ class DeepSpeedEngine(RanksEngine):
         super().__init__(wrapper, self._zero.optimizer, device, options)
         self._deepspeed, self._wrapper = deepspeed, wrapper
         self._groups, self._stage = groups, stage
+        if self.sharded and self.world_size > 1 and all(map(_is_plain, self.plain_model.parameters())):
+            self.shards = self.world_size
 
     @property
     def plain_model(self) -> nn.Module:
@@ -90,6 +96,8 @@ class DeepSpeedEngine(RanksEngine):
 
     @torch.no_grad()
     def import_state(self, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
+        if self.shards:  # what is gathered now would keep the old values
+            self._zero.empty_partition_cache()
         super().import_state(state, strict=strict)
         self._zero.refresh_fp32_params()
 
@@ -118,9 +126,10 @@ class DeepSpeedEngine(RanksEngine):
                 self.optimizer.state[flat] = _blank(flat, next(iter(entries.values())), groups[flat])
         self._link_states()
         for parameter in (p for group in self._groups for p in group):
-            for key, value in state.entries.get(names[parameter], {}).items():
-                if isinstance(value, torch.Tensor) and value.dim():
-                    self._set_state(parameter, key, value)
+            entry = state.entries.get(names[parameter], {})
+            for key in entry:
+                if shape_of(entry, key):
+                    self._set_state(parameter, key, entry)
 
     def _link_states(self) -> None:
         """Give each parameter its part of the flat state: DeepSpeed does so once, before other groups have state."""
@@ -128,7 +137,11 @@ class DeepSpeedEngine(RanksEngine):
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
 
-    def gather(self, value: torch.Tensor, home: int | None = None) -> torch.Tensor:  # noqa: ARG002
+    def gather(self, value: torch.Tensor, home: int | None = None) -> torch.Tensor:
+        tensor: Any = value
+        if isinstance(tensor, FlatShard):
+            flat = sharding.gathered_rows(local_part(value).to(self.device), value.shape.numel(), home, None)
+            return flat.view(value.shape) if home in (None, self.rank) else flat
         if not hasattr(value, "ds_id"):
             return value
         with self._deepspeed.zero.GatheredParameters([value]):
@@ -156,12 +169,30 @@ class DeepSpeedEngine(RanksEngine):
     def _shape(self, value: torch.Tensor) -> torch.Size:
         return cast(torch.Size, getattr(value, "ds_shape", value.shape))
 
-    def _write(self, value: torch.Tensor, source: Mapping[str, Any], name: str) -> None:
+    def _write(self, value: Any, source: Mapping[str, Any], name: str) -> None:
         if not hasattr(value, "ds_id"):
             value.detach().copy_(source[name])
-            return
-        with self._deepspeed.zero.GatheredParameters([value], modifier_rank=0):
-            value.data.copy_(source[name])
+        elif self.shards:
+            own = elements_of(source, name, *self._range(value))
+            value.ds_tensor[: len(own)].copy_(own)
+        else:
+            with self._deepspeed.zero.GatheredParameters([value], modifier_rank=0):
+                value.data.copy_(source[name])
+
+    def _gathered(self, value: Any, keep: Keep | None) -> torch.Tensor:
+        if keep is as_held and self.shards and hasattr(value, "ds_id"):
+            return self._shard(value, lambda: value.ds_tensor)
+        return super()._gathered(value, keep)
+
+    def _shard(self, parameter: Any, partition: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the elements of a parameter, or of its state, of which this rank has the `partition`."""
+        start, stop = self._range(parameter)
+        shard = FlatShard(lambda: partition()[: stop - start], parameter.ds_shape, self.shards, self.rank)
+        return cast(torch.Tensor, shard)
+
+    def _range(self, parameter: Any) -> tuple[int, int]:
+        """Return the first element of this rank's partition, and the one after its last, which padding may follow."""
+        return chunk(parameter.ds_numel, self.world_size, self.rank)
 
     def _entries(self, names: Mapping[nn.Parameter, str]) -> Mapping[str, Entry]:
         parameters = (parameter for group in self._groups for parameter in group)
@@ -171,18 +202,20 @@ class DeepSpeedEngine(RanksEngine):
         self, parameter: nn.Parameter, name: str, key: str, value: object, keep: Keep | None
     ) -> torch.Tensor | float:
         if isinstance(value, torch.Tensor) and value.shape == self._flat(parameter).shape:  # one per element
-            value = self._deepspeed.utils.safe_get_full_optimizer_state(parameter, key)
+            utils = self._deepspeed.utils
+            if keep is as_held and self.shards:
+                return self._shard(parameter, partial(utils.safe_get_local_optimizer_state, parameter, key))
+            value = utils.safe_get_full_optimizer_state(parameter, key)
         return super()._exported(parameter, name, key, value, keep)
 
-    def _set_state(self, parameter: nn.Parameter, key: str, whole: torch.Tensor) -> None:
+    def _set_state(self, parameter: Any, key: str, entry: Entry) -> None:
         if self._stage < 3:
+            whole = cast(torch.Tensor, entry[key])
             self._deepspeed.utils.safe_set_full_optimizer_state(parameter, whole.contiguous(), key)
             return
-        # DeepSpeed's setter of full tensors fails if they do not divide evenly: the last partition is padded.
-        size = cast(Any, parameter).ds_tensor.numel()
-        padded = whole.new_zeros(size * self.world_size)
-        padded[: whole.numel()] = whole.flatten()
-        part = padded[self.rank * size : (self.rank + 1) * size]
+        own = elements_of(entry, key, *self._range(parameter))
+        part = own.new_zeros(parameter.ds_tensor.numel())
+        part[: len(own)] = own
         self._deepspeed.utils.safe_set_local_optimizer_state(parameter, part, key)
 
     def _flat(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -207,15 +240,21 @@ class DeepSpeedEngine(RanksEngine):
 
 
 def _blank(flat: torch.Tensor, entry: Entry, group: Mapping[str, Any]) -> dict[str, Any]:
-    state: dict[str, Any] = dict(entry)
-    for key, value in state.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        if value.dim():
+    state: dict[str, Any] = {}
+    for key in entry:
+        if shape_of(entry, key):
             state[key] = torch.zeros_like(flat, requires_grad=False)
-        else:
+            continue
+        value = state[key] = entry[key]
+        if isinstance(value, torch.Tensor):
             state[key] = value.to(scalar_device(key, group, flat), copy=True)
     return state
+
+
+def _is_plain(parameter: Any) -> bool:
+    """Return whether a parameter's partition is in memory as it is: not on NVMe, and not quantized."""
+    partition = parameter.ds_tensor
+    return partition.final_location != "nvme" and not hasattr(partition, "ds_quant_scale")
 
 
 def _refuse_uneven(entries: Mapping[str, Entry], names: list[str]) -> None:
@@ -226,9 +265,10 @@ def _refuse_uneven(entries: Mapping[str, Entry], names: list[str]) -> None:
             f"DeepSpeed steps the parameters of a group together. Put the two into separate groups."
         )
     first, *others = entries
-    for key, value in entries[first].items():
-        if isinstance(value, torch.Tensor) and value.dim():
+    for key in entries[first]:
+        if shape_of(entries[first], key):
             continue
+        value = entries[first][key]
         for other in others:
             if entries[other].get(key) != value:
                 raise StrategyError(

@@ -1,29 +1,45 @@
 """Checkpoints by shard: ranks write the rows that they hold, and read those that they need; damage is a typed error."""
 
 import json
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed_methods import options_of
 from drivetrain import CheckpointError, Pipeline, StrategyError
+from drivetrain.common.rows import chunk
+from drivetrain.common.storage.tensors import Tensors, elements_of, open_tensors, rows_of, save_weights
 from drivetrain.pipeline import Checkpoints, CheckpointWarning, export
 from drivetrain.pipeline.checkpoints.directory import find
-from drivetrain.pipeline.checkpoints.format import SHARED, Checkpoint, _digest, _measure
+from drivetrain.pipeline.checkpoints.format import SHARED, UNLISTED, Checkpoint, _digest, _measure
+from drivetrain.pipeline.checkpoints.shards import open_shards
 from drivetrain.strategies import launch
 from drivetrain.transforms import EMA
 from pipeline_data import Toy, numbers, plain_model
 from safetensors.torch import load_file, save_file
-from sharded_checkpoint_jobs import FAMILY, gone_on, resumed, round_trips, train_until_killed
+from sharded_checkpoint_jobs import (
+    FAMILY,
+    FLAT,
+    Odd,
+    flat_runs,
+    gone_on,
+    outcome_of,
+    resumed,
+    round_trips,
+    train_until_killed,
+)
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
 STEP = "step-00000006"
 
 
 def test_ranks_write_their_rows_and_read_only_these(tmp_path: Path) -> None:
-    ranks = launch(round_trips, tmp_path, devices=4, timeout=120)
+    ranks = launch(round_trips, tmp_path, [*FAMILY], devices=4, timeout=120)
     rows = {
         "fsdp": [(2, 1, 1), (2, None, 1), (2, None, None), (1, None, None)],
         "hsdp in pairs": [(4, 1, 1), (3, None, 1)] * 2,
@@ -213,3 +229,102 @@ def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
     facts, weights = after_kills[victim, moment]
     assert facts["resumed"][0]["step"] == 4
     torch.testing.assert_close(weights, load_file(run / "model.safetensors"), rtol=0, atol=0)
+
+
+def test_ranks_write_their_elements_and_read_only_these(tmp_path: Path) -> None:
+    """Of tensors of 21, 7, 2 elements and 1 element, not all of which every rank has."""
+    ranks = launch(round_trips, tmp_path, [*FLAT], devices=3, timeout=240)
+    counts = [(7, 3, 1, 1), (7, 3, 1, None), (7, 1, None, None)]
+    names = ("first.weight", "second.weight::exp_avg", "last.weight", "second.bias")
+    for name in FLAT:
+        for number, rank in enumerate(ranks):
+            own, together, loaded = rank[name]
+            assert together, (name, number)
+            assert loaded, (name, number)
+            assert tuple(own.get(each) for each in names) == counts[number], (name, number)
+
+
+def shard_files(folder: Path, value: torch.Tensor, count: int, flat: bool) -> Tensors:
+    paths = [folder / f"{flat} {count} {number}.safetensors" for number in range(count)]
+    parts: list[Any] = [*(value.flatten() if flat else value).chunk(count)]
+    for path, part in zip_longest(paths, parts):
+        save_weights({} if part is None else {"value": part}, path)
+    return open_shards(paths, {"value": list(value.shape)}, flat)
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 5), (5, 3, 2), (2, 1)])
+def test_elements_and_rows_of_any_shards(shape: tuple[int, ...], tmp_path: Path) -> None:
+    value = torch.arange(float(math.prod(shape))).view(shape)
+    save_weights({"value": value}, tmp_path / "whole.safetensors")
+    sources: list[Mapping[str, torch.Tensor]] = [{"value": value}, open_tensors(tmp_path / "whole.safetensors")]
+    sources += [shard_files(tmp_path, value, count, flat) for count in (2, 3, 4) for flat in (False, True)]
+    for source in sources:
+        assert torch.equal(source["value"], value)
+        for ranks in (1, 2, 3, 4):
+            spans = [chunk(len(value), ranks, rank) for rank in range(ranks)]
+            assert torch.equal(torch.cat([rows_of(source, "value", *span) for span in spans]), value)
+            spans = [chunk(value.numel(), ranks, rank) for rank in range(ranks)]
+            assert torch.equal(torch.cat([elements_of(source, "value", *span) for span in spans]), value.flatten())
+
+
+@pytest.fixture(scope="module")
+def flat(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """Rank 0's outcomes of `flat_runs`, with one device's, and the folder of all runs."""
+    out = tmp_path_factory.mktemp("flat")
+    made = toy.pipeline(Odd).optimize("adamw", lr=0.01, warmup=0.2)
+    alone = made.distribute("single", device="cpu")
+    often = Checkpoints(every_steps=2, keep=9)
+    found: dict[str, Any] = {"single": outcome_of(alone, out=out / "single", checkpoints=often)}
+    names = ("deepspeed_stage_3", "fsdp")
+    on_ranks = {name: made.distribute(name, devices=2, device="cpu", **options_of(name)) for name in names}
+    found |= launch(flat_runs, on_ranks, out, out / "single", STEP, devices=2, timeout=240)[0]
+    for name in on_ranks:
+        found[f"single from {name}"] = outcome_of(alone, resume=out / name / "checkpoints" / STEP)
+    return found, out
+
+
+def test_deepspeeds_shards_are_saved_and_loaded_without_gathering(flat: tuple[dict[str, Any], Path]) -> None:
+    for name, counts in flat[0].items():
+        if name.startswith("deepspeed") and name.endswith("sent"):
+            assert counts[0] > 0, name
+            assert counts[1] == 0, name
+
+
+def test_deepspeeds_shards_are_what_is_gathered(flat: tuple[dict[str, Any], Path]) -> None:
+    found, out = flat
+    weights = found["deepspeed_stage_3"][1]
+    checkpoint = Checkpoint(out / "deepspeed_stage_3" / "checkpoints" / "step-00000008")
+    assert checkpoint.content.shards is not None
+    assert checkpoint.content.shards.flat
+    torch.testing.assert_close(dict(checkpoint.tensors("model")), dict(weights), rtol=0, atol=0)
+    kept = load_file(out / "deepspeed_stage_3" / "model.safetensors")  # streamed
+    torch.testing.assert_close(kept, dict(weights), rtol=0, atol=0)
+    first, second = (load_file(checkpoint.path / name) for name in (FIRST, SECOND))
+    sizes = {name: tuple(each[name].numel() if name in each else 0 for each in (first, second)) for name in weights}
+    assert sizes == {
+        "layers.0.weight": (95, 94), "layers.0.bias": (4, 3), "layers.4.weight": (126, 126), "scale": (1, 0),
+        "fixed": (2, 1), "steps": (1, 0),
+    }  # fmt: skip
+    assert checkpoint.tensors(UNLISTED)["last"].tolist() == [8.0] * 3
+
+
+def test_deepspeeds_shards_move(flat: tuple[dict[str, Any], Path]) -> None:
+    """From it to itself bit for bit; to FSDP and one device, and back, nearly."""
+    found, _ = flat
+    same = found["deepspeed_stage_3 from deepspeed_stage_3"]
+    assert same[0] == found["deepspeed_stage_3"][0]
+    torch.testing.assert_close(same[1], found["deepspeed_stage_3"][1], rtol=0, atol=0)
+    for name, (reached, weights) in ((n, each) for n, each in found.items() if not n.endswith("sent")):
+        for left, right in zip(reached, found["single"][0], strict=True):
+            assert left == pytest.approx(right, abs=1e-5), name
+        torch.testing.assert_close(weights, found["single"][1], rtol=1e-4, atol=1e-5)
+
+
+def test_elements_that_are_missing(flat: tuple[dict[str, Any], Path], toy: Toy, tmp_path: Path) -> None:
+    place = copy_of(flat[1] / "deepspeed_stage_3", tmp_path)
+    tensors = load_file(place / SECOND)
+    save_file({key: value for key, value in tensors.items() if key != "layers.0.weight"}, place / SECOND)
+    rewrite_state(place)
+    words = rf"{SECOND} has nothing of 'layers.0.weight'.* its elements 95 to 189, torch.float32 of shape \(94,\)"
+    with pytest.raises(CheckpointError, match=words):
+        toy.pipeline(Odd).optimize("adamw", lr=0.01, warmup=0.2).fit(epochs=2, resume=place, progress=False)

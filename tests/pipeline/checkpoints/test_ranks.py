@@ -126,6 +126,7 @@ def test_each_rank_writes_its_rows(root: Path, two: list[dict[str, Any]]) -> Non
     checkpoint = Checkpoint(folder)
     assert checkpoint.content.shards is not None
     assert checkpoint.content.shards.files == 2
+    assert "flat" not in json.loads((folder / STATE).read_text())["shards"]  # which older versions do not know
     shapes = checkpoint.content.shards.shapes
     assert shapes["model"] == {name: list(value.shape) for name, value in whole.items()}
     assert not list(folder.glob("*.index.json"))

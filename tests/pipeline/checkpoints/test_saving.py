@@ -15,7 +15,6 @@ from drivetrain.common.storage.addresses import RemoteFolder
 from drivetrain.pipeline import Checkpoints, CheckpointWarning, TrainingInterrupted, TrainingPreempted
 from drivetrain.pipeline.checkpoints import writer as saving
 from drivetrain.pipeline.checkpoints.directory import CheckpointDir
-from drivetrain.pipeline.checkpoints.state import shares
 from drivetrain.strategies import launch
 from pipeline_data import BATCH, TRAIN, FailsAt, Sleepy, Toy, batch_norm_model, numbers, plain_model
 
@@ -273,13 +272,3 @@ def test_after_ctrl_c_the_run_goes_on(toy: Toy, tmp_path: Path) -> None:
     assert resumed.history.facts["resumed"][0]["step"] in (4, 6)
     assert numbers(resumed) == numbers(fit(pipeline))
     assert not list((tmp_path / "checkpoints").glob(".*"))
-
-
-def test_shares_are_even_and_the_same_everywhere() -> None:
-    sizes = {f"layer{number}": size for number, size in enumerate([100, 1, 1, 50, 49, 30, 20, 10, 5, 4])}
-    homes = shares(sizes, 3)
-    loads = [sum(sizes[name] for name, home in homes.items() if home == rank) for rank in range(3)]
-    assert max(loads) <= 100
-    assert min(loads) >= 80
-    assert homes == shares(dict(reversed(sizes.items())), 3)
-    assert shares({"a": 1}, 4) == {"a": 0}
