@@ -119,8 +119,9 @@ def ledger() -> str:
     return svg.replace("<style>", f"<title>{html.escape(title)}</title>\n<style>", 1)
 
 
-def race(name: str, data: str) -> str:
-    """Accuracy over seconds of training: each evaluation a point, and a line through the means of the epochs."""
+def race(name: str, data: str, *notes: str) -> str:
+    """Accuracy over seconds of training: each evaluation a point, and a line through the means of the epochs; `notes`
+    are lines below it."""
     found = RaceResult.load(RESULTS / f"race-{name}.json")
     wide, high, left, top = 560, 300, 78, 56
     longest = max(point.seconds for run in found.runs for point in run.points)
@@ -161,20 +162,22 @@ def race(name: str, data: str) -> str:
         ]  # fmt: skip
         who = "Drivetrain" if color == "ours" else "plain PyTorch"
         x, y = line[-2]
-        place = f'class="end" x="{across(x) - 14:.1f}"' if color == "ours" else f'x="{across(x) + 16:.1f}"'
-        drawn.append(f'<text {place} y="{down(y) + (-6 if color == "ours" else 42):.1f}">{who}</text>')
+        above = color == "ours" and not 0 < down(y) - at < 30  # else it would cross the target's line
+        place = f'class="end" x="{across(x) - 14:.1f}"' if above else f'x="{across(x) + 16:.1f}"'
+        drawn.append(f'<text {place} y="{down(y) + (-6 if above else 30 if color == "ours" else 42):.1f}">{who}</text>')
         told.append(f"{who} {row.seconds.value:.0f} s" if row.seconds else who)
     about = found.provenance
     below = [
         f"{found.rows[0].runs} seeds in turns, every evaluation a point; {about['hardware']['processor']},",
         f"torch {about['versions']['torch']}, {about['date'][:10]}: results/race-{name}.json",
+        *notes,
     ]
     drawn += [
         f'<text class="small" x="{MARGIN}" y="{top + high + 54 + 24 * number}">{html.escape(line)}</text>'
         for number, line in enumerate(below)
     ]
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + high + 92}" role="img">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + high + 44 + 24 * len(below)}" role="img">'
         f"<title>{html.escape(title + ': ' + ', '.join(told))}</title>\n{STYLE}\n" + "\n".join(drawn) + "\n</svg>\n"
     )
 
@@ -182,7 +185,9 @@ def race(name: str, data: str) -> str:
 CHARTS: dict[str, Callable[[], str]] = {
     "loaders.svg": loaders,
     "quickstart-ledger.svg": ledger,
-    "imagenette.svg": partial(race, "imagenette", "Imagenette"),
+    "imagenette.svg": partial(
+        race, "imagenette", "Imagenette", "While Drivetrain's last point was trained, other work ran on the machine."
+    ),
     "time-to-accuracy.svg": partial(race, "cifar10-quickstart", "CIFAR-10"),
 }
 STRIP = "augmentations.webp"

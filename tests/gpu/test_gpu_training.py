@@ -16,15 +16,14 @@ import gpu_device
 import pytest
 import torch
 from drivetrain import RECIPES, Pipeline
-from drivetrain.loaders import convert
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.optim.muon import Muon
 from drivetrain.pipeline.runs.artifacts import FitJob, RankResult
 from drivetrain.pipeline.runs.run import Run
 from gpu_device import Device, agree, fitted
-from pipeline_data import CLASSES, FailsAt, Toy, batch_norm_model, evaluated, toy_arrays
+from pipeline_data import CLASSES, FailsAt, Toy, batch_norm_model, evaluated
 from places import SUPPORT
-from small_recipes import BATCH, SIDE, shrunk
+from small_recipes import BATCH, shrunk, stand_ins
 from torch import nn
 
 pytestmark = gpu_device.MARKS
@@ -67,10 +66,7 @@ def distinct() -> list[str]:
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder, arrays = tmp_path_factory.mktemp("stand-in"), toy_arrays(4 * BATCH, 0, SIDE)
-    for name in ("train", "val"):
-        convert(arrays, folder / f"{name}.beton", classes="abcd", progress=False)
-    return {name: str(folder / f"{name}.beton") for name in ("train", "val")}
+    return stand_ins(tmp_path_factory.mktemp("stand-in"), 4 * BATCH, 4 * BATCH)
 
 
 @pytest.mark.parametrize("name", distinct())

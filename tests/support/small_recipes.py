@@ -1,9 +1,11 @@
 """Recipes reduced to test size."""
 
+from pathlib import Path
 from typing import Any
 
+from drivetrain.loaders import convert
 from drivetrain.pipeline.recipes.presets import completed
-from pipeline_data import CLASSES
+from pipeline_data import CLASSES, toy_arrays
 from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
@@ -20,6 +22,20 @@ def half_resnet(num_classes: int = CLASSES) -> nn.Module:
     model.layer3 = model.layer4 = nn.Identity()
     model.fc = nn.Linear(128, num_classes)
     return model
+
+
+def stand_ins(folder: Path, train: int, val: int) -> dict[str, str]:
+    """Write files of so many images with labels, which are returned, and next to them others with masks."""
+    files = {name: str(folder / f"{name}.beton") for name in ("train", "val")}
+    for seed, (file, size) in enumerate(zip(files.values(), (train, val), strict=True)):
+        images, labels = toy_arrays(size, seed, SIDE)
+        convert((images, labels), file, classes="abcd", progress=False)
+        convert([*zip(images, images[..., 0] // 64, strict=True)], _masks(file), classes="abcd", progress=False)
+    return files
+
+
+def _masks(file: str) -> str:
+    return file.replace(".beton", "-masks.beton")
 
 
 def shrunk(name: str, files: dict[str, str]) -> dict[str, Any]:
@@ -40,6 +56,8 @@ def shrunk(name: str, files: dict[str, str]) -> dict[str, Any]:
         # Each epoch is a step. Of three, growing images have one epoch at full size.
         "epochs": 3 if grows else 2,
     }  # fmt: skip
+    if (recipe["task"] or {}).get("name") == "Segmentation":
+        overrides |= {key: _masks(file) for key, file in files.items()} | {"task.classes": CLASSES}
     if recipe["val"] is None:  # it learns without labels
         overrides["val"] = None
     if recipe["precision"] == "fp16":

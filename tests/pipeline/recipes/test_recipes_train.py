@@ -14,7 +14,7 @@ from drivetrain.pipeline.training.loop import train_epoch
 from drivetrain.strategies.registry import STRATEGIES
 from host_syncs import HostSyncs
 from pipeline_data import CLASSES, toy_arrays
-from small_recipes import BATCH, SIDE, TINY_VIT, shrunk
+from small_recipes import BATCH, TINY_VIT, shrunk, stand_ins
 
 BY_TRANSFORMS = {
     tuple(entry["name"] for entry in recipe.get("transforms", ())): name for name, recipe in RECIPES.items()
@@ -33,11 +33,7 @@ ON_THE_HOST = (
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("stand-in")
-    sizes = {"train": BATCH, "val": 4}
-    for seed, (name, size) in enumerate(sizes.items()):
-        convert(toy_arrays(size, seed, SIDE), folder / f"{name}.beton", classes="abcd", progress=False)
-    return {name: str(folder / f"{name}.beton") for name in sizes}
+    return stand_ins(tmp_path_factory.mktemp("stand-in"), BATCH, 4)
 
 
 # Of the recipes for one model that differ in little else than their epochs, all but one are for `make test-all`, and
@@ -85,6 +81,8 @@ def test_a_step_of_a_recipe_reads_nothing_from_the_device(name: str, stand_in: d
     overrides = {key: value for key, value in shrunk(name, stand_in).items() if "model_options" not in key}
     if RECIPES[name]["model"] in ("vit", "vit_s16"):
         overrides |= {"model": "vit", "model_options": TINY_VIT}
+    elif RECIPES[name]["model"] == "fpn":
+        overrides |= {"model_options": {"num_classes": CLASSES}}
     else:
         overrides |= {"model": "small_recipes:half_resnet", "model_options": {"num_classes": CLASSES}}
     built = Pipeline.from_recipe(name, **overrides).build()
@@ -100,7 +98,9 @@ def test_a_step_of_a_recipe_reads_nothing_from_the_device(name: str, stand_in: d
     with HostSyncs() as syncs:
         train_epoch(built.engine, batches, built.loss, hooks=built.hooks, observer=Seen())
     assert built.hooks.state.step == len(batches)
-    assert [line for line in found if not any(place in line for place in ON_THE_HOST)] == []
+    # How many pixels of a mask count is read only on a CPU, where that waits for nothing.
+    places = (*ON_THE_HOST, "_local_scalar_dense at loop.py") if RECIPES[name]["model"] == "fpn" else ON_THE_HOST
+    assert [line for line in found if not any(place in line for place in places)] == []
 
 
 @pytest.mark.slow
