@@ -278,9 +278,11 @@ def faults_table() -> str:
     lines = []
     for what, row in result("faults")["events"].items():
         seconds, steps = row["seconds"], row["steps repeated"]
-        spread = f"{seconds['median']:.1f} ({min(seconds['values']):.1f} to {max(seconds['values']):.1f})"
+        spread = f"{seconds['median']:.1f}"
+        if seconds["n"] > 1:
+            spread += f" ({min(seconds['values']):.1f} to {max(seconds['values']):.1f})"
         lines.append([what, row["until"], spread, "" if steps is None else f"{steps['median']:g}"])
-    return rows("what happens | seconds until | median (least to most) | steps repeated", lines)
+    return rows("what happens | seconds until | median (least to most; else n = 1) | steps repeated", lines)
 
 
 def streams_table() -> str:

@@ -102,7 +102,7 @@ def test_a_variant_that_cannot_warm_up(toy: Toy, tmp_path: Path) -> None:
     table = str(ledger)
     assert "needs + Breaks" in table
     assert ledger.compound == ""
-    assert "bottleneck: " in ledger.bound
+    assert "bottleneck" in ledger.bound  # whose it is, depends on its few times
     error = RuntimeError("[enforce fail] DefaultCPUAllocator: not enough: out of memory")
     assert "out of memory" in describe_error(error)
 
