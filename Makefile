@@ -93,7 +93,7 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	mkdir -p .build && ln -sfn .. .build/drivetrain
-	MYPYPATH=.build:benchmarks $(BIN)/mypy --cache-dir .mypy_cache -m drivetrain $(PACKAGES:%=-p drivetrain.%) \
+	MYPYPATH=.build:benchmarks $(BIN)/mypy --num-workers 2 --cache-dir .mypy_cache -m drivetrain $(PACKAGES:%=-p drivetrain.%) \
 		$(patsubst benchmarks/%.py,-m %,$(wildcard benchmarks/*.py))
 
 # Once for all interpreters that tests start: with PYTHONDONTWRITEBYTECODE, they would not cache it themselves.
