@@ -164,7 +164,7 @@ def race(name: str, data: str, *notes: str) -> str:
         x, y = line[-2]
         above = color == "ours" and not 0 < down(y) - at < 30  # else it would cross the target's line
         place = f'class="end" x="{across(x) - 14:.1f}"' if above else f'x="{across(x) + 16:.1f}"'
-        drawn.append(f'<text {place} y="{down(y) + (-6 if above else 30 if color == "ours" else 42):.1f}">{who}</text>')
+        drawn.append(f'<text {place} y="{down(y) + (-6 if above else 42):.1f}">{who}</text>')
         told.append(f"{who} {row.seconds.value:.0f} s" if row.seconds else who)
     about = found.provenance
     below = [

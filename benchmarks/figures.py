@@ -18,6 +18,7 @@ import argparse
 import functools
 import inspect
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from statistics import mean, median
 from typing import Any
 
 from drivetrain.common.errors import DataError
+from drivetrain.pipeline import RaceResult
 from drivetrain.transforms import TRANSFORMS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -118,21 +120,25 @@ def rows(head: str, lines: list[list[str]]) -> str:
     return "\n".join([f"| {head} |", "|" + "---|" * count, *(f"| {' | '.join(cells)} |" for cells in lines)])
 
 
+@functools.cache
+def imagenette() -> RaceResult:
+    """Return the race on Imagenette."""
+    return RaceResult.load(RESULTS / "race-imagenette.json")
+
+
 def imagenette_table() -> str:
     """Return the race on Imagenette, with the time that each variant takes to the best accuracy of the baseline."""
-    runs: dict[str, dict[int, Any]] = {}
-    for run in entry("race-imagenette", "runs"):
-        runs.setdefault(run["variant"], {})[run["seed"]] = run["points"]
-    baseline = {seed: max(accuracy for *_, accuracy in points) for seed, points in runs["imagenette-plain"].items()}
+    race = imagenette()
+    baseline = {run.seed: max(point.accuracy for point in run.points) for run in race.of("imagenette-plain")}
     names = {
         "imagenette-5": "Drivetrain (`imagenette-5`)",
         "imagenette-plain": "plain PyTorch, the same network (`imagenette-plain`)",
     }
     lines = []
     for variant, name in names.items():
-        own = {seed: points for seed, points in runs[variant].items() if seed in baseline}
-        best = [100 * points[-1][2] for points in own.values()]
-        reached = mean(next(s for s, _, a in points if a >= baseline[seed]) for seed, points in own.items())
+        own = [run for run in race.of(variant) if run.seed in baseline]
+        best = [100 * run.points[-1].accuracy for run in own]
+        reached = mean(run.seconds_to(baseline[run.seed], race.monitor) or math.inf for run in own)
         spread = f"{mean(best):.1f} % ({min(best):.1f} to {max(best):.1f}, n = {len(best)})"
         lines.append([name, spread, f"{reached / 60:.1f}"])
     lines.append(["the board's best (github.com/fastai/imagenette), a larger network", "85.8 % (n = 5)", ""])
@@ -348,15 +354,9 @@ def top1(run: str) -> float:
 
 def raced(variant: str, epoch: int = -1) -> tuple[float, float]:
     """Return the minutes of training until an epoch's end, and its accuracy: means of Imagenette's race."""
-    points = [run["points"][epoch] for run in entry("race-imagenette", "runs") if run["variant"] == variant]
+    points = [run.points[epoch] for run in imagenette().of(variant)]
     minutes, _, accuracy = (mean(values) for values in zip(*points, strict=True))
     return minutes / 60, accuracy
-
-
-def ended(variant: str, seed: int) -> float:
-    """Return the minutes of training of one run of Imagenette's race."""
-    (run,) = (one for one in entry("race-imagenette", "runs") if (one["variant"], one["seed"]) == (variant, seed))
-    return float(run["points"][-1][0] / 60)
 
 
 def cpu_time_spread(kind: str = "") -> float:
@@ -406,8 +406,8 @@ COMPUTED: dict[str, Callable[[], float]] = {
     "SGD's top-1": lambda: top1("the recipe's optimizer"),
     "minutes of cifar10-fast": lambda: sum(50_000 / one["images_per_s"] for one in epochs()) / 60,
     "minutes of cifar10-fast with evaluation": lambda: sum(one["seconds"] for one in epochs()) / 60,
-    "imagenette-5, minutes of the first seed": lambda: ended("imagenette-5", 0),
-    "imagenette-5, minutes of the second seed": lambda: ended("imagenette-5", 1),
+    "imagenette-5, minutes of the first seed": lambda: imagenette().of("imagenette-5")[0].points[-1].seconds / 60,
+    "imagenette-5, minutes of the second seed": lambda: imagenette().of("imagenette-5")[1].points[-1].seconds / 60,
     "imagenette-5, accuracy": lambda: raced("imagenette-5")[1],
     "imagenette-5, minutes of three epochs": lambda: raced("imagenette-5", 2)[0],
     "imagenette-5, accuracy after three epochs": lambda: raced("imagenette-5", 2)[1],
