@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter, thread_time
 from typing import TypeVar
 
 from ..common.checks import is_number, plain
@@ -118,9 +119,13 @@ def _expanded(pattern: str) -> Iterator[str]:
 
 
 def in_threads(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Return the results of `function`, which waits for files, in order. A single item needs no thread."""
+    """Return the results of `function`, in order. If the first takes mostly waiting, as of a store, others are asked
+    for at the same time; of files that are at hand, threads would only compete for the interpreter."""
     items = list(items)
-    if len(items) == 1:
-        return [function(items[0])]
-    with closing(in_order(function, items, min(_THREADS, len(items)), "drivetrain-open")) as found:
-        return list(found)
+    start, own = perf_counter(), thread_time()
+    found = [function(item) for item in items[:1]]
+    rest = items[1:]
+    if not rest or perf_counter() - start < 2 * (thread_time() - own):
+        return [*found, *map(function, rest)]
+    with closing(in_order(function, rest, min(_THREADS, len(rest)), "drivetrain-open")) as others:
+        return [*found, *others]

@@ -89,6 +89,7 @@ def test_the_source_distribution_has_the_files_of_the_tree(sdist: Path, clone: P
     }
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_its_libraries_and_nothing_else(wheel: Path) -> None:
     assert re.fullmatch(r"drivetrain-[\d.]+-py3-none-manylinux_2_\d+_x86_64\.whl", wheel.name)
     listed = zipfile.ZipFile(wheel).namelist()
@@ -169,6 +170,7 @@ def test_the_quickstart_needs_no_reference(fresh: Fresh, tmp_path: Path) -> None
     assert found["prediction"]
 
 
+@pytest.mark.slow
 def test_the_gpu_kits_wheel_needs_no_library_that_a_machine_may_lack(wheel: Path, tmp_path: Path) -> None:
     load_script("kit", GPU).check_complete(wheel, tmp_path)
 

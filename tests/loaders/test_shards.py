@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from drivetrain import DataError
 from drivetrain.common.errors import BetonError
 from drivetrain.common.storage.cache import Remote, local_copy
-from drivetrain.loaders import FFCVLoader, TorchLoader, convert
+from drivetrain.loaders import FFCVLoader, TorchLoader, convert, sources
 from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.order.arrays import array_order, mixed_array
 from drivetrain.loaders.order.epoch import mixed, shuffled
@@ -268,6 +270,20 @@ except DataError as error:
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.long
+@pytest.mark.parametrize("waits", [True, False])
+def test_threads_open_files_that_take_waiting(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not waits:  # the machine's other work must not look like waiting
+        monkeypatch.setattr(sources, "thread_time", sources.perf_counter)
+
+    def one(number: int) -> tuple[int, bool]:
+        time.sleep(0.02 * waits)
+        return number, threading.current_thread() is threading.main_thread()
+
+    for count in range(4):
+        found = sources.in_threads(one, range(count))
+        assert found == [(number, not waits or number == 0) for number in range(count)]
+
+
 def test_hundreds_of_files_need_few_descriptors(folder: Path, tmp_path: Path) -> None:
     for number in range(300):
         for suffix in ("", ".json"):

@@ -63,6 +63,7 @@ def examined() -> list[Any]:
     return [[(each.bandwidth, each.sound, each.operations) for each in one] for one in (apart, alone)]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(200)
 def test_four_machines_of_which_one_sends_slowly() -> None:

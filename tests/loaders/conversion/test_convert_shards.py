@@ -212,7 +212,9 @@ def test_errors_name_the_address(store: Store) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("request_held", [r"^GET .*/in/02\.tar", r"^PUT .*/out/02\.beton "])
+@pytest.mark.parametrize(
+    "request_held", [pytest.param(r"^GET .*/in/02\.tar", marks=pytest.mark.slow), r"^PUT .*/out/02\.beton "]
+)
 def test_killed_while_it_reads_or_writes_the_store(store: Store, request_held: str) -> None:
     store.hold = request_held
     code = f"from drivetrain.loaders import convert; convert(**{REMOTE!r})"
@@ -228,6 +230,7 @@ def test_killed_while_it_reads_or_writes_the_store(store: Store, request_held: s
     assert objects(store) == PAIRS
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_interrupted(store: Store) -> None:
     store.hold = r"^GET .*/in/02\.tar"

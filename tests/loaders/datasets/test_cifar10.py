@@ -176,6 +176,7 @@ def test_download_of_garbage_is_a_reason(tmp_path: Path, capfd: pytest.CaptureFi
     assert snapshot(tmp_path) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_cifar10")
 def test_torchvision_download_becomes_the_official_bytes(
     tmp_path: Path,

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.process, pytest.mark.long]
 @pytest.mark.parametrize(
     ("kind", "threads", "count"),
     [
-        ("address", 1, 2_000),
+        ("address", 1, 1_000),
         *(pytest.param(*each, 20_000, marks=pytest.mark.slow) for each in (("address", 1), ("thread", 2))),
     ],
 )

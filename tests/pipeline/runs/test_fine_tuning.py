@@ -31,6 +31,7 @@ def photos(folder: Path, number: int, seed: int) -> None:
     folder.with_suffix(".csv").write_text("\n".join(rows))
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_lines_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -81,6 +81,7 @@ def start(tmp_path: Path) -> Iterator[type[Script] | object]:
         script.process.communicate()
 
 
+@pytest.mark.slow
 def test_a_script_without_main_guard(start) -> None:
     script = start("""
 class Result:

@@ -156,6 +156,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_under_torchrun_ranks_send_their_stacks(tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
     script, place = tmp_path / "script.py", tmp_path / "stacks.txt"

@@ -80,6 +80,7 @@ Pipeline("cifar_resnet", num_classes=4, width=4).load(sys.argv[1], batch_size=32
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.long
 @pytest.mark.timeout(100)

@@ -19,6 +19,7 @@ from places import ROOT
 GUIDE = (ROOT / "docs/guide/after-the-run.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
