@@ -267,9 +267,6 @@ except DataError as error:
 """
 
 
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.long
 @pytest.mark.parametrize("waits", [True, False])
 def test_threads_open_files_that_take_waiting(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not waits:  # the machine's other work must not look like waiting
@@ -284,6 +281,9 @@ def test_threads_open_files_that_take_waiting(waits: bool, monkeypatch: pytest.M
         assert found == [(number, not waits or number == 0) for number in range(count)]
 
 
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.long
 def test_hundreds_of_files_need_few_descriptors(folder: Path, tmp_path: Path) -> None:
     for number in range(300):
         for suffix in ("", ".json"):
