@@ -175,9 +175,9 @@ def _number_hint(value: object) -> str:
     if not isinstance(value, str):
         return ""
     number: float | None = None
-    for kind in (float, int):  # int: not of thousands of digits
-        with suppress(ValueError):
-            number = kind(value)
+    with suppress(ValueError):
+        number = float(value)
+        number = int(value)  # not of fractions, or of thousands of digits
     if value.strip().lower().lstrip("+-.") in ("nan", "inf", "infinity") or number in (inf, -inf):
         return " Numbers in a recipe must be finite."
     # As JSON and YAML have it: the text may be .5 or 1_000, without quotes, which only Python takes for a number.
