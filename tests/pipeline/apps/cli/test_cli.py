@@ -66,6 +66,8 @@ WRONG = {
     "one file to compare": (["ledger", "--compare", "a.json"], "'--compare' requires 2 arguments."),
     "no number": (["train", "x", "--ledger-seconds", "many"], "'--ledger-seconds': 'many' is not a valid float."),
     "an empty folder": (["train", "baseline", "--out="], "'--out': it is empty."),
+    "an empty source": (["convert", "", "a.beton"], "'SOURCE': it is empty."),
+    "no data": (["train", "baseline", "--train="], "'--train': it is empty."),
 }  # fmt: skip
 
 
@@ -109,6 +111,7 @@ def test_output_that_nobody_reads_is_no_error() -> None:
 
 
 def test_a_path_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
+    assert ". is not a file" in call("inspect", ".").line
     name = "x" * 300
     assert call("convert", name, str(tmp_path / "a.beton")).line == f"OSError: {name}: File name too long.\n"
 
