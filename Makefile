@@ -10,7 +10,7 @@
 # make bench-peers PHOTOS=FOLDER   the same against DALI, TorchCodec, torchvision and SPDL
 # make gpu          on a machine with a GPU: run its tests and measurements, in stages that continue where they stopped
 # make gpu-kit      pack what a GPU machine without a network needs, in parts (GPU_PYTHON=python3.12, PHOTOS=FOLDER)
-# make same         forty small trainings, compared bit for bit with the revision BASE=HEAD: before and after a rebuilding
+# make same         52 small trainings, compared bit for bit with the revision BASE=HEAD: before and after a rebuilding
 # make records      race the quickstart against plain PyTorch: an hour; it continues where it was stopped
 # make records-imagenette IMAGENETTE=FOLDER   likewise imagenette-5, from five seeds: six hours; FOLDER has train/ and val/
 # make records-camvid CAMVID=FOLDER   likewise camvid-segmentation; FOLDER has train/images, train/masks, and likewise val

@@ -1,4 +1,4 @@
-"""Compare some forty small trainings with those of an earlier revision, bit for bit: `make same [BASE=REVISION]`.
+"""Compare 52 small trainings with those of an earlier revision, bit for bit: `make same [BASE=REVISION]`.
 
     python .ci/same.py [--base REVISION]
 

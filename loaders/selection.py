@@ -265,7 +265,7 @@ def _values(name: str, given: Any) -> Any:
         values = _READERS[path.suffix](path)
     except OSError as error:
         raise DataError(f"{name}={str(given)!r} cannot be read: {error.strerror or error}.") from None
-    except ValueError as error:
+    except Exception as error:  # damaged files make numpy's reader raise many types
         raise DataError(f"{name}={str(given)!r} does not contain a list of numbers: {error}.") from None
     try:
         return np.asarray(values)

@@ -385,6 +385,8 @@ def open_beton(path: str | Path, remote: Remote = Remote(), most: int | None = N
 
 
 def _opened(path: Path, remote: Remote, most: int | None) -> Beton:
+    if not path.name:  # "." or "/"
+        raise BetonError(f"{path} is not a file. Convert a folder with: drivetrain convert {path} OUT.beton")
     for _ in range(_ATTEMPTS - 1):
         before = _identities(path)
         try:

@@ -84,11 +84,12 @@ class PictureFiles:
 
 
 class FolderSource(PictureFiles):
-    """A folder with one folder per class; class indices follow the sorted names, as in torchvision's ImageFolder."""
+    """A folder with one folder per class; class indices follow the sorted names, as in torchvision's ImageFolder. Other
+    names, `classes`, must not be those of the folders in another order."""
 
     kind = "folder"
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, classes: Sequence[str] = ()) -> None:
         if not root.exists():
             raise DataError(f"{root} does not exist. Pass a folder that contains one folder of images per class.")
         if not root.is_dir():
@@ -97,6 +98,12 @@ class FolderSource(PictureFiles):
         if not folders:
             raise DataError(f"{root} contains no folders. Put the images of each class into a separate folder there.")
         self.root, self.classes = root, [folder.name for folder in folders]
+        for name, own in zip(classes, self.classes, strict=False):
+            if name != own and name in self.classes:
+                raise DataError(
+                    f"classes={list(classes)!r:.200} (--classes) names the images of the folder {root / own} {name!r}, "
+                    "like another folder. Labels follow the sorted names of the folders: leave classes out."
+                )
         self.ignored, self._files = [], []
         self._starts = array("q")  # first index of each class in `_files`
         for folder in folders:

@@ -46,7 +46,7 @@ class SampleSource(Protocol):
 def open_source(
     source: Any, fields: Sequence[str] = (), labels: str | Path | None = None, classes: Sequence[str] = ()
 ) -> SampleSource:
-    """Open any source of `convert`, with further `fields`; `classes` are the names in `labels`, in label order."""
+    """Open any source of `convert`, with further `fields`; `classes` are names in label order."""
     if labels is not None:
         if not isinstance(source, str | Path) or is_shards(source):
             raise DataError(f"labels={str(labels)!r} are for a folder of images. Leave them out for other sources.")
@@ -58,7 +58,7 @@ def open_source(
         return TarSource(source, fields)
     if isinstance(source, str | Path):
         _refuse_fields(fields, "folder")
-        return FolderSource(Path(source))
+        return FolderSource(Path(source), classes)
     if isinstance(source, tuple) and len(source) == 2 and all(hasattr(part, "shape") for part in source):
         _refuse_fields(fields, "pair of arrays")
         return ArraySource(*source)

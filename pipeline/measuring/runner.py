@@ -46,7 +46,7 @@ Results = tuple[dict[VariantId, Trial], dict[VariantId, str]]  # trials, and the
 def check_measurable(seconds: float) -> None:
     if not is_number(seconds, "(0, inf)"):
         given = f"{seconds:g}" if is_number(seconds) else repr(seconds)
-        raise PlanError(f"seconds={given} (--seconds, --ledger-seconds) must be positive and finite.")
+        raise PlanError(f"seconds={given} (--seconds, --ledger-seconds, --tune) must be positive and finite.")
     if is_rank():
         raise PlanError(
             "The ledger starts its own ranks, between other trials. Start it without torchrun, and outside a process "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import Annotated, Any
 
 from ...common.errors import RecipeError, suggest
@@ -172,10 +174,11 @@ def _check_texts_that_are_numbers(full: Mapping[str, Any], origin: Origin) -> No
 def _number_hint(value: object) -> str:
     if not isinstance(value, str):
         return ""
-    if value.strip().lower().lstrip("+-.") in ("nan", "inf", "infinity"):
+    number: float | None = None
+    with suppress(ValueError):
+        number = float(value)
+        number = int(value)  # not of fractions, or of thousands of digits
+    if value.strip().lower().lstrip("+-.") in ("nan", "inf", "infinity") or number in (inf, -inf):
         return " Numbers in a recipe must be finite."
-    try:
-        float(value)
-    except ValueError:
-        return ""
-    return f" Write the number without quotes: {value.strip()}."
+    # As JSON and YAML have it: the text may be .5 or 1_000, without quotes, which only Python takes for a number.
+    return "" if number is None else f" Write the number without quotes: {number}."

@@ -28,7 +28,7 @@ from ..describe.pipeline_spec import PipelineSpec
 from .convert import to_recipe
 
 _NAME = re.compile(r"(__main__|script_[0-9a-f]{16}):(\w+)(.*)", re.DOTALL)
-FILES = "script_*.py"
+FILES = f"script_{'[0-9a-f]' * 16}.py"  # a pattern that no other script's name matches
 _OF_A_RUN = {"fit": "trains", "parse_args": "reads the command line", "argv": "reads the command line"}
 _SLACK = 2.0  # seconds by which the start of a process may be known too early
 _texts: dict[str, str] = {}  # of the modules that were made here, by name

@@ -55,7 +55,7 @@ def _known_callbacks() -> dict[str, Any]:
 def _by_name(entry: Mapping[str, Any]) -> object:
     known, options = _known_callbacks(), dict(entry)
     name = options.pop("name", None)
-    kind = imported("callback", name) if isinstance(name, str) and ":" in name else known.get(name)
+    kind = imported("callback", name) if isinstance(name, str) and ":" in name else known.get(str(name))
     if kind is None:
         raise PlanError(
             f"No callback is named {name!r}. A custom one is named package.module:Class.{suggest(str(name), known)}"

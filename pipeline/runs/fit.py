@@ -23,6 +23,7 @@ from .callbacks import check_callbacks, run_options
 from .config import FitConfig, recorded
 from .folder import (
     STACKS,
+    check_recipe,
     descriptions,
     draw_curves,
     lock_run_dir,
@@ -62,6 +63,8 @@ def fit(spec: PipelineSpec, config: FitConfig, *, show_plan: bool = False, each_
         make_folder(folder)
         if is_address(config.out):
             RemoteRun.create(folder, str(config.out))
+        else:
+            check_recipe(folder)
     if spec.distributed.precision == "auto":
         assert not isinstance(config.resume, bool)  # they are "auto" and None by now
         plan = resolve(spec, precision=kept_precision(config.resume, folder))

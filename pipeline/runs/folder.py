@@ -67,6 +67,15 @@ def lock_run_dir(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def check_recipe(folder: Path) -> None:
+    """Refuse a folder whose recipe no run has written, e.g. the one that is trained: this run's would replace it."""
+    if (folder / RECIPE).exists() and not any((folder / name).exists() for name in (PLAN, HISTORY, CHECKPOINTS)):
+        raise DrivetrainError(
+            f"{shown(folder / RECIPE)} was not written by a run, and that of this run would replace it. Move it, or "
+            "pass another folder: out=… (--out)."
+        )
+
+
 def replaced(folder: Path, resume: str | Path | None) -> str:
     """Return a note on the earlier run that a new run replaces; "" if there is none, or it is resumed."""
     store = CheckpointDir(folder / "checkpoints")

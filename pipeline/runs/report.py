@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ...common.errors import CheckpointError, DrivetrainError, RecipeError, require_suffix
 from ...common.pictures import drawn, image_tag
 from ...common.storage.files import write_file
@@ -24,6 +22,7 @@ from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import Plan
 from ..ledger.ledger import Ledger
 from ..recipes.convert import build_pipeline
+from ..recipes.core_yaml import parse
 from ..recipes.files import RECIPE
 from ..recipes.script import recipe_and_files
 from ..telemetry.history import HISTORY, History, read_history, shown
@@ -73,7 +72,7 @@ class Report:
     def of(cls, run: str | Path, errors: Callable[[], Errors], *, trust_code: bool = False) -> Report:
         """Return that of the run in a folder or at an address; raise CheckpointError if there is none."""
         folder = opened(run, RECIPE, HISTORY, MODEL, UNLISTED, PLAN, LEDGER)
-        texts = {name: (folder / name).read_text() if (folder / name).exists() else "" for name in (PLAN, RECIPE)}
+        texts = {name: _text_of(folder / name) for name in (PLAN, RECIPE)}
         history = read_history(folder)
         if history is None and ((folder / HISTORY).exists() or not any(texts.values())):
             raise CheckpointError(
@@ -140,6 +139,11 @@ def check_report(out: str | Path) -> Path:
     return Path(out)
 
 
+def _text_of(file: Path) -> str:
+    """Return the text of a file, also of a damaged one; "" without it."""
+    return file.read_text("utf-8", errors="replace") if file.exists() else ""
+
+
 def first_batch(spec: PipelineSpec | None) -> ShownBatch:
     if spec is None:
         raise CheckpointError("The result has no pipeline.")
@@ -155,7 +159,10 @@ def _state(history: History, recipe: str) -> str:
         finished = f"{done} epoch{'s' * (done != 1)} finished"
         reason = html.escape(history.stopped)
         return f'<p class="unfinished">Stopped, {finished}: {reason}</p>{found}'
-    if left := history.unfinished((recipe and yaml.safe_load(recipe)) or {}):
+    values: Any = None
+    with suppress(RecipeError):
+        values, _ = parse(recipe, RECIPE)
+    if left := history.unfinished(values if isinstance(values, dict) else {}):
         return f'<p class="unfinished">Unfinished: {left}.</p>{found}'
     if not done:
         return f'<p class="unfinished">No epoch has finished.</p>{found}'

@@ -1,9 +1,11 @@
 """The program `drivetrain` and the commands about itself; the others are in files of their own."""
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import NoReturn
 
 import click
@@ -18,6 +20,7 @@ _COMPLETE = "_DRIVETRAIN_COMPLETE"  # the environment variable by which a shell 
 # A key that ends in "=" is continued by its value, without a space.
 _NO_SPACE = "COMPREPLY+=($value)", 'COMPREPLY+=("$value"); [[ $value == *= ]] && compopt -o nospace'
 SHELLS = ("bash", "zsh", "fish")
+_OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # numbers of errors
 
 
 @add_completion_class
@@ -134,6 +137,7 @@ def doctor(ranks: bool, timeout: float | None) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command in `arguments` (default: the process's) and exit, with a line on stderr after an error."""
+    _open_output()
     try:
         if instruction := os.environ.get(_COMPLETE):
             sys.exit(shell_complete(program, {}, "drivetrain", _COMPLETE, instruction))
@@ -145,10 +149,27 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt as interrupt:
         say("Interrupted", " ".join(["stopped by Ctrl-C.", *getattr(interrupt, "__notes__", [])]))
         status = 130
-    except BrokenPipeError:  # the reader of the output, e.g. head, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
+    except OSError as error:
+        if error.filename is not None:  # e.g. in a folder that the user may not read
+            say(type(error).__name__, f"{error.filename}: {error.strerror}.")
+        elif error.errno in _OF_OUTPUT:  # its reader, e.g. head, has ended; or the disk is full
+            if not isinstance(error, BrokenPipeError):
+                say("OSError", f"the output cannot be written: {error.strerror}.")
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at exit
+        else:
+            raise
         status = 1
     sys.exit(status)
+
+
+def _open_output() -> None:
+    """Let every text be printed: also where the output was closed (`>&-`), or has an encoding without our signs."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123 - until the process ends
+        elif isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def _run(arguments: list[str]) -> int:

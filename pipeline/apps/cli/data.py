@@ -1,5 +1,6 @@
 """The data commands: `drivetrain convert | inspect | verify | advise`."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def _class_names(text: str | None) -> list[str] | None:
     if text is None:
         return None
     lines = text.split(",")
-    if Path(text).is_file():
+    if os.path.isfile(text):  # noqa: PTH113 - pathlib raises for names that are too long for a path
         try:
             lines = Path(text).read_text(encoding="utf-8").rstrip().split("\n")
         except (OSError, UnicodeDecodeError) as error:

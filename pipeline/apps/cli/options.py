@@ -108,13 +108,21 @@ class Override(Text):
         return super().shell_complete(ctx, param, incomplete)
 
 
-class File(Text):
+class Files(Text):
+    """Paths, addresses, patterns or names of data."""
+
     def __init__(self) -> None:
         super().__init__(files=True)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":  # Path("") is this folder; in a script, "" is usually an unset variable
             self.fail("it is empty. Pass a path; '.' for this folder.", param, ctx)
+        return value
+
+
+class File(Files):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        super().convert(value, param, ctx)
         if is_address(value):
             self.fail(f"{value} is an address. Pass a path of this machine.", param, ctx)
         return Path(value)
@@ -137,7 +145,7 @@ def argument(name: str, help: str, type: Any = None, **more: Any) -> Callable[[F
 
 
 RECIPE = RecipeName()
-FILES = Text(files=True)
+FILES = Files()
 
 
 REPLACED = (

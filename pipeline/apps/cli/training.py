@@ -119,25 +119,22 @@ def train(
         from ...runs.fit import fit
         from ...telemetry.history import shown
 
-        if ledger:
-            from ...measuring.runner import check_measurable
-
-            check_measurable(ledger_seconds)  # before training, not after it
+        _check_budgets(ledger_seconds if ledger else None, tune_seconds)  # before training, not after it
         callbacks = [{"name": one} if isinstance(one, str) else one for one in options.pop("callbacks")]
         given = {key: one for key, one in options.items() if one not in (None, ()) and one is not False}
         options = pipeline.fit_defaults() | given | ({"callbacks": callbacks} if callbacks else {})
         out = options.get("out")
         if out is None and (every_steps is not None or every_minutes is not None):
             raise PlanError("--every-steps and --every-minutes save checkpoints, which need a folder. Pass --out, too.")
+        config = FitConfig(
+            progress=not quiet, checkpoints=Checkpoints(every_steps=every_steps, every_minutes=every_minutes),
+            stop_on=("SIGTERM", "SIGUSR1"), **options,
+        )  # fmt: skip
         if tune_seconds is not None:
             if is_address(out):
                 raise PlanError("--tune writes its files to a local folder. Pass --out as a folder.")
             pipeline = _tuned(pipeline, tune_seconds, None if out is None else Path(out), quiet)
         with _end_reported(out, quiet):
-            config = FitConfig(
-                progress=not quiet, checkpoints=Checkpoints(every_steps=every_steps, every_minutes=every_minutes),
-                stop_on=("SIGTERM", "SIGUSR1"), **options,
-            )  # fmt: skip
             result = fit(pipeline, config, show_plan=not quiet, each_rank=False)
         if not is_main_process():  # under torchrun every rank runs this; only one prints
             return
@@ -151,6 +148,14 @@ def train(
         if out is not None and not quiet:
             print(f"{out}: " + ", ".join(_files_in(out)))
             print("Next:\n" + lines_of(_next_commands(str(out), evaluated=bool(result.metrics)), 10**6))
+
+
+def _check_budgets(*given: float | None) -> None:
+    for seconds in given:
+        if seconds is not None:
+            from ...measuring.runner import check_measurable
+
+            check_measurable(seconds)
 
 
 def _better(history: History) -> str:

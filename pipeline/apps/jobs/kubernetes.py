@@ -199,6 +199,8 @@ def _manifests(job: Job, template: str, first: str, *, scheduler: str, kind: str
     folder, file, name = job.top_folder, job.recipe_file, job.name
     if job.image is None:
         raise PlanError("Kubernetes runs containers. Pass --image, one that has Drivetrain and its requirements.")
+    if job.time is not None and not seconds_of(job.time):
+        raise PlanError(f"--time {job.time} would end the job at once. Pass a positive time limit, or none.")
     if folder is not None and folder[1:] in _SYSTEM:
         raise PlanError(
             f"--out {job.out!r} is in {folder}, which the image needs itself. Pass a folder in a shared volume, e.g. "
@@ -212,8 +214,8 @@ def _manifests(job: Job, template: str, first: str, *, scheduler: str, kind: str
         image=scalar(job.image), cores=job.cpus * job.processes, memory=_MEMORY * job.processes,
         script=_script(job, first), success=_success(job),
         deadline="" if job.time is None else f"activeDeadlineSeconds: {seconds_of(job.time)}",
-        # Kubernetes would replace "$(…)".
-        arguments="\n".join(f"- {scalar(word.replace('$(', '$$('))}" for word in words),
+        # Kubernetes replaces "$(…)", and "$$" by "$".
+        arguments="\n".join(f"- {scalar(word.replace('$', '$$'))}" for word in words),
         selector="" if job.gpu_type is None else f"nodeSelector:\n  nvidia.com/gpu.product: {scalar(job.gpu_type)}",
         limits=f"limits:\n  nvidia.com/gpu: {job.processes}" if job.on_gpus else "",
         folder=f"workingDir: {scalar(folder)}" if folder else fill(_CREDENTIALS, name=name),

@@ -115,8 +115,8 @@ def _container(job: Job) -> str:
             f"--out {job.out!r} may be outside of the folder where the job is submitted, which the container has. Pass "
             "an absolute path without '..'."
         )
-    top = "" if job.top_folder is None else f",{job.top_folder}:{job.top_folder}"
-    folder = '"$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR' + f'{top}"'
+    shared = "" if job.top_folder is None else shlex.quote(f",{job.top_folder}:{job.top_folder}")
+    folder = f'"$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR"{shared}'
     return (
         f" \\\n    --container-image={shlex.quote(job.image)} --container-mounts={folder} "
         '--container-workdir="$SLURM_SUBMIT_DIR"'

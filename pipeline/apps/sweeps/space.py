@@ -111,7 +111,7 @@ def space(pairs: Sequence[str], count: int | None = None, seed: int = 0) -> Spac
     fixed = {axis.key: axis.texts[0] for axis in axes if len(axis.texts) == 1}
     free = [axis for axis in axes if axis.key not in fixed and axis.key != SEED]
     seeds = next((axis for axis in axes if axis.key == SEED and SEED not in fixed), Axis(SEED))
-    if seeds.high:
+    if seeds.low < seeds.high:
         raise PlanError("seed takes whole numbers, as in seed=0..4.")
     number = math.prod(len(axis.texts) or MOST for axis in free) if count is None else count
     if count is None and (real := [axis.key for axis in free if not axis.texts]):

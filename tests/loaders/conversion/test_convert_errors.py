@@ -133,6 +133,13 @@ def test_fewer_classes_than_labels(tmp_path: Path) -> None:
     refused((IMAGES, LABELS), tmp_path, "Sample [34] has the class index 4", classes=list("abcd"))
 
 
+def test_names_of_a_folder_in_another_order(tmp_path: Path) -> None:
+    folder = jpeg_folder(tmp_path / "images", 1)
+    refused(folder, tmp_path, r"the folder .*ant 'bee', like another folder", classes=["bee", "ant", "cat"])
+    report = convert(folder, tmp_path / "out.beton", classes=["an ant", "bee", "a cat"], progress=False)
+    assert report.classes == ["an ant", "bee", "a cat"]
+
+
 @pytest.mark.parametrize("source", [7, None, object(), {1, 2}, iter([1])], ids=lambda value: type(value).__name__)
 def test_what_is_no_source(tmp_path: Path, source: Any) -> None:
     refused(source, tmp_path, "cannot be converted. Pass a folder")

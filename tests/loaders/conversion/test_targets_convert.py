@@ -271,6 +271,8 @@ def test_a_folder_of_masks(folders: tuple[Path, Path], tmp_path: Path) -> None:
         assert call(*command, names).code == 0
         assert manifest_path(tmp_path / "b.beton").read_bytes() == manifest_path(path).read_bytes()
     assert "class 1 has no name" in call(*command, "a,,b").line
+    many = ",".join(f"class {number:02}" for number in range(99))  # more characters than the name of a file may have
+    assert call(*command, many).code == 0
     masks.rename(photos / "masks")  # below the images
     convert(photos, tmp_path / "c.beton", labels=photos / "masks")
     assert len(open_beton(tmp_path / "c.beton")) == COUNT

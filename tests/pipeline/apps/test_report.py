@@ -101,6 +101,8 @@ def test_everything_is_escaped_and_what_is_missing_is_named(toy: Toy, tmp_path: 
     assert page.count("Not available") == 3  # a batch, errors and ledger
     with pytest.raises(DrivetrainError):
         write_report(run, tmp_path / "r.html", other)
+    recipe.write_bytes(b"epochs: [1\xff")
+    assert write_report(run, tmp_path / "r.html").read_text().count("Not available") == 3
 
 
 def test_before_the_first_epoch_it_has_what_is_there(toy: Toy, tmp_path: Path) -> None:

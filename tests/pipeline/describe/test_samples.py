@@ -192,6 +192,13 @@ def test_wrong_values_are_refused_before_any_work(toy: Toy, case: str) -> None:
         toy.pipeline().load(toy.train, val, batch_size=8, image_size=SIDE, workers=1, **options).build()
 
 
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY\x01\x00\x04\x00{'a'"])
+def test_a_damaged_file_of_indices_is_refused(toy: Toy, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "damaged.npy").write_bytes(content)
+    with pytest.raises(DataError, match=r"damaged\.npy' does not contain a list of numbers"):
+        toy.pipeline().load(toy.train, batch_size=8, image_size=SIDE, indices=tmp_path / "damaged.npy").build()
+
+
 def test_a_mix_has_shares_of_its_own(toy: Toy) -> None:
     mix = {toy.train: 1, toy.val: 2}
     with pytest.raises(DataError, match="weights of a mix both determine"):

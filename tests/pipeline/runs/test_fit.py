@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from drivetrain import Callback, DrivetrainError, Pipeline, PlanError, RunView
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline import FitResult
@@ -219,6 +220,20 @@ def test_a_run_of_named_parts_leaves_its_recipe_too(toy: Toy, tmp_path: Path) ->
     assert {path.name for path in tmp_path.iterdir()} == {*RUN_FILES, "recipe.yaml"}
     again = Pipeline.from_recipe(tmp_path / "recipe.yaml")
     assert again.to_recipe() | {"name": None} == made.to_recipe() | {"epochs": 1, "name": None}
+
+
+def test_the_recipe_and_the_scripts_of_the_user_stay(toy: Toy, tmp_path: Path) -> None:
+    recipe, script = tmp_path / "recipe.yaml", tmp_path / "script_train.py"
+    recipe.write_text(f"# mine\n{yaml.safe_dump(toy.named().to_recipe())}")
+    script.write_text("mine")
+    pipeline = Pipeline.from_recipe(recipe)
+    with pytest.raises(DrivetrainError, match=r"recipe\.yaml was not written by a run"):
+        pipeline.fit(epochs=1, out=tmp_path, progress=False)
+    assert {path.name for path in tmp_path.iterdir()} == {recipe.name, script.name}
+    recipe.unlink()
+    for _ in range(2):  # the second run replaces the first
+        pipeline.fit(epochs=1, out=tmp_path, progress=False)
+    assert script.exists()
 
 
 @pytest.mark.parametrize(

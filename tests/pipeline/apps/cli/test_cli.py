@@ -66,6 +66,8 @@ WRONG = {
     "one file to compare": (["ledger", "--compare", "a.json"], "'--compare' requires 2 arguments."),
     "no number": (["train", "x", "--ledger-seconds", "many"], "'--ledger-seconds': 'many' is not a valid float."),
     "an empty folder": (["train", "baseline", "--out="], "'--out': it is empty."),
+    "an empty source": (["convert", "", "a.beton"], "'SOURCE': it is empty."),
+    "no data": (["train", "baseline", "--train="], "'--train': it is empty."),
 }  # fmt: skip
 
 
@@ -106,6 +108,31 @@ def test_output_that_nobody_reads_is_no_error() -> None:
         assert process.stderr is not None
         assert process.stderr.read() == b""
     assert process.returncode == 1
+
+
+def test_a_path_that_the_system_refuses_is_one_line(tmp_path: Path) -> None:
+    assert ". is not a file" in call("inspect", ".").line
+    name = "x" * 300
+    assert call("convert", name, str(tmp_path / "a.beton")).line == f"OSError: {name}: File name too long.\n"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("words", "code", "error"),
+    [
+        ("recipes >/dev/full", 1, "OSError: the output cannot be written: No space left on device.\n"),
+        ("recipes >&-", 0, ""),
+        ("recipes no-such-recipe 2>&-", 1, ""),
+        ("recipes --keys", 0, ""),
+    ],
+)
+def test_output_that_cannot_be_written(words: str, code: int, error: str) -> None:
+    """The disk is full, the output is closed, or its encoding has no lines of tables."""
+    shell = ["bash", "-c", f'exec "$0" -m drivetrain {words}', sys.executable]
+    environment = ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}
+    end = subprocess.run(shell, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert (end.returncode, end.stderr) == (code, error)
+    assert bool(end.stdout) == (words == "recipes --keys")
 
 
 def test_the_defaults_of_convert_are_its_owners() -> None:
@@ -163,7 +190,7 @@ def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
         assert message in end.err.splitlines()[-1]
         assert "Traceback" not in end.err
     assert "is a file" in ledger.line  # before it measures
-    assert "seconds=0 (--seconds, --ledger-seconds) must be positive" in seconds.line  # before it trains
+    assert "seconds=0 (--seconds, --ledger-seconds, --tune) must be positive" in seconds.line  # before it trains
     refused = call_several(
         ["train", "baseline", "epochs=1", "epochs=2"],
         ["train", "baseline", "train=a.beton", "--train", "b.beton"],
@@ -171,10 +198,13 @@ def test_what_is_unknown_is_one_line(toy: Toy, tmp_path: Path) -> None:
         ["ledger", "baseline", "--out", "a", "--seconds", "3", "--out", "b"],
         ["ledger", "baseline", "--epochs", "3"],
         ["ledger", "baseline", "--seconds", "9", "--compare", "a.json", "b.json"],
+        ["train", "cifar10-quickstart", *toy_values(toy), "--tune", "nan", "--out", str(tmp_path / "none")],
+        ["train", "cifar10-quickstart", *toy_values(toy), "--tune", "600", "--resume"],
+        ["train", "cifar10-quickstart", *toy_values(toy), "--callback", '{"name": []}'],
     )
     messages = (
         "epochs= is given twice", "--train and train= are both", "--train is given 2 times", "--out is given 2 times",
-        "--epochs sets", ": recipe, --seconds.",
+        "--epochs sets", ": recipe, --seconds.", "seconds=nan", "resume='auto' searches out", "No callback is named []",
     )  # fmt: skip
     for end, message in zip(refused, messages, strict=True):
         assert message in end.line

@@ -24,7 +24,7 @@ optimizer: {name: sgd, lr: 0.1}
 strategy: ddp
 epochs: 2
 """
-AWKWARD = "a \"b\"\n'c' $(touch oops) `touch oops`; # ${HOME} \\ é\u2028\U0001f600 x: y"
+AWKWARD = "a \"b\"\n'c' $(touch oops) `touch oops`; # ${HOME} $$ \\ é\u2028\U0001f600 x: y"
 """A text in which shells, YAML and Python see something else if it is not quoted."""
 
 
@@ -76,7 +76,7 @@ def arguments(scheduler: str, text: str, folder: Path) -> list[str]:
     shell = ["bash", "-c", text]
     if scheduler in PODS:
         pod = container(text)
-        shell = [*pod["command"], *(word.replace("$$(", "$(") for word in pod["args"])]
+        shell = [*pod["command"], *(word.replace("$$", "$") for word in pod["args"])]
     elif scheduler == "skypilot":
         shell = ["bash", "-c", yaml.safe_load(text)["run"]]
     done = subprocess.run(
@@ -105,7 +105,7 @@ def test_slurm(recipe: str) -> None:
     assert all(not line.startswith("#SBATCH") for line in text.splitlines()[first_command:])
 
 
-@pytest.mark.parametrize("out", ["/shared/run", "s3://bucket/run", "runs/mine", "mine"])
+@pytest.mark.parametrize("out", ["/shared/run", '/a "b"$(c)/d', "s3://bucket/run", "runs/mine", "mine"])
 def test_slurm_in_a_container(recipe: str, tmp_path: Path, out: str) -> None:
     """Both steps run in it, with the folder of submission and the shared one."""
     stand_in = '#!/bin/bash\nprintf "%s\\n" "$@" >> "$REQUESTS"\n'
@@ -115,7 +115,8 @@ def test_slurm_in_a_container(recipe: str, tmp_path: Path, out: str) -> None:
     done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     given = (tmp_path / "requests").read_text().splitlines()
-    mounts = "/home/a b:/home/a b" + ",/shared:/shared" * (out[0] == "/")
+    shared = "/".join(out.split("/")[:2])
+    mounts = "/home/a b:/home/a b" + f",{shared}:{shared}" * (out[0] == "/")
     for option in ("image=registry#team/image:1", f"mounts={mounts}", "workdir=/home/a b"):
         assert given.count(f"--container-{option}") == 2
 
@@ -366,6 +367,7 @@ WRONG: dict[str, tuple[str, list[str], dict[str, Any], str]] = {
     "an image for ray": ("ray", [], {"image": "a"}, "for ray has no --image"),
     "a time for ray": ("ray", [], {"time": "10"}, "for ray has no --time"),
     "a bad time": ("slurm", [], {"time": "10h"}, "--time '10h' must be minutes, HH:MM:SS"),
+    "no time": ("kubernetes", [], {"time": "00:00:00"}, "--time 00:00:00 would end the job at once"),
     "a time with a line": ("slurm", [], {"time": "10\n#SBATCH --x"}, "--time '10"),
     "no nodes": ("slurm", [], {"nodes": "0"}, "--nodes '0' must be a positive integer, or MIN:MAX"),
     "a range of nodes": ("slurm", [], {"nodes": "4:1"}, "--nodes '4:1' must be"),

@@ -52,6 +52,7 @@ def test_a_grid_has_all_combinations_and_a_random_search_its_number() -> None:
         (["lr=0.1..1"], "--random N"), (["a=4..1"], "from a smaller number"), (["a=0..99999"], "more than 10,000"),
         (["a=0..999", "b=0..999"], "more than 10,000 runs"), (["a=0.1..1,2"], "cannot be one of several"),
         (["seed=0.5..2"], "whole numbers"),
+        (["seed=-2.5..0"], "whole numbers"),
     ],
 )  # fmt: skip
 def test_what_is_no_space(pairs: list[str], words: str) -> None:
