@@ -63,6 +63,11 @@ def displayed(figure: Any) -> Any:
     return figure
 
 
+def literal(text: str) -> str:
+    """Return a name as matplotlib must be given it: between two `$` it would draw mathematics, or fail."""
+    return text.replace("$", r"\$")
+
+
 def _dark_style() -> str:
     """Matplotlib writes colors into the elements, so the rule finds them there. White letters stand on bars and stay:
     letters are groups (g), and areas are paths."""

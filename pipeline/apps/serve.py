@@ -20,6 +20,7 @@ from PIL import Image
 from ...common.checks import check_number
 from ...common.errors import CheckpointError, DataError, PlanError, require
 from ...common.signals import handled
+from ...common.storage.json_files import finite
 from ...strategies.devices import pick_device
 from ..runs.prediction import listed, predicted
 from ..runs.predictions import UNSEEN, mask_of
@@ -177,7 +178,7 @@ class _Model:
             raise HTTPException(400, f"{error} {SEND}") from error
         if not isinstance(self.task, Segmentation):
             row = found.row(self.task, self.inputs)
-            return JSONResponse({name: value for name, value in row.items() if name != "image"})
+            return JSONResponse(finite({name: value for name, value in row.items() if name != "image"}))
         mask, file = mask_of(found, self.inputs), io.BytesIO()
         mask.save(file, format="PNG")
         if png:

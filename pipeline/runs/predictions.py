@@ -65,7 +65,7 @@ def _flat(row: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
-            names = sorted(value, key=lambda name: places.get(name, int(name) if name.isdigit() else 0))
+            names = sorted(value, key=lambda name: places.get(name, int(name) if name.isdecimal() else 0))
             flat |= {f"{key}.{name}": value[name] for name in names}
         else:
             flat[key] = str(value) if key == "image" else value
