@@ -150,7 +150,7 @@ def _matrix(axes: Any, counts: NDArray[np.int64], there: NDArray[np.int64], name
 def _labels(figure: Any, errors: Any) -> None:
     axes = figure.subplots()
     order = np.argsort(errors.scores(), kind="stable")[:8]
-    lines, labels = list[Any](), list[str]()  # given to the legend, which leaves out labels of lines that begin with "_"
+    lines, labels = list[Any](), list[str]()  # for the legend, which leaves out a line's label that begins with "_"
     for at in order:
         if errors.targets[:, at].any():
             precision, recall, _ = errors.curve(int(at))

@@ -65,7 +65,7 @@ def test_the_last_layer_is_replaced_whatever_its_name(name: str) -> None:
     assert changed == {f"{HEADS[name]}.weight", f"{HEADS[name]}.bias"}
 
 
-@pytest.mark.parametrize("backbone", ["resnet18d", "convnext_atto"])
+@pytest.mark.parametrize("backbone", ["resnet18d", "convnext_atto", "mambaout_femto"])
 def test_a_network_with_logits_for_each_pixel(backbone: str) -> None:
     model = model_factory("fpn")(num_classes=5, backbone=backbone, width=16)
     for height, width in ((64, 96), (75, 50)):
