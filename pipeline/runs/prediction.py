@@ -19,6 +19,7 @@ from PIL import Image
 from torch import nn
 from tqdm.auto import tqdm
 
+from ...common.checks import check_whole, plain
 from ...common.errors import DataError, PlanError
 from ...common.pictures import gallery
 from ...common.terminal import is_interactive
@@ -129,6 +130,7 @@ def predicted(
     """Yield what the model says of each picture, in order."""
     if on_error not in ("raise", "skip"):
         raise PlanError(f"predict(on_error={on_error!r}) must be 'raise' or 'skip'.")
+    check_whole("predict: batch_size", plain(batch_size), PlanError, 1)
     inputs = run.inputs
     transform, bars = inputs.transform(), progress and is_interactive()
     device = next((p.device for p in run.model.parameters()), torch.device("cpu"))

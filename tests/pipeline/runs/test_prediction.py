@@ -14,7 +14,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 from command_line import call
-from drivetrain import DataError, DrivetrainError, MultiLabel, Pipeline, Regression
+from drivetrain import DataError, DrivetrainError, MultiLabel, Pipeline, PlanError, Regression
 from drivetrain.common import machine
 from drivetrain.common.errors import CheckpointError
 from drivetrain.loaders import FFCVLoader, convert, open_beton
@@ -109,6 +109,9 @@ def test_predictions_are_those_of_the_evaluation(run: tuple[FitResult, Path, str
     fewer = result.predict(originals(data), batch_size=5)
     assert [row["class"] for row in fewer] == [row["class"] for row in rows]
     assert result.predict([]) == []
+    for size in (0, -5, 1.5):
+        with pytest.raises(PlanError, match=f"batch_size={size} must be a positive integer"):
+            result.predict(originals(data), batch_size=size)  # type: ignore[arg-type]
     assert not result.model.training
 
 

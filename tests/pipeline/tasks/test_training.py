@@ -52,7 +52,7 @@ def history(result: Any) -> list[tuple[float, ...]]:
     return [(e.loss, e.val_loss, *e.metrics.values()) for e in result.history.epochs]
 
 
-PREDICTED = {"your own": '{"prediction": {"features": [', "Classification": "%", "MultiLabel": ""}
+PREDICTED = {"your own": "prints all", "Classification": "%", "MultiLabel": ""}
 """What the table of `drivetrain predict` has, by task; of others numbers."""
 
 
