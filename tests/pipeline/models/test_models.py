@@ -75,6 +75,8 @@ def test_a_network_with_logits_for_each_pixel(backbone: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
     with pytest.raises(RecipeError, match=r"timm has no model 'resnet18dd'.*resnet18d"):
         model_factory("fpn")(num_classes=5, backbone="resnet18dd")
+    with pytest.raises(PlanError, match=r"timm:levit_128 does not take .*features_only.*out of range"):
+        model_factory("fpn")(num_classes=5, backbone="levit_128")
 
 
 def test_weights_that_are_not_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
