@@ -26,7 +26,6 @@ from ..runs.prediction import listed, predicted
 from ..runs.predictions import UNSEEN, mask_of
 from ..runs.result import FitResult, load_run
 from ..tasks.standard import Segmentation
-from ..tasks.task import names_of
 from ..training.build import plain_torch
 from .page import PAGE, POLICY
 
@@ -184,8 +183,9 @@ class _Model:
         if png:
             return Plain(file.getvalue(), media_type="image/png")
         counts = np.bincount(np.asarray(mask).ravel(), minlength=UNSEEN + 1)[:UNSEEN]
-        number = len(self.inputs.classes) or int(counts.nonzero()[0].max(initial=0)) + 1
-        named = zip(names_of(number, self.inputs.classes), counts.tolist(), strict=False)
+        known, number = self.inputs.classes, int(counts.nonzero()[0].max(initial=0)) + 1
+        names = (*known, *map(str, range(len(known), number)))  # the task may have more classes than names
+        named = zip(names, counts.tolist(), strict=False)
         pixels = sorted(named, key=lambda each: -each[1])
         picture = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
         return JSONResponse({"pixels": dict(pixels), "mask": picture})

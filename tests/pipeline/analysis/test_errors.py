@@ -73,7 +73,9 @@ def test_classes_are_judged_as_by_hand(toy: Toy, tmp_path: Path) -> None:
     )
     for name in ("e.png", "e.svg", "e.json"):
         assert errors.save(tmp_path / name).stat().st_size > 1000
-    assert json.loads((tmp_path / "e.json").read_text())["table"][0]["class"] == "a"
+    first, row = json.loads((tmp_path / "e.json").read_text())["table"][0], errors.rows()[0]
+    assert [*first.values()] == list(row)
+    assert (first["class"], first["precision 95 %"], first["recall 95 %"]) == ("a", row[3], row[5])
     with Image.open(tmp_path / "e.png") as drawn:
         assert drawn.size[0] == 1100
     with pytest.raises(DataError, match=r"e\.txt must end in \.json, \.png"):
