@@ -26,6 +26,7 @@ from ..runs.prediction import listed, predicted
 from ..runs.predictions import UNSEEN, mask_of
 from ..runs.result import FitResult, load_run
 from ..tasks.standard import Segmentation
+from ..tasks.task import names_of
 from ..training.build import plain_torch
 from .page import PAGE, POLICY
 
@@ -183,7 +184,8 @@ class _Model:
         if png:
             return Plain(file.getvalue(), media_type="image/png")
         counts = np.bincount(np.asarray(mask).ravel(), minlength=UNSEEN + 1)[:UNSEEN]
-        known, number = self.inputs.classes, int(counts.nonzero()[0].max(initial=0)) + 1
+        known = names_of(len(self.inputs.classes), self.inputs.classes)
+        number = int(counts.nonzero()[0].max(initial=0)) + 1
         names = (*known, *map(str, range(len(known), number)))  # the task may have more classes than names
         named = zip(names, counts.tolist(), strict=False)
         pixels = sorted(named, key=lambda each: -each[1])

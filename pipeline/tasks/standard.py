@@ -300,7 +300,7 @@ class Regression(StandardTask):
         """Return the `value`, a number or a list; and of a list whose numbers have names, `values`."""
         value = prediction.tolist()
         if isinstance(value, list) and len(value) == len(classes):
-            return {"value": value, "values": dict(zip(classes, value, strict=True))}
+            return {"value": value, "values": dict(zip(names_of(len(value), classes), value, strict=True))}
         return {"value": value}
 
     def check(self, train: Targets, val: Targets | None) -> int:

@@ -5,6 +5,7 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from drivetrain import Classification, MultiLabel, PlanError, Regression, Segmentation, Task
+from drivetrain.pipeline.runs.predictions import write_table
 from drivetrain.pipeline.tasks import get, to_dict
 from drivetrain.pipeline.tasks.metrics import compute, pool, state_of, top
 from drivetrain.pipeline.tasks.nests import to_float
@@ -67,6 +69,20 @@ def test_labels_are_judged_as_by_hand() -> None:
     assert found["f1"] == pytest.approx(torch.stack(scores).mean().item(), abs=1e-6)
     assert MultiLabel().loss(logits, targets) == F.binary_cross_entropy_with_logits(logits, targets)
     assert torch.equal(MultiLabel().predict(logits), logits.sigmoid())
+
+
+def test_classes_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """As the two cranes and the two maillots of ImageNet; "²" is a digit, but not a number."""
+    names, shares = ("crane", "²", "crane"), torch.tensor([0.25, 0.125, 0.625])
+    row = Classification().row(shares, names)
+    assert row["class"] == "crane (2)"
+    assert row["probability"] == 0.625
+    assert row["probabilities"] == {"crane (2)": 0.625, "crane (0)": 0.25, "²": 0.125}
+    assert MultiLabel().row(shares, names)["labels"] == ["crane (2)"]
+    write_table(tmp_path / "p.csv", [{"image": "x.png", **row}], names)
+    assert (tmp_path / "p.csv").read_text(encoding="utf-8").splitlines()[0] == (
+        "image,class,probability,probabilities.crane (0),probabilities.²,probabilities.crane (2)"
+    )
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
