@@ -64,7 +64,7 @@ def displayed(figure: Any) -> Any:
 
 
 def literal(text: str) -> str:
-    """Return a name as matplotlib must be given it: between two `$` it would draw mathematics, or fail."""
+    """Return a text for matplotlib to draw as it is: what is between two `$`, it would take for mathematics."""
     return text.replace("$", r"\$")
 
 

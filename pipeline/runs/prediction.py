@@ -106,7 +106,7 @@ def _caption(row: Mapping[str, Any]) -> str:
         case {"value": float() | [float(), *_] as value}:
             values = value if isinstance(value, list) else [value]
             return f"{', '.join(f'{value:.4g}' for value in values)}\n{name}"
-    return str(name)  # also of what a custom task says
+    return str(name)  # also of what a custom task returns
 
 
 class Trained(Protocol):
