@@ -63,6 +63,11 @@ def displayed(figure: Any) -> Any:
     return figure
 
 
+def literal(text: str) -> str:
+    """Return a text for matplotlib to draw as it is: what is between two `$`, it would take for mathematics."""
+    return text.replace("$", r"\$")
+
+
 def _dark_style() -> str:
     """Matplotlib writes colors into the elements, so the rule finds them there. White letters stand on bars and stay:
     letters are groups (g), and areas are paths."""

@@ -331,7 +331,8 @@ class Pipeline(PipelineSpec):
 
         Any Lightning strategy can train it, by Lightning's name or as an object:
         `to_lightning(epochs=16, strategy="ddp_spawn", devices=2)`, or
-        `Trainer(**{**trainer, "strategy": "ddp_spawn"})`. The other options of `distribute` are translated.
+        `Trainer(**{**trainer, "strategy": "ddp_spawn"})`. The other options of `distribute` are translated,
+        and of a recipe's options of `fit` `init_from`, `callbacks` and `eval_every`.
         Lightning's `fsdp` strategies are FSDP1 with the full model as one unit (split it with
         `FSDPStrategy(auto_wrap_policy=…)`) and require GPUs, as do its `deepspeed…` strategies. `ddp_fork` and
         `ddp_notebook` fork this process, in which torch must not have computed on several threads before; this call

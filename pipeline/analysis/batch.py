@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...common.errors import PlanError, require
-from ...common.pictures import INK, check_picture, displayed, gallery, save_picture
+from ...common.pictures import INK, check_picture, displayed, gallery, literal, save_picture
 from ...loaders.beton.targets import palette
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import resolve
@@ -81,11 +81,11 @@ class ShownBatch:
                 axes = panels[sample * views + view]
                 axes.imshow(picture)
                 title = textwrap.fill(text, 24, max_lines=3, placeholder="…") if view == 0 else f"view {view + 1}"
-                axes.set_title(title, fontsize=7, loc="left", color=INK, pad=2)
+                axes.set_title(literal(title), fontsize=7, loc="left", color=INK, pad=2)
         if legend := self._legend():
             patch = require("matplotlib.patches", "plot", "draw a batch").Patch
             handles = [
-                patch(label=name, facecolor=color, edgecolor="#888888", hatch=None if counts else "////")
+                patch(label=literal(name), facecolor=color, edgecolor="#888888", hatch=None if counts else "////")
                 for name, color, counts in legend
             ]
             figure.legend(handles=handles, loc="outside lower left", ncols=8, fontsize=8, frameon=False)

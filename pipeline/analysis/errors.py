@@ -113,12 +113,14 @@ class Errors:
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the table and the worst samples as JSON values."""
+        """Return the table and the worst samples as JSON values; an interval is named by its figure, too."""
+        pairs = zip(("", *self.heads), self.heads, strict=False)
+        names = [f"{before} {head}" if self.heads.count(head) > 1 else head for before, head in pairs]
         return {
             "source": self.source,
             "samples": len(self),
             "metrics": dict(self.metrics),
-            "table": [dict(zip(self.heads, row, strict=True)) for row in self.rows()],
+            "table": [dict(zip(names, row, strict=True)) for row in self.rows()],
             "worst": [self.of(int(place)) for place in self.worst()],
             "least certain": [self.of(int(place)) for place in self.least_certain()],
         }

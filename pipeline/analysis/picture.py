@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.errors import require
-from ...common.pictures import BLUE, GRID, INK, gallery
+from ...common.pictures import BLUE, GRID, INK, gallery, literal
 from ...loaders.beton.targets import NOT_COUNTED, palette
 
 CLASSES = 30
@@ -45,7 +45,7 @@ def sheet(figure: Any, errors: Any, places: list[int], title: str) -> None:
     for axes, place in zip(panels, places, strict=False):
         axes.imshow(overlaid(errors.pictures[int(errors.samples[place])], errors.colors))
         lines = [textwrap.shorten(line, 28, placeholder="…") for line in about(errors, place)]
-        axes.set_title("\n".join(lines), fontsize=7, loc="left", color=INK, pad=2)
+        axes.set_title(literal("\n".join(lines)), fontsize=7, loc="left", color=INK, pad=2)
 
 
 def worst_of(errors: Any) -> list[int]:
@@ -100,7 +100,7 @@ def colored(
 
 def _title(errors: Any) -> str:
     figures = ", ".join(f"{name} {value:.4g}" for name, value in errors.metrics.items())
-    return textwrap.fill(f"{errors.source}  ·  {len(errors):,} samples  ·  {figures}", 110)
+    return literal(textwrap.fill(f"{errors.source}  ·  {len(errors):,} samples  ·  {figures}", 110))
 
 
 def _classes(figure: Any, errors: Any) -> None:
@@ -141,7 +141,7 @@ def _matrix(axes: Any, counts: NDArray[np.int64], there: NDArray[np.int64], name
                     column, row, f"{counts[row, column]:,}", ha="center", va="center", fontsize=size,
                     color="white" if light else INK,
                 )  # fmt: skip
-    short = [name if len(name) <= 16 else f"{name[:9]}…{name[-6:]}" for name in names]
+    short = [literal(name if len(name) <= 16 else f"{name[:9]}…{name[-6:]}") for name in names]
     axes.set_xticks(range(len(names)), short, rotation=60, ha="right", fontsize=size)
     axes.set_yticks(range(len(names)), short, fontsize=size)
     axes.set(xlabel="prediction", ylabel="truth")
@@ -150,14 +150,15 @@ def _matrix(axes: Any, counts: NDArray[np.int64], there: NDArray[np.int64], name
 def _labels(figure: Any, errors: Any) -> None:
     axes = figure.subplots()
     order = np.argsort(errors.scores(), kind="stable")[:8]
+    lines, labels = list[Any](), list[str]()  # for the legend, which leaves out a line's label that begins with "_"
     for at in order:
         if errors.targets[:, at].any():
             precision, recall, _ = errors.curve(int(at))
-            label = f"{errors.classes[at]} {errors.average_precision(int(at)):.2f}"
-            axes.step(recall, precision, where="post", label=label)
+            labels.append(literal(f"{errors.classes[at]} {errors.average_precision(int(at)):.2f}"))
+            lines += axes.step(recall, precision, where="post")
     axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="recall", ylabel="precision")
     axes.set_title("precision and recall of the labels with the lowest average precision", loc="left", fontsize=9)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(lines, labels, frameon=False, fontsize=8)
     _plain(axes)
 
 
@@ -168,7 +169,7 @@ def _values(figure: Any, errors: Any) -> None:
         axes.axhline(0, color=GRID, zorder=0)
         axes.scatter(target, off, s=6, alpha=0.4, color=BLUE, linewidths=0)
         axes.set(xlabel="target", ylabel="prediction − target" if k == 0 else "")
-        axes.set_title(errors.classes[k], loc="left", fontsize=9)
+        axes.set_title(literal(errors.classes[k]), loc="left", fontsize=9)
         _plain(axes)
 
 
@@ -185,7 +186,7 @@ def _pixels(figure: Any, errors: Any) -> None:
     matrix.set_title(title, loc="left", fontsize=9)
     scores = errors.scores()[chosen]
     bars.barh(range(len(names)), np.nan_to_num(scores), color=BLUE, height=0.7)
-    bars.set_yticks(range(len(names)), names, fontsize=8 if len(names) <= 12 else 6)
+    bars.set_yticks(range(len(names)), [*map(literal, names)], fontsize=8 if len(names) <= 12 else 6)
     bars.set(xlim=(0, 1), xlabel="intersection over union")
     bars.invert_yaxis()
     _plain(bars)

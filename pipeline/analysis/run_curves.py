@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 from ...common.errors import DataError, require
-from ...common.pictures import GRID, INK, PALETTE
+from ...common.pictures import GRID, INK, PALETTE, literal
 
 COLORS = (*PALETTE, INK)
 """Okabe and Ito's, which people with any color vision tell apart; without yellow, which is pale on white."""
@@ -26,7 +26,7 @@ def figure_of(comparison: Any) -> Any:
     columns = 2 if max(len(run.name) for run in runs[:NAMED]) > 30 else 4
     figure = figure_class(figsize=(10, 6.2 + 0.2 * -(-names // columns)), layout="constrained")
     panels = figure.subplots(2, 2, sharey="row", sharex="col")
-    longest = max(run.seconds for run in runs)
+    longest, lines = max(run.seconds for run in runs), list[Any]()
     units = {"hours": 3600, "minutes": 60, "seconds": 1}
     unit = next((name for name, size in units.items() if longest >= 2 * size), "seconds")
     for number, run in enumerate(runs):
@@ -44,8 +44,7 @@ def figure_of(comparison: Any) -> Any:
         ]
         for panel, at in zip(panels[0], (0, 1), strict=True):
             panel.plot([each[at] for each in rated], [each[2] for each in rated], **style)
-        label = run.name if number < NAMED else "_"
-        panels[1, 0].plot([epoch.epoch for epoch in epochs], [epoch.loss for epoch in epochs], label=label, **style)
+        lines += panels[1, 0].plot([epoch.epoch for epoch in epochs], [epoch.loss for epoch in epochs], **style)
         panels[1, 1].plot(times, [epoch.loss for epoch in epochs], **style)
     monitors = dict.fromkeys(f"{run.monitor}{', %' * (run.monitor.unit is not None)}" for run in runs)
     for panel, title in zip(panels[:, 0], (f"{' / '.join(monitors)} in validation", "training loss"), strict=True):
@@ -58,5 +57,6 @@ def figure_of(comparison: Any) -> Any:
         panel.grid(axis="y", color=GRID, linewidth=0.8)
         panel.tick_params(labelsize=8)
     heading = f"the first {NAMED} of {len(runs)} runs" if len(runs) > NAMED else None
-    figure.legend(loc="outside lower left", ncols=columns, frameon=False, fontsize=8, title=heading)
+    named = lines[:NAMED], [literal(run.name) for run in runs[:NAMED]]  # labels of lines could not begin with "_"
+    figure.legend(*named, loc="outside lower left", ncols=columns, frameon=False, fontsize=8, title=heading)
     return figure

@@ -75,7 +75,7 @@ function numbers(rows) {
   const list = element("ol");
   for (const [name, value] of rows) {
     const row = element("li");
-    row.append(element("span", name), element("span", Number(value.toPrecision(5))));
+    row.append(element("span", name), element("span", value === null ? "not finite" : Number(value.toPrecision(5))));
     list.append(row);
   }
   return [list];
@@ -91,6 +91,7 @@ function shown(row) {
     mask.alt = "class of each pixel, by color";
     const all = Object.values(row.pixels).reduce((a, b) => a + b, 0) || 1;
     const rows = Object.entries(row.pixels).filter(each => each[1]).map(([name, count]) => [name, count / all]);
+    rows.sort((a, b) => b[1] - a[1]);  // names that are numbers come first, and in their own order
     return [mask, ...shares(rows, [])];
   }
   if (row.values) return numbers(Object.entries(row.values));

@@ -20,6 +20,7 @@ from PIL import Image
 from ...common.checks import check_number
 from ...common.errors import CheckpointError, DataError, PlanError, require
 from ...common.signals import handled
+from ...common.storage.json_files import finite
 from ...strategies.devices import pick_device
 from ..runs.prediction import listed, predicted
 from ..runs.predictions import UNSEEN, mask_of
@@ -177,14 +178,16 @@ class _Model:
             raise HTTPException(400, f"{error} {SEND}") from error
         if not isinstance(self.task, Segmentation):
             row = found.row(self.task, self.inputs)
-            return JSONResponse({name: value for name, value in row.items() if name != "image"})
+            return JSONResponse(finite({name: value for name, value in row.items() if name != "image"}))
         mask, file = mask_of(found, self.inputs), io.BytesIO()
         mask.save(file, format="PNG")
         if png:
             return Plain(file.getvalue(), media_type="image/png")
         counts = np.bincount(np.asarray(mask).ravel(), minlength=UNSEEN + 1)[:UNSEEN]
-        number = len(self.inputs.classes) or int(counts.nonzero()[0].max(initial=0)) + 1
-        named = zip(names_of(number, self.inputs.classes), counts.tolist(), strict=False)
+        known = names_of(len(self.inputs.classes), self.inputs.classes)
+        number = int(counts.nonzero()[0].max(initial=0)) + 1
+        names = (*known, *map(str, range(len(known), number)))  # the task may have more classes than names
+        named = zip(names, counts.tolist(), strict=False)
         pixels = sorted(named, key=lambda each: -each[1])
         picture = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
         return JSONResponse({"pixels": dict(pixels), "mask": picture})

@@ -40,6 +40,7 @@ from ..describe.resolve import ResolvedPlan, resolve
 from ..describe.rules import check_rules
 from ..optim.optimizers import is_schedule_free, label, needs_whole_matrices
 from ..runs.callbacks import run_options
+from ..runs.config import FitConfig
 from ..runs.initial import initial_weights
 from ..tasks.means import Mean, mean_of
 from ..tasks.nests import pair, to_float
@@ -94,9 +95,9 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
             f"optimize({label(plan.optimization.optimizer)!r}) needs Drivetrain's loop, which evaluates its averages. "
             "Train with fit(), or use another optimizer."
         )
-    arguments = trainer_arguments(distribution, given)
-    if arguments.get("callbacks") is not None:
-        arguments["callbacks"] = translated(arguments["callbacks"], run_options(plan, logs=False))
+    arguments, of_fit = trainer_arguments(distribution, given), _of_training(spec)
+    if callbacks := [*of_fit.callbacks, *_several(arguments.get("callbacks"))]:
+        arguments["callbacks"] = translated(callbacks, run_options(plan, logs=False))
     if distribution.compile or distribution.activation_checkpointing:
         raise PlanError(
             "compile= and activation_checkpointing= require Drivetrain's strategies. Remove them from .distribute(), "
@@ -128,8 +129,8 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
         "max_epochs": epochs, "precision": PRECISION[distribution.precision],
         "accumulate_grad_batches": distribution.accumulate, "gradient_clip_val": distribution.clip_norm,
         "gradient_clip_algorithm": "norm", "sync_batchnorm": distribution.sync_batchnorm,
-        "use_distributed_sampler": False, "num_sanity_val_steps": 0, "logger": False,
-        "enable_checkpointing": False, **arguments,
+        "use_distributed_sampler": False, "check_val_every_n_epoch": of_fit.eval_every, "num_sanity_val_steps": 0,
+        "logger": False, "enable_checkpointing": False, **arguments,
     }  # fmt: skip
     return HandOver(LitModule(parts, epochs, steps), LitDataModule(plan), trainer, parts.reports)
 
@@ -440,10 +441,24 @@ def _kind(strategy: Strategy) -> str:
     return "ddp_find_unused_parameters" if isinstance(strategy, ParallelStrategy) else "single"
 
 
-def translated(callbacks: Any, run: RunOptions) -> Any:
-    """Return the Trainer's `callbacks` (one, a list or None), with Drivetrain's as Lightning's."""
-    if not isinstance(callbacks, list | tuple):
-        return translated([callbacks], run)[0]
+def _of_training(spec: PipelineSpec) -> FitConfig:
+    """Return the recipe's options of `fit` that Lightning's loop has a place for; raise if it would train otherwise."""
+    given = spec.fit_defaults()
+    if given.get("on_nonfinite") == "skip":
+        raise PlanError(
+            "on_nonfinite='skip' of the recipe needs Drivetrain's loop: Lightning's does not skip steps. Train with "
+            "fit(), or remove it."
+        )
+    return FitConfig(**{name: given[name] for name in ("callbacks", "eval_every") if name in given})
+
+
+def _several(callbacks: Any) -> list[Any]:
+    """Return the Trainer's `callbacks` (one, a list or None) as a list."""
+    return [*callbacks] if isinstance(callbacks, list | tuple) else [] if callbacks is None else [callbacks]
+
+
+def translated(callbacks: list[Any], run: RunOptions) -> list[Any]:
+    """Return the callbacks, with Drivetrain's as Lightning's."""
     return [_translated(one, run) if isinstance(one, Callback) else one for one in callbacks]
 
 
@@ -452,8 +467,7 @@ def _translated(one: Callback, run: RunOptions) -> pl.Callback:
     if type(one) is not EarlyStopping:
         remedy = REMEDIES.get(name, "write it as a callback of Lightning's")
         raise PlanError(
-            f"to_lightning(callbacks=…): {name} is a callback of Drivetrain, which only runs in fit(). Leave it out, "
-            f"and {remedy}."
+            f"callbacks: {name} is a callback of Drivetrain, which only runs in fit(). Leave it out, and {remedy}."
         )
     one.check(run)
     # An undefined metric is not logged, and is no improvement, as in fit(); Lightning would stop at once.

@@ -241,9 +241,9 @@ class TimmModel:
         published = pretrained is True and not omitted()
         try:
             model: Any = _timm().create_model(self.name, pretrained=published, **options)
-        except TypeError as error:
-            raise PlanError(f"{self.__name__} does not take {options}: {error}.") from error
-        except (OSError, RuntimeError) as error:
+        except (TypeError, AssertionError, OSError, RuntimeError) as error:
+            if not (published and isinstance(error, OSError | RuntimeError)):
+                raise PlanError(f"{self.__name__} does not take {options}: {_line(error)}.") from error
             raise DataError(
                 f"The weights of the cache or the network cannot be loaded into {self.__name__}: {error}. Pass "
                 "pretrained='FILE' with weights of this model, or pretrained=False."

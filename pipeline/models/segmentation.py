@@ -17,6 +17,7 @@ class FPN(nn.Module):
     def __init__(self, backbone: nn.Module, channels: list[int], num_classes: int, width: int) -> None:
         super().__init__()
         self.backbone = backbone
+        self._channels_last = getattr(backbone, "output_fmt", "") == "NHWC"  # of some of timm's, such as Swin
         self.lateral = nn.ModuleList(nn.Conv2d(own, width, 1) for own in channels)
         self.smooth = nn.ModuleList(
             nn.Sequential(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
@@ -26,7 +27,7 @@ class FPN(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """From images `(B, 3, H, W)` to logits `(B, num_classes, H, W)`."""
-        levels = self.backbone(images)
+        levels = [each.movedim(-1, 1) if self._channels_last else each for each in self.backbone(images)]
         top = total = None
         for level, lateral, smooth in reversed([*zip(levels, self.lateral, self.smooth, strict=True)]):
             own = lateral(level)

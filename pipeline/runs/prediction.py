@@ -19,6 +19,7 @@ from PIL import Image
 from torch import nn
 from tqdm.auto import tqdm
 
+from ...common.checks import check_whole, plain
 from ...common.errors import DataError, PlanError
 from ...common.pictures import gallery
 from ...common.terminal import is_interactive
@@ -97,14 +98,15 @@ class Predictions(list[dict[str, Any]]):
 
 def _caption(row: Mapping[str, Any]) -> str:
     name = row["image"] if isinstance(row["image"], int) else Path(row["image"]).name
-    if "class" in row:
-        return f"{row['class']} {row['probability']:.0%}\n{name}"
-    if "labels" in row:
-        return f"{', '.join(row['labels']) or 'none'}\n{name}"
-    if "value" in row:
-        values = row["value"] if isinstance(row["value"], list) else [row["value"]]
-        return f"{', '.join(f'{value:.4g}' for value in values)}\n{name}"
-    return str(name)
+    match row:
+        case {"class": best, "probability": float(share)}:
+            return f"{best} {share:.0%}\n{name}"
+        case {"labels": list(labels), "probabilities": _}:
+            return f"{', '.join(labels) or 'none'}\n{name}"
+        case {"value": float() | [float(), *_] as value}:
+            values = value if isinstance(value, list) else [value]
+            return f"{', '.join(f'{value:.4g}' for value in values)}\n{name}"
+    return str(name)  # also of what a custom task returns
 
 
 class Trained(Protocol):
@@ -128,6 +130,7 @@ def predicted(
     """Yield what the model says of each picture, in order."""
     if on_error not in ("raise", "skip"):
         raise PlanError(f"predict(on_error={on_error!r}) must be 'raise' or 'skip'.")
+    check_whole("predict: batch_size", plain(batch_size), PlanError, 1)
     inputs = run.inputs
     transform, bars = inputs.transform(), progress and is_interactive()
     device = next((p.device for p in run.model.parameters()), torch.device("cpu"))
@@ -196,7 +199,7 @@ def listed(images: Any, channels: int) -> list[Picture]:
     """Return the pictures that `predict` was given: one, or several, of which each path may be a folder, a pattern or
     a `.beton` file."""
     one = isinstance(images, str | Path | bytes | Image.Image)
-    if isinstance(images, np.ndarray):  # of one channel, (N, H, W) are several
+    if isinstance(images, np.ndarray | torch.Tensor):  # of one channel, (N, H, W) are several
         one = images.ndim == 2 or (images.ndim == 3 and (channels > 1 or images.shape[2] == 1))
     if not one and not isinstance(images, Iterable):
         raise DataError(f"predict() takes paths or images, not a {type(images).__name__}.")

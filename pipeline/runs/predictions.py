@@ -20,7 +20,7 @@ from ...common.storage.files import atomic_file
 from ...loaders.beton.targets import palette
 from ..describe.inputs import Inputs
 from ..tasks.standard import Segmentation
-from ..tasks.task import Task
+from ..tasks.task import Task, names_of
 from .prediction import Predicted
 
 TABLES = (".csv", ".parquet")
@@ -61,12 +61,11 @@ def write_table(out: Path, rows: Sequence[Mapping[str, Any]], classes: Sequence[
 
 
 def _flat(row: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    places = {name: number for number, name in enumerate(classes)}
     flat: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
-            names = sorted(value, key=lambda name: places.get(name, int(name) if name.isdigit() else 0))
-            flat |= {f"{key}.{name}": value[name] for name in names}
+            known = [name for name in names_of(len(value), classes) if name in value]  # in the order of the classes
+            flat |= {f"{key}.{name}": value[name] for name in dict.fromkeys([*known, *value])}
         else:
             flat[key] = str(value) if key == "image" else value
     return flat

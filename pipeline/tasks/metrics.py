@@ -106,6 +106,18 @@ def maker(kind: str, **options: Any) -> Callable[[int], Any]:
     return make
 
 
+def r2(_: int) -> Metric:
+    """Return torchmetrics' coefficient of determination with sums in float64: from sums of squares in float32, the
+    variance of targets far from 0 is rounding."""
+    from torchmetrics.regression import R2Score
+
+    class R2(R2Score):
+        def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+            super().update(outputs.double(), targets.double())
+
+    return R2().set_dtype(torch.float64)
+
+
 def top(k: int) -> Callable[[int], TopK]:
     """For a number of classes, at most their number."""
     return lambda classes: TopK(min(k, classes))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ...common.checks import is_whole
 from ...common.errors import PlanError
 from .means import CLASS_LOSSES, LossFunction
-from .metrics import maker, top
+from .metrics import maker, r2, top
 from .target_scale import TargetScale, fit_scale
 from .task import Kind, StandardTask, Targets, check_names, names_of, shape_of, vectors
 
@@ -217,7 +217,7 @@ class Regression(StandardTask):
         "mae": maker("MeanAbsoluteError"),
         "mse": maker("MeanSquaredError"),
         "rmse": maker("MeanSquaredError", squared=False),
-        "r2": maker("R2Score"),
+        "r2": r2,
     }
     DEFAULT_METRICS = ("mae", "r2")
     scale_targets: bool = False
@@ -300,7 +300,7 @@ class Regression(StandardTask):
         """Return the `value`, a number or a list; and of a list whose numbers have names, `values`."""
         value = prediction.tolist()
         if isinstance(value, list) and len(value) == len(classes):
-            return {"value": value, "values": dict(zip(classes, value, strict=True))}
+            return {"value": value, "values": dict(zip(names_of(len(value), classes), value, strict=True))}
         return {"value": value}
 
     def check(self, train: Targets, val: Targets | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -428,7 +429,14 @@ def shape_of(outputs: Any) -> object:
 
 
 def names_of(count: int, classes: Sequence[str]) -> list[str]:
-    return list(classes) if len(classes) == count else [*map(str, range(count))]
+    """Return a name for each class, its number if the data has no names. Names that several have, as ImageNet's two
+    cranes, are followed by their numbers."""
+    if len(classes) != count:
+        return [*map(str, range(count))]
+    if len(set(classes)) == count:
+        return list(classes)
+    often = Counter(classes)
+    return [f"{name} ({number})" if often[name] > 1 else name for number, name in enumerate(classes)]
 
 
 def check_names(train: Targets, val: Targets | None, what: str) -> None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ...runs.result import TrainingInterrupted
     from ...telemetry.history import History
 
+LONGEST = 200  # characters of a prediction of a custom task, in the table
 SECONDS_HELP = "Time budget of the ledger, in seconds: building, warm-up and all rounds."
 # Options of `fit` that the command line has in a form of its own, or sets itself.
 _OTHERWISE = (
@@ -319,6 +320,7 @@ def predict(
     from ....common.storage.json_files import to_json
     from ...recipes.files import modules_of
     from ...runs.result import load_run
+    from ...tasks.standard import Segmentation
 
     if not image:
         raise DataError("predict needs at least one image: drivetrain predict RUN image.jpg …")
@@ -331,26 +333,34 @@ def predict(
         for row in rows:
             print(to_json(row))
     elif out is None:
-        print(Table(("image", "prediction"), [(str(row["image"]), _prediction_text(row)) for row in rows]))
+        mask = isinstance(result.task, Segmentation)
+        print(Table(("image", "prediction"), [(str(row["image"]), _prediction_text(row, mask=mask)) for row in rows]))
     else:
         failed = sum("error" in row for row in rows)
         print(f"{out}: {len(rows):,} images" + (f", {failed:,} of them damaged" if failed else ""))
 
 
-def _prediction_text(row: dict[str, Any]) -> str:
-    if "error" in row:
-        return f"error: {row['error']}"
-    if "class" in row:  # the three most probable ones
-        best = [*row["probabilities"].items()][:3]
-        return ", ".join(f"{name} {probability:.1%}" for name, probability in best)
-    if "labels" in row:
-        return ", ".join(f"{name} {row['probabilities'][name]:.1%}" for name in row["labels"]) or "none"
-    if "values" in row:
-        return ", ".join(f"{name} {each:.4g}" for name, each in row["values"].items())
-    value = row.get("value", row.get("prediction"))
-    if isinstance(value, list) and value and isinstance(value[0], list):
-        return f"a mask of {len(value)} × {len(value[0])} pixels: write it with --out, or print it with --json"
-    return ", ".join(f"{each:.4g}" for each in value) if isinstance(value, list) else f"{value:.4g}"
+def _prediction_text(row: dict[str, Any], *, mask: bool) -> str:
+    from ....common.storage.json_files import to_json
+
+    match row:
+        case {"error": error}:
+            return f"error: {error}"
+        case {"prediction": prediction} if mask:
+            size = f"{len(prediction)} × {len(prediction[0])}"
+            return f"a mask of {size} pixels: write it with --out, or print it with --json"
+        case {"class": _, "probabilities": dict(shares)}:  # the three most probable ones
+            return ", ".join(f"{name} {share:.1%}" for name, share in [*shares.items()][:3])
+        case {"labels": list(labels), "probabilities": dict(shares)}:
+            return ", ".join(f"{name} {shares[name]:.1%}" for name in labels) or "none"
+        case {"values": dict(values)}:
+            return ", ".join(f"{name} {each:.4g}" for name, each in values.items())
+        case {"value": value} | {"prediction": value}:
+            numbers = value if isinstance(value, list) else [value]
+            if all(isinstance(each, int | float) for each in numbers):
+                return ", ".join(f"{each:.4g}" for each in numbers)
+    text = to_json({name: each for name, each in row.items() if name != "image"})  # of a custom task: anything
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} … (--json prints all)"
 
 
 @click.command(cls=Command)

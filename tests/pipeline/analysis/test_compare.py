@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,10 @@ def test_the_command_and_the_curves(runs: Path, tmp_path: Path) -> None:
     end = call("compare", str(runs / "plain"), str(runs / "smooth"), "--json")
     assert [run["recipe"]["optimizer.lr"] for run in json.loads(end.out)["runs"]] == [0.1, 0.05]
     assert "must end in .png" in call("compare", str(runs / "plain"), "--out", "c.gif").err
+    found = compare_runs([runs / "plain", runs / "smooth"])
+    named = [replace(run, name=name) for run, name in zip(found.runs, ("_a", "$_$"), strict=True)]
+    legend = replace(found, runs=tuple(named)).show().legends[0]
+    assert [text.get_text() for text in legend.get_texts()] == ["_a", r"\$_\$"]
 
 
 def test_flattened() -> None:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from command_line import call
 from drivetrain import DataError, MultiLabel, Pipeline, PlanError, Segmentation
 from drivetrain.loaders import FFCVLoader, convert
-from drivetrain.pipeline.analysis.errors import Calibration, ClassErrors, Errors, wilson
+from drivetrain.pipeline.analysis.batch import ShownBatch
+from drivetrain.pipeline.analysis.errors import Calibration, ClassErrors, Errors, LabelErrors, wilson
 from drivetrain.pipeline.runs.result import errors_of_weights
 from drivetrain.transforms import TestTimeFlip
 from hypothesis import given
@@ -72,7 +73,9 @@ def test_classes_are_judged_as_by_hand(toy: Toy, tmp_path: Path) -> None:
     )
     for name in ("e.png", "e.svg", "e.json"):
         assert errors.save(tmp_path / name).stat().st_size > 1000
-    assert json.loads((tmp_path / "e.json").read_text())["table"][0]["class"] == "a"
+    first, row = json.loads((tmp_path / "e.json").read_text())["table"][0], errors.rows()[0]
+    assert [*first.values()] == list(row)
+    assert (first["class"], first["precision 95 %"], first["recall 95 %"]) == ("a", row[3], row[5])
     with Image.open(tmp_path / "e.png") as drawn:
         assert drawn.size[0] == 1100
     with pytest.raises(DataError, match=r"e\.txt must end in \.json, \.png"):
@@ -133,6 +136,23 @@ def test_thousands_of_classes() -> None:
     assert errors.confusion.sum() == n
     assert len(errors.table().rows) == 20
     assert errors.show().axes
+
+
+def test_names_are_drawn_as_they_are(tmp_path: Path) -> None:
+    """Between two `$`, matplotlib would draw mathematics, or fail; its legends leave out what begins with "_"."""
+    names, samples = ("_a", "$_$", "$5"), np.arange(3)
+    pictures = {n: {"image": np.zeros((8, 8, 3), np.uint8)} for n in range(3)}
+    common: dict[str, Any] = {"pictures": pictures, "targets": samples, "probabilities": np.ones(3, np.float32)}
+    classes = ClassErrors("$_$", {}, names, samples, np.ones(3, np.float32), predictions=samples[::-1], **common)
+    common |= {"targets": np.eye(3) > 0, "probabilities": np.full((3, 3), 0.5, np.float32)}
+    labels = LabelErrors("x", {}, names, samples, np.ones(3, np.float32), **common)
+    mask = np.resize(samples, (8, 8))
+    batch = ShownBatch("x", tuple((each["image"],) for each in pictures.values()), names, (mask,) * 3, names)
+    drawn: tuple[Any, ...] = classes, labels, batch
+    for number, each in enumerate(drawn):
+        assert each.save(tmp_path / f"{number}.png").stat().st_size > 1000
+    legend = labels.show().subfigs[0].axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["_a 0.33", r"\$_\$ 0.33", r"\$5 0.33"]
 
 
 def test_values_are_judged_as_by_hand(tmp_path: Path) -> None:

@@ -193,6 +193,11 @@ def test_masks(tmp_path: Path) -> None:
     mask = np.asarray(Image.open(io.BytesIO(body)))
     assert answer["pixels"] == {name: int((mask == k).sum()) for k, name in enumerate(segmentation.CLASSES)}
     assert answer["mask"].startswith("data:image/png;base64,")
+    named = segmentation.CLASSES[:1]  # fewer than the task has
+    result.history.facts["inputs"]["classes"] = list(named)
+    with serving(serve_app(result)) as address:
+        pixels = json.loads(fetch(f"{address}/predict", data)[2])["pixels"]
+    assert (named[0] in pixels, sum(pixels.values())) == (True, (mask < 255).sum())
 
 
 @pytest.mark.process

@@ -277,6 +277,12 @@ def test_early_stopping_is_lightnings(toy: Toy) -> None:
     _, found = trained(pipeline, 9, stopping)
     result = pipeline.fit(epochs=9, progress=False, callbacks=[stopping])
     assert len(found) == len(result.history.epochs) == 3
+    recipe = pipeline.to_recipe() | {"callbacks": [{"name": "EarlyStopping", "monitor": "top1", "patience": 2}]}
+    assert len(trained(Pipeline.from_recipe(recipe), 9)[1]) == 3
+    rarely = Pipeline.from_recipe(recipe, callbacks=[], eval_every=2)
+    assert ["val_loss" in epoch for epoch in trained(rarely, 2)[1]] == [False, True]
+    with pytest.raises(PlanError, match="on_nonfinite='skip' of the recipe needs Drivetrain's loop"):
+        Pipeline.from_recipe(recipe, on_nonfinite="skip").to_lightning(epochs=1)
 
 
 def test_a_trainer_that_was_told_otherwise(toy: Toy) -> None:

@@ -65,7 +65,7 @@ def test_the_last_layer_is_replaced_whatever_its_name(name: str) -> None:
     assert changed == {f"{HEADS[name]}.weight", f"{HEADS[name]}.bias"}
 
 
-@pytest.mark.parametrize("backbone", ["resnet18d", "convnext_atto"])
+@pytest.mark.parametrize("backbone", ["resnet18d", "convnext_atto", "mambaout_femto"])
 def test_a_network_with_logits_for_each_pixel(backbone: str) -> None:
     model = model_factory("fpn")(num_classes=5, backbone=backbone, width=16)
     for height, width in ((64, 96), (75, 50)):
@@ -75,6 +75,8 @@ def test_a_network_with_logits_for_each_pixel(backbone: str) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
     with pytest.raises(RecipeError, match=r"timm has no model 'resnet18dd'.*resnet18d"):
         model_factory("fpn")(num_classes=5, backbone="resnet18dd")
+    with pytest.raises(PlanError, match=r"timm:levit_128 does not take .*features_only.*out of range"):
+        model_factory("fpn")(num_classes=5, backbone="levit_128")
 
 
 def test_weights_that_are_not_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 from command_line import call
-from drivetrain import DataError, DrivetrainError, MultiLabel, Pipeline, Regression
+from drivetrain import DataError, DrivetrainError, MultiLabel, Pipeline, PlanError, Regression
 from drivetrain.common import machine
 from drivetrain.common.errors import CheckpointError
 from drivetrain.loaders import FFCVLoader, convert, open_beton
@@ -102,12 +102,16 @@ def test_predictions_are_those_of_the_evaluation(run: tuple[FitResult, Path, str
         assert sum(values) == pytest.approx(1, abs=1e-5)
     path = sorted(folder.glob("*/*.jpg"))[0]
     (one,) = result.predict(path)
-    (again,) = result.predict(np.asarray(Image.open(path)))
+    array = np.asarray(Image.open(path))
     assert one["image"] == str(path)
-    assert one["probabilities"] == again["probabilities"]
+    for again in (array, torch.tensor(array), torch.tensor(array).permute(2, 0, 1)):
+        assert [row["probabilities"] for row in result.predict(again)] == [one["probabilities"]]
     fewer = result.predict(originals(data), batch_size=5)
     assert [row["class"] for row in fewer] == [row["class"] for row in rows]
     assert result.predict([]) == []
+    for size in (0, -5, 1.5):
+        with pytest.raises(PlanError, match=f"batch_size={size} must be a positive integer"):
+            result.predict(originals(data), batch_size=size)  # type: ignore[arg-type]
     assert not result.model.training
 
 

@@ -5,6 +5,7 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from drivetrain import Classification, MultiLabel, PlanError, Regression, Segmentation, Task
+from drivetrain.pipeline.runs.predictions import write_table
 from drivetrain.pipeline.tasks import get, to_dict
 from drivetrain.pipeline.tasks.metrics import compute, pool, state_of, top
 from drivetrain.pipeline.tasks.nests import to_float
@@ -69,9 +71,24 @@ def test_labels_are_judged_as_by_hand() -> None:
     assert torch.equal(MultiLabel().predict(logits), logits.sigmoid())
 
 
-def test_numbers_are_judged_as_by_hand() -> None:
+def test_classes_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    """As the two cranes and the two maillots of ImageNet; "²" is a digit, but not a number."""
+    names, shares = ("crane", "²", "crane"), torch.tensor([0.25, 0.125, 0.625])
+    row = Classification().row(shares, names)
+    assert row["class"] == "crane (2)"
+    assert row["probability"] == 0.625
+    assert row["probabilities"] == {"crane (2)": 0.625, "crane (0)": 0.25, "²": 0.125}
+    assert MultiLabel().row(shares, names)["labels"] == ["crane (2)"]
+    write_table(tmp_path / "p.csv", [{"image": "x.png", **row}], names)
+    assert (tmp_path / "p.csv").read_text(encoding="utf-8").splitlines()[0] == (
+        "image,class,probability,probabilities.crane (0),probabilities.²,probabilities.crane (2)"
+    )
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_numbers_are_judged_as_by_hand(offset: float) -> None:
     torch.manual_seed(0)
-    outputs, targets = torch.randn(40, 1), torch.randn(40)
+    outputs, targets = torch.randn(40, 1) + offset, torch.randn(40) + offset
     batches = [(outputs[:33], targets[:33]), (outputs[33:], targets[33:])]
     found = values(Regression(metrics=("mae", "mse", "rmse", "r2")), batches, 1)
     errors = outputs[:, 0] - targets
@@ -80,6 +97,8 @@ def test_numbers_are_judged_as_by_hand() -> None:
     assert found["mse"] == pytest.approx(mse, abs=1e-6)
     assert found["rmse"] == pytest.approx(math.sqrt(mse), abs=1e-6)
     assert found["r2"] == pytest.approx(1 - mse / targets.var(correction=0).item(), abs=1e-5)
+    if offset:
+        return
     task = Regression(loss="huber")
     assert task.loss(task.outputs(outputs), targets) == F.huber_loss(outputs[:, 0], targets)
     assert Regression().loss(outputs[:, 0], targets[:, None]).item() == pytest.approx(mse)

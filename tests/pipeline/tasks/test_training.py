@@ -14,6 +14,7 @@ import task_jobs as jobs
 import torch
 import torch.nn.functional as F
 import yaml
+from command_line import done
 from drivetrain import (
     CheckpointError,
     Classification,
@@ -29,6 +30,7 @@ from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.pipeline.tasks.target_scale import carried_scale
 from drivetrain.strategies import launch
 from drivetrain.transforms import CutMix, LabelSmoothing, MixUp, TestTimeFlip
+from PIL import Image
 from places import ROOT
 from torch import nn
 
@@ -48,6 +50,10 @@ def validation(file: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 def history(result: Any) -> list[tuple[float, ...]]:
     return [(e.loss, e.val_loss, *e.metrics.values()) for e in result.history.epochs]
+
+
+PREDICTED = {"your own": "prints all", "Classification": "%", "MultiLabel": ""}
+"""What the table of `drivetrain predict` has, by task; of others numbers."""
 
 
 @pytest.mark.parametrize("name", jobs.TASKS)
@@ -79,6 +85,8 @@ def test_it_learns_and_is_judged_as_by_hand(name: str, files: Files, tmp_path: P
     row = dict(zip(header.split(","), rows[-1].split(","), strict=True))
     assert {metric: float(row[metric]) for metric in last.metrics} == last.metrics
     assert task.monitor in str(result)
+    Image.new("RGB", (40, 30)).save(tmp_path / "x.png")
+    assert PREDICTED.get(name, ".") in done("predict", str(tmp_path), str(tmp_path / "x.png"))
 
 
 def on_ranks(files: Files, strategy: str, devices: int) -> dict[str, Any]:
