@@ -211,7 +211,7 @@ class CSVLogger:
         if new := tuple(name for name in values if name not in self._columns):
             self._rewrite(new=new)
         with self._path.open("a", newline="") as file:
-            csv.DictWriter(file, self._columns).writerow({"step": step, **values})
+            csv.DictWriter(file, self._columns).writerow({**values, "step": step})
 
 
 class PrometheusLogger:

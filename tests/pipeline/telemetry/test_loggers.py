@@ -117,11 +117,12 @@ def test_every_kind_of_logger_gets_every_figure(toy: Toy, tmp_path: Path) -> Non
 
 class Logs(Callback):
     def on_step_end(self, view: RunView) -> None:
-        view.log({"number": 1764184511.123456, "tensor": torch.tensor(0.1)})
+        view.log({"number": 1764184511.123456, "tensor": torch.tensor(0.1), "step": 0.5})
 
 
 def test_what_a_callback_logs_is_not_rounded(toy: Toy, tmp_path: Path) -> None:
     fit(toy.pipeline(), 1, out=tmp_path, logger="csv", callbacks=[Logs()])
+    assert [int(row["step"]) for row in rows_of(tmp_path)] == [1, 2, 3, 4, 4]  # not what the callback calls so
     row = rows_of(tmp_path)[0]
     assert (float(row["number"]), float(row["tensor"])) == (1764184511.123456, torch.tensor(0.1).item())
 
