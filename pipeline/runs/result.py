@@ -298,7 +298,7 @@ def load_run(folder: str | Path, *, trust_code: bool = False) -> FitResult:
     """
     place, folder = folder, opened(folder, RECIPE, HISTORY, MODEL, UNLISTED)
     history = read_history(folder)
-    if history is None or history.moment == "0":
+    if history is None or not (history.epochs or "stopped" in history.facts):
         raise CheckpointError(
             f"{place} has no finished epoch of a run: its {HISTORY} is missing or damaged. Pass the folder of a "
             "run (fit(out=…), --out)."
