@@ -173,11 +173,12 @@ class Pipeline(PipelineSpec):
         """Train.
 
         A resumed run continues as if it had not been interrupted: bit for bit with the same strategy and world size;
-        across strategies or world sizes, results match up to floating-point summation order. Resuming requires the same
-        model, optimizer, schedule, seed, data, batch size, transforms, precision and clipping, and the same epochs
-        unless neither the learning rate nor any transform (`Transform.depends_on_length`) depends on them. Functions
-        among the settings are compared by module and qualified name, lambdas also by their code. The history keeps the
-        finished epochs. Resuming a finished run returns its result.
+        across strategies or world sizes, results match up to floating-point summation order, except for what sees or
+        draws for a rank's microbatch (BatchNorm, dropout, `MixUp`). Resuming requires the same model, optimizer,
+        schedule, seed, data, batch size, transforms, precision and clipping, and the same epochs unless neither the
+        learning rate nor any transform (`Transform.depends_on_length`) depends on them. Functions among the settings
+        are compared by module and qualified name, lambdas also by their code. The history keeps the finished epochs.
+        Resuming a finished run returns its result.
 
         Raises:
             PlanError, DataError, StrategyError: before training, if the pipeline cannot work.

@@ -46,6 +46,15 @@ def is_address(source: object) -> bool:
     return isinstance(source, str) and "://" in source
 
 
+def local_path(place: str | Path, option: str, error: type[DrivetrainError]) -> Path:
+    """Return a path of this machine. Raise `error` for an address, which would become a folder named `s3:`."""
+    if not isinstance(place, str | Path):
+        raise error(f"{option}={place!r:.80} is not a path.")
+    if re.match(r"\w+:/", str(place)):
+        raise error(f"{option}={str(place)!r} is an address. Pass a path of this machine.")
+    return Path(place)
+
+
 def version_of(info: dict[str, Any]) -> str:
     """Return what changes with the content of a file: its entity tag or time of change, from fsspec's facts."""
     return " ".join(f"{name}={info[name]}" for name in _VERSIONS if info.get(name))

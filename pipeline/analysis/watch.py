@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 
 from ...common.errors import DataError
@@ -18,7 +18,7 @@ from ..telemetry.loggers import METRICS, PROMETHEUS, RANK_GAUGES
 from ..telemetry.rank_times import RankTimes
 from .compare import RunSummary, read_run
 
-QUIET = 120.0  # seconds without news after which the line says so first
+QUIET = 120.0  # seconds without a change after which the line reports it
 ROWS = 8  # ranks that are shown, the slowest first
 
 
@@ -29,13 +29,16 @@ class RunState:
     Attributes:
         summary: of its finished epochs and its recipe.
         newest: the newest metrics by name, if the run has `logger="prometheus"`: `step`, `step_loss` and so on.
-        age: seconds since its files changed; None if unknown, as of an address without these metrics.
+        changed: when its files changed, by the clock of the run's machine or of its file system, which may differ from
+            this machine's; None if unknown, as of an address without these metrics.
+        quiet: seconds during which its watcher has seen no change, by the watcher's clock.
         ranks: what the steps of each rank take, from the same metrics; empty of a single rank.
     """
 
     summary: RunSummary
     newest: Mapping[str, float] = field(default_factory=dict)
-    age: float | None = None
+    changed: datetime | None = None
+    quiet: float = 0.0
     ranks: Sequence[RankTimes] = ()
 
     @property
@@ -83,9 +86,11 @@ class RunState:
             parts.append(f"best {value}, epoch {run.best.epoch}")
         if self.ended:
             parts.append("stopped: " + history.stopped if history.stopped is not None else "finished")
-        elif self.age is not None:
-            ago = f"{self.age:.0f} s" if self.age < QUIET else f"{self.age / 60:.0f} min"
-            parts.append(f"{ago} ago" if self.age < QUIET else f"no news for {ago}")
+            return ", ".join(parts)
+        if self.quiet >= QUIET:
+            parts.append(f"no news for {self.quiet / 60:.0f} min")
+        if self.changed is not None:
+            parts.append(f"last change {self.changed:%Y-%m-%d %H:%M:%S} UTC")
         return ", ".join(parts)
 
 
@@ -99,14 +104,16 @@ def look(run: str | Path) -> RunState:
     # A run that begins has these metrics before its other files.
     if not (summary.epochs or summary.recipe or newest or (folder / HISTORY).exists()):
         raise DataError(f"{run} is not a run: {summary.problem}. Pass a folder of fit(out=…), --out.")
-    if "updated_seconds" in newest:
-        changed: float | None = newest["updated_seconds"]
-    elif folder == Path(run):
+    changed = newest.get("updated_seconds", 0.0)
+    if not changed and folder == Path(run):
         changed = max(map(_changed, (folder / HISTORY, folder / METRICS, folder / RECIPE, folder / "checkpoints")))
-    else:
-        changed = None
-    age = None if changed is None else max(time.time() - changed, 0.0)
-    return RunState(summary, newest, age, _ranks(gauges))
+    return RunState(summary, newest, _moment(changed), ranks=_ranks(gauges))
+
+
+def _moment(seconds: float) -> datetime | None:
+    with suppress(ValueError, OverflowError, OSError):  # of a damaged file
+        return datetime.fromtimestamp(seconds, UTC) if seconds else None
+    return None
 
 
 def _changed(path: Path) -> float:

@@ -11,6 +11,7 @@ import torch
 
 from ...common.checks import check_flag, check_whole
 from ...common.errors import PlanError, require_suffix
+from ...common.storage.addresses import local_path
 from ...common.storage.files import atomic_file
 from .callback import Callback, RunView
 
@@ -42,7 +43,8 @@ class Profile(Callback):
         check_whole("Profile: start", start, PlanError, 0, also=" of steps")
         check_whole("Profile: steps", steps, PlanError, 1)
         check_flag("Profile: all_ranks", all_ranks, PlanError)
-        self.out, self.start, self.steps, self.all_ranks = Path(out), start, steps, all_ranks
+        self.out = local_path(out, "Profile: out", PlanError)
+        self.start, self.steps, self.all_ranks = start, steps, all_ranks
         self._profiler: Any = None
         self._range = ExitStack()
         self._first = 0

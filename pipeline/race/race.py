@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 from ...common.budget import OutOfTime, alarm
 from ...common.checks import check_number, check_whole
 from ...common.errors import CheckpointError, DataError, PlanError
+from ...common.storage.addresses import local_path
 from ...common.terminal import is_interactive
 from ..checkpoints.directory import Checkpoints
 from ..describe.pipeline_spec import PipelineSpec
@@ -31,7 +32,7 @@ from ..measuring.runner import check_measurable, describe_error
 from ..measuring.variant import PLAIN
 from ..runs.facts import facts_here, fit_options, measured_config, options_of
 from ..runs.fit import fit
-from ..runs.folder import make_folder
+from ..runs.folder import lock_run_dir, make_folder
 from ..tasks.scales import check_comparable, scales
 from ..telemetry.history import Monitor
 from ..telemetry.provenance import provenance
@@ -55,7 +56,7 @@ def race(
     if give_up is not None:
         check_number("give_up", give_up, PlanError, "[1, inf)", also=", or None to stop no run")
     check_measurable(1.0 if seconds is None else seconds)
-    file = None if out is None else Path(out).absolute()
+    file = None if out is None else local_path(out, "out", PlanError).absolute()
     if file is not None and file.suffix != ".json":
         raise PlanError(f"out={str(out)!r} must end in .json: it keeps the runs, from which the next call continues.")
     given = _variants(spec, against)
@@ -64,28 +65,44 @@ def race(
     plans = {name: _checked(name, one, progress) for name, one in given.items()}
     monitor = _monitor(plans)
     facts = _facts(plans, {"target": target, "give_up": give_up, "first seed": spec.seed})
-    runs: list[RaceRun] = []
-    if file is not None:
-        make_folder(file.parent)  # before time is spent on what it will contain
-        runs = read_runs(file, facts)
-    result = RaceResult(target, tuple(given), runs, monitor, give_up, facts, provenance=provenance())
-    racing = _Race(result, runs, given, range(spec.seed, spec.seed + seeds), file, progress, paired)
-    deadline = None if seconds is None else begin + seconds
-    interrupted, why = False, ""
-    try:
-        with fork_rng(spec.seed), nullcontext() if deadline is None else alarm(deadline):
-            if racing.run(deadline):
-                why = f"Stopped before the next run, which was not expected to end within the {seconds:g} s budget: "
-    except OutOfTime:
-        why = f"Stopped at the {seconds:g} s budget, within a run, which does not count: "
-    except KeyboardInterrupt:
-        interrupted, why = True, "Interrupted: "
-    result = dataclasses.replace(result, stopped=f"{why}{racing.count}")
-    if file is not None:
-        result.save(file)
+    with nullcontext() if file is None else _claimed(file):
+        runs = [] if file is None else read_runs(file, facts)
+        result = RaceResult(target, tuple(given), runs, monitor, give_up, facts, provenance=provenance())
+        racing = _Race(result, runs, given, range(spec.seed, spec.seed + seeds), file, progress, paired)
+        deadline = None if seconds is None else begin + seconds
+        interrupted, why = False, ""
+        try:
+            with fork_rng(spec.seed), nullcontext() if deadline is None else alarm(deadline):
+                if racing.run(deadline):
+                    why = (
+                        f"Stopped before the next run, which was not expected to end within the {seconds:g} s budget: "
+                    )
+        except OutOfTime:
+            why = f"Stopped at the {seconds:g} s budget, within a run, which does not count: "
+        except KeyboardInterrupt:
+            interrupted, why = True, "Interrupted: "
+        result = dataclasses.replace(result, stopped=f"{why}{racing.count}")
+        if file is not None:
+            result.save(file)
     if interrupted:
         raise RaceInterrupted(result)
     return result
+
+
+@contextmanager
+def _claimed(file: Path) -> Iterator[None]:
+    """Let one race at a time use a file: a second one would replace its results, and remove its unfinished run."""
+    folder = make_folder(_unfinished(file))
+    with lock_run_dir(folder):
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # it has an unfinished run
+                folder.rmdir()
+
+
+def _unfinished(file: Path) -> Path:
+    return file.with_name(f"{file.stem}-unfinished")
 
 
 def _variants(spec: PipelineSpec, against: Against | None) -> dict[str, PipelineSpec]:
@@ -175,7 +192,7 @@ class _Race:
                         self._runs.append(self._one(name, seed))
                         if self._file is not None:
                             self._result.save(self._file)
-                            shutil.rmtree(self._unfinished, ignore_errors=True)
+                            shutil.rmtree(self._folder(name, seed), ignore_errors=True)
                     bar.update()
         return False
 
@@ -210,15 +227,12 @@ class _Race:
         given_up = stopped == clock.reason
         return RaceRun(name, seed, points, clock.wall, limit if given_up else None, stopped, resumed=resumed)
 
-    @property
-    def _unfinished(self) -> Path:
-        assert self._file is not None
-        return self._file.with_name(f"{self._file.stem}-unfinished")
-
     def _folder(self, name: str, seed: int) -> Path:
         """Return the folder of a run, with what an interrupt has left of it; what is left of others is removed."""
+        assert self._file is not None
         facts = json.dumps(dict(self._result.facts), sort_keys=True, default=str)
-        folder = self._unfinished / digest(f"{facts} {name} {seed}")
-        for other in {*self._unfinished.glob("*")} - {folder}:
+        place = _unfinished(self._file)
+        folder = place / digest(f"{facts} {name} {seed}")
+        for other in {*place.glob("*")} - {folder}:
             shutil.rmtree(other, ignore_errors=True)
         return folder

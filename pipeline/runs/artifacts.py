@@ -128,10 +128,12 @@ class RunArtifacts(Observer):
     def resume(self, history: History) -> None:
         """Restore the finished epochs, with weights if the run's folder has those of the same epochs."""
         self._outcome.history = history
-        if self._folder is None or not history.epochs:
+        saved = None if self._folder is None else read_history(self._folder)
+        if self._folder is None or saved is None:
             return
-        saved = read_history(self._folder)
-        if saved is not None and saved.epochs == history.epochs:
+        if saved.stopped is not None:  # the weights stay those of the stop until the next epoch ends
+            replace(saved, facts={**saved.facts, "continued": True}).save(self._folder / HISTORY)
+        if history.epochs and saved.epochs == history.epochs:
             self._outcome.state = load_model(self._folder / MODEL, epochs=history.moment)
 
     def on_epoch_end(self, state: TrainState, epoch: Epoch) -> None:  # noqa: ARG002

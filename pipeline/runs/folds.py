@@ -88,7 +88,7 @@ def cross_validate(spec: PipelineSpec, folds: int, options: Mapping[str, Any]) -
     check_whole("folds", folds, PlanError, 2)
     if spec.data is None:
         raise PlanError("The pipeline has no data. Add .load('train.beton', batch_size=…, image_size=…).")
-    out = options.get("out")
+    out = FitConfig.of(options).out
     configs = []
     for fold in range(folds):
         data = dataclasses.replace(spec.data, val=None, val_split=None, folds=folds, fold=fold)

@@ -13,6 +13,7 @@ from torch import nn
 
 from ...common.errors import CheckpointError, DataError, PlanError
 from ...common.model_state import ModelState, unlisted_tensors
+from ...common.storage.addresses import local_path
 from ...loaders.epochs import EpochLoader
 from ...loaders.sources import files_of
 from ...transforms import Report, Transform
@@ -207,7 +208,7 @@ class FitResult:
             ['class', 'image', 'probabilities', 'probability']
         """
         task, inputs = self.task, self.inputs
-        place = None if out is None else Path(out)
+        place = None if out is None else local_path(out, "out", DataError)
         if place is not None:
             check_out(place, task)
         given = listed(images, inputs.channels)
@@ -297,7 +298,7 @@ def load_run(folder: str | Path, *, trust_code: bool = False) -> FitResult:
     """
     place, folder = folder, opened(folder, RECIPE, HISTORY, MODEL, UNLISTED)
     history = read_history(folder)
-    if history is None or not (history.epochs or history.stopped):
+    if history is None or not (history.epochs or "stopped" in history.facts):
         raise CheckpointError(
             f"{place} has no finished epoch of a run: its {HISTORY} is missing or damaged. Pass the folder of a "
             "run (fit(out=…), --out)."

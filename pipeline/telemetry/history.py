@@ -296,9 +296,9 @@ class History:
 
     @property
     def stopped(self) -> str | None:
-        """Why a callback stopped the run before its last epoch ended; None if none did."""
+        """Why a callback stopped the run before its last epoch ended; None if none did, or the run continues."""
         stopped: dict[str, Any] | None = self.facts.get("stopped")
-        return None if stopped is None else str(stopped["reason"])
+        return None if stopped is None or self.facts.get("continued") else str(stopped["reason"])
 
     @property
     def moment(self) -> str:

@@ -187,13 +187,18 @@ class CSVLogger:
     def __init__(self, folder: Path, step: int) -> None:
         self._path = folder / METRICS
         self._columns = self.COLUMNS
-        self._rewrite(step)
+        # Of a run that was left after the last step of an epoch, which it evaluates when it is resumed.
+        self._epochs = {row["epoch"] for row in self._rewrite(step) if row["epoch"].isdecimal()}
 
-    def _rewrite(self, step: float = math.inf, new: tuple[str, ...] = ()) -> None:
+    def _rewrite(
+        self, step: float = math.inf, new: tuple[str, ...] = (), without: str | None = None
+    ) -> list[dict[str, str]]:
+        """Keep the lines up to a step, without that of an epoch, and return them."""
         rows: list[dict[str, str]] = []
         # A foreign file has no lines to keep.
         with suppress(OSError, csv.Error), self._path.open(newline="", errors="replace") as file:
             rows = [row for row in csv.DictReader(file) if self._is_entry(row) and int(row["step"]) <= step]
+        rows = [row for row in rows if row["epoch"] != without]
         own = tuple(key for row in rows[:1] for key in row if key not in self._columns)
         self._columns = (*self._columns, *own, *new)
         text = io.StringIO()
@@ -201,6 +206,7 @@ class CSVLogger:
         writer.writeheader()
         writer.writerows(rows)
         write_file(self._path, text.getvalue())
+        return rows
 
     def _is_entry(self, row: dict[str, str]) -> bool:
         """Return whether a line is complete, which the last is not if its process was killed."""
@@ -208,10 +214,12 @@ class CSVLogger:
         return whole and row["step"].isdecimal() and len(row["step"]) < 19
 
     def log(self, values: Values, step: int) -> None:
-        if new := tuple(name for name in values if name not in self._columns):
-            self._rewrite(new=new)
+        new = tuple(name for name in values if name not in self._columns)
+        again = self._epochs & {str(values.get("epoch"))}
+        if new or again:
+            self._rewrite(new=new, without=next(iter(again), None))
         with self._path.open("a", newline="") as file:
-            csv.DictWriter(file, self._columns).writerow({"step": step, **values})
+            csv.DictWriter(file, self._columns).writerow({**values, "step": step})
 
 
 class PrometheusLogger:

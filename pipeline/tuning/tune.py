@@ -14,6 +14,7 @@ from typing import Any
 from ...common.budget import Budget, OutOfTime, alarm, rounded_up
 from ...common.checks import check_number, check_whole
 from ...common.errors import DrivetrainError, PlanError
+from ...common.storage.addresses import local_path
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
 from ..measuring.runner import Failed, check_measurable
@@ -90,7 +91,7 @@ def tune(
 def _file(out: str | Path | None) -> Path | None:
     if out is None:
         return None
-    file = Path(out).absolute()
+    file = local_path(out, "out", PlanError).absolute()
     if file.suffix != ".json":
         raise PlanError(f"out={str(out)!r} must end in .json: it keeps the trials, from which the next call continues.")
     make_folder(file.parent)  # before time is spent on what it will contain

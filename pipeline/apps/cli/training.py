@@ -297,6 +297,7 @@ def folds(
     from ....common.storage.json_files import to_json
 
     with pipeline_of(recipe, overrides, train, val) as pipeline:
+        out = pipeline.fit_defaults().get("out") if out is None else out
         given = {} if out is None else {"out": out, "resume": "auto"}
         found = pipeline.cross_validate(folds, progress=not quiet and not as_json, **given)
     print(to_json(found.to_dict()) if as_json else found)

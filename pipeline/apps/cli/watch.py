@@ -17,9 +17,9 @@ from .options import Command, Place, argument, option
 def watch(run: Path | str, every: float, once: bool) -> None:
     """Show what a run has reached, until it ends.
 
-    A line has the epochs, the last and the best metric, and the time since its files changed. With --logger prometheus,
-    the run also writes step, loss and images/s within epochs, and what each of several ranks takes per step. Ctrl-C
-    ends the watching, not the run.
+    A line has the epochs, the last and the best metric, and when its files changed, by the clock of the run. With
+    --logger prometheus, the run also writes step, loss and images/s within epochs, and what each of several ranks takes
+    per step. Ctrl-C ends the watching, not the run.
     """
     from ....common.checks import check_number
     from ....common.errors import PlanError
@@ -27,12 +27,15 @@ def watch(run: Path | str, every: float, once: bool) -> None:
 
     check_number("--every", every, PlanError, "(0, inf)", also=": seconds")
     live, line = sys.stdout.isatty() and not once, ""
+    newest, since = "", time.monotonic()
     try:
         while True:
             state = look(run)
             if live:
-                print(f"\r{state}\033[K", end="", flush=True)
-            elif (now := str(replace(state, age=None))) != line:  # a log has no line for a second that passes
+                if str(state) != newest:
+                    newest, since = str(state), time.monotonic()
+                print(f"\r{replace(state, quiet=time.monotonic() - since)}\033[K", end="", flush=True)
+            elif (now := str(replace(state, changed=None))) != line:  # a log has no line for a file without news
                 line = now
                 print(state, flush=True)
             if once and state.ranks:

@@ -4,17 +4,18 @@ import builtins
 import json
 import math
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from command_line import call, done, toy_values
 from drivetrain import Pipeline, PlanError
-from drivetrain.common.errors import LedgerError
+from drivetrain.common.errors import DrivetrainError, LedgerError
 from drivetrain.pipeline import RaceInterrupted, RaceResult
 from drivetrain.pipeline.race.clock import RaceClock
 from drivetrain.pipeline.race.picture import medians
@@ -194,6 +195,34 @@ def test_an_unfinished_run_continues_where_its_last_epoch_ended(
     assert len([*(tmp_path / "steps interrupted").iterdir()]) == EPOCHS * each + repeated
     assert "the pipeline, seed 0, was continued after 1 interrupt(s)" in repr(found)
     assert not left.parent.exists()
+
+
+class Calls(Sleepy):
+    """Calls the function in `before`, if there is one, in its next training step."""
+
+    before: ClassVar[list[Callable[[], object]]] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training and len(images) == BATCH and self.before:
+            self.before.pop()()
+        return super().forward(images)
+
+
+def test_a_second_race_with_the_same_file_leaves_the_first_alone(toy: Toy, tmp_path: Path) -> None:
+    """Its unfinished run would be removed, which ends it."""
+    pipeline, errors = toy.pipeline(Calls(0)), list[str]()
+    options: dict[str, Any] = {"target": TARGET, "epochs": 1, "seeds": 1, "against": {}, "progress": False}
+
+    def second() -> None:
+        with pytest.raises(DrivetrainError) as error:
+            pipeline.race(out=tmp_path / "race.json", **options)
+        errors.append(str(error.value))
+
+    Calls.before.append(second)
+    (run,) = pipeline.race(out=tmp_path / "race.json", **options).runs
+    assert (run.failed, len(run.points)) == ("", 1)
+    assert errors[0].startswith(f"Another run is training in {tmp_path / 'race-unfinished'}. ")
+    assert [path.name for path in tmp_path.iterdir()] == ["race.json"]
 
 
 def _refuses_others(toy: Toy, file: Path, options: dict[str, Any], against: dict[str, Pipeline]) -> None:

@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 import torch
-from command_line import run
+from command_line import done, run
 from drivetrain import Classification, Pipeline, PlanError
 from pipeline_data import CLASSES, SIDE, TRAIN, Toy
 from torchmetrics import SumMetric
@@ -72,6 +72,9 @@ def test_one_fold_and_no_data_are_refused(pipeline: Pipeline) -> None:
         dataclasses.replace(pipeline, data=None).cross_validate()
     with pytest.raises(PlanError, match="has no option 'fold'"):
         pipeline.cross_validate(fold=3)
+    for out in ("", 5):
+        with pytest.raises(PlanError, match=r"out=.* the path of a folder"):
+            pipeline.cross_validate(out=out)
 
 
 @pytest.mark.slow
@@ -84,3 +87,13 @@ def test_the_command(toy: Toy, tmp_path: Path) -> None:
     found = json.loads(end.out)
     assert len(found["folds"]) == 2
     assert found["mean"].keys() == {"top1", "val_loss"}
+
+
+def test_the_command_continues_in_the_folder_of_its_recipe(toy: Toy, tmp_path: Path) -> None:
+    recipe = toy.named().load(toy.train, batch_size=64, image_size=SIDE, workers=1).replace(epochs=1).to_recipe()
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe | {"out": f"{tmp_path / 'cv'}"}))
+    command = ("folds", f"{tmp_path / 'recipe.json'}", "--folds", "2", "--json", "--quiet")
+    first, histories = done(*command), [*(tmp_path / "cv").glob("fold-*/history.json")]
+    times = [json.loads(each.read_text())["epochs"][0]["seconds"] for each in histories]
+    assert (done(*command), len(times)) == (first, 2)
+    assert [json.loads(each.read_text())["epochs"][0]["seconds"] for each in histories] == times

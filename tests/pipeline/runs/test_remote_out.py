@@ -21,7 +21,7 @@ import torch
 import yaml
 from cluster_jobs import Signals, apart
 from command_line import call
-from drivetrain import Callback, CheckpointError, Checkpoints, PlanError, RunView, strategies
+from drivetrain import Callback, CheckpointError, Checkpoints, PlanError, Profile, RunView, strategies
 from drivetrain.common.storage import addresses as sources
 from drivetrain.pipeline import TrainingInterrupted, TrainingPreempted, export, load_run
 from object_store import SECRET, Store, object_store
@@ -207,6 +207,20 @@ def test_addresses_that_cannot_be_used(toy: Toy, out: Any, words: str) -> None:
         said = call("ledger", "baseline", "--train", toy.train, "batch_size=8", "--out", out).err
         assert words in said
         assert "secret" not in said
+
+
+def test_what_stays_on_this_machine_is_not_written_to_a_folder_named_s3(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for write in (
+        lambda: toy.pipeline().race(target=0.5, epochs=1, out="s3://bucket/race.json"),
+        lambda: toy.pipeline().tune(seconds=1, out="s3://bucket/tuned.json"),
+        lambda: Profile(Path("s3://bucket/trace.json")),
+    ):
+        with pytest.raises(PlanError, match=r"out='s3:.*\.json' is an address. Pass a path of this machine\."):
+            write()
+    assert not (tmp_path / "s3:").exists()
 
 
 def test_the_command_line(toy: Toy, tmp_path: Path) -> None:

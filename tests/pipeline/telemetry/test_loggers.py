@@ -19,6 +19,7 @@ from drivetrain.common.pictures import BLUE, RED
 from drivetrain.pipeline import Checkpoints, History, LoggerWarning
 from drivetrain.pipeline.telemetry.curves import draw, figure_of
 from drivetrain.pipeline.telemetry.history import Epoch
+from drivetrain.pipeline.telemetry.loggers import CSVLogger
 from PIL import Image
 from pipeline_data import BATCH, RUN_FILES, TRAIN, Toy, left_in, living_threads, plain_model
 from torch import nn
@@ -117,11 +118,12 @@ def test_every_kind_of_logger_gets_every_figure(toy: Toy, tmp_path: Path) -> Non
 
 class Logs(Callback):
     def on_step_end(self, view: RunView) -> None:
-        view.log({"number": 1764184511.123456, "tensor": torch.tensor(0.1)})
+        view.log({"number": 1764184511.123456, "tensor": torch.tensor(0.1), "step": 0.5})
 
 
 def test_what_a_callback_logs_is_not_rounded(toy: Toy, tmp_path: Path) -> None:
     fit(toy.pipeline(), 1, out=tmp_path, logger="csv", callbacks=[Logs()])
+    assert [int(row["step"]) for row in rows_of(tmp_path)] == [1, 2, 3, 4, 4]  # not what the callback calls so
     row = rows_of(tmp_path)[0]
     assert (float(row["number"]), float(row["tensor"])) == (1764184511.123456, torch.tensor(0.1).item())
 
@@ -141,6 +143,17 @@ def test_a_run_that_begins_again_or_goes_on_doubles_nothing(toy: Toy, tmp_path: 
     assert [float(row["loss"]) for row in rows_of(tmp_path) if row["loss"]] == losses
     assert list(points_of(tmp_path, "loss").values()) == pytest.approx(losses)
     assert list(points_of(tmp_path, "step/loss")) == list(range(1, 9))
+
+
+def test_an_epoch_that_is_evaluated_again_has_one_line(tmp_path: Path) -> None:
+    """A run that was left after an epoch's last step, and failed between its evaluation and the checkpoint of that."""
+    for step in (0, 4):
+        logger = CSVLogger(tmp_path, step)
+        logger.log({"step/loss": 1.0}, 4 + step)
+        logger.log({"epoch": 1, "loss": 0.5 + step}, 4)
+    assert [(row["step"], row["epoch"], row["loss"]) for row in rows_of(tmp_path)] == [
+        ("4", "", ""), ("8", "", ""), ("4", "1", "4.5"),
+    ]  # fmt: skip
 
 
 def wandb_values(folder: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:

@@ -1,15 +1,18 @@
 """`drivetrain watch`: a run that another process trains, and one that has ended."""
 
+import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import call, done
 from drivetrain import Callback, Checkpoints, EarlyStopping, RunView
-from drivetrain.pipeline import compare_runs
+from drivetrain.pipeline import compare_runs, load_run
 from drivetrain.pipeline.analysis import watch
 from drivetrain.pipeline.telemetry.loggers import PrometheusLogger
 from pipeline_data import BATCH, TRAIN, Toy, plain_model
@@ -39,6 +42,37 @@ def test_a_run_that_a_callback_stopped(toy: Toy, tmp_path: Path) -> None:
     stop = EarlyStopping(patience=1, min_delta=1.0)
     toy.named().fit(epochs=9, out=tmp_path, callbacks=[stop], progress=False)
     assert ", stopped: " in done("watch", str(tmp_path))
+
+
+class StopsAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, view: RunView) -> None:
+        if view.step == self.step:
+            view.stop("enough")
+
+
+class Looks(Callback):
+    """At the run's folder, after each step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.seen = folder, list[tuple[bool, dict[str, float]]]()
+
+    def on_step_end(self, view: RunView) -> None:  # noqa: ARG002
+        self.seen.append((watch.look(self.folder).ended, load_run(self.folder).metrics))
+
+
+def test_a_stopped_run_that_continues_has_not_ended(toy: Toy, tmp_path: Path) -> None:
+    """Its folder has the results of the stop until the next epoch ends."""
+    looks = Looks(tmp_path)
+    options: dict[str, Any] = {"epochs": 1, "out": tmp_path, "progress": False}
+    stopped = toy.named().fit(callbacks=[StopsAt(STEPS - 1)], **options)
+    assert watch.look(tmp_path).ended
+    result = toy.named().fit(callbacks=[looks], resume="auto", continue_stopped=True, **options)
+    assert looks.seen == [(False, stopped.metrics)]
+    assert "continued" not in result.history.facts
+    assert done("watch", str(tmp_path)).endswith(", finished\n")
 
 
 class Fails(Callback):
@@ -95,7 +129,7 @@ def test_a_run_of_another_process_is_followed_to_its_end(toy: Toy, tmp_path: Pat
     steps = [int(line.partition("step ")[2].partition(",")[0]) for line in lines]
     assert steps == sorted(steps)
     assert len({*steps}) > 3
-    assert lines[0].endswith("s ago")
+    assert re.search(r", last change \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC$", lines[0])
     assert lines[-1].startswith("run: 3 of 3 epochs, step ")
     assert lines[-1].endswith(", finished")
 
@@ -105,17 +139,22 @@ def test_a_run_that_begins_has_its_metrics_first(tmp_path: Path) -> None:
     assert ": 0 epochs, step 0, " in done("watch", str(tmp_path), "--once")
 
 
-def test_a_run_without_news_says_so(toy: Toy, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [3600, -3600])
+def test_a_run_by_another_clock_has_its_time(toy: Toy, tmp_path: Path, seconds: float) -> None:
+    """That of a machine or a store whose clock is an hour off, which is not news of an hour ago."""
     toy.named().fit(epochs=1, out=tmp_path, logger="prometheus", progress=False)
-    path = tmp_path / "metrics.prom"
-    old = f"{time.time() - 600}"
+    at, path = time.time() - seconds, tmp_path / "metrics.prom"
     lines = [
-        f"{line.rpartition(' ')[0]} {old}" if line.startswith("drivetrain_updated_seconds") else line
+        f"{line.rpartition(' ')[0]} {at}" if line.startswith("drivetrain_updated_seconds") else line
         for line in path.read_text().splitlines()
     ]
     path.write_text("\n".join(lines))
     (tmp_path / "recipe.yaml").write_text((tmp_path / "recipe.yaml").read_text().replace("epochs: 1", "epochs: 5"))
-    assert done("watch", str(tmp_path), "--once").endswith(", no news for 10 min\n")
+    moment = f"last change {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    text = done("watch", str(tmp_path), "--once")
+    assert text.endswith(f", {moment}\n")
+    assert "no news" not in text
+    assert str(replace(watch.look(tmp_path), quiet=600)).endswith(f", no news for 10 min, {moment}")
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"drivetrain_step{\n{} 1e\n", b"drivetrain_step_loss{a} x"])
