@@ -259,21 +259,30 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return photos, masks
 
 
-def test_a_folder_of_masks(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_folder_of_masks(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     photos, masks = folders
     path = tmp_path / "a.beton"
     beton = beton_of(photos, path, labels=masks, classes=CLASSES)
     for place, index in enumerate([0, 2, 4, 1, 3]):
         assert np.array_equal(beton.mask("label", place), mask(index))
-    (tmp_path / "names.txt").write_text("ground\ncar\n tree \n\n")
+    (tmp_path / "names.txt").write_text("ground\ncar\n tree \n\n", encoding="utf-8-sig")  # as Windows' Notepad
     command = "convert", str(photos), str(tmp_path / "b.beton"), "--labels", str(masks), "--classes"
     for names in ("ground,car,tree", str(tmp_path / "names.txt")):
         assert call(*command, names).code == 0
         assert manifest_path(tmp_path / "b.beton").read_bytes() == manifest_path(path).read_bytes()
     assert "class 1 has no name" in call(*command, "a,,b").line
     masks.rename(photos / "masks")  # below the images
-    convert(photos, tmp_path / "c.beton", labels=photos / "masks")
-    assert len(open_beton(tmp_path / "c.beton")) == COUNT
+    out = tmp_path / "c.beton"
+    for where, images, own in (
+        (tmp_path, photos, photos / "masks"),
+        (photos, ".", "masks"),
+        (photos / "masks", "..", "."),
+    ):
+        monkeypatch.chdir(where)
+        assert convert(images, out, labels=own).samples == COUNT
+    (photos / "masks").rename(masks)
+    (photos / "masks").symlink_to(masks)
+    assert convert(photos, out, labels=photos / "masks").samples == COUNT
 
 
 def test_folders_that_do_not_match(folders: tuple[Path, Path], tmp_path: Path) -> None:
