@@ -275,8 +275,8 @@ def test_a_folder_of_masks(folders: tuple[Path, Path], tmp_path: Path, monkeypat
     out = tmp_path / "c.beton"
     for where, images, own in (
         (tmp_path, photos, photos / "masks"),
-        (photos, ".", "masks"),
-        (photos / "masks", "..", "."),
+        (photos, Path(), Path("masks")),
+        (photos / "masks", Path(".."), Path()),
     ):
         monkeypatch.chdir(where)
         assert convert(images, out, labels=own).samples == COUNT
