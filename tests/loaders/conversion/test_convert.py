@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from drivetrain import DataError
@@ -348,7 +347,7 @@ def test_folders_that_are_links_are_followed(tmp_path: Path) -> None:
 
 def test_labels_of_pandas_are_taken_by_their_places(tmp_path: Path) -> None:
     """Not by their names, which are others once rows were left out or shuffled."""
-    images, _ = raw_pictures(3)
+    pd, (images, _) = pytest.importorskip("pandas"), raw_pictures(3)
     for labels in (pd.Series([5, 3, 4], index=[2, 0, 1]), pd.DataFrame({"x": [5, 3, 4], "y": [0, 1, 2]})):
         convert((images, labels), tmp_path / "out.beton")
         assert open_beton(tmp_path / "out.beton").labels.tolist() == labels.to_numpy().tolist()
