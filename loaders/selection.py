@@ -301,7 +301,8 @@ def held_out(samples: Samples, classes: NDArray[np.integer[Any]] | None, share: 
     names, counts = _counted(samples, classes)
     exact = counts * share
     quota = np.minimum(np.floor(exact).astype(np.int64), counts - 1)
-    room = np.where(quota < counts - 1, quota - exact, np.inf)  # the largest remainder first; inf: not one more
+    # The largest remainder first; inf: not one more.
+    room = np.where((quota < counts - 1) & (quota < exact), quota - exact, np.inf)
     for at in np.argsort(room, kind="stable")[: max(wanted - int(quota.sum()), 0)]:
         quota[at] += np.isfinite(room[at])
     if not quota.any():
@@ -466,7 +467,10 @@ def check_weights(weights: Sequence[float] | NDArray[Any], samples: int) -> NDAr
     Raises:
         DataError: if there are more or fewer, or one is negative or not finite, or all are 0.
     """
-    array = np.asarray(weights, np.float64)
+    array = np.asarray(weights)
+    if array.dtype.kind not in "biuf":
+        raise DataError(f"balance has values of type {array.dtype}. Pass numbers, one weight per sample.")
+    array = array.astype(np.float64)
     if array.shape != (samples,):
         raise DataError(f"balance has {array.size} weights, but the data set has {samples} samples.")
     wrong = ~(np.isfinite(array) & (array >= 0))

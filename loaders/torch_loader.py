@@ -17,14 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
-from torchvision.datasets.vision import StandardTransform
 
 from ..common.errors import BetonError, DataError, DrivetrainError
 from ..common.exhaustion import exhaustion, is_exhaustion
 from ..common.options.signatures import documented
 from ..common.signals import interrupts_held
 from ..common.storage.cache import Remote
-from .datasets.torch_dataset import BetonDataset, PictureFolder, make_transform, open_dataset
+from .datasets.torch_dataset import BetonDataset, PictureFolder, make_transform, open_dataset, set_transform
 from .decode.moving import check_motion, moving_fields
 from .device import DeviceFeed
 from .epochs import Batch, EpochLoader, check_device, check_images, options_here
@@ -106,9 +105,7 @@ class TorchLoader(EpochLoader):
         return np.asarray(self.dataset.targets)
 
     def _prepare(self) -> None:
-        self.dataset.transform = make_transform(self.settings, self.depth)
-        if hasattr(self.dataset, "transforms"):  # torchvision's data sets have both
-            self.dataset.transforms = StandardTransform(self.dataset.transform)
+        set_transform(self.dataset, make_transform(self.settings, self.depth))
 
     def _loaded(self, epoch: int, start: int) -> Generator[Batch, None, None]:
         shares = self.shares(epoch)[start:]

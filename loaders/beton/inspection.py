@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import io
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,8 +76,9 @@ class Inspection:
         samples: number of samples; `jpegs`, `raws`: number stored as JPEG and as raw pixels.
         fields: field name to kind; for an ndarray with its type and shape; mask, boxes or keypoints for targets that
             move with the image.
-        classes: class name (or index, if the file has no names) to its sample count, if labels are ints; of vectors of
-            0 and 1, each label's name to the number of samples that have it; else empty.
+        classes: class name (or index, if the file has no names; both, if another class has the name) to its sample
+            count, if labels are ints; of vectors of 0 and 1, each label's name to the number of samples that have it;
+            else empty.
         width, height: of the images, in pixels; `image_bytes`: as stored.
         field_bytes: of each bytes and JSON field, as stored.
         masks: for each field of masks, its pixels per class.
@@ -170,7 +173,7 @@ def _mask_pixels(beton: Beton, name: str) -> MaskPixels:
             counts += np.bincount(beton.mask(name, number).ravel(), minlength=len(counts))
         except BetonError:
             damaged += 1
-    names = beton.classes if name == beton.label_name else []
+    names = _distinct(beton.classes if name == beton.label_name else [])
     classes = {_class_name(index, names): int(counts[index]) for index in np.flatnonzero(counts).tolist()}
     return MaskPixels(len(chosen) - damaged, damaged, classes)
 
@@ -195,7 +198,13 @@ def _class_counts(beton: Beton) -> dict[str, int]:
     else:
         numbers, counts = np.unique(labels, return_counts=True)
         names = [str(number) for number in numbers]
-    return {name: int(count) for name, count in zip(names, counts, strict=True)}
+    return {name: int(count) for name, count in zip(_distinct(names), counts, strict=True)}
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return names of classes, with the index where several have one: two of ImageNet are named crane."""
+    often = Counter(names)
+    return [f"{name} ({index})" if often[name] > 1 else name for index, name in enumerate(names)]
 
 
 @dataclass(frozen=True)

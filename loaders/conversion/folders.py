@@ -28,20 +28,29 @@ def _is_hidden(name: str) -> bool:
 
 def files_below(folder: Path) -> tuple[list[str], list[str]]:
     """Return all images below a folder, except hidden ones, and the other files; sorted as paths: by folder, then name.
-    Takes a third of the time of `rglob`."""
+    Folders are also followed where they are links, as in torchvision. Takes a third of the time of `rglob`."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}.") from None
 
     images: list[str] = []
     others: list[str] = []
-    for root, folders, files in os.walk(folder, onerror=refuse):
+    for root, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        root = "" if root == os.curdir else root.removeprefix(os.path.join(os.curdir, ""))  # noqa: PTH118
         folders[:] = [name for name in folders if not _is_hidden(name)]  # os.walk descends into these
+        for name in folders:
+            _refuse_loop(Path(root, name))
         images += [os.path.join(root, name) for name in folders if _is_image(name)]  # noqa: PTH118 — for speed
         for name in files:
             if not _is_hidden(name):
                 (images if _is_image(name) else others).append(os.path.join(root, name))  # noqa: PTH118
     return _in_order(images), _in_order(others)
+
+
+def _refuse_loop(folder: Path) -> None:
+    """Raise DataError for a link to a folder that it is in: its images would be found again and again."""
+    if folder.is_symlink() and any(folder.samefile(above) for above in folder.parents):
+        raise DataError(f"{folder} is a link to a folder that it is in. Remove the link.")
 
 
 def _is_image(name: str) -> bool:
@@ -135,10 +144,10 @@ class MaskFolder(PictureFiles):
         self._find_images(root)
         if root.resolve() == masks.resolve():
             raise DataError(f"{root} is the folder of images and of masks. Move the masks to a folder of their own.")
-        if masks.resolve().is_relative_to(root.resolve()):
-            own = str(root / masks.resolve().relative_to(root.resolve())) + os.sep
-            self._files = [path for path in self._files if not path.startswith(own)]
-            self.ignored = [path for path in self.ignored if not path.startswith(own)]
+        inside = os.path.relpath(masks.resolve(), root.resolve())
+        own = f"{masks}{os.sep}", f"{root / inside}{os.sep}"  # the folder of masks may be a link
+        self._files = [path for path in self._files if not path.startswith(own)]
+        self.ignored = [path for path in self.ignored if not path.startswith(own)]
         if not self._files:
             raise DataError(f"{root} contains no images ({', '.join(EXTENSIONS)}).")
         self._masks = [str(masks / Path(path).relative_to(root).with_suffix(".png")) for path in self._files]
@@ -253,7 +262,9 @@ def _match_rows(root: Path, table: Path, names: list[str], rows: dict[str, Row])
     there = set(names)
     if gone := [path for path in rows if path not in there]:
         path, more = gone[0], _and_more(len(gone), "rows")
-        why = "is not an image" if (root / path).is_file() else "does not exist"
+        why = "is hidden, or not an image by its suffix" if (root / path).is_file() else "does not exist"
+        if os.path.isabs(path) or path.startswith(os.pardir):  # noqa: PTH117
+            why = f"is not a path in the folder, such as {names[0]}"
         if path.startswith(f"{root.name}/"):
             why += f"; paths are those in {root}, without its name"
         raise DataError(f"{table}, line {rows[path][0]}: {root / path} {why}{more}. Correct or remove the row.")
@@ -285,6 +296,9 @@ def _class_indices(
 ) -> tuple[list[str], list[int]]:
     names = list(classes) or sorted({name for _, name in cells})
     index = {name: number for number, name in enumerate(names)}
+    if len(index) < len(names):
+        twice = next(name for number, name in enumerate(names) if index[name] != number)
+        raise DataError(f"classes={names!r:.200} has {twice!r} twice. Names are in label order, one per class.")
     for line, name in cells:
         if not name:
             raise DataError(f"{table}, line {line}: {column} is empty. Write a class name.")

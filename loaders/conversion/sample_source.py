@@ -83,6 +83,8 @@ class ArraySource(SampleSource):
     kind = "arrays"
 
     def __init__(self, images: Any, labels: Any) -> None:
+        if hasattr(labels, "to_numpy"):  # of pandas, which would index them by their names, not by their places
+            labels = labels.to_numpy()
         dtype = str(images.dtype).removeprefix("torch.")
         if dtype not in ("uint8", "uint16") or len(images.shape) not in (3, 4):
             raise DataError(

@@ -1,5 +1,6 @@
 """The data sets of `TorchLoader`, and torchvision's transforms that match `FFCVLoader`'s in training."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -11,6 +12,7 @@ import torch
 from PIL import Image
 from torchvision import tv_tensors
 from torchvision.datasets import ImageFolder, VisionDataset
+from torchvision.datasets.vision import StandardTransform
 from torchvision.transforms import v2
 
 from ...common.errors import DataError
@@ -112,11 +114,20 @@ def open_dataset(source: Any, transform: Any, verify: bool, remote: Remote = _LO
                 f"A {type(source).__name__} cannot be loaded. Pass a folder, a .beton file or a torchvision data set "
                 "(with `transform` and len())."
             )
-        source.transform = transform
-        return source
+        own = copy.copy(source)  # another loader of the same data set has a transform of its own
+        set_transform(own, transform)
+        return own
     if isinstance(source, str | Path) and Path(source).is_dir():
         return PictureFolder(str(source), transform=transform, loader=open_picture)
     return BetonDataset(source, transform, verify, remote)
+
+
+def set_transform(dataset: Any, transform: Any) -> None:
+    """Make a data set apply a transform to its images. Some of torchvision's apply `transforms`, which has both that
+    and their transform of labels."""
+    dataset.transform = transform
+    if hasattr(dataset, "transforms"):
+        dataset.transforms = StandardTransform(transform, getattr(dataset, "target_transform", None))
 
 
 def make_transform(settings: LoaderOptions, depth: int = 8) -> Any:

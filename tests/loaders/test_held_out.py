@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import selection
 from drivetrain.loaders.order.batches import Rest, as_array, taken
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 counts_of = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -27,6 +29,7 @@ def held_out(samples: np.ndarray, classes: np.ndarray | None, share: float, seed
 
 
 @given(counts_of, st.floats(0.05, 0.95), st.integers(0, 5))
+@example([1, 6], 0.5, 0)
 def test_each_class_is_held_out_by_its_share(counts: list[int], share: float, seed: int) -> None:
     samples, classes = data(counts)
     try:
@@ -145,9 +148,10 @@ def test_over_the_epochs_the_mean_is_the_share() -> None:
         ([1, -1, 2], r"the weight of sample 1 is -1\.0"),
         ([1, 2, float("nan")], r"the weight of sample 2 is nan"),
         ([0, 0, 0], r"all weights are 0"),
+        (["a", "b", "c"], r"balance has values of type <U1\. Pass numbers"),
     ],
 )
-def test_weights_are_checked(weights: list[float], said: str) -> None:
+def test_weights_are_checked(weights: list[Any], said: str) -> None:
     with pytest.raises(DataError, match=said):
         selection.check_weights(weights, 3)
 

@@ -52,6 +52,16 @@ def test_inspection_without_a_manifest_numbers_the_classes(tmp_path: Path) -> No
     assert verify(tmp_path / "a.beton").sound
 
 
+def test_classes_of_one_name_are_counted_apart(tmp_path: Path) -> None:
+    images, masks = raw_pictures(3, 16)[0], np.zeros((3, 16, 16), np.uint8)
+    masks[:, 4:], masks[:, 12:] = 2, 1
+    for labels, counts in ((np.array([0, 2, 2]), (1, 0, 2)), (masks, (192, 192, 384))):
+        convert((images, labels), tmp_path / "a.beton", classes=["crane", "x", "crane"])
+        found = inspect(tmp_path / "a.beton")
+        counted = found.masks["label"].classes if found.masks else found.classes
+        assert counted == dict(zip(("crane (0)", "x", "crane (2)"), counts, strict=True))
+
+
 def test_float_labels_have_no_classes(tmp_path: Path) -> None:
     images, _ = raw_pictures(3, 16)
     convert((images, np.array([0.5, 1.5, -2.0])), tmp_path / "a.beton")

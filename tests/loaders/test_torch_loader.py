@@ -11,10 +11,10 @@ import pytest
 import torch
 from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, open_beton
-from loader_pictures import image_folder, make, raw_pictures
+from loader_pictures import image_folder, make, picture, raw_pictures
 from PIL import Image
 from process_state import running_children, wait_until_ended
-from torchvision.datasets import ImageFolder
+from torchvision.datasets import ImageFolder, VisionDataset
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -78,6 +78,31 @@ def test_image_folder_and_data_set_sources(photos: Path) -> None:
     for source in (photos, folder):
         with TorchLoader(source, batch_size=4, image_size=16, workers=0) as loader:
             assert loader.num_classes == 3
+
+
+class Joint(VisionDataset):  # type: ignore[misc]
+    """A data set that applies `transforms`, as torchvision's OxfordIIITPet does."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transforms(Image.fromarray(picture(index, 20, 24)), index)
+
+
+def test_a_data_set_that_transforms_images_and_labels() -> None:
+    """It keeps its transform of labels, and two loaders of it have their own transforms of images."""
+    data = Joint("", transform=None, target_transform=lambda label: label + 10)
+    options = {"batch_size": 4, "image_size": 16, "workers": 0, "order": "sequential"}
+    with TorchLoader(data, **options) as loader, TorchLoader(data, train=False, **options) as evaluation:
+        ((exact, _),) = evaluation
+        ((images, labels),) = loader
+        assert labels.tolist() == [10, 11, 12, 13]
+        assert not torch.equal(images, exact)
+        loader.set_image_size(8)
+        ((images, labels),) = loader
+        assert (images.shape[-1], labels.tolist()) == (8, [10, 11, 12, 13])
+    assert data.transform is None
 
 
 def test_float_targets(tmp_path: Path) -> None:

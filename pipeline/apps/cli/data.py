@@ -117,7 +117,7 @@ def _class_names(text: str | None) -> list[str] | None:
     lines = text.split(",")
     if os.path.isfile(text):  # noqa: PTH113 - pathlib raises for names that are too long for a path
         try:
-            lines = Path(text).read_text(encoding="utf-8").rstrip().split("\n")
+            lines = Path(text).read_text(encoding="utf-8-sig").rstrip().split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"--classes {text} cannot be read as UTF-8 text: {error}.") from None
     names = [line.strip() for line in lines]

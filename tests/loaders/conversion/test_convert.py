@@ -15,8 +15,9 @@ from drivetrain.loaders import Beton, FFCVLoader, TorchLoader, convert, open_bet
 from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.conversion.encode import Encoding
 from drivetrain.loaders.conversion.writer import PAGE_SIZE
-from loader_pictures import beton_of, image_folder, jpeg_bytes, jpeg_folder, picture, raw_pictures
+from loader_pictures import beton_of, image_folder, jpeg_bytes, jpeg_folder, picture, raw_pictures, refused
 from PIL import Image
+from torchvision.datasets import ImageFolder
 
 
 def converted(source: Any, tmp_path: Path, **options: Any) -> tuple[Beton, dict[str, int]]:
@@ -331,6 +332,25 @@ def test_hidden_folders_and_files_are_left_out(tmp_path: Path) -> None:
         assert loader.labels.tolist() == open_beton(tmp_path / "out.beton").labels.tolist()
         assert sum(len(labels) for _, labels in loader) == report.samples == 2 * len(report.classes)
     assert report.classes == ["ant", "bee", "cat"]
+
+
+def test_folders_that_are_links_are_followed(tmp_path: Path) -> None:
+    """As by torchvision's ImageFolder; a link to a folder above it would be followed again and again."""
+    root = jpeg_folder(tmp_path / "images", per_class=2)
+    (root / "cat" / "more").symlink_to(jpeg_folder(tmp_path / "others", per_class=1))
+    assert convert(root, tmp_path / "out.beton").samples == len(ImageFolder(str(root))) == 9
+    for above in (root / "cat", root):
+        (root / "cat" / "up").symlink_to(above)
+        refused(root, tmp_path, "up is a link to a folder that it is in")
+        (root / "cat" / "up").unlink()
+
+
+def test_labels_of_pandas_are_taken_by_their_places(tmp_path: Path) -> None:
+    """Not by their names, which are others once rows were left out or shuffled."""
+    pd, (images, _) = pytest.importorskip("pandas"), raw_pictures(3)
+    for labels in (pd.Series([5, 3, 4], index=[2, 0, 1]), pd.DataFrame({"x": [5, 3, 4], "y": [0, 1, 2]})):
+        convert((images, labels), tmp_path / "out.beton")
+        assert open_beton(tmp_path / "out.beton").labels.tolist() == labels.to_numpy().tolist()
 
 
 # Write modes and resolutions, compared with those of FFCV's RGBImageField

@@ -100,8 +100,9 @@ REFUSED = {
         "file,label\nFOLDER/a.jpg,1\n",
         r"does not exist; paths are those in .*, without its name",
     ),
-    "a row of what is not an image": (f"{FULL}notes.txt,1\n", r"line 6: .*notes\.txt is not an image"),
-    "a path that leads out": (f"file,label\n../x.jpg,1\n{ROWS}{LAST}", r"line 2: .*x\.jpg does not exist"),
+    "a row of what is not an image": (f"{FULL}notes.txt,1\n", r"line 6: .*notes\.txt is hidden, or not an image by"),
+    "a path that leads out": (f"file,label\n../x.jpg,1\n{ROWS}{LAST}", r"line 2: .*x\.jpg is not a path in the folder"),
+    "an absolute path": (f"{FULL}ROOT/a.jpg,1\n", r"a\.jpg is not a path in the folder, such as a\.jpg"),
     "an image twice": (f"{FULL}./a.jpg,1\n", r"lines 2 and 6 are both for a\.jpg"),
     "text among numbers": (f"{START},yes\n", r"line 5: label is 'yes', which is not a number.*0 and 1"),
     "text in one of several": (PAIRS.replace("1,1", "1,high"), r"line 2: y is 'high'"),
@@ -131,7 +132,8 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str, folder: Path, tmp_path: Path) -> None:
     text, words = REFUSED[case]
-    refused(folder, tmp_path, words, labels=table(tmp_path, text.replace("FOLDER", folder.name)))
+    text = text.replace("FOLDER", folder.name).replace("ROOT", str(folder))
+    refused(folder, tmp_path, words, labels=table(tmp_path, text))
 
 
 def test_refused_arguments(folder: Path, tmp_path: Path) -> None:
@@ -152,6 +154,7 @@ def test_refused_arguments(folder: Path, tmp_path: Path) -> None:
         (folder, good, {"fields": ["json"]}, "has only image and label"),
         (folder, good, {"classes": ["a", "b", "c"]}, "names its columns"),
         (folder, names, {"classes": ["cat", "dog"]}, r"line 5: animal is 'ant', which is not in classes"),
+        (folder, names, {"classes": ["ant", "cat", "ant", "dog"]}, r"has 'ant' twice"),
     ):
         with pytest.raises(DataError, match=words):
             convert(source, tmp_path / "out.beton", labels=labels, **options)  # type: ignore[arg-type]

@@ -259,13 +259,13 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     return photos, masks
 
 
-def test_a_folder_of_masks(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_folder_of_masks(folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     photos, masks = folders
     path = tmp_path / "a.beton"
     beton = beton_of(photos, path, labels=masks, classes=CLASSES)
     for place, index in enumerate([0, 2, 4, 1, 3]):
         assert np.array_equal(beton.mask("label", place), mask(index))
-    (tmp_path / "names.txt").write_text("ground\ncar\n tree \n\n")
+    (tmp_path / "names.txt").write_text("ground\ncar\n tree \n\n", encoding="utf-8-sig")  # as Windows' Notepad
     command = "convert", str(photos), str(tmp_path / "b.beton"), "--labels", str(masks), "--classes"
     for names in ("ground,car,tree", str(tmp_path / "names.txt")):
         assert call(*command, names).code == 0
@@ -274,8 +274,17 @@ def test_a_folder_of_masks(folders: tuple[Path, Path], tmp_path: Path) -> None:
     many = ",".join(f"class {number:02}" for number in range(99))  # more characters than the name of a file may have
     assert call(*command, many).code == 0
     masks.rename(photos / "masks")  # below the images
-    convert(photos, tmp_path / "c.beton", labels=photos / "masks")
-    assert len(open_beton(tmp_path / "c.beton")) == COUNT
+    out = tmp_path / "c.beton"
+    for where, images, own in (
+        (tmp_path, photos, photos / "masks"),
+        (photos, Path(), Path("masks")),
+        (photos / "masks", Path(".."), Path()),
+    ):
+        monkeypatch.chdir(where)
+        assert convert(images, out, labels=own).samples == COUNT
+    (photos / "masks").rename(masks)
+    (photos / "masks").symlink_to(masks)
+    assert convert(photos, out, labels=photos / "masks").samples == COUNT
 
 
 def test_folders_that_do_not_match(folders: tuple[Path, Path], tmp_path: Path) -> None:
