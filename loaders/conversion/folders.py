@@ -63,10 +63,16 @@ def _in_order(paths: list[str]) -> list[str]:
 
 def _read_file(path: str, name: str = "it") -> bytes:
     try:
-        with open(path, "rb") as file:  # noqa: PTH123 — half the time of Path.open
+        # PTH123: half the time of Path.open
+        with open(path, "rb", opener=_without_waiting) as file:  # noqa: PTH123
             return file.read()
     except OSError as error:
         raise DataError(f"{name} cannot be read: {error.strerror}") from None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a pipe, too, which nobody may ever write: it is read as an empty file."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _and_more(count: int, what: str) -> str:

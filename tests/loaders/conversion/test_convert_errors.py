@@ -29,6 +29,10 @@ def empty(path: Path) -> None:
     path.touch()
 
 
+def pipe_nobody_writes(path: Path) -> None:
+    os.mkfifo(path)
+
+
 def folder_named_so(path: Path) -> None:
     path.mkdir()
 
@@ -50,6 +54,7 @@ BAD = {
     truncated_jpeg: "it cannot be decoded: .*truncated",
     text: "not an image that Pillow can read",
     empty: "not an image that Pillow can read",
+    pipe_nobody_writes: "not an image that Pillow can read",
     folder_named_so: "it cannot be read: Is a directory",
     dangling_link: "it cannot be read: No such file",
     cut_png: "it cannot be decoded",
