@@ -219,6 +219,12 @@ def takes_probabilities(metric: Any) -> bool:
     return not isinstance(metric, MulticlassStatScores | MulticlassConfusionMatrix)
 
 
+def of_numbers(metric: Any) -> bool:
+    """Whether it is a regression metric of torchmetrics. R2Score's variance is a difference of sums, which float32
+    loses for numbers that are far from 0."""
+    return (type(metric).update.__module__ or "").startswith("torchmetrics.regression.")
+
+
 def _never() -> bool:
     return False
 
@@ -237,7 +243,12 @@ def _reduced(values: list[Any], reduction: Any) -> Any:
 
 
 def _number(name: str, metric: Metric) -> float:
-    value: Any = float("nan") if not metric.update_count else metric.compute()
+    value: Any = float("nan")
+    try:
+        value = metric.compute() if metric.update_count else value
+    except ValueError:  # R2Score's, of fewer than two samples
+        if not of_numbers(metric):
+            raise
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return float(value.item())
     if isinstance(value, int | float):

@@ -69,9 +69,10 @@ def test_labels_are_judged_as_by_hand() -> None:
     assert torch.equal(MultiLabel().predict(logits), logits.sigmoid())
 
 
-def test_numbers_are_judged_as_by_hand() -> None:
+@pytest.mark.parametrize("middle", [0, 10_000])
+def test_numbers_are_judged_as_by_hand(middle: int) -> None:
     torch.manual_seed(0)
-    outputs, targets = torch.randn(40, 1), torch.randn(40)
+    outputs, targets = middle + torch.randn(40, 1), middle + torch.randn(40)
     batches = [(outputs[:33], targets[:33]), (outputs[33:], targets[33:])]
     found = values(Regression(metrics=("mae", "mse", "rmse", "r2")), batches, 1)
     errors = outputs[:, 0] - targets
@@ -79,7 +80,8 @@ def test_numbers_are_judged_as_by_hand() -> None:
     assert found["mae"] == pytest.approx(errors.abs().mean().item(), abs=1e-6)
     assert found["mse"] == pytest.approx(mse, abs=1e-6)
     assert found["rmse"] == pytest.approx(math.sqrt(mse), abs=1e-6)
-    assert found["r2"] == pytest.approx(1 - mse / targets.var(correction=0).item(), abs=1e-5)
+    assert found["r2"] == pytest.approx(1 - mse / targets.double().var(correction=0).item(), abs=1e-5)
+    assert set(values(Regression(), [(outputs[:1], targets[:1])], 1)) == {"mae"}  # of one sample, R² is undefined
     task = Regression(loss="huber")
     assert task.loss(task.outputs(outputs), targets) == F.huber_loss(outputs[:, 0], targets)
     assert Regression().loss(outputs[:, 0], targets[:, None]).item() == pytest.approx(mse)
