@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from operator import methodcaller
@@ -102,6 +103,46 @@ def maker(kind: str, **options: Any) -> Callable[[int], Any]:
         if hasattr(classification, kind):
             return getattr(classification, kind)(width, validate_args=False, **options)
         return getattr(regression, kind)(**options)
+
+    return make
+
+
+def r2(width: int) -> Any:  # noqa: ARG001 — the first batch shows it
+    """Return torchmetrics' R², which takes sums of squares below 1e-4 for 0, whatever the targets' unit, and raises for
+    one sample. Of equal targets, it is 1 if all predictions are right, else 0, as torchmetrics' and scikit-learn's."""
+    from torchmetrics.regression import R2Score
+
+    class R2(R2Score):
+        def compute(self) -> torch.Tensor:
+            if self.total < 2:
+                return torch.tensor(torch.nan)
+            squares: torch.Tensor = self.sum_squared_error  # of the targets
+            around = squares - self.sum_error.square() / self.total
+            of_equal = (self.residual == 0).to(squares.dtype)
+            return torch.where(around > 1e-14 * squares, 1 - self.residual / around, of_equal).mean()
+
+    return R2()
+
+
+def mean_auroc(kind: str) -> Callable[[int], Any]:
+    """Return what makes a torchmetrics class of AUROC, as the mean over the classes or labels that have positive and
+    negative samples: of others it is undefined, and torchmetrics counts it as 0."""
+
+    def make(width: int) -> Any:
+        from torchmetrics import classification
+        from torchmetrics.utilities import dim_zero_cat
+
+        class MeanAUROC(getattr(classification, kind)):  # type: ignore[misc]
+            unit = "fraction"
+
+            def compute(self) -> torch.Tensor:
+                with warnings.catch_warnings(action="ignore"):  # of what does not count here
+                    each: torch.Tensor = super().compute()
+                targets = dim_zero_cat(self.target)
+                positive = targets.bincount(minlength=width) if targets.dim() == 1 else targets.sum(0)
+                return each[(positive > 0) & (positive < len(targets))].mean()
+
+        return MeanAUROC(width, average="none", validate_args=False)
 
     return make
 
@@ -220,7 +261,7 @@ def takes_probabilities(metric: Any) -> bool:
 
 
 def of_numbers(metric: Any) -> bool:
-    """Whether it is a regression metric of torchmetrics. R2Score's variance is a difference of sums, which float32
+    """Whether it is a regression metric of torchmetrics: the variance of R2Score is a difference of sums, which float32
     loses for numbers that are far from 0."""
     return (type(metric).update.__module__ or "").startswith("torchmetrics.regression.")
 
@@ -243,12 +284,7 @@ def _reduced(values: list[Any], reduction: Any) -> Any:
 
 
 def _number(name: str, metric: Metric) -> float:
-    value: Any = float("nan")
-    try:
-        value = metric.compute() if metric.update_count else value
-    except ValueError:  # R2Score's, of fewer than two samples
-        if not of_numbers(metric):
-            raise
+    value: Any = float("nan") if not metric.update_count else metric.compute()
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return float(value.item())
     if isinstance(value, int | float):
