@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from operator import methodcaller
@@ -106,16 +107,44 @@ def maker(kind: str, **options: Any) -> Callable[[int], Any]:
     return make
 
 
-def r2(_: int) -> Metric:
-    """Return torchmetrics' coefficient of determination with sums in float64: from sums of squares in float32, the
-    variance of targets far from 0 is rounding."""
+def r2(width: int) -> Any:  # noqa: ARG001 — the first batch shows it
+    """Return torchmetrics' R², which takes sums of squares below 1e-4 for 0, whatever the targets' unit, and raises for
+    one sample. Of equal targets, it is 1 if all predictions are right, else 0, as torchmetrics' and scikit-learn's."""
     from torchmetrics.regression import R2Score
 
     class R2(R2Score):
-        def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-            super().update(outputs.double(), targets.double())
+        def compute(self) -> torch.Tensor:
+            if self.total < 2:
+                return torch.tensor(torch.nan)
+            squares: torch.Tensor = self.sum_squared_error  # of the targets
+            around = squares - self.sum_error.square() / self.total
+            of_equal = (self.residual == 0).to(squares.dtype)
+            return torch.where(around > 1e-14 * squares, 1 - self.residual / around, of_equal).mean()
 
-    return R2().set_dtype(torch.float64)
+    return R2()
+
+
+def mean_auroc(kind: str) -> Callable[[int], Any]:
+    """Return what makes a torchmetrics class of AUROC, as the mean over the classes or labels that have positive and
+    negative samples: of others it is undefined, and torchmetrics counts it as 0."""
+
+    def make(width: int) -> Any:
+        from torchmetrics import classification
+        from torchmetrics.utilities import dim_zero_cat
+
+        class MeanAUROC(getattr(classification, kind)):  # type: ignore[misc]
+            unit = "fraction"
+
+            def compute(self) -> torch.Tensor:
+                with warnings.catch_warnings(action="ignore"):  # of what does not count here
+                    each: torch.Tensor = super().compute()
+                targets = dim_zero_cat(self.target)
+                positive = targets.bincount(minlength=width) if targets.dim() == 1 else targets.sum(0)
+                return each[(positive > 0) & (positive < len(targets))].mean()
+
+        return MeanAUROC(width, average="none", validate_args=False)
+
+    return make
 
 
 def top(k: int) -> Callable[[int], TopK]:
@@ -229,6 +258,12 @@ def takes_probabilities(metric: Any) -> bool:
     from torchmetrics.classification import MulticlassConfusionMatrix, MulticlassStatScores
 
     return not isinstance(metric, MulticlassStatScores | MulticlassConfusionMatrix)
+
+
+def of_numbers(metric: Any) -> bool:
+    """Whether it is a regression metric of torchmetrics: the variance of R2Score is a difference of sums, which float32
+    loses for numbers that are far from 0."""
+    return (type(metric).update.__module__ or "").startswith("torchmetrics.regression.")
 
 
 def _never() -> bool:

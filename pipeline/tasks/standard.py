@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ...common.checks import is_whole
 from ...common.errors import PlanError
 from .means import CLASS_LOSSES, LossFunction
-from .metrics import maker, r2, top
+from .metrics import maker, mean_auroc, r2, top
 from .target_scale import TargetScale, fit_scale
 from .task import Kind, StandardTask, Targets, check_names, names_of, shape_of, vectors
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Classification(StandardTask):
     """One class per image: the model returns logits `(B, C)`, targets are class indices `(B,)`.
 
-    With MixUp or CutMix, the loss receives probabilities `(B, C)` instead.
+    With MixUp or CutMix, the loss receives probabilities `(B, C)` instead. A class without samples in the validation
+    data, for which it is undefined, does not count in `auroc`.
 
     Args:
         metrics: of `"top1"`, `"top5"` (any `"topK"`), `"f1"`, `"precision"`, `"recall"` (means over the classes) and
@@ -47,7 +48,7 @@ class Classification(StandardTask):
         "f1": maker("MulticlassF1Score"),
         "precision": maker("MulticlassPrecision"),
         "recall": maker("MulticlassRecall"),
-        "auroc": maker("MulticlassAUROC"),
+        "auroc": mean_auroc("MulticlassAUROC"),
     }
     DEFAULT_METRICS = ("top1", "top5")
 
@@ -124,7 +125,7 @@ class MultiLabel(StandardTask):
     """Any number of labels per image: the model returns logits `(B, K)`, targets are vectors `(B, K)` of 0 and 1.
 
     MixUp and CutMix mix the vectors. A label without a positive sample in the validation data counts as 0 in `map` and
-    `f1`; torchmetrics warns of it.
+    `f1`; torchmetrics warns of it. One without a positive or without a negative sample does not count in `auroc`.
 
     Args:
         metrics: of `"map"` (mean average precision over the labels), `"f1"` (mean over the labels, at probability
@@ -146,7 +147,7 @@ class MultiLabel(StandardTask):
         "f1": maker("MultilabelF1Score"),
         "precision": maker("MultilabelPrecision"),
         "recall": maker("MultilabelRecall"),
-        "auroc": maker("MultilabelAUROC"),
+        "auroc": mean_auroc("MultilabelAUROC"),
     }
     DEFAULT_METRICS = ("map", "f1")
 

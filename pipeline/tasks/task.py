@@ -17,7 +17,7 @@ from ...common.errors import PlanError, suggest
 from ...common.frozen import FrozenDict
 from ...common.names import imported
 from .means import Adapted, Count, LossFunction, Mean, mean_of, reduction_of, samples
-from .metrics import NAMES_OF_RUN, Unit, by_name, imported_classes, named, takes_probabilities
+from .metrics import NAMES_OF_RUN, Unit, by_name, imported_classes, named, of_numbers, takes_probabilities
 from .nests import map_tensors, to_float
 
 if TYPE_CHECKING:
@@ -411,7 +411,10 @@ class TaskLoss:
 
 def update_metric(task: Task, metric: Metric, outputs: Any, targets: Any) -> None:
     """`targets` as `metric_targets` returns them."""
-    metric.update(task.probabilities(outputs) if takes_probabilities(metric) else outputs, targets)
+    outputs = task.probabilities(outputs) if takes_probabilities(metric) else outputs
+    if of_numbers(metric):
+        outputs, targets = map_tensors(torch.Tensor.double, (outputs, targets))
+    metric.update(outputs, targets)
 
 
 def loss_and_metric_inputs(task: Task, output: Any) -> tuple[Any, Any]:

@@ -85,10 +85,10 @@ def test_classes_of_one_name_are_told_apart(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("offset", [0.0, 1e4])
-def test_numbers_are_judged_as_by_hand(offset: float) -> None:
+@pytest.mark.parametrize(("middle", "spread"), [(0, 1), (10_000, 1), (0, 1e-4)])
+def test_numbers_are_judged_as_by_hand(middle: int, spread: float) -> None:
     torch.manual_seed(0)
-    outputs, targets = torch.randn(40, 1) + offset, torch.randn(40) + offset
+    outputs, targets = middle + spread * torch.randn(40, 1), middle + spread * torch.randn(40)
     batches = [(outputs[:33], targets[:33]), (outputs[33:], targets[33:])]
     found = values(Regression(metrics=("mae", "mse", "rmse", "r2")), batches, 1)
     errors = outputs[:, 0] - targets
@@ -96,12 +96,32 @@ def test_numbers_are_judged_as_by_hand(offset: float) -> None:
     assert found["mae"] == pytest.approx(errors.abs().mean().item(), abs=1e-6)
     assert found["mse"] == pytest.approx(mse, abs=1e-6)
     assert found["rmse"] == pytest.approx(math.sqrt(mse), abs=1e-6)
-    assert found["r2"] == pytest.approx(1 - mse / targets.var(correction=0).item(), abs=1e-5)
-    if offset:
-        return
+    assert found["r2"] == pytest.approx(1 - mse / targets.double().var(correction=0).item(), abs=1e-5)
+    assert set(values(Regression(), [(outputs[:1], targets[:1])], 1)) == {"mae"}  # of one sample, R² is undefined
+    equal = torch.full((4,), 0.1)
+    assert values(Regression(metrics="r2"), [(equal[:, None], equal)], 1) == {"r2": 1}
+    assert values(Regression(metrics="r2"), [(equal[:, None] + 1, equal)], 1) == {"r2": 0}
     task = Regression(loss="huber")
     assert task.loss(task.outputs(outputs), targets) == F.huber_loss(outputs[:, 0], targets)
     assert Regression().loss(outputs[:, 0], targets[:, None]).item() == pytest.approx(mse)
+
+
+def test_auroc_is_of_classes_and_labels_with_both_kinds_of_samples() -> None:
+    torch.manual_seed(0)
+    logits, classes = torch.randn(40, 4), torch.arange(40) % 2  # of the others there is none
+    labels = torch.stack([torch.zeros(40), torch.ones(40), *torch.randint(2, (2, 40))], 1)
+
+    def by_hand(scores: torch.Tensor, positive: torch.Tensor) -> float:
+        pairs = scores[positive][:, None] - scores[~positive]
+        return (pairs > 0).float().mean().item()
+
+    for task, targets, expected in (
+        (Classification(metrics="auroc"), classes, [by_hand(logits.softmax(1)[:, c], classes == c) for c in (0, 1)]),
+        (MultiLabel(metrics="auroc"), labels, [by_hand(logits[:, k], labels[:, k] == 1) for k in (2, 3)]),
+    ):
+        found = values(task, [(logits[:33], targets[:33]), (logits[33:], targets[33:])], 4)
+        assert found == {"auroc": pytest.approx(sum(expected) / 2, abs=1e-6)}
+    assert values(Classification(metrics="auroc"), [(logits, torch.full((40,), 3))], 4) == {}  # undefined
 
 
 def test_masks_are_judged_as_by_hand() -> None:
