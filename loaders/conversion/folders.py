@@ -63,8 +63,7 @@ def _in_order(paths: list[str]) -> list[str]:
 
 def _read_file(path: str, name: str = "it") -> bytes:
     try:
-        # PTH123: half the time of Path.open
-        with open(path, "rb", opener=_without_waiting) as file:  # noqa: PTH123
+        with open(path, "rb", opener=_without_waiting) as file:  # takes half the time of Path.open
             return file.read()
     except OSError as error:
         raise DataError(f"{name} cannot be read: {error.strerror}") from None
