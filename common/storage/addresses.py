@@ -1,6 +1,8 @@
 """What is at an address: requests by fsspec, with time limits and retries; ranges of a file's bytes; and files under an
 address, listed, read, written and removed, each complete or absent."""
 
+import hashlib
+import json
 import os
 import random
 import re
@@ -53,6 +55,22 @@ def local_path(place: str | Path, option: str, error: type[DrivetrainError]) -> 
     if re.match(r"\w+:/", str(place)):
         raise error(f"{option}={str(place)!r} is an address. Pass a path of this machine.")
     return Path(place)
+
+
+def stamp(name: str | Path, patience: float | None = None) -> list[Any]:
+    """Return a file's size and time of change, of an address its size and version, and of a folder a digest of those of
+    all files in it; nothing of what cannot be read."""
+    with suppress(OSError, DrivetrainError):
+        if is_address(name):
+            return [*RemoteFile(str(name), patience).facts()]
+        path = Path(name)
+        if path.is_dir():
+            files = sorted(one for one in path.rglob("*") if one.is_file())
+            found = json.dumps([[str(one.relative_to(path)), *stamp(one)] for one in files])
+            return [hashlib.sha256(found.encode()).hexdigest()[:16]]
+        status = path.stat()
+        return [status.st_size, status.st_mtime_ns]
+    return []
 
 
 def version_of(info: dict[str, Any]) -> str:

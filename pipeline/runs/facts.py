@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from ...common.errors import DrivetrainError, LedgerError
-from ...common.storage.addresses import RemoteFile, is_address
+from ...common.errors import LedgerError
+from ...common.storage.addresses import stamp
 from ...loaders.sources import files_of
 from ..checkpoints.fingerprint import identity
 from ..describe.pipeline_spec import PipelineSpec
@@ -90,21 +90,6 @@ def _sources(plan: ResolvedPlan) -> list[str]:
     start = fit_options(plan.spec).get("init_from")
     names = {str(name) for source in sources for name in files_of(source).names}
     return sorted(names | (set() if start is None else {str(start)}))
-
-
-def stamp(name: str | Path, patience: float | None = None) -> list[Any]:
-    """Return a file's size and time of change, of an address its size and version, and of a folder a digest of those of
-    all files in it; nothing of what cannot be read."""
-    with suppress(OSError, DrivetrainError):
-        if is_address(name):
-            return [*RemoteFile(str(name), patience).facts()]
-        path = Path(name)
-        if path.is_dir():
-            files = sorted(one for one in path.rglob("*") if one.is_file())
-            return [digest(json.dumps([[str(one.relative_to(path)), *stamp(one)] for one in files]))]
-        status = path.stat()
-        return [status.st_size, status.st_mtime_ns]
-    return []
 
 
 def facts_here() -> dict[str, Any]:

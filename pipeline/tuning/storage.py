@@ -17,7 +17,7 @@ from PIL import Image
 
 from ...common import machine
 from ...common.errors import DrivetrainError
-from ...common.storage.addresses import is_address
+from ...common.storage.addresses import is_address, stamp
 from ...common.storage.files import write_file
 from ...loaders.advice.report import bytes_text
 from ...loaders.advice.sample import Converted, DataSet, Sample, converted, formats, loading_rate
@@ -34,7 +34,6 @@ from ..describe.resolve import ResolvedPlan
 from ..ledger.variants import with_data
 from ..measuring.statistics import WORTH
 from ..measuring.trials import phases
-from ..runs.facts import stamp
 
 RAW = {"write_mode": "raw"}
 SAMPLE = 64  # images that are converted first

@@ -20,8 +20,10 @@ from typing import Any
 from ....common.errors import PlanError
 from ....common.frozen import FrozenDict
 from ....common.signals import handled, interrupts_held
+from ....common.storage.addresses import stamp
 from ....common.storage.files import write_file
 from ....common.table import Table, screen_width
+from ....loaders.sources import files_of
 from ...analysis.compare import RunSummary, read_run
 from ...recipes.presets import completed, parse_overrides
 from ...tasks.metrics import format_metric
@@ -166,7 +168,10 @@ def sweep(
     wanted = {name: completed(recipe, parse_overrides(each) | dict(sources)).values for name, each in pairs.items()}
     if any(values["epochs"] is None for values in wanted.values()):
         raise PlanError(f"Number of epochs not set by {recipe}. Pass epochs=….")
-    _record(folder, wanted)
+    stamps = {name: stamp(name) for name in {each for values in wanted.values() for each in _files(values)}}
+    _record(folder, {
+        name: values | {"data": {each: stamps[each] for each in _files(values)}} for name, values in wanted.items()
+    })  # fmt: skip
     flags = [text for key, source in sources.items() for text in (f"--{key}", source)]
     commands = {}
     for name, overrides in pairs.items():
@@ -193,12 +198,16 @@ def _without_seed(values: Values) -> Values:
     return {key: text for key, text in values.items() if key != SEED}
 
 
+def _files(values: Mapping[str, Any]) -> list[str]:
+    return [name for key in ("train", "val") if values[key] is not None for name in files_of(values[key]).names]
+
+
 def _is_done(run: RunSummary) -> bool:
     return run.epochs > 0 and not run.problem
 
 
 def _record(folder: Path, wanted: dict[str, dict[str, Any]]) -> None:
-    """Keep the values of each run, and refuse to take up a run of other values."""
+    """Keep the values of each run, and refuse to take up a run of other values, or of other data."""
     try:
         known = json.loads((folder / RECORD).read_bytes())
     except (OSError, ValueError):
@@ -206,7 +215,15 @@ def _record(folder: Path, wanted: dict[str, dict[str, Any]]) -> None:
     known = known if isinstance(known, dict) else {}
     for name, values in wanted.items():
         before, now = known.get(name), json.loads(json.dumps(values))
-        if isinstance(before, dict) and before != now:
+        if not isinstance(before, dict):
+            continue
+        data = before.get("data", now["data"])  # older versions did not keep it
+        if changed := [file for file in now["data"] if isinstance(data, dict) and data.get(file) != now["data"][file]]:
+            raise PlanError(
+                f"{folder / name} is a run of other data: {changed[0]} has changed since. Pass another folder: --out."
+            )
+        before = before | {"data": now["data"]}
+        if before != now:
             keys = [key for key in now if before.get(key) != now[key]]
             what = ", ".join(f"{key}={before.get(key)!r:.60}, not {now[key]!r:.60}" for key in keys[:3])
             raise PlanError(f"{folder / name} is a run of other values: {what}. Pass another folder: --out.")

@@ -118,6 +118,12 @@ def test_runs_are_trained_skipped_and_their_failures_reported(toy: Toy, tmp_path
     assert "top1, mean" in end.out
     assert max(map(len, end.out.splitlines())) <= 100
     assert "epochs=1, not 2" in call(*command, "epochs=2", "optimizer.lr=0.01,0.02").line
+    record = out / "sweep.json"
+    known = json.loads(record.read_text())
+    record.write_text(json.dumps({name: {**one, "data": {toy.train: [1, 2]}} for name, one in known.items()}))
+    assert "is a run of other data" in call(*command, "epochs=1", "optimizer.lr=0.01,0.02").line
+    record.write_text(json.dumps({name: {**one, "data": None} for name, one in known.items()}))  # of older versions
+    assert call(*command, "epochs=1", "optimizer.lr=0.01,0.02").code == 0
     assert Combination({}, ()).name == "the recipe"
 
 
