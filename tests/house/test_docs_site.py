@@ -99,6 +99,7 @@ def target_of(folder: Path, link: str) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_every_link_of_the_site_leads_to_a_page_and_an_anchor(site: Path, pages: dict[Path, Links]) -> None:
     assert len(pages) > 35
     checked = 0
@@ -115,6 +116,7 @@ def test_every_link_of_the_site_leads_to_a_page_and_an_anchor(site: Path, pages:
     assert checked > 1000
 
 
+@pytest.mark.slow
 def test_the_links_of_the_sources_lead_to_pages_of_the_site(site: Path, pages: dict[Path, Links]) -> None:
     """Also of the README: those that a code host resolves are not left as text or as a copy of the source."""
     for source in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
@@ -125,12 +127,14 @@ def test_the_links_of_the_sources_lead_to_pages_of_the_site(site: Path, pages: d
             assert any(link.partition("#")[0] == html for link in page.links), (source.name, target)
 
 
+@pytest.mark.slow
 def test_a_page_loads_nothing_from_elsewhere(site: Path, pages: dict[Path, Links]) -> None:
     for path, page in pages.items():
         for link in page.loaded:
             assert not urlsplit(link).netloc, (path.relative_to(site), link)
 
 
+@pytest.mark.slow
 def test_every_page_is_in_the_table_of_contents(site: Path, pages: dict[Path, Links]) -> None:
     links = pages[site / "docs/index.html"].links
     contents = {(site / "docs" / link).resolve() for link in links if "#" not in link}
@@ -140,6 +144,7 @@ def test_every_page_is_in_the_table_of_contents(site: Path, pages: dict[Path, Li
     assert wanted <= contents | {site / "docs/index.html"}
 
 
+@pytest.mark.slow
 def test_every_public_name_has_an_entry(site: Path) -> None:
     from drivetrain import transforms
     from sphinx.util.inventory import InventoryFile
@@ -155,6 +160,7 @@ def test_every_public_name_has_an_entry(site: Path) -> None:
     assert {f"drivetrain.Pipeline.{name}" for name in methods} <= entries  # some are those of a private base
 
 
+@pytest.mark.slow
 def test_notebooks_are_shown_with_their_outputs(site: Path, pages: dict[Path, Links]) -> None:
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         shown = pages[site / "notebooks" / f"{path.stem}.html"].loaded

@@ -83,6 +83,7 @@ def photos() -> Iterator[Path]:
         yield path
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_what_the_system_refuses_is_a_data_error(photos: Path) -> None:
     run = run_python(STARVED, photos, timeout=250)

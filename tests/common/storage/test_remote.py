@@ -119,6 +119,7 @@ def test_masks_and_boxes_come_with_their_images(server: RangeServer, tmp_path: P
     assert all(torch.equal(one, other) for one, other in zip(boxes, known, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_worker_processes_share_the_copy(server: RangeServer, address: str, folder: Path) -> None:
     options = OPTIONS | {"dtype": torch.float32, "train": False}

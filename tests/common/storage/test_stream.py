@@ -389,6 +389,7 @@ def left_by_a_killed_process(address: str, copy: Path) -> set[Path]:
     return found - {copy.parent / FACTS}
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_killed_process_leaves_what_the_next_stream_or_copy_removes(server: RangeServer, folder: Path) -> None:
     address = server.address("train.beton")

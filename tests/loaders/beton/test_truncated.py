@@ -74,6 +74,7 @@ def raws(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_truncated_between_epochs_within_one_and_while_it_is_opened(photos: Path, raws: Path, tmp_path: Path) -> None:
     """In a process of its own, which SIGBUS would end."""

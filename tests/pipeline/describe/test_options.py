@@ -190,6 +190,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_an_option_that_is_added_in_one_place_is_found_everywhere(tmp_path: Path) -> None:
     copy = tmp_path / "drivetrain"

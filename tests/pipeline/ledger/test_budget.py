@@ -376,6 +376,7 @@ class _Late:
         time.sleep(300)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_loader_whose_workers_decode_closes_at_once(toy: Toy, tmp_path: Path) -> None:
     """torch waits 5 s for each."""

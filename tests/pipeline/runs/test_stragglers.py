@@ -47,9 +47,8 @@ def trained(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     return launched
 
 
-@pytest.mark.parametrize(
-    ("ranks", "slow"), [(2, 1), pytest.param(2, 0, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.slow)]
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "slow"), [(2, 1), (2, 0), (4, 2)])
 def test_a_slow_rank_is_named_once_and_a_usual_one_never(trained: Trained, ranks: int, slow: int) -> None:
     results, _ = trained(ranks, slow)
     for name in results[0]:
@@ -68,6 +67,7 @@ def test_a_slow_rank_is_named_once_and_a_usual_one_never(trained: Trained, ranks
         assert ("Look at its disk" in told[0]) == ("data" in name)
 
 
+@pytest.mark.slow
 def test_all_ranks_are_in_the_metrics(trained: Trained) -> None:
     run = trained(2, 1)[1] / "ddp, slow data"
     with (run / "metrics.csv").open() as file:

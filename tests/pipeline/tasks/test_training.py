@@ -264,6 +264,7 @@ def test_what_is_no_task_is_refused() -> None:
         Pipeline(jobs.Outputs, num_classes=3).task(MultiLabel)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lines one after another, on small data; then the task of one's own that it defines."""

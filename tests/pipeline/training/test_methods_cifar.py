@@ -28,8 +28,8 @@ IMAGES, TEST_IMAGES, EPOCHS, BATCH = 2500, 5000, 16, 100
 POINTS = 0.08
 """How far below plain training a method may end."""
 SEEDS = 3
-"""Number of runs. Methods are compared with the mean accuracy of the plain ones, which differ by a point. With a method,
-runs differ by up to seven (SAM 46.3 to 51.9 %, CutMix 45.8 to 49.0 %): one that ends below is judged by its mean."""
+"""Number of runs. Methods are compared with the mean accuracy of the plain ones, which differ by a point. With a
+method, runs differ by more (SAM 46.3 to 51.9 %, CutMix 45.8 to 49.0 %): one that ends below is judged by the mean."""
 
 METHODS: list[Transform] = [
     transforms.LabelSmoothing(), transforms.BinaryCrossEntropy(), transforms.MixUp(), transforms.CutMix(),
