@@ -26,7 +26,7 @@ from ...common.storage.files import renames_held, wait_for_renames
 from ...common.storage.stream import Stream
 from ..native import jpegs
 from .image_modes import mode_of
-from .layout import MODE_RAW, Column, Field, check_numbers, fetch_tables, read_columns
+from .layout import MODE_RAW, Column, Field, check_numbers, fetch_tables, read_columns, read_header
 from .manifest import manifest_path, read_head, read_manifest
 from .open_file import ChangedError, OpenFile, ReadError
 from .tables import Rows, Tables
@@ -385,8 +385,8 @@ def open_beton(path: str | Path, remote: Remote = Remote(), most: int | None = N
 
 
 def _opened(path: Path, remote: Remote, most: int | None) -> Beton:
-    if not path.name:  # "." or "/"
-        raise BetonError(f"{path} is not a file. Convert a folder with: drivetrain convert {path} OUT.beton")
+    if not path.name:  # "." or "/", from which no name of a manifest follows
+        read_header(path)  # raises
     for _ in range(_ATTEMPTS - 1):
         before = _identities(path)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -168,9 +169,9 @@ def sweep(
     wanted = {name: completed(recipe, parse_overrides(each) | dict(sources)).values for name, each in pairs.items()}
     if any(values["epochs"] is None for values in wanted.values()):
         raise PlanError(f"Number of epochs not set by {recipe}. Pass epochs=….")
-    stamps = {name: stamp(name) for name in {each for values in wanted.values() for each in _files(values)}}
+    of_file = functools.cache(stamp)  # most runs have the same data
     _record(folder, {
-        name: values | {"data": {each: stamps[each] for each in _files(values)}} for name, values in wanted.items()
+        name: values | {"data": {file: of_file(file) for file in _files(values)}} for name, values in wanted.items()
     })  # fmt: skip
     flags = [text for key, source in sources.items() for text in (f"--{key}", source)]
     commands = {}
