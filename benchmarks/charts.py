@@ -16,7 +16,7 @@ import io
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -27,6 +27,7 @@ import torch
 from drivetrain.common import pictures
 from drivetrain.common.errors import DataError
 from drivetrain.pipeline import Ledger, RaceResult
+from drivetrain.pipeline.race.result import RaceRun
 from drivetrain.transforms import TRANSFORMS, BatchContext, ColOut, CutMix, CutOut, MixUp
 from PIL import Image, ImageDraw, ImageFont
 
@@ -119,14 +120,27 @@ def ledger() -> str:
     return svg.replace("<style>", f"<title>{html.escape(title)}</title>\n<style>", 1)
 
 
-def race(name: str, data: str, *notes: str) -> str:
-    """Accuracy over seconds of training: each evaluation a point, and a line through the means of the epochs; `notes`
-    are lines below it."""
-    found = RaceResult.load(RESULTS / f"race-{name}.json")
+class Curve(NamedTuple):
+    name: str
+    style: str
+    runs: list[RaceRun]
+
+
+def race(data: str, *names: str, notes: Sequence[str] = ()) -> str:
+    """Accuracy over seconds of training, of races with plain PyTorch: each evaluation a point, and a line through the
+    means of the epochs; `notes` are lines below it. The dashed line is the target of the first race."""
+    races = [RaceResult.load(RESULTS / f"race-{name}.json") for name in names]
+    target, about = races[0].target, races[-1].provenance
+    curves = []
+    for number, each in enumerate(races):
+        runs = each.of(each.rows[0].variant)
+        name = "Drivetrain" if len(races) == 1 else f"Drivetrain, {len(runs[0].points)} epochs"
+        curves.append(Curve(name, "ours dashed" if number else "ours", runs))
+    curves.append(Curve("plain PyTorch", "plain", [run for each in races for run in each.of(each.rows[1].variant)]))
+    points = [point for curve in curves for run in curve.runs for point in run.points]
     wide, high, left, top = 560, 300, 78, 56
-    longest = max(point.seconds for run in found.runs for point in run.points)
-    lowest = min(point.accuracy for run in found.runs for point in run.points) - 0.02
-    highest = max(point.accuracy for run in found.runs for point in run.points) + 0.02
+    longest = max(point.seconds for point in points)
+    lowest, highest = min(point.accuracy for point in points) - 0.02, max(point.accuracy for point in points) + 0.02
 
     def across(seconds: float) -> float:
         return left + wide * seconds / (1.05 * longest)
@@ -134,7 +148,7 @@ def race(name: str, data: str, *notes: str) -> str:
     def down(accuracy: float) -> float:
         return top + high * (highest - accuracy) / (highest - lowest)
 
-    title = f"Time to {100 * found.target:g} % on {data}: two CPU cores, the same network"
+    title = f"Time to {100 * target:g} % on {data}: two CPU cores, the same network"
     drawn = [f'<text class="title" x="{MARGIN}" y="{MARGIN + 18}">{html.escape(title)}</text>']
     for percent in range(math.ceil(20 * lowest) * 5, int(100 * highest) + 1, 5):
         at = down(percent / 100)
@@ -147,29 +161,30 @@ def race(name: str, data: str, *notes: str) -> str:
         drawn.append(
             f'<text class="middle small" x="{across(60 * minutes):.1f}" y="{top + high + 24}">{minutes} min</text>'
         )
-    at = down(found.target)
+    at = down(target)
     drawn.append(f'<line class="spread dashed" x1="{left}" x2="{left + wide}" y1="{at:.1f}" y2="{at:.1f}"/>')
     told = []
-    for row, color in zip(found.rows, ("ours", "plain"), strict=True):
-        runs = found.of(row.variant)
-        epochs = list(zip(*(run.points for run in runs), strict=False))
+    for number, curve in enumerate(curves):
+        color = curve.style.split()[0]
+        epochs = list(zip(*(run.points for run in curve.runs), strict=False))
         line = [(mean(one.seconds for one in each), mean(one.accuracy for one in each)) for each in epochs]
         path = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in line)
-        drawn.append(f'<polyline class="{color} curve" points="{path}"/>')
+        drawn.append(f'<polyline class="{curve.style} curve" points="{path}"/>')
         drawn += [
             f'<circle class="{color}" cx="{across(x):.1f}" cy="{down(y):.1f}" r="4"/>'
             for each in epochs for x, y in ((one.seconds, one.accuracy) for one in each)
         ]  # fmt: skip
-        who = "Drivetrain" if color == "ours" else "plain PyTorch"
-        x, y = line[-2]
-        above = color == "ours" and not 0 < down(y) - at < 30  # else it would cross the target's line
-        place = f'class="end" x="{across(x) - 14:.1f}"' if above else f'x="{across(x) + 16:.1f}"'
-        drawn.append(f'<text {place} y="{down(y) + (-6 if above else 42):.1f}">{who}</text>')
-        told.append(f"{who} {row.seconds.value:.0f} s" if row.seconds else who)
-    about = found.provenance
+        x, y = left + wide - 240, top + high - 14 - 28 * (len(curves) - 1 - number)
+        drawn += [
+            f'<polyline class="{curve.style} curve" points="{x},{y - 7} {x + 32},{y - 7}"/>',
+            f'<text x="{x + 44}" y="{y}">{curve.name}</text>',
+        ]
+        told.append(f"{curve.name} {100 * line[-1][1]:.1f} % after {line[-1][0] / 60:.1f} min")
     below = [
-        f"{found.rows[0].runs} seeds in turns, every evaluation a point; {about['hardware']['processor']},",
-        f"torch {about['versions']['torch']}, {about['date'][:10]}: results/race-{name}.json",
+        f"{' and '.join(str(each.rows[0].runs) for each in races)} seeds in turns, every evaluation a point; "
+        f"{about['hardware']['processor']},",
+        f"torch {about['versions']['torch']}, {about['date'][:10]}: "
+        + ", ".join(f"results/race-{name}.json" for name in names),
         *notes,
     ]
     drawn += [
@@ -186,9 +201,13 @@ CHARTS: dict[str, Callable[[], str]] = {
     "loaders.svg": loaders,
     "quickstart-ledger.svg": ledger,
     "imagenette.svg": partial(
-        race, "imagenette", "Imagenette", "While Drivetrain's last point was trained, other work ran on the machine."
+        race,
+        "Imagenette",
+        "imagenette",
+        "imagenette-fast",
+        notes=["While the last point of 5 epochs was trained, other work ran on the machine."],
     ),
-    "time-to-accuracy.svg": partial(race, "cifar10-quickstart", "CIFAR-10"),
+    "time-to-accuracy.svg": partial(race, "CIFAR-10", "cifar10-quickstart"),
 }
 STRIP = "augmentations.webp"
 GALLERY: tuple[str, ...] = ("own-photographs", "segmentation", "multi-label", "self-supervised")

@@ -23,17 +23,19 @@ import torch
 from drivetrain import Pipeline
 from drivetrain.common import machine
 from drivetrain.common.table import Table
-from drivetrain.pipeline.describe.resolve import choose_precision, resolve
+from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.ledger.variants import in_turn
 from drivetrain.pipeline.measuring.runner import Loaders, build_variant
 from drivetrain.pipeline.measuring.trials import BuiltVariant, run_trial
 from drivetrain.pipeline.measuring.variant import PARTS, Trial, Workload
 from drivetrain.pipeline.recipes.presets import parse_overrides
 from drivetrain.pipeline.training.build import fork_rng, plain_torch, resolve_data
+from drivetrain.strategies.devices import wait_for
 from measuring import measure, save, summarize
 from torch.utils.flop_counter import FlopCounterMode
 
 SIDE, PRODUCTS = 2048, 8
+ON_GPU = 4  # times the side: a GPU computes smaller products in less time than it takes to begin them
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WORKLOADS: dict[str, Workload] = {
     "full training": "train", "timed by part": "split", "model alone": "model", "loader alone": "loader",
@@ -41,13 +43,18 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def peak(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the operations per second of a product of two matrices of `SIDE`."""
-    left, right = (torch.randn(SIDE, SIDE, device=device).to(dtype) for _ in range(2))
+    """Return the operations per second of a product of two large matrices, on a GPU after as many others: at first
+    it chooses a kernel, and raises its clock."""
+    side = SIDE * (ON_GPU if device.type == "cuda" else 1)
+    left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    for _ in range(PRODUCTS * (device.type == "cuda")):
+        result = left @ right
+    wait_for(device)
     start = perf_counter()
     for _ in range(PRODUCTS):
         result = left @ right
     result[0, 0].item()  # waits for a GPU
-    return 2 * SIDE**3 * PRODUCTS / (perf_counter() - start)
+    return 2 * side**3 * PRODUCTS / (perf_counter() - start)
 
 
 def operations(variant: BuiltVariant, batches: int) -> float:
@@ -94,7 +101,7 @@ def main() -> None:
         whole = in_turn(plan)[-1]
         variant, _ = build_variant(whole.plan, Loaders(stack), stack, options.batches)
         device = variant.built.engine.device
-        precision = choose_precision(plan.distribution)[0]
+        precision = whole.plan.distribution.precision
         bench, count = Bench(variant, options.batches), operations(variant, options.batches)
         contenders = {name: lambda kind=kind: bench(kind) for name, kind in WORKLOADS.items()}
         product = f"matrix product, {precision}"

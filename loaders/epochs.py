@@ -25,7 +25,7 @@ from .decode.moving import MovingTargets
 from .device import DeviceFeed
 from .image_size import ImageSize, size_text
 from .options import EVAL_RATIO, LoaderKeywords, LoaderOptions, check_sizes
-from .order.arrays import array_order, mixed_array
+from .order.arrays import array_order, by_weight, mixed_array
 from .order.batches import (
     WINDOW,
     LastBatch,
@@ -35,11 +35,13 @@ from .order.batches import (
     as_array,
     between,
     check_batch_size,
+    count_marked,
     last_batch,
+    marked,
     shares,
 )
-from .order.epoch import NEWEST, in_runs, mixed, shuffled, unshuffled
-from .selection import SampleOptions, Selection, by_weight, check_indices, frequencies, used_samples
+from .order.epoch import NEWEST, drawn, in_runs, mixed, shuffled, unshuffled
+from .selection import SampleOptions, Selection, check_indices, frequencies, selected, used_samples
 
 Batch = tuple[Any, ...]
 """Images `(B, 3, H, W)`, with `views` `(B, V, 3, H, W)` or a tuple of them; labels `(B,)`, `(B, K)` or, of masks,
@@ -279,8 +281,11 @@ class EpochLoader(ABC):
     def _order(self, epoch: int) -> Order:
         own = self.settings
         key = {"seed": own.seed, "epoch": epoch}
-        if self._weights_of_samples is not None:
-            given = unshuffled(self._by_weight(epoch))
+        if self.selected is not None and self.selected.line is not None:
+            if self.order_version > 3:
+                given = drawn(self._kept, self.selected.line, **key, repeats=self.samples)
+            else:
+                given = unshuffled(self._by_weight(epoch))
         elif self._parts:
             given = mixed(self._parts, self._weights, **key, samples=self.samples)
         else:
@@ -317,13 +322,13 @@ class EpochLoader(ABC):
 
     @property
     def order_version(self) -> int:
-        """The version in which this order has last changed: 3 of quasi-random order, else 2; or that of the state of a
-        run that began with an older one. It is 1, by arrays of all samples, also for samples in shares in quasi-random
-        order, which are not in runs in the file."""
+        """The version in which this order has last changed: 4 of weights, 3 of quasi-random order, else 2; or that of
+        the state of a run that began with an older one. It is 1, by arrays of all samples, also for samples in shares
+        in quasi-random order, which are not in runs in the file."""
+        weighted = self._weights_of_samples is not None
         if self.settings.order != "quasi_random":
-            return min(self._version, 2)
-        in_shares = bool(self._parts) or self._weights_of_samples is not None
-        return 1 if in_shares else self._version
+            return min(self._version, 4 if weighted else 2)
+        return 1 if weighted or self._parts else min(self._version, 3)
 
     @property
     def indices(self) -> NDArray[np.int64]:
@@ -379,8 +384,13 @@ class EpochLoader(ABC):
         weights = None if self.selected is None else self.selected.weights
         return frequencies(self.indices, self._parts, self._weights if self._parts else (), weights)
 
+    def count(self, mask: NDArray[np.bool_]) -> int:
+        """Return how many of `indices` are True in a mask of all samples of the data set `(N,)`."""
+        return count_marked(self._indices, mask)
+
     def keep(self, indices: Any) -> None:
-        """Leave all but these of `indices` out of the following epochs (data pruning); None: none.
+        """Leave all but these of `indices` out of the following epochs (data pruning); None: none. A Boolean mask of
+        all samples of the data set `(N,)` needs a bit for each: of `indices`, in their order, it keeps the true ones.
 
         The data set of `state_dict` stays the same: a position continues if the same samples are kept.
 
@@ -395,13 +405,24 @@ class EpochLoader(ABC):
             raise DataError(
                 "keep() would change the shares of an epoch, which balance= or the weights of a mix set. Leave one out."
             )
-        chosen, used = check_indices(indices, self.samples), np.zeros(self.samples, np.bool_)
-        used[self.indices] = True
-        if not used[chosen].all():
-            raise DataError(
-                f"keep(): sample {chosen[~used[chosen]][0]} is not one of the loader's {len(self._indices)} indices. "
-                "Pass some of them."
-            )
+        given = np.asarray(indices)
+        chosen: Samples
+        if given.dtype == np.bool_:
+            if given.shape != (self.samples,):
+                raise DataError(
+                    f"keep(): a mask has true or false for each of the {self.samples} samples of the data set, but "
+                    f"this one has shape {given.shape}."
+                )
+            chosen = marked(self._indices, given)
+        else:
+            chosen = listed = check_indices(indices, self.samples)
+            used = np.zeros(self.samples, np.bool_)
+            used[self.indices] = True
+            if not used[listed].all():
+                raise DataError(
+                    f"keep(): sample {listed[~used[listed]][0]} is not one of the loader's {len(self._indices)} "
+                    "indices. Pass some of them."
+                )
         own = self.settings
         full = (own.train or own.drop_last) and not own.pad_last
         check_batch_size(own.batch_size, len(chosen), full=full, world_size=own.world_size)
@@ -409,8 +430,9 @@ class EpochLoader(ABC):
 
     def selection(self, options: SampleOptions) -> Selection:
         """Return which of the data set's samples the options select."""
-        beton = self.beton
-        return options.select(self.samples, lambda: self.labels if beton is None else beton.compact_labels())
+        if self.beton is not None:
+            return selected(options, self.beton)
+        return options.select(self.samples, lambda: self.labels)
 
     def select(self, selection: Selection) -> None:
         """Train on the samples of a selection, with the shares that it gives them.

@@ -6,11 +6,12 @@ order in which anything is read. Where the labels are class indices, each class 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,16 @@ from numpy.typing import NDArray
 from ..common.checks import is_number
 from ..common.errors import DataError
 from ..common.options.config import IN_WORDS, NONE, Config, Kind, Natural, PathText, Positive, Whole, Within
+from ..common.storage.addresses import stamp
+from ..common.storage.files import boot_id
+from ..common.storage.shared import Arrays, shared_arrays
+from ..common.version import __version__
 from .order.batches import Rest, Samples, as_array, taken
+from .order.epoch import line_of
 from .order.permutation import splitmix
+
+if TYPE_CHECKING:
+    from .beton.data_set import BetonFiles
 
 Indices = NDArray[np.int64]
 FILE = Kind(lambda value: isinstance(value, str | Path) and str(value) != "", "the path of a file")
@@ -36,6 +45,7 @@ WEIGHTS = Kind(
 
 
 _AT_ONCE = 1 << 18  # samples drawn at a time
+_FORMAT = 1  # of a selection that is kept; another one if the same options select other samples
 # Of n draws, so many that more than `quota` are almost always among them; more than `_MOST` of all: all.
 _MARGIN, _MOST = 8, 0.9
 
@@ -152,7 +162,7 @@ class SampleOptions(Config):
         weights = check_weights(_values("balance", self.balance), samples)[as_array(train)]
         if not weights.any():
             raise DataError("balance: the weights of all samples that are trained on are 0.")
-        return Selection(train, val, weights=weights)
+        return Selection(train, val, weights=weights, line=line_of(weights))
 
     def _indices(self, samples: int) -> Indices:
         values = np.asarray(_values("indices", self.indices))
@@ -219,7 +229,8 @@ def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
     outside = (chosen < 0) | (chosen >= samples)
     if outside.any():
         raise DataError(f"indices contains {chosen[outside][0]}, but the data set has samples 0 to {samples - 1}.")
-    return chosen.astype(np.int64)
+    # A copy, which the caller cannot change; but of what is mapped (`shared_arrays`), which nobody can.
+    return chosen.astype(np.int64, copy=chosen.flags.writeable or not isinstance(chosen.base, np.memmap))
 
 
 class SampleKeywords(TypedDict, total=False):
@@ -245,6 +256,58 @@ class Selection:
     val: Indices | None = None  # held out; None: none
     parts: tuple[Indices, ...] = ()  # of `train`, each with the same share of an epoch
     weights: NDArray[np.float64] | None = None  # of `train`
+    line: Indices | None = None  # of the weights: see `order.epoch.line_of`
+
+    def arrays(self) -> Arrays:
+        """Return what `of` makes it from."""
+        found: dict[str, NDArray[Any] | None] = {"val": self.val, "weights": self.weights, "line": self.line}
+        if isinstance(self.train, Rest):
+            found |= {"left_out": self.train.left_out, "before": self.train.before}
+        elif isinstance(self.train, np.ndarray):
+            found["train"] = self.train
+        if self.parts:
+            found |= {"parts": np.concatenate(self.parts), "ends": np.cumsum([len(part) for part in self.parts])}
+        return {name: array for name, array in found.items() if array is not None}
+
+    @classmethod
+    def of(cls, arrays: Arrays, samples: int) -> Self:
+        train: Samples = arrays.get("train", range(samples))
+        if "left_out" in arrays:
+            train = Rest(samples, arrays["left_out"], arrays["before"])
+        parts = np.split(arrays["parts"], arrays["ends"][:-1]) if "parts" in arrays else ()
+        return cls(train, arrays.get("val"), tuple(parts), arrays.get("weights"), arrays.get("line"))
+
+
+def selected(options: SampleOptions, beton: BetonFiles) -> Selection:
+    """Return which of the samples the options select. Of a large data set, one process of this machine computes it, and
+    all of its processes map the arrays.
+
+    Raises:
+        DataError: as `SampleOptions.select`.
+    """
+    samples = len(beton)
+
+    def make() -> Selection:
+        return options.select(samples, beton.compact_labels)
+
+    if not (beton.lazy and options.selects) or beton.checksum is None:
+        return make()
+    data = [samples, beton.checksum, beton.label_name]
+    key = json.dumps([__version__, _FORMAT, boot_id(), *data, *map(_fact, _values_of(options))])
+    arrays = shared_arrays(hashlib.sha256(key.encode()).hexdigest()[:32], lambda: make().arrays())
+    return Selection.of(arrays, samples)
+
+
+def _values_of(options: SampleOptions) -> list[Any]:
+    return [getattr(options, field.name) for field in fields(SampleOptions)]
+
+
+def _fact(value: Any) -> Any:
+    """Return what changes with the value of an option, for JSON: of a file its size and time of change. No server is
+    asked for an address, which `_values` refuses."""
+    if isinstance(value, str | Path) and value != "class":
+        return [str(Path(value).absolute()), *stamp(Path(value))]
+    return hashlib.sha256(np.asarray(value).tobytes()).hexdigest() if isinstance(value, tuple) else value
 
 
 _READERS: dict[str, Callable[[Path], Any]] = {
@@ -434,31 +497,6 @@ def by_class(samples: Samples, classes: NDArray[np.integer[Any]]) -> list[Indice
     """Return the samples of each class, which `order.epoch.mixed` gives equal shares."""
     order = np.argsort(classes, kind="stable")
     return np.split(taken(samples, order), np.flatnonzero(np.diff(classes[order])) + 1)
-
-
-def by_weight(samples: Indices, weights: NDArray[np.float64], *, seed: int, epoch: int, repeats: int) -> Indices:
-    """Return as many samples as there are, `(n,)`, each in proportion to its weight: systematic sampling.
-
-    On a line of length n, each sample has a piece in proportion to its weight, and is drawn once for each of n points
-    at equal distances within it: its share, rounded up or down. From epoch to epoch the points move by the golden
-    ratio, so that the mean over the epochs is the share itself.
-
-    Args:
-        samples: `(n,)`.
-        weights: of each, not negative, of any sum.
-        seed: of the line's order and the first epoch's points.
-        epoch: from 0.
-        repeats: of a sample's k-th draw in an epoch, k times this number is added to its index, so that each has its
-            own augmentation.
-    """
-    random = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(len(samples),)))
-    order = random.permutation(len(samples))
-    offset = (random.random() + epoch * ((5**0.5 - 1) / 2)) % 1
-    ends = np.cumsum(weights[order] / weights.max())
-    ends = ends * (len(samples) / ends[-1])
-    ends[-1] = len(samples)
-    counts = np.diff(np.floor(ends + offset).astype(np.int64), prepend=0)
-    return np.concatenate([samples[order[counts > k]] + k * repeats for k in range(int(counts.max()))])
 
 
 def check_weights(weights: Sequence[float] | NDArray[Any], samples: int) -> NDArray[np.float64]:

@@ -27,6 +27,18 @@ from .common.optimizer_state import (
 from .options import Options, half_dtype
 
 
+class LossScale(torch.amp.GradScaler):
+    """Gradients may be on the CPU (`fsdp_cpu_offload`), and the scale on a GPU. torch copies it, and the mark of an
+    overflow, to them without waiting for the copies: they may arrive after the CPU has read and written them."""
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        device = next((gradient.device for gradient in gradients), inv_scale.device)
+        return super()._unscale_grads_(optimizer, inv_scale.to(device), found_inf.to(device), allow_fp16)
+
+
 class LocalEngine(Engine):
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, options: Options
@@ -36,7 +48,7 @@ class LocalEngine(Engine):
         self.accumulate, self._options = options.accumulate, options
         self.note, self.skipped = "", False
         self._microbatches = 0  # accumulated since the last step
-        self._scaler = torch.amp.GradScaler(device.type, enabled=options.precision == "fp16")
+        self._scaler = LossScale(device.type, enabled=options.precision == "fp16")
 
     @property
     def plain_model(self) -> nn.Module:
@@ -304,9 +316,9 @@ class RanksEngine(LocalEngine):
 
 
 def scalar_device(key: str, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device:
-    """Where a number of the optimizer's state belongs: a count of steps on the CPU, as torch keeps it, unless a kernel
-    reads it. NAdam keeps another number."""
-    on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
+    """Where a number of the optimizer's state belongs: a count of steps and NAdam's product on the CPU, as torch keeps
+    them, unless a kernel reads them: each step would read those of all parameters from a GPU, and wait."""
+    on_cpu = key in ("step", "mu_product") and not (group.get("capturable") or group.get("fused"))
     return torch.device("cpu") if on_cpu else parameter.device
 
 

@@ -198,7 +198,7 @@ class FSDP:
             if options.precision != "fp32":
                 shared["mp_policy"] = sharding.mixed_precision(self.name, unit, options.precision)
             if unit is not model:  # around the full model, each gathering would break the graph
-                compile_in_place(unit, options)
+                compile_in_place(unit, options, device)
             fully_shard(unit, **shared)
             done.update(own)
 

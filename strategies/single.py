@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Unpack, cast
+from functools import partial
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -57,6 +58,19 @@ class Single:
         device = pick_device(self.device)
         model = put_on(model, device, options)
         return LocalEngine(model, build_optimizer(model, optimizer_factory), device, options)
+
+
+class Copies(nn.DataParallel[Any]):
+    """Its threads, one for each GPU, take over that autocast is on, but not its dtype: they would compute in fp16."""
+
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
+        enabled, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+        def within(replica: nn.Module, *args: Any, **named: Any) -> Any:
+            with torch.autocast("cuda", dtype=dtype, enabled=enabled):
+                return replica(*args, **named)
+
+        return super().parallel_apply([partial(within, each) for each in replicas], inputs, kwargs)
 
 
 class DPEngine(LocalEngine):
@@ -120,7 +134,7 @@ class DP:
         optimizer = build_optimizer(model, optimizer_factory)
         if devices[0].type == "cpu":
             return LocalEngine(model, optimizer, devices[0], options)
-        return DPEngine(nn.DataParallel(model, devices), optimizer, devices[0], options)
+        return DPEngine(Copies(model, devices), optimizer, devices[0], options)
 
     def _devices(self) -> list[torch.device]:
         if self.device not in (None, "cpu", "cuda"):

@@ -5,6 +5,7 @@ import hashlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -107,15 +108,23 @@ def composer() -> ModuleType:
     return composer_reference.load("composer.functional")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def threads_kept() -> Iterator[None]:
+    """torch's threads are those of before after each file: the jobs of ranks, which some files also run in this
+    process, set one. It precedes the fixtures that a file asks for."""
+    torch = sys.modules.get("torch")  # imported when the files were collected, if any of them uses it
+    threads = torch.get_num_threads() if torch else None
+    yield
+    if torch and threads:
+        torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """As in ranks: sums, and the random numbers of some models, depend on it."""
+def one_thread(threads_kept: None) -> None:  # noqa: ARG001
+    """As in ranks: sums, and the random numbers of some models, depend on it. To the end of the file."""
     import torch
 
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

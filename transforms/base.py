@@ -299,7 +299,7 @@ class Transform:
         return image_size
 
     def sizes(self, image_size: int | tuple[int, int]) -> tuple[int | tuple[int, int], ...]:
-        """Return the sizes of images that the model is trained on, which it must accept."""
+        """Return the sizes of images that the model gets in training, besides those of `size`; it must accept them."""
         return (image_size,)
 
     def level(self, progress: float) -> float:  # noqa: ARG002

@@ -42,6 +42,10 @@ class ColOut(Transform):
     after = ("EfficientTrain", "SelectiveBackprop")
     depends_on_length = False  # each step depends only on its own random numbers
 
+    def sizes(self, image_size: int | tuple[int, int]) -> tuple[int | tuple[int, int], ...]:
+        height, width = image_size if isinstance(image_size, tuple) else (image_size, image_size)
+        return ((_count(height, self.row), _count(width, self.column)),)
+
     def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:
         """Return smaller images (B, 3, h, w) and the unchanged targets."""
         check_batch(self, images, targets)
@@ -52,6 +56,9 @@ class ColOut(Transform):
         return keep_format(images.index_select(2, rows).index_select(3, columns), images), targets
 
 
+def _count(size: int, dropped: float) -> int:
+    return max(int((1 - dropped) * size), 1)
+
+
 def _kept(size: int, dropped: float, generator: torch.Generator) -> Tensor:
-    count = max(int((1 - dropped) * size), 1)
-    return torch.randperm(size, generator=generator, device="cpu")[:count].sort().values
+    return torch.randperm(size, generator=generator, device="cpu")[: _count(size, dropped)].sort().values

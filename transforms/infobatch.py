@@ -16,6 +16,8 @@ from .base import FractionBelowOne, Loop, ProperFraction, Session, Transform
 
 _KEY = 2303_04947  # of the draws: no other use of (seed, epoch) spawns it
 _NAME = ".each"  # of the tensors in a checkpoint: no weight's name begins with a dot
+_AT_ONCE = 1 << 22  # samples: more need no more memory
+_OUT, _FULL, _SCALED = range(3)  # what happens to a sample in an epoch
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,12 @@ class InfoBatch(Transform):
     `CutMix`, `SelectiveBackprop`, `balance`, mixes with weights, and torch's learning-rate schedulers, which count
     steps. Trials of the ledger and tuning are shorter than an epoch, and train without it. In a loop of your own::
 
-        scores = np.full(len(loader.indices), np.nan)
+        scores = np.full(loader.samples, np.nan)
         for epoch in range(epochs):
             factors = np.ones(len(scores))
             if infobatch.prunes((epoch + 0.5) / epochs):
                 factors = infobatch.weights(scores, seed, epoch)
-            loader.keep(np.flatnonzero(factors))
+            loader.keep(factors > 0)
             for (images, labels), own in zip(loader, loader.shares(epoch)):
                 losses = F.cross_entropy(model(images), labels, reduction="none")
                 scores[own] = losses.detach()
@@ -117,16 +119,29 @@ class InfoBatch(Transform):
             scores: the last loss of each sample `(N,)`; NaN: it had none.
             seed, epoch: of the draws, integers ≥ 0.
         """
-        draws = np.random.default_rng(np.random.SeedSequence([seed, epoch], spawn_key=(_KEY,)))
-        known = scores[~np.isnan(scores)].astype(np.float64)  # in which equal scores have exactly their mean
-        low = scores < known.mean() if len(known) else np.zeros(len(scores), np.bool_)
-        out = draws.random(len(scores)) < self.ratio
-        factors = np.ones(len(scores), np.float32)
-        factors[low] = np.where(out[low], 0, 1 / (1 - self.ratio))
-        return factors
+        return _factors(self.ratio, _kinds(self.ratio, scores, seed, epoch))
 
     def session(self, model: nn.Module) -> Session:  # noqa: ARG002
         return _Pruning(self)
+
+
+def _kinds(ratio: float, scores: NDArray[Any], seed: int, epoch: int) -> NDArray[np.uint8]:
+    """Return what happens to each sample in an epoch, `(N,)`; see `InfoBatch.weights`."""
+    draws = np.random.default_rng(np.random.SeedSequence([seed, epoch], spawn_key=(_KEY,)))
+    parts = [slice(start, start + _AT_ONCE) for start in range(0, len(scores), _AT_ONCE)]
+    values = (scores[part] for part in parts)
+    known = (own[~np.isnan(own)].astype(np.float64) for own in values)  # in which equal scores have exactly their mean
+    total, count = np.sum([(own.sum(), len(own)) for own in known], axis=0)
+    kinds = np.full(len(scores), _FULL, np.uint8)
+    for part in parts:
+        low = scores[part] < (total / count if count else -np.inf)
+        out = draws.random(len(low)) < ratio
+        kinds[part][low] = np.where(out[low], _OUT, _SCALED)
+    return kinds
+
+
+def _factors(ratio: float, kinds: NDArray[np.uint8]) -> NDArray[np.float32]:
+    return np.array([0, 1, 1 / (1 - ratio)], np.float32)[kinds]
 
 
 class _Pruning(Session):
@@ -134,7 +149,7 @@ class _Pruning(Session):
         self._own = infobatch
         # Of all samples of the data set `(N,)`, the same on every rank; None: there was no epoch yet.
         self._scores: NDArray[np.float32] | None = None
-        self._factors: NDArray[np.float32] | None = None
+        self._kinds: NDArray[np.uint8] | None = None
         self._epoch: _Epoch | None = None
         self._active = False
 
@@ -146,17 +161,17 @@ class _Pruning(Session):
             self._scores = np.full(loader.samples, np.nan, np.float32)
         middle = loop.progress_at(loop.epoch_start + loop.steps_per_epoch / 2)
         self._active, self._epoch = own.prunes(middle), None
-        if self._factors is None or not loop.step_in_epoch:  # within an epoch, the checkpoint has them
-            self._factors = np.ones_like(self._scores)
+        if self._kinds is None or not loop.step_in_epoch:  # within an epoch, the checkpoint has them
+            self._kinds = np.full(len(self._scores), _FULL, np.uint8)
             if self._active:
-                factors = own.weights(self._scores, loop.seed, loop.epoch)
-                if np.count_nonzero(factors[loader.indices]) >= loader.settings.batch_size:
-                    self._factors = factors
-        loader.keep(loader.indices[self._factors[loader.indices] > 0])
+                kinds = _kinds(own.ratio, self._scores, loop.seed, loop.epoch)
+                if loader.count(kinds != _OUT) >= loader.settings.batch_size:
+                    self._kinds = kinds
+        loader.keep(self._kinds != _OUT if (self._kinds == _OUT).any() else None)
 
     def on_epoch_start(self, loop: Loop) -> None:
-        if self._active and self._factors is not None:
-            self._epoch = _Epoch(loop, self._factors)
+        if self._active and self._kinds is not None:
+            self._epoch = _Epoch(loop, self._own, self._kinds)
 
     def before_loss(self, loop: Loop) -> None:
         if self._epoch is not None:
@@ -182,32 +197,36 @@ class _Pruning(Session):
         """Set the scores of all samples that had a loss in this epoch on any rank. Every rank must call it."""
         if self._epoch is None or self._scores is None:
             return
-        sums, counts = self._epoch.collected(len(self._scores))
-        seen = counts > 0
-        self._scores[seen] = sums[seen] / counts[seen]
+        self._epoch.collect(self._scores)
 
     def state_dict(self) -> dict[str, Any]:
-        if self._scores is None or self._factors is None:
+        if self._scores is None or self._kinds is None:
             return {}
         self._collect()
-        scores, factors = torch.from_numpy(self._scores.copy()), torch.from_numpy(self._factors.copy())
-        return {"scores": {_NAME: scores}, "factors": {_NAME: factors}}
+        scores, kinds = torch.from_numpy(self._scores.copy()), torch.from_numpy(self._kinds.copy())
+        return {"scores": {_NAME: scores}, "kinds": {_NAME: kinds}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "scores" in state:
-            self._scores, self._factors = (state[key][_NAME].cpu().numpy().copy() for key in ("scores", "factors"))
+        if "scores" not in state:
+            return
+        self._scores = state["scores"][_NAME].cpu().numpy().copy()
+        if "kinds" in state:
+            self._kinds = state["kinds"][_NAME].cpu().numpy().copy()
+        else:  # checkpoints of 0.2.0 have the factors
+            factors = state["factors"][_NAME].cpu().numpy()
+            self._kinds = np.where(factors > 1, _SCALED, factors > 0).astype(np.uint8)
 
 
 class _Epoch:
     """The samples of this rank in one epoch, in order, with the factors and losses of each on the device."""
 
-    def __init__(self, loop: Loop, factors: NDArray[np.float32]) -> None:
+    def __init__(self, loop: Loop, own: InfoBatch, kinds: NDArray[np.uint8]) -> None:
         self._engine = loop.engine
         batches: list[NDArray[np.int64]] = loop.loader.shares(loop.epoch)
         self._sizes = [len(batch) for batch in batches]
         self._starts = [0, *np.cumsum(self._sizes).tolist()]
         self._samples = np.concatenate(batches)
-        self.factors = to_device(torch.from_numpy(factors[self._samples]), self._engine.device)
+        self.factors = to_device(torch.from_numpy(_factors(own.ratio, kinds[self._samples])), self._engine.device)
         self.losses = torch.full_like(self.factors, torch.nan)
 
     def here(self, loop: Loop, own: InfoBatch) -> slice:
@@ -225,12 +244,18 @@ class _Epoch:
             )
         return slice(start, start + size)
 
-    def collected(self, samples: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return the sum and the number of each sample's finite losses, over all ranks, `(samples,)` each."""
+    def collect(self, scores: NDArray[np.float32]) -> None:
+        """Set the scores `(N,)` of all samples that had a finite loss, on any rank: the mean of their losses."""
         losses: NDArray[np.float32] = self.losses.cpu().numpy()
-        seen = np.isfinite(losses)
-        found = np.zeros((2, samples), np.float32)
-        np.add.at(found[0], self._samples[seen], losses[seen])
-        np.add.at(found[1], self._samples[seen], 1)
-        total: Tensor = self._engine.reduce(torch.from_numpy(found), "sum")
-        return total[0].numpy(), total[1].numpy()
+        seen = np.flatnonzero(np.isfinite(losses))
+        seen = seen[np.argsort(self._samples[seen], kind="stable")]
+        samples = self._samples[seen]
+        for start in range(0, len(scores), _AT_ONCE):
+            part = scores[start : start + _AT_ONCE]
+            first, end = np.searchsorted(samples, (start, start + len(part)))
+            found = np.zeros((2, len(part)), np.float32)  # the sum and the number of each sample's losses
+            np.add.at(found[0], samples[first:end] - start, losses[seen[first:end]])
+            np.add.at(found[1], samples[first:end] - start, 1)
+            total: Tensor = self._engine.reduce(torch.from_numpy(found), "sum")
+            sums, counts = total.cpu().numpy()
+            part[counts > 0] = sums[counts > 0] / counts[counts > 0]

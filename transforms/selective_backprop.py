@@ -81,6 +81,15 @@ class SelectiveBackprop(Transform):
         whole = self.interrupt > 0 and (step + 1) % self.interrupt == 0
         return self.start <= progress < self.end and not whole
 
+    def sizes(self, image_size: int | tuple[int, int]) -> tuple[int | tuple[int, int], ...]:
+        if self.scale_factor == 1:
+            return (image_size,)
+        height, width = image_size if isinstance(image_size, tuple) else (image_size, image_size)
+        return image_size, (self._scaled(height), self._scaled(width))
+
+    def _scaled(self, side: int) -> int:
+        return max(round(side * self.scale_factor), 1)
+
     def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:
         """Return int(keep · B) selected rows of images and targets, or the full batch if `selects` is false.
 
@@ -108,7 +117,7 @@ class SelectiveBackprop(Transform):
     def _losses(
         self, images: Tensor, targets: Tensor, model: Callable[[Tensor], Any], loss: Callable[..., Tensor]
     ) -> Tensor:
-        height, width = (max(round(side * self.scale_factor), 1) for side in images.shape[-2:])
+        height, width = map(self._scaled, images.shape[-2:])
         with buffers_kept(model) if isinstance(model, nn.Module) else nullcontext():
             logits = model(resize(images, height, width))
         if not isinstance(logits, Tensor):

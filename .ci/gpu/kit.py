@@ -11,7 +11,7 @@ The kit is a folder: `install.py`, `kit.json`, and parts of less than `PART_BYTE
     cifar10/   CIFAR-10, losslessly packed
     photos/    JPEGs for the loader benchmark, with --photos
 
-It does not contain torch, torchvision, numpy and numba: the machine's own are used. Versions are those of
+It does not contain torch, numba and what else machines with torch have (`OF_THE_MACHINE`). Versions are those of
 requirements.txt.
 """
 
@@ -37,10 +37,14 @@ import install
 ROOT = Path(__file__).resolve().parent.parent.parent
 PART_BYTES = 60 << 20
 WHEELS = (
-    "annotated-types", "assertpy", "fastargs", "hjson", "pydantic", "pydantic-core", "pytorch-pfn-extras",
-    "terminaltables", "typing-extensions", "typing-inspection",
+    "annotated-types", "assertpy", "click", "fastargs", "hjson", "msgspec", "pydantic", "pydantic-core",
+    "pytorch-pfn-extras", "terminaltables", "typing-extensions", "typing-inspection",
 )  # fmt: skip
-"""Packages that FFCV and DeepSpeed require, and torch does not."""
+"""Packages that Drivetrain, FFCV and DeepSpeed require, and the machine does not have, or only in an older version."""
+OF_THE_MACHINE = (
+    "cloudpickle", "numpy", "pillow", "psutil", "pyyaml", "safetensors", "torch", "torchmetrics", "torchvision", "tqdm",
+)  # fmt: skip
+"""Drivetrain's other dependencies."""
 FROM_SOURCE = ("deepspeed", "fairscale")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
 

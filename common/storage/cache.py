@@ -30,7 +30,7 @@ from ..exhaustion import exhaustion, is_exhaustion
 from ..signals import interrupts_held
 from ..threads import at_exit, results
 from .addresses import PATIENCE, RemoteFile
-from .files import acquire, cache_folder, locked
+from .files import acquire, boot_id, cache_folder, locked
 from .holes import STREAM_BLOCK, check_holes, room_for_streams
 
 _RECENT = 60.0  # seconds after a copy was asked for, in which it is not removed although nobody has opened it
@@ -64,7 +64,7 @@ def local_copy(address: str, remote: Remote = Remote()) -> Path:
     size, version = RemoteFile(address, remote.patience).facts()
     root = cache_folder() / "remote" if remote.cache is None else Path(remote.cache)
     # Of one version of the file, and of one start of the machine: a crash may lose blocks marked as written.
-    facts: dict[str, object] = {"address": address, "size": size, "version": version, "boot": _boot()}
+    facts: dict[str, object] = {"address": address, "size": size, "version": version, "boot": boot_id()}
     name = address.rstrip("/").rpartition("/")[2].partition("?")[0] or "data.beton"
     folder, block = root / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16], BLOCK
     try:
@@ -171,13 +171,6 @@ def _remove_unused(facts: Path) -> bool:
     except FileNotFoundError:  # a process that streamed has just removed it
         pass
     return True
-
-
-def _boot() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _threads() -> ThreadPoolExecutor:

@@ -49,6 +49,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "drivetrain"
 
 
+def boot_id() -> str:
+    """Return what distinguishes this start of the machine from others: a crash may lose what was written before."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def sync(path: Path) -> None:
     """Flush the file, or the entries of the folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)

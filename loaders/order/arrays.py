@@ -1,5 +1,5 @@
-"""The order of version 1, by arrays of all samples: for checkpoints of runs that began with it, and for samples in
-shares (`balance=`, weights of a mix) in quasi-random order."""
+"""The order of version 1, and of weights up to version 3, by arrays of all samples: for checkpoints of runs that began
+with them, and for samples in shares (`balance=`, weights of a mix) in quasi-random order."""
 
 from __future__ import annotations
 
@@ -41,6 +41,19 @@ def mixed_array(parts: Sequence[Samples], weights: Sequence[float], *, seed: int
         whole = np.concatenate(rounds) if rounds else np.empty(0, np.int64)
         found.append(whole[start - first * len(part) : end - first * len(part)])
     return np.concatenate(found)
+
+
+def by_weight(samples: Indices, weights: NDArray[np.float64], *, seed: int, epoch: int, repeats: int) -> Indices:
+    """Return as many samples as there are, `(n,)`, each in proportion to its weight: as `epoch.drawn`, on a line in
+    random order."""
+    random = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(len(samples),)))
+    order = random.permutation(len(samples))
+    offset = (random.random() + epoch * ((5**0.5 - 1) / 2)) % 1
+    ends = np.cumsum(weights[order] / weights.max())
+    ends = ends * (len(samples) / ends[-1])
+    ends[-1] = len(samples)
+    counts = np.diff(np.floor(ends + offset).astype(np.int64), prepend=0)
+    return np.concatenate([samples[order[counts > k]] + k * repeats for k in range(int(counts.max()))])
 
 
 def _by_pages(

@@ -105,25 +105,83 @@ class Shares(Sequence[Indices]):
 class Rest:
     """All of so many samples but those `left_out` `(m,)`, sorted, in order: of these alone there is an array."""
 
-    def __init__(self, samples: int, left_out: Indices) -> None:
+    def __init__(self, samples: int, left_out: Indices, before: Indices | None = None) -> None:
         self.samples, self.left_out = samples, left_out
-        self._before = left_out - np.arange(len(left_out))  # how many of the others are before each
+        self.before = left_out - np.arange(len(left_out)) if before is None else before
+        """How many of the others are before each that is left out, `(m,)`."""
 
     def __len__(self) -> int:
         return self.samples - len(self.left_out)
 
     def at(self, positions: Indices) -> Indices:
-        found: Indices = positions + np.searchsorted(self._before, positions, side="right")
+        found: Indices = positions + np.searchsorted(self.before, positions, side="right")
         return found
 
 
-Samples = Indices | range | Rest
-"""Samples in order: an array `(n,)`, or without one those of a range with step 1, or all but some."""
+_ROW = 64  # bytes of marks that are counted together
+_ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)  # the bits of each byte, (256, 8)
+_COUNTS, _PLACES = _ONES.sum(1, dtype=np.uint8), np.argsort(~_ONES.astype(np.bool_), axis=1, kind="stable")
+"""How many bits of a byte are set `(256,)`; where these are, and then the others `(256, 8)`."""
+
+
+class Marked:
+    """The samples whose mark in a mask `(N,)` is set, in order: a bit for each sample, and their number before each
+    512. ("Rank and select" of succinct data structures: Jacobson 1989, "Space-efficient static trees and graphs")."""
+
+    def __init__(self, mask: NDArray[np.bool_]) -> None:
+        packed = np.packbits(mask)
+        self._bits = np.pad(packed, (0, -len(packed) % _ROW)).reshape(-1, _ROW)
+        counts = np.add.reduceat(mask, np.arange(0, len(mask), 8 * _ROW), dtype=np.int64)
+        self._before, self._count = np.cumsum(counts) - counts, int(counts.sum())
+
+    def __len__(self) -> int:
+        return self._count
+
+    def every(self) -> Indices:
+        """Return all of them, `(n,)`: `at` takes hundreds of bytes for each."""
+        return np.flatnonzero(np.unpackbits(self._bits)).astype(np.int64, copy=False)
+
+    def at(self, positions: Indices) -> Indices:
+        rows = np.searchsorted(self._before, positions, side="right") - 1
+        left, own = positions - self._before[rows], self._bits[rows]
+        until = np.cumsum(_COUNTS[own], axis=1, dtype=np.uint16)
+        place = (until > left[:, None]).argmax(1)
+        every = np.arange(len(rows))
+        value = own[every, place]
+        left = left - until[every, place] + _COUNTS[value]
+        found: Indices = (rows * _ROW + place) * 8 + _PLACES[value, left]
+        return found
+
+
+Samples = Indices | range | Rest | Marked
+"""Samples in order: an array `(n,)`, or without one those of a range with step 1, all but some, or the marked ones."""
+
+
+def marked(samples: Samples, mask: NDArray[np.bool_]) -> Samples:
+    """Return those of the samples whose mark in a mask of all samples `(N,)` is set, in the order of the samples."""
+    if isinstance(samples, np.ndarray):
+        return samples[mask[samples]]
+    if isinstance(samples, range):
+        own = np.zeros_like(mask)
+        own[samples.start : samples.stop] = mask[samples.start : samples.stop]
+    else:
+        assert isinstance(samples, Rest)
+        own = mask.copy()
+        own[samples.left_out] = False
+    return Marked(own)
+
+
+def count_marked(samples: Samples, mask: NDArray[np.bool_]) -> int:
+    """Return how many of the samples have their mark set."""
+    if isinstance(samples, Rest):
+        return int(np.count_nonzero(mask) - np.count_nonzero(mask[samples.left_out]))
+    assert not isinstance(samples, Marked)
+    return int(np.count_nonzero(mask[samples.start : samples.stop] if isinstance(samples, range) else mask[samples]))
 
 
 def taken(samples: Samples, positions: Indices) -> Indices:
     """Return the samples at the positions `(n,)`."""
-    if isinstance(samples, Rest):
+    if isinstance(samples, Rest | Marked):
         return samples.at(positions)
     return positions + samples.start if isinstance(samples, range) else samples[positions]
 
@@ -132,6 +190,8 @@ def as_array(samples: Samples) -> Indices:
     """Return the samples as an array `(n,)`."""
     if isinstance(samples, np.ndarray):
         return samples
+    if isinstance(samples, Marked):
+        return samples.every()
     return taken(samples, np.arange(len(samples), dtype=np.int64))
 
 

@@ -11,11 +11,17 @@ from numpy.typing import NDArray
 from .batches import Indices, Order, Samples, shares, taken
 from .permutation import key_of, permuted, subkeys
 
-NEWEST = 3
+NEWEST = 4
 """The version of the order of new runs. A loader's state has its own; without one, it is 1 (`arrays`).
-Version 3 differs from 2 in quasi-random order only: `in_runs`."""
+Version 3 differs from 2 in quasi-random order only: `in_runs`. Version 4 differs from it in weights only: `drawn`."""
 
-_SHUFFLE, _WITHIN, _BLOCKS, _MIX, _TURN = range(5)  # uses of one seed and epoch
+_SHUFFLE, _WITHIN, _BLOCKS, _MIX, _TURN, _DRAW, _LINE = range(7)  # uses of one seed and epoch
+
+_AT_ONCE = 1 << 18  # weights put on a line at a time
+_BITS = 30
+UNIT = 1 << _BITS
+"""The distance of two points on the line of `drawn`. In whole numbers, each point is in exactly one piece."""
+_STEP = 663_608_941  # what the points move by from epoch to epoch: UNIT times the golden ratio's fraction, 0.618
 
 
 def unshuffled(samples: Samples) -> Order:
@@ -115,3 +121,46 @@ def mixed(parts: Sequence[Samples], weights: Sequence[float], *, seed: int, epoc
         return found
 
     return Order(int(ends[-1]), at)
+
+
+def line_of(weights: NDArray[np.float64]) -> Indices:
+    """Return where the pieces end `(n,)` on a line of length n · UNIT, on which each sample has a piece in proportion
+    to its weight, in the order of `_on_line`; those of weight 0 have none."""
+    n, largest = len(weights), weights.max()
+    ends = np.empty(n)
+    for start in range(0, n, _AT_ONCE):
+        places = np.arange(start, min(start + _AT_ONCE, n))
+        ends[places] = weights[_on_line(places, n)] / largest
+    np.cumsum(ends, out=ends)
+    whole = n * UNIT
+    line: Indices = np.minimum(np.rint(ends * (whole / ends[-1])).astype(np.int64), whole)
+    line[np.searchsorted(ends, ends[-1]) :] = whole
+    return line
+
+
+def _on_line(places: Indices, n: int) -> Indices:
+    """Return the samples at the places of the line: in random order, because in that of a file whose classes take turns
+    an epoch would have all samples of a class, or none. With any seed the same, so that runs share the line."""
+    return permuted(places, n, key_of(n, purpose=_LINE))
+
+
+def drawn(samples: Samples, line: Indices, *, seed: int, epoch: int, repeats: int) -> Order:
+    """Return as many samples as there are, each in proportion to its weight: systematic sampling.
+
+    A sample is drawn once for each of n points, UNIT apart, that are within its piece of the `line`: its share, rounded
+    up or down. From epoch to epoch the points move by the golden ratio, so that the mean over the epochs is the share
+    itself.
+
+    A sample's k-th draw in an epoch, from 0, is k · `repeats` higher, for an augmentation of its own.
+    """
+    start = int(key_of(seed, purpose=_DRAW)) % UNIT
+    offset = (start + epoch * _STEP) % UNIT
+
+    def at(positions: Indices) -> Indices:
+        places = np.searchsorted(line, (positions + 1) * UNIT - offset)
+        before = np.where(places > 0, line[places - 1], 0)  # where the piece begins
+        chosen = taken(samples, _on_line(places, len(line)))
+        found: Indices = chosen + (positions - ((before + offset) >> _BITS)) * repeats
+        return found
+
+    return Order(len(line), at)

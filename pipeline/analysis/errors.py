@@ -241,9 +241,12 @@ class ClassErrors(Errors):
         for truth, prediction, count in self.most_confused(len(self)):
             mistaken.setdefault(truth, f"{prediction} {count}")
         return [
-            (name, f"{there}", *_share(right, said), *_share(right, there), f"{score:.3f}", mistaken.get(name, ""))
+            (
+                name, f"{there}", *_share(right, said), *_share(right, there), f"{score:.3f}" if there + said else "–",
+                mistaken.get(name, ""),
+            )
             for name, there, said, right, score in zip(self.classes, *self._counts, self.scores(), strict=True)
-        ]
+        ]  # fmt: skip
 
     def scores(self) -> NDArray[np.float64]:
         """Return the F1 of each class; 1 of a class that is neither there nor predicted."""
@@ -332,9 +335,9 @@ class LabelErrors(Errors):
         found = []
         for label, name in enumerate(self.classes):
             counts = said[:, label].sum(), there[label]
-            f1 = 2 * right[label] / max(sum(counts), 1)
+            f1 = f"{2 * right[label] / sum(counts):.3f}" if any(counts) else "–"
             shares = (text for count in counts for text in _share(right[label], count))
-            found.append((name, f"{there[label]}", *shares, f"{f1:.3f}", f"{self.average_precision(label):.3f}"))
+            found.append((name, f"{there[label]}", *shares, f1, f"{self.average_precision(label):.3f}"))
         return found
 
     def scores(self) -> NDArray[np.float64]:

@@ -18,7 +18,7 @@ from ...strategies.launching.group import of_all_ranks
 from ..tasks.means import mean_of
 from ..tasks.nests import labels_of, map_tensors, pair, select_samples
 from ..tasks.standard import IGNORED
-from ..tasks.task import Task, names_of
+from ..tasks.task import StandardTask, Task, names_of
 from ..training.hooks import TrainingHooks
 from ..training.loop import evaluation_sums
 from .errors import ClassErrors, Errors, LabelErrors, PixelErrors, ValueErrors
@@ -83,7 +83,8 @@ def judge(engine: Engine, loader: EpochLoader, hooks: TrainingHooks, task: Task,
     worst and of the least certain. Every rank must call it; all return the whole."""
     sums, judged = evaluation_sums(engine, hooks, task), Judged()
     loss = task.move(engine.device)
-    made, of = KINDS.get(task.kind, (Errors, _nothing))
+    # Only of the standard tasks it is known what they predict for their kind of targets.
+    made, of = KINDS.get(task.kind if isinstance(task, StandardTask) else "any", (Errors, _nothing))
     worst, unsure = Sheet(), Sheet()
     width, own = None, loader.settings
     with current_device(engine.device):
@@ -192,4 +193,4 @@ KINDS: dict[str, tuple[Any, Callable[..., Kept]]] = {
     "values": (ValueErrors, _values),
     "masks": (PixelErrors, _pixels),
 }
-"""By the kind of the targets: the result's class, and what is kept of a batch; of other kinds, only the losses."""
+"""By the kind of a standard task's targets: the result's class, and what is kept of a batch; else only the losses."""

@@ -269,7 +269,8 @@ def serve(
         app = _in_time(run, device=device, max_bytes=max_bytes, timeout=timeout, trust_code=trust_code)
         config = uvicorn.Config(
             app, http=_impatient(timeout), ws="none", lifespan="off", log_config=None, access_log=False,
-            limit_concurrency=CONNECTIONS, server_header=False, timeout_graceful_shutdown=int(timeout) + 1,
+            limit_concurrency=CONNECTIONS, server_header=False,
+            timeout_graceful_shutdown=int(2 * timeout) + 1,  # to receive an image, and to predict it
         )  # fmt: skip
         listener.listen()  # so that who reads the next line can connect
         shown = f"[{host}]" if ":" in host else host

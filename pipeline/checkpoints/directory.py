@@ -129,7 +129,7 @@ class CheckpointDir:
         if self.remote is None or there is None or self.run is None or f'"{self.run}"'.encode() not in there:
             return ""
         newest = next(self.of_run(self.run), None)
-        if newest is None or newest.content.step <= self.remote.newest_step():
+        if newest is None or newest.content.step <= self.remote.newest_step(self.run):
             return ""
         try:
             newest.verify()

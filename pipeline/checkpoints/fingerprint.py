@@ -145,8 +145,9 @@ def _selected(chosen: Selection | None) -> int | None:
     """Return the CRC-32 of the samples trained on and their shares; None, as in older versions, if it is all once."""
     if chosen is None:
         return None
-    parts = [np.array([len(part) for part in chosen.parts], np.int64), chosen.weights]
-    crc = zlib.crc32(b"".join(part.tobytes() for part in parts if part is not None))
+    crc = zlib.crc32(np.array([len(part) for part in chosen.parts], np.int64).tobytes())
+    if chosen.weights is not None:
+        crc = zlib.crc32(chosen.weights.data, crc)
     for start in range(0, len(chosen.train), _AT_ONCE):
         places = np.arange(start, min(start + _AT_ONCE, len(chosen.train)))
         crc = zlib.crc32(taken(chosen.train, places).tobytes(), crc)

@@ -79,8 +79,11 @@ class RemoteRun:
                 if not file.exists() or file.stat().st_size != size:
                     self.files.download(f"{CHECKPOINTS}/{path.name}/{name}", file)
 
-    def newest_step(self) -> int:
-        return max((int(step[5:]) for step in self._complete(self.files.versions(CHECKPOINTS))), default=-1)
+    def newest_step(self, run: str) -> int:
+        """Return the last step of the complete checkpoints of this run; those of an earlier one may still be there."""
+        steps = sorted(self._complete(self.files.versions(CHECKPOINTS)), key=lambda step: int(step[5:]), reverse=True)
+        texts = ((step, self.files.read(f"{CHECKPOINTS}/{step}/{STATE}")) for step in steps)
+        return next((int(step[5:]) for step, text in texts if text is not None and f'"{run}"'.encode() in text), -1)
 
     def push(self) -> None:
         """Upload the files that have changed since the last call, other than checkpoints."""

@@ -54,8 +54,7 @@ def capture_state(
     engine, hooks, position = built.engine, built.hooks, built.hooks.state
     keep, writers = _writing_plan(engine)
     own = {"random.cpu": torch.get_rng_state(), "loss": position.meter.total.detach().cpu().clone()}
-    if engine.device.type == "cuda":
-        own["random.cuda"] = torch.cuda.get_rng_state(engine.device)
+    own |= {key: torch.cuda.get_rng_state(gpu) for key, gpu in _gpus(engine).items()}
     if engine.world_size > 1:
         own |= {key_of("buffer", name): copied(each) for name, each in engine.plain_model.named_buffers()}
     algorithm, words, *rest = np.random.get_state()  # noqa: NPY002 — the global state, which models may use
@@ -103,6 +102,14 @@ def capture_state(
         shards=Shards(writers, shapes, flat) if writers > 1 else None,
         **about,
     )
+
+
+def _gpus(engine: Engine) -> dict[str, torch.device]:
+    """Return the GPUs that draw for this rank, by the keys of their random states: of `dp` there are several."""
+    if engine.device.type != "cuda":
+        return {}
+    further = list(getattr(engine.model, "device_ids", None) or ())[1:]
+    return {"random.cuda": engine.device} | {f"random.cuda.{each}": torch.device("cuda", each) for each in further}
 
 
 def _writing_plan(engine: Engine) -> tuple[Keep, int]:
@@ -195,8 +202,9 @@ def load_randomness(checkpoint: Checkpoint, engine: Engine, seed: int) -> None:
             random.seed(third)
             return
         torch.set_rng_state(own["random.cpu"])
-        if engine.device.type == "cuda" and "random.cuda" in own:
-            torch.cuda.set_rng_state(own["random.cuda"], engine.device)
+        for key, gpu in _gpus(engine).items():
+            if key in own:
+                torch.cuda.set_rng_state(own[key], gpu)
         saved = checkpoint.content.ranks[engine.rank].random
         version, words, gauss = saved["python"]
         random.setstate((version, tuple(words), gauss))

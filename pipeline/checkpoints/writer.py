@@ -46,7 +46,7 @@ class CheckpointWriter:
 
     def save(self, part: Part, content: CheckpointContent) -> None:
         """Save this rank's `part`, and rank 0's `content`. A failure, also of the previous one, is every rank's."""
-        self._settle()
+        self.settle()
         temporary = self._store.temporary(content.step)
         if self._engine.rank == 0:
             self._record_failure(self._make, temporary, content.step)
@@ -74,7 +74,7 @@ class CheckpointWriter:
             self._agree()
 
     def close(self) -> None:
-        self._settle()
+        self.settle()
         self._agree()
         self._clean()
 
@@ -183,8 +183,9 @@ class CheckpointWriter:
                 time.sleep(_ROUND)
         return temporary if temporary.exists() else target
 
-    def _settle(self) -> None:
-        """Join the thread. All ranks synchronize first, because rank 0's thread waits for files of the others."""
+    def settle(self) -> None:
+        """Wait until the checkpoint in progress is written. All ranks synchronize before each joins its thread, because
+        rank 0's waits for files of the others."""
         if self._thread is None:
             return
         wait(self._written.wait)

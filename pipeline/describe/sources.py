@@ -10,7 +10,7 @@ from ...common.errors import DataError, PlanError, first_of
 from ...common.storage.addresses import is_address
 from ...loaders.beton.layout import read_header
 from ...loaders.order.batches import as_array, between, check_batch_size
-from ...loaders.selection import frequencies
+from ...loaders.selection import frequencies, selected
 from ...loaders.sources import Files, Source, files_of
 from ..tasks.standard import Regression
 from ..tasks.task import Task
@@ -66,7 +66,7 @@ def sample_notes(data: DataConfig, task: Task) -> tuple[str, str]:
     from ...loaders.beton.data_set import open_files
 
     with closing(open_files(files)) as beton:
-        chosen = data.select(len(beton), beton.compact_labels)  # read where they are needed
+        chosen = selected(data, beton)
         counts = ""
         if data.selects:
             evaluated = "" if chosen.val is None else f", {len(chosen.val):,} evaluated"

@@ -47,6 +47,7 @@ from ..tasks.nests import pair, to_float
 from ..tasks.task import model_inputs
 from ..training.build import (
     Parts,
+    draw_apart,
     fork_rng,
     make_loader,
     make_loaders,
@@ -132,7 +133,8 @@ def hand_over(spec: PipelineSpec, epochs: int | None, given: dict[str, Any]) -> 
         "use_distributed_sampler": False, "check_val_every_n_epoch": of_fit.eval_every, "num_sanity_val_steps": 0,
         "logger": False, "enable_checkpointing": False, **arguments,
     }  # fmt: skip
-    return HandOver(LitModule(parts, epochs, steps), LitDataModule(plan), trainer, parts.reports)
+    at_last = of_fit.eval_every > 1 and "check_val_every_n_epoch" not in given
+    return HandOver(LitModule(parts, epochs, steps, at_last=at_last), LitDataModule(plan), trainer, parts.reports)
 
 
 def _device(arguments: dict[str, Any]) -> torch.device:
@@ -188,11 +190,12 @@ class LitModule(pl.LightningModule):
     """The model after surgery, with the pipeline's loss, batch transforms, optimizer and schedule. It logs `loss`,
     `val_loss` and the metrics of each epoch. Random layers depend on the pipeline's seed, as in `fit`."""
 
-    def __init__(self, parts: Parts, epochs: int, steps: int) -> None:
+    def __init__(self, parts: Parts, epochs: int, steps: int, *, at_last: bool = False) -> None:
+        """`at_last`: evaluate after the last epoch in any case, as `fit(eval_every=…)` does."""
         super().__init__()
         plan = parts.plan
         self.model = parts.model
-        self._plan, self._epochs, self._steps = plan, epochs, epochs * steps
+        self._plan, self._epochs, self._steps, self._at_last = plan, epochs, epochs * steps, at_last
         self._loss = training_loss(plan, torch.device("cpu"))
         self._hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes)
         self._random = ExitStack()
@@ -226,10 +229,13 @@ class LitModule(pl.LightningModule):
             transform.begin(self.model, self._steps)
         self._loss = training_loss(self._plan, self.device)
         self._random.enter_context(fork_rng(self._plan.seed))
+        draw_apart(self._plan.seed, share(self.trainer)[0])
 
     def on_train_epoch_start(self) -> None:
         """A callback may have changed the accumulation, or frozen layers; Lightning does not call `train()`."""
         check_trainer(self._plan, self._epochs, self.trainer)
+        if self._at_last and self.trainer.current_epoch + 1 == self._epochs:
+            self.trainer.check_val_every_n_epoch = 1
         self.train()
 
     def on_fit_end(self) -> None:
@@ -240,6 +246,8 @@ class LitModule(pl.LightningModule):
         self._hooks.state.step = self.trainer.global_step
         number = share(self.trainer)[0] * accumulate + batch_idx % accumulate
         images, targets = self._hooks.apply_batch_transforms(batch, number, self.model, self._loss)
+        # Older torch would use weights without gradients again, from a forward of a method (SelectiveBackprop).
+        torch.clear_autocast_cache()
         outputs = forward(self.model, images, **model_inputs(self._loss, targets))
         with self._full_precision():
             step = StepLoss(mean_of(self._loss), [(images, targets)], _Ranks(self.trainer), equal=True)

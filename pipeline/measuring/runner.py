@@ -18,7 +18,9 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 import cloudpickle
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...common.budget import OutOfTime
 from ...common.checks import is_number
@@ -26,6 +28,8 @@ from ...common.errors import DrivetrainError, PlanError, StrategyError
 from ...common.signals import interrupts_held
 from ...loaders.epochs import EpochLoader
 from ...loaders.image_size import ImageSize
+from ...loaders.order.batches import Samples, taken
+from ...loaders.sources import Files, Part, files_of
 from ...strategies import launch, registry
 from ...strategies.launching.group import is_rank
 from ..describe.cuda_settings import cuda_settings
@@ -75,6 +79,7 @@ class Loaders:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self._known: list[tuple[Any, EpochLoader]] = []
+        self._own: dict[int, tuple[Samples, bool]] = {}  # what is trained on, by the loader's id; whether of a mix
 
     def get(self, plan: ResolvedPlan, image_size: ImageSize, device: torch.device) -> EpochLoader:
         data = dataclasses.replace(plan.data, image_size=image_size)
@@ -82,11 +87,22 @@ class Loaders:
         for known, loader in self._known:
             if known == key:
                 return loader
+        files = files_of(data.train)
+        # Without the weights of a mix: of each of its data sets, a trial would need its share.
+        source = data.train if files.weights is None else Files((Part(str(files), files.names),))
         loader = self._stack.enter_context(
-            make_loader(dataclasses.replace(plan, data=data), data.train, train=True, device=device)
+            make_loader(dataclasses.replace(plan, data=data), source, train=True, device=device)
         )
         self._known.append((key, loader))
+        chosen = range(loader.samples) if loader.selected is None else loader.selected.train
+        self._own[id(loader)] = chosen, files.weights is not None
         return loader
+
+    def samples(self, loader: EpochLoader, most: int) -> NDArray[np.int64]:
+        """Return up to so many of the samples that the pipeline trains on: the first; of a mix, some from all over."""
+        own, is_mix = self._own[id(loader)]
+        places = np.arange(min(most, len(own)))
+        return taken(own, places * (len(own) // len(places)) if is_mix else places)
 
 
 class VariantRunner:
@@ -203,6 +219,7 @@ def build_variant(
         built,
         phases(plan.transforms, plan.data.image_size),
         lambda size: loaders.get(plan, size, engine.device),
+        loaders.samples,
         partial(cuda_settings, plan.distribution, plan.transforms),
     )
     if plan.distribution.compile:

@@ -72,6 +72,7 @@ class BuiltVariant:
     built: Built
     phases: Sequence[SchedulePhase]
     loader: Callable[[ImageSize], EpochLoader]
+    samples: Callable[[EpochLoader, int], NDArray[np.int64]]  # of a trial, up to so many
     settings: Callable[[], AbstractContextManager[None]] = nullcontext  # torch's; see `cuda_settings`
 
 
@@ -118,10 +119,11 @@ def _run_phase(
 ) -> tuple[Trial, Labels]:  # fmt: skip
     engine, hooks = variant.built.engine, variant.built.hooks
     batch_size = loader.settings.batch_size
-    batches = min(batches, loader.samples // batch_size)
+    chosen = variant.samples(loader, batches * batch_size)
+    batches = len(chosen) // batch_size
     repeats = kind in ("model", "copy")
     # With the exact samples of the trial, no loader prefetches while something else is measured.
-    loader.set_indices(range((1 if repeats else batches) * batch_size))
+    loader.set_indices(chosen[: (1 if repeats else batches) * batch_size])
     loader.set_epoch(epoch)
     seen: list[Any] = []
     source: Any = list(loader) * batches if repeats else _recorded(loader, seen)
@@ -229,10 +231,10 @@ def digest(ranks: Sequence[Labels]) -> str:
 
 def _buffers(loader: EpochLoader, batch: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return host and device memory for a batch's images and labels, as the loader copies between them: TorchLoader
-    copies the final batch, the others copy bytes to a GPU and normalize there."""
+    copies the final batch, as all do of 16 bits; the others copy bytes to a GPU and normalize there."""
     images, labels = batch[:2]
     device, dtype = images.device, images.dtype
-    if device.type != "cpu" and isinstance(loader, FFCVLoader | StockFFCVLoader):
+    if device.type != "cpu" and loader.depth == 8 and isinstance(loader, FFCVLoader | StockFFCVLoader):
         dtype = torch.uint8
     sources = [
         torch.empty(one.shape, dtype=kind, pin_memory=device.type == "cuda")

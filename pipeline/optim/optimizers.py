@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop
@@ -176,7 +176,7 @@ def check_options(optimizer: Any, options: Mapping[str, Any], where: str = "") -
         numbers = value if isinstance(value, tuple | list) else (value,)
         if any(isinstance(each, float) and not math.isfinite(each) for each in numbers):  # torch accepts them
             raise PlanError(f"{place}: {option}={value!r} must be finite.")
-        allowed = _wrong_kind(value, known[option].default) if option in known else ""
+        allowed = _wrong_kind(value, known[option]) if option in known else ""
         if option in ("foreach", "fused") and not (value is None or isinstance(value, bool)):
             allowed = "True, False or None"  # None: torch's choice
         if allowed:
@@ -190,14 +190,20 @@ def check_options(optimizer: Any, options: Mapping[str, Any], where: str = "") -
         raise PlanError(f"{place} cannot use {dict(options)}: {error}. {remedy}") from None
 
 
-def _wrong_kind(value: object, usual: object) -> str:
+def _wrong_kind(value: object, parameter: inspect.Parameter) -> str:
     """Return what an option must be, derived from its default, if `value` is not; else ""."""
+    if value is None and type(None) in get_args(parameter.annotation):
+        return ""
+    return _unlike(value, parameter.default)
+
+
+def _unlike(value: object, usual: object) -> str:
     if isinstance(usual, bool):
         return "" if isinstance(value, bool) else "True or False"
     if isinstance(usual, int | float):
         return "" if is_number(value) or isinstance(value, torch.Tensor) else "a number"
     if isinstance(usual, tuple):
         fits = isinstance(value, tuple | list) and len(value) == len(usual)
-        fits = fits and not any(map(_wrong_kind, value, usual))  # type: ignore[call-overload]
+        fits = fits and not any(map(_unlike, value, usual))  # type: ignore[call-overload]
         return "" if fits else f"{len(usual)} numbers"
     return ""

@@ -212,7 +212,7 @@ class _Race:
         spec, limit = self._variants[name], self._limit(name, seed)
         clock = RaceClock(self._result.monitor, self._result.target, limit)
         options: dict[str, Any] = {"callbacks": [*fit_options(spec).get("callbacks", ()), clock]}
-        if self._file is not None:
+        if self._file is not None and not self._paired:  # else nothing continues it
             # Not in the background: that would take time from the steps that follow.
             kept = Checkpoints(keep=1, keep_best=False, background=False)
             options |= {"out": self._folder(name, seed), "resume": "auto", "checkpoints": kept}

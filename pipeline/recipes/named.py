@@ -185,7 +185,8 @@ IMAGENETTE: dict[str, dict[str, Any]] = {
         "val=.",
         "source": "imagenette-5, with fewer epochs and smaller images",
         "published": "nothing for this network",
-        "measured": "not measured",
+        "measured": "80.00 %, mean of 2 seeds, after 10.2 to 12.4 min of training, on two cores of an AMD "
+        "EPYC without bf16 instructions, torch 2.15: benchmarks/results/race-imagenette-fast.json",
         "notes": {
             **_IMAGENETTE_NOTES,
             "image_size": "ours: 96 pixels, evaluated with 128, because crops enlarge what is in them: "

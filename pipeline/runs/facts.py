@@ -24,11 +24,19 @@ from .config import FitConfig
 
 # The options of `fit` that belong to the training, not to one start of it.
 KEPT = ("init_from", "on_nonfinite", "callbacks", "eval_every", "eval_every_steps")
+# Callbacks that only look, and take time: a measured run has no logger for them, and no place for their files.
+LOOKING = ("GradientNorms", "Profile")
 
 
 def fit_options(spec: PipelineSpec) -> dict[str, Any]:
     """Return the options of `fit` with which every run of this pipeline trains, a measured one, too."""
-    return {name: value for name, value in spec.fit_defaults().items() if name in KEPT}
+    options = {name: value for name, value in spec.fit_defaults().items() if name in KEPT}
+    callbacks = [one for one in options.pop("callbacks", ()) if _name(one) not in LOOKING]
+    return options | ({"callbacks": callbacks} if callbacks else {})
+
+
+def _name(callback: object) -> str:
+    return str(callback.get("name")) if isinstance(callback, Mapping) else type(callback).__name__
 
 
 def measured_config(spec: PipelineSpec, **options: Any) -> FitConfig:

@@ -13,7 +13,7 @@ from ...strategies.launching.meeting import under_torchrun
 from ..checkpoints.state import global_randomness_kept
 from ..describe.cuda_settings import cuda_settings
 from ..describe.resolve import ResolvedPlan
-from ..training.build import Built, Initial, build, fork_rng
+from ..training.build import Built, Initial, build, draw_apart, fork_rng
 
 Result = TypeVar("Result")
 
@@ -49,6 +49,7 @@ def built_here(plan: ResolvedPlan, initial: Initial | None = None, *, resumes: b
         cuda_settings(plan.distribution, plan.transforms),
         build(plan, initial, resumes) as built,
     ):
+        draw_apart(plan.seed, built.engine.rank)
         yield built
 
 

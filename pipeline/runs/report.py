@@ -80,7 +80,8 @@ class Report:
                 "(fit(out=…), --out)."
             )
         if history is None:  # it has not finished an epoch, but may have a checkpoint
-            saved = next(CheckpointDir(folder / CHECKPOINTS).of_run(None), None)
+            store = CheckpointDir(folder / CHECKPOINTS)
+            saved = next(store.of_run(store.run), None)  # those of an earlier run stay until it has its first
             history = History() if saved is None else saved.content.history
         ledger = folder / LEDGER
 

@@ -349,6 +349,7 @@ class Run(Observer):
     def _save(self) -> None:
         assert self._writer is not None
         self._artifacts.flush()
+        self._writer.settle()  # before the next copy of all values: the thread holds one while it writes
         part, content = states.capture_state(
             self._built, run=self._name, strategy=self._plan.distribution.name, facts=self._facts,
             description=description(self._plan), history=self._artifacts.history,

@@ -80,7 +80,7 @@ def mean_of(loss: LossFunction, *, checked: bool = False) -> Mean:
     ignored = next((index for known, index in CLASS_LOSSES if known is function), None)
     if ignored is None:
         known = getattr(function, "__module__", None) in _UNWEIGHTED
-        return Mean(loss, known=known, each=_each(loss, summed=False))
+        return Mean(loss, known=known, each=_each(loss, summed=reduction_of(loss) == "batchmean"))
     classes = _Classes(options.get("weight"), options.get("ignore_index", ignored))
     plain = checked and classes.weight is None and classes.ignored < 0
     return Mean(loss, samples if plain else classes, _summed(loss), each=_each(loss, summed=True))
@@ -184,7 +184,8 @@ def _of_smoothed(loss: SmoothedLoss, *, checked: bool) -> Mean:
     """The mean over the rows that are not ignored, unless the base declares its own denominator."""
     base = mean_of(loss.base, checked=checked)
     plain = checked or base.denominator is not samples
-    each = None if base.each is None else _each(loss, summed=base.total is not None)
+    summed = base.total is not None or reduction_of(loss.base) == "batchmean"
+    each = None if base.each is None else _each(loss, summed=summed)
     return Mean(loss, base.denominator if plain else _Classes(), known=base.known, each=each)
 
 

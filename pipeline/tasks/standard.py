@@ -31,7 +31,7 @@ class Classification(StandardTask):
     Args:
         metrics: of `"top1"`, `"top5"` (any `"topK"`), `"f1"`, `"precision"`, `"recall"` (means over the classes) and
             `"auroc"`, or torchmetrics objects. Default `("top1", "top5")`, as ImageNet's results are reported;
-            without `"top5"` for up to five classes.
+            without `"top5"` for up to five classes, unless it is the monitor.
         loss: default cross entropy; `"model"`: the one that the model computes.
         monitor: default the first metric.
 
@@ -54,7 +54,8 @@ class Classification(StandardTask):
 
     def meters(self, width: int | None) -> dict[str, Metric]:
         meters = super().meters(width)
-        if "metrics" not in self.options and width is not None and width <= 5:
+        chosen = "metrics" in self.options or self.monitor == "top5"
+        if not chosen and width is not None and width <= 5:
             del meters["top5"]
         return meters
 

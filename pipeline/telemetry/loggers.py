@@ -22,6 +22,7 @@ from ...common.checks import check_picklable
 from ...common.errors import PlanError, require, suggest
 from ...common.frozen import FrozenDict
 from ...common.storage.files import write_file
+from ...common.transfer import to_device
 from .history import COLUMNS, Epoch, Evaluation
 from .host_copy import HostCopy
 from .observer import Observer
@@ -356,9 +357,9 @@ class Metrics(Observer):
     def log(self, values: Mapping[str, float | torch.Tensor], step: int) -> None:
         """Log additional values, numbers or tensors `()`, once they have arrived from the device."""
         if self._loggers and values:
-            tensors = [torch.as_tensor(value, dtype=torch.float64).detach() for value in values.values()]
+            tensors = [value for value in values.values() if isinstance(value, torch.Tensor)]
             device = next((one.device for one in tensors if one.device.type != "cpu"), torch.device("cpu"))
-            stacked = torch.stack([one.to(device).reshape(()) for one in tensors])
+            stacked = torch.stack([_on(device, value) for value in values.values()])
             self._extra.append((step, list(values), HostCopy(stacked)))
             self._arrive_extra()
 
@@ -415,6 +416,14 @@ class Metrics(Observer):
             self._arrive()
             self._arrive_extra(wait=True)
         self._loggers.close()
+
+
+def _on(device: torch.device, value: float | torch.Tensor) -> torch.Tensor:
+    """Numbers are filled in, and tensors pinned, because the host would wait for other copies to the device."""
+    if not isinstance(value, torch.Tensor):
+        return torch.full((), value, dtype=torch.float64, device=device)
+    own = value.detach().double().reshape(())
+    return own if own.device == device else to_device(own, device)
 
 
 BY_NAME: dict[str, Any] = {

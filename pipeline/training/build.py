@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -80,6 +81,12 @@ def fork_rng(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=here):
         torch.manual_seed(seed)
         yield
+
+
+def draw_apart(seed: int, rank: int) -> None:
+    """Let each rank draw numbers of its own (dropout) from here on; those of rank 0 stay those of one process."""
+    if rank:
+        torch.manual_seed(int(np.random.SeedSequence(seed, spawn_key=(rank,)).generate_state(1, np.uint32)[0]))
 
 
 @dataclass

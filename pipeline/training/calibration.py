@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ...common.model_state import train_mode
 from ...loaders.epochs import EpochLoader
 from ...strategies import Engine
-from ...strategies.devices import current_device
+from ...strategies.devices import current_device, wait_for
 from ..tasks.means import LossFunction
 from ..tasks.nests import pair
 from ..tasks.task import model_inputs
@@ -45,6 +45,8 @@ def calibrate(
                 if len(images):
                     with engine.forward_context():
                         forward(engine.plain_model, images, **model_inputs(loss, targets))
+        # The caller may change weights that are on the CPU (`fsdp_cpu_offload`), which these forwards still copy.
+        wait_for(engine.device)
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum

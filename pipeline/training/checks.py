@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from numbers import Real
@@ -19,11 +19,13 @@ from ...common.model_state import buffers_kept, on_meta
 from ...loaders.beton.data_set import BetonFiles
 from ...loaders.beton.targets import NOT_COUNTED
 from ...loaders.epochs import EpochLoader
-from ...loaders.image_size import height_width, size_text
+from ...loaders.image_size import ImageSize, height_width, size_text
 from ...loaders.sources import files_of
 from ...strategies.common.meta import fake_tensors
 from ...strategies.options import half_dtype
+from ...transforms import Transform
 from ..describe.resolve import ResolvedPlan
+from ..describe.rules import sets_size
 from ..models.libraries import loss_mismatch
 from ..tasks.means import Mean
 from ..tasks.nests import map_tensors
@@ -82,7 +84,7 @@ def check_output(plan: ResolvedPlan, model: nn.Module, width: int | None, target
     task, data, precision = plan.task, plan.data, plan.distribution.step_options["precision"]
     training, size, inputs = model.training, data.eval_size, dict[str, torch.Tensor]()
     channels, views = len(data.loading.mean), data.loading.views
-    smaller = {size: type(each).__name__ for each in plan.transforms for size in each.sizes(data.image_size)}
+    smaller = {size: type(each).__name__ for each in plan.transforms for size in _sizes(each, plan)}
     smaller.pop(data.image_size, None)
     shape = (2, channels) if views == 1 else (2, views, channels)
     context = nullcontext() if precision == "fp32" else torch.autocast("cpu", dtype=half_dtype(precision))
@@ -140,6 +142,14 @@ def check_output(plan: ResolvedPlan, model: nn.Module, width: int | None, target
             raise PlanError(f"{mode}{wrong}")
     used = loss_and_metric_inputs(task, judged)
     return map_tensors(lambda each: torch.zeros(each.shape, dtype=each.dtype), used) if own else used
+
+
+def _sizes(transform: Transform, plan: ResolvedPlan) -> Iterable[ImageSize]:
+    """Of one that sets the size of each epoch, those of all epochs, as of their middles."""
+    size, epochs = plan.data.image_size, plan.spec.epochs
+    if epochs is None or not sets_size(transform):
+        return transform.sizes(size)
+    return [transform.size(size, (epoch + 0.5) / epochs) for epoch in range(epochs)]
 
 
 @contextmanager

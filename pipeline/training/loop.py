@@ -157,7 +157,8 @@ def train_epoch(
     state, meter, moments = hooks.state, hooks.state.begin_epoch(engine.device), hooks.moments(observer)
     train_mode(engine.model)
     start = perf_counter() - meter.seconds - meter.evaluation_s
-    equal = hooks.equal_shares or (isinstance(batches, EpochLoader) and not hooks.may_change_batches)
+    even = isinstance(batches, EpochLoader) and batches.settings.train  # in evaluation, the last batch may be uneven
+    equal = hooks.equal_shares or (even and not hooks.may_change_batches)
     mean = mean_of(loss)
     with current_device(engine.device):
         for call in moments.on_epoch_start:

@@ -11,6 +11,8 @@ from ...common.errors import PlanError
 from ..optim.config import OptimizerConfig
 from ..optim.schedules import label, refuse_plateau
 
+_CHECK_LENGTH = "Check its total number of steps: it is stepped once per optimizer step."
+
 
 class Schedule:
     """The optimizer's current learning rates are the peaks; `scale` is a factor of those of a torch scheduler."""
@@ -120,7 +122,12 @@ class _TorchScheduler:
         assert self._scheduler is not None
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate  # without the warm-up's factor: many compute the next one from it
-        self._scheduler.step()
+        try:
+            self._scheduler.step()
+        except ValueError as error:  # of OneCycleLR, after its last step
+            raise PlanError(
+                f"schedule={label(self._optimization.schedule)} ends at step {self._step}: {error}. {_CHECK_LENGTH}"
+            ) from error
         self._step += 1
         self._record()
 
@@ -131,8 +138,7 @@ class _TorchScheduler:
             if not is_number(value, "[0, inf)"):
                 raise PlanError(
                     f"schedule={label(self._optimization.schedule)} sets the learning rate {value!r} at step "
-                    f"{self._step}; it must be a finite number, 0 or more. Check its total number of steps: it is "
-                    "stepped once per optimizer step."
+                    f"{self._step}; it must be a finite number, 0 or more. {_CHECK_LENGTH}"
                 )
 
     def _values(self) -> list[dict[str, Any]]:

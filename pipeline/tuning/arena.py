@@ -122,7 +122,7 @@ class Arena:
         largest = max(one.batch_size for one in contenders)
         for one in contenders[:: -1 if number % 2 else 1]:
             trials |= one.trials(number, self._count(one.batch_size, largest))
-        if len({one.batch_size for one in contenders}) == 1:
+        if len({(one.batch_size, one.plan.data.order) for one in contenders}) == 1:  # else other batches of them
             same_samples(trials)
         return [trials[one.id].speed for one in contenders]
 

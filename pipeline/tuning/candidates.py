@@ -68,7 +68,7 @@ def candidates(plan: ResolvedPlan) -> list[Candidate]:
     changes += _allocator(plan)
     if not own.compile:  # last of these, because it takes the longest to build
         changes.append(_distributed("compile", True, "step"))
-    if gpu and own.compile != "reduce-overhead":
+    if gpu and own.compile != "reduce-overhead" and own.accumulate == 1:
         changes.append(_distributed("compile", "reduce-overhead", "step"))
     if own.ranks > 1 and family(own.name) in ("ddp", "fsdp"):
         changes += [_distributed("strategy", name, "communication") for name in EQUAL if name != own.name]

@@ -40,6 +40,7 @@ SAMPLE = 64  # images that are converted first
 ROUNDS, ROUND_SECONDS = 3, 0.3  # of loading them in both formats
 SHARE = 1 / 3  # of the time that is left, for a conversion: the trials take time, too
 FREE = 0.9  # of the free disk, at most
+NO_FOLDER = "converted data need a folder to stay in: pass out= (--out)"
 
 
 class Storage:
@@ -66,7 +67,7 @@ class Storage:
     @property
     def exists(self) -> bool:
         """Whether it is there, made by an earlier call from the data as they are now."""
-        return self.folder is not None and self.path.is_file() and self._noted() == self._stamps()
+        return self.folder is not None and self.path.is_file() and self._noted().get("from") == self._stamps()["from"]
 
     @property
     def _note(self) -> Path:
@@ -91,12 +92,15 @@ class Storage:
     def convert(self) -> str:
         """Convert the data; return why not, or ""."""
         if self.folder is None:
-            return "converted data need a folder to stay in: pass out= (--out)"
+            return NO_FOLDER
         if self.exists:
             return ""
-        if self.path.exists() and not self._noted():
+        noted = self._noted()
+        if self.path.exists() and not noted:
             return f"{self.path} exists already: delete it, or pass it to load()"
-        self.discard()
+        if noted.get("accepted") and noted["from"].keys() != self._stamps()["from"].keys():
+            return f"{self.path} exists already, accepted by a tuning of other data: pass another folder (out=, --out)"
+        self._remove()
         try:
             if reason := self._in_vain():
                 return reason
@@ -109,7 +113,16 @@ class Storage:
             return str(error)
         return ""
 
+    def accept(self) -> None:
+        """Note that a tuning trains on it, so that no other one removes it."""
+        write_file(self._note, json.dumps(self._stamps() | {"accepted": True}))
+
     def discard(self) -> None:
+        """Remove it, unless a tuning has accepted it."""
+        if not self._noted().get("accepted"):
+            self._remove()
+
+    def _remove(self) -> None:
         for path in (self.path, manifest_path(self.path), self._note):
             path.unlink(missing_ok=True)
 

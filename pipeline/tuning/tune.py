@@ -39,6 +39,7 @@ from .candidates import (
 )
 from .kept import Kept, KeptResults, Results
 from .result import Outcome, Tried, Tuned, TuneInterrupted
+from .storage import NO_FOLDER
 from .to_target import TargetTuner
 
 # Of the budget, at most for a trial: with two pipelines, a change can have all its rounds in half of it.
@@ -119,10 +120,13 @@ def _search(tuner: "Tuner | TargetTuner", plan: ResolvedPlan, budget: Budget, re
 def answered(
     spec: PipelineSpec, kept: Kept, changes: Sequence[Candidate], facts: dict[str, Any], target: float | None
 ) -> Tuned | None:
-    """Return what is kept as the result of this call; None if converted data have been removed."""
+    """Return what is kept as the result of this call; None if converted data have been removed, or had no folder to
+    stay in and have one now."""
     by_name = {one.name: one for one in changes}
     for tried in kept.trials:
-        if not can_be_kept(by_name.get(tried.name), tried):
+        candidate = by_name.get(tried.name)
+        has_folder = candidate is not None and candidate.storage is not None and candidate.storage.folder is not None
+        if not can_be_kept(candidate, tried) or (has_folder and tried.reason == NO_FOLDER):
             return None
         if tried.outcome == "accepted":
             spec = by_name[tried.name].change(spec)
@@ -313,7 +317,9 @@ class Tuner:
     def _accept(self, candidate: Candidate, spec: PipelineSpec) -> None:
         self._spec = spec
         self._variables |= candidate.variables
-        self._is_converted |= candidate.storage is not None
+        if candidate.storage is not None:
+            candidate.storage.accept()
+            self._is_converted = True
 
     def _try(self, candidate: Candidate) -> bool:
         assert self._best is not None

@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ...common import machine
@@ -96,10 +97,10 @@ def build_optimizer(model: nn.Module, factory: OptimizerFactory) -> torch.optim.
     return factory(parameters_to_train(model))
 
 
-def compile_model(model: nn.Module, options: Options) -> None:
+def compile_model(model: nn.Module, options: Options, device: torch.device) -> None:
     """Compile the model, or its blocks, as `Options.compile` specifies."""
     if options.compile != REGIONS:
-        compile_in_place(model, options)
+        compile_in_place(model, options, device)
         return
     blocks = [block for block in find_blocks(model) if any(block.children())]
     inner = {part for block in blocks for part in block.modules() if part is not block}
@@ -109,17 +110,34 @@ def compile_model(model: nn.Module, options: Options) -> None:
         )
     for block in blocks:
         if block not in inner:
-            compile_in_place(block, options)
+            compile_in_place(block, options, device)
 
 
-def compile_in_place(module: nn.Module, options: Options) -> None:
+def compile_in_place(module: nn.Module, options: Options, device: torch.device) -> None:
     """Make `torch.compile` compile the module at its first call; no name changes."""
     if not options.compile:
         return
-    module.compile(mode=options.compile if options.compile not in (True, REGIONS) else None)
+    mode: Any = options.compile if options.compile not in (True, REGIONS) else None
+    graphs = device.type == "cuda" and mode is not None
+    graphs = graphs and bool(torch._inductor.list_mode_options(mode).get("triton.cudagraphs"))
+    if graphs and options.accumulate > 1:
+        raise StrategyError(
+            f"compile={mode!r} runs CUDA graphs, each of which overwrites the gradients of the one before, to which "
+            f"accumulate={options.accumulate} would add. Use compile=True, or accumulate=1."
+        )
+    module.compile(mode=mode)
     compiled: Any = module._compiled_call_impl
     if (budget := options.memory_budget) is not None:
-        module._compiled_call_impl = partial(_within_budget, compiled, budget)
+        compiled = partial(_within_budget, compiled, budget)
+    module._compiled_call_impl = partial(_with_own_outputs, compiled) if graphs else compiled
+
+
+def _with_own_outputs(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what was compiled to CUDA graphs. The next call writes its outputs into the same memory. In training they
+    are used up by then; in evaluation those of several views are averaged, metrics keep some, and an FSDP unit's are
+    the next one's inputs."""
+    outputs = compiled(*args, **kwargs)
+    return outputs if torch.is_grad_enabled() else tree_map_only(torch.Tensor, torch.Tensor.clone, outputs)
 
 
 def _within_budget(compiled: Callable[..., Any], budget: float, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +162,7 @@ def put_on(model: nn.Module, device: torch.device, options: Options) -> nn.Modul
         )
     model = model.to(device)
     change_layers(model, options)
-    compile_model(model, options)
+    compile_model(model, options, device)
     return model
 
 

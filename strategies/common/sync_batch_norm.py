@@ -112,9 +112,12 @@ def _batch_norm(
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     if input.is_cuda:
         group = dist.group.WORLD
-        return TorchFunction.apply(  # type: ignore[no-any-return]
-            input, weight, bias, running_mean, running_var, eps, momentum, group, dist.get_world_size()
+        # Of an empty input, torch's function sends zeros of its dtype, but those with samples send float32.
+        own = input if input.numel() else _wide(input)
+        out: torch.Tensor = TorchFunction.apply(
+            own, weight, bias, running_mean, running_var, eps, momentum, group, dist.get_world_size()
         )
+        return out.to(input.dtype)
     return _BatchNormOverRanks.apply(input, weight, bias, running_mean, running_var, momentum, eps)  # type: ignore[no-any-return]
 
 

@@ -157,7 +157,7 @@ class DeepSpeed:
             now = {parameter: after[name] for name, parameter in before.items()}
             for group in optimizer.param_groups:
                 group["params"] = [now.get(parameter, parameter) for parameter in group["params"]]
-            compile_model(model, options)
+            compile_model(model, options, device)
             groups = [list(group["params"]) for group in optimizer.param_groups]
             wrapper, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False

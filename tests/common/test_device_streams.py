@@ -11,6 +11,7 @@ import pytest
 import torch
 from drivetrain import Classification, NonFiniteError, strategies
 from drivetrain.pipeline.telemetry.host_copy import HostCopy
+from drivetrain.pipeline.telemetry.loggers import Metrics
 from drivetrain.pipeline.telemetry.observer import Observer
 from drivetrain.pipeline.telemetry.progress import Progress
 from drivetrain.pipeline.telemetry.state import TrainState
@@ -223,3 +224,16 @@ def test_no_other_files_record_events() -> None:
     files = chain(*((ROOT / room).rglob("*.py") for room in ("pipeline", "transforms", "strategies")))
     names = sorted(path.name for path in files if ".record(" in path.read_text())
     assert names == ["host_copy.py", "rank_times.py"]
+
+
+def test_numbers_next_to_tensors_are_logged_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda _: None, query=lambda: False))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    metrics = Metrics((SimpleNamespace(log=lambda *_, **__: None),), None, 1)
+    metrics.on_start(TrainState())
+    with SimulatedCuda() as copies:
+        metrics.log({"norm": torch.ones((), device="cuda"), "rate": 0.1, "own": torch.ones(1)}, 1)
+        assert copies.found == []
+    ((_, names, copy),) = metrics._extra
+    assert names == ["norm", "rate", "own"]
+    assert copy._host.tolist() == pytest.approx([1.0, 0.1, 1.0])

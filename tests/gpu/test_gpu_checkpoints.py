@@ -82,3 +82,11 @@ def test_a_checkpoint_holds_tensors_that_need_no_device(device: Device, toy: Toy
     kept = [load_file(file) for file in (tmp_path / "run").rglob("*.safetensors")]
     assert len(kept) > 2
     assert {value.device.type for tensors in kept for value in tensors.values()} == {"cpu"}
+
+
+@gpu_device.TWO
+def test_dp_resumes_the_draws_of_all_its_devices(device: Device, toy: Toy, tmp_path: Path) -> None:
+    made = toy.pipeline(dropping_model).optimize("adamw", lr=0.01).distribute("dp", device=device.name)
+    whole = trained(made, tmp_path / "whole", **SAVES)
+    torch.manual_seed(99)
+    assert trained(made, None, resume=tmp_path / "whole" / MIDDLE)[0] == whole[0]

@@ -7,6 +7,7 @@ import gpu_device
 import pytest
 import torch
 from drivetrain import strategies
+from drivetrain.transforms import TestTimeFlip
 from gpu_device import Device, agree, fitted
 from pipeline_data import Toy, batch_norm_model, numbers, plain_model
 from torch import nn
@@ -94,3 +95,32 @@ def test_compiled_training_agrees_with_eager(device: Device, toy: Toy) -> None:
     compiled = fitted(toy, batch_norm_model, device=device.name, compile=True)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     agree(compiled, eager, rel=1e-2)
+
+
+@gpu_device.CUDA_ONLY
+@pytest.mark.parametrize("factor", [1.0, 1e30])
+def test_offloaded_gradients_are_unscaled_as_others(factor: float) -> None:
+    """The scale is on the GPU, and the gradients are not: the CPU must not look at it before it is there."""
+    plain, offloaded = (
+        strategies.launch(gpu_device.behind_others, name, factor, devices=1)[0] for name in ("fsdp", "fsdp_cpu_offload")
+    )
+    assert plain[0] == offloaded[0] == (factor > 1)
+    assert offloaded[1] == pytest.approx(plain[1], rel=1e-4)
+
+
+@gpu_device.TWO
+def test_the_copies_of_dp_compute_in_the_precision() -> None:
+    engine = strategies.get("dp").prepare(nn.Linear(4, 4), lambda p: torch.optim.SGD(p, lr=0.1), precision="bf16")
+    with engine.forward_context():
+        assert engine.model(torch.ones(8, 4, device="cuda")).dtype == torch.bfloat16
+
+
+@gpu_device.CUDA_ONLY
+@pytest.mark.timeout(600)
+def test_cuda_graphs_agree_with_eager_code(device: Device, toy: Toy) -> None:
+    made = toy.pipeline(batch_norm_model).transform(TestTimeFlip())
+    eager, graphs = (
+        made.distribute("single", device=device.name, compile=how).fit(epochs=2, progress=False)
+        for how in (False, "reduce-overhead")
+    )
+    agree(graphs, eager, rel=1e-2)

@@ -26,7 +26,13 @@ OF_TOKENS = {"SeqLengthWarmup"}
 """For sequences of tokens, which no pipeline of images has."""
 TOKENS = torch.arange(16 * 32).reshape(16, 32)
 MODELS = [surgery_models.resnet, surgery_models.vit, surgery_models.Mixed, surgery_models.convnext]
-CLOSE = {"rtol": 1e-3, "atol": 1e-3}  # TF32 is off by default; sums are in another order
+CLOSE = {"rtol": 1e-3, "atol": 1e-3}  # sums are in another order
+
+
+@pytest.fixture(autouse=True)
+def convolutions_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN computes them in TF32 by default, of whose 10 bits such tolerances leave little."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def all_of(*kinds: str) -> Any:
@@ -65,7 +71,8 @@ def test_a_surgery_computes_the_same(device: Device, name: str) -> None:
     device.holds(*found)
     assert len(found) > 1
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.cpu(), other, **CLOSE)
+        # Standardized weights make some numbers as large as 1e12: those near 0 then differ by more than they are.
+        torch.testing.assert_close(one.cpu(), other, rtol=0, atol=1e-3 * max(1.0, other.abs().max().item()))
 
 
 @all_of("batch")

@@ -109,6 +109,20 @@ def test_a_short_run(script: str, data: Path, tmp_path: Path) -> None:
     assert not any(each.get("left_out") for each in results)
 
 
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.timeout(600)
+def test_the_peak_is_that_of_the_recipes_precision(data: Path, tmp_path: Path) -> None:
+    """Of small matrices: without its instructions, a CPU takes minutes for bf16."""
+    small = "import sys; sys.path.insert(0, sys.argv.pop(1)); import limits; limits.SIDE = 64; limits.main()"
+    for precision in ("fp32", "bf16"):
+        command = [sys.executable, "-c", small, str(ROOT / "benchmarks"), "small.yaml", f"precision={precision}",
+                   "--rounds", "2", "--batches", "4", "--out", str(tmp_path)]  # fmt: skip
+        done = run(*command, cwd=data, timeout=280, env=ENVIRONMENT)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert json.loads((tmp_path / "limits-small.json").read_text())["precision"] == precision
+
+
 def test_a_method_is_compared_on_the_seeds_that_both_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither runs that fail, of a method or of the recipe, nor a method that always does, end three hours in vain."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")

@@ -3,15 +3,17 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import process_state
 import pytest
 from drivetrain.loaders.native import library
-from places import GPU, load_script
+from places import GPU, ROOT, load_script
 
 pytestmark = pytest.mark.process
 
@@ -232,3 +234,9 @@ def test_cifar10_is_packed_without_loss(cached_cifar10: Path, tmp_path: Path) ->
     labels.unlink()
     with pytest.raises(DataError, match=r"does not hold test_batch\.bin as it was packed"):
         pack.unpack(packed, tmp_path / "third")
+
+
+def test_each_dependency_is_in_the_kit_or_the_machines_own() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[><=\[]", each)[0] for each in project["dependencies"]}
+    assert names <= {*kit.WHEELS, *kit.OF_THE_MACHINE}

@@ -35,6 +35,12 @@ class Walk:
     steps: tuple[tuple[str, str], ...]
 
 
+def test_the_page_has_every_package() -> None:
+    table = PAGE.partition("## Walks")[0]
+    packages = [path.parent.name for path in (ROOT / "pipeline").glob("*/__init__.py")]
+    assert [name for name in packages if not re.search(rf"\b{name}`", table)] == []
+
+
 def walks() -> dict[str, Walk]:
     """Return the walks by title, each `- **Title**, at most N files: ...` of the page."""
     found = {}

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import tempfile
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from drivetrain.common.errors import DataError
-from drivetrain.loaders import selection
-from drivetrain.loaders.order.batches import Rest, as_array, taken
+from drivetrain.loaders import FFCVLoader, selection
+from drivetrain.loaders.beton import data_set
+from drivetrain.loaders.beton.data_set import open_files
+from drivetrain.loaders.order import epoch as epoch_order
+from drivetrain.loaders.order.arrays import by_weight
+from drivetrain.loaders.order.batches import Marked, Rest, as_array, count_marked, marked, taken
+from drivetrain.loaders.selection import SampleOptions, Selection, selected
+from drivetrain.loaders.sources import files_of
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pipeline_data import SIDE, TRAIN, Toy
 
 counts_of = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
@@ -26,6 +38,16 @@ def held_out(samples: np.ndarray, classes: np.ndarray | None, share: float, seed
     held = np.zeros(len(samples), np.bool_)
     held[selection.held_out(samples, classes, share, seed)] = True
     return held
+
+
+def drawn_by_line(samples: np.ndarray, weights: np.ndarray, **key: int) -> np.ndarray:
+    order = epoch_order.drawn(samples, epoch_order.line_of(weights), **key)
+    return order.at(np.arange(order.count))
+
+
+def drawn_by_array(samples: np.ndarray, weights: np.ndarray, **key: int) -> np.ndarray:
+    """Up to version 3, and with quasi-random order."""
+    return by_weight(samples, weights, **key)
 
 
 @given(counts_of, st.floats(0.05, 0.95), st.integers(0, 5))
@@ -119,26 +141,57 @@ def test_labels_that_are_no_classes_are_not_stratified() -> None:
     assert selection.classes_of(np.array([7, 8, 9]), np.array([2, 0])).tolist() == [9, 7]  # type: ignore[union-attr]
 
 
-@given(st.lists(st.floats(0, 5), min_size=1, max_size=40).filter(any), st.integers(0, 3), st.integers(0, 9))
-def test_each_epoch_has_each_samples_share(weights: list[float], seed: int, epoch: int) -> None:
+ALL_ORDERS = [drawn_by_line, drawn_by_array]
+
+
+@pytest.mark.parametrize("drawn", ALL_ORDERS)
+@given(
+    weights=st.lists(st.floats(0, 5), min_size=1, max_size=40).filter(any), seed=st.integers(0, 3),
+    epoch=st.integers(0, 9),
+)  # fmt: skip
+def test_each_epoch_has_each_samples_share(drawn: Any, weights: list[float], seed: int, epoch: int) -> None:
     """Rounded up or down; and the repetitions of a sample have numbers of their own."""
-    samples, array = np.arange(len(weights)) + 3, np.array(weights)
-    drawn = selection.by_weight(samples, array, seed=seed, epoch=epoch, repeats=100)
-    assert len(drawn) == len(set(drawn.tolist())) == len(samples)
-    exact = array / array.sum() * len(samples)
-    found = np.bincount(drawn % 100 - 3, minlength=len(samples))
-    assert (np.abs(found - exact) < 1 + 1e-9).all()
-    assert (found[array == 0] == 0).all()
+    array = np.array(weights)
+    found = drawn(np.arange(len(weights)) + 3, array, seed=seed, epoch=epoch, repeats=100)
+    assert len(found) == len(set(found.tolist())) == len(weights)
+    exact = array / array.sum() * len(weights)
+    counts = np.bincount(found % 100 - 3, minlength=len(weights))
+    assert (np.abs(counts - exact) < 1 + 1e-8).all()
+    for sample, count in enumerate(counts):
+        assert sorted(found[found % 100 == sample + 3] // 100) == list(range(count))
+    if drawn is drawn_by_line:
+        assert (counts[array == 0] == 0).all()
 
 
-def test_over_the_epochs_the_mean_is_the_share() -> None:
+@pytest.mark.parametrize("drawn", ALL_ORDERS)
+def test_over_the_epochs_the_mean_is_the_share(drawn: Any) -> None:
     weights = np.random.default_rng(0).random(50)
     samples, epochs = np.arange(50), 200
     total = sum(
-        np.bincount(selection.by_weight(samples, weights, seed=0, epoch=epoch, repeats=50) % 50, minlength=50)
+        np.bincount(drawn(samples, weights, seed=0, epoch=epoch, repeats=50) % 50, minlength=50)
         for epoch in range(epochs)
     )
     assert np.abs(total / epochs - weights / weights.sum() * 50).max() < 0.02
+
+
+def test_a_position_is_drawn_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = np.random.default_rng(1).random(1000)
+    line = epoch_order.line_of(weights)
+    order = epoch_order.drawn(range(7, 1007), line, seed=1, epoch=3, repeats=2000)
+    found = order.at(np.arange(1000))
+    some = np.arange(999, 0, -7)
+    assert (order.at(some) == found[some]).all()
+    monkeypatch.setattr(epoch_order, "_AT_ONCE", 7)
+    assert (epoch_order.line_of(weights) == line).all()
+
+
+@pytest.mark.parametrize("drawn", ALL_ORDERS)
+def test_classes_that_take_turns_have_their_shares_of_every_epoch(drawn: Any) -> None:
+    """On a line in the order of such a file, an epoch has all samples of the first class, or none."""
+    weights = np.tile([0.5, 1.5, 1.0, 1.0], 1000)
+    for epoch in range(5):
+        found = drawn(np.arange(4000), weights, seed=0, epoch=epoch, repeats=4000) % 4000 % 4
+        assert np.abs(np.bincount(found, minlength=4) - [500, 1500, 1000, 1000]).max() < 100
 
 
 @pytest.mark.parametrize(
@@ -200,3 +253,87 @@ def test_the_rest_of_the_samples(left_out: list[int]) -> None:
     assert as_array(rest).tolist() == array.tolist()
     places = np.arange(len(array))[::-1]
     assert taken(rest, places).tolist() == array[places].tolist()
+
+
+@given(st.integers(1, 3000), st.floats(0, 1), st.integers(0, 3))
+@example(512, 1.0, 0)
+@example(513, 0.0, 0)
+def test_the_marked_samples(samples: int, share: float, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    mask = random.random(samples) < share
+    mask[: samples // 3] = False  # rows without any
+    expected = np.flatnonzero(mask)
+    found = Marked(mask)
+    assert len(found) == len(expected)
+    assert as_array(found).tolist() == taken(found, np.arange(len(found))).tolist() == expected.tolist()
+    places = random.permutation(len(expected))
+    assert taken(found, places).tolist() == expected[places].tolist()
+
+
+@pytest.mark.parametrize("samples", [range(10), range(2, 7), Rest(10, np.array([0, 4, 9])), np.array([7, 1, 4, 3])])
+def test_marks_leave_the_samples_in_their_order(samples: Any) -> None:
+    mask = np.array([1, 1, 0, 0, 1, 0, 1, 1, 0, 1], np.bool_)
+    expected = [sample for sample in as_array(samples).tolist() if mask[sample]]
+    assert as_array(marked(samples, mask)).tolist() == expected
+    assert count_marked(samples, mask) == len(expected)
+    assert mask.sum() == 6  # unchanged
+
+
+SELECTIONS: list[dict[str, Any]] = [
+    {"val_split": 0.2}, {"folds": 4, "fold": 1}, {"indices": [7, 3, 40, 41, 90, 2], "limit": 4}, {"per_class": 3},
+    {"limit": 20, "balance": "class"}, {"balance": "class"}, {"val_split": 0.3, "balance": tuple(range(1, TRAIN + 1))},
+    {"limit": 10 * TRAIN}, {"balance": "weights.npy"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", SELECTIONS, ids=str)
+def test_a_large_data_sets_selection_is_shared(
+    toy: Toy, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second process maps what the first has computed, and has the same samples and order."""
+    np.save(tmp_path / "weights.npy", np.arange(1, TRAIN + 1)[::-1])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"drivetrain-{os.getuid()}"
+    chosen, given = SampleOptions(**options), {"batch_size": 4, "image_size": SIDE, "workers": 1}
+    with FFCVLoader(toy.train, indices=chosen, **given) as plain:  # type: ignore[arg-type]
+        expected = [[share.tolist() for share in plain.shares(epoch)] for epoch in range(2)]
+    assert not folder.exists()
+    monkeypatch.setattr(data_set, "CHECKED", 0)
+    with closing(open_files(files_of(toy.train))) as beton:
+        first = selected(chosen, beton)
+        (key,) = (path for path in folder.iterdir() if path.is_dir())
+        monkeypatch.setattr(SampleOptions, "select", None)  # not called again
+        again = selected(chosen, beton)
+        assert all(np.array_equal(array, again.arrays()[name]) for name, array in first.arrays().items())
+        assert first.arrays().keys() == again.arrays().keys()
+    with FFCVLoader(toy.train, indices=chosen, **given) as mapped:  # type: ignore[arg-type]
+        assert [[share.tolist() for share in mapped.shares(epoch)] for epoch in range(2)] == expected
+    assert [path for path in folder.iterdir() if path.is_dir()] == [key]
+
+
+def test_other_options_or_data_have_other_selections(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(data_set, "CHECKED", 0)
+    weights = tmp_path / "weights.npy"
+    found: list[Selection] = []
+    with closing(open_files(files_of(toy.train))) as beton, closing(open_files(files_of(toy.val))) as other:
+        for seed in (0, 1):
+            found += [selected(SampleOptions(limit=20, split_seed=seed), one) for one in (beton, other)]
+        for fill in (1, 2):
+            np.save(weights, np.r_[np.full(len(beton) - 1, 1.0), fill])
+            os.utime(weights, (fill, fill))
+            found.append(selected(SampleOptions(balance=str(weights)), beton))
+    digests = [tuple((name, array.tobytes()) for name, array in one.arrays().items()) for one in found]
+    assert len(set(digests)) == len(found)
+
+
+@pytest.mark.timeout(30)
+def test_no_server_is_asked_for_indices(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address is no file here, and is refused at once."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(data_set, "CHECKED", 0)
+    with socket.create_server(("127.0.0.1", 0)) as silent, closing(open_files(files_of(toy.train))) as beton:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/some.npy"
+        with pytest.raises(DataError, match="cannot be read"):
+            selected(SampleOptions(indices=address), beton)

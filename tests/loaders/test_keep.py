@@ -69,9 +69,20 @@ def test_what_cannot_be_kept(toy: Toy) -> None:
             loader.keep(range(60, 68))
         with pytest.raises(DataError, match="batch_size=16 is larger than the data set of 15 samples"):
             loader.keep(range(15))
+        with pytest.raises(DataError, match=r"a mask has true or false for each of the 128 .* has shape \(64,\)"):
+            loader.keep(np.ones(64, np.bool_))
         loader.keep(range(16))
         assert len(loader) == 1
     with load(toy) as loader:
         loader.select(loader.selection(SampleOptions(balance="class")))
         with pytest.raises(DataError, match="would change the shares of an epoch, which balance="):
             loader.keep(KEPT)
+
+
+def test_what_the_caller_changes_later_changes_nothing(toy: Toy) -> None:
+    own = np.arange(64)
+    given = own.view()
+    given.flags.writeable = False
+    with load(toy, indices=given) as loader:
+        own[:] = 0
+        assert loader.indices.tolist() == list(range(64))

@@ -10,9 +10,10 @@ from drivetrain.common.errors import DataError
 from drivetrain.common.options.config import options_of
 from drivetrain.loaders import FFCVLoader, TorchLoader
 from drivetrain.loaders.options import LoaderOptions
-from drivetrain.loaders.order.arrays import array_order
+from drivetrain.loaders.order.arrays import array_order, by_weight
 from drivetrain.loaders.order.batches import WINDOW, Shares, last_batch
 from drivetrain.loaders.order.epoch import in_runs, shuffled, unshuffled
+from drivetrain.loaders.selection import SampleOptions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -388,8 +389,23 @@ def test_a_state_of_an_older_version_keeps_its_order(numbered: Path, kind: Any) 
         made.set_epoch(2)
         assert sorted(found := labels(made)) == sorted(first[1])
         assert found != first[1]
-        with pytest.raises(DataError, match="order_version=4, and this version of Drivetrain knows 1 to 3"):
-            made.load_state_dict(saved | {"order_version": 4})
+        with pytest.raises(DataError, match="order_version=5, and this version of Drivetrain knows 1 to 4"):
+            made.load_state_dict(saved | {"order_version": 5})
+
+
+def test_a_state_of_version_2_keeps_its_order_by_weight(numbered: Path) -> None:
+    weights = np.arange(COUNT) % 3 + 0.5
+    with loader(numbered, seed=3) as made:
+        made.select(made.selection(SampleOptions(balance=tuple(weights))))
+        state = made.state_dict()
+        assert state["order_version"] == 4
+        new = np.concatenate(made.shares(1))
+        made.load_state_dict(state | {"order_version": 2, "epoch": 1})
+        assert made.state_dict()["order_version"] == 2
+        kept = np.concatenate(made.shares(1))
+    given = unshuffled(by_weight(np.arange(COUNT), weights, seed=3, epoch=1, repeats=COUNT))
+    order = shuffled(given, seed=3, epoch=1)
+    assert kept.tolist() == order.at(np.arange(COUNT))[: len(kept)].tolist() != new.tolist()
 
 
 def test_a_state_of_version_2_keeps_its_quasi_random_order(photos: Path) -> None:

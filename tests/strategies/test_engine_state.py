@@ -7,6 +7,7 @@ import torch
 from drivetrain import strategies
 from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import OptimizerState, launch
+from drivetrain.strategies.engine import scalar_device
 from parity_jobs import NAMES, OFTEN
 from state_jobs import (
     BEFORE,
@@ -158,3 +159,11 @@ def test_every_strategy_to_every_other_on_1_2_and_4_ranks(alone: dict[tuple[str,
             assert len(rank) == len(NAMES) * len(given)
             for (_, source, kind), found in rank.items():
                 goes_on(found, given[source, kind], alone["single", kind])
+
+
+@pytest.mark.parametrize(("group", "here"), [({}, "cpu"), ({"capturable": True}, "meta"), ({"fused": True}, "meta")])
+def test_numbers_of_the_optimizer_are_where_torch_keeps_them(group: dict[str, bool], here: str) -> None:
+    """Read from a GPU, each would make the step wait."""
+    weight = torch.empty(1, device="meta")
+    assert {str(scalar_device(key, group, weight)) for key in ("step", "mu_product")} == {here}
+    assert scalar_device("eta", {}, weight) == weight.device  # ASGD's

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import fsdp_models as models
@@ -10,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from drivetrain import StrategyError, strategies
-from drivetrain.strategies.common.placement import recompute_activations
+from drivetrain.strategies.common.placement import compile_model, recompute_activations
+from drivetrain.strategies.options import Options
 from parity_jobs import Case, Run, train
 from step_option_jobs import ALL, OPTIONS, QUICK, check_run, close, run_all, without_options
 from strategy_jobs import make_optimizer
@@ -325,3 +327,27 @@ def test_gradients_in_fp16_are_true_ones_after_the_backward() -> None:
         return nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
 
     assert norm("fp16") == pytest.approx(norm("fp32"), rel=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_do_not_accumulate(mode: str) -> None:
+    """The gradients of a microbatch are in memory that the next one writes."""
+    for device in ("cpu", "cuda"):
+        with nullcontext() if device == "cpu" else pytest.raises(StrategyError, match=r"accumulate=2 would add\. Use"):
+            compile_model(net(), Options(compile=mode, accumulate=2), torch.device(device))
+    for how in (True, "regions", "max-autotune-no-cudagraphs"):
+        compile_model(net(), Options(compile=how, accumulate=2), torch.device("cuda"))
+
+
+def test_what_cuda_graphs_return_in_evaluation_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.zeros(3)
+
+    def compiled(self: nn.Module, mode: str) -> None:  # noqa: ARG001
+        self._compiled_call_impl = lambda x: (memory.copy_(x), {"more": memory})
+
+    monkeypatch.setattr(nn.Module, "compile", compiled)
+    compile_model(model := nn.Identity(), Options(compile="reduce-overhead"), torch.device("cuda"))
+    with torch.no_grad():
+        first, _ = model(torch.ones(3)), model(torch.full((3,), 2.0))
+    assert first[0].tolist() == first[1]["more"].tolist() == [1.0] * 3
+    assert model(torch.ones(3))[0] is memory  # in training nothing is copied

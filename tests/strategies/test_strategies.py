@@ -4,8 +4,10 @@ rejects, in this process."""
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +17,7 @@ from drivetrain.common.errors import StrategyError
 from drivetrain.strategies import DDP, DP, Auto, Single
 from drivetrain.strategies.auto import COMFORTABLE, free_bytes
 from drivetrain.strategies.options import Options
-from drivetrain.strategies.single import DPEngine
+from drivetrain.strategies.single import Copies, DPEngine
 from drivetrain.transforms import GradientClipping, LayerFreezing
 from parity_jobs import BF16, CASES, Case, train
 from pipeline_data import Toy
@@ -486,3 +488,20 @@ def test_a_plan_refuses_what_one_of_the_choices_cannot_do(toy: Toy) -> None:
         freezing.plan()
     with pytest.raises(PlanError, match="'auto' might shard them"):
         toy.pipeline().transform(GradientClipping("adaptive")).distribute("auto", devices=2).plan()
+
+
+def test_the_threads_of_dp_compute_in_the_dtype_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DataParallel's own threads know that autocast is on, and not its dtype: theirs is fp16."""
+
+    def in_a_thread(self: Any, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:  # noqa: ARG001
+        with ThreadPoolExecutor(1) as pool:
+            return [pool.submit(one, *given).result() for one, given in zip(replicas, inputs, strict=True)]
+
+    monkeypatch.setattr(nn.DataParallel, "parallel_apply", in_a_thread)
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        found = Copies(nn.Identity()).parallel_apply([lambda _: torch.get_autocast_dtype("cuda")], [(0,)], [{}])
+    finally:
+        torch.set_autocast_dtype("cuda", before)
+    assert found == [torch.bfloat16]

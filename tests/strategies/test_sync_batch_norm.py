@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from drivetrain.strategies import launch
+from drivetrain.strategies.common import sync_batch_norm
+from host_syncs import OnCuda, SimulatedCuda
 from sync_norm_jobs import LAYERS, SHARES, over_ranks, passed, trained, uneven
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.process]
@@ -56,3 +59,23 @@ def test_uneven_batches_of_which_a_rank_has_nothing(ranks: list[dict[str, Any]],
         found = rank["uneven"][name]
         assert found[0] == pytest.approx(loss, abs=1e-5)
         torch.testing.assert_close(found[1], state, rtol=1e-5, atol=1e-5)
+
+
+def test_a_share_without_samples_sends_what_the_others_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's function for GPUs sends float32, but of an empty input its own dtype."""
+    dtypes = []
+
+    class Function:
+        @staticmethod
+        def apply(images: torch.Tensor, *rest: Any) -> torch.Tensor:  # noqa: ARG004
+            dtypes.append(images.dtype)
+            return images
+
+    monkeypatch.setattr(sync_batch_norm, "TorchFunction", Function)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with SimulatedCuda():
+        for count in (0, 3):
+            images = OnCuda(torch.zeros(count, 4, 2, 2, dtype=torch.bfloat16))
+            found = sync_batch_norm._batch_norm(images, None, None, training=True)
+            assert found.dtype == torch.bfloat16
+    assert dtypes == [torch.float32, torch.bfloat16]

@@ -136,3 +136,24 @@ PRECISIONS = ("fp32", "bf16")
 def train_all(names: list[str], device: str) -> dict[str, Found]:
     given = product(names, PRECISIONS)
     return {f"{name} {p}": train(name, device, precision=p, clip_norm=0.5) for name, p in given}
+
+
+def behind_others(name: str, factor: float) -> tuple[bool, dict[str, float]]:
+    """On each rank: whether the last of three steps in fp16 was skipped, and the sums of the weights. The stream on
+    which the scale of the loss is copied is busy."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    engine: Any = strategies.get(name).prepare(model, lambda p: torch.optim.SGD(p, lr=0.1), precision="fp16")
+    unscale = engine._scaler.unscale_
+
+    def later(optimizer: torch.optim.Optimizer) -> None:
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        unscale(optimizer)
+
+    engine._scaler.unscale_ = later
+    for _ in range(3):
+        with engine.forward_context():
+            loss = engine.model(torch.ones(8, 64, device="cuda")).float().square().mean() * factor
+        engine.backward(loss)
+        engine.step()
+    return engine.skipped, {key: value.sum().item() for key, value in engine.export_state().items()}

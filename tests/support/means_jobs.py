@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from drivetrain import Classification, MultiLabel, Segmentation, Task, strategies
+from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline.tasks.task import TaskLoss
 from drivetrain.pipeline.telemetry.observer import Observer
 from drivetrain.pipeline.telemetry.state import TrainState
@@ -236,3 +237,14 @@ def trained(strategy: str, name: str, accumulate: int, **options: Any) -> Run:
 
 def all_trained(wanted: list[tuple[str, str, int]]) -> list[Run]:
     return [trained(*each) for each in wanted]
+
+
+def evaluation_order(file: str, strategy: str) -> tuple[float, list[float]]:
+    """Loss and a bias after an epoch of a loader without augmentation and in order, with a loss of the user's own."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, CLASSES))
+    engine = strategies.get(strategy, device="cpu").prepare(model, lambda p: torch.optim.SGD(p, lr=0.5))
+    with FFCVLoader(file, batch_size=4, image_size=SIDE, train=False, eval_ratio=1.0, workers=1) as loader:
+        stats = train_epoch(engine, loader, lambda outputs, labels: F.cross_entropy(outputs, labels))
+    return stats.loss, engine.export_state()["1.bias"].tolist()

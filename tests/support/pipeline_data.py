@@ -9,7 +9,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -70,6 +70,33 @@ def batch_norm_model(classes: int = CLASSES) -> nn.Module:
         nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(4),
         nn.Flatten(), nn.Linear(8 * 16, classes),
     )  # fmt: skip
+
+
+class AllBut(nn.Module):
+    """Accepts images of all sizes but one."""
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.side, self.layer = side, nn.Linear(3, CLASSES)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if images.shape[-1] == self.side:
+            raise ValueError(f"not {self.side}")
+        return self.layer(images.mean((2, 3)))
+
+
+class Drawing(nn.Sequential):
+    """Notes a number that it draws in each training step."""
+
+    drawn: ClassVar[list[float]] = []
+
+    def __init__(self) -> None:
+        super().__init__(*plain_model())
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.drawn.append(torch.rand(()).item())
+        return super().forward(images)  # type: ignore[no-any-return]
 
 
 class Sleepy(nn.Module):

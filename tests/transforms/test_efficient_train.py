@@ -14,7 +14,7 @@ from drivetrain.common.errors import DataError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader
 from drivetrain.pipeline import Checkpoints, Segmentation
 from drivetrain.transforms.efficient_train import low_frequencies
-from pipeline_data import CLASSES, SIDE, TRAIN, Toy, evaluated, numbers, plain_model
+from pipeline_data import CLASSES, SIDE, TRAIN, AllBut, Toy, evaluated, numbers, plain_model
 from torch import Tensor, nn
 
 EPOCHS, BATCH, LR = 5, 32, 0.1
@@ -251,17 +251,6 @@ class OneSize(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.layer(images.flatten(1))
-
-
-class AllBut(nn.Module):
-    def __init__(self, side: int) -> None:
-        super().__init__()
-        self.side, self.layer = side, nn.Linear(3, CLASSES)
-
-    def forward(self, images: Tensor) -> Tensor:
-        if images.shape[-1] == self.side:
-            raise ValueError(f"not {self.side}")
-        return self.layer(images.mean((2, 3)))
 
 
 def test_what_has_no_meaning_is_refused(toy: Toy) -> None:

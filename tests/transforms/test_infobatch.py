@@ -22,6 +22,7 @@ from drivetrain.pipeline import Checkpoints, Regression, Segmentation
 from drivetrain.pipeline.tasks.means import mean_of
 from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
+from drivetrain.transforms import infobatch
 from own_transforms import GaussianNoise
 from pipeline_data import CLASSES, SIDE, TRAIN, Toy, numbers, plain_model
 from torch import nn
@@ -233,6 +234,29 @@ def test_the_expected_factor_is_one() -> None:
     assert (t.InfoBatch(0.3).weights(scores, 2, 7) != again).any()
 
 
+def test_a_part_of_the_samples_at_a_time_changes_nothing(
+    toy: Toy, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = np.random.default_rng(0)
+    scores = random.random(1000).astype(np.float32)
+    scores[random.random(1000) < 0.2] = np.nan
+    whole = METHOD.weights(scores, 3, 2)
+    assert set(whole.tolist()) == {0, 1, 2}
+    monkeypatch.setattr(infobatch, "_AT_ONCE", 7)
+    assert (METHOD.weights(scores, 3, 2) == whole).all()
+    assert_close(fit(pipeline_of(toy)), reference)
+
+
+def test_a_checkpoint_of_0_2_0_has_the_factors_themselves() -> None:
+    scores = np.array([0.1, np.nan, 0.1, 4.0], np.float32)
+    session = METHOD.session(nn.Identity())
+    tensors = {"scores": torch.from_numpy(scores), "factors": torch.tensor([0.0, 1.0, 2.0, 1.0])}
+    session.load_state_dict({name: {".each": tensor} for name, tensor in tensors.items()})
+    state = session.state_dict()
+    assert np.array_equal(state["scores"][".each"].numpy(), scores, equal_nan=True)
+    assert infobatch._factors(RATIO, state["kinds"][".each"].numpy()).tolist() == [0, 1, 2, 1]
+
+
 @pytest.mark.parametrize("scores", [np.full(7, np.nan), np.full(7, 0.1, np.float32), np.array([np.nan, 2.0])])
 def test_equal_and_unknown_scores_leave_nothing_out(scores: np.ndarray) -> None:
     assert (t.InfoBatch(0.9).weights(scores, 0, 1) == 1).all()
@@ -356,8 +380,12 @@ LOSSES: dict[str, tuple[Any, torch.Tensor, torch.Tensor]] = {
     "values": (Regression(loss="huber").move(torch.device("cpu")), LOGITS, LOGITS.flip(0)),
     "masks": (Segmentation(CLASSES).move(torch.device("cpu")), PER_PIXEL, MASKS.where(MASKS > 0, 255)),
     "masks, a module": (nn.CrossEntropyLoss(weight=WEIGHTS), PER_PIXEL, MASKS),
+    "distributions": (nn.KLDivLoss(reduction="batchmean"), LOGITS.log_softmax(1), LOGITS.flip(0).softmax(1)),
+    "distributions, smoothed": (
+        SMOOTHED(functools.partial(F.kl_div, reduction="batchmean")), LOGITS.log_softmax(1), LABELS,
+    ),
     "a function": (functools.partial(F.cross_entropy, ignore_index=2), LOGITS, LABELS),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -8,6 +8,7 @@ import surgery_models as models
 import torch
 import torchvision
 from drivetrain.transforms import NothingChanged, StochasticDepth
+from drivetrain.transforms.common import residual_blocks
 from torch import nn
 
 
@@ -109,3 +110,18 @@ def test_blocks_without_a_shortcut_are_left_alone() -> None:
     assert [why for _, why in report.skipped] == ["it has no shortcut"] * 7
     with pytest.warns(NothingChanged, match="it has no shortcut"):
         StochasticDepth().apply(models.timm_model("test_efficientnet"))
+
+
+def test_a_branch_of_a_copy_of_data_parallel_is_scaled() -> None:
+    """Its norm's weight and bias are tensors, no parameters."""
+    norm, x = nn.BatchNorm2d(3), torch.randn(4, 3, 5, 5)
+    copied = norm._replicate_for_data_parallel()
+    copied.weight, copied.bias = norm.weight * 1, norm.bias * 1  # as torch.nn.parallel.replicate sets them
+    torch.testing.assert_close(residual_blocks._scaled(copied, x, 2.0), residual_blocks._scaled(norm, x, 2.0))
+
+
+def test_a_branch_of_a_copy_of_data_parallel_is_not_skipped() -> None:
+    """It has no parameters that could get gradients of 0, and threads would draw in any order."""
+    norm, x = nn.BatchNorm2d(3), torch.zeros(1, 3, 2, 2)
+    assert residual_blocks._may_skip([norm], x)
+    assert not residual_blocks._may_skip([norm._replicate_for_data_parallel()], x)

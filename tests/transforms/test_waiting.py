@@ -103,8 +103,11 @@ class Loader:
 
     samples, indices, settings = 24, torch.arange(24).numpy(), SimpleNamespace(batch_size=6)
 
+    def count(self, mask: Any) -> int:
+        return int(mask.sum())
+
     def keep(self, indices: Any) -> None:
-        assert len(indices) == 24
+        assert indices is None  # no sample has a score yet
 
     def shares(self, epoch: int) -> list[Any]:  # noqa: ARG002
         return [self.indices[at : at + 6] for at in range(0, 24, 6)]

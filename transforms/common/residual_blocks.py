@@ -83,9 +83,12 @@ class _DropsBranch(nn.Module):
 
 
 def _scaled(norm: nn.Module, x: Tensor, scale: float) -> Tensor:
-    """Return norm(x) * scale. BatchNorm's weight and bias absorb the factor, saving a pass over the activations."""
-    if scale != 1 and isinstance(norm, nn.BatchNorm2d) and norm.affine:
+    """Return norm(x) * scale. BatchNorm's weight and bias absorb the factor, saving a pass over the activations; those
+    of a copy that DataParallel has made are not parameters any more."""
+    weights: dict[str, Tensor] = {}
+    if scale != 1 and isinstance(norm, nn.BatchNorm2d):
         weights = {name: value * scale for name, value in norm.named_parameters()}
+    if weights:
         scaled: Tensor = torch.func.functional_call(norm, weights, x)
         return scaled
     out: Tensor = norm(x)
@@ -95,7 +98,10 @@ def _scaled(norm: nn.Module, x: Tensor, scale: float) -> Tensor:
 def _may_skip(parts: list[nn.Module], x: Tensor) -> bool:
     """Whether a dropped branch may be skipped. A graph would bake in one random draw. Hooks gather shards (FSDP, ZeRO
     3), and synchronized BatchNorm sums over ranks: all must take part, but may draw differently. Hooks on parameters
-    (ZeRO 1 and 2) send gradients as they arrive; a skipped branch changes their order."""
+    (ZeRO 1 and 2) send gradients as they arrive; a skipped branch changes their order. A copy that DataParallel has
+    made has no parameters that could get gradients of 0, and its thread draws in any order."""
+    if any(getattr(part, "_is_replica", False) for part in parts):
+        return False
     if torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     if any(p._post_accumulate_grad_hooks for part in parts for p in part.parameters(recurse=False)):

@@ -410,8 +410,6 @@ def export(place: Path | str, out: Path, names: str, tolerance: float | None, qu
     from ..exports.export import Names
     from ..exports.export import export as run
 
-    if names not in ("plain", "trained"):
-        raise CheckpointError(f"--names {names} is not known. Pass plain or trained.")
     if tolerance is not None:
         options["tolerance"] = tolerance
     with modules_of():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -99,7 +99,7 @@ def export(
 
     Raises:
         CheckpointError: if there is no checkpoint, if it is damaged, if its model is unknown, if `model` is not the
-            trained one, or if `out` has another suffix.
+            trained one, for other `names`, or if `out` has another suffix.
         ExportError: if the model cannot be exported, or the program computes something else. Nothing is written.
         MissingExtra: for ONNX without the extra `onnx`.
         RecipeError: if `model` cannot be imported.
@@ -113,6 +113,8 @@ def export(
     where, place, out = place, opened(place, RECIPE, LEDGER), Path(out)
     kind = _format(format, out)
     check_number("tolerance", tolerance, CheckpointError, "(0, 1]")
+    if names not in get_args(Names):
+        raise CheckpointError(f"names={names!r:.80} (--names) is not known. Pass plain or trained.")
     if kind != "safetensors" and names != "plain":
         raise CheckpointError(f"names={names!r} (--names) are of safetensors. Leave them out for {kind}.")
     if model is not None and names != "plain":

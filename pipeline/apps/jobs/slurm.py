@@ -46,7 +46,8 @@ touch "$again"
 
 # Before training, for about a minute: do devices, versions and network agree? Is a node much slower than others?
 # Then the job starts again without it, @exclusions@ times at most, if SLURM knows the node by its host's name.
-slow=$(@check@ | tee /dev/stderr | sed -n '/^Leave out: /{s///; s/\\.[^,]*//g; p}')
+# (tee -a: /dev/stderr is the log, which tee alone would empty.)
+slow=$(@check@ | tee -a /dev/stderr | sed -n '/^Leave out: /{s///; s/\\.[^,]*//g; p}')
 if [ -n "$slow" ] && [ "$(grep -c ^slow "$again")" -lt @exclusions@ ] && scontrol show node "$slow" > /dev/null; then
     echo "slow: $slow" >> "$again"
     before=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\\([^ (]*\\).*/\\1/p')

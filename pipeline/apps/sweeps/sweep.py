@@ -26,7 +26,7 @@ from ....common.storage.files import write_file
 from ....common.table import Table, screen_width
 from ....loaders.sources import files_of
 from ...analysis.compare import RunSummary, read_run
-from ...recipes.presets import completed, parse_overrides
+from ...recipes.presets import DEFAULTS, completed, parse_overrides
 from ...tasks.metrics import format_metric
 from .space import SEED, Space, Values, name_of
 
@@ -208,27 +208,34 @@ def _is_done(run: RunSummary) -> bool:
 
 
 def _record(folder: Path, wanted: dict[str, dict[str, Any]]) -> None:
-    """Keep the values of each run, and refuse to take up a run of other values, or of other data."""
+    """Keep the values of each run; refuse to take up a run of other values, or a finished one of other data."""
     try:
         known = json.loads((folder / RECORD).read_bytes())
     except (OSError, ValueError):
         known = {}
     known = known if isinstance(known, dict) else {}
+    defaults = json.loads(json.dumps(DEFAULTS))  # of keys that an older version did not have
     for name, values in wanted.items():
         before, now = known.get(name), json.loads(json.dumps(values))
         if not isinstance(before, dict):
             continue
-        data = before.get("data", now["data"])  # older versions did not keep it
-        if changed := [file for file in now["data"] if isinstance(data, dict) and data.get(file) != now["data"][file]]:
-            raise PlanError(
-                f"{folder / name} is a run of other data: {changed[0]} has changed since. Pass another folder: --out."
-            )
-        before = before | {"data": now["data"]}
-        if before != now:
-            keys = [key for key in now if before.get(key) != now[key]]
-            what = ", ".join(f"{key}={before.get(key)!r:.60}, not {now[key]!r:.60}" for key in keys[:3])
+        if _is_done(read_run(folder / name)):  # any other is trained again, or resumed, which compares its data
+            values["data"] = _same_data(folder / name, before.get("data"), now["data"])
+        there = {key: before.get(key, defaults.get(key)) for key in now if key != "data"}
+        if keys := [key for key in there if there[key] != now[key]]:
+            what = ", ".join(f"{key}={there[key]!r:.60}, not {now[key]!r:.60}" for key in keys[:3])
             raise PlanError(f"{folder / name} is a run of other values: {what}. Pass another folder: --out.")
     write_file(folder / RECORD, json.dumps(known | wanted, indent=1))
+
+
+def _same_data(run: Path, before: Any, now: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """Return the stamps of a finished run's files; refuse a file that has changed. What cannot be read now, or could
+    not be then, has none, as has that of an older version: it is taken as it is."""
+    known = before if isinstance(before, dict) else {}
+    found = {file: own or known.get(file, []) for file, own in now.items()}
+    if changed := [file for file, own in found.items() if known.get(file) and known[file] != own]:
+        raise PlanError(f"{run} is a run of other data: {changed[0]} has changed since. Pass another folder: --out.")
+    return found
 
 
 def _run_all(folder: Path, commands: dict[str, list[str]], jobs: int, said: Callable[[str], None]) -> dict[str, str]:
@@ -290,16 +297,18 @@ def _start(folder: Path, command: list[str], variables: Mapping[str, str]) -> su
 
 @contextmanager
 def _ended_with(running: dict[str, subprocess.Popen[bytes]]) -> Iterator[None]:
-    """After the block, end the processes that still run: by Ctrl-C, at which they save, or else by force."""
+    """After the block, end the processes that still run: by Ctrl-C, at which they save, or else by force. Where a shell
+    script has started the sweep with `&`, all ignore SIGINT; they save at SIGTERM, too."""
     try:
         yield
     finally:
+        number = signal.SIGTERM if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else signal.SIGINT
         with ExitStack() as stack:
             for process in running.values():
                 stack.callback(_kill, process)
             for process in running.values():
                 with suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGINT)
+                    process.send_signal(number)
             deadline = time.monotonic() + PATIENCE
             while any(process.poll() is None for process in running.values()) and time.monotonic() < deadline:
                 time.sleep(_LOOK)
@@ -313,12 +322,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def _terminating() -> Iterator[None]:
-    """Let SIGTERM and a closed terminal end the sweep as Ctrl-C does."""
+    """Let SIGTERM and a closed terminal end the sweep as Ctrl-C does. nohup ignores SIGHUP: then it continues."""
 
     def interrupt(number: int, _: FrameType | None) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
-    with handled((signal.SIGTERM, signal.SIGHUP), interrupt):
+    ends = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is not signal.SIG_IGN]
+    with handled(ends, interrupt):
         yield
 
 

@@ -12,7 +12,7 @@ import task_jobs as jobs
 import torch
 import torch.nn.functional as F
 from command_line import call
-from drivetrain import DataError, MultiLabel, Pipeline, PlanError, Segmentation
+from drivetrain import DataError, MultiLabel, Pipeline, PlanError, Segmentation, Task
 from drivetrain.loaders import FFCVLoader, convert
 from drivetrain.pipeline.analysis.batch import ShownBatch
 from drivetrain.pipeline.analysis.errors import Calibration, ClassErrors, Errors, LabelErrors, wilson
@@ -291,3 +291,31 @@ def test_the_command(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "precision" in end.out
     assert Path("e.png").exists()
     assert json.loads(call("errors", "run", "--data", toy.train, "--json").out)["samples"] == 128
+
+
+class Declared(Task):
+    """Has class indices, which it must declare for MixUp; what it predicts is its own."""
+
+    kind = "class indices"
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs["logits"] if isinstance(outputs, dict) else outputs, targets)
+
+
+@pytest.mark.parametrize("container", ["tensor", "dict"])
+def test_a_task_of_ones_own_that_declares_its_targets_has_its_losses(tmp_path: Path, container: str) -> None:
+    files = jobs.write(tmp_path, lambda pictures: pictures.mean((1, 2)).argmax(1))
+    pipeline = Pipeline(jobs.Outputs, num_classes=3, container=container).task(Declared())
+    pipeline = pipeline.load(*files, batch_size=32, image_size=jobs.SIDE, flip=False, workers=1)
+    errors = pipeline.fit(epochs=1, progress=False).errors()
+    assert type(errors) is Errors
+    assert errors.losses.mean() == pytest.approx(errors.metrics["val_loss"], abs=1e-5)
+
+
+def test_a_class_without_samples_and_predictions_has_no_f1() -> None:
+    at, common = np.arange(2), {"pictures": {}, "probabilities": np.ones(2, np.float32)}
+    errors = ClassErrors("x", {}, (*"abc",), at, np.ones(2, np.float32), targets=at, predictions=at, **common)
+    assert [row[6] for row in errors.rows()] == ["1.000", "1.000", "–"]
+    common["probabilities"] = (found := np.eye(2, 3)).astype(np.float32)
+    labels = LabelErrors("x", {}, (*"abc",), at, np.ones(2, np.float32), targets=found > 0, **common)
+    assert [row[6] for row in labels.rows()] == ["1.000", "1.000", "–"]

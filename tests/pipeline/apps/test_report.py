@@ -155,3 +155,19 @@ def test_what_cannot_be_reported(tmp_path: Path) -> None:
         write_report(tmp_path, tmp_path / "r.html")
     with pytest.raises(DrivetrainError, match=r"r\.pdf"):
         write_report(tmp_path, tmp_path / "r.pdf")
+
+
+class Fails(Callback):
+    def on_step_end(self, view: RunView) -> None:  # noqa: ARG002
+        raise RuntimeError("at once")
+
+
+def test_before_its_first_checkpoint_a_run_has_no_results_of_the_one_before(toy: Toy, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    toy.named().fit(epochs=2, out=run, progress=False)
+    with pytest.raises(RuntimeError, match="at once"):
+        toy.named().fit(epochs=2, out=run, progress=False, callbacks=[Fails()])
+    assert [*(run / "checkpoints").glob("step-*")]  # the earlier run's
+    page = write_report(run, tmp_path / "r.html").read_text()
+    assert "Unfinished: 0 of 2 epochs." in page
+    assert "No epoch has finished" in page

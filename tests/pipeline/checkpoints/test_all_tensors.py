@@ -296,7 +296,7 @@ def test_the_commands(toy: Toy, tmp_path: Path) -> None:
     assert "Pass fit(out=" in nowhere.err
     assert exported.out.splitlines()[0] == f"{target}: step-00000008"
     cifar_resnet(CLASSES, width=4).load_state_dict(load_file(target))
-    assert "--names short is not known" in unknown.line
+    assert "names='short' (--names) is not known" in unknown.line
     assert "has no complete one" in missing.line
     assert "stopped before its first checkpoint" in missing.line
     warning, error = damaged.err.splitlines()  # no line of source

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from cluster_jobs import Signals
 from drivetrain import CheckpointError, Pipeline
 from drivetrain.common.storage.addresses import RemoteFolder
 from drivetrain.pipeline import Checkpoints, CheckpointWarning, TrainingInterrupted, TrainingPreempted
+from drivetrain.pipeline.checkpoints import state as states
 from drivetrain.pipeline.checkpoints import writer as saving
 from drivetrain.pipeline.checkpoints.directory import CheckpointDir
 from drivetrain.strategies import launch
@@ -272,3 +274,23 @@ def test_after_ctrl_c_the_run_goes_on(toy: Toy, tmp_path: Path) -> None:
     assert resumed.history.facts["resumed"][0]["step"] in (4, 6)
     assert numbers(resumed) == numbers(fit(pipeline))
     assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_values_are_copied_when_the_last_checkpoint_is_written(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two copies at once would take twice the memory of a checkpoint."""
+    write, capture, writing = saving.write_part, states.capture_state, list[int]()
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.1)
+        write(*arguments)
+
+    def copied(*arguments: Any, **about: Any) -> Any:
+        writing.append(sum(one.name == "drivetrain-checkpoint" for one in threading.enumerate()))
+        return capture(*arguments, **about)
+
+    monkeypatch.setattr(saving, "write_part", slow)
+    monkeypatch.setattr(states, "capture_state", copied)
+    fit(toy.pipeline(plain_model), 1, out=tmp_path, checkpoints=Checkpoints(every_steps=1))
+    assert writing == [0] * 4

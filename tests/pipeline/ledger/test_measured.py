@@ -16,11 +16,12 @@ import pytest
 import torch
 from drivetrain import DrivetrainError, NonFiniteError, Pipeline, PlanError
 from drivetrain import transforms as t
-from drivetrain.loaders import TorchLoader
+from drivetrain.loaders import FFCVLoader, TorchLoader, convert
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.ledger.ledger import Ledger
 from drivetrain.pipeline.ledger.measure import TIGHT_ROUNDS
 from drivetrain.pipeline.ledger.variants import alone_and_without, stages, variants
+from drivetrain.pipeline.measuring import trials as measured_trials
 from drivetrain.pipeline.measuring.runner import Loaders, Variant, VariantRunner, groups
 from drivetrain.pipeline.measuring.trials import phases, run_trial
 from drivetrain.pipeline.measuring.variant import (
@@ -38,8 +39,9 @@ from drivetrain.pipeline.telemetry import progress
 from drivetrain.pipeline.telemetry.loggers import CSVLogger
 from drivetrain.pipeline.telemetry.progress import Progress
 from drivetrain.pipeline.training.guard import NonFiniteGuard
+from host_syncs import SimulatedCuda
 from ledgers import BATCH, TRAIN, Acting, built, in_process, measurement_of
-from pipeline_data import CLASSES, SIDE, Sleepy, Toy, plain_model, surroundings
+from pipeline_data import CLASSES, SIDE, Sleepy, Toy, plain_model, surroundings, write_toy
 from process_state import running_children
 from torch import nn
 
@@ -454,3 +456,29 @@ def test_peak_memory_and_compile_time(toy: Toy) -> None:
     assert whole.compile_seconds > 0
     assert "Peak memory per rank: plain PyTorch" in str(ledger)
     assert "Compile time, before the measurement: + compile" in str(ledger)
+
+
+def test_trials_train_on_samples_of_the_pipeline(toy: Toy, tmp_path: Path) -> None:
+    own = list(range(2, TRAIN, CLASSES))
+    with built(in_process(toy, indices=own)) as variant:
+        trial, labels = run_trial(variant, "train", epoch=1, batches=9)
+    assert (trial.images, {*np.concatenate(labels).tolist()}) == (len(own) // BATCH * BATCH, {2})
+    other = write_toy(tmp_path / "other.beton", TRAIN, seed=3)
+    mix = in_process(toy).load(
+        {toy.train: 3, str(other): 1}, toy.val, batch_size=BATCH, image_size=SIDE, loader="torch", workers=0
+    )
+    with built(mix) as variant:
+        assert run_trial(variant, "train", epoch=1, batches=2)[0].images == 2 * BATCH
+        loader = variant.loader(SIDE)
+        assert {index >= TRAIN for index in loader.indices.tolist()} == {False, True}  # of both
+
+
+@pytest.mark.parametrize(("mode", "dtype"), [("RGB", torch.uint8), ("RGB;16", torch.float32)])
+def test_copies_are_those_of_the_loader(mode: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Images of 16 bits are normalized before."""
+    pixels = np.zeros((8, 8, 8, 3), np.uint16 if mode.endswith("16") else np.uint8)
+    convert((pixels, np.arange(8) % 4), tmp_path / "a.beton", image_mode=mode, write_mode="raw", progress=False)
+    with FFCVLoader(tmp_path / "a.beton", batch_size=4, image_size=8, workers=1) as loader, SimulatedCuda():
+        batch = torch.zeros(4, 3, 8, 8, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
+        (images, there), _ = measured_trials._buffers(loader, batch)
+    assert images.dtype == there.dtype == dtype

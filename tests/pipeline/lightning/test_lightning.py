@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import field_jobs
 import own_schedules
@@ -272,6 +272,8 @@ def test_what_the_trainer_is_told(toy: Toy) -> None:
 
 def test_early_stopping_is_lightnings(toy: Toy) -> None:
     """It stops after the same epoch as in our loop, by a metric whose direction its class declares."""
+    import lightning.pytorch as pl
+
     pipeline = toy.pipeline().optimize("sgd", lr=1e-9, schedule="constant")  # nothing improves
     stopping = EarlyStopping("top1", patience=2)
     _, found = trained(pipeline, 9, stopping)
@@ -281,6 +283,15 @@ def test_early_stopping_is_lightnings(toy: Toy) -> None:
     assert len(trained(Pipeline.from_recipe(recipe), 9)[1]) == 3
     rarely = Pipeline.from_recipe(recipe, callbacks=[], eval_every=2)
     assert ["val_loss" in epoch for epoch in trained(rarely, 2)[1]] == [False, True]
+
+    class Validated(pl.Callback):
+        epochs: ClassVar[list[int]] = []
+
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+            self.epochs.append(trainer.current_epoch + 1)
+
+    trained(rarely, 3, Validated())
+    assert Validated.epochs == [2, 3]  # the last one in any case, as in our loop
     with pytest.raises(PlanError, match="on_nonfinite='skip' of the recipe needs Drivetrain's loop"):
         Pipeline.from_recipe(recipe, on_nonfinite="skip").to_lightning(epochs=1)
 

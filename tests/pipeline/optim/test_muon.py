@@ -252,3 +252,7 @@ def test_muon_takes_all_of_its_options_from_the_configuration() -> None:
     config = OptimizerConfig("muon", {"lr": 0.1, "adamw_lr": 0.2, "ns_steps": 3})
     (matrices, rest) = config.factory(parameters((3, 4), (3,))).param_groups
     assert (matrices["lr"], matrices["ns_steps"], rest["lr"]) == (0.1, 3, 0.2)
+    (_, rest) = OptimizerConfig("muon", {"lr": 0.1, "adamw_lr": None}).factory(parameters((3, 4), (3,))).param_groups
+    assert rest["lr"] == 0.1
+    with pytest.raises(PlanError, match="lr=None must be a number"):
+        OptimizerConfig("muon", {"lr": None})

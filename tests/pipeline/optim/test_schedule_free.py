@@ -9,6 +9,7 @@ import torch
 from drivetrain import PlanError
 from drivetrain.pipeline import export
 from drivetrain.pipeline.optim.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
+from drivetrain.pipeline.training import calibration
 from drivetrain.strategies import launch
 from drivetrain.transforms import EMA
 from pipeline_data import Toy, batch_norm_model, evaluated, numbers, plain_model
@@ -174,3 +175,11 @@ def test_a_run_on_two_ranks(strategy: str, toy: Toy, tmp_path: Path) -> None:
     pipeline = schedule_free(toy, plain_model).distribute(strategy, devices=2, device="cpu")
     both = pipeline.fit(epochs=2, progress=False, out=tmp_path)
     assert numbers(both)[-1] == pytest.approx(numbers(alone)[-1], abs=1e-4)
+
+
+def test_calibration_waits_for_the_device(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows may change weights on the CPU, which forwards on a GPU still copy."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(calibration, "wait_for", waited.append)
+    schedule_free(toy, batch_norm_model).fit(epochs=1, progress=False)
+    assert set(waited) == {torch.device("cpu")}

@@ -236,6 +236,9 @@ def test_a_scheduler_that_ends_too_early_is_named(toy: Toy) -> None:
     )
     with pytest.raises(PlanError, match=r"at step 4; .*total number of steps"):
         short.fit(epochs=2, progress=False)
+    cycle = functools.partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=4)
+    with pytest.raises(PlanError, match=r"OneCycleLR ends at step 4: Tried to step 5 times.*total number of steps"):
+        toy.pipeline().optimize("sgd", lr=0.1, momentum=0.9, schedule=cycle).fit(epochs=2, progress=False)
 
 
 def test_in_recipes_and_plans(toy: Toy) -> None:

@@ -19,6 +19,7 @@ from pipeline_data import (
     BATCH,
     CLASSES,
     SIDE,
+    Drawing,
     Toy,
     batch_norm_model,
     evaluated,
@@ -179,6 +180,21 @@ def test_a_loss_that_is_lost_is_one_error_on_every_rank(on_two_ranks: list[dict[
     for rank in on_two_ranks:
         assert rank["diverging"].startswith("NonFiniteError: At step ")
         assert "Lower the learning rate" in rank["diverging"]
+
+
+def drawn(pipeline: Pipeline) -> list[float]:
+    Drawing.drawn.clear()
+    pipeline.fit(epochs=1, progress=False)
+    return Drawing.drawn[-3:]
+
+
+def test_ranks_draw_apart_and_the_same_again(toy: Toy) -> None:
+    """Masks of dropout, and all that layers draw."""
+    two = toy.pipeline(Drawing).distribute("ddp", devices=2, device="cpu")
+    first, second = launch(drawn, two, devices=2, device="cpu")
+    assert not {*first} & {*second}
+    assert launch(drawn, two, devices=2, device="cpu") == [first, second]
+    assert drawn(toy.pipeline(Drawing).distribute("single", device="cpu")) == first  # rank 0's are those of one process
 
 
 def test_an_error_on_a_rank_comes_as_if_it_were_here(toy: Toy, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from command_line import call
 from drivetrain import Callback, CheckpointError, Checkpoints, PlanError, Profile, RunView, strategies
 from drivetrain.common.storage import addresses as sources
 from drivetrain.pipeline import TrainingInterrupted, TrainingPreempted, export, load_run
+from drivetrain.pipeline.checkpoints.remote import RemoteRun
 from object_store import SECRET, Store, object_store
 from PIL import Image
 from pipeline_data import Toy, left_in, numbers
@@ -339,3 +340,23 @@ def test_killed_within_an_upload(strategy: str, held: str, toy: Toy, store: Stor
     store.hold = None
     assert "step-00000006/state.json" not in store.names("team/run/checkpoints/")
     assert ended(start(OUT, "two")) == ("4", f"{expected}")
+
+
+def test_what_is_kept_of_a_new_run_is_uploaded_although_the_one_before_was_longer(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRIVETRAIN_DATA", str(tmp_path / "cache"))
+    out = f"file://{tmp_path}/store"
+    expected = numbers(toy.pipeline().fit(epochs=2, out=out, progress=False))  # until step 8
+
+    def gone(*_: Any) -> None:
+        raise CheckpointError("The store is gone.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteRun, "send", gone)
+        with pytest.raises(CheckpointError, match=r"The store is gone.*kept in"):
+            toy.pipeline().fit(epochs=2, out=out, progress=False, checkpoints=EVERY_2)
+    capsys.readouterr()
+    resumed = toy.pipeline().fit(epochs=2, out=out, resume="auto")
+    assert f"Uploaded {out}/checkpoints/step-00000002" in capsys.readouterr().out
+    assert (resumed.history.facts["resumed"][0]["step"], numbers(resumed)) == (2, expected)

@@ -444,3 +444,8 @@ def test_each_reduction_over_two_ranks() -> None:
     x = torch.cat([torch.arange(4.0), torch.arange(2.0, 6.0)])
     assert first["correlation"] == pytest.approx(torch.corrcoef(torch.stack([x, x.square()]))[0, 1].item(), abs=1e-5)
     assert "The metric 'unlike' (Reduced) cannot be merged over ranks" in first["error"]
+
+
+def test_a_monitored_top5_stays_with_few_classes() -> None:
+    assert set(Classification(monitor="top5").meters(4)) == {"top1", "top5"}
+    assert set(Classification(monitor="top1").meters(4)) == {"top1"}

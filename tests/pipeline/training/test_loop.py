@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import means_jobs
@@ -20,11 +21,11 @@ from drivetrain.pipeline.training.loop import StepLoss, evaluate, train_epoch
 from drivetrain.strategies import launch
 from drivetrain.transforms import CutMix, LabelSmoothing, Loss, MixUp, Transform
 from host_syncs import HostSyncs, SimulatedCuda
-from means_jobs import CASES, WEIGHTS, Focal, Run, all_trained, trained
+from means_jobs import CASES, WEIGHTS, Focal, Run, all_trained, evaluation_order, trained
 from own_transforms import First12, Own, by_image, hard
 from parity_draws import COMPLEX, LOSSES, Draw, differences, draws, on_ranks, reference
 from parity_jobs import NAMES as PARITY_NAMES
-from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model, plain_model
+from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model, plain_model, write_toy
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -443,3 +444,13 @@ def test_the_draws_have_every_part() -> None:
     for part in ("complex_parameter", "tied", "double"):
         assert sum(getattr(draw, part) for draw in drawn) > 10
     assert draws(5, 2, SEED) == draws(5, 2, SEED)
+
+
+@pytest.mark.process
+def test_the_uneven_last_batch_of_a_loader_in_evaluation(tmp_path: Path) -> None:
+    """Eleven samples in batches of 4: of the last batch, one rank has two samples and the other one."""
+    file = str(write_toy(tmp_path / "eleven.beton", 11, seed=1, side=means_jobs.SIDE))
+    loss, bias = evaluation_order(file, "single")
+    for found in launch(evaluation_order, file, "ddp", devices=2, device="cpu"):
+        assert found[0] == pytest.approx(loss, abs=1e-5)
+        assert found[1] == pytest.approx(bias, abs=1e-5)

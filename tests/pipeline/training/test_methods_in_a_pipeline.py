@@ -10,7 +10,7 @@ from drivetrain import transforms as t
 from drivetrain.loaders import FFCVLoader
 from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch
-from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, Toy, batch_norm_model, evaluated, numbers, plain_model
+from pipeline_data import BATCH, CLASSES, SIDE, TRAIN, AllBut, Toy, batch_norm_model, evaluated, numbers, plain_model
 from torch import nn
 
 METHODS = [
@@ -317,3 +317,20 @@ def test_a_plain_pipeline_does_nothing_more(toy: Toy) -> None:
         ((same, targets),) = built.hooks.microbatches(built.engine, images, labels, built.loss)
     assert torch.equal(same, images)
     assert torch.equal(targets, labels)
+
+
+@pytest.mark.parametrize(
+    ("method", "side"),
+    [
+        (t.ProgressiveResizing(delay=0.25, finetune=0.25, size_increment=2), 14),  # 8, 10, 14 and 16 pixels
+        (t.SelectiveBackprop(scale_factor=0.75), 12), (t.ColOut(0.25, 0.25), 12),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_size_that_the_model_does_not_accept_is_named_before_training(
+    toy: Toy, method: t.Transform, side: int
+) -> None:
+    name = type(method).__name__
+    with pytest.raises(PlanError, match=rf"images of {side} × {side} pixels.* {name} trains on images of this size"):
+        fit(toy.pipeline(lambda: AllBut(side)).transform(method), 4)
+    fit(toy.pipeline(lambda: AllBut(side)), 1)

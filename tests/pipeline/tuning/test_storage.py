@@ -14,7 +14,7 @@ from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.training.build import make_loader
 from drivetrain.pipeline.tuning import storage
 from drivetrain.pipeline.tuning import tune as tune_module
-from drivetrain.pipeline.tuning.candidates import allowed, candidates
+from drivetrain.pipeline.tuning.candidates import Candidate, allowed, candidates
 from drivetrain.pipeline.tuning.result import Tuned
 from drivetrain.transforms import ProgressiveResizing
 from loader_pictures import jpeg_folder
@@ -228,3 +228,56 @@ def test_what_is_accepted_is_in_the_recipe_and_what_is_not_is_removed(
         made.unlink()
         monkeypatch.setattr(storage, "WORTH", 1e9)
         assert not pipeline.tune(seconds=SECONDS, out=out, progress=False).accepted
+
+
+def test_what_a_tuning_has_accepted_no_other_one_removes_or_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same data, and of others whose file has the same name."""
+    monkeypatch.setattr(storage, "WORTH", 0.0)
+
+    def raw(name: str) -> storage.Storage:
+        plan = resolve(pipeline_of(tmp_path / name / "train.beton"))
+        (one,) = (each for each, _ in storage.storages(plan) if each.name == "raw pixels")
+        one.folder, one.end = tmp_path / "tuned", float("inf")
+        one.folder.mkdir(exist_ok=True)
+        return one
+
+    for name, count in (("a", 16), ("b", 8)):
+        convert(jpeg_folder(tmp_path / name / "of", per_class=count), tmp_path / name / "train.beton", progress=False)
+    first = raw("a")
+    assert first.convert() == ""
+    raw("a").discard()  # not accepted
+    assert not first.path.exists()
+    assert first.convert() == ""
+    first.accept()
+    assert first.exists
+    again = raw("a")
+    assert again.convert() == ""
+    again.discard()
+    assert first.exists
+    assert "accepted by a tuning of other data" in raw("b").convert()
+    assert len(open_beton(first.path)) == 48
+
+
+@pytest.mark.usefixtures("hopeful")
+def test_a_folder_that_was_missing_is_used_once_it_is_given(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = tune_module.candidates
+    same = Candidate("same", "step", lambda spec: spec)
+    monkeypatch.setattr(tune_module, "candidates", lambda plan: [same, *found(plan)])
+
+    def dropped(self: Any, *contenders: Any) -> bool:
+        own, other = self._arena.round(1, contenders[:2])
+        self._note(outcome="dropped", ratio=own / other, rounds=1)
+        return False
+
+    monkeypatch.setattr(tune_module.Tuner, "_compare", dropped)
+    monkeypatch.setattr(storage, "WORTH", 1e9)
+    pipeline = pipeline_of(photos)
+    first = {one.name: one for one in pipeline.tune(seconds=SECONDS, progress=False).trials}
+    assert first[RAW].reason == storage.NO_FOLDER
+    again = pipeline.tune(seconds=SECONDS, out=tmp_path / "tuned.json", progress=False).trials
+    assert {one.name: one for one in again}[RAW].reason.startswith("of 48 images, the loader alone is")
+    assert first["same"] in again  # not measured again

@@ -18,6 +18,7 @@ from drivetrain.common.budget import OutOfTime
 from drivetrain.common.errors import DrivetrainError, LedgerError
 from drivetrain.pipeline import TuneInterrupted
 from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.ledger.variants import with_data
 from drivetrain.pipeline.measuring.runner import Failed
 from drivetrain.pipeline.measuring.variant import Trial, VariantId
 from drivetrain.pipeline.runs.facts import facts_of
@@ -249,3 +250,13 @@ def test_a_file_of_other_options_is_refused(toy: Toy, tmp_path: Path) -> None:
     ):
         with pytest.raises(LedgerError, match=f"is of another {name}:"):
             other.tune(seconds=5, out=file, progress=False)
+
+
+def test_another_order_of_the_samples_is_compared(toy: Toy) -> None:
+    pipeline = pipeline_of(toy)
+    arena = Arena(perf_counter() + 60, 1e-9)
+    with (
+        closing(arena.open("random", pipeline)) as given,
+        closing(arena.open("quasi-random", with_data(pipeline, order="quasi_random"))) as other,
+    ):
+        assert all(speed > 0 for speed in arena.round(1, [other, given]))

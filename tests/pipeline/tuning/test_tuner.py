@@ -96,6 +96,9 @@ class Format:
     def convert(self) -> str:
         return ""
 
+    def accept(self) -> None:
+        """Note nothing."""
+
     def discard(self) -> None:
         self.left = False
 

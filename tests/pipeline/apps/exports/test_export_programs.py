@@ -92,12 +92,16 @@ def test_the_command(run: Ran, toy: Toy, tmp_path: Path, monkeypatch: pytest.Mon
         (("own.weights",), "does not end in .safetensors or .pt2 or .onnx"),
         (("own.pt2", "--format", "torchscript"), "Did you mean 'torch-export'?"),
         (("own.pt2", "--names", "trained"), "are of safetensors"),
+        (("own.safetensors", "--names", "plan"), "names='plan' (--names) is not known. Pass plain or trained"),
         (("own.safetensors", "--data", toy.val), "compares a program"),
         (("own.pt2", "--tolerance", "0"), "tolerance=0.0 must be a finite number in (0, 1]"),
         (("own.pt2", "--data", "nothing.beton"), "nothing.beton does not exist"),
     ):
         assert message in call("export", str(folder), str(tmp_path / options[0]), *options[1:]).line
     assert not (tmp_path / "own.onnx").exists()
+    with pytest.raises(CheckpointError, match="is not known"):
+        export(folder, tmp_path / "new.safetensors", names="surgery")  # type: ignore[arg-type]
+    assert not (tmp_path / "new.safetensors").exists()
 
 
 def own(toy: Toy, folder: Path, model: Any) -> Path:

@@ -172,6 +172,18 @@ def test_slurm_starts_again(
     assert len(again.read_text().splitlines()) == len(before.splitlines()) + bool(expected)
 
 
+def test_slurm_keeps_the_log_of_earlier_starts(recipe: str, tmp_path: Path) -> None:
+    """SLURM's log is a file that is opened to append, not a pipe."""
+    path = programs(tmp_path / "bin", srun=SRUN, scontrol=SCONTROL, torchrun=TORCHRUN_AFTER)
+    environment = surroundings(path, tmp_path / "requests") | {"FOUND": "", "STATUS": "0"}
+    log = tmp_path / "mine.log"
+    log.write_text("the start before\n")
+    command = ["bash", "-c", written("slurm", recipe)]
+    with log.open("a") as output:
+        subprocess.run(command, env=environment, cwd=tmp_path, stdout=output, stderr=output, check=True)
+    assert log.read_text() == "the start before\na table\n"
+
+
 def test_numbers_of_nodes(recipe: str) -> None:
     """512 images are divided among 8, 16 and 32 GPUs, and not among 24."""
     assert "#SBATCH --nodes=1,2,4\n" in written("slurm", recipe, nodes="1:4")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,15 @@ import pytest
 from command_line import ENVIRONMENT, call, toy_values
 from drivetrain import PlanError
 from drivetrain.pipeline.apps.sweeps.space import Axis, name_of, space, split
-from drivetrain.pipeline.apps.sweeps.sweep import Combination, _start, job_environment
+from drivetrain.pipeline.apps.sweeps.sweep import (
+    Combination,
+    _ended_with,
+    _record,
+    _start,
+    _terminating,
+    job_environment,
+)
+from drivetrain.pipeline.recipes.presets import completed
 from pipeline_data import Toy
 
 
@@ -132,6 +141,57 @@ def _wait(condition: Any, seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_what_is_recorded_of_runs(tmp_path: Path, toy: Toy) -> None:
+    values = completed("cifar10-quickstart", {"train": "a.beton", "val": None, "epochs": 1}).values
+
+    def record(data: Any, **changed: Any) -> Any:
+        _record(tmp_path, {"run": values | {"data": {"a.beton": data}} | changed})
+        return json.loads((tmp_path / "sweep.json").read_text())["run"]["data"]["a.beton"]
+
+    assert (record([]), record([1, 2]), record([3, 4])) == ([], [1, 2], [3, 4])  # no run has finished
+    with pytest.raises(PlanError, match="epochs=1, not 2"):
+        record([3, 4], epochs=2)
+    toy.named().fit(epochs=1, out=tmp_path / "run", progress=False)
+    assert record([]) == [3, 4]  # gone, or its store does not answer
+    with pytest.raises(PlanError, match=r"other data: a\.beton has changed"):
+        record([5, 6])
+    known = json.loads((tmp_path / "sweep.json").read_text())
+    del known["run"]["stream"]  # which version 0.2.0 did not have
+    (tmp_path / "sweep.json").write_text(json.dumps(known))
+    assert record([3, 4]) == [3, 4]
+
+
+def test_a_sweep_under_nohup_continues_without_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _terminating():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with pytest.raises(KeyboardInterrupt, match="SIGHUP"), _terminating():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("ignored", [True, False])
+def test_runs_save_also_where_ctrl_c_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ignored: bool
+) -> None:
+    """As in what a script starts with `&`, and all that this starts."""
+    monkeypatch.setattr("drivetrain.pipeline.apps.sweeps.sweep.PATIENCE", 5.0)
+    saves = "trap 'exit 75' INT TERM; echo ready; while :; do sleep 0.02; done"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+    try:
+        process = _start(tmp_path, ["sh", "-c", saves], {})
+        with _ended_with({"a": process}):
+            _wait(lambda: "ready" in (tmp_path / "output.txt").read_text(), 10)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.returncode == 75
 
 
 @pytest.mark.process
