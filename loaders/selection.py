@@ -348,7 +348,7 @@ def classes_of(labels: NDArray[Any] | None, samples: Samples) -> NDArray[np.inte
         return None
     if isinstance(samples, Rest):
         return np.delete(labels, samples.left_out)
-    return labels[samples.start : samples.stop] if isinstance(samples, range) else labels[samples]
+    return labels[samples.start : samples.stop] if isinstance(samples, range) else labels[as_array(samples)]
 
 
 def held_out(samples: Samples, classes: NDArray[np.integer[Any]] | None, share: float, seed: int) -> Indices:

@@ -67,7 +67,8 @@ def _mapped(folder: Path) -> Arrays | None:
     try:
         os.utime(folder)
         names = json.loads((folder / _NAMES).read_bytes())
-        return {name: np.asarray(np.load(folder / f"{name}.npy", mmap_mode="r")) for name in names}
+        mapped = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
+        return {name: np.asarray(array) for name, array in mapped.items()}
     except (OSError, ValueError, EOFError):
         return None
 

@@ -202,9 +202,9 @@ def load_randomness(checkpoint: Checkpoint, engine: Engine, seed: int) -> None:
             random.seed(third)
             return
         torch.set_rng_state(own["random.cpu"])
-        for key, gpu in _gpus(engine).items():
-            if key in own:
-                torch.cuda.set_rng_state(own[key], gpu)
+        for name, gpu in _gpus(engine).items():
+            if name in own:
+                torch.cuda.set_rng_state(own[name], gpu)
         saved = checkpoint.content.ranks[engine.rank].random
         version, words, gauss = saved["python"]
         random.setstate((version, tuple(words), gauss))

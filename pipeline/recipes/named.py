@@ -183,7 +183,7 @@ IMAGENETTE: dict[str, dict[str, Any]] = {
     "imagenette-fast": {
         "description": "Imagenette in 3 epochs of small images, to the accuracy of imagenette-plain. Set train= and "
         "val=.",
-        "source": "imagenette-5, with fewer epochs and smaller images",
+        "source": "imagenette-5 with fewer epochs and smaller images; the data: https://github.com/fastai/imagenette",
         "published": "nothing for this network",
         "measured": "80.00 %, mean of 2 seeds, after 10.2 to 12.4 min of training, on two cores of an AMD "
         "EPYC without bf16 instructions, torch 2.15: benchmarks/results/race-imagenette-fast.json",
