@@ -381,8 +381,8 @@ class EpochLoader(ABC):
     @property
     def frequencies(self) -> NDArray[np.float64]:
         """How often each of `indices` is trained on, relative to the others, `(n,)`."""
-        weights = None if self.selected is None else self.selected.weights
-        return frequencies(self.indices, self._parts, self._weights if self._parts else (), weights)
+        of_parts = self._weights if self._parts else ()
+        return frequencies(self.indices, self._parts, of_parts, self._weights_of_samples)
 
     def count(self, mask: NDArray[np.bool_]) -> int:
         """Return how many of `indices` are True in a mask of all samples of the data set `(N,)`."""
@@ -401,7 +401,7 @@ class EpochLoader(ABC):
         if indices is None:
             self._kept = self._indices
             return
-        if self._parts or (self.selected is not None and self.selected.weights is not None):
+        if self._parts or self._weights_of_samples is not None:
             raise DataError(
                 "keep() would change the shares of an epoch, which balance= or the weights of a mix set. Leave one out."
             )

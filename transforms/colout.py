@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..common.transfer import to_device
 from .base import BatchContext, FractionBelowOne, Transform
-from .common.images import check_batch, keep_format
+from .common.images import check_batch, height_width, keep_format
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ColOut(Transform):
     depends_on_length = False  # each step depends only on its own random numbers
 
     def sizes(self, image_size: int | tuple[int, int]) -> tuple[int | tuple[int, int], ...]:
-        height, width = image_size if isinstance(image_size, tuple) else (image_size, image_size)
+        height, width = height_width(image_size)
         return ((_count(height, self.row), _count(width, self.column)),)
 
     def batch(self, images: Tensor, targets: Tensor, context: BatchContext) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from ..common.errors import DataError, PlanError
 from ..common.model_state import buffers_kept
 from ..common.transfer import to_device
 from .base import BatchContext, Fraction, FractionAboveZero, Natural, ProperFraction, Transform
-from .common.images import check_batch, resize
+from .common.images import check_batch, height_width, resize
 from .common.losses import unreduced
 
 
@@ -84,8 +84,8 @@ class SelectiveBackprop(Transform):
     def sizes(self, image_size: int | tuple[int, int]) -> tuple[int | tuple[int, int], ...]:
         if self.scale_factor == 1:
             return (image_size,)
-        height, width = image_size if isinstance(image_size, tuple) else (image_size, image_size)
-        return image_size, (self._scaled(height), self._scaled(width))
+        height, width = map(self._scaled, height_width(image_size))
+        return image_size, (height, width)
 
     def _scaled(self, side: int) -> int:
         return max(round(side * self.scale_factor), 1)

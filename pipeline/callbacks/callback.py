@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -242,6 +242,10 @@ class Callback:
         >>> pipeline.fit(epochs=3, callbacks=[StopBelow()], progress=False).stopped
         'val_loss is below 10'
     """
+
+    only_looks: ClassVar[bool] = False
+    """Whether it changes no training: runs that are measured (`race`, `tune`, `ledger(accuracy=True)`), which have no
+    loggers and no place for its files, leave it out."""
 
     def check(self, run: RunOptions) -> None:
         """Raise `PlanError` if this callback cannot work in such a run; called before any work."""

@@ -33,6 +33,8 @@ class GradientNorms(Callback):
         >>> result = pipeline.fit(epochs=1, out="runs/norms", logger="csv", callbacks=[norms], progress=False)
     """
 
+    only_looks = True
+
     def __init__(self, every: int = 100, by: By = "module") -> None:
         check_whole("GradientNorms: every", every, PlanError, 1, also=" of steps")
         if by not in get_args(By):

@@ -36,6 +36,8 @@ class Profile(Callback):
         >>> result = pipeline.fit(epochs=1, callbacks=[profile], progress=False)
     """
 
+    only_looks = True
+
     def __init__(self, out: str | Path, start: int = 10, steps: int = 5, *, all_ranks: bool = False) -> None:
         if not isinstance(out, str | Path):
             raise PlanError(f"Profile: out={out!r:.60} must be the path of a file.")

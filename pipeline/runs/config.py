@@ -44,7 +44,7 @@ def _make_callbacks(given: Sequence[Any]) -> tuple[Callback, ...]:
     return tuple(made.values())
 
 
-def _known_callbacks() -> dict[str, Any]:
+def known_callbacks() -> dict[str, Any]:
     from ..callbacks.early_stopping import EarlyStopping
     from ..callbacks.gradient_norms import GradientNorms
     from ..callbacks.profile import Profile
@@ -53,7 +53,7 @@ def _known_callbacks() -> dict[str, Any]:
 
 
 def _by_name(entry: Mapping[str, Any]) -> object:
-    known, options = _known_callbacks(), dict(entry)
+    known, options = known_callbacks(), dict(entry)
     name = options.pop("name", None)
     kind = imported("callback", name) if isinstance(name, str) and ":" in name else known.get(str(name))
     if kind is None:
@@ -72,7 +72,7 @@ def recorded(config: FitOptions, recipe: FitOptions | None) -> FitOptions | None
     who trains the recipe again shall not replace the run. A custom callback is named if `recipe` does."""
     given = () if recipe is None else recipe.callbacks
     entries = {str(each["name"]).rpartition(":")[2]: each for each in given if isinstance(each, Mapping)}
-    known, callbacks = _known_callbacks(), list[Any]()
+    known, callbacks = known_callbacks(), list[Any]()
     for one in config.callbacks:
         name = type(one).__name__
         if type(one) is known.get(name):

@@ -20,23 +20,22 @@ from ..describe.resolve import ResolvedPlan
 from ..telemetry.provenance import provenance
 from ..training.build import identity_of
 from ..training.model_identity import code_identity, digest
-from .config import FitConfig
+from .config import FitConfig, known_callbacks
 
 # The options of `fit` that belong to the training, not to one start of it.
 KEPT = ("init_from", "on_nonfinite", "callbacks", "eval_every", "eval_every_steps")
-# Callbacks that only look, and take time: a measured run has no logger for them, and no place for their files.
-LOOKING = ("GradientNorms", "Profile")
 
 
 def fit_options(spec: PipelineSpec) -> dict[str, Any]:
     """Return the options of `fit` with which every run of this pipeline trains, a measured one, too."""
     options = {name: value for name, value in spec.fit_defaults().items() if name in KEPT}
-    callbacks = [one for one in options.pop("callbacks", ()) if _name(one) not in LOOKING]
+    callbacks = [one for one in options.pop("callbacks", ()) if not _only_looks(one)]
     return options | ({"callbacks": callbacks} if callbacks else {})
 
 
-def _name(callback: object) -> str:
-    return str(callback.get("name")) if isinstance(callback, Mapping) else type(callback).__name__
+def _only_looks(callback: object) -> bool:
+    kind = known_callbacks().get(str(callback.get("name"))) if isinstance(callback, Mapping) else type(callback)
+    return bool(getattr(kind, "only_looks", False))
 
 
 def measured_config(spec: PipelineSpec, **options: Any) -> FitConfig:

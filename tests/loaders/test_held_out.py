@@ -330,7 +330,7 @@ def test_other_options_or_data_have_other_selections(toy: Toy, tmp_path: Path, m
 
 @pytest.mark.timeout(30)
 def test_no_server_is_asked_for_indices(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An address is no file here, and is refused at once."""
+    """An address is not a local file: it is refused without waiting for a server."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(data_set, "CHECKED", 0)
     with socket.create_server(("127.0.0.1", 0)) as silent, closing(open_files(files_of(toy.train))) as beton:

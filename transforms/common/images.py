@@ -65,6 +65,11 @@ def draw_partners(images: Tensor, generator: torch.Generator) -> Tensor:
     return to_device(torch.randperm(len(images), generator=generator, device="cpu"), images.device)
 
 
+def height_width(image_size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return both sides of a size, of which one number is a square."""
+    return image_size if isinstance(image_size, tuple) else (image_size, image_size)
+
+
 def resize(images: Tensor, height: int, width: int) -> Tensor:
     """Return resized images, bilinear and antialiased, with the same dtype and memory format."""
     if images.shape[-2:] == (height, width):
