@@ -233,21 +233,25 @@ SEGMENTATION: dict[str, dict[str, Any]] = {
             "train": "drivetrain convert train/images train.beton --labels train/masks --classes NAMES --ignore 11 "
             "(void), and likewise val; NAMES has a line for each class",
             "model": "ours: the semantic branch of Panoptic FPN on ResNet-18-D, with random weights",
-            "image_size": "ours", "eval_image_size": "that of the data", "loading.ratio": "ours: around 4:3",
-            "transforms": "ours", "optimizer": "ours", "schedule": "ours", "warmup": "ours", "batch_size": "ours",
+            "image_size": "ours: crops of about the scale of the data, half as high and wide",
+            "eval_image_size": "that of the data", "loading.ratio": "ours: around 4:3",
+            "transforms": "ours",
+            "optimizer": "ours: of four, in 4 epochs of 96 × 128 pixels, Muon with 0.02 had 35.5 %, with 0.01 33.2 %, "
+            "AdamW with 3e-3 31.2 %, with 1e-3 31.0 %",
+            "schedule": "ours", "warmup": "ours", "batch_size": "ours",
             "epochs": "ours", "precision": "ours: bf16 where the device computes it natively",
         },
         **_DATA,
         "task": {"name": "Segmentation", "classes": 11},
         "model": "fpn", "model_options": {"num_classes": 11},
-        "batch_size": 8, "image_size": [240, 320], "eval_image_size": [360, 480],
-        "loading": {"scale": [0.25, 1.0], "ratio": [1.0, 1.78], "eval_crop": "whole"},
+        "batch_size": 8, "image_size": [180, 240], "eval_image_size": [360, 480],
+        "loading": {"scale": [0.1, 1.0], "ratio": [1.0, 1.78], "eval_crop": "whole"},
         "transforms": [
             {"name": "BlurPool"}, {"name": "ChannelsLast"},
-            {"name": "ProgressiveResizing", "initial_scale": 0.5, "delay": 0.3, "finetune": 0.3},
+            {"name": "ProgressiveResizing", "initial_scale": 0.5, "delay": 0.33, "finetune": 0.34},
         ],
-        "optimizer": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.05},
-        "schedule": "linear", "warmup": 0.1, "precision": "auto", "epochs": 40,
+        "optimizer": {"name": "muon", "lr": 0.02, "weight_decay": 0.01, "ns_steps": 3, "adamw_lr": 3e-3},
+        "schedule": "linear", "warmup": 0.1, "precision": "auto", "epochs": 12,
     },
 }  # fmt: skip
 
