@@ -117,10 +117,11 @@ records: install
 
 SCENES := .build/records/camvid
 CAMVID_CLASSES := sky,building,pole,road,pavement,tree,sign,fence,car,pedestrian,bicyclist
-CAMVID_PLAIN := loader=torch transforms=[] precision=fp32 optimizer={"name":"adamw","lr":3e-3,"weight_decay":0.05}
+# Plain PyTorch, with AdamW and this learning rate.
+PLAIN = loader=torch transforms=[] precision=fp32 optimizer={"name":"adamw","lr":$(1),"weight_decay":0.05}
 records-camvid: $(SCENES)/train.beton $(SCENES)/val.beton
 	$(RACE) camvid-segmentation --train $(SCENES)/train.beton --val $(SCENES)/val.beton --target 0.40 --seeds 2 \
-	    --against '$(CAMVID_PLAIN)' --out $(SCENES)
+	    --against '$(call PLAIN,3e-3)' --out $(SCENES)
 
 $(SCENES)/%.beton: install
 	mkdir -p $(SCENES)
@@ -136,6 +137,8 @@ records-imagenette: $(PHOTOGRAPHS)/train.beton $(PHOTOGRAPHS)/val.beton
 	    --against imagenette-plain --out $(PHOTOGRAPHS)
 	$(RACE) imagenette-fast seed=2 --train $(PHOTOGRAPHS)/train.beton --val $(PHOTOGRAPHS)/val.beton --target 0.78 \
 	    --seeds 2 --against imagenette-plain --out $(PHOTOGRAPHS)-fast
+	$(RACE) vit-tiny-imagenette --train $(PHOTOGRAPHS)/train.beton --val $(PHOTOGRAPHS)/val.beton --target 0.60 --seeds 2 \
+	    --against '$(call PLAIN,1e-3)' --out $(PHOTOGRAPHS)-vit
 
 $(PHOTOGRAPHS)/%.beton: install
 	mkdir -p $(PHOTOGRAPHS)

@@ -203,7 +203,7 @@ CHARTS: dict[str, Callable[[], str]] = {
     "imagenette.svg": partial(
         race,
         "Imagenette",
-        "imagenette",
+        "imagenette-5",
         "imagenette-fast",
         notes=["While the last point of 5 epochs was trained, other work ran on the machine."],
     ),

@@ -22,9 +22,10 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from drivetrain.common.errors import DataError
 from drivetrain.pipeline import RaceResult
@@ -121,37 +122,70 @@ def rows(head: str, lines: list[list[str]]) -> str:
 
 
 @functools.cache
-def imagenette(recipe: str = "imagenette-5") -> RaceResult:
-    """Return a recipe's race on Imagenette with `imagenette-plain`."""
-    return RaceResult.load(RESULTS / f"race-{'imagenette' if recipe == 'imagenette-5' else recipe}.json")
+def race(recipe: str) -> RaceResult:
+    """Return a recipe's race with plain PyTorch."""
+    return RaceResult.load(RESULTS / f"race-{recipe}.json")
+
+
+class ToPlainsBest(NamedTuple):
+    """By seed: accuracies at the end, and the seconds of training to the best accuracy of plain PyTorch, which is that
+    of the same seed."""
+
+    accuracies: list[float]
+    seconds: list[float]
+    times_as_fast: list[float]  # empty for plain PyTorch itself
+
+    @property
+    def cells(self) -> list[str]:
+        best = [100 * accuracy for accuracy in self.accuracies]
+        accuracy = f"{mean(best):.1f} % ({min(best):.1f} to {max(best):.1f}, n = {len(best)})"
+        times = self.times_as_fast
+        faster = f"{mean(times):.1f} ({min(times):.1f} to {max(times):.1f})" if times else ""
+        return [accuracy, f"{mean(self.seconds) / 60:.1f}", faster]
+
+
+def raced(recipe: str) -> tuple[ToPlainsBest, ToPlainsBest]:
+    """Return a recipe and plain PyTorch, of their race."""
+    found = race(recipe)
+    plain = {run.seed: run for run in found.of(found.rows[1].variant)}
+    own = [run for run in found.of(recipe) if run.seed in plain]
+    goals = {seed: max(point.accuracy for point in run.points) for seed, run in plain.items()}
+    needed, reached = (
+        [run.seconds_to(goals[run.seed], found.monitor) or math.inf for run in runs] for runs in (plain.values(), own)
+    )
+    ends, plain_ends = ([run.points[-1].accuracy for run in runs] for runs in (own, plain.values()))
+    longest = dict(zip(plain, needed, strict=True))
+    ratios = [longest[run.seed] / seconds for run, seconds in zip(own, reached, strict=True)]
+    return ToPlainsBest(ends, reached, ratios), ToPlainsBest(plain_ends, needed, [])
+
+
+def seconds_of(recipe: str, row: int = 0) -> list[float]:
+    """Return the seconds of training of a recipe's runs; `row` 1: those of plain PyTorch."""
+    found = race(recipe)
+    return [run.points[-1].seconds for run in found.of(found.rows[row].variant)]
 
 
 def imagenette_table() -> str:
-    """Return the races on Imagenette, with the time that each variant takes to the best accuracy of the baseline, which
-    is that of the same seed and race."""
+    """Return the races on Imagenette."""
     names = {"imagenette-fast": "Drivetrain, 3 epochs of small images", "imagenette-5": "Drivetrain, 5 epochs"}
-    lines, plain, plain_seconds = [], list[float](), list[float]()
-
-    def cells(name: str, accuracies: list[float], seconds: list[float], ratios: list[float]) -> list[str]:
-        best = [100 * accuracy for accuracy in accuracies]
-        top1 = f"{mean(best):.1f} % ({min(best):.1f} to {max(best):.1f}, n = {len(best)})"
-        faster = f"{mean(ratios):.1f} ({min(ratios):.1f} to {max(ratios):.1f})" if ratios else ""
-        return [name, top1, f"{mean(seconds) / 60:.1f}", faster]
-
-    for recipe, name in names.items():
-        race = imagenette(recipe)
-        baseline = {run.seed: run for run in race.of("imagenette-plain")}
-        own = [run for run in race.of(recipe) if run.seed in baseline]
-        goals = {seed: max(point.accuracy for point in run.points) for seed, run in baseline.items()}
-        needed = {seed: run.seconds_to(goals[seed], race.monitor) or math.inf for seed, run in baseline.items()}
-        reached = [run.seconds_to(goals[run.seed], race.monitor) or math.inf for run in own]
-        ratios = [needed[run.seed] / seconds for run, seconds in zip(own, reached, strict=True)]
-        lines.append(cells(f"{name} (`{recipe}`)", [run.points[-1].accuracy for run in own], reached, ratios))
-        plain += [run.points[-1].accuracy for run in baseline.values()]
-        plain_seconds += needed.values()
-    lines.append(cells("plain PyTorch, 5 epochs (`imagenette-plain`)", plain, plain_seconds, []))
+    races = {recipe: raced(recipe) for recipe in names}
+    plain = ToPlainsBest(*([*chain(*values)] for values in zip(*(other for _, other in races.values()), strict=True)))
+    lines = [[f"{names[recipe]} (`{recipe}`)", *own.cells] for recipe, (own, _) in races.items()]
+    lines.append(["plain PyTorch, 5 epochs (`imagenette-plain`)", *plain.cells])
     lines.append(["the board's best, a larger network (github.com/fastai/imagenette)", "85.8 % (n = 5)", "", ""])
     head = "Imagenette, one network, two cores | top-1 | minutes of training to plain PyTorch's best | times as fast"
+    return rows(head, lines)
+
+
+def races_table() -> str:
+    """Return the races of other recipes."""
+    names = {"camvid-segmentation": "road scenes, mean IoU"}
+    lines = []
+    for recipe, metric in names.items():
+        own, plain = raced(recipe)
+        found = [f"{kind.cells[0]} in {mean(seconds_of(recipe, n)) / 60:.1f}" for n, kind in enumerate((own, plain))]
+        lines.append([f"`{recipe}`, {metric}", *found, own.cells[2]])
+    head = "recipe | trained, minutes | plain PyTorch, minutes | to plain PyTorch's best: times as fast"
     return rows(head, lines)
 
 
@@ -330,8 +364,22 @@ def streams_table() -> str:
     )
 
 
+def selections_table() -> str:
+    """Return what a selection costs the first rank of a machine, and each other one."""
+    parts, lines = (("opening", 2), ("order", 3), ("megabytes", 0)), []
+    for row in result("selections")["selections"].values():
+        costs = [f"{row[rank][part]['median']:,.{digits}f}" for rank in ("first", "others") for part, digits in parts]
+        lines.append([f"`{row['option']}`", f"{row['samples']:,}", *costs])
+    head = (
+        "option | samples | first rank: opening, s | order of an epoch, s | MB | "
+        "each other: opening, s | order of an epoch, s | MB"
+    )
+    return rows(head, lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "time to accuracy": imagenette_table,
+    "races of other recipes": races_table,
     "tuned recipes": tuning_table,
     "streams": streams_table,
     "loaders": loaders_table,
@@ -339,6 +387,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "methods": methods_table,
     "cost of several ranks": ranks_table,
     "cost of a rank by samples": scale_table,
+    "cost of a selection": selections_table,
     "cost of failures": faults_table,
 }
 
@@ -361,9 +410,9 @@ def top1(run: str) -> float:
     return mean(each["accuracy"] for each in entry("muon", f"runs / {run}"))
 
 
-def raced(variant: str, epoch: int = -1, recipe: str = "imagenette-5") -> tuple[float, float]:
+def after(variant: str, epoch: int = -1, recipe: str = "imagenette-5") -> tuple[float, float]:
     """Return the minutes of training until an epoch's end, and its accuracy: means of the race of a recipe."""
-    points = [run.points[epoch] for run in imagenette(recipe).of(variant)]
+    points = [run.points[epoch] for run in race(recipe).of(variant)]
     minutes, _, accuracy = (mean(values) for values in zip(*points, strict=True))
     return minutes / 60, accuracy
 
@@ -415,17 +464,17 @@ COMPUTED: dict[str, Callable[[], float]] = {
     "SGD's top-1": lambda: top1("the recipe's optimizer"),
     "minutes of cifar10-fast": lambda: sum(50_000 / one["images_per_s"] for one in epochs()) / 60,
     "minutes of cifar10-fast with evaluation": lambda: sum(one["seconds"] for one in epochs()) / 60,
-    "imagenette-5, minutes of the first seed": lambda: imagenette().of("imagenette-5")[0].points[-1].seconds / 60,
-    "imagenette-5, minutes of the second seed": lambda: imagenette().of("imagenette-5")[1].points[-1].seconds / 60,
-    "imagenette-5, accuracy": lambda: raced("imagenette-5")[1],
-    "imagenette-5, minutes of three epochs": lambda: raced("imagenette-5", 2)[0],
-    "imagenette-5, accuracy after three epochs": lambda: raced("imagenette-5", 2)[1],
-    "imagenette-fast, minutes": lambda: raced("imagenette-fast", recipe="imagenette-fast")[0],
-    "imagenette-fast, accuracy": lambda: raced("imagenette-fast", recipe="imagenette-fast")[1],
-    "imagenette-plain, minutes next to it": lambda: raced("imagenette-plain", recipe="imagenette-fast")[0],
-    "imagenette-plain, accuracy next to it": lambda: raced("imagenette-plain", recipe="imagenette-fast")[1],
-    "imagenette-plain, minutes": lambda: raced("imagenette-plain")[0],
-    "imagenette-plain, accuracy": lambda: raced("imagenette-plain")[1],
+    "imagenette-5, minutes of the first seed": lambda: seconds_of("imagenette-5")[0] / 60,
+    "imagenette-5, minutes of the second seed": lambda: seconds_of("imagenette-5")[1] / 60,
+    "imagenette-5, accuracy": lambda: after("imagenette-5")[1],
+    "imagenette-5, minutes of three epochs": lambda: after("imagenette-5", 2)[0],
+    "imagenette-5, accuracy after three epochs": lambda: after("imagenette-5", 2)[1],
+    "imagenette-fast, minutes": lambda: after("imagenette-fast", recipe="imagenette-fast")[0],
+    "imagenette-fast, accuracy": lambda: after("imagenette-fast", recipe="imagenette-fast")[1],
+    "imagenette-plain, minutes next to it": lambda: after("imagenette-plain", recipe="imagenette-fast")[0],
+    "imagenette-plain, accuracy next to it": lambda: after("imagenette-plain", recipe="imagenette-fast")[1],
+    "imagenette-plain, minutes": lambda: after("imagenette-plain")[0],
+    "imagenette-plain, accuracy": lambda: after("imagenette-plain")[1],
     "share of the model's ceiling": lambda: (
         figured("quickstart-ledger", "rows / + bf16 / images_per_s")
         / figured("quickstart-ledger", "ceilings / model alone")

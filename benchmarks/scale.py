@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,25 +96,34 @@ class Cost:
 
 
 @contextmanager
-def cost() -> Iterator[Cost]:
-    """Measure the block; its memory is sampled every 2 ms."""
-    found, own, done = Cost(), psutil.Process(), Event()
-    before, most = own.memory_info().rss, [0]
+def highest(figure: Callable[[], int]) -> Iterator[list[int]]:
+    """Sample a figure of this process every 2 ms. After the block, its highest value is the only one in the list."""
+    most, done = [figure()], Event()
 
     def watch() -> None:
         while not done.wait(0.002):
-            most[0] = max(most[0], own.memory_info().rss)
+            most[0] = max(most[0], figure())
 
     watcher = Thread(target=watch)
     watcher.start()
-    start, started = perf_counter(), process_time()
     try:
-        yield found
+        yield most
     finally:
-        found.seconds, found.cpu_seconds = perf_counter() - start, process_time() - started
         done.set()
         watcher.join()
-        found.megabytes = (max(most[0], own.memory_info().rss) - before) / 1e6
+        most[0] = max(most[0], figure())
+
+
+@contextmanager
+def cost() -> Iterator[Cost]:
+    """Measure the block."""
+    found, own = Cost(), psutil.Process()
+    before = own.memory_info().rss
+    with highest(lambda: own.memory_info().rss) as most:
+        start, started = perf_counter(), process_time()
+        yield found
+        found.seconds, found.cpu_seconds = perf_counter() - start, process_time() - started
+    found.megabytes = (most[0] - before) / 1e6
 
 
 def inside(pattern: str, batch: int, ranks: int) -> dict[str, float]:

@@ -20,10 +20,11 @@ from ..common.signals import interrupts_held
 from ..common.storage.cache import Remote
 from ..common.storage.holes import STREAM_BLOCK
 from ..common.threads import end, results
+from .arguments import check_device, options_here
 from .beton.data_set import BetonFiles, open_files
 from .decode.decoder import BatchRequest, Decoder
 from .device import Buffers, feed_of
-from .epochs import Batch, EpochLoader, check_device, options_here
+from .epochs import Batch, EpochLoader
 from .native.stop import Stop
 from .options import LoaderKeywords, LoaderOptions, check_workers
 from .order.batches import WINDOW

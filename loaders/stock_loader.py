@@ -21,11 +21,12 @@ from ..common.errors import DataError, require
 from ..common.exhaustion import is_exhaustion
 from ..common.options.signatures import documented
 from ..common.storage.addresses import is_address
+from .arguments import check_device, options_here
 from .beton.data_set import BetonFiles, open_files
 from .decode.ffcv_modules import ffcv_module, thread_counts_restored
 from .decode.moving import moving_fields
 from .device import Buffers, feed_of
-from .epochs import Batch, EpochLoader, check_device, options_here
+from .epochs import Batch, EpochLoader
 from .options import LoaderKeywords, LoaderOptions, check_workers
 from .order.batches import taken
 from .sources import Source, files_of

@@ -23,10 +23,11 @@ from ..common.exhaustion import exhaustion, is_exhaustion
 from ..common.options.signatures import documented
 from ..common.signals import interrupts_held
 from ..common.storage.cache import Remote
+from .arguments import check_device, check_images, options_here
 from .datasets.torch_dataset import BetonDataset, PictureFolder, make_transform, open_dataset, set_transform
 from .decode.moving import check_motion, moving_fields
 from .device import DeviceFeed
-from .epochs import Batch, EpochLoader, check_device, check_images, options_here
+from .epochs import Batch, EpochLoader
 from .options import LoaderKeywords, LoaderOptions, check_workers
 
 _END_PATIENCE = 0.2  # seconds for the workers to exit by themselves; they hold nothing that could be lost
@@ -241,7 +242,7 @@ class _Keyed(Dataset[Any]):
     def _load(self, epoch: int, index: int) -> Any:
         flip = False
         if self._alternates:  # mirroring comes last: crops and policies are symmetric
-            self._be_at(0, index)
+            self._be_at(-1, index)  # of no epoch, whose first number draws the crop
             flip = (torch.rand(()).item() < 0.5) ^ bool(epoch % 2)
         self._be_at(epoch, index)
         try:

@@ -1,6 +1,6 @@
 """Transforms of images, batches, the model, the loss and the loop: frozen values that each do one thing.
 
-    report = BlurPool().apply(model)                  # lists the changed modules, and the skipped ones with reasons
+report = BlurPool().apply(model)                  # lists the changed modules, and the skipped ones with reasons
 loss = LabelSmoothing(0.1).loss(F.cross_entropy)
 images, targets = MixUp(0.2).batch(images, targets, BatchContext(generator, classes=10))
 averages = EMA(half_life=100).session(model)      # after_step(), evaluating(), finish()

@@ -105,11 +105,11 @@ def convert(
             pictures of masks and predictions: of each class, that of the first mask with it. Default None: none.
         engine: `"threads"` (default) converts any source, as a whole. `"shards"` makes a file of each `.tar` shard, one
             after the other: `out` stands for as many. `source` and `out` may be addresses then, such as
-            `s3://bucket/train-{000..127}.tar`; only the shards in work, two at most, are in the folder for temporary
-            files (`TMPDIR`). Each file is complete at once; the same call again converts only shards whose file is
-            missing, or was made of another shard or with other options. `"ray"` does the same in parallel, on the
-            machines of the Ray cluster that runs, else on this one (extra `ray`); a shard takes `workers` of its CPUs.
-            Paths must be the same on all machines.
+            `s3://bucket/train-{000..127}.tar`; then two shards and two files at most are in the folder for
+            temporary files (`TMPDIR`). Each file is complete at once; the same call again converts only shards whose
+            file is missing, or was made of another shard or with other options. `"ray"` does the same in parallel, on
+            the machines of the Ray cluster that runs, else on this one (extra `ray`); a shard takes `workers` of its
+            CPUs. Paths must be the same on all machines.
         progress: whether to show a bar with images/s and the time left.
 
     Raises:

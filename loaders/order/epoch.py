@@ -4,12 +4,13 @@ share, and holds some thousand of it at a time, whatever the size of the data se
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .batches import Indices, Order, Samples, shares, taken
-from .permutation import key_of, permuted, subkeys
+from .permutation import key_of, permuted, permuted_each, subkeys
 
 NEWEST = 4
 """The version of the order of new runs. A loader's state has its own; without one, it is 1 (`arrays`).
@@ -62,7 +63,7 @@ def in_runs(given: Order, *, seed: int, epoch: int, block: int, window: int, bat
         sizes = start(np.minimum(first + each, blocks)) - starts
         keys = subkeys(within, first)
         if batch_size is None:
-            moved = _permuted(positions - starts, sizes, keys)
+            moved = permuted_each(positions - starts, sizes, keys)
         else:
             moved = _spread(positions, starts, sizes, keys, batch_size)
             # Which rank reads which part of a window differs in each.
@@ -77,15 +78,6 @@ def in_runs(given: Order, *, seed: int, epoch: int, block: int, window: int, bat
     return Order(n, at)
 
 
-def _permuted(numbers: Indices, sizes: Indices, keys: NDArray[np.uint64]) -> Indices:
-    """Return where permutations of 0 to size - 1 take the numbers, of a size and a key each; all arrays are `(k,)`."""
-    moved = np.empty_like(numbers)
-    for size in np.unique(sizes).tolist():  # there are few
-        here = sizes == size
-        moved[here] = permuted(numbers[here], size, keys[here])
-    return moved
-
-
 def _spread(positions: Indices, starts: Indices, sizes: Indices, keys: NDArray[np.uint64], batch_size: int) -> Indices:
     """Return the places in their windows of the positions, sorted by the place in the batch; those of one place, one in
     each batch, are permuted."""
@@ -97,7 +89,7 @@ def _spread(positions: Indices, starts: Indices, sizes: Indices, keys: NDArray[n
 
     before, after = (below(starts + sizes, place) - below(starts, place) for place in (places, places + 1))
     batches = positions // batch_size - (starts + batch_size - 1 - places) // batch_size
-    return before + _permuted(batches, after - before, subkeys(keys, places))
+    return before + permuted_each(batches, after - before, subkeys(keys, places))
 
 
 def mixed(parts: Sequence[Samples], weights: Sequence[float], *, seed: int, epoch: int, samples: int) -> Order:
@@ -106,21 +98,32 @@ def mixed(parts: Sequence[Samples], weights: Sequence[float], *, seed: int, epoc
 
     Each repetition of a sample in an epoch is a multiple of `samples` higher, for an augmentation of its own.
     """
-    counts = shares(sum(map(len, parts)), weights)
-    ends = np.cumsum(counts)
+    counts, lengths = shares(sum(map(len, parts)), weights), [*map(len, parts)]
+    ends, sizes, keys = np.cumsum(counts), np.array(lengths), _keys_of_parts(seed, len(parts))
 
     def at(positions: Indices) -> Indices:
-        found = np.empty_like(positions)
         numbers = np.searchsorted(ends, positions, side="right")
-        for number in np.unique(numbers).tolist():
-            part, count, here = parts[number], counts[number], numbers == number
-            before, start = divmod(epoch * count, len(part))  # rounds of it, and the place in the next one
-            turns, places = np.divmod(positions[here] - (ends[number] - count) + start, len(part))
-            keys = subkeys(key_of(seed, number, purpose=_MIX), turns, before)
-            found[here] = taken(part, permuted(places, len(part), keys)) + turns * samples
+        here, of = np.unique(numbers, return_inverse=True)
+        # Of each part that occurs: rounds of it before this epoch, and the place in the next round.
+        rounds = [divmod(epoch * counts[number], lengths[number]) for number in here.tolist()]
+        before = np.array([turns % 2**64 for turns, _ in rounds], np.uint64)
+        starts = [start + counts[n] - int(ends[n]) for n, (_, start) in zip(here.tolist(), rounds, strict=True)]
+        turns, places = np.divmod(positions + np.array(starts, np.int64)[of], sizes[numbers])
+        places = permuted_each(places, sizes[numbers], subkeys(keys[numbers], turns.astype(np.uint64) + before[of]))
+        found, grouped, stop = turns * samples, np.argsort(of, kind="stable"), 0
+        for number, often in zip(here.tolist(), np.bincount(of, minlength=len(here)).tolist(), strict=True):
+            start, stop = stop, stop + often
+            group = grouped[start:stop]
+            found[group] += taken(parts[number], places[group])
         return found
 
     return Order(int(ends[-1]), at)
+
+
+@lru_cache(maxsize=4)
+def _keys_of_parts(seed: int, count: int) -> NDArray[np.uint64]:
+    """Kept, because a data set with a share for each of 20,000 classes has as many, which take a second."""
+    return np.array([key_of(seed, number, purpose=_MIX) for number in range(count)], np.uint64)
 
 
 def line_of(weights: NDArray[np.float64]) -> Indices:

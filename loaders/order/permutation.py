@@ -27,10 +27,10 @@ def key_of(*entropy: int, purpose: int = 0) -> np.uint64:
     return np.uint64(sequence.generate_state(1, np.uint64)[0])
 
 
-def subkeys(key: Keys, numbers: Numbers, first: int = 0) -> NDArray[np.uint64]:
-    """Return a key of its own for each of `first` (of any size) plus the numbers `(n,)`; `key`: one, or of each."""
+def subkeys(key: Keys, numbers: Numbers | NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return a key of its own for each of the numbers `(n,)`; `key`: one, or of each."""
     with np.errstate(over="ignore"):  # arithmetic modulo 2^64
-        found: NDArray[np.uint64] = _stirred(key ^ _stirred(numbers.astype(np.uint64) + np.uint64(first % 2**64)))
+        found: NDArray[np.uint64] = _stirred(key ^ _stirred(numbers.astype(np.uint64)))
     return found
 
 
@@ -39,7 +39,20 @@ def permuted(positions: Numbers, n: int, key: Keys) -> Numbers:
 
     Every position of one key has a result of its own.
     """
-    bits = max((n - 1).bit_length(), 2)
+    return _walked(positions, n, max((n - 1).bit_length(), 2), key)
+
+
+def permuted_each(positions: Numbers, sizes: Numbers, keys: NDArray[np.uint64]) -> Numbers:
+    """Return the same for a size and a key of each position; all arrays are `(k,)`."""
+    found = np.empty_like(positions)
+    all_bits = np.maximum(np.frexp(sizes - 1)[1], 2)  # exact below 2^53
+    for bits in np.unique(all_bits).tolist():
+        here = np.flatnonzero(all_bits == bits)
+        found[here] = _walked(positions[here], sizes[here], bits, keys[here])
+    return found
+
+
+def _walked(positions: Numbers, n: int | Numbers, bits: int, key: Keys) -> Numbers:
     found: Numbers = _network(positions.astype(np.uint64), bits, key).view(np.int64)
     while len(outside := np.flatnonzero(found >= n)):
         keys = key[outside] if isinstance(key, np.ndarray) else key

@@ -151,9 +151,14 @@ class DataConfig(ReadOptions, SampleOptions):
     def read_options(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in options_of(ReadOptions)}
 
-    def evaluated_on(self, source: str | Path) -> Self:
-        """Return these options with all samples of other validation data, or of the training data itself."""
-        return replace(self, val=source_name(source, "data"), val_split=None, folds=None, fold=0)
+    def evaluated_on(self, source: str | Path | None) -> Self:
+        """Return these options for an evaluation alone, which reads nothing of the training data: on all samples of
+        `source`, or, if it is None, on the validation data."""
+        if source is None and (self.held_out or self.val is None):
+            return self
+        files: Any = self.val if source is None else source_name(source, "data")
+        every: dict[str, Any] = dict.fromkeys(("val_split", "folds", "indices", "per_class", "limit", "balance"))
+        return replace(self, train=files, val=files, fold=0, **every)
 
     @property
     def held_out(self) -> bool:

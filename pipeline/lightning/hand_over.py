@@ -198,7 +198,7 @@ class LitModule(pl.LightningModule):
         self._plan, self._epochs, self._steps, self._at_last = plan, epochs, epochs * steps, at_last
         self._loss = training_loss(plan, torch.device("cpu"))
         self._hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes)
-        self._random = ExitStack()
+        self._at_end = ExitStack()
         for parameter in self.model.parameters():
             note_shape(parameter)  # FSDP1 flattens them before the optimizer is built
 
@@ -228,18 +228,20 @@ class LitModule(pl.LightningModule):
         for transform in self._plan.transforms:
             transform.begin(self.model, self._steps)
         self._loss = training_loss(self._plan, self.device)
-        self._random.enter_context(fork_rng(self._plan.seed))
+        self._at_end.enter_context(fork_rng(self._plan.seed))
         draw_apart(self._plan.seed, share(self.trainer)[0])
 
     def on_train_epoch_start(self) -> None:
         """A callback may have changed the accumulation, or frozen layers; Lightning does not call `train()`."""
         check_trainer(self._plan, self._epochs, self.trainer)
         if self._at_last and self.trainer.current_epoch + 1 == self._epochs:
+            every = self.trainer.check_val_every_n_epoch
+            self._at_end.callback(setattr, self.trainer, "check_val_every_n_epoch", every)
             self.trainer.check_val_every_n_epoch = 1
         self.train()
 
     def on_fit_end(self) -> None:
-        self._random.close()
+        self._at_end.close()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         accumulate = self._plan.distribution.accumulate

@@ -14,6 +14,7 @@ from ..checkpoints.state import global_randomness_kept
 from ..describe.cuda_settings import cuda_settings
 from ..describe.resolve import ResolvedPlan
 from ..training.build import Built, Initial, build, draw_apart, fork_rng
+from ..training.checks import TrainedOn
 
 Result = TypeVar("Result")
 
@@ -41,13 +42,15 @@ def on_ranks(
 
 
 @contextmanager
-def built_here(plan: ResolvedPlan, initial: Initial | None = None, *, resumes: bool = False) -> Iterator[Built]:
+def built_here(
+    plan: ResolvedPlan, initial: Initial | None = None, *, resumes: bool = False, trained: TrainedOn | None = None
+) -> Iterator[Built]:
     """Build what this rank trains or evaluates with; afterwards restore the random states and CUDA's settings."""
     with (
         fork_rng(plan.seed),
         global_randomness_kept(),
         cuda_settings(plan.distribution, plan.transforms),
-        build(plan, initial, resumes) as built,
+        build(plan, initial, resumes, trained) as built,
     ):
         draw_apart(plan.seed, built.engine.rank)
         yield built

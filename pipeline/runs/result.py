@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,12 +15,15 @@ from ...common.errors import CheckpointError, DataError, PlanError
 from ...common.model_state import ModelState, unlisted_tensors
 from ...common.storage.addresses import local_path
 from ...loaders.epochs import EpochLoader
+from ...loaders.image_size import height_width
 from ...loaders.sources import files_of
+from ...strategies.launching.meeting import under_torchrun
 from ...transforms import Report, Transform
 from ..analysis.errors import Errors
 from ..analysis.judge import judge
 from ..checkpoints.remote import opened
 from ..checkpoints.weights import load_model, plain_state
+from ..describe.config import DataConfig, DistributedConfig
 from ..describe.inputs import Inputs
 from ..describe.pipeline_spec import PipelineSpec, sort_transforms
 from ..describe.plan import Plan
@@ -31,6 +34,7 @@ from ..tasks.standard import Classification, Segmentation
 from ..tasks.task import Task
 from ..telemetry.history import HISTORY, History, read_history
 from ..training.build import Built, plain_torch, rebuild_model, resolve_data
+from ..training.checks import TrainedOn
 from ..training.loop import evaluate
 from .folder import MODEL, UNLISTED, provide_code
 from .initial import InitialWeights, WeightsArg, check_source
@@ -56,6 +60,7 @@ class FitResult:
         transforms: the pipeline's transforms, in the plan's order.
         spec: the pipeline's description.
         folder: the run's folder or address; None without `fit(out=…)`.
+        loaded: whether it is from `load_run`: it is then evaluated on one device.
 
     Example::
 
@@ -71,10 +76,12 @@ class FitResult:
     transforms: tuple[Transform, ...] = ()
     spec: PipelineSpec | None = None
     folder: str | Path | None = None
+    loaded: bool = False
 
     def evaluate(self, data: str | Path | None = None) -> dict[str, float]:
         """Return the metrics of the model on data that `Pipeline.load` takes as `val`, by name; see
-        `Pipeline.evaluate`.
+        `Pipeline.evaluate`. It does not open the training data, unless the validation data is a part of it
+        (`val_split`, `folds`).
 
         Args:
             data: a `.beton` file or a data set by name, with the classes of the training data. Default None: the
@@ -88,7 +95,7 @@ class FitResult:
             >>> sorted(result.evaluate("val.beton"))
             ['top1', 'val_loss']
         """
-        return evaluate_weights(self._known_spec, self._state.all(), data)
+        return self._judged(data, _metrics_of)
 
     def errors(self, data: str | Path | None = None) -> Errors:
         """Return what the model gets wrong on data that `Pipeline.load` takes as `val`, computed in one pass.
@@ -110,7 +117,7 @@ class FitResult:
             >>> errors.confusion.shape
             (2, 2)
         """
-        return errors_of_weights(self._known_spec, self._state.all(), data)
+        return self._judged(data, _errors_of)
 
     def report(self, out: str | Path, data: str | Path | None = None) -> Path:
         """Write the run as one HTML file without scripts that needs no network, as `drivetrain report` does, and return
@@ -234,11 +241,26 @@ class FitResult:
         """
         return dict(plain_state(self._state, self.model, self.transforms).weights)
 
-    @property
-    def _known_spec(self) -> PipelineSpec:
-        if self.spec is None:
+    @plain_torch()
+    def _judged(self, data: str | Path | None, judged: Callable[[Built, EpochLoader], Result]) -> Result:
+        spec = self.spec
+        if spec is None:
             raise PlanError("This result is not from Pipeline.fit. Use Pipeline.evaluate(weights).")
-        return self.spec
+        if spec.data is not None:
+            spec = spec.replace(data=spec.data.evaluated_on(data))
+            spec = _on_one_device(spec, spec.data) if self.loaded else spec
+        return _on_validation_data(resolve(spec, files=False), self._state.all(), judged, self._trained_on())
+
+    def _trained_on(self) -> TrainedOn:
+        if "inputs" not in self.history.facts:
+            return TrainedOn((), 0)
+        inputs, count = self.inputs, len(self.inputs.classes)
+        if self.task.kind == "class indices" and not count:
+            with torch.no_grad():
+                outputs = self.model(torch.zeros(1, inputs.channels, *height_width(inputs.image_size)))
+            outputs = self.task.outputs(outputs)
+            count = outputs.shape[1] if isinstance(outputs, torch.Tensor) and outputs.dim() == 2 else 0
+        return TrainedOn(inputs.classes, count if self.task.kind == "class indices" else 0)
 
     @property
     def _state(self) -> ModelState:
@@ -276,6 +298,9 @@ class FitResult:
 
 def load_run(folder: str | Path, *, trust_code: bool = False) -> FitResult:
     """Return the result of a run, from `recipe.yaml`, `model.safetensors` and `history.json` in its folder.
+
+    It evaluates on one device of this machine, whatever the run's devices and strategy were; for a model that is too
+    large for one, `Pipeline.evaluate(folder)` uses the pipeline's.
 
     The recipe may name a model in a module, which is imported: load only runs that you trust. What the training script
     itself defined is in the folder, in a file `script_….py`; if the running script defines the same, that is taken.
@@ -321,34 +346,41 @@ def load_run(folder: str | Path, *, trust_code: bool = False) -> FitResult:
         model, reports = rebuild_model(spec, transforms, state)
     except RuntimeError as error:
         raise CheckpointError(f"{folder / MODEL} does not fit the model of {folder / RECIPE}: {error}") from error
-    return FitResult(model.eval(), history, reports, Plan(()), transforms, spec, place)
+    return FitResult(model.eval(), history, reports, Plan(()), transforms, spec, place, loaded=True)
+
+
+def _on_one_device(spec: PipelineSpec, data: DataConfig) -> PipelineSpec:
+    """Return the pipeline for an evaluation by this process, which may not have the run's devices, in batches that one
+    of them has computed. Under torchrun it stays as it is."""
+    how = spec.distributed
+    if under_torchrun():
+        return spec
+    at_once = data.batch_size // (how.accumulate * (1 if how.devices == "auto" else how.devices))
+    kept = {name: getattr(how, name) for name in ("precision", "cudnn_benchmark", "matmul_precision")}
+    one = DistributedConfig(options={"device": "cpu"} if how.device == "cpu" else {}, **kept)
+    return spec.replace(data=replace(data, batch_size=max(at_once, 1)), distribution=one)
 
 
 @plain_torch()
-def evaluate_weights(spec: PipelineSpec, weights: WeightsArg, data: str | Path | None = None) -> dict[str, float]:
-    return _on_validation_data(spec, weights, data, _metrics_of)
-
-
-@plain_torch()
-def errors_of_weights(spec: PipelineSpec, weights: WeightsArg, data: str | Path | None = None) -> Errors:
-    return _on_validation_data(spec, weights, data, _errors_of)
+def evaluate_weights(spec: PipelineSpec, weights: WeightsArg) -> dict[str, float]:
+    return _on_validation_data(resolve(spec), weights, _metrics_of)
 
 
 def _on_validation_data(
-    spec: PipelineSpec, weights: WeightsArg, data: str | Path | None, judged: Callable[[Built, EpochLoader], Result]
-) -> Result:
-    if spec.data is not None and data is not None:
-        spec = spec.replace(data=spec.data.evaluated_on(data))
-    plan = resolve(spec)
+    plan: ResolvedPlan, weights: WeightsArg, judged: Callable[[Built, EpochLoader], Result],
+    trained: TrainedOn | None = None,
+) -> Result:  # fmt: skip
     if plan.data.val is None:
         raise PlanError("There is no validation data to evaluate. Pass a second file to load() (--val).")
     check_source(weights)
-    found: Result = on_ranks(resolve_data(plan, progress=False), _of_rank, weights, judged)
+    found: Result = on_ranks(resolve_data(plan, progress=False), _of_rank, weights, judged, trained)
     return found
 
 
-def _of_rank(plan: ResolvedPlan, weights: WeightsArg, judged: Callable[[Built, EpochLoader], Result]) -> Result:
-    with built_here(plan, InitialWeights(weights, plan.transforms, strict=True)) as built:
+def _of_rank(
+    plan: ResolvedPlan, weights: WeightsArg, judged: Callable[[Built, EpochLoader], Result], trained: TrainedOn | None
+) -> Result:
+    with built_here(plan, InitialWeights(weights, plan.transforms, strict=True), trained=trained) as built:
         assert built.val is not None
         return judged(built, built.val)
 

@@ -47,7 +47,7 @@ from ..tasks.target_scale import adopt_scale, attach_scale, carried_scale
 from ..tasks.task import TaskLoss
 from ..telemetry.history import Monitor
 from .calibration import calibrate
-from .checks import check_loss, check_metrics, check_output, targets_of
+from .checks import TrainedOn, check_loss, check_metrics, check_output, targets_of
 from .hooks import Microbatch, TrainingHooks
 from .loop import StepLoss
 from .model_identity import model_identity
@@ -169,13 +169,16 @@ the meta device, which are loaded afterwards."""
 
 
 @plain_torch()
-def build(plan: ResolvedPlan, initial: Initial | None = None, resumes: bool = False) -> Built:
+def build(
+    plan: ResolvedPlan, initial: Initial | None = None, resumes: bool = False, trained: TrainedOn | None = None
+) -> Built:
     """Build everything for this process, which is a rank if there is a process group. With `resumes`, a checkpoint may
-    follow, so tensors may be `Built.without_values`. All errors are raised before any training."""
+    follow, so tensors may be `Built.without_values`. With `trained`, the model is only evaluated: the training data is
+    not opened, and `Built.train` is that of the evaluation. All errors are raised before any training."""
     how = plan.distribution
     device = expected_device(how)
-    train, val = make_loaders(plan, device)
-    parts = make_parts(plan, train, val)
+    train, val = make_loaders(plan, device, evaluates=trained is not None)
+    parts = make_parts(plan, train, val, trained)
     later: Mapping[str, torch.Tensor] = {}
     if initial is not None:
         later = initial(parts.model)
@@ -199,7 +202,7 @@ def build(plan: ResolvedPlan, initial: Initial | None = None, resumes: bool = Fa
         train.close()
         if val is not None:
             val.close()
-        train, val = make_loaders(plan, engine.device)
+        train, val = make_loaders(plan, engine.device, evaluates=trained is not None)
     hooks = TrainingHooks(plan.transforms, plan.seed, parts.classes, how.precision)
     loss = parts.loss(engine.device)
     batches = partial(make_loader, plan, plan.data.train, train=True, device=engine.device)
@@ -243,10 +246,15 @@ class Parts:
         return loss
 
 
-def make_parts(plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None) -> Parts:
+def make_parts(
+    plan: ResolvedPlan, train: EpochLoader, val: EpochLoader | None, trained: TrainedOn | None = None
+) -> Parts:
     data, task = plan.data, plan.task
-    targets = targets_of(train, str(files_of(data.train)), task)
-    judged = None if val is None or data.val is None else targets_of(val, str(data.val), task)
+    judged = None if val is None or data.val is None else targets_of(val, str(files_of(data.val)), task)
+    if trained is not None and judged is not None:
+        targets = trained.targets(judged)
+    else:
+        targets = targets_of(train, str(files_of(data.train)), task)
     width = task.check(targets, judged)
     identity: dict[str, str] = {}
     model, reports = build_model(
@@ -287,8 +295,14 @@ def expected_device(how: DistributedConfig) -> torch.device:
         return torch.device("cpu")
 
 
-def make_loaders(plan: ResolvedPlan, device: torch.device) -> tuple[EpochLoader, EpochLoader | None]:
+def make_loaders(
+    plan: ResolvedPlan, device: torch.device, *, evaluates: bool = False
+) -> tuple[EpochLoader, EpochLoader | None]:
+    """Return those of training and of evaluation; if a model is only evaluated, twice the latter."""
     train, val = plan.data.train, plan.data.val
+    if evaluates and val is not None:
+        only = make_loader(plan, val, train=False, device=device)
+        return only, only
     first = make_loader(plan, train, train=True, device=device)
     if val is None:
         return first, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,19 @@ _WITHOUT_VALUES = (
     "nor buffers, build it on the CPU."
 )
 _MASKS = 64  # that are read to find class indices which a model does not have
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """What a trained model knows of its training data."""
+
+    classes: tuple[str, ...]  # names of the classes or labels; empty if the data had none
+    count: int  # of class indices
+
+    def targets(self, judged: Targets) -> Targets:
+        """Return the targets of the training data, as far as they are known, given those that are evaluated."""
+        read = partial(np.arange, self.count) if self.count else judged.read
+        return replace(judged, source="the training data", read=read, classes=self.classes, named=False)
 
 
 def targets_of(loader: EpochLoader, source: str, task: Task) -> Targets:

@@ -43,6 +43,7 @@ SMALL: dict[str, list[str]] = {
     "raw_bandwidth": ["--images", "64", "--rounds", "2"],
     "revisions": ["photos", "--base", "HEAD", "--rounds", "2"],
     "scale": ["--rounds", "2", "--most", "200000", "--ranks", "100"],
+    "selections": ["--rounds", "1", "--most", "1000000", "--ranks", "100"],
     "strategies": ["--rounds", "2", "--steps", "1", "--ranks", "1"],
     "streams": ["photos", "--rounds", "2", "--share", "0.9", "--only", "drivetrain"],
     "targets": ["photos", "--rounds", "2"],

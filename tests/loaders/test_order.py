@@ -1,5 +1,6 @@
 """The order of samples: determined by (seed, epoch), independent of workers and ranks, and exactly resumable."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from drivetrain.common.options.config import options_of
 from drivetrain.loaders import FFCVLoader, TorchLoader
 from drivetrain.loaders.options import LoaderOptions
 from drivetrain.loaders.order.arrays import array_order, by_weight
-from drivetrain.loaders.order.batches import WINDOW, Shares, last_batch
-from drivetrain.loaders.order.epoch import in_runs, shuffled, unshuffled
+from drivetrain.loaders.order.batches import WINDOW, Shares, last_batch, shares
+from drivetrain.loaders.order.epoch import in_runs, mixed, shuffled, unshuffled
+from drivetrain.loaders.order.permutation import key_of, permuted, subkeys
 from drivetrain.loaders.selection import SampleOptions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -391,6 +393,29 @@ def test_a_state_of_an_older_version_keeps_its_order(numbered: Path, kind: Any) 
         assert found != first[1]
         with pytest.raises(DataError, match="order_version=5, and this version of Drivetrain knows 1 to 4"):
             made.load_state_dict(saved | {"order_version": 5})
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), seed=st.integers(0, 2**40),
+    epoch=st.sampled_from([0, 1, 7, 10**12]), data=st.data(),
+)  # fmt: skip
+def test_a_mix_is_of_permutations_of_its_parts(lengths: list[int], seed: int, epoch: int, data: st.DataObject) -> None:
+    """As a loop over the parts computes it, which would take as long as there are classes for each few samples."""
+    ends = np.cumsum([0, *lengths])
+    parts = [np.arange(a, b) if b % 2 else range(a, b) for a, b in itertools.pairwise(ends.tolist())]
+    weights = data.draw(st.lists(st.integers(1, 9), min_size=len(parts), max_size=len(parts)))
+    samples, expected = int(ends[-1]), list[int]()
+    for number, (part, count) in enumerate(zip(parts, shares(samples, weights), strict=True)):
+        for place in range(epoch * count, (epoch + 1) * count):
+            turn, at = divmod(place, len(part))
+            key = subkeys(key_of(seed, number, purpose=3), np.array([turn]))
+            found = int(permuted(np.array([at]), len(part), key)[0])
+            expected.append(int(part[found]) + (turn - epoch * count // len(part)) * samples)
+    order = mixed(parts, weights, seed=seed, epoch=epoch, samples=samples)
+    positions = np.array(data.draw(st.permutations(range(samples))))
+    assert order.at(positions).tolist() == np.array(expected)[positions].tolist()
+    assert order.at(np.empty(0, np.int64)).dtype == np.int64
 
 
 def test_a_state_of_version_2_keeps_its_order_by_weight(numbered: Path) -> None:

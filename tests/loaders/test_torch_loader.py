@@ -52,6 +52,21 @@ def test_same_samples_in_the_same_batches(numbered: Path, options: dict[str, Any
     assert {labels.dtype for _, labels in theirs} == {torch.int64}
 
 
+def test_alternating_flips_do_not_depend_on_the_crops(tmp_path: Path) -> None:
+    """Of a ramp from left to right, a crop's first and last column show its width and whether it is mirrored."""
+    ramp = np.broadcast_to(np.arange(0, 256, 4, np.uint8)[:, None], (200, 64, 64, 3)).copy()
+    file = tmp_path / "ramps.beton"
+    convert((ramp, np.zeros(200, np.int64)), file, progress=False)
+    options: dict[str, Any] = {"scale": (0.1, 1.0), "flip": "alternating", "batch_size": 200, "dtype": torch.uint8}
+    options |= {"order": "sequential"}
+    ((first, _),), ((second, _),) = (load(TorchLoader, file, epoch, **options) for epoch in (0, 1))
+    rises, others = ((each[:, 0, 8, -1].int() - each[:, 0, 8, 0]).numpy() for each in (first, second))
+    assert ((rises > 0) != (others > 0)).all()
+    wide = np.abs(rises) > np.median(np.abs(rises))
+    assert 0.35 < np.mean(rises[wide] > 0) < 0.65
+    assert 0.35 < np.mean(rises[~wide] > 0) < 0.65
+
+
 def test_stored_pixels_come_out_exactly(numbered: Path) -> None:
     options = {"train": False, "image_size": 12, "eval_ratio": 1.0, "dtype": torch.uint8}
     ours, theirs = load(FFCVLoader, numbered, **options), load(TorchLoader, numbered, **options)

@@ -10,9 +10,6 @@ import click
 
 from .options import FILES, Command, File, Place, argument, option, pipeline_of, recipe_arguments, trust_code
 
-SHOWN = 20
-"""Rows of a table of errors: of more classes, those with the lowest scores."""
-
 
 @click.command(cls=Command)
 @argument("run", "Folder or address of a finished run (train --out).", Place())
@@ -38,7 +35,7 @@ def errors(
     if as_json:
         print(to_json(found.to_dict()))
     else:
-        print(found.table(None if everything else SHOWN) if found.heads else found)
+        print(found.table(None) if everything and found.heads else found)
     if out is not None:
         print(found.save(out), file=sys.stderr if as_json else sys.stdout)
 

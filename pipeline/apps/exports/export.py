@@ -89,7 +89,8 @@ def export(
             that it was trained with, or a module. None: the model that the checkpoint names, which must be one of
             Drivetrain's, torchvision's, timm's or Hugging Face's, because opening a checkpoint runs no code.
         data: a `.beton` file, to compare a program with the model on its first images. None: the validation data that
-            the run's `recipe.yaml` names, or random images if it is not a `.beton` file that exists.
+            the run's `recipe.yaml` names, else its training data; random images if neither is a `.beton` file that
+            exists.
         tolerance: largest difference between a program's outputs and the model's, relative to the largest output, or to
             1 if all are smaller. In (0, 1].
         trust_code: as `load_run` takes it, for a run whose model its training script defined.

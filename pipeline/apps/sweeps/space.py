@@ -121,16 +121,12 @@ def space(pairs: Sequence[str], count: int | None = None, seed: int = 0) -> Spac
         )
     if number * max(len(seeds.texts), 1) > MOST:
         raise PlanError(f"These are more than {MOST:,} runs. Pass fewer values, or --random N.")
-    if count is None:
-        texts = product(*(axis.texts for axis in free))
-        made = [dict(zip([axis.key for axis in free], each, strict=True)) for each in texts]
-    else:
-        made = _drawn(free, count, random.Random(seed))
+    made = _drawn(free, number, random.Random(seed))
     return Space(fixed, tuple(made), seeds.texts)
 
 
 def _drawn(axes: Sequence[Axis], count: int, generator: random.Random) -> list[Values]:
-    """Return different combinations; fewer than `count` if there are not as many."""
+    """Return different combinations, as drawn; all of them, in order, if there are no more than `count`."""
     if all(axis.texts for axis in axes) and math.prod(len(axis.texts) for axis in axes) <= count:
         return [
             dict(zip([axis.key for axis in axes], each, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,18 @@ import pytest
 import task_jobs as jobs
 import torch
 import torch.nn.functional as F
+import yaml
 from command_line import call
 from drivetrain import DataError, MultiLabel, Pipeline, PlanError, Segmentation, Task
 from drivetrain.loaders import FFCVLoader, convert
+from drivetrain.pipeline import load_run
 from drivetrain.pipeline.analysis.batch import ShownBatch
 from drivetrain.pipeline.analysis.errors import Calibration, ClassErrors, Errors, LabelErrors, wilson
-from drivetrain.pipeline.runs.result import errors_of_weights
 from drivetrain.transforms import TestTimeFlip
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from pipeline_data import SIDE, VAL, Toy
+from pipeline_data import SIDE, VAL, Toy, toy_arrays
 from torch import nn
 
 
@@ -69,7 +71,7 @@ def test_classes_are_judged_as_by_hand(toy: Toy, tmp_path: Path) -> None:
     assert np.abs(off).max() <= 1  # the normalization is undone
     same(
         errors,
-        errors_of_weights(toy.pipeline().distribute("ddp", devices=2, device="cpu"), result.model.state_dict()),
+        replace(result, spec=toy.pipeline().distribute("ddp", devices=2, device="cpu")).errors(),
     )
     for name in ("e.png", "e.svg", "e.json"):
         assert errors.save(tmp_path / name).stat().st_size > 1000
@@ -226,7 +228,7 @@ def test_pixels_are_judged_as_by_hand(tmp_path: Path) -> None:
     assert errors.show().axes
     same(
         errors,
-        errors_of_weights(pipeline.distribute("ddp", devices=2, device="cpu"), result.model.state_dict()),
+        replace(result, spec=pipeline.distribute("ddp", devices=2, device="cpu")).errors(),
     )
 
 
@@ -280,7 +282,33 @@ def test_other_data_and_none(toy: Toy) -> None:
     assert len(result.errors(toy.train)) == 128
     without = toy.named().load(toy.train, batch_size=32, image_size=SIDE)
     with pytest.raises(PlanError, match="no validation data"):
-        errors_of_weights(without, {})
+        replace(result, spec=without).errors()
+
+
+@pytest.mark.parametrize("names", [["a", "b", "c", "d"], None])
+def test_a_loaded_run_needs_neither_the_training_data_nor_its_devices(tmp_path: Path, names: list[str] | None) -> None:
+    """As on a laptop, to which the folder was copied from a cluster."""
+    files = [str(tmp_path / f"{name}.beton") for name in ("train", "val", "fewer", "other")]
+    out = tmp_path / "run"
+    images, labels = toy_arrays(64, 0, SIDE)
+    for file, count in zip(files, (64, 24, 20, 20), strict=True):
+        own = np.minimum(labels[:count], 2) if count == 20 else labels[:count]
+        other = ["x", *"bcd"] if file == files[3] else names
+        convert((images[:count], own), file, classes=other, progress=False)
+    pipeline = Pipeline("cifar_resnet", num_classes=4, width=4)
+    pipeline = pipeline.load(*files[:2], batch_size=16, image_size=SIDE, workers=1)
+    result = pipeline.optimize("sgd", lr=0.01).fit(epochs=1, out=out, progress=False)
+    recipe = out / "recipe.yaml"
+    values = yaml.safe_load(recipe.read_text())
+    recipe.write_text(yaml.safe_dump({**values, "strategy": "fsdp", "devices": 4, "accumulate": 2, "val": files[1]}))
+    Path(files[0]).unlink()
+    loaded = load_run(out)
+    assert loaded.evaluate() == pytest.approx(result.metrics, abs=1e-5)
+    same(loaded.errors(), result.errors())
+    assert len(loaded.errors(files[2])) == 20  # without the last class
+    if names is not None:
+        with pytest.raises(PlanError, match=r"Class 0 is 'a' in the training data and 'x' in .*other\.beton"):
+            loaded.errors(files[3])
 
 
 def test_the_command(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

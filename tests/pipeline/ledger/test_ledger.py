@@ -536,7 +536,7 @@ def second(**wrong: Any) -> Callable[[dict[str, Any]], object]:
         (lambda content: content["variants"].pop(0), "'plain PyTorch' is not among its variants"),
         (second(stage="b"), "'+ b' is named '+ FFCV loader'"),
         (second(kind="pair"), "its variants[1].kind: invalid enum value 'pair'"),
-        (lambda content: content.pop("variants"), "an earlier version of Drivetrain wrote it"),
+        (lambda content: content.pop("variants"), "object missing required field `variants`"),
         (top(plan=["train"]), "its plan[0]: expected `object`, got `str`"),
     ],
 )

@@ -286,12 +286,15 @@ def test_early_stopping_is_lightnings(toy: Toy) -> None:
 
     class Validated(pl.Callback):
         epochs: ClassVar[list[int]] = []
+        trainers: ClassVar[set[Any]] = set()
 
         def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
             self.epochs.append(trainer.current_epoch + 1)
+            self.trainers.add(trainer)
 
     trained(rarely, 3, Validated())
     assert Validated.epochs == [2, 3]  # the last one in any case, as in our loop
+    assert [trainer.check_val_every_n_epoch for trainer in Validated.trainers] == [2]
     with pytest.raises(PlanError, match="on_nonfinite='skip' of the recipe needs Drivetrain's loop"):
         Pipeline.from_recipe(recipe, on_nonfinite="skip").to_lightning(epochs=1)
 

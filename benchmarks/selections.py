@@ -1,0 +1,97 @@
+"""Measure what it costs the ranks of a machine that a part of a large data set is held out, or its classes balanced.
+
+    python benchmarks/selections.py [--rounds 3] [--most 100000000] [--ranks 10000] [--out …]
+
+The files are those of `scale.py`. The first rank of a machine computes the selection, the following ones map it: both
+are processes of their own that open the data with `FFCVLoader` and compute their order of an epoch. Memory is the
+process's own at its highest, above what it was before, without pages of files, which the ranks share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+import psutil
+import torch
+from drivetrain.common.table import Table
+from drivetrain.loaders import FFCVLoader
+from drivetrain.loaders.selection import SampleOptions
+from measuring import save, summarize
+from scale import SHARD, SIDE, highest, write_shards
+
+OPTIONS = {
+    "val_split=0.01": SampleOptions(val_split=0.01), "folds=5": SampleOptions(folds=5),
+    "balance='class'": SampleOptions(balance="class"),
+}  # fmt: skip
+
+
+def inside(pattern: str, option: str, ranks: int) -> dict[str, float]:
+    """Measure, in a process of its own."""
+    own = psutil.Process()
+
+    def private() -> int:
+        memory = own.memory_info()
+        return int(memory.rss - memory.shared)
+
+    before, start = private(), perf_counter()
+    with highest(private) as most:
+        loader = FFCVLoader(
+            pattern, batch_size=8 * ranks, image_size=SIDE, workers=1, dtype=torch.uint8, rank=ranks - 1,
+            world_size=ranks, crop="whole", batches_ahead=1, indices=OPTIONS[option],
+        )  # fmt: skip
+        opened = perf_counter()
+        count = sum(len(share) for share in loader.shares(1))
+        ordered = perf_counter()
+    assert count == len(loader) * 8
+    loader.close()
+    return {"opening": opened - start, "order": ordered - opened, "megabytes": (most[0] - before) / 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--most", type=int, default=10**8)
+    parser.add_argument("--ranks", type=int, default=10_000)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--inside", nargs=2, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.inside:
+        print(json.dumps(inside(asked.inside[0], asked.inside[1], asked.ranks)))
+        return
+    rows, cells = dict[str, object](), []
+    for samples in (size for size in (10**power for power in range(6, 10)) if size <= asked.most):
+        with tempfile.TemporaryDirectory(dir=".") as scratch:
+            pattern = write_shards(Path(scratch), samples, max(samples // SHARD, 1))
+            for option in OPTIONS:
+                figures: dict[str, list[dict[str, float]]] = {"first": [], "others": []}
+                again = [sys.executable, __file__, "--inside", pattern, option, "--ranks", str(asked.ranks)]
+                for _ in range(asked.rounds):
+                    with tempfile.TemporaryDirectory(dir=scratch) as empty:
+                        for kept in figures.values():
+                            here = os.environ | {"TMPDIR": empty}
+                            done = subprocess.run(again, stdout=subprocess.PIPE, text=True, check=True, env=here)
+                            kept.append(json.loads(done.stdout.splitlines()[-1]))
+                row = {
+                    rank: {name: summarize([each[name] for each in kept]) for name in kept[0]}
+                    for rank, kept in figures.items()
+                }
+                rows[f"{option}, {samples:,}"] = {"samples": samples, "option": option, **row}
+                medians = [
+                    f"{row[rank][name]['median']:,.{digits}f}"
+                    for rank in row for name, digits in (("opening", 2), ("order", 3), ("megabytes", 0))
+                ]  # fmt: skip
+                cells.append((option, f"{samples:,}", *medians))
+    heads = ("option", "samples", *("opening s", "order s", "MB") * 2)
+    table = Table(heads, cells, "First three figures: the machine's first rank; then each other one.")
+    save([table], {"ranks": asked.ranks, "selections": rows}, asked.out / "selections.json")
+
+
+if __name__ == "__main__":
+    main()
