@@ -151,7 +151,7 @@ class GyroDropout(Transform):
         module.hold = None
         if self.total_steps is not None:
             module.set_length(self.total_steps)
-        module.seed = int(torch.randint(2**62, ()))
+        module.seed = int(torch.randint(2**62, (), device="cpu"))  # also where tensors are made on the meta device
 
 
 class _Steps(Session):

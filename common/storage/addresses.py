@@ -39,7 +39,7 @@ _STRONG_TAG = re.compile(r'\bETag=("[^"]*")')  # a weak one, W/"…", matches no
 # What file systems call the entity tag, digest or time of change of a file.
 _VERSIONS = (
     "ETag", "etag", "Content-MD5", "Digest", "md5Hash", "crc32c", "Last-Modified", "LastModified", "last_modified",
-    "updated", "mtime", "created",
+    "updated", "mtime", "created", "blob_id", "modify", "modificationTime",
 )  # fmt: skip
 
 

@@ -299,7 +299,7 @@ class _Checks:
                     f"data set, and of a mix, must have the same {what} in the same order. Convert them alike "
                     "(classes=, fields=)."
                 )
-        if "classes" in one.manifest:
+        if one.manifest.get("classes"):  # then the first file has them, too
             one.manifest["classes"] = first.manifest["classes"]  # once in memory
         if self._before is not None and not _follows(one.manifest.get("shard"), self._before[1]):
             wrong = f"{one.path} does not follow {self._before[0]}: they are from different conversions."

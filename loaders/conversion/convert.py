@@ -98,7 +98,7 @@ def convert(
         on_error: `"raise"` stops at the first bad image; `"skip"` skips and reports it.
         classes: class names in label order, for sources without names (arrays, shards), or for the names in
             `labels`. Those of masks name their indices; 255, for pixels that do not count, needs none. Default None:
-            the source's, and none for masks.
+            the source's, but none for masks, and for labels that a data set transforms (`target_transform`).
         mask_map: values of masks to replace, old to new, in the labels and in further fields of kind mask; all at
             once, so `{1: 2, 2: 1}` exchanges two. `{11: 255}`: pixels of class 11 do not count. The classes are those
             after it. Of masks with a palette, values are the indices. Their colors are kept in the manifest, for

@@ -232,5 +232,6 @@ def _store(image: Image.Image, treatment: str, encoding: Encoding, number: int, 
             f"its longest side is {max(size)} pixels; a JPEG has at most {LONGEST_JPEG}. Pass write_mode='raw'"
         )
     buffer = io.BytesIO()
-    image.save(buffer, "JPEG", quality=encoding.quality)
+    # Without the comment of the file, which may be too long for a JPEG.
+    image.save(buffer, "JPEG", quality=encoding.quality, comment=b"")
     return Encoded(MODE_JPEG, *size, buffer.getvalue(), treatment, upright)

@@ -114,8 +114,7 @@ class DatasetSource(SampleSource):
         self.kind = f"dataset {type(dataset).__name__}"
         features = getattr(dataset, "features", None)  # of a Hugging Face data set
         self._features = features if isinstance(features, dict) else {}
-        names = getattr(dataset, "classes", None) or getattr(self._features.get("label"), "names", None)
-        self.classes = [str(name) for name in names or []]
+        self.classes = _class_names(dataset, self._features.get("label"))
         self._dataset, self._fields, self._lock = self._undecoded(dataset), list(fields), threading.Lock()
 
     def __len__(self) -> int:
@@ -149,9 +148,22 @@ class DatasetSource(SampleSource):
             return dataset  # another one, or one whose samples the user's own transform or format defines
         for name in ("image", "img"):
             feature = self._features.get(name)
-            if feature is not None and getattr(feature, "decode", False):
+            # With another mode, such as "L", the data set converts what the file has.
+            if getattr(feature, "decode", False) and getattr(feature, "mode", None) in (None, "RGB"):
                 return dataset.cast_column(name, type(feature)(decode=False))
         return dataset
+
+
+def _class_names(dataset: Any, feature: Any) -> list[str]:
+    """Return a data set's names of its classes, or those of its labels' `feature`. None if it transforms its labels
+    (torchvision's `target_transform`): names are those of the classes before."""
+    if getattr(dataset, "target_transform", None) is not None:
+        return []
+    names = getattr(dataset, "classes", None)
+    names = getattr(feature, "names", None) if names is None or not len(names) else names
+    names = [] if names is None else names  # it may be an array
+    # torchvision's ImageNet has a tuple of all names of a class.
+    return [", ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in names]
 
 
 def is_shards(source: Any) -> bool:

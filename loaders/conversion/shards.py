@@ -17,6 +17,7 @@ from typing import Any
 from ...common.errors import BetonError, DataError, DrivetrainError, require_suffix
 from ...common.storage.addresses import RemoteFile, RemoteFolder, download, is_address
 from ...common.threads import end, in_order, results
+from ..beton.data_set import open_files
 from ..beton.manifest import manifest_path
 from ..beton.reader import open_beton
 from ..options import check_workers
@@ -43,7 +44,7 @@ class Shard:
         """What the manifest keeps of it: a file with another origin, or other settings, is converted again."""
         chosen = self.choices
         return {
-            "shard": self.name, "version": self.version, "fields": dict(chosen.fields),
+            "shard": self.name, "size": self.size, "version": self.version, "fields": dict(chosen.fields),
             "classes": list(chosen.classes or ()), "on_error": chosen.on_error,
         }  # fmt: skip
 
@@ -81,7 +82,10 @@ def convert_shards(
     except DrivetrainError as error:
         complete = f"{len(kept) + len(reports)} of {len(shards)} files are complete; {_CONTINUES}."
         raise type(error)(f"{error} {complete}") from error.__cause__
-    return _report(out, kept, reports, perf_counter() - start)
+    report = _report(out, kept, reports, perf_counter() - start)
+    if shards[0].folder is None:
+        open_files(str(out)).close()  # it also compares the shapes of arrays, which reports do not have
+    return report
 
 
 def _shards(source: Any, out: str | Path, choices: Choices, engine: str) -> list[Shard]:
@@ -124,10 +128,10 @@ def _kept(shards: Sequence[Shard]) -> list[_Kept]:
 
     def look(shard: Shard) -> _Kept | None:
         path, manifest = Path(shard.out), None
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, TypeError):
             file = manifest_path(path)
             text = file.read_bytes() if folder is None else folder.read(file.name)
-            manifest = json.loads(text or b"")
+            manifest = dict(json.loads(text or b""))
         if manifest is None or (manifest.get("origin"), manifest.get("settings")) != (shard.origin, settings):
             return None
         manifest.pop("crc32")

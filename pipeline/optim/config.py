@@ -233,7 +233,7 @@ class OptimizerConfig(Config):
 
     def factory(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
         """Strategies call this with the final parameters, or groups of them."""
-        from .optimizers import class_of, label
+        from .optimizers import class_of, is_schedule_free, label
 
         given = list(parameters)
         build = class_of(self.optimizer) or self.optimizer
@@ -243,6 +243,12 @@ class OptimizerConfig(Config):
             if self.is_factory or isinstance(error, PlanError):
                 raise
             raise PlanError(f"{label(self.optimizer)} cannot train this model: {error}.") from error
+        if self.is_factory and is_schedule_free(type(optimizer)):  # what depends on it is checked by its name
+            name = type(optimizer).__name__
+            raise PlanError(
+                f"optimize() got a factory of {name}, so its schedule and strategy cannot be checked. Pass the "
+                f"class, and its options: optimize({name}, lr=…, schedule='constant')."
+            )
         for pattern, options in self.groups.items():
             for name in options.keys() - optimizer.defaults.keys():
                 raise PlanError(

@@ -60,10 +60,11 @@ class ScheduleFree(torch.optim.Optimizer):
         return loss
 
     def averages(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """Yield each parameter's y and z, and what x = y + extent · (z - y) needs."""
+        """Yield each parameter's y and z, and what x = y + extent · (z - y) needs; nothing of frozen ones:
+        the layers after them, and the statistics of their BatchNorm, were trained with their y."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                if "z" in self.state[parameter]:
+                if parameter.requires_grad and "z" in self.state[parameter]:
                     yield parameter, self.state[parameter]["z"], 1 - 1 / self._momentum(group)
 
     def _momentum(self, group: dict[str, Any]) -> float:

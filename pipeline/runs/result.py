@@ -256,9 +256,10 @@ class FitResult:
             return TrainedOn((), 0)
         inputs, count = self.inputs, len(self.inputs.classes)
         if self.task.kind == "class indices" and not count:
+            device = next((one.device for one in self.model.parameters()), None)
+            image = torch.zeros(1, inputs.channels, *height_width(inputs.image_size), device=device)
             with torch.no_grad():
-                outputs = self.model(torch.zeros(1, inputs.channels, *height_width(inputs.image_size)))
-            outputs = self.task.outputs(outputs)
+                outputs = self.task.outputs(self.model(image))
             count = outputs.shape[1] if isinstance(outputs, torch.Tensor) and outputs.dim() == 2 else 0
         return TrainedOn(inputs.classes, count if self.task.kind == "class indices" else 0)
 

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -344,3 +345,12 @@ def test_copies_that_are_made_together_keep_the_limit(folder: Path, tmp_path: Pa
         assert len([*(tmp_path / "cache").glob("*/*.beton")]) == 8
         copies = files.map(lambda file: local_copy(file, Remote(tmp_path / "other", 17 * size / 1e9)))
         assert len(open_files(copies)) == 16 * 7
+
+
+@pytest.mark.parametrize("without", [0, 1])
+def test_a_file_without_a_manifest_among_others(tmp_path: Path, without: int) -> None:
+    images = np.random.default_rng(2).integers(0, 256, (20, 40, 44, 3), dtype=np.uint8)
+    convert((images, np.arange(20) / 5), tmp_path / "t-{0..1}.beton")
+    (tmp_path / f"t-{without}.beton.json").unlink()
+    with closing(open_files(tmp_path / "t-{0..1}.beton")) as opened:
+        assert (opened.labels.tolist(), opened.has_checksums) == ((np.arange(20) / 5).tolist(), False)

@@ -383,3 +383,9 @@ def test_runs_cover_the_blocks(blocks: set[int]) -> None:
     assert covered == sorted(set(covered))
     assert blocks <= set(covered)
     assert all(run.start in blocks and run[-1] in blocks and len(run) <= 128 for run in found)
+
+
+@pytest.mark.parametrize("fact", ["ETag", "mtime", "blob_id", "modify", "modificationTime"])
+def test_the_version_of_a_file(fact: str) -> None:
+    """By s3, the file system, hf, ftp and webhdfs."""
+    assert sources.version_of({"name": "train.beton", "size": 3, fact: "one"}) == f"{fact}=one"

@@ -16,7 +16,7 @@ from drivetrain.loaders.beton.manifest import manifest_path
 from drivetrain.loaders.conversion.encode import Encoding
 from drivetrain.loaders.conversion.writer import PAGE_SIZE
 from loader_pictures import beton_of, image_folder, jpeg_bytes, jpeg_folder, picture, raw_pictures, refused
-from PIL import Image
+from PIL import Image, PngImagePlugin
 from torchvision.datasets import ImageFolder
 
 
@@ -435,3 +435,33 @@ def test_target_sizes() -> None:
     assert Encoding(max_resolution=50).target_size((400, 100)) == (50, 12)
     assert Encoding(max_resolution=50).target_size((4000, 10)) == (50, 1)
     assert Encoding().target_size((400, 100)) == (400, 100)
+
+
+class Named(list[Any]):
+    """Pairs, with names of the classes."""
+
+    classes: Any = ()
+    target_transform: Any = None
+
+
+@pytest.mark.parametrize(
+    ("names", "changes", "expected"),
+    [
+        ([("tench", "Tinca tinca"), "dog"], None, ["tench, Tinca tinca", "dog"]),  # as torchvision's ImageNet
+        (np.array(["ant", "bee"]), None, ["ant", "bee"]),
+        (["ant", "bee"], lambda label: 1 - label, []),  # they are those of the labels before
+    ],
+)
+def test_names_of_a_data_set(tmp_path: Path, names: Any, changes: Any, expected: list[str]) -> None:
+    source = Named((picture(number, 12, 12), number % 2) for number in range(4))
+    source.classes, source.target_transform = names, changes
+    assert beton_of(source, tmp_path / "a.beton").classes == expected
+
+
+def test_comments_are_dropped(tmp_path: Path) -> None:
+    """Of pictures that are encoded; a JPEG has no room for a long one."""
+    text = PngImagePlugin.PngInfo()
+    text.add_text("comment", "long " * 20_000)
+    beton, _ = converted(one_file(tmp_path, "a.png", Image.fromarray(PICTURE), pnginfo=text), tmp_path)
+    near(beton, PICTURE)
+    assert b"long " not in beton.stored(0)

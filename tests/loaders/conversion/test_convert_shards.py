@@ -283,3 +283,22 @@ def test_on_ray() -> None:
     assert "3 of 4 files are complete; the same call continues with the others." in printed.stdout
     opened = open_files(OUT)
     assert np.array_equal(opened.labels, [number % 3 for number in range(20)])
+
+
+def test_a_shard_of_another_size_is_another_one() -> None:
+    """Copies may keep the time of their source."""
+    by_shard()
+    time_ns = Path("in/03.tar").stat().st_mtime_ns
+    write_shard(Path("in/03.tar"), 90, samples=50)
+    os.utime("in/03.tar", ns=(time_ns, time_ns))
+    Path("out/00.beton.json").write_text("[]")
+    report = by_shard()
+    assert (report.samples, report.kept) == (65, 10)
+
+
+def test_shards_with_arrays_of_different_shapes_are_named() -> None:
+    write_shard(Path("in/00.tar"), 0, labels=[[0, 1, 0]] * EACH)
+    for number in range(1, SHARDS):
+        write_shard(Path(f"in/{number:02}.tar"), number * EACH, labels=[[0, 1]] * EACH)
+    with pytest.raises(DataError, match=r"01\.beton has the fields .*ndarray float32 \(2,\).*00\.beton has"):
+        by_shard()

@@ -65,3 +65,9 @@ def test_bad_sample_is_named(dataset: Any, tmp_path: Path) -> None:
     refused(dataset, tmp_path, r"the fields \['rating'\] are missing", fields=["rating"])
     report = convert(bad, tmp_path / "a.beton", on_error="skip")
     assert [name for name, _ in report.skipped] == ["sample 2"]
+
+
+def test_the_mode_of_a_column_counts(dataset: Any, tmp_path: Path) -> None:
+    gray = dataset.cast_column("image", datasets.Image(mode="L"))
+    beton = beton_of(gray, tmp_path / "a.beton")
+    assert np.array_equal(beton.pixels(5), np.asarray(gray[5]["image"].convert("RGB")))  # the sample that is stored raw

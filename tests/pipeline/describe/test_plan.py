@@ -21,7 +21,16 @@ from drivetrain.loaders import convert
 from drivetrain.pipeline.describe.pipeline_spec import sort_transforms
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.strategies import DDP
-from drivetrain.transforms import TRANSFORMS, BlurPool, ChannelsLast, Kind, LabelSmoothing, Report, Transform
+from drivetrain.transforms import (
+    TRANSFORMS,
+    BlurPool,
+    ChannelsLast,
+    GyroDropout,
+    Kind,
+    LabelSmoothing,
+    Report,
+    Transform,
+)
 from drivetrain.transforms import ProgressiveResizing as Resizing
 from pipeline_data import BATCH, CLASSES, SIDE, Toy, batch_norm_model, plain_model, toy_arrays, write_toy
 from places import ROOT
@@ -531,6 +540,11 @@ def test_the_memory_of_a_rank_with_an_optimizer_factory(toy: Toy, optimizer: Any
         row for row in pipeline.distribute("fsdp", devices=2, device="cpu").plan().steps if "memory of" in row.what
     ]
     assert len(found) == rows
+
+
+def test_the_memory_of_a_rank_with_gyro_dropout(toy: Toy) -> None:
+    pipeline = toy.pipeline(lambda: nn.Sequential(nn.Dropout(0.5), plain_model())).transform(GyroDropout())
+    assert "memory of a rank" in pipeline.distribute("fsdp", devices=2, device="cpu").plan().steps[-1].what
 
 
 def test_no_memory_of_a_model_that_needs_values(toy: Toy) -> None:

@@ -11,7 +11,7 @@ from drivetrain.pipeline import export
 from drivetrain.pipeline.optim.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from drivetrain.pipeline.training import calibration
 from drivetrain.strategies import launch
-from drivetrain.transforms import EMA
+from drivetrain.transforms import EMA, LayerFreezing
 from pipeline_data import Toy, batch_norm_model, evaluated, numbers, plain_model
 from safetensors.torch import load_file
 from same_runs import assert_resumes
@@ -151,9 +151,28 @@ def test_what_is_refused(toy: Toy) -> None:
     for strategy in ("deepspeed_stage_1", "zero_redundancy", "fairscale_sharded_ddp"):
         with pytest.raises(PlanError, match=f"'{strategy}' keeps elsewhere than the weights"):
             schedule_free(toy).distribute(strategy, devices=2, device="cpu").plan()
+    hidden = toy.pipeline().optimize(lambda parameters: ScheduleFreeSGD(parameters, lr=0.5), schedule="constant")
+    with pytest.raises(PlanError, match=r"got a factory of ScheduleFreeSGD.* optimize\(ScheduleFreeSGD, lr=…"):
+        hidden.fit(epochs=1, progress=False)
     pytest.importorskip("lightning")
     with pytest.raises(PlanError, match="needs Drivetrain's loop"):
         schedule_free(toy).to_lightning(epochs=1)
+
+
+def test_frozen_layers_are_evaluated_as_they_were_trained() -> None:
+    """Those after them, and the statistics of their BatchNorm, belong to y."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = ScheduleFreeSGD(model.parameters(), lr=0.5)
+    session = optimizer.session(model, lambda: None)
+    for _ in range(3):
+        model(torch.randn(8, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    LayerFreezing(freeze_start=0.0).freeze(model, 1.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with session.evaluating():
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]) == (not name.startswith("2.")), name
 
 
 @pytest.mark.process
