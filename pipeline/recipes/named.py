@@ -242,7 +242,8 @@ IMAGENETTE: dict[str, dict[str, Any]] = {
         "source": "the network: Touvron et al., DeiT (2021), arXiv:2012.12877; the data: "
         "https://github.com/fastai/imagenette",
         "published": "nothing for this network in so few epochs",
-        "measured": "not measured",
+        "measured": "66.57 %, mean of 1 seeds, after 14.4 to 14.4 min of training, on two cores of an AMD EPYC "
+        "without bf16 instructions, torch 2.15: benchmarks/results/race-vit-tiny-imagenette.json",
         "notes": {
             "train": _IMAGENETTE_NOTES["train"],
             "model": "random weights; the mean of all tokens instead of a class token: arXiv:2205.01580; "
