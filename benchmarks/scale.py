@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
 from time import perf_counter, process_time
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -126,16 +127,33 @@ def cost() -> Iterator[Cost]:
     found.megabytes = (most[0] - before) / 1e6
 
 
+def open_last(pattern: str, batch: int, ranks: int, indices: Any = None) -> FFCVLoader:
+    """Return the loader of the last rank, with `batch` samples of each batch."""
+    return FFCVLoader(
+        pattern, batch_size=batch * ranks, image_size=SIDE, workers=1, dtype=torch.uint8, rank=ranks - 1,
+        world_size=ranks, crop="whole", batches_ahead=1, indices=indices,
+    )  # fmt: skip
+
+
+def compute_order(loader: FFCVLoader, batch: int) -> None:
+    """Compute which samples of an epoch the rank loads."""
+    count = sum(len(share) for share in loader.shares(1))
+    assert count == len(loader) * batch
+
+
+def answer_of(command: list[str], **environment: str) -> dict[str, float]:
+    """Run a command, and return the JSON in the last line that it prints."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ | environment)
+    answer: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
 def inside(pattern: str, batch: int, ranks: int) -> dict[str, float]:
     """Measure, in a process of its own."""
     with cost() as opening:
-        loader = FFCVLoader(
-            pattern, batch_size=batch * ranks, image_size=SIDE, workers=1, dtype=torch.uint8, rank=ranks - 1,
-            world_size=ranks, crop="whole", batches_ahead=1,
-        )  # fmt: skip
+        loader = open_last(pattern, batch, ranks)
     with cost() as order:
-        count = sum(len(share) for share in loader.shares(1))
-    assert count == len(loader) * batch
+        compute_order(loader, batch)
     with cost() as first_batch:
         next(iter(loader))
     loader.close()
@@ -162,10 +180,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=".") as scratch:
             pattern = write_shards(Path(scratch), samples, files)
             again = [sys.executable, __file__, "--inside", pattern, str(batch), "--ranks", str(asked.ranks)]
-            figures: list[dict[str, float]] = []
-            for _ in range(asked.rounds if files < MANY else 1):
-                done = subprocess.run(again, stdout=subprocess.PIPE, text=True, check=True)
-                figures.append(json.loads(done.stdout.splitlines()[-1]))
+            figures = [answer_of(again) for _ in range(asked.rounds if files < MANY else 1)]
         row = {name: summarize([each[name] for each in figures]) for name in figures[0]}
         rows[f"{samples:,} in {files:,}"] = {"samples": samples, "files": files, "batch": batch, **row}
         medians = (f"{row[name]['median']:,.{digits}f}" for name, digits in SHOWN.items())

@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from time import perf_counter
 
 import psutil
-import torch
 from drivetrain.common.table import Table
-from drivetrain.loaders import FFCVLoader
 from drivetrain.loaders.selection import SampleOptions
 from measuring import save, summarize
-from scale import SHARD, SIDE, highest, write_shards
+from scale import SHARD, answer_of, compute_order, highest, open_last, write_shards
 
+BATCH = 8  # samples of a rank
 OPTIONS = {
     "val_split=0.01": SampleOptions(val_split=0.01), "folds=5": SampleOptions(folds=5),
     "balance='class'": SampleOptions(balance="class"),
@@ -42,14 +39,10 @@ def inside(pattern: str, option: str, ranks: int) -> dict[str, float]:
 
     before, start = private(), perf_counter()
     with highest(private) as most:
-        loader = FFCVLoader(
-            pattern, batch_size=8 * ranks, image_size=SIDE, workers=1, dtype=torch.uint8, rank=ranks - 1,
-            world_size=ranks, crop="whole", batches_ahead=1, indices=OPTIONS[option],
-        )  # fmt: skip
+        loader = open_last(pattern, BATCH, ranks, OPTIONS[option])
         opened = perf_counter()
-        count = sum(len(share) for share in loader.shares(1))
+        compute_order(loader, BATCH)
         ordered = perf_counter()
-    assert count == len(loader) * 8
     loader.close()
     return {"opening": opened - start, "order": ordered - opened, "megabytes": (most[0] - before) / 1e6}
 
@@ -75,9 +68,7 @@ def main() -> None:
                 for _ in range(asked.rounds):
                     with tempfile.TemporaryDirectory(dir=scratch) as empty:
                         for kept in figures.values():
-                            here = os.environ | {"TMPDIR": empty}
-                            done = subprocess.run(again, stdout=subprocess.PIPE, text=True, check=True, env=here)
-                            kept.append(json.loads(done.stdout.splitlines()[-1]))
+                            kept.append(answer_of(again, TMPDIR=empty))
                 row = {
                     rank: {name: summarize([each[name] for each in kept]) for name in kept[0]}
                     for rank, kept in figures.items()

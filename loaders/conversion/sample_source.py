@@ -147,7 +147,7 @@ class DatasetSource(SampleSource):
         if not hasattr(dataset, "cast_column") or getattr(dataset, "format", {}).get("type") is not None:
             return dataset  # another one, or one whose samples the user's own transform or format defines
         for name in ("image", "img"):
-            feature = self._features.get(name)
+            feature: Any = self._features.get(name)
             # With another mode, such as "L", the data set converts what the file has.
             if getattr(feature, "decode", False) and getattr(feature, "mode", None) in (None, "RGB"):
                 return dataset.cast_column(name, type(feature)(decode=False))
@@ -159,11 +159,11 @@ def _class_names(dataset: Any, feature: Any) -> list[str]:
     (torchvision's `target_transform`): names are those of the classes before."""
     if getattr(dataset, "target_transform", None) is not None:
         return []
-    names = getattr(dataset, "classes", None)
-    names = getattr(feature, "names", None) if names is None or not len(names) else names
-    names = [] if names is None else names  # it may be an array
-    # torchvision's ImageNet has a tuple of all names of a class.
-    return [", ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in names]
+    for names in (getattr(dataset, "classes", None), getattr(feature, "names", None)):
+        if names is not None and len(names):  # it may be an array
+            # torchvision's ImageNet has a tuple of all names of a class.
+            return [", ".join(map(str, name)) if isinstance(name, tuple) else str(name) for name in names]
+    return []
 
 
 def is_shards(source: Any) -> bool:

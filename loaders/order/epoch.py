@@ -98,22 +98,21 @@ def mixed(parts: Sequence[Samples], weights: Sequence[float], *, seed: int, epoc
 
     Each repetition of a sample in an epoch is a multiple of `samples` higher, for an augmentation of its own.
     """
-    counts, lengths = shares(sum(map(len, parts)), weights), [*map(len, parts)]
-    ends, sizes, keys = np.cumsum(counts), np.array(lengths), _keys_of_parts(seed, len(parts))
+    counts = shares(sum(map(len, parts)), weights)
+    ends, sizes, keys = np.cumsum(counts), np.array([*map(len, parts)]), _keys_of_parts(seed, len(parts))
+    # Of each part: rounds of it before this epoch, and from a position to the place in the next round.
+    rounds = [divmod(epoch * count, max(len(part), 1)) for part, count in zip(parts, counts, strict=True)]
+    before = np.array([turns % 2**64 for turns, _ in rounds], np.uint64)
+    starts = np.array([start for _, start in rounds]) + counts - ends
 
     def at(positions: Indices) -> Indices:
         numbers = np.searchsorted(ends, positions, side="right")
-        here, of = np.unique(numbers, return_inverse=True)
-        # Of each part that occurs: rounds of it before this epoch, and the place in the next round.
-        rounds = [divmod(epoch * counts[number], lengths[number]) for number in here.tolist()]
-        before = np.array([turns % 2**64 for turns, _ in rounds], np.uint64)
-        starts = [start + counts[n] - int(ends[n]) for n, (_, start) in zip(here.tolist(), rounds, strict=True)]
-        turns, places = np.divmod(positions + np.array(starts, np.int64)[of], sizes[numbers])
-        places = permuted_each(places, sizes[numbers], subkeys(keys[numbers], turns.astype(np.uint64) + before[of]))
-        found, grouped, stop = turns * samples, np.argsort(of, kind="stable"), 0
-        for number, often in zip(here.tolist(), np.bincount(of, minlength=len(here)).tolist(), strict=True):
-            start, stop = stop, stop + often
-            group = grouped[start:stop]
+        turns, places = np.divmod(positions + starts[numbers], sizes[numbers])
+        own = subkeys(keys[numbers], turns.astype(np.uint64) + before[numbers])
+        places = permuted_each(places, sizes[numbers], own)
+        found, grouped = turns * samples, np.argsort(numbers, kind="stable")
+        here, first = np.unique(numbers[grouped], return_index=True)
+        for number, group in zip(here.tolist(), np.split(grouped, first[1:]), strict=False):  # of no positions, none
             found[group] += taken(parts[number], places[group])
         return found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 from urllib.parse import urlsplit
@@ -157,8 +157,7 @@ class DataConfig(ReadOptions, SampleOptions):
         if source is None and (self.held_out or self.val is None):
             return self
         files: Any = self.val if source is None else source_name(source, "data")
-        every: dict[str, Any] = dict.fromkeys(("val_split", "folds", "indices", "per_class", "limit", "balance"))
-        return replace(self, train=files, val=files, fold=0, **every)
+        return replace(self, train=files, val=files, **asdict(SampleOptions()))
 
     @property
     def held_out(self) -> bool:

@@ -247,21 +247,24 @@ class FitResult:
         if spec is None:
             raise PlanError("This result is not from Pipeline.fit. Use Pipeline.evaluate(weights).")
         if spec.data is not None:
-            spec = spec.replace(data=spec.data.evaluated_on(data))
-            spec = _on_one_device(spec, spec.data) if self.loaded else spec
+            evaluated = spec.data.evaluated_on(data)
+            spec = _on_one_device(spec, evaluated) if self.loaded else spec.replace(data=evaluated)
         return _on_validation_data(resolve(spec, files=False), self._state.all(), judged, self._trained_on())
 
     def _trained_on(self) -> TrainedOn:
         if "inputs" not in self.history.facts:
             return TrainedOn((), 0)
-        inputs, count = self.inputs, len(self.inputs.classes)
-        if self.task.kind == "class indices" and not count:
+        inputs = self.inputs
+        if self.task.kind != "class indices":
+            return TrainedOn(inputs.classes, 0)
+        count = len(inputs.classes)
+        if not count:
             device = next((one.device for one in self.model.parameters()), None)
             image = torch.zeros(1, inputs.channels, *height_width(inputs.image_size), device=device)
             with torch.no_grad():
                 outputs = self.task.outputs(self.model(image))
             count = outputs.shape[1] if isinstance(outputs, torch.Tensor) and outputs.dim() == 2 else 0
-        return TrainedOn(inputs.classes, count if self.task.kind == "class indices" else 0)
+        return TrainedOn(inputs.classes, count)
 
     @property
     def _state(self) -> ModelState:
@@ -351,11 +354,11 @@ def load_run(folder: str | Path, *, trust_code: bool = False) -> FitResult:
 
 
 def _on_one_device(spec: PipelineSpec, data: DataConfig) -> PipelineSpec:
-    """Return the pipeline for an evaluation by this process, which may not have the run's devices, in batches that one
-    of them has computed. Under torchrun it stays as it is."""
+    """Return the pipeline for an evaluation of `data` by this process, which may not have the run's devices, in batches
+    that one of them has computed. Under torchrun, its devices stay."""
     how = spec.distributed
     if under_torchrun():
-        return spec
+        return spec.replace(data=data)
     at_once = data.batch_size // (how.accumulate * (1 if how.devices == "auto" else how.devices))
     kept = {name: getattr(how, name) for name in ("precision", "cudnn_benchmark", "matmul_precision")}
     one = DistributedConfig(options={"device": "cpu"} if how.device == "cpu" else {}, **kept)
