@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from drivetrain import strategies
 from drivetrain.common.table import Table
-from drivetrain.strategies.common.memory import held_bytes, rank_bytes
+from drivetrain.strategies.common.memory import adamw_bytes, held_bytes
 from drivetrain.strategies.deepspeed.strategy import import_deepspeed
 from measuring import Contender, compare, measure, save
 from torch import nn
@@ -186,7 +186,7 @@ def bytes_table(ranks: list[int]) -> tuple[Table, dict[str, Any]]:
         for name in NAMES:
             largest = max((rank[name] for rank in per_rank), key=lambda found: sum(found[:3]))
             parts = [part / largest[3] for part in largest[:3]]
-            formula = sum(rank_bytes(name, number, 4.0, 4.0, 8.0))  # of AdamW in fp32
+            formula = sum(adamw_bytes(name, number))
             ratio = sum(parts) / formula
             rows.setdefault(name, {})[number] = {
                 "parameters": parts[0], "gradients": parts[1], "optimizer": parts[2],

@@ -3,7 +3,6 @@ address, listed, read, written and removed, each complete or absent."""
 
 import hashlib
 import json
-import os
 import random
 import re
 import socket
@@ -18,7 +17,7 @@ from typing import Any
 from ..errors import DataError, DrivetrainError, MissingExtra, require
 from ..terminal import Wait
 from ..threads import in_order
-from .files import atomic_file
+from .files import atomic_file, write_at
 
 SECONDS = 30.0  # time limit of one request of at most 8 MiB; for longer ones see `SLOWEST`
 SLOWEST = 0.3e6  # bytes per second; what is slower counts as a stall
@@ -34,6 +33,8 @@ _ROUND = 0.2  # seconds between two looks for a file
 _RENAMING = frozenset({"file", "local", "memory", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs"})
 """Protocols of file systems in which a file is visible while it is written. It is renamed when it is complete; object
 stores show only complete files."""
+_NOT_REPLACING = frozenset({"smb", "webhdfs"})
+"""Of these, protocols whose renaming replaces no file: it fails, or does nothing, without an error."""
 _STRONG_TAG = re.compile(r'\bETag=("[^"]*")')  # a weak one, W/"…", matches nothing in a condition
 
 # What file systems call the entity tag, digest or time of change of a file.
@@ -297,7 +298,7 @@ def download(source: RemoteFile, path: Path, facts: tuple[int, str] | None = Non
         def copy(start: int) -> None:
             if source.closed_within(0):
                 raise DataError(f"{source.address} was not copied: the work was stopped.")
-            os.pwrite(file.fileno(), source.read(start, min(_RANGE, size - start)), start)
+            write_at(file.fileno(), source.read(start, min(_RANGE, size - start)), start)
 
         try:
             with closing(in_order(copy, range(0, size, _RANGE), _THREADS, "drivetrain-download")) as copied:
@@ -318,7 +319,7 @@ class RemoteFolder(Calls):
         made = {"auto_mkdir": True} if protocol in ("file", "local") else {}
         advice = "Run the same command again when the store answers."
         super().__init__(address.rstrip("/"), error=error, advice=advice, use_listings_cache=False, **made)
-        self._renames = protocol in _RENAMING
+        self._renames, self._replaces_not = protocol in _RENAMING, protocol in _NOT_REPLACING
 
     def versions(self, inside: str = "") -> dict[str, tuple[int, str]]:
         """Return size and version of each file, or of those in the folder `inside`; see `version_of`."""
@@ -389,6 +390,8 @@ class RemoteFolder(Calls):
             target = f"{head}/.{tail}.partial" if self._renames else place
             send(target)
             if self._renames:
+                if self._replaces_not and self._call("exists", place):
+                    self._call("rm_file", place)
                 self._call("mv", target, place)
 
         try:

@@ -30,10 +30,11 @@ from ..exhaustion import exhaustion, is_exhaustion
 from ..signals import interrupts_held
 from ..threads import at_exit, results
 from .addresses import PATIENCE, RemoteFile
-from .files import acquire, boot_id, cache_folder, locked
+from .files import acquire, boot_id, cache_folder, locked, write_at
 from .holes import STREAM_BLOCK, check_holes, room_for_streams
 
 _RECENT = 60.0  # seconds after a copy was asked for, in which it is not removed although nobody has opened it
+_GONE = ".gone-"  # begins the name of a copy that is being removed
 FACTS = "mirror.json"  # the address, size and version of the remote file, next to the copy
 BLOCKS = "blocks"  # one byte per block, 1 if the block has arrived; shared by all processes that use the copy
 BLOCK = 1 << 16  # bytes: a photograph of 100 KB takes two or three, so little is fetched in vain
@@ -78,6 +79,8 @@ def local_copy(address: str, remote: Remote = Remote()) -> Path:
             path, mark, query = address.partition("?")
             manifest = RemoteFile(f"{path}.json{mark}{query}", remote.patience).whole()
             with locked(root / ".lock"):  # each counts the copies of the others
+                for gone in root.glob(f"{_GONE}*"):  # of a process that was killed while it removed them
+                    shutil.rmtree(gone, ignore_errors=True)
                 if remote.stream:
                     _remove_streams(root)
                 else:
@@ -166,8 +169,9 @@ def _remove_unused(facts: Path) -> bool:
         with (facts.parent / json.loads(facts.read_text()).get("name", FACTS)).open() as file:
             if not acquire(file, wait=False):
                 return False
-            facts.unlink()  # first, so that nobody takes the folder for a complete one
-            shutil.rmtree(facts.parent, ignore_errors=True)
+            gone = facts.parent.with_name(f"{_GONE}{facts.parent.name}")
+            facts.parent.rename(gone)  # first, so that nobody takes the folder for a complete one, or is in its way
+            shutil.rmtree(gone, ignore_errors=True)
     except FileNotFoundError:  # a process that streamed has just removed it
         pass
     return True
@@ -282,11 +286,8 @@ class Mirror:
         self._write(run, memoryview(source.read(start, min(run.stop * self.block, self.size) - start)))
 
     def _write(self, run: range, data: memoryview) -> None:
-        start = run.start * self.block
         try:
-            while data:
-                written = os.pwrite(self.descriptor, data, start)
-                start, data = start + written, data[written:]
+            write_at(self.descriptor, data, run.start * self.block)
             self._mark(run, 1)  # after it is written, so that a killed process leaves complete blocks only
         except OSError as error:
             raise DataError(

@@ -66,6 +66,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def write_at(descriptor: int, data: bytes | memoryview, start: int) -> None:
+    """Write all of `data` at a place of a file. `os.pwrite` writes a part, without an error, if the disk has no room
+    for more."""
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(descriptor, rest, start)
+        start, rest = start + written, rest[written:]
+
+
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

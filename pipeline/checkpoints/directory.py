@@ -22,7 +22,7 @@ from ...common.storage.json_files import read
 from ...strategies import Engine, Precision
 from ..training.agreement import broadcast_text
 from .format import Checkpoint, remove
-from .remote import CHECKPOINTS, RUN, STATE, STEP, RemoteRun, opened, shown
+from .remote import CHECKPOINTS, RUN, STATE, STEP, RemoteRun, UnreachedError, opened, shown
 
 _VERIFY = "verify"  # in rank 0's answer: a checkpoint whose files the ranks are to verify
 Verify = Callable[[Checkpoint], None]
@@ -242,6 +242,8 @@ def _load_complete(path: Path, run: str | None = None, verify: Verify = Checkpoi
         if run is not None and checkpoint.content.run != run:
             return None
         verify(checkpoint)
+    except UnreachedError:  # an older one would take its place, or a run from scratch, which removes it
+        raise
     except CheckpointError as error:
         warnings.warn(f"{error} Skipping it; looking for an older one.", CheckpointWarning, stacklevel=3)
         return None
@@ -333,18 +335,23 @@ def _verify_together(engine: Engine, checkpoint: Checkpoint) -> None:
         return
     broadcast_text(engine, json.dumps({_VERIFY: str(checkpoint.path.absolute())}))
     if damage := _damage(engine, checkpoint.path):
-        raise CheckpointError(damage)
+        raise damage
 
 
-def _damage(engine: Engine, path: Path) -> str:
-    """Return why a checkpoint is damaged, the same on every rank, or ""; each verifies some of its files."""
+def _damage(engine: Engine, path: Path) -> CheckpointError | None:
+    """Return why a checkpoint cannot be used, the same on every rank; each verifies some of its files."""
     error, failed = "", torch.zeros(engine.world_size)
     try:
         Checkpoint(path).verify(engine.rank, engine.world_size)
     except CheckpointError as reason:
-        error, failed[engine.rank] = str(reason), 1.0
-    first = next((rank for rank, bad in enumerate(engine.reduce(failed, "sum").tolist()) if bad), None)
-    return "" if first is None else broadcast_text(engine, error, source=first)
+        error, failed[engine.rank] = str(reason), 2.0 if isinstance(reason, UnreachedError) else 1.0
+    by_rank = engine.reduce(failed, "sum").tolist()
+    worst = max(by_rank)
+    if not worst:
+        return None
+    return (UnreachedError if worst > 1 else CheckpointError)(
+        broadcast_text(engine, error, source=by_rank.index(worst))
+    )
 
 
 def _look(resume: str | Path | None, store: CheckpointDir | None, verify: Verify) -> dict[str, Any]:

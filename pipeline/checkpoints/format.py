@@ -16,6 +16,7 @@ those that its rank held, and `state.json` the full shapes (`shards.Shards`). In
 some of the tensors in full, which `model.safetensors.index.json` lists: Hugging Face's layout.
 """
 
+import errno
 import hashlib
 import json
 import shutil
@@ -34,11 +35,13 @@ from ...common.storage.json_files import ShapeError, convert
 from ...common.storage.tensors import Tensors, open_tensors, save_weights
 from ...common.version import __version__
 from ..telemetry.history import History
-from .remote import STATE, RemoteRun, shown
+from .remote import STATE, RemoteRun, UnreachedError, shown
 from .shards import REMEDY, Shards, open_shards
 
 UNLISTED, OWN = "unlisted", "rank"
 SHARED = ("model", "optimizer", "methods", UNLISTED)  # by all ranks; the kind `OWN` is of one rank
+_ELSEWHERE = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT}
+"""Errors whose cause is not the file that cannot be read."""
 TENSORS = {"tensors": True}  # in the state of a method, for averages, which are in `methods.safetensors`
 
 Values = dict[str, Any]
@@ -199,6 +202,7 @@ class Checkpoint:
         except ShapeError as error:
             raise CheckpointError(f"{path} is damaged: {error}. {REMEDY}") from None
         except (OSError, ValueError, RecursionError) as error:
+            _raise_unreached(path, STATE, error)
             raise CheckpointError(f"{path} is not a complete checkpoint: {STATE}: {error}. {REMEDY}") from None
 
     @property
@@ -225,6 +229,7 @@ class Checkpoint:
                     remote.fetch(self.path, {name: about})
                     actual = _measure(self.path / name)
             except OSError as error:
+                _raise_unreached(self.place, name, error)
                 raise CheckpointError(
                     f"The checkpoint {self.place} is damaged: {name}: {error}. Use an older checkpoint."
                 ) from None
@@ -308,6 +313,11 @@ def _file_name(kind: str, rank: int, ranks: int) -> str:
 
 def _index_name(kind: str) -> str:
     return f"{kind}.safetensors.index.json"
+
+
+def _raise_unreached(place: str | Path, name: str, error: Exception) -> None:
+    if isinstance(error, OSError) and error.errno in _ELSEWHERE:
+        raise UnreachedError(f"The checkpoint {place} could not be read: {name}: {error}.") from None
 
 
 def _measure(path: Path) -> FileFacts:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ...common.errors import CheckpointError
-from ...common.storage.addresses import RemoteFolder, is_address
+from ...common.storage.addresses import MissingFileError, RemoteFolder, is_address
 from ...common.storage.files import cache_folder, locked, write_file
 from ...common.storage.json_files import ShapeError, parse
 from ..models.weights import SUFFIXES
@@ -23,6 +23,10 @@ from .weights import unlisted_path
 RUN, CHECKPOINTS, STATE = "run.json", "checkpoints", "state.json"
 STEP = re.compile(r"step-(\d{8,})")
 _ADDRESS, _SEEN, _LOCK = ".address", ".uploaded.json", ".lock"
+
+
+class UnreachedError(CheckpointError):
+    """Files of a checkpoint could not be fetched or opened, e.g. because the disk is full: they are not damaged."""
 
 
 class RemoteRun:
@@ -72,12 +76,18 @@ class RemoteRun:
         return self.folder / CHECKPOINTS / step
 
     def fetch(self, path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-        """Download those files of a checkpoint that are not in the copy, or have another size."""
+        """Download those files of a checkpoint that are not in the copy, or have another size. Raise UnreachedError if
+        that fails, and CheckpointError if the address does not have them."""
         with locked(self.folder / _LOCK):
             for name, about in files.items():
                 file, size = path / name, int(about["bytes"])
                 if not file.exists() or file.stat().st_size != size:
-                    self.files.download(f"{CHECKPOINTS}/{path.name}/{name}", file)
+                    try:
+                        self.files.download(f"{CHECKPOINTS}/{path.name}/{name}", file)
+                    except CheckpointError as error:
+                        if isinstance(error.__cause__, MissingFileError):
+                            raise
+                        raise UnreachedError(str(error)) from error
 
     def newest_step(self, run: str) -> int:
         """Return the last step of the complete checkpoints of this run; those of an earlier one may still be there."""

@@ -164,7 +164,15 @@ class Loggers:
         """Close the loggers created here; the user's own objects stay open."""
         for one, _ in self._all:
             if isinstance(one, TensorBoardLogger | WandbLogger | MLflowLogger | OpenTelemetryLogger):
-                one.close()
+                try:
+                    one.close()
+                except Exception as error:  # as in `log`
+                    warnings.warn(
+                        f"{type(one).__name__} failed at its end; its last entries may be missing: "
+                        f"{type(error).__name__}: {error}",
+                        LoggerWarning,
+                        stacklevel=2,
+                    )
 
 
 def _give(one: object, values: Mapping[str, Any]) -> None:

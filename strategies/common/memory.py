@@ -39,6 +39,11 @@ def shards_parameters(strategy: str) -> bool:
     return "parameters" in DIVIDES.get(strategy, "").split()
 
 
+def adamw_bytes(strategy: str, ranks: int) -> tuple[float, float, float]:
+    """Return `rank_bytes` of one parameter with AdamW in fp32."""
+    return rank_bytes(strategy, ranks, 4.0, 4.0, 8.0)
+
+
 def rank_bytes(
     strategy: str, ranks: int, parameters: float, gradients: float, optimizer: float
 ) -> tuple[float, float, float]:

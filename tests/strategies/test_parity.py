@@ -8,7 +8,7 @@ import pytest
 import torch
 from drivetrain import strategies
 from drivetrain.strategies import Single, launch, registry
-from drivetrain.strategies.common.memory import ADAMW_BYTES, rank_bytes
+from drivetrain.strategies.common.memory import ADAMW_BYTES, adamw_bytes
 from parity_jobs import (
     BF16,
     CASES,
@@ -64,7 +64,7 @@ def check(ranks: Ranks, name: str, cases: list[Case], tolerance: float = 1e-5) -
 
 def formula(name: str, ranks: int) -> tuple[float, float, float]:
     """Bytes per parameter of a rank; the groups of `hsdp` are half of the ranks here."""
-    return rank_bytes(name, max(1, ranks // 2) if name == "hsdp" else ranks, 4.0, 4.0, 8.0)
+    return adamw_bytes(name, max(1, ranks // 2) if name == "hsdp" else ranks)
 
 
 def check_bytes(ranks: Ranks, name: str) -> None:

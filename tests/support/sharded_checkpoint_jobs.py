@@ -1,5 +1,6 @@
 """What ranks do in the tests of checkpoints by shard. A module, because ranks import it."""
 
+import errno
 import os
 import signal
 import warnings
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed_methods import DIVIDED
-from drivetrain import Pipeline, strategies
+from drivetrain import CheckpointError, Pipeline, strategies
 from drivetrain.common.storage.tensors import Tensors, save_weights
 from drivetrain.pipeline import Checkpoints, CheckpointWarning
 from drivetrain.pipeline.checkpoints import format as checkpoint_format
@@ -158,6 +159,23 @@ def _resumed(pipeline: Pipeline, out: Path) -> tuple[int, list[str], list[int]]:
         result = pipeline.fit(epochs=2, out=out, resume="auto", progress=False, checkpoints=None)
     warned = [str(each.message) for each in caught if issubclass(each.category, CheckpointWarning)]
     return result.history.facts["resumed"][-1]["step"], warned, sizes
+
+
+def denied(pipeline: Pipeline, out: Path) -> str:
+    """On this rank, the message of the resumed run, of whose files the last rank may not open its share."""
+
+    measure = checkpoint_format._measure
+
+    def measured(path: Path) -> Any:
+        if os.environ["RANK"] == "1":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return measure(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_format, "_measure", measured)
+        with pytest.raises(CheckpointError) as caught:
+            pipeline.fit(epochs=2, out=out, resume="auto", progress=False, checkpoints=None)
+    return str(caught.value)
 
 
 class Odd(nn.Module):

@@ -21,7 +21,8 @@ from drivetrain import DataError
 from drivetrain.common import terminal
 from drivetrain.common.errors import BetonError
 from drivetrain.common.storage import addresses as sources
-from drivetrain.common.storage.cache import BLOCK, BLOCKS, Mirror, Remote, local_copy, runs
+from drivetrain.common.storage import cache
+from drivetrain.common.storage.cache import BLOCK, BLOCKS, FACTS, Mirror, Remote, local_copy, runs
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, inspect, open_beton, verify
 from hypothesis import given
 from hypothesis import strategies as st
@@ -389,3 +390,21 @@ def test_runs_cover_the_blocks(blocks: set[int]) -> None:
 def test_the_version_of_a_file(fact: str) -> None:
     """By s3, the file system, hf, ftp and webhdfs."""
     assert sources.version_of({"name": "train.beton", "size": 3, fact: "one"}) == f"{fact}=one"
+
+
+def test_a_removal_that_was_killed_is_completed_by_the_next_job(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = local_copy(address, Remote(tmp_path / "own"))
+    os.utime(copy.parent / FACTS, (0, 0))
+
+    def killed(path: Path, **_: object) -> None:
+        (path / FACTS).unlink(missing_ok=True)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            cache._remove_unused(copy.parent / FACTS)
+    assert local_copy(address, Remote(tmp_path / "own")) == copy
+    assert [path.name for path in (tmp_path / "own").iterdir() if path.is_dir()] == [copy.parent.name]

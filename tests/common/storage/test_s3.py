@@ -1,5 +1,7 @@
 """Files of an object store that speaks S3: moto's server, in a thread of this process, by s3fs."""
 
+import errno
+import os
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 from drivetrain import CheckpointError, DataError
 from drivetrain.common.storage import addresses as sources
 from drivetrain.loaders import FFCVLoader, convert, open_beton
+from fsspec.implementations.local import LocalFileSystem
 from object_store import Store, object_store
 
 SAMPLES = 30
@@ -98,3 +101,50 @@ def test_missing_credentials_are_an_error_at_once(server: Store, monkeypatch: py
     with pytest.raises(DataError, match=r"cannot be read: Unable to locate credentials.* Check the credentials"):
         open_beton("s3://bucket/train.beton")
     assert len(server.requests) == before
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_disk_that_takes_a_part_of_what_is_downloaded(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a nearly full one does: only the next write fails."""
+    folder, content = sources.RemoteFolder(f"file://{tmp_path}/run", CheckpointError), bytes(range(256)) * 99
+    pwrite = os.pwrite
+    folder.write("weights", content)
+    written = []
+
+    def part(file: int, data: Any, start: int) -> int:
+        if full and written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(start)
+        return pwrite(file, data[: -(-len(data) // 2)], start)
+
+    monkeypatch.setattr(os, "pwrite", part)
+    if full:
+        with pytest.raises(CheckpointError, match="copy could not be written: No space left"):
+            folder.download("weights", tmp_path / "copy")
+        assert not (tmp_path / "copy").exists()
+    else:
+        folder.download("weights", tmp_path / "copy")
+        assert (tmp_path / "copy").read_bytes() == content
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_file_is_replaced_where_renaming_replaces_none(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SMB it fails, and by WebHDFS it does nothing."""
+    move = LocalFileSystem.mv  # of fsspec.implementations.local
+
+    def mv(self: LocalFileSystem, source: str, target: str, **options: Any) -> None:
+        if not Path(target).exists():
+            move(self, source, target, **options)
+        elif fails:
+            raise FileExistsError(target)
+
+    monkeypatch.setattr(LocalFileSystem, "mv", mv)
+    monkeypatch.setattr(sources, "_NOT_REPLACING", frozenset({"file"}))
+    folder = sources.RemoteFolder(f"file://{tmp_path}/run", CheckpointError)
+    for content in (b"old", b"new"):
+        folder.write("history.json", content)
+        assert folder.read("history.json") == content

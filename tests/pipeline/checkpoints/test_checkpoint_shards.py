@@ -26,6 +26,7 @@ from sharded_checkpoint_jobs import (
     FAMILY,
     FLAT,
     Odd,
+    denied,
     flat_runs,
     gone_on,
     outcome_of,
@@ -155,6 +156,14 @@ def test_ranks_verify_together_and_skip_what_any_of_them_finds_damaged(
     assert second[1] == []
     files = Checkpoint(run / "checkpoints" / STEP).content.files
     assert len(first[2]) + len(second[2]) == 2 * len(files)  # of two checkpoints
+
+
+def test_ranks_do_not_pass_over_what_one_of_them_may_not_open(toy: Toy, run: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(run, tmp_path / "run")
+    first, second = launch(denied, pipeline(toy, "fsdp", 2), out, devices=2, timeout=120)
+    assert first == second
+    assert "step-00000008 could not be read" in first
+    assert "Permission denied" in first
 
 
 def without_rows(place: Path) -> None:

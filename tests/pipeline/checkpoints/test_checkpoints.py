@@ -1,6 +1,8 @@
 """Checkpoints in one process: resuming is bit-for-bit identical to no interruption; a different run is rejected."""
 
+import errno
 import json
+import os
 import random
 import re
 import shutil
@@ -203,6 +205,26 @@ def test_a_damaged_one_is_passed_over(toy: Toy, tmp_path: Path) -> None:
     assert resumed.history.facts["resumed"][0]["step"] == 2 * STEPS
     assert_same_run(resumed, whole)
     assert_same_run(fit(pipeline, resume=newest), whole)  # it was rewritten
+
+
+@pytest.mark.parametrize("name", ["state.json", "model.safetensors"])
+def test_one_that_may_not_be_read_is_not_passed_over(
+    name: str, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not damaged: an older one would take its place, and remove it."""
+    pipeline = toy.pipeline()
+    fit(pipeline, out=tmp_path)
+    newest, before, read = checkpoints_in(tmp_path)[-1], sorted(tmp_path.rglob("*")), Path.open
+
+    def denied(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path == newest / name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return read(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(CheckpointError, match=f"{newest.name} could not be read: {name}: .*Permission denied"):
+        fit(pipeline, out=tmp_path, resume="auto")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_another_run_is_refused(toy: Toy, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 import yaml
 from cluster_jobs import Signals, apart
 from command_line import call
-from drivetrain import Callback, CheckpointError, Checkpoints, PlanError, Profile, RunView, strategies
+from drivetrain import Callback, CheckpointError, Checkpoints, DataError, PlanError, Profile, RunView, strategies
 from drivetrain.common.storage import addresses as sources
 from drivetrain.pipeline import TrainingInterrupted, TrainingPreempted, export, load_run
 from drivetrain.pipeline.checkpoints.remote import RemoteRun
@@ -360,3 +360,32 @@ def test_what_is_kept_of_a_new_run_is_uploaded_although_the_one_before_was_longe
     resumed = toy.pipeline().fit(epochs=2, out=out, resume="auto")
     assert f"Uploaded {out}/checkpoints/step-00000002" in capsys.readouterr().out
     assert (resumed.history.facts["resumed"][0]["step"], numbers(resumed)) == (2, expected)
+
+
+def test_a_checkpoint_that_cannot_be_fetched_is_not_passed_over(
+    toy: Toy, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else training would begin from scratch, and remove the checkpoints that it could not read."""
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    out, read = f"file://{tmp_path}/store", sources.RemoteFile.read
+    expected = numbers(toy.pipeline().fit(epochs=2, progress=False))
+    with pytest.raises(ZeroDivisionError):
+        toy.pipeline().fit(epochs=2, out=out, progress=False, checkpoints=EVERY_2, callbacks=[Does(5, fail)])
+    shutil.rmtree(cache)  # another machine
+
+    def away(self: sources.RemoteFile, start: int, size: int) -> bytes:
+        if self.address.endswith("optimizer.safetensors"):
+            raise DataError(f"{self.address} cannot be read: no answer.")
+        return read(self, start, size)
+
+    before = sorted((tmp_path / "store/checkpoints").rglob("*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sources.RemoteFile, "read", away)
+        with pytest.raises(CheckpointError, match=r"step-00000004/optimizer.safetensors cannot be read: no answer"):
+            toy.pipeline().fit(epochs=2, out=out, progress=False, resume="auto")
+    assert sorted((tmp_path / "store/checkpoints").rglob("*")) == before
+    resumed = toy.pipeline().fit(epochs=2, out=out, progress=False, resume="auto")
+    assert (resumed.history.facts["resumed"][0]["step"], numbers(resumed)) == (4, expected)

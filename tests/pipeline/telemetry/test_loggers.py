@@ -19,7 +19,7 @@ from drivetrain.common.pictures import BLUE, RED
 from drivetrain.pipeline import Checkpoints, History, LoggerWarning
 from drivetrain.pipeline.telemetry.curves import draw, figure_of
 from drivetrain.pipeline.telemetry.history import Epoch
-from drivetrain.pipeline.telemetry.loggers import CSVLogger
+from drivetrain.pipeline.telemetry.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 from pipeline_data import BATCH, RUN_FILES, TRAIN, Toy, left_in, living_threads, plain_model
 from torch import nn
@@ -357,3 +357,15 @@ def test_a_run_that_fails_leaves_the_curves_of_what_it_did(toy: Toy, tmp_path: P
         fit(toy.pipeline(Diverging), 2, out=tmp_path, checkpoints=Checkpoints(keep=1))
     assert len(json.loads((tmp_path / "history.json").read_text())["epochs"]) == 1
     assert (tmp_path / "curves.png").exists()
+
+
+def test_a_logger_that_fails_at_the_end_does_not_end_the_run(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def close(_: TensorBoardLogger) -> None:
+        raise ConnectionError("no answer")
+
+    monkeypatch.setattr(TensorBoardLogger, "close", close)
+    with pytest.warns(LoggerWarning, match="TensorBoardLogger failed at its end.*ConnectionError: no answer"):
+        result = fit(toy.pipeline(), 1, out=tmp_path, logger=["tensorboard", "csv"])
+    assert len(result.history.epochs) == 1
