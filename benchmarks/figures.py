@@ -214,9 +214,9 @@ def loaders_table() -> str:
     return rows(head, lines)
 
 
-def ledger_table() -> str:
-    """Return the ledger of the quickstart."""
-    ledger = result("quickstart-ledger")
+def ledger_table(name: str) -> str:
+    """Return the rows of a ledger."""
+    ledger = result(name)
     described = {"plain PyTorch": "plain PyTorch (torchvision, DataLoader, NCHW, fp32)"}
     lines = [
         [described.get(row["name"], row["name"]), spread(row["images_per_s"], 0), spread(row["ratio"])]
@@ -383,7 +383,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "tuned recipes": tuning_table,
     "streams": streams_table,
     "loaders": loaders_table,
-    "ledger of the quickstart": ledger_table,
+    "ledger of the quickstart": functools.partial(ledger_table, "quickstart-ledger"),
+    "ledger of imagenette-5": functools.partial(ledger_table, "imagenette-5-ledger"),
     "methods": methods_table,
     "cost of several ranks": ranks_table,
     "cost of a rank by samples": scale_table,

@@ -192,7 +192,7 @@ def _class_counts(beton: Beton) -> dict[str, int]:
     if kind == "ndarray":
         if len(names) != labels.shape[-1] or not np.isin(labels, (0, 1)).all():
             return {}
-        counts = labels.sum(axis=0)
+        counts = labels.sum(axis=0, dtype=np.float64)  # in float32, it would end at 2**24
     elif names:
         counts = np.bincount(labels, minlength=len(names))
     else:

@@ -7,6 +7,7 @@ import tarfile
 import threading
 from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -184,7 +185,17 @@ def expand_shards(source: Any) -> list[str]:
         if not matches:
             raise DataError(f"{pattern} does not exist. Pass a .tar file, a pattern, or a list.")
         paths += matches
-    return paths
+    return named_once(paths)
+
+
+def named_once(shards: list[str]) -> list[str]:
+    """Return the shards; raise a DataError if one is there twice, such as by two patterns that both match it."""
+    for name, count in Counter(shards).most_common(1):
+        if count > 1:
+            raise DataError(
+                f"{name} is named {count} times: each of its samples would be in the data as often. Name it once."
+            )
+    return shards
 
 
 class TarSource:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drivetrain import DataError
 from drivetrain.loaders import convert, open_beton
 from drivetrain.loaders.conversion.sample_source import expand_shards
 from loader_pictures import beton_of, file_bytes, jpeg_bytes, picture, refused
@@ -178,3 +179,5 @@ def test_expanding(tmp_path: Path) -> None:
         ("a-{08..10}.tar", ["a-08.tar", "a-09.tar", "a-10.tar"]),
     ):
         assert [Path(path).name for path in expand_shards(str(tmp_path / pattern))] == names
+    with pytest.raises(DataError, match=r"a-09.tar is named 2 times"):
+        expand_shards([tmp_path / "a-*.tar", tmp_path / "a-09.tar"])
