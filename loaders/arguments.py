@@ -85,8 +85,7 @@ def check_images(options: LoaderOptions, channels: int, depth: int, source: str)
         for name, wrong, remedy in (
             ("interpolation", own.interpolation == "area", "Use 'bilinear', 'bicubic' or 'nearest'"),
             ("dtype", own.dtype == torch.uint8 and depth == 16, "Use torch.float32 or torch.bfloat16"),
-            ("color_jitter", own.train and any(own.color_jitter), "Leave it out: it is for colors in RGB"),
-            ("policy", own.train and own.policy is not None, "Leave it out: it is for colors in RGB"),
+            *((name, True, "Leave it out: it is for colors in RGB") for name in own.only_rgb),
         ):
             if wrong:
                 raise DataError(

@@ -1,6 +1,9 @@
 """The options of the loaders: how a file is read, and how its images become batches. torch is not imported.
 
-To add one, add a field, and the line that uses it; run `python -m drivetrain.common.options.signatures` once.
+To add one, add a field, and the line that uses it; run `python -m drivetrain.common.options.signatures` once. An
+augmentation of `FFCVLoader` is drawn in `decode/augmentation.py` and computed in `native/`; `TorchLoader` has
+torchvision's equivalent, in `datasets/torch_dataset.py`. The marks `PER_VIEW` and `RGB_ONLY` declare where it is available;
+what else FFCV's own loader rejects is in `stock_options` (`stock_loader.py`).
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 EVAL_RATIO = 224 / 256
 PER_VIEW = object()  # a mark: groups of views may differ in the option
+RGB_ONLY = object()  # a mark: in training, for RGB with 8 bits, and not in FFCV's own loader; off by default
 SIZE = Kind(lambda value: is_size(usual_size(value)), "a positive integer, or two: height and width")
 SEED = Kind(lambda value: is_whole(value, 0, 2**63 - 1), "an integer, 0 or more")
 POLICY = Kind(lambda value: isinstance(value, Mapping), "a dict with a name")
@@ -109,9 +113,9 @@ class ImageOptions(Config):
     """Number of images to make of each training sample, from one decoding. Each view's draws are a function of (seed,
     epoch, sample, view). Above 1, images are `(B, V, C, H, W)`. Or a list of dicts, such as `[{"count": 2, "scale":
     (0.4, 1)}, {"count": 4, "image_size": 96, "scale": (0.05, 0.4)}]` (multi-crop; Caron et al. 2020, arXiv:2006.09882):
-    images are a tuple of such tensors, one per dict. `image_size`, `crop`, `scale`, `ratio`, `padding`, `padding_mode`,
-    `flip`, `color_jitter`, `policy` and `cutout` may differ among them. A JPEG is decoded at a smaller size only if
-    this suffices for all views. Default 1: images are `(B, C, H, W)`."""
+    images are a tuple of such tensors, one per dict. `image_size` and the options of crop, flip, color, policy and
+    cutout may differ among them. A JPEG is decoded at a smaller size only if this suffices for all views.
+    Default 1: images are `(B, C, H, W)`."""
     eval_crop: Literal["center", "whole", "fit"] = "center"
     """Crop in evaluation: `"center"` (a central crop, resized; default), `"whole"` (the full image, resized to the
     shape of the output, whatever its own; timm's "squash") or `"fit"` (a letterbox: the full image, scaled to fit, in
@@ -126,15 +130,15 @@ class ImageOptions(Config):
     `"area"`, OpenCV's, with exactly FFCV's pixels. Only `"bilinear"` in training is faster and less exact: within two
     levels of Pillow, four if a raw image shrinks more than eightfold, and a few more of JPEGs decoded at a smaller
     size, as in no other case. Of images of other channels, or of 16 bits, each channel is resized by itself; `"area"`,
-    `color_jitter`, `policy` and `operations` are not available for them."""
+    `policy`, the options of color and `operations` are not available for them."""
     flip: Annotated[bool | Literal["alternating"], PER_VIEW] = True
     """Whether each training image is mirrored or not, at random in each epoch. `"alternating"`: at random in epoch 0,
     inverted in every odd epoch, so that two epochs show each image both ways (airbench's, arXiv:2404.00498, section
     3.6; better with few epochs). False: never."""
-    color_jitter: Annotated[tuple[float, float, float], PER_VIEW] = (0.0, 0.0, 0.0)
+    color_jitter: Annotated[tuple[float, float, float], PER_VIEW, RGB_ONLY] = (0.0, 0.0, 0.0)
     """Maximum deviation of a training image's brightness, contrast and saturation factors from 1, each drawn at random,
     as in torchvision's `ColorJitter`. Default (0, 0, 0): off."""
-    policy: Annotated[Mapping[str, Any] | None, POLICY, NONE, PER_VIEW] = None
+    policy: Annotated[Mapping[str, Any] | None, POLICY, NONE, PER_VIEW, RGB_ONLY] = None
     """Augmentation policy for training images, after the color operations and before further operations: `{"name":
     "rand_augment", "num_ops": 2, "magnitude": 9, "num_magnitude_bins": 31}`, `{"name": "trivial_augment",
     "num_magnitude_bins": 31}`, `{"name": "aug_mix", "severity": 3, "width": 3, "depth": -1, "alpha": 1.0}` or `{"name":
@@ -206,6 +210,13 @@ class LoaderOptions(ReadOptions, ImageOptions):
         self._require("pad_last", not (self.pad_last and self.drop_last), "False if drop_last is True")
         most = self.world_size - 1
         self._require("rank", 0 <= self.rank <= most, f"from 0 to world_size - 1 = {most}")
+
+    @property
+    def only_rgb(self) -> tuple[str, ...]:
+        """Options in use that are only for training on RGB with 8 bits; see `RGB_ONLY`."""
+        options = options_of(LoaderOptions).items()
+        marked = [name for name, each in options if RGB_ONLY in each.marks and getattr(self, name) != each.default]
+        return tuple(marked) if self.train else ()
 
     def _require(self, name: str, valid: bool, allowed: str) -> None:
         if not valid:

@@ -61,7 +61,7 @@ class StockFFCVLoader(EpochLoader):
 
     What FFCV does not have is rejected: several files, mixes, addresses, more threads than numba's limit
     (`NUMBA_NUM_THREADS`), `verify`, and in evaluation another `eval_crop` than "center", and in training another `crop`
-    than "resized", `flip="alternating"`, `color_jitter`, `policy` and `cutout`. `interpolation` is "area".
+    than "resized", `flip="alternating"`, options of color, `policy` and `cutout`. `interpolation` is "area".
 
     Args:
         source: one local `.beton` file.
@@ -313,8 +313,7 @@ def stock_options(given: LoaderKeywords) -> LoaderOptions:
         ("views", made.has_views, "Leave it out"),
         ("eval_crop", not train and made.eval_crop != "center", "Use eval_crop='center'"),
         ("flip", made.alternates, "Use flip=True"),
-        ("color_jitter", train and any(made.color_jitter), "Leave it out"),
-        ("policy", train and made.policy is not None, "Leave it out"),
+        *((name, True, "Leave it out") for name in made.only_rgb),
         ("cutout", train and made.cutout > 0, "Leave it out"),
         ("stream", made.stream, "Leave it out"),
     )

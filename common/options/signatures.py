@@ -123,7 +123,7 @@ def complete_text(text: str, module: object) -> str:
         lines = []
         for option in options_of(config).values():
             if option.name in keywords and (what != "keywords" or option.owner is config):
-                lines.append(f"{indent}{_LINES[what](option)}\n")
+                lines.append(f"{indent}{_LINES[what](option)}\n".replace("'", '"'))  # as ruff's formatter
         return f"{indent}# {what} of {name}\n{''.join(lines)}{indent}# end\n"
 
     return _REGION.sub(write, text)

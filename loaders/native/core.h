@@ -27,7 +27,8 @@
 _Static_assert(sizeof(size_t) == 8 && sizeof(off_t) == 8, "a system with 64 bits");
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "a little-endian processor");
 
-/* The number of what Python declares of this file in library.py. Count it up when a function or a structure changes. */
+/* The number of what Python declares of this file in library.py. Count it up when a function, a structure, or the shape
+ * of an array that it points to changes. */
 #ifndef DT_INTERFACE
 #define DT_INTERFACE 2
 #endif

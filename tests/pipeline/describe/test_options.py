@@ -12,8 +12,8 @@ import recipe_factories
 from drivetrain import Pipeline
 from drivetrain.common.errors import PlanError
 from drivetrain.common.options.config import Config, Option, options_of
-from drivetrain.common.options.signatures import outdated
-from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader
+from drivetrain.common.options.signatures import complete_text, outdated
+from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, options
 from drivetrain.loaders.options import ImageOptions, LoaderOptions
 from drivetrain.pipeline.describe.config import DataConfig, DistributedConfig, FitOptions
 from drivetrain.pipeline.optim.config import OptimizerConfig
@@ -36,6 +36,8 @@ def options_by_name(configs: tuple[type[Config], ...]) -> dict[str, Option]:
 def test_type_checkers_read_what_the_options_say() -> None:
     """To repair it: python -m drivetrain.common.options.signatures."""
     assert not outdated(ROOT, "drivetrain")
+    text = Path(options.__file__).read_text()
+    assert complete_text(text, options) == text, "as ruff formats it"
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from drivetrain.pipeline.tasks.metrics import compute, pool, state_of, top
 from drivetrain.pipeline.tasks.nests import to_float
 from drivetrain.pipeline.tasks.task import update_metric
 from drivetrain.strategies import launch
+from places import ROOT
 from task_jobs import Cosine
 from torch import nn
 from torchmetrics import MaxMetric, MeanMetric, Metric, MinMaxMetric, PearsonCorrCoef, SumMetric
@@ -52,6 +54,14 @@ def test_classification_is_judged_as_by_hand() -> None:
     assert set(values(Classification(), [(torch.randn(4, 5), torch.arange(4))], 5)) == {"top1"}
     assert torch.equal(Classification().predict(logits), logits.softmax(1))
     assert Classification().loss(logits, targets) == F.cross_entropy(logits, targets)
+
+
+@pytest.mark.parametrize("task", [Classification, MultiLabel, Regression, Segmentation])
+def test_every_metric_is_in_the_docstring_and_in_the_table(task: Any) -> None:
+    (row,) = re.findall(rf"(?m)^\| `{task.__name__}\(.*", (ROOT / "docs/guide/tasks.md").read_text())
+    for name in task.METRICS:
+        assert f'"{name}"`' in task.__doc__, f"{task.__name__}'s docstring lacks the metric {name}"
+        assert f"`{name}`" in row, f"docs/guide/tasks.md lacks the metric {name} of {task.__name__}"
 
 
 def test_labels_are_judged_as_by_hand() -> None:
