@@ -2,8 +2,8 @@
 
 To add one, add a field, and the line that uses it; run `python -m drivetrain.common.options.signatures` once. An
 augmentation of `FFCVLoader` is drawn in `decode/augmentation.py` and computed in `native/`; `TorchLoader` has
-torchvision's equivalent, in `datasets/torch_dataset.py`. The marks `PER_VIEW` and `RGB_ONLY` declare where it is available;
-what else FFCV's own loader rejects is in `stock_options` (`stock_loader.py`).
+torchvision's equivalent, in `datasets/torch_dataset.py`. The marks `PER_VIEW` and `RGB_ONLY` declare where it is
+available; what else FFCV's own loader rejects is in `stock_options` (`stock_loader.py`).
 """
 
 from __future__ import annotations
