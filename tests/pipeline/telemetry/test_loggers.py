@@ -381,7 +381,7 @@ def test_a_logger_that_was_disabled_is_closed(
     def fail(metrics: dict[str, float], step: int) -> None:
         raise ConnectionError(f"no answer to {len(metrics)} values of step {step}")
 
-    with monkeypatch.context() as context, pytest.warns(LoggerWarning, match="MLflowLogger failed at step 4"):
-        context.setattr(mlflow, "log_metrics", fail)
+    monkeypatch.setattr(mlflow, "log_metrics", fail)
+    with pytest.warns(LoggerWarning, match="MLflowLogger failed at step 4"):
         fit(toy.pipeline(), 1, logger="mlflow")
     assert mlflow.active_run() is None
