@@ -22,7 +22,7 @@ from ...common.storage.json_files import read
 from ...strategies import Engine, Precision
 from ..training.agreement import broadcast_text
 from .format import Checkpoint, remove
-from .remote import CHECKPOINTS, RUN, STATE, STEP, RemoteRun, UnreachedError, opened, shown
+from .remote import CHECKPOINTS, RUN, STATE, STEP, RemoteRun, UnreachedError, is_of_run, opened, shown
 
 _VERIFY = "verify"  # in rank 0's answer: a checkpoint whose files the ranks are to verify
 Verify = Callable[[Checkpoint], None]
@@ -125,11 +125,11 @@ class CheckpointDir:
 
     def catch_up(self) -> str:
         """Upload the newest checkpoint if the address lacks it; return a note for the user, or ""."""
-        there = None if self.remote is None else self.remote.files.read(f"{CHECKPOINTS}/{RUN}")
-        if self.remote is None or there is None or self.run is None or f'"{self.run}"'.encode() not in there:
+        run = self.run
+        if self.remote is None or run is None or not is_of_run(self.remote.files.read(f"{CHECKPOINTS}/{RUN}"), run):
             return ""
-        newest = next(self.of_run(self.run), None)
-        if newest is None or newest.content.step <= self.remote.newest_step(self.run):
+        newest = next(self.of_run(run), None)
+        if newest is None or newest.content.step <= self.remote.newest_step(run):
             return ""
         try:
             newest.verify()

@@ -93,7 +93,7 @@ class RemoteRun:
         """Return the last step of the complete checkpoints of this run; those of an earlier one may still be there."""
         steps = sorted(self._complete(self.files.versions(CHECKPOINTS)), key=lambda step: int(step[5:]), reverse=True)
         texts = ((step, self.files.read(f"{CHECKPOINTS}/{step}/{STATE}")) for step in steps)
-        return next((int(step[5:]) for step, text in texts if text is not None and f'"{run}"'.encode() in text), -1)
+        return next((int(step[5:]) for step, text in texts if is_of_run(text, run)), -1)
 
     def push(self) -> None:
         """Upload the files that have changed since the last call, other than checkpoints."""
@@ -173,6 +173,11 @@ class RemoteRun:
 
     def _remember(self, seen: dict[str, list[Any]]) -> None:
         write_file(self.folder / _SEEN, json.dumps(seen))
+
+
+def is_of_run(content: bytes | None, run: str) -> bool:
+    """Return whether the content of a `run.json` or `state.json` is of this run, whose id is unique."""
+    return content is not None and f'"{run}"'.encode() in content
 
 
 def working_folder(address: str) -> Path:
