@@ -71,7 +71,7 @@ class Checkpoints:
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was skipped because it is damaged."""
+    """A checkpoint was skipped because it is damaged, or is resumed with other validation data."""
 
 
 class _Run(TypedDict):
