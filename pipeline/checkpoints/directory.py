@@ -260,8 +260,14 @@ class ResumePoint:
 def choose_start(engine: Engine, resume: str | Path | None, store: CheckpointDir | None) -> ResumePoint:
     """Return where a run starts, the same on all ranks, which verify the checkpoint together, and change no file."""
     answer = _on_rank_0(engine, lambda: _look(resume, store, partial(_verify_together, engine)))
-    place = answer["place"]
-    checkpoint = None if place is None else _opened(place, store, verified=engine.rank == 0)
+    place, found = answer["place"], list[Checkpoint]()
+
+    def fetch() -> None:
+        found.append(_opened(place, store, verified=engine.rank == 0))
+
+    if place is not None and (failure := _failure(engine, fetch)):
+        raise failure
+    checkpoint = found[0] if found else None
     if store is not None and checkpoint is not None and answer["goes_on"]:
         store.resumed = checkpoint.path
     return ResumePoint(checkpoint, answer["run"], answer["goes_on"])
@@ -340,11 +346,17 @@ def _verify_together(engine: Engine, checkpoint: Checkpoint) -> None:
 
 def _damage(engine: Engine, path: Path) -> CheckpointError | None:
     """Return why a checkpoint cannot be used, the same on every rank; each verifies some of its files."""
+    return _failure(engine, lambda: Checkpoint(path).verify(engine.rank, engine.world_size))
+
+
+def _failure(engine: Engine, work: Callable[[], object]) -> CheckpointError | None:
+    """Return why `work` failed on any rank, the same on every rank: else the others would wait for that one."""
     error, failed = "", torch.zeros(engine.world_size)
     try:
-        Checkpoint(path).verify(engine.rank, engine.world_size)
-    except CheckpointError as reason:
-        error, failed[engine.rank] = str(reason), 2.0 if isinstance(reason, UnreachedError) else 1.0
+        work()
+    except (DrivetrainError, OSError) as reason:
+        unreached = isinstance(reason, UnreachedError | OSError)
+        error, failed[engine.rank] = str(reason), 2.0 if unreached else 1.0
     by_rank = engine.reduce(failed, "sum").tolist()
     worst = max(by_rank)
     if not worst:
