@@ -22,7 +22,7 @@ from ...common.storage.json_files import read
 from ...strategies import Engine, Precision
 from ..training.agreement import broadcast_text
 from .format import Checkpoint, remove
-from .remote import CHECKPOINTS, RUN, STATE, STEP, RemoteRun, UnreachedError, opened, shown
+from .remote import CHECKPOINTS, RUN, STATE, STEP, RemoteRun, UnreachedError, is_of_run, opened, shown
 
 _VERIFY = "verify"  # in rank 0's answer: a checkpoint whose files the ranks are to verify
 Verify = Callable[[Checkpoint], None]
@@ -71,7 +71,7 @@ class Checkpoints:
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint was skipped because it is damaged."""
+    """A checkpoint was skipped because it is damaged, or is resumed with other validation data."""
 
 
 class _Run(TypedDict):
@@ -125,11 +125,11 @@ class CheckpointDir:
 
     def catch_up(self) -> str:
         """Upload the newest checkpoint if the address lacks it; return a note for the user, or ""."""
-        there = None if self.remote is None else self.remote.files.read(f"{CHECKPOINTS}/{RUN}")
-        if self.remote is None or there is None or self.run is None or f'"{self.run}"'.encode() not in there:
+        run = self.run
+        if self.remote is None or run is None or not is_of_run(self.remote.files.read(f"{CHECKPOINTS}/{RUN}"), run):
             return ""
-        newest = next(self.of_run(self.run), None)
-        if newest is None or newest.content.step <= self.remote.newest_step(self.run):
+        newest = next(self.of_run(run), None)
+        if newest is None or newest.content.step <= self.remote.newest_step(run):
             return ""
         try:
             newest.verify()
@@ -260,8 +260,14 @@ class ResumePoint:
 def choose_start(engine: Engine, resume: str | Path | None, store: CheckpointDir | None) -> ResumePoint:
     """Return where a run starts, the same on all ranks, which verify the checkpoint together, and change no file."""
     answer = _on_rank_0(engine, lambda: _look(resume, store, partial(_verify_together, engine)))
-    place = answer["place"]
-    checkpoint = None if place is None else _opened(place, store, verified=engine.rank == 0)
+    place, found = answer["place"], list[Checkpoint]()
+
+    def fetch() -> None:
+        found.append(_opened(place, store, verified=engine.rank == 0))
+
+    if place is not None and (failure := _failure(engine, fetch)):
+        raise failure
+    checkpoint = found[0] if found else None
     if store is not None and checkpoint is not None and answer["goes_on"]:
         store.resumed = checkpoint.path
     return ResumePoint(checkpoint, answer["run"], answer["goes_on"])
@@ -340,11 +346,17 @@ def _verify_together(engine: Engine, checkpoint: Checkpoint) -> None:
 
 def _damage(engine: Engine, path: Path) -> CheckpointError | None:
     """Return why a checkpoint cannot be used, the same on every rank; each verifies some of its files."""
+    return _failure(engine, lambda: Checkpoint(path).verify(engine.rank, engine.world_size))
+
+
+def _failure(engine: Engine, work: Callable[[], object]) -> CheckpointError | None:
+    """Return why `work` failed on any rank, the same on every rank: else the others would wait for that one."""
     error, failed = "", torch.zeros(engine.world_size)
     try:
-        Checkpoint(path).verify(engine.rank, engine.world_size)
-    except CheckpointError as reason:
-        error, failed[engine.rank] = str(reason), 2.0 if isinstance(reason, UnreachedError) else 1.0
+        work()
+    except (DrivetrainError, OSError) as reason:
+        unreached = isinstance(reason, UnreachedError | OSError)
+        error, failed[engine.rank] = str(reason), 2.0 if unreached else 1.0
     by_rank = engine.reduce(failed, "sum").tolist()
     worst = max(by_rank)
     if not worst:

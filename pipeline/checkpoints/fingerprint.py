@@ -34,6 +34,7 @@ from ..training.build import Built
 from ..training.model_identity import attributes, difference, digest, is_filled
 
 MODEL = "model"  # the entry of the fingerprint with what the model is, from `model_identity`
+VALIDATION = "validation data"  # name, number of samples and CRC-32; the name is for messages
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{4,}\b", re.IGNORECASE)
 _DEEPEST = 20  # levels of containers and objects; below, only the class is named
 _ATTRIBUTES = object()  # in `inside`: marks the attributes of an object without its own repr
@@ -68,6 +69,13 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "clip_norm": distribution.clip_norm,
         "epochs": epochs,
         MODEL: built.identity,
+        VALIDATION: None
+        if (val := built.val) is None
+        else [
+            str(files_of(data.train if data.val is None else data.val)),
+            val.state_dict()["samples"],
+            _identity(val),
+        ],
     }
     if (scale := getattr(built.plan.task, "scale", None)) is not None:  # of older runs there is none
         facts["scale of the targets"] = [[f"{value:.5g}" for value in each.tolist()] for each in scale]
@@ -77,8 +85,8 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
 def check_compatible(saved: dict[str, Any], own: dict[str, Any], where: object, tied: Sequence[str]) -> None:
     """Raise for the first difference between two fingerprints. `epochs` may differ if nothing is `tied` to it."""
     for key, value in own.items():
-        if key == MODEL:
-            continue  # see `check_model`
+        if key in (MODEL, VALIDATION):
+            continue  # see `check_model`, `compare_validation`
         there = saved.get(key)
         if key == "parameter groups":
             there, value = _in_both(there, value)
@@ -90,6 +98,18 @@ def check_compatible(saved: dict[str, Any], own: dict[str, Any], where: object, 
             f"The checkpoint {where} is of a run with {key} = {there!r}, and this one has {value!r}.{why} Resume "
             f"with the same value, or start from scratch with resume=None in another folder."
         )
+
+
+def compare_validation(saved: dict[str, Any], own: dict[str, Any]) -> str:
+    """Return a warning if the validation data are others, or ""."""
+    there, here = saved.get(VALIDATION), own[VALIDATION]  # of older runs there is none
+    if there is None or here is None or there[1:] == here[1:]:
+        return ""
+    before, now = (f"{name} ({samples:,} samples)" for name, samples, _ in (there, here))
+    return (
+        f"The validation data was {before}, and is now {now}{', with other contents' * (before == now)}: the best "
+        "checkpoint and early stopping compare metrics of both."
+    )
 
 
 def check_model(saved: dict[str, Any], own: dict[str, Any], where: object, *, changed: bool) -> str:

@@ -9,7 +9,9 @@ import hashlib
 import json
 import re
 import shutil
+import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +25,7 @@ from .weights import unlisted_path
 RUN, CHECKPOINTS, STATE = "run.json", "checkpoints", "state.json"
 STEP = re.compile(r"step-(\d{8,})")
 _ADDRESS, _SEEN, _LOCK = ".address", ".uploaded.json", ".lock"
+_UNUSED = 30 * 24 * 3600.0  # seconds
 
 
 class UnreachedError(CheckpointError):
@@ -93,7 +96,7 @@ class RemoteRun:
         """Return the last step of the complete checkpoints of this run; those of an earlier one may still be there."""
         steps = sorted(self._complete(self.files.versions(CHECKPOINTS)), key=lambda step: int(step[5:]), reverse=True)
         texts = ((step, self.files.read(f"{CHECKPOINTS}/{step}/{STATE}")) for step in steps)
-        return next((int(step[5:]) for step, text in texts if text is not None and f'"{run}"'.encode() in text), -1)
+        return next((int(step[5:]) for step, text in texts if is_of_run(text, run)), -1)
 
     def push(self) -> None:
         """Upload the files that have changed since the last call, other than checkpoints."""
@@ -175,6 +178,11 @@ class RemoteRun:
         write_file(self.folder / _SEEN, json.dumps(seen))
 
 
+def is_of_run(content: bytes | None, run: str) -> bool:
+    """Return whether the content of a `run.json` or `state.json` is of this run, whose id is unique."""
+    return content is not None and f'"{run}"'.encode() in content
+
+
 def working_folder(address: str) -> Path:
     return cache_folder() / "runs" / _name(address)
 
@@ -189,11 +197,23 @@ def opened(place: str | Path, *names: str) -> Path:
         address, checkpoint = head.removesuffix(f"/{CHECKPOINTS}"), tail
     elif tail.endswith(SUFFIXES):
         address, names = head, (tail, unlisted_path(Path(tail)).name)
-    run = RemoteRun.create(cache_folder() / "copies" / _name(address), address)
+    folder = cache_folder() / "copies" / _name(address)
+    if not folder.exists():
+        _remove_unused(folder.parent)
+    run = RemoteRun.create(folder, address)
     run.pull(names)
     if checkpoint:
         return run.folder / CHECKPOINTS / checkpoint
     return run.folder / tail if tail.endswith(SUFFIXES) else run.folder
+
+
+def _remove_unused(copies: Path) -> None:
+    """Remove the copies that were not read for `_UNUSED`: the addresses have what they have."""
+    for copy in copies.glob("*"):
+        with suppress(OSError):  # another process removes it, too
+            address = copy / _ADDRESS  # written whenever the copy is read
+            if time.time() - (address if address.exists() else copy).stat().st_mtime > _UNUSED:
+                shutil.rmtree(copy)
 
 
 def shown(path: Path) -> str:

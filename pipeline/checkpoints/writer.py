@@ -53,13 +53,8 @@ class CheckpointWriter:
         self._agree()
         if self._pending != temporary:
             self._clean()
-        if self._remote is not None:
-            temporary.mkdir(parents=True, exist_ok=True)  # on other machines than that of rank 0
-        elif not appears(temporary, _PATIENCE):
-            raise CheckpointError(
-                f"Rank {self._engine.rank} does not see {temporary}, which rank 0 has created. Pass a folder (out=…) "
-                f"on a file system that all ranks share."
-            )
+        self._record_failure(self._find, temporary)
+        self._agree()
         self._pending = temporary
         if self._options.background:
             job, name = (temporary, part, content), "drivetrain-checkpoint"
@@ -101,6 +96,15 @@ class CheckpointWriter:
         temporary.mkdir(parents=True)
         if self._remote is not None and self._store.path(step).exists():  # of an earlier run
             self._remote.discard(self._store.path(step).name)
+
+    def _find(self, temporary: Path) -> None:
+        if self._remote is not None:
+            temporary.mkdir(parents=True, exist_ok=True)  # on other machines than that of rank 0
+        elif not appears(temporary, _PATIENCE):
+            raise CheckpointError(
+                f"Rank {self._engine.rank} does not see {temporary}, which rank 0 has created. Pass a folder (out=…) "
+                f"on a file system that all ranks share."
+            )
 
     def _clean(self) -> None:
         """Remove what this machine has uploaded, once rank 0 is ready; on its machine, it has renamed the folder."""

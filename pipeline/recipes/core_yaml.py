@@ -3,15 +3,35 @@ ten; in YAML 1.1, PyYAML's default, they are a string, booleans, and eight."""
 
 import re
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import yaml
 
 from ...common.errors import RecipeError
 
+_LIMIT = 10_000_000  # characters, and ten per node; the names of 21,841 classes take less than a tenth
+
 
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with only the scalars and tags of YAML 1.2's core schema."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Bound the size with all aliases written out: ten nested ones of ten each would take all memory."""
+        node: yaml.Node | None = super().compose_node(parent, index)
+        if node is None or node in self._sizes:
+            return node
+        inside = [*chain(*node.value)] if isinstance(node, yaml.MappingNode) else node.value
+        text = isinstance(node, yaml.ScalarNode)
+        size = 10 + (len(inside) if text else sum(self._sizes.get(one, 0) for one in inside))  # 0: it contains itself
+        if size > _LIMIT:
+            raise _problem(f"with its aliases written out, it has more than {_LIMIT:,} characters", node)
+        self._sizes[node] = size
+        return node
 
     # These replace PyYAML's, which are those of YAML 1.1.
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012

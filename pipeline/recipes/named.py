@@ -242,7 +242,7 @@ IMAGENETTE: dict[str, dict[str, Any]] = {
         "source": "the network: Touvron et al., DeiT (2021), arXiv:2012.12877; the data: "
         "https://github.com/fastai/imagenette",
         "published": "nothing for this network in so few epochs",
-        "measured": "66.57 %, mean of 1 seeds, after 14.4 to 14.4 min of training, on two cores of an AMD EPYC "
+        "measured": "66.57 %, one seed, after 14.4 min of training, on two cores of an AMD EPYC "
         "without bf16 instructions, torch 2.15: benchmarks/results/race-vit-tiny-imagenette.json",
         "notes": {
             "train": _IMAGENETTE_NOTES["train"],

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
@@ -18,8 +19,15 @@ from ...strategies.devices import wait_for
 from ...strategies.launching.group import of_all_ranks
 from ..callbacks.callback import RunView
 from ..checkpoints import state as states
-from ..checkpoints.directory import CheckpointDir, ResumePoint, begin_run, choose_start
-from ..checkpoints.fingerprint import check_compatible, check_model, description, fingerprint, tied_to_length
+from ..checkpoints.directory import CheckpointDir, CheckpointWarning, ResumePoint, begin_run, choose_start
+from ..checkpoints.fingerprint import (
+    check_compatible,
+    check_model,
+    compare_validation,
+    description,
+    fingerprint,
+    tied_to_length,
+)
 from ..checkpoints.format import Checkpoint
 from ..checkpoints.remote import RemoteRun, shown
 from ..checkpoints.shards import gathered_one_by_one
@@ -160,6 +168,8 @@ class Run(Observer):
         check_compatible(content.facts, self._facts, checkpoint.path, tied_to_length(self._plan))
         if note := check_model(content.facts, self._facts, checkpoint.place, changed=self._job.changed_model):
             self._echo(note)
+        if self._lead and (note := compare_validation(content.facts, self._facts)):
+            warnings.warn(note, CheckpointWarning, stacklevel=2)
         if content.epoch + (content.step_in_epoch > 0) > self._job.epochs:
             raise CheckpointError(
                 f"The checkpoint {checkpoint.place} was saved after {content.epoch} epochs and "

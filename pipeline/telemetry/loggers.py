@@ -116,10 +116,12 @@ class Loggers:
         self, chosen: tuple[object, ...], folder: Path | None, step: int, values: Mapping[str, Any] = FrozenDict()
     ) -> None:  # fmt: skip
         self._all: list[tuple[object, Any]] = []
+        self._created: list[Any] = []  # of those that are disabled, too
         for one in chosen:
             try:
                 if isinstance(one, str):
                     one = BY_NAME[one](folder, step)
+                    self._created.append(one)
                 if values:
                     _give(one, values)
             except Exception as error:  # as in `log`
@@ -162,11 +164,14 @@ class Loggers:
 
     def close(self) -> None:
         """Close the loggers created here; the user's own objects stay open."""
-        for one, _ in self._all:
+        enabled = [one for one, _ in self._all]
+        for one in self._created:
             if isinstance(one, TensorBoardLogger | WandbLogger | MLflowLogger | OpenTelemetryLogger):
                 try:
                     one.close()
                 except Exception as error:  # as in `log`
+                    if one not in enabled:  # its failure is known
+                        continue
                     warnings.warn(
                         f"{type(one).__name__} failed at its end; its last entries may be missing: "
                         f"{type(error).__name__}: {error}",

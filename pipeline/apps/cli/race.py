@@ -59,7 +59,6 @@ def race(
     from ...ledger.variants import plain
     from ...measuring.variant import PLAIN as PLAIN_PYTORCH
     from ...race.result import RaceInterrupted
-    from ...runs.folder import make_folder
 
     with ExitStack() as stack:
         pipeline = stack.enter_context(pipeline_of(recipe, overrides, train, val))
@@ -67,8 +66,6 @@ def race(
         if [PLAIN] in variants.values():
             named[str(PLAIN_PYTORCH)] = plain(resolve(pipeline))
         named |= {text: stack.enter_context(pipeline_of(*one, train, val)) for text, one in others.items()}
-        if out is not None:
-            make_folder(out)
         try:
             result = pipeline.race(
                 target=target, seeds=seeds, against=named, give_up=give_up or None, seconds=seconds, progress=not quiet,

@@ -44,7 +44,6 @@ def sweep(
     drivetrain sweep mine.yaml optimizer.lr=0.01..1 --random 20 --out sweeps/random
     """
     from ....common.storage.json_files import to_json
-    from ...runs.folder import lock_run_dir, make_folder
     from ..sweeps.space import space
     from ..sweeps.sweep import sweep
 
@@ -53,7 +52,6 @@ def sweep(
             raise PlanError(f"{name} {value} must be 1 or more.")
     what = space(overrides, count, seed)
     sources = check_sources([pair.partition("=")[0] for pair in overrides], train, val)
-    with lock_run_dir(make_folder(out)):
-        done = sweep(recipe, what, out, sources, jobs=jobs, said=lambda line: print(line, file=sys.stderr, flush=True))
+    done = sweep(recipe, what, out, sources, jobs=jobs, said=lambda line: print(line, file=sys.stderr, flush=True))
     print(to_json(done.to_dict()) if as_json else done)
     return 1 if done.failed else 0

@@ -180,11 +180,8 @@ def _next_commands(out: str, *, evaluated: bool) -> list[tuple[str, str]]:
 
 
 def _tuned(pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool, **options: Any) -> Pipeline:
-    from ...runs.folder import make_folder
     from ...tuning.result import TuneInterrupted
 
-    if out is not None:
-        make_folder(out)
     if pipeline.fit_options is not None:  # tuned.yaml shall not replace the run of the recipe
         pipeline = pipeline.replace(fit_options=replace(pipeline.fit_options, out=None))
     try:

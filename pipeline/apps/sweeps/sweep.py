@@ -27,6 +27,7 @@ from ....common.table import Table, screen_width
 from ....loaders.sources import files_of
 from ...analysis.compare import RunSummary, read_run
 from ...recipes.presets import DEFAULTS, completed, parse_overrides
+from ...runs.folder import lock_run_dir, make_folder
 from ...tasks.metrics import format_metric
 from .space import SEED, Space, Values, name_of
 
@@ -169,6 +170,14 @@ def sweep(
     wanted = {name: completed(recipe, parse_overrides(each) | dict(sources)).values for name, each in pairs.items()}
     if any(values["epochs"] is None for values in wanted.values()):
         raise PlanError(f"Number of epochs not set by {recipe}. Pass epochs=….")
+    with lock_run_dir(make_folder(folder)):  # once all values are checked: a typo leaves no folder
+        return _train_all(recipe, runs, pairs, wanted, folder, sources, jobs, said)
+
+
+def _train_all(
+    recipe: str, runs: Mapping[str, Values], pairs: Mapping[str, list[str]], wanted: Mapping[str, dict[str, Any]],
+    folder: Path, sources: Mapping[str, str], jobs: int, said: Callable[[str], None],
+) -> Swept:  # fmt: skip
     of_file = functools.cache(stamp)  # most runs have the same data
     _record(folder, {
         name: values | {"data": {file: of_file(file) for file in _files(values)}} for name, values in wanted.items()

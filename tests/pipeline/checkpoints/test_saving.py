@@ -238,28 +238,52 @@ def test_training_goes_on_while_it_is_written(toy: Toy, tmp_path: Path, monkeypa
     assert numbers(resumed) == numbers(whole)
 
 
-def on_two_ranks(pipeline: Pipeline, out: Path) -> str:
-    def failing(folder: Path, *arguments: Any) -> None:
-        if torch.distributed.get_rank() == 1:
-            raise OSError(28, "No space left on device")
-        original(folder, *arguments)
+def on_two_ranks(pipeline: Pipeline, out: Path, name: str) -> str:
+    def failing(folder: Path, *arguments: Any) -> Any:
+        if torch.distributed.get_rank() == 0:
+            return original(folder, *arguments)
+        if name == "appears":
+            return False
+        raise OSError(28, "No space left on device")
 
-    original = saving.write_part
+    original = getattr(saving, name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "write_part", failing)
+        patch.setattr(saving, name, failing)
         with pytest.raises(CheckpointError) as caught:
             fit(pipeline, 2, out=out)
     return str(caught.value)
 
 
 @pytest.mark.process
-def test_one_ranks_failure_is_every_ranks(toy: Toy, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"), [("write_part", "No space left on device"), ("appears", "Rank 1 does not see")]
+)
+def test_one_ranks_failure_is_every_ranks(name: str, words: str, toy: Toy, tmp_path: Path) -> None:
     """Rank 0 does not wait for files that will not come; and Ctrl-C afterwards finds no thread."""
     pipeline = toy.pipeline(plain_model).distribute("fsdp", devices=2)
-    first, second = launch(on_two_ranks, pipeline, tmp_path, devices=2, timeout=60)
+    first, second = launch(on_two_ranks, pipeline, tmp_path, name, devices=2, timeout=60)
     assert "1 other rank(s) could not write a checkpoint" in first
-    assert "No space left on device" in second
+    assert words in second
     assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def from_an_address(pipeline: Pipeline, folder: Path) -> str:
+    """Rank 1 is like a machine with a cache folder that cannot be written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRIVETRAIN_DATA", str(folder / f"cache-{torch.distributed.get_rank()}"))
+        with pytest.raises(CheckpointError) as caught:
+            fit(pipeline, 2, resume=f"file://{folder}/run")
+    return str(caught.value)
+
+
+@pytest.mark.process
+def test_a_checkpoint_that_one_rank_cannot_fetch_is_every_ranks_error(toy: Toy, tmp_path: Path) -> None:
+    fit(toy.pipeline(plain_model), 1, out=tmp_path / "run")
+    (tmp_path / "cache-1").write_text("")
+    pipeline = toy.pipeline(plain_model).distribute("ddp", devices=2)
+    first, second = launch(from_an_address, pipeline, tmp_path, devices=2, timeout=60)
+    assert first == second
+    assert "Not a directory" in first
 
 
 @pytest.mark.long

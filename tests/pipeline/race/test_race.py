@@ -297,6 +297,12 @@ def test_what_cannot_be_raced_is_refused(toy: Toy, tmp_path: Path) -> None:
         pipeline.replace(model_options={"classes": 7}).race(against=[], progress=False, **options)
 
 
+def test_invalid_options_leave_no_folder(toy: Toy, tmp_path: Path) -> None:
+    out = tmp_path / "race"
+    end = call("race", "cifar10-quickstart", *toy_values(toy), "--target", "2", "--out", str(out))
+    assert (end.code, "target=2" in end.err, out.exists()) == (1, True, False)
+
+
 @pytest.mark.long
 def test_the_command_races_a_recipe_against_others(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "150")  # no name is wrapped

@@ -23,6 +23,9 @@ from drivetrain.strategies.registry import STRATEGIES
 from drivetrain.transforms import EMA, BlurPool, LabelSmoothing, RandAugment
 from pipeline_data import Toy, plain_model
 
+BOMB = "a0: &a0 lol\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 11))
+"""Without a limit, it takes the memory of 10^10 words."""
+
 RECIPE = """\
 # What a person writes.
 model: cifar_resnet
@@ -120,6 +123,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     "empty": ("", r"mine.yaml: it contains None"),
     "two documents": ("model: a\n---\nmodel: b\n", r"mine.yaml, line 2"),
     "key that is not a string": ("1: 2\n", r"mine.yaml, line 1: the key 1 is not a string"),
+    "bomb": (BOMB, r"mine.yaml, line 7: .*with its aliases written out, it has more than 10,000,000 characters"),
     "loop": ("loading: &all [*all]\n", r"mine.yaml, line 1: .*recursive"),
     "depth": ("[" * 1000, r"mine.yaml: it is nested too deeply"),
     "control character": ("model: \0\n", r"mine.yaml: .*special characters"),

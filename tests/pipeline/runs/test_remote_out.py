@@ -24,7 +24,7 @@ from command_line import call
 from drivetrain import Callback, CheckpointError, Checkpoints, DataError, PlanError, Profile, RunView, strategies
 from drivetrain.common.storage import addresses as sources
 from drivetrain.pipeline import TrainingInterrupted, TrainingPreempted, export, load_run
-from drivetrain.pipeline.checkpoints.remote import RemoteRun
+from drivetrain.pipeline.checkpoints.remote import RemoteRun, opened
 from object_store import SECRET, Store, object_store
 from PIL import Image
 from pipeline_data import Toy, left_in, numbers
@@ -46,6 +46,19 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def store() -> Iterator[Store]:
     with object_store() as one:
         yield one
+
+
+def test_copies_that_are_no_longer_read_are_removed(tmp_path: Path, cache: Path) -> None:
+    def read(name: str) -> Path:
+        return opened(f"file://{tmp_path}/{name}/model.safetensors")
+
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text(name)
+    for path in (read("a"), read("b")):
+        os.utime(path.parent / ".address", (0, 0))
+    assert (read("b").read_text(), read("c").read_text()) == ("b", "c")
+    assert sorted(path.name[:2] for path in (cache / "copies").iterdir()) == ["b-", "c-"]
 
 
 def test_an_address_is_like_a_folder(toy: Toy, tmp_path: Path, cache: Path) -> None:

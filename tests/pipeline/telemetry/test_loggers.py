@@ -369,3 +369,19 @@ def test_a_logger_that_fails_at_the_end_does_not_end_the_run(
     with pytest.warns(LoggerWarning, match="TensorBoardLogger failed at its end.*ConnectionError: no answer"):
         result = fit(toy.pipeline(), 1, out=tmp_path, logger=["tensorboard", "csv"])
     assert len(result.history.epochs) == 1
+
+
+@pytest.mark.process
+def test_a_logger_that_was_disabled_is_closed(
+    toy: Toy, logging_services: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow's run would stay the process's active one, and the next fit's would be nested in it."""
+    _, mlflow = logging_services
+
+    def fail(metrics: dict[str, float], step: int) -> None:
+        raise ConnectionError(f"no answer to {len(metrics)} values of step {step}")
+
+    monkeypatch.setattr(mlflow, "log_metrics", fail)
+    with pytest.warns(LoggerWarning, match="MLflowLogger failed at step 4"):
+        fit(toy.pipeline(), 1, logger="mlflow")
+    assert mlflow.active_run() is None

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from drivetrain import CheckpointError, PlanError
+from drivetrain.pipeline import CheckpointWarning
 from drivetrain.pipeline.training import model_identity as model_identity_module
 from drivetrain.pipeline.training.build import identity_of
 from drivetrain.pipeline.training.model_identity import difference, model_identity
-from pipeline_data import Toy, batch_norm_model
+from pipeline_data import VAL, Toy, batch_norm_model, write_toy
 from torch import nn
 
 NET = """
@@ -224,6 +226,20 @@ def test_a_run_resumes_only_with_its_own_model(folder: Path, toy: Toy, capsys: p
     assert "The model has changed since" in capsys.readouterr().out
     with pytest.raises(PlanError, match="changed_model=True lets a run resume"):
         other.fit(epochs=2, changed_model=True)
+
+
+def test_a_run_that_resumes_with_other_validation_data_warns(toy: Toy, tmp_path: Path) -> None:
+    def resumed(epochs: int, val: str) -> None:
+        pipeline = toy.pipeline().load(toy.train, val, batch_size=32, image_size=16, workers=1)
+        pipeline.fit(epochs=epochs, out=tmp_path / "run", resume="auto", progress=False)
+
+    resumed(1, toy.val)
+    for file in Path(toy.val).parent.glob("val.*"):  # the same data under another name, with its manifest
+        shutil.copy(file, tmp_path / file.name.replace("val", "same", 1))
+    resumed(2, str(tmp_path / "same.beton"))
+    words = rf"was .*same.beton \({VAL} samples\), and is now .*other.beton \({VAL} samples\): the best"
+    with pytest.warns(CheckpointWarning, match=words):
+        resumed(3, str(write_toy(tmp_path / "other.beton", VAL, seed=3)))
 
 
 def test_the_plan_warns_of_validation_data_that_is_trained_on(toy: Toy, tmp_path: Path) -> None:

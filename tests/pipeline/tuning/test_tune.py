@@ -96,6 +96,8 @@ def test_what_cannot_be_tuned_is_refused(toy: Toy, tmp_path: Path) -> None:
         pipeline_of(toy).tune(seconds=5, out=Path(toy.train) / "tuned.json")
     end = call("tune", "cifar10-quickstart", *toy_values(toy), "--out", str(toy.train))
     assert (end.code, "cannot be a folder" in end.err) == (1, True)
+    end = call("tune", "cifar10-quickstart", *toy_values(toy), "--out", str(tmp_path / "new"), "--allow", "bach_size")
+    assert (end.code, "batch_size" in end.err, (tmp_path / "new").exists()) == (1, True, False)
     with pytest.raises(PlanError, match="must be positive and finite"):
         pipeline_of(toy).tune(seconds=0)
     with pytest.raises(PlanError, match=r"must end in \.json"):
