@@ -35,6 +35,14 @@ def _make_callbacks(given: Sequence[Any]) -> tuple[Callback, ...]:
                 f"callbacks: {one!r:.80} is not a callback, an object of a subclass of drivetrain.Callback.{hint}"
             )
         name = type(callback).__name__
+        moments = {moment for moment in vars(Callback) if moment.startswith("on_")}
+        for kind in type(callback).__mro__:
+            own = {moment for moment in vars(kind) if moment.startswith("on_")} if issubclass(kind, Callback) else set()
+            for moment in sorted(own - moments):
+                raise PlanError(
+                    f"callbacks: {name} has a method {moment}, which nothing calls.{suggest(moment, moments)} Let the "
+                    "names of other methods begin without on_."
+                )
         if name in made:
             raise PlanError(
                 f"callbacks has two callbacks of the class {name}, by whose name checkpoints keep their states. Leave "

@@ -369,6 +369,10 @@ class StopsAtStart(Callback):
         view.stop("now")
 
 
+class Misspelled(StopAt):
+    def on_train_epoch_end(self, view: RunView) -> None: ...
+
+
 class Locked(Callback):
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -378,6 +382,10 @@ class Locked(Callback):
     ("options", "message"),
     [
         ({"callbacks": EarlyStopping()}, "must be a list of callbacks"),
+        (
+            {"callbacks": [Misspelled()]},
+            "on_train_epoch_end, which nothing calls.*Did you mean 'on_epoch_end'",
+        ),
         ({"callbacks": [EarlyStopping]}, r"is not a callback.*Did you mean EarlyStopping\(\)\?"),
         ({"callbacks": [EarlyStopping(), EarlyStopping("top1")]}, "two callbacks of the class EarlyStopping"),
         ({"callbacks": [EarlyStopping("val_los")]}, "no metric is named 'val_los'. Did you mean 'val_loss'"),
