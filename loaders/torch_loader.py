@@ -24,6 +24,7 @@ from ..common.options.signatures import documented
 from ..common.signals import interrupts_held
 from ..common.storage.cache import Remote
 from .arguments import check_device, check_images, options_here
+from .conversion.sample_source import class_names
 from .datasets.torch_dataset import BetonDataset, PictureFolder, make_transform, open_dataset, set_transform
 from .decode.moving import check_motion, moving_fields
 from .device import DeviceFeed
@@ -95,7 +96,7 @@ class TorchLoader(EpochLoader):
 
     @property
     def classes(self) -> list[str]:
-        return list(getattr(self.dataset, "classes", []))
+        return class_names(self.dataset)
 
     @property
     def labels(self) -> NDArray[Any]:
@@ -103,7 +104,8 @@ class TorchLoader(EpochLoader):
             return self.beton.labels
         if not hasattr(self.dataset, "targets"):
             raise DataError(f"{type(self.dataset).__name__} has no attribute `targets` with its labels.")
-        return np.asarray(self.dataset.targets)
+        targets, change = np.asarray(self.dataset.targets), getattr(self.dataset, "target_transform", None)
+        return targets if change is None else np.asarray([change(target) for target in targets.tolist()])
 
     def _prepare(self) -> None:
         set_transform(self.dataset, make_transform(self.settings, self.depth))

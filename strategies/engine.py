@@ -90,6 +90,7 @@ class LocalEngine(Engine):
                 norm = self._clip(self._options.clip_norm)
             # Not GradScaler.step, which would check the already unscaled gradients for overflow again.
             self.optimizer.step()
+        self._scaler.update()
         self.zero_grad()
         return norm
 
@@ -102,8 +103,8 @@ class LocalEngine(Engine):
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        if self._microbatches == self.accumulate:
-            self._scaler.update()
+        if self._scaler.is_enabled():
+            self._scaler._per_optimizer_states.clear()  # as its update does; the scale changes once a step
         self._microbatches = 0
 
     @torch.no_grad()

@@ -5,7 +5,6 @@ import hashlib
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,6 +18,7 @@ import outcomes
 import psutil
 import pytest
 import spared
+import torch
 from cifar10_files import FILE_BYTES, FakeNpm, closed_port
 from drivetrain.loaders.datasets.names import cifar10
 from drivetrain.strategies import registry
@@ -30,6 +30,9 @@ from torchvision.datasets import CIFAR10
 
 os.environ.setdefault("NUMBA_OPT", "1")
 """FFCV's operations and loaders are compiled in each process, for seconds, and run for moments."""
+
+
+THREADS = torch.get_num_threads()
 
 
 class PlainRoot:
@@ -47,7 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """What all test files import stays, a million objects: without them a collection takes milliseconds, not seconds,
-    and many tests ask for one."""
+    and many tests ask for one. Of stock FFCV, which some import, the single thread it sets for torch does not stay: the
+    last digits of a sum depend on it, and ranks have more."""
+    torch.set_num_threads(THREADS)
     gc.collect()
     gc.freeze()
 
@@ -112,18 +117,14 @@ def composer() -> ModuleType:
 def threads_kept() -> Iterator[None]:
     """torch's threads are those of before after each file: the jobs of ranks, which some files also run in this
     process, set one. It precedes the fixtures that a file asks for."""
-    torch = sys.modules.get("torch")  # imported when the files were collected, if any of them uses it
-    threads = torch.get_num_threads() if torch else None
+    threads = torch.get_num_threads()
     yield
-    if torch and threads:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def one_thread(threads_kept: None) -> None:  # noqa: ARG001
     """As in ranks: sums, and the random numbers of some models, depend on it. To the end of the file."""
-    import torch
-
     torch.set_num_threads(1)
 
 

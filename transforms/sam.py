@@ -85,6 +85,10 @@ class SAM(Transform):
         def second_pass(loop: Loop) -> None:
             if not self.applies(loop.step):
                 return
+            if loop.precision == "fp16":  # an overflow: the step is skipped, and must remain marked for it
+                slopes = [p.grad for p in model.parameters() if p.grad is not None]
+                if not total_norm(slopes).isfinite():
+                    return
             restore = self.perturb(model.parameters())
             loop.engine.zero_grad()
             with buffers_kept(model):  # each image updates BatchNorm's statistics once

@@ -115,7 +115,7 @@ class DatasetSource(SampleSource):
         self.kind = f"dataset {type(dataset).__name__}"
         features = getattr(dataset, "features", None)  # of a Hugging Face data set
         self._features = features if isinstance(features, dict) else {}
-        self.classes = _class_names(dataset, self._features.get("label"))
+        self.classes = class_names(dataset, self._features.get("label"))
         self._dataset, self._fields, self._lock = self._undecoded(dataset), list(fields), threading.Lock()
 
     def __len__(self) -> int:
@@ -155,7 +155,7 @@ class DatasetSource(SampleSource):
         return dataset
 
 
-def _class_names(dataset: Any, feature: Any) -> list[str]:
+def class_names(dataset: Any, feature: Any = None) -> list[str]:
     """Return a data set's names of its classes, or those of its labels' `feature`. None if it transforms its labels
     (torchvision's `target_transform`): names are those of the classes before."""
     if getattr(dataset, "target_transform", None) is not None:

@@ -98,8 +98,7 @@ def check_output(plan: ResolvedPlan, model: nn.Module, width: int | None, target
     task, data, precision = plan.task, plan.data, plan.distribution.step_options["precision"]
     training, size, inputs = model.training, data.eval_size, dict[str, torch.Tensor]()
     channels, views = len(data.loading.mean), data.loading.views
-    smaller = {size: type(each).__name__ for each in plan.transforms for size in _sizes(each, plan)}
-    smaller.pop(data.image_size, None)
+    smaller = _smaller(plan)
     shape = (2, channels) if views == 1 else (2, views, channels)
     context = nullcontext() if precision == "fp32" else torch.autocast("cpu", dtype=half_dtype(precision))
     try:
@@ -158,9 +157,25 @@ def check_output(plan: ResolvedPlan, model: nn.Module, width: int | None, target
     return map_tensors(lambda each: torch.zeros(each.shape, dtype=each.dtype), used) if own else used
 
 
-def _sizes(transform: Transform, plan: ResolvedPlan) -> Iterable[ImageSize]:
+def _smaller(plan: ResolvedPlan) -> dict[ImageSize, str]:
+    """Return the sizes in training besides the full one, and which transforms, in their order, lead to each: together,
+    they may make images smaller than each of them alone."""
+    full, found = plan.data.image_size, dict[ImageSize, str]()
+    resized = {full: ""}  # what a later transform may get
+    for transform in sorted(plan.transforms, key=sets_size, reverse=True):  # the loader's sizes come first
+        for size, names in list(resized.items()):
+            if names and transform.depends_on_length:  # it may act only while images have another size
+                continue
+            joined = " with ".join(filter(None, (names, type(transform).__name__)))
+            own = dict.fromkeys(_sizes(transform, size, plan.spec.epochs), joined)
+            found = own | found
+            resized = own | resized if transform.changes_image_size else resized
+    found.pop(full, None)
+    return found
+
+
+def _sizes(transform: Transform, size: ImageSize, epochs: int | None) -> Iterable[ImageSize]:
     """Of one that sets the size of each epoch, those of all epochs, as of their middles."""
-    size, epochs = plan.data.image_size, plan.spec.epochs
     if epochs is None or not sets_size(transform):
         return transform.sizes(size)
     return [transform.size(size, (epoch + 0.5) / epochs) for epoch in range(epochs)]

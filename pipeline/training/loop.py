@@ -157,6 +157,7 @@ def train_epoch(
     state, meter, moments = hooks.state, hooks.state.begin_epoch(engine.device), hooks.moments(observer)
     train_mode(engine.model)
     start = perf_counter() - meter.seconds - meter.evaluation_s
+    earlier, own = meter.images, 0
     even = isinstance(batches, EpochLoader) and batches.settings.train  # in evaluation, the last batch may be uneven
     equal = hooks.equal_shares or (even and not hooks.may_change_batches)
     mean = mean_of(loss)
@@ -179,6 +180,7 @@ def train_epoch(
             hooks.after_step(taken=taken and not engine.skipped)
             state.step_images = len(images) * engine.world_size
             meter.images += state.step_images
+            own += len(images)
             meter.seconds = perf_counter() - start - meter.evaluation_s
             for call in moments.on_step_end:
                 call(state)
@@ -186,6 +188,8 @@ def train_epoch(
                 break
         observer.flush()
     state.gradients = outside_of_a_step  # frees the batch
+    if engine.world_size > 1 and not even:  # each rank knows the size of its own shares
+        meter.images = earlier + int(engine.reduce(torch.tensor(own, dtype=torch.float64), "sum").item())
     epoch_loss = engine.reduce(meter.mean()).item()
     meter.seconds = seconds = perf_counter() - start - meter.evaluation_s
     if state.stop is None:

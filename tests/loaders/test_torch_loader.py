@@ -98,6 +98,8 @@ def test_image_folder_and_data_set_sources(photos: Path) -> None:
 class Joint(VisionDataset):  # type: ignore[misc]
     """A data set that applies `transforms`, as torchvision's OxfordIIITPet does."""
 
+    classes, targets = ("a", "b", "c", "d"), (0, 1, 2, 3)  # before the transform of labels
+
     def __len__(self) -> int:
         return 4
 
@@ -113,6 +115,7 @@ def test_a_data_set_that_transforms_images_and_labels() -> None:
         ((exact, _),) = evaluation
         ((images, labels),) = loader
         assert labels.tolist() == [10, 11, 12, 13]
+        assert (loader.classes, loader.labels.tolist()) == ([], [10, 11, 12, 13])  # as in a file made from it
         assert not torch.equal(images, exact)
         loader.set_image_size(8)
         ((images, labels),) = loader

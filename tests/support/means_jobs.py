@@ -239,12 +239,13 @@ def all_trained(wanted: list[tuple[str, str, int]]) -> list[Run]:
     return [trained(*each) for each in wanted]
 
 
-def evaluation_order(file: str, strategy: str) -> tuple[float, list[float]]:
-    """Loss and a bias after an epoch of a loader without augmentation and in order, with a loss of the user's own."""
+def evaluation_order(file: str, strategy: str) -> tuple[float, list[float], int]:
+    """Loss, a bias and the images of an epoch of a loader without augmentation and in order, with a loss of
+    the user's own."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, CLASSES))
     engine = strategies.get(strategy, device="cpu").prepare(model, lambda p: torch.optim.SGD(p, lr=0.5))
     with FFCVLoader(file, batch_size=4, image_size=SIDE, train=False, eval_ratio=1.0, workers=1) as loader:
         stats = train_epoch(engine, loader, lambda outputs, labels: F.cross_entropy(outputs, labels))
-    return stats.loss, engine.export_state()["1.bias"].tolist()
+    return stats.loss, engine.export_state()["1.bias"].tolist(), stats.images

@@ -442,6 +442,7 @@ class Named(list[Any]):
 
     classes: Any = ()
     target_transform: Any = None
+    transform: Any = None
 
 
 @pytest.mark.parametrize(
@@ -456,6 +457,8 @@ def test_names_of_a_data_set(tmp_path: Path, names: Any, changes: Any, expected:
     source = Named((picture(number, 12, 12), number % 2) for number in range(4))
     source.classes, source.target_transform = names, changes
     assert beton_of(source, tmp_path / "a.beton").classes == expected
+    with TorchLoader(source, batch_size=2, image_size=8, workers=0) as loader:
+        assert loader.classes == expected
 
 
 def test_comments_are_dropped(tmp_path: Path) -> None:

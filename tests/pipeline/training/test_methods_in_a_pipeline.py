@@ -334,3 +334,13 @@ def test_a_size_that_the_model_does_not_accept_is_named_before_training(
     with pytest.raises(PlanError, match=rf"images of {side} × {side} pixels.* {name} trains on images of this size"):
         fit(toy.pipeline(lambda: AllBut(side)).transform(method), 4)
     fit(toy.pipeline(lambda: AllBut(side)), 1)
+
+
+@pytest.mark.parametrize("first", [t.ProgressiveResizing(finetune=0.5), t.EfficientTrain(size_increment=8)], ids=str)
+def test_sizes_of_two_transforms_together_are_tried_too(toy: Toy, first: t.Transform) -> None:
+    """8 pixels, of which a fourth is dropped; but none is scored at half of them, since that begins later."""
+    words = rf"images of 6 × 6 pixels.* {type(first).__name__} with ColOut trains on images of this size"
+    with pytest.raises(PlanError, match=words):
+        fit(toy.pipeline(lambda: AllBut(6)).transform(t.ColOut(0.25, 0.25), first), 2)
+    later = t.SelectiveBackprop(start=0.9, end=1.0, scale_factor=0.5)
+    fit(toy.pipeline(lambda: AllBut(4)).transform(later, first), 2)

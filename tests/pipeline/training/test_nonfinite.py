@@ -357,3 +357,24 @@ def test_batch_norm_counts_a_batch_whose_step_was_skipped() -> None:
     train_epoch(engine, [(torch.randn(8, 3, 16, 16), labels)], overflows_on_class_0)
     assert engine.skipped
     assert engine.export_state()["1.num_batches_tracked"] == 1
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_sam_updates_the_loss_scale_once_a_step(*, overflow: bool) -> None:
+    """As torch's scaler does: halved once if the first pass overflows, which the second one would not show."""
+    engine = engine_of(plain_model, precision="fp16", lr=0.01)
+    scaler, calls = engine._scaler, []  # type: ignore[attr-defined]
+    hooks = TrainingHooks([SAM()], precision="fp16")
+    hooks.begin(engine, 4)
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        calls.append(len(calls))
+        first = overflow and len(calls) == 1
+        return F.cross_entropy(Infinite.apply(logits) if first else logits.nan_to_num(), labels)
+
+    before = engine.export_state()
+    stats = train_epoch(engine, [(torch.randn(8, 3, 16, 16), torch.arange(8) % 4)], loss, hooks)
+    assert stats.overflowed == overflow
+    assert len(calls) == 2 - overflow
+    assert (scaler.get_scale(), scaler._get_growth_tracker()) == ((32768, 0) if overflow else (65536, 1))
+    assert all(torch.equal(before[n], v) for n, v in engine.export_state().items()) == overflow
