@@ -76,7 +76,7 @@ def in_order(
     stop: Callable[[], object] = lambda: None,
 ) -> Generator[R, None, None]:  # fmt: skip
     """Yield `function(item)` of each item, in their order, computed in threads whose names begin with `name`. `stop`
-    ends their work; it is called before the end waits for them."""
+    ends their work: it is called before they are waited for, unless all results were yielded."""
     waiting: deque[Future[R]] = deque()
     pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
     try:
@@ -87,6 +87,8 @@ def in_order(
                 yield from results([waiting.popleft()])
         while waiting:
             yield from results([waiting.popleft()])
-    finally:
+    except BaseException:
         stop()
+        raise
+    finally:
         end(pool)

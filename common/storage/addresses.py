@@ -301,11 +301,18 @@ def download(source: RemoteFile, path: Path, facts: tuple[int, str] | None = Non
             write_at(file.fileno(), source.read(start, min(_RANGE, size - start)), start)
 
         try:
-            with closing(in_order(copy, range(0, size, _RANGE), _THREADS, "drivetrain-download")) as copied:
+            starts = range(0, size, _RANGE)
+            # One range that fails ends the wait of the others.
+            with closing(in_order(copy, starts, _THREADS, "drivetrain-download", stop=source.close)) as copied:
                 for _ in copied:
                     pass
-        except DrivetrainError:  # perhaps of a shorter file
-            unchanged()
+        except DrivetrainError:  # perhaps of a shorter file; a closed source is asked once, without waiting
+            try:
+                unchanged()
+            except (ReplacedError, MissingFileError):
+                raise
+            except DrivetrainError:
+                pass
             raise
         unchanged()
 

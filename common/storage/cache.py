@@ -30,7 +30,7 @@ from ..exhaustion import exhaustion, is_exhaustion
 from ..signals import interrupts_held
 from ..threads import at_exit, results
 from .addresses import PATIENCE, RemoteFile
-from .files import acquire, boot_id, cache_folder, locked, write_at
+from .files import LockError, acquire, boot_id, cache_folder, locked, write_at, write_file
 from .holes import STREAM_BLOCK, check_holes, room_for_streams
 
 _RECENT = 60.0  # seconds after a copy was asked for, in which it is not removed although nobody has opened it
@@ -75,9 +75,9 @@ def local_copy(address: str, remote: Remote = Remote()) -> Path:
             block = STREAM_BLOCK
             facts["stream"] = {"process": os.getpid(), "bytes": room_for_streams(root, remote.cache_limit)}
             folder = root / f"{folder.name}-{uuid.uuid4().hex[:16]}"  # of this process alone
-        if not (folder / FACTS).exists():
-            path, mark, query = address.partition("?")
-            manifest = RemoteFile(f"{path}.json{mark}{query}", remote.patience).whole()
+        # One without a manifest asks again: it may have been uploaded since.
+        if not ((folder / FACTS).exists() and (folder / f"{name}.json").exists()):
+            manifest = _manifest(address, remote.patience)
             with locked(root / ".lock"):  # each counts the copies of the others
                 for gone in root.glob(f"{_GONE}*"):  # of a process that was killed while it removed them
                     shutil.rmtree(gone, ignore_errors=True)
@@ -86,7 +86,11 @@ def local_copy(address: str, remote: Remote = Remote()) -> Path:
                 else:
                     _make_room(root, folder, size, remote.cache_limit)
                 _make(folder, name, size, -(-size // block), facts, manifest)
+            if manifest is not None and not (folder / f"{name}.json").exists():
+                write_file(folder / f"{name}.json", manifest)
         os.utime(folder / FACTS)  # the time of its last use
+    except LockError:
+        raise
     except OSError as error:
         if is_exhaustion(error):
             raise exhaustion(error, f"file descriptors for the local copy of {address}") from error
@@ -97,10 +101,17 @@ def local_copy(address: str, remote: Remote = Remote()) -> Path:
     return folder / name
 
 
+def _manifest(address: str, patience: float | None) -> bytes | None:
+    path, mark, query = address.partition("?")
+    return RemoteFile(f"{path}.json{mark}{query}", patience).whole()
+
+
 def _make(
     folder: Path, name: str, size: int, blocks: int, facts: dict[str, object], manifest: bytes | None
 ) -> None:  # fmt: skip
-    """Create the folder of a copy. Several processes may do so at the same time: the first one wins."""
+    """Create the folder of a copy, if there is none. Several processes may do so: the first one wins."""
+    if (folder / FACTS).exists():
+        return
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
     try:
         for file, length in ((name, size), (BLOCKS, max(blocks, 1))):
@@ -161,10 +172,17 @@ def _bytes(folder: Path) -> tuple[int, int]:
     return present if streams else sum(each.st_size for each in files), present
 
 
+def _now(root: Path) -> float:
+    """Return the time by the clock of the folder's file system, which may be another machine's."""
+    with (root / ".lock").open("ab") as file:
+        os.utime(file.fileno())
+        return os.fstat(file.fileno()).st_mtime
+
+
 def _remove_unused(facts: Path) -> bool:
     """Remove a copy that nobody uses, or is about to open; return whether it is gone."""
     try:
-        if time.time() - facts.stat().st_mtime <= _RECENT:
+        if abs(_now(facts.parent.parent) - facts.stat().st_mtime) <= _RECENT:
             return False
         with (facts.parent / json.loads(facts.read_text()).get("name", FACTS)).open() as file:
             if not acquire(file, wait=False):
@@ -227,6 +245,19 @@ class Mirror:
         """Mark a range as not fetched, because its content is not what it should be."""
         with self._lock:
             self._mark(range(start // self.block, -(-(start + size) // self.block)), 0)
+
+    def renew(self, path: Path) -> None:
+        """Mark everything in the copy, which is at `path`, as not fetched, and fetch its manifest again."""
+        self.renew_manifest(path)
+        self.forget(0, self.size)
+
+    def renew_manifest(self, path: Path) -> None:
+        """Fetch the manifest again of the copy at `path`."""
+        manifest = _manifest(self.address, self._patience)
+        if manifest is None:
+            path.with_name(f"{path.name}.json").unlink(missing_ok=True)
+        else:
+            write_file(path.with_name(f"{path.name}.json"), manifest)
 
     def close(self) -> None:
         """Drop the requests that have not begun, and the threads. The mirror can be used again."""

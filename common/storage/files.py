@@ -17,14 +17,26 @@ from ..errors import DrivetrainError
 _ROUND = 0.05  # seconds between two looks for a file
 
 
+class LockError(DrivetrainError, OSError):
+    """The file system has no locks."""
+
+
 def acquire(file: IO[Any] | int, *, wait: bool = True, shared: bool = False) -> bool:
     """Lock an open file or folder; return whether this process holds the lock now. Closing it, or `release`, unlocks
-    it. Raise OSError if the file system has no locks."""
+    it. Raise LockError if the file system has no locks."""
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
         fcntl.flock(file, kind if wait else kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        name = getattr(file, "name", file)
+        with suppress(OSError):
+            name = Path(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}").readlink()
+        raise LockError(
+            f"{name} cannot be locked: {error.strerror or error}. Use a folder on a file system with locks (flock), "
+            "such as a disk of this machine: cache= for data at an address, $DRIVETRAIN_DATA for all else."
+        ) from error
     return True
 
 
@@ -36,7 +48,8 @@ def release(file: IO[Any] | int) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let one process, or thread, at a time into the block; `path` is a lock file, which stays."""
+    """Let one process, or thread, at a time into the block; `path` is a lock file, which stays. Raise LockError where
+    its file system has no locks."""
     with path.open("ab") as file:
         acquire(file)
         yield

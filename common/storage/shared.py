@@ -77,7 +77,7 @@ def _remove_unused(root: Path) -> None:
     """Remove what nobody has asked for lately. Processes that have mapped it keep it."""
     for path in root.iterdir():
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime <= _KEPT:
+            if abs(time.time() - path.stat().st_mtime) <= _KEPT:
                 continue
             if path.is_dir():
                 shutil.rmtree(path)

@@ -22,8 +22,8 @@ from ...common.errors import BetonError, suggest
 from ...common.exhaustion import exhaustion, is_exhaustion
 from ...common.storage.addresses import is_address
 from ...common.storage.cache import Remote, local_copy
-from ...common.storage.files import renames_held, wait_for_renames
-from ...common.storage.stream import Stream
+from ...common.storage.files import LockError, renames_held, wait_for_renames
+from ...common.storage.stream import Stream, mirror_at
 from ..native import jpegs
 from .image_modes import mode_of
 from .layout import MODE_RAW, Column, Field, check_numbers, fetch_tables, read_columns, read_header
@@ -371,10 +371,10 @@ def open_beton(path: str | Path, remote: Remote = Remote(), most: int | None = N
         >>> beton.close()
     """
     if not is_address(path):
-        return _opened(Path(path), remote, most)
+        return _checked(Path(path), remote, most)
     copy = local_copy(str(path), remote)
     try:
-        beton = _opened(copy, remote, most)
+        beton = _checked(copy, remote, most)
     except BaseException:
         if remote.stream:
             shutil.rmtree(copy.parent, ignore_errors=True)
@@ -382,6 +382,21 @@ def open_beton(path: str | Path, remote: Remote = Remote(), most: int | None = N
     if remote.stream:  # nobody else uses it
         weakref.finalize(beton.file, shutil.rmtree, copy.parent, ignore_errors=True)
     return beton
+
+
+def _checked(path: Path, remote: Remote, most: int | None) -> Beton:
+    """Return the opened file. What a copy has of a remote one may be what its source sent once, by mistake, and is
+    fetched a second time."""
+    try:
+        return _opened(path, remote, most)
+    except BetonError:
+        if (mirror := mirror_at(path, remote.patience)) is None:
+            raise
+    mirror.renew(path)
+    try:
+        return _opened(path, remote, most)
+    except BetonError as error:
+        raise type(error)(str(error).replace(str(path), mirror.address)) from error.__cause__
 
 
 def _opened(path: Path, remote: Remote, most: int | None) -> Beton:
@@ -424,6 +439,8 @@ def _open(path: Path, patience: float, most: int | None) -> Beton:
         else:
             columns = read_columns(path, file, header, fields)
             manifest, checksums = read_manifest(path, file, header, fields)
+    except LockError:
+        raise
     except OSError as error:
         if is_exhaustion(error):
             wanted = f"one file descriptor for {path}, and for each other file of the data"

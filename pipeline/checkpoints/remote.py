@@ -10,14 +10,14 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from ...common.errors import CheckpointError
+from ...common.errors import CheckpointError, DrivetrainError
 from ...common.storage.addresses import MissingFileError, RemoteFolder, is_address
-from ...common.storage.files import cache_folder, locked, write_file
+from ...common.storage.files import LockError, cache_folder, locked, write_file
 from ...common.storage.json_files import ShapeError, parse
 from ..models.weights import SUFFIXES
 from .weights import unlisted_path
@@ -40,8 +40,9 @@ class RemoteRun:
     @classmethod
     def create(cls, folder: Path, address: str) -> Self:
         run = cls(folder, address)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_file(folder / _ADDRESS, run.address)
+        with run._changing():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_file(folder / _ADDRESS, run.address)
         return run
 
     @classmethod
@@ -52,7 +53,7 @@ class RemoteRun:
 
     def pull(self, names: Sequence[str]) -> None:
         """Make the copy what is at the address: these files, and each `state.json`; `verify` fetches the others."""
-        with locked(self.folder / _LOCK):  # one process at a time downloads into the copy
+        with self._changing(), locked(self.folder / _LOCK):  # one process at a time downloads into the copy
             there, seen = self.files.versions(), self._seen()
             for name in (*names, f"{CHECKPOINTS}/{RUN}"):
                 path = self.folder / name
@@ -71,7 +72,7 @@ class RemoteRun:
     def pull_checkpoint(self, step: str) -> Path:
         """Make the copy have this checkpoint, and of others those that are at the address: a machine without rank 0
         would keep all that it has ever resumed from, and what it was writing when it was killed."""
-        with locked(self.folder / _LOCK):
+        with self._changing(), locked(self.folder / _LOCK):
             self._keep_only({step} | self._complete(self.files.versions(CHECKPOINTS)))
             for path in (self.folder / CHECKPOINTS).glob(".step-*"):
                 shutil.rmtree(path, ignore_errors=True)
@@ -81,7 +82,7 @@ class RemoteRun:
     def fetch(self, path: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
         """Download those files of a checkpoint that are not in the copy, or have another size. Raise UnreachedError if
         that fails, and CheckpointError if the address does not have them."""
-        with locked(self.folder / _LOCK):
+        with self._changing(), locked(self.folder / _LOCK):
             for name, about in files.items():
                 file, size = path / name, int(about["bytes"])
                 if not file.exists() or file.stat().st_size != size:
@@ -148,6 +149,19 @@ class RemoteRun:
         if plain != self.address and not plain.startswith(f"{self.address}/"):
             return None
         return self.folder / plain[len(self.address) + 1 :]
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Raise UnreachedError if the copy cannot be written in the block."""
+        try:
+            yield
+        except (CheckpointError, LockError):
+            raise
+        except (OSError, DrivetrainError) as error:
+            raise UnreachedError(
+                f"The copy of {self.address} on this machine cannot be written: {str(error).rstrip('.')}. Free space "
+                f"in {self.folder}, or set another folder for copies with $DRIVETRAIN_DATA."
+            ) from error
 
     def _keep_only(self, steps: Collection[str]) -> None:
         for path in (self.folder / CHECKPOINTS).glob("step-*"):

@@ -14,6 +14,7 @@ import symtable
 import sys
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -146,7 +147,8 @@ def _sources() -> tuple[str, list[tuple[str, int]]]:
             saved = Path(file).stat().st_mtime
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             raise RecipeError(f"The source of the running script cannot be read: {error}.") from error
-        if shell is None and saved > psutil.Process().create_time() + _SLACK:
+        after = saved > psutil.Process().create_time() + _SLACK  # or a file server's clock is ahead
+        if shell is None and after and not _is_running(main, text):
             raise RecipeError(
                 f"{file} was saved after this process had started: its text may not be what runs. Start it again."
             )
@@ -157,6 +159,15 @@ def _sources() -> tuple[str, list[tuple[str, int]]]:
             "The running program has no source: it is python -c, or an interactive session. Put it into a file."
         )
     return "a notebook", [(each, sys.maxsize) for each in cells[:-1]] + [(cells[-1], line)]
+
+
+def _is_running(main: ModuleType, text: str) -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and not (frame.f_globals is vars(main) and frame.f_code.co_name == "<module>"):
+        frame = frame.f_back
+    with suppress(SyntaxError, ValueError):
+        return frame is not None and compile(text, "", "exec", dont_inherit=True) == frame.f_code
+    return False
 
 
 def _line_of(main: ModuleType) -> int:

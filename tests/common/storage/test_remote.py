@@ -1,5 +1,7 @@
 """Files at an address: the samples and order of the local file, each fetched once; and what a source can do wrong."""
 
+import errno
+import fcntl
 import os
 import pickle
 import shutil
@@ -22,8 +24,11 @@ from drivetrain.common import terminal
 from drivetrain.common.errors import BetonError
 from drivetrain.common.storage import addresses as sources
 from drivetrain.common.storage import cache
+from drivetrain.common.storage.addresses import RemoteFile
 from drivetrain.common.storage.cache import BLOCK, BLOCKS, FACTS, Mirror, Remote, local_copy, runs
+from drivetrain.common.storage.files import LockError
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert, inspect, open_beton, verify
+from drivetrain.loaders.beton import data_set
 from hypothesis import given
 from hypothesis import strategies as st
 from range_server import RangeServer, serving
@@ -363,8 +368,9 @@ def test_the_folder_keeps_to_its_limit(server: RangeServer, served: Path, tmp_pa
     del used
     with pytest.raises(DataError, match="does not fit"):  # somebody has asked for it, and will open it
         local_copy(server.address("two.beton"), Remote(cache, limit))
+    ahead = time.time() + 3600  # a clock that has been corrected since
     for facts in cache.glob("*/mirror.json"):
-        os.utime(facts, (1, 1))
+        os.utime(facts, (ahead, ahead))
     two = local_copy(server.address("two.beton"), Remote(cache, limit))
     assert [path.parent for path in cache.glob("*/blocks")] == [two.parent]
     with pytest.raises(DataError, match="does not fit"):
@@ -408,3 +414,96 @@ def test_a_removal_that_was_killed_is_completed_by_the_next_job(
             cache._remove_unused(copy.parent / FACTS)
     assert local_copy(address, Remote(tmp_path / "own")) == copy
     assert [path.name for path in (tmp_path / "own").iterdir() if path.is_dir()] == [copy.parent.name]
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+@pytest.mark.parametrize("where", ["header", "metadata", "allocations", "manifest", "checksums", "cut"])
+def test_wrong_bytes_of_tables_do_not_stay_in_the_copy(
+    address: str, served: Path, where: str, lazily: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a store that sent them once, under the same version."""
+    monkeypatch.setattr(data_set, "CHECKED", 10 if lazily else SAMPLES)
+    good, status, manifest = served.read_bytes(), served.stat(), served.with_name("train.beton.json")
+    text = manifest.read_bytes()
+    bad = {
+        "header": flipped(good, 0), "metadata": flipped(good, 300), "allocations": flipped(good, len(good) - 20)
+    }.get(where, good)  # fmt: skip
+    served.write_bytes(bad)
+    os.utime(served, ns=(status.st_atime_ns, status.st_mtime_ns))
+    if where == "manifest":
+        manifest.write_bytes(b"<html>")
+    elif where == "checksums":
+        at = text.index(b'"crc32"') + 20
+        manifest.write_bytes(text[:at] + b"123" + text[at + 3 :])
+    elif where == "cut":
+        manifest.write_bytes(text[:-99])
+    with pytest.raises(BetonError, match=r"train\.beton"):
+        list(FFCVLoader(address, **OPTIONS))
+    served.write_bytes(good)
+    os.utime(served, ns=(status.st_atime_ns, status.st_mtime_ns))
+    manifest.write_bytes(text)
+    with FFCVLoader(address, **OPTIONS) as loader:
+        assert len(list(loader)) == SAMPLES // 10
+        assert loader.beton.has_checksums
+
+
+def test_a_manifest_that_is_uploaded_later_is_read(address: str, served: Path) -> None:
+    manifest = served.with_name("train.beton.json")
+    text = manifest.read_bytes()
+    manifest.unlink()
+    assert open_beton(address).checksums is None
+    manifest.write_bytes(text)
+    assert open_beton(address).checksums is not None
+
+
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_copy_that_is_about_to_be_opened_stays_whatever_the_time(
+    server: RangeServer, served: Path, tmp_path: Path, hours: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a machine whose clock is not that of the file server."""
+    shutil.copy(served, served.with_name("two.beton"))
+    own = Remote(tmp_path / "own", 1.5 * served.stat().st_size / 1e9)
+    copy, now = local_copy(server.address("train.beton"), own), time.time
+    monkeypatch.setattr(time, "time", lambda: now() + hours * 3600)
+    with pytest.raises(DataError, match="does not fit"):
+        local_copy(server.address("two.beton"), own)
+    assert copy.exists()
+
+
+def test_a_folder_without_locks(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of Lustre without the option flock."""
+    copy = local_copy(address, Remote(tmp_path / "own"))
+
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    for opened in (copy, address):
+        with pytest.raises(LockError, match=r"cannot be locked: Function not implemented.*cache="):
+            open_beton(opened, Remote(tmp_path / "other"))
+
+
+def test_a_download_that_fails_does_not_wait_again(
+    server: RangeServer, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for its other ranges nor to ask whether the file was replaced."""
+    monkeypatch.setattr(sources, "_RANGE", served.stat().st_size // 20)
+    read = RemoteFile.read
+
+    def failing(self: RemoteFile, start: int, size: int) -> bytes:
+        if start == 0:
+            server.fail = 10**6
+            time.sleep(0.2)
+            raise DataError("the first range")
+        return read(self, start, size)
+
+    monkeypatch.setattr(RemoteFile, "read", failing)
+    begin = time.monotonic()
+    with pytest.raises(DataError, match="the first range"):
+        sources.download(RemoteFile(server.address("train.beton"), 40), tmp_path / "copy")
+    assert time.monotonic() - begin < 20
+    assert not (tmp_path / "copy").exists()

@@ -2,7 +2,8 @@
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from drivetrain import CheckpointError, DataError
 from drivetrain.common.storage import addresses as sources
 from drivetrain.loaders import FFCVLoader, convert, open_beton
+from drivetrain.pipeline.checkpoints.remote import RemoteRun, UnreachedError
 from fsspec.implementations.local import LocalFileSystem
 from object_store import Store, object_store
 
@@ -148,3 +150,24 @@ def test_a_file_is_replaced_where_renaming_replaces_none(
     for content in (b"old", b"new"):
         folder.write("history.json", content)
         assert folder.read("history.json") == content
+
+
+@pytest.mark.parametrize("place", ["of a file", "full"])
+def test_a_copy_that_cannot_be_written(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run at an address: nothing is half there, and the run is not taken for a damaged one."""
+    address = f"file://{tmp_path}/run"
+    folder = sources.RemoteFolder(address, CheckpointError)
+    folder.write("checkpoints/step-00000001/state.json", b"{}")
+    (tmp_path / "file").write_text("")
+    create = partial(RemoteRun.create, tmp_path / ("copy" if place == "full" else "file/copy"), address)
+    call: Callable[[], object] = create
+    if place == "full":
+        call = partial(create().pull_checkpoint, "step-00000001")
+
+        def full(_: int) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UnreachedError, match=r"on this machine .*(Not a directory|No space).*DRIVETRAIN_DATA"):
+        call()
+    assert not list((tmp_path / "copy").rglob("*.json"))

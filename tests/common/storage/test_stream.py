@@ -1,5 +1,6 @@
 """Files at an address that are larger than the disk: the local file's pixels, within the room, and what is fetched."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -465,3 +466,21 @@ def test_when_a_rank_uses_a_sample_next() -> None:
     coming = Coming([np.array([5, 2]), np.array([7]), np.array([2 + 10])], 10)
     assert coming.batches(np.array([2, 5, 7, 1])).tolist() == [0.0, 0.0, 1.0, np.inf]
     assert Coming([], 10).batches(np.array([3])).tolist() == [np.inf]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_disk_that_is_full_until_space_is_freed(
+    server: RangeServer, tmp_path: Path, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite = os.pwrite
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    options = OPTIONS | {"cache": tmp_path / "own", "stream": stream}
+    with FFCVLoader(server.address("train.beton"), **options) as loader:
+        monkeypatch.setattr(os, "pwrite", full)
+        with pytest.raises(DataError, match=r"copy of .* cannot be written: No space left on device\. Free space"):
+            list(loader)
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        assert sum(len(labels) for _, labels in loader) == SAMPLES

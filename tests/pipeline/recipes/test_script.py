@@ -5,6 +5,7 @@ import re
 import runpy
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import process_state
@@ -79,14 +80,22 @@ def test_the_first_script(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert load_run("run").metrics == result.metrics  # its code runs already
 
 
-def defined(folder: Path, script: str) -> str:
+def defined(folder: Path, script: str, saved: float = 0) -> str:
     """What would be saved of a script's Net."""
     file = folder / "train.py"
     file.write_text(
         f"{script}\nfrom drivetrain.pipeline.recipes.script import definitions\nfound = definitions(['Net'])\n"
     )
-    os.utime(file, (0, 0))  # before this process started
+    os.utime(file, (saved, saved))  # by default, before this process started
     return str(runpy.run_path(str(file), run_name="__main__")["found"])
+
+
+def test_a_script_is_refused_if_it_changed_and_not_for_a_clock_that_is_ahead(tmp_path: Path) -> None:
+    ahead = time.time() + 3600  # that of the file server
+    assert "Net" in defined(tmp_path, NET.format(before="", after=""), ahead)
+    change = 'from pathlib import Path\nwith Path(__file__).open("a") as file:\n    file.write("LATER = 1")\n'
+    with pytest.raises(RecipeError, match="was saved after this process had started"):
+        defined(tmp_path, change + NET.format(before="", after=""), ahead)
 
 
 def test_what_is_saved(tmp_path: Path) -> None:
