@@ -139,6 +139,10 @@ records-imagenette: $(PHOTOGRAPHS)/train.beton $(PHOTOGRAPHS)/val.beton
 	    --seeds 2 --against imagenette-plain --out $(PHOTOGRAPHS)-fast
 	$(RACE) vit-tiny-imagenette --train $(PHOTOGRAPHS)/train.beton --val $(PHOTOGRAPHS)/val.beton --target 0.60 --seeds 2 \
 	    --against '$(call PLAIN,1e-3)' --out $(PHOTOGRAPHS)-vit
+	$(BIN)/drivetrain ledger imagenette-5 --train $(PHOTOGRAPHS)/train.beton --val $(PHOTOGRAPHS)/val.beton \
+	    --seconds 900 --out $(PHOTOGRAPHS)-ledger
+	$(BIN)/python benchmarks/limits.py imagenette-5 train=$(PHOTOGRAPHS)/train.beton val=$(PHOTOGRAPHS)/val.beton \
+	    --rounds 5 --batches 6
 
 $(PHOTOGRAPHS)/%.beton: install
 	mkdir -p $(PHOTOGRAPHS)

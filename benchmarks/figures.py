@@ -216,13 +216,17 @@ def loaders_table() -> str:
 
 def ledger_table(name: str) -> str:
     """Return the rows of a ledger."""
+
+    def speed(summary: dict[str, Any]) -> str:
+        return spread(summary, int(summary["value"] < 100))
+
     ledger = result(name)
     described = {"plain PyTorch": "plain PyTorch (torchvision, DataLoader, NCHW, fp32)"}
     lines = [
-        [described.get(row["name"], row["name"]), spread(row["images_per_s"], 0), spread(row["ratio"])]
+        [described.get(row["name"], row["name"]), speed(row["images_per_s"]), spread(row["ratio"])]
         for row in ledger["rows"]
     ]
-    lines += [[f"ceiling: {name}", spread(speed, 0), ""] for name, speed in ledger["ceilings"].items()]
+    lines += [[f"ceiling: {name}", speed(each), ""] for name, each in ledger["ceilings"].items()]
     return rows(" | images/s (trimmed mean, quartiles) | over plain PyTorch (95 % interval)", lines)
 
 
