@@ -34,7 +34,7 @@ from ..training.build import Built
 from ..training.model_identity import attributes, difference, digest, is_filled
 
 MODEL = "model"  # the entry of the fingerprint with what the model is, from `model_identity`
-VALIDATION = "validation data"  # name, number of samples and CRC-32; the name is for messages
+VALIDATION = "validation data"  # its name, for messages; and the number of its samples, and their CRC-32
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{4,}\b", re.IGNORECASE)
 _DEEPEST = 20  # levels of containers and objects; below, only the class is named
 _ATTRIBUTES = object()  # in `inside`: marks the attributes of an object without its own repr
@@ -69,14 +69,11 @@ def fingerprint(plan: ResolvedPlan, built: Built, epochs: int) -> dict[str, Any]
         "clip_norm": distribution.clip_norm,
         "epochs": epochs,
         MODEL: built.identity,
-        VALIDATION: None
-        if (val := built.val) is None
-        else [
-            str(files_of(data.train if data.val is None else data.val)),
-            val.state_dict()["samples"],
-            _identity(val),
-        ],
     }
+    if (val := built.val) is not None:
+        samples = val.state_dict()["samples"]
+        name = f"{files_of(data.train if data.val is None else data.val)} ({samples:,} samples)"
+        facts[VALIDATION] = [name, [samples, _identity(val)]]
     if (scale := getattr(built.plan.task, "scale", None)) is not None:  # of older runs there is none
         facts["scale of the targets"] = [[f"{value:.5g}" for value in each.tolist()] for each in scale]
     return dict(json.loads(json.dumps(facts, default=identity)))
@@ -102,13 +99,14 @@ def check_compatible(saved: dict[str, Any], own: dict[str, Any], where: object, 
 
 def compare_validation(saved: dict[str, Any], own: dict[str, Any]) -> str:
     """Return a warning if the validation data are others, or ""."""
-    there, here = saved.get(VALIDATION), own[VALIDATION]  # of older runs there is none
-    if there is None or here is None or there[1:] == here[1:]:
+    there, here = saved.get(VALIDATION), own.get(VALIDATION)  # of older runs there is none
+    if not isinstance(there, list) or here is None or len(there) != len(here) or there[1] == here[1]:
         return ""
-    before, now = (f"{name} ({samples:,} samples)" for name, samples, _ in (there, here))
+    before, now = there[0], here[0]
+    contents = ", with other contents" if before == now else ""
     return (
-        f"The validation data was {before}, and is now {now}{', with other contents' * (before == now)}: the best "
-        "checkpoint and early stopping compare metrics of both."
+        f"The validation data was {before}, and is now {now}{contents}: the best checkpoint and early stopping compare "
+        "metrics of both."
     )
 
 
