@@ -173,7 +173,8 @@ def test_two_recipes_are_tuned(tmp_path: Path) -> None:
     for name, found in recipes.items():
         trials = found["tuning"]["trials"]
         assert {"workers=1", "allocator's variables", "compile=True"} <= {one["name"] for one in trials}
-        assert found["tuning"]["before"] > 0
-        assert sum(one["rounds"] for one in trials) > 0 or "budget" in found["tuning"]["stopped"]
+        if "budget" not in found["tuning"]["stopped"]:  # which a slow hour spends before the first round
+            assert found["tuning"]["before"] > 0
+            assert sum(one["rounds"] for one in trials) > 0
         assert found["measured afterwards"]["tuned"]["images/s"]["n"] == 2
         assert (out / f"tuning-{name}.png").stat().st_size > 1000
