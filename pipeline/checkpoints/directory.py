@@ -7,10 +7,11 @@ import shutil
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, get_args
+from typing import Any, NotRequired, TypedDict, TypeVar, cast, get_args
 
 import torch
 
@@ -24,6 +25,7 @@ from ..training.agreement import broadcast_text
 from .format import Checkpoint, remove
 from .remote import CHECKPOINTS, RUN, STATE, STEP, RemoteRun, UnreachedError, is_of_run, opened, shown
 
+T = TypeVar("T")
 _VERIFY = "verify"  # in rank 0's answer: a checkpoint whose files the ranks are to verify
 Verify = Callable[[Checkpoint], None]
 """Raises CheckpointError if a file is missing or damaged."""
@@ -260,14 +262,9 @@ class ResumePoint:
 def choose_start(engine: Engine, resume: str | Path | None, store: CheckpointDir | None) -> ResumePoint:
     """Return where a run starts, the same on all ranks, which verify the checkpoint together, and change no file."""
     answer = _on_rank_0(engine, lambda: _look(resume, store, partial(_verify_together, engine)))
-    place, found = answer["place"], list[Checkpoint]()
-
-    def fetch() -> None:
-        found.append(_opened(place, store, verified=engine.rank == 0))
-
-    if place is not None and (failure := _failure(engine, fetch)):
-        raise failure
-    checkpoint = found[0] if found else None
+    place, checkpoint = answer["place"], None
+    if place is not None:
+        checkpoint = _on_all_ranks(engine, lambda: _opened(place, store, verified=engine.rank == 0))
     if store is not None and checkpoint is not None and answer["goes_on"]:
         store.resumed = checkpoint.path
     return ResumePoint(checkpoint, answer["run"], answer["goes_on"])
@@ -327,7 +324,8 @@ def _on_rank_0(engine: Engine, work: Callable[[], dict[str, Any]]) -> dict[str, 
             answer = {"error": str(error)}
     answer = json.loads(broadcast_text(engine, json.dumps(answer)))
     while _VERIFY in answer:
-        _damage(engine, Path(answer[_VERIFY]))
+        with suppress(CheckpointError):  # rank 0 decides what follows
+            _verify_share(engine, Path(answer[_VERIFY]))
         answer = json.loads(broadcast_text(engine, ""))
     if "error" in answer:
         raise CheckpointError(answer["error"])
@@ -340,30 +338,29 @@ def _verify_together(engine: Engine, checkpoint: Checkpoint) -> None:
         checkpoint.verify()
         return
     broadcast_text(engine, json.dumps({_VERIFY: str(checkpoint.path.absolute())}))
-    if damage := _damage(engine, checkpoint.path):
-        raise damage
+    _verify_share(engine, checkpoint.path)
 
 
-def _damage(engine: Engine, path: Path) -> CheckpointError | None:
-    """Return why a checkpoint cannot be used, the same on every rank; each verifies some of its files."""
-    return _failure(engine, lambda: Checkpoint(path).verify(engine.rank, engine.world_size))
+def _verify_share(engine: Engine, path: Path) -> None:
+    _on_all_ranks(engine, lambda: Checkpoint(path).verify(engine.rank, engine.world_size))
 
 
-def _failure(engine: Engine, work: Callable[[], object]) -> CheckpointError | None:
-    """Return why `work` failed on any rank, the same on every rank: else the others would wait for that one."""
+def _on_all_ranks(engine: Engine, work: Callable[[], T]) -> T:
+    """Return what `work` returns on this rank. If it fails on any, raise the same CheckpointError on every rank: else
+    the others would wait for that one."""
     error, failed = "", torch.zeros(engine.world_size)
+    result: T | None = None
     try:
-        work()
+        result = work()
     except (DrivetrainError, OSError) as reason:
         unreached = isinstance(reason, UnreachedError | OSError)
         error, failed[engine.rank] = str(reason), 2.0 if unreached else 1.0
     by_rank = engine.reduce(failed, "sum").tolist()
     worst = max(by_rank)
-    if not worst:
-        return None
-    return (UnreachedError if worst > 1 else CheckpointError)(
-        broadcast_text(engine, error, source=by_rank.index(worst))
-    )
+    if worst:
+        message = broadcast_text(engine, error, source=by_rank.index(worst))
+        raise UnreachedError(message) if worst > 1 else CheckpointError(message)
+    return cast(T, result)
 
 
 def _look(resume: str | Path | None, store: CheckpointDir | None, verify: Verify) -> dict[str, Any]:

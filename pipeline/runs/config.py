@@ -35,14 +35,7 @@ def _make_callbacks(given: Sequence[Any]) -> tuple[Callback, ...]:
                 f"callbacks: {one!r:.80} is not a callback, an object of a subclass of drivetrain.Callback.{hint}"
             )
         name = type(callback).__name__
-        moments = {moment for moment in vars(Callback) if moment.startswith("on_")}
-        for kind in type(callback).__mro__:
-            own = {moment for moment in vars(kind) if moment.startswith("on_")} if issubclass(kind, Callback) else set()
-            for moment in sorted(own - moments):
-                raise PlanError(
-                    f"callbacks: {name} has a method {moment}, which nothing calls.{suggest(moment, moments)} Let the "
-                    "names of other methods begin without on_."
-                )
+        _check_moments(callback)
         if name in made:
             raise PlanError(
                 f"callbacks has two callbacks of the class {name}, by whose name checkpoints keep their states. Leave "
@@ -50,6 +43,19 @@ def _make_callbacks(given: Sequence[Any]) -> tuple[Callback, ...]:
             )
         made[name] = callback
     return tuple(made.values())
+
+
+def _check_moments(callback: Callback) -> None:
+    from ..callbacks.callback import Callback
+
+    moments = {name for name in vars(Callback) if name.startswith("on_")}
+    own = (name for kind in type(callback).__mro__ if issubclass(kind, Callback) for name in vars(kind))
+    unknown = sorted(name for name in own if name.startswith("on_") and name not in moments)
+    if unknown:
+        raise PlanError(
+            f"callbacks: {type(callback).__name__} has a method {unknown[0]}, which nothing calls."
+            f"{suggest(unknown[0], moments)} Let the names of other methods begin without on_."
+        )
 
 
 def known_callbacks() -> dict[str, Any]:
