@@ -316,13 +316,13 @@ def tuning_table() -> str:
 def scale_table() -> str:
     """Return what one of many ranks pays for data of several sizes."""
     lines = []
-    for row in result("scale")["scale"].values():
+    for name, row in result("scale")["scale"].items():
         costs = [
             f"{row[f'{part} {name}']['median']:,.{digits}f}"
             for part, places in (("opening", 2), ("order", 3))
             for name, digits in (("seconds", places), ("cpu_seconds", places), ("megabytes", 0))
         ]
-        lines.append([f"{row['samples']:,}", f"{row['files']:,}", *costs])
+        lines.append([*name.split(" in "), *costs])
     return rows("samples | files | opening: s | CPU s | MB | order of an epoch: s | CPU s | MB", lines)
 
 

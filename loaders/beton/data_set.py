@@ -1,18 +1,17 @@
 """One or several `.beton` files, read as one data set: their samples one after the other."""
 
+from __future__ import annotations
+
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, reduce
 from pathlib import Path
-from threading import Lock
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ...common import machine
 from ...common.errors import BetonError
@@ -20,8 +19,10 @@ from ...common.exhaustion import more_descriptors
 from ...common.storage.cache import Remote
 from ...common.storage.stream import Stream
 from ..sources import Files, Source, files_of, in_threads
+from .manifest import joined
 from .open_file import Identity
 from .reader import Beton, open_beton
+from .shelf import Facts, Shelf
 from .tables import Rows
 
 Indices = NDArray[np.int64]
@@ -37,7 +38,7 @@ _KNOWN = 256  # samples of a larger one whose sizes stand for all
 def _joined(name: str) -> cached_property[NDArray[Any]]:
     """Return a property of `BetonFiles`: the arrays of this name of all files, as one."""
 
-    def join(own: "BetonFiles") -> NDArray[Any]:
+    def join(own: BetonFiles) -> NDArray[Any]:
         arrays = [np.asarray(getattr(one, name)) for one in own.files]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)  # a single one is not copied
 
@@ -49,12 +50,14 @@ class BetonFiles:
     shares with `Beton` is the same in all files, or the arrays of all samples, `(N,)`."""
 
     def __init__(
-        self, files: Files, betons: Sequence[Beton], identities: Sequence[Identity], starts: Indices,
-        has_checksums: bool,
+        self, files: Files, betons: Sequence[Beton], identities: Sequence[Identity], counts: ArrayLike,
+        has_checksums: bool, checksums: Sequence[int] | NDArray[np.uint32] = (),
     ) -> None:  # fmt: skip
         self.files, self.name, self.identities = betons, str(files), identities
         self.has_checksums = has_checksums  # all files have a manifest
-        self.starts = starts  # the index of each file's first sample, and then the number of all samples
+        self._checksums = checksums  # the CRC-32 of each file's, if they are known
+        # The index of each file's first sample, and then the number of all samples
+        self.starts = np.append(0, np.cumsum(counts, dtype=np.int64))
         self.parts: tuple[tuple[float, int, int], ...] = ()  # weight, first and end of each data set of a mix
         if files.weights is not None:
             ends = np.cumsum([0, *(len(part.files) for part in files.parts)])
@@ -135,6 +138,8 @@ class BetonFiles:
         """The CRC-32 of all samples' checksums, in order; None if a file has no manifest."""
         if not self.has_checksums:
             return None
+        if len(self._checksums):
+            return joined(zip((4 * np.diff(self.starts)).tolist(), map(int, self._checksums), strict=True))
         return reduce(lambda before, one: one.all_checksums(before), self.files, 0)
 
     @cached_property
@@ -241,42 +246,6 @@ class BetonFiles:
             yield self.files[number], at, indices[at] - self.starts[number]
 
 
-class Shelf(Sequence[Beton]):
-    """The files of a data set of many, opened when they are used; the `MOST_OPEN` used last stay open, and those of
-    rows until their batch is loaded: a stream that is opened again is another copy, which has not what theirs has."""
-
-    def __init__(self, open_one: Callable[[int], Beton], length: int) -> None:
-        self._open_one, self._length = open_one, length
-        self._used = OrderedDict[int, Beton]()
-        self._alive = WeakValueDictionary[int, Beton]()
-        self._lock = Lock()
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def open(self) -> list[Beton]:
-        with self._lock:
-            return list(self._used.values())
-
-    def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return [self[each] for each in range(*number.indices(self._length))]
-        number = range(self._length)[number]
-        with self._lock:
-            beton = self._alive.get(number)
-        return self.put(number, self._open_one(number) if beton is None else beton)
-
-    def put(self, number: int, beton: Beton) -> Beton:
-        """Keep a file open, and close the one that was not used for the longest time."""
-        with self._lock:
-            beton = self._used[number] = self._alive.setdefault(number, beton)
-            self._used.move_to_end(number)
-            while len(self._used) > MOST_OPEN:
-                self._used.popitem(last=False)
-        return beton
-
-
 class _Checks:
     """Compare each file of a data set with the first one and the one before."""
 
@@ -327,29 +296,49 @@ def open_files(source: Source, remote: Remote = Remote()) -> BetonFiles:  # noqa
     """Open a data source: a `.beton` file, a pattern such as `train-{000..127}.beton`, or several with weights.
 
     Each of up to `MOST_OPEN` files takes a descriptor: where needed, the process's soft limit is raised until they are
-    closed. Of more files, each is opened once to be checked, and again when it is used.
+    closed. Of more files, each is opened once to be checked, by one process of the machine, and again when it is used.
     """
     files = files_of(source)
-    names, most = files.names, CHECKED // len(files.names)
+    names, most, check = files.names, CHECKED // len(files.names), _Checks()
+
+    def open_one(number: int) -> Beton:
+        return open_beton(names[number], remote, most)
+
     with more_descriptors(min(len(names), MOST_OPEN)) as keep:
-        betons, identities, counts, check = list[Beton](), list[Identity](), [0], _Checks()
-
-        def again(number: int) -> Beton:
-            beton = open_beton(names[number], remote, most)
-            beton.file.require_identity(identities[number])
-            return beton
-
-        shelf = Shelf(again, len(names)) if len(names) > MOST_OPEN else None
-        for first in range(0, len(names), MOST_OPEN):
-            some = in_threads(lambda name: open_beton(name, remote, most), names[first : first + MOST_OPEN])
-            for number, one in enumerate(some, first):
+        if len(names) > MOST_OPEN:
+            opened = _open_many(files, open_one, check)
+        else:
+            betons = in_threads(open_one, range(len(names)))
+            for one in betons:
                 check(one)
-                identities.append(one.file.identity)
-                counts.append(len(one))
-                if shelf is None:
-                    betons.append(one)
-                else:
-                    shelf.put(number, one)
-        opened = BetonFiles(files, shelf or betons, identities, np.cumsum(counts, dtype=np.int64), check.has_checksums)
+            identities = [one.file.identity for one in betons]
+            opened = BetonFiles(files, betons, identities, [*map(len, betons)], check.has_checksums)
         keep(opened)
     return opened
+
+
+def _open_many(files: Files, open_one: Callable[[int], Beton], check: _Checks) -> BetonFiles:
+    numbers = range(len(files.names))
+
+    def look() -> Facts:
+        identities, counts, checksums = list[Identity](), list[int](), list[int]()
+        for first in numbers[::MOST_OPEN]:
+            for number, one in enumerate(in_threads(open_one, numbers[first : first + MOST_OPEN]), first):
+                check(one)
+                shelf.put(number, one)
+                identities.append(one.file.identity)
+                counts.append(len(one))
+                if check.has_checksums:
+                    checksums.append(one.all_checksums())
+        known = checksums if check.has_checksums else []
+        return Facts(identities, np.array(counts), np.array(known, np.uint32))
+
+    def again(number: int) -> Beton:
+        one = open_one(number)
+        one.file.require_identity(facts.identities[number])
+        check(one)
+        return one
+
+    shelf = Shelf(again, len(numbers), MOST_OPEN)
+    facts = Facts.shared(files.names, look)
+    return BetonFiles(files, shelf, facts.identities, facts.counts, len(facts.checksums) > 0, facts.checksums)

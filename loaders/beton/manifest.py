@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,20 +85,28 @@ class Blocks:
 
     def all_checksums(self, samples: int, before: int) -> int:
         """Return the CRC-32 of the checksums of all `samples`, after bytes whose CRC-32 is `before`, without reading
-        them: CRC-32s of neighbors add up, once the first is moved on by zeros of the second's length."""
-        zeros = bytes(4 * BLOCK)
-        of_zeros = zlib.crc32(zeros)
-        *full, last = self.checksums.tolist()
-        for crc in full:
-            before = zlib.crc32(zeros, before) ^ of_zeros ^ crc
-        rest = zeros[: 4 * (samples - BLOCK * len(full))]
-        return zlib.crc32(rest, before) ^ zlib.crc32(rest) ^ int(last)
+        them."""
+        sizes = [4 * BLOCK] * (len(self.checksums) - 1)
+        sizes.append(4 * (samples - BLOCK * len(sizes)))
+        return joined(zip(sizes, self.checksums.tolist(), strict=True), before)
 
     def columns(self) -> list[NDArray[np.uint32]]:
         return [self.head, self.metadata, self.allocations, self.checksums]
 
     def _digest(self, seal: bytes) -> str:
         return hashlib.sha256(b"".join([seal, *(crcs.astype("<u4").tobytes() for crcs in self.columns())])).hexdigest()
+
+
+def joined(parts: Iterable[tuple[int, int]], before: int = 0) -> int:
+    """Return the CRC-32 of parts, of which each has a size in bytes and a CRC-32, after bytes whose CRC-32 is `before`:
+    CRC-32s of neighbors add up, once the first is moved on by zeros of the second's length."""
+    zeros, of_zeros = b"", 0
+    for size, crc in parts:
+        if size != len(zeros):
+            zeros = bytes(size)
+            of_zeros = zlib.crc32(zeros)
+        before = zlib.crc32(zeros, before) ^ of_zeros ^ crc
+    return before
 
 
 def _crcs(rows: NDArray[Any], each: int) -> NDArray[np.uint32]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -260,6 +261,39 @@ def descriptors_of(folder: Path) -> int:
     """How many files of the folder this process has open."""
     links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     return sum(link.readlink().is_relative_to(folder) for link in links)
+
+
+def test_many_files_are_opened_once_on_a_machine(
+    folder: Path, tmp_path: Path, lazily: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(Samples(60), tmp_path / "{00..11}.beton", fields=FIELDS)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    lazily()
+    monkeypatch.setattr(data_set, "MOST_OPEN", 2)
+    opened: list[str] = []
+
+    def noted(path: Any, *others: Any) -> Beton:
+        opened.append(Path(path).name)
+        return open_beton(path, *others)
+
+    monkeypatch.setattr(data_set, "open_beton", noted)
+    source, names = tmp_path / "{00..11}.beton", [f"{number:02}.beton" for number in range(12)]
+    first = open_files(source)
+    assert opened == names
+    del opened[:]
+    second = open_files(source)
+    assert second.checksum == first.checksum == open_files(folder / "all.beton").checksum
+    assert [*second.identities] == [*first.identities]
+    assert second.read("label", np.arange(54, 60)).tolist() == first.read("label", np.arange(54, 60)).tolist()
+    assert {*opened} <= {"00.beton", "10.beton", "11.beton", "all.beton"}  # those that are used
+    del opened[:]
+    manifest_path(tmp_path / "07.beton").unlink()
+    third = open_files(source)
+    assert opened == [*names, "00.beton"]
+    assert (third.checksum, third.has_checksums) == (None, False)
+    (tmp_path / "08.beton").unlink()
+    with pytest.raises(BetonError, match=r"08.beton does not exist"):
+        open_files(source)
 
 
 def test_of_many_files_some_are_open(
