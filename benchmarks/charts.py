@@ -27,7 +27,7 @@ import torch
 from drivetrain.common import pictures
 from drivetrain.common.errors import DataError
 from drivetrain.pipeline import Ledger, RaceResult
-from drivetrain.pipeline.race.result import RaceRun
+from drivetrain.pipeline.measuring.race.result import RaceRun
 from drivetrain.transforms import TRANSFORMS, BatchContext, ColOut, CutMix, CutOut, MixUp
 from PIL import Image, ImageDraw, ImageFont
 

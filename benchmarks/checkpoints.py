@@ -41,12 +41,12 @@ from drivetrain import Pipeline, strategies
 from drivetrain.common.table import Table
 from drivetrain.loaders import convert
 from drivetrain.pipeline import Checkpoints
-from drivetrain.pipeline.checkpoints.directory import CheckpointDir
-from drivetrain.pipeline.checkpoints.fingerprint import description, fingerprint
-from drivetrain.pipeline.checkpoints.state import all_finite, capture_state
-from drivetrain.pipeline.checkpoints.writer import CheckpointWriter
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.measuring.runner import resident_peak
+from drivetrain.pipeline.runs.checkpoints.directory import CheckpointDir
+from drivetrain.pipeline.runs.checkpoints.fingerprint import description, fingerprint
+from drivetrain.pipeline.runs.checkpoints.state import all_finite, capture_state
+from drivetrain.pipeline.runs.checkpoints.writer import CheckpointWriter
 from drivetrain.pipeline.telemetry.history import History
 from drivetrain.pipeline.training.build import Built, build
 from drivetrain.pipeline.training.rank_memory import state_bytes

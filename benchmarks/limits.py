@@ -24,10 +24,10 @@ from drivetrain import Pipeline
 from drivetrain.common import machine
 from drivetrain.common.table import Table
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.ledger.variants import in_turn
+from drivetrain.pipeline.ledger.variant import PARTS, Trial, Workload
 from drivetrain.pipeline.measuring.runner import Loaders, build_variant
 from drivetrain.pipeline.measuring.trials import BuiltVariant, run_trial
-from drivetrain.pipeline.measuring.variant import PARTS, Trial, Workload
+from drivetrain.pipeline.measuring.variants import in_turn
 from drivetrain.pipeline.recipes.presets import parse_overrides
 from drivetrain.pipeline.training.build import fork_rng, plain_torch, resolve_data
 from drivetrain.strategies.devices import wait_for

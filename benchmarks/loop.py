@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from drivetrain.common.table import Table
-from drivetrain.pipeline.measuring.statistics import Ratio, ratio
+from drivetrain.pipeline.ledger.statistics import Ratio, ratio
 from drivetrain.pipeline.models import cifar_resnet
 from drivetrain.pipeline.telemetry.provenance import version
 from loop_contenders import DEVICE, HAND, MAKERS, OTHERS, SIDE, UNGUARDED, Batches

@@ -22,7 +22,7 @@ import drivetrain.transforms as transforms
 from drivetrain import Pipeline
 from drivetrain.common.table import Table
 from drivetrain.pipeline import RaceResult
-from drivetrain.pipeline.measuring.statistics import Figure, interval_of_mean
+from drivetrain.pipeline.ledger.statistics import Figure, interval_of_mean
 from measuring import save
 
 Change = Callable[[Pipeline], Pipeline]

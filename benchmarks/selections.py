@@ -18,7 +18,7 @@ from time import perf_counter
 
 import psutil
 from drivetrain.common.table import Table
-from drivetrain.loaders.selection import SampleOptions
+from drivetrain.loaders.sample_options import SampleOptions
 from measuring import save, summarize
 from scale import SHARD, answer_of, compute_order, highest, open_last, write_shards
 

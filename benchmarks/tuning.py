@@ -21,8 +21,8 @@ from drivetrain import Pipeline
 from drivetrain.common.table import Table
 from drivetrain.loaders import convert
 from drivetrain.pipeline import Tuned
+from drivetrain.pipeline.ledger.variant import in_turn
 from drivetrain.pipeline.measuring.runner import ProcessRunner, Variant
-from drivetrain.pipeline.measuring.variant import in_turn
 from measuring import compare, measure, save
 
 TUNED, GIVEN = "tuned", "as given"

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-from typing import Any
-
 import torch
-import torch.distributed as dist
 
 from ..common.errors import DataError, suggest
 from .beton.data_set import BetonFiles
 from .beton.image_modes import RGB, channels_text
-from .options import LoaderKeywords, LoaderOptions
+from .options import LoaderOptions
 
 
 def require_pages(beton: BetonFiles | None) -> BetonFiles:
@@ -22,40 +17,6 @@ def require_pages(beton: BetonFiles | None) -> BetonFiles:
             "order='random', or convert it."
         )
     return beton
-
-
-def options_here(given: LoaderKeywords) -> LoaderOptions:
-    """Return the checked options of a loader of this process; those that are None follow from the others."""
-    train = given.get("train", True)
-    rank, world_size = find_ranks(given.get("rank"), given.get("world_size"))
-    order = given.get("order") or ("random" if train else "sequential")
-    drop_last = given.get("drop_last")
-    decided = {"rank": rank, "world_size": world_size, "order": order, "drop_last": drop_last or False}
-    made = LoaderOptions.of({**given, **decided})
-    equal = made.train and made.world_size > 1 and not made.pad_last
-    return dataclasses.replace(made, drop_last=True) if drop_last is None and equal else made
-
-
-def find_ranks(rank: Any, world_size: Any) -> tuple[Any, Any]:
-    """Return this process's rank and world size: as given, else those of torch.distributed's process group. A launched
-    process must have joined its group: otherwise every rank would load all samples."""
-    if (rank is None) != (world_size is None):
-        raise DataError(
-            f"rank={rank!r} and world_size={world_size!r}: pass both, or neither, to use those of torch.distributed's "
-            "process group."
-        )
-    if rank is not None:
-        return rank, world_size
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    started = os.environ.get("WORLD_SIZE", "")
-    if {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ) and started not in ("", "1"):
-        raise DataError(
-            f"A launcher started this process as one of WORLD_SIZE={started}, but it has not joined their process "
-            "group. Call torch.distributed.init_process_group() before creating the loader, or pass rank= and "
-            "world_size= (rank=0, world_size=1: all samples)."
-        )
-    return 0, 1
 
 
 def check_device(device: torch.device | str) -> torch.device:

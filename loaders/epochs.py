@@ -40,7 +40,8 @@ from .order.batches import (
     shares,
 )
 from .order.epoch import NEWEST, drawn, in_runs, mixed, shuffled, unshuffled
-from .selection import SampleOptions, Selection, check_indices, frequencies, selected, used_samples
+from .sample_options import SampleOptions
+from .selection import Selection, check_indices, frequencies, select, selected, used_samples
 
 Batch = tuple[Any, ...]
 """Images `(B, 3, H, W)`, with `views` `(B, V, 3, H, W)` or a tuple of them; labels `(B,)`, `(B, K)` or, of masks,
@@ -431,7 +432,7 @@ class EpochLoader(ABC):
         """Return which of the data set's samples the options select."""
         if self.beton is not None:
             return selected(options, self.beton)
-        return options.select(self.samples, lambda: self.labels)
+        return select(options, self.samples, lambda: self.labels)
 
     def select(self, selection: Selection) -> None:
         """Train on the samples of a selection, with the shares that it gives them.

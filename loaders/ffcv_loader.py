@@ -20,7 +20,7 @@ from ..common.signals import interrupts_held
 from ..common.storage.cache import Remote
 from ..common.storage.holes import STREAM_BLOCK
 from ..common.threads import end, results
-from .arguments import check_device, options_here
+from .arguments import check_device
 from .beton.data_set import BetonFiles, open_files
 from .decode.decoder import BatchRequest, Decoder
 from .device import Buffers, feed_of
@@ -86,7 +86,7 @@ class FFCVLoader(EpochLoader):
         operations: Sequence[Any] = (),
         **options: Unpack[LoaderKeywords],
     ) -> None:
-        own = options_here(options)
+        own = LoaderOptions.here(options)
         self.workers, self._device = check_workers(own.workers), check_device(device)
         self._operations = tuple(operations)
         remote = Remote(own.cache, own.cache_limit, own.patience, own.stream)

@@ -9,10 +9,11 @@ available; what else FFCV's own loader rejects is in `stock_options` (`stock_loa
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Required, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Required, Self, TypedDict
 
 from ..common.checks import are_numbers, check_whole, is_whole, plain
 from ..common.errors import DataError, DrivetrainError, suggest
@@ -211,6 +212,18 @@ class LoaderOptions(ReadOptions, ImageOptions):
         most = self.world_size - 1
         self._require("rank", 0 <= self.rank <= most, f"from 0 to world_size - 1 = {most}")
 
+    @classmethod
+    def here(cls, given: LoaderKeywords) -> Self:
+        """Return the options of a loader of this process; those that are None follow from the others."""
+        train = given.get("train", True)
+        rank, world_size = _ranks(given.get("rank"), given.get("world_size"))
+        order = given.get("order") or ("random" if train else "sequential")
+        drop_last = given.get("drop_last")
+        decided = {"rank": rank, "world_size": world_size, "order": order, "drop_last": drop_last or False}
+        made = cls.of({**given, **decided})
+        equal = made.train and made.world_size > 1 and not made.pad_last
+        return dataclasses.replace(made, drop_last=True) if drop_last is None and equal else made
+
     @property
     def only_rgb(self) -> tuple[str, ...]:
         """Options in use that are only for training on RGB with 8 bits; see `RGB_ONLY`."""
@@ -379,6 +392,30 @@ class LoaderKeywords(ReadKeywords, ImageKeywords, total=False):
     rank: int | None
     world_size: int | None
     # end
+
+
+def _ranks(rank: Any, world_size: Any) -> tuple[Any, Any]:
+    """Return this process's rank and world size: as given, else those of torch.distributed's process group. A launched
+    process must have joined its group: otherwise every rank would load all samples."""
+    if (rank is None) != (world_size is None):
+        raise DataError(
+            f"rank={rank!r} and world_size={world_size!r}: pass both, or neither, to use those of torch.distributed's "
+            "process group."
+        )
+    if rank is not None:
+        return rank, world_size
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    started = os.environ.get("WORLD_SIZE", "")
+    if {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ) and started not in ("", "1"):
+        raise DataError(
+            f"A launcher started this process as one of WORLD_SIZE={started}, but it has not joined their process "
+            "group. Call torch.distributed.init_process_group() before creating the loader, or pass rank= and "
+            "world_size= (rank=0, world_size=1: all samples)."
+        )
+    return 0, 1
 
 
 def _check_groups(views: Sequence[Mapping[str, Any]]) -> None:

@@ -11,14 +11,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..common.checks import is_number
 from ..common.errors import DataError
-from ..common.options.config import IN_WORDS, NONE, Config, Kind, Natural, PathText, Positive, Whole, Within
 from ..common.storage.addresses import stamp
 from ..common.storage.files import boot_id
 from ..common.storage.shared import Arrays, shared_arrays
@@ -26,24 +24,12 @@ from ..common.version import __version__
 from .order.batches import Rest, Samples, as_array, taken
 from .order.epoch import line_of
 from .order.permutation import splitmix
+from .sample_options import SampleOptions
 
 if TYPE_CHECKING:
     from .beton.data_set import BetonFiles
 
 Indices = NDArray[np.int64]
-FILE = Kind(lambda value: isinstance(value, str | Path) and str(value) != "", "the path of a file")
-INDICES = Kind(
-    lambda value: (
-        isinstance(value, tuple | list) and len(value) > 0 and all(type(each) in (int, bool) for each in value)
-    ),
-    "a list of indices or of true and false",
-)
-WEIGHTS = Kind(
-    lambda value: isinstance(value, tuple | list) and len(value) > 0 and all(is_number(each) for each in value),
-    "a list of weights",
-)
-
-
 _AT_ONCE = 1 << 18  # samples drawn at a time
 _FORMAT = 1  # of a selection that is kept; another one if the same options select other samples
 # Of n draws, so many that more than `quota` are almost always among them; more than `_MOST` of all: all.
@@ -64,150 +50,6 @@ def frequencies(
     for part, share in zip(parts, shares, strict=True):
         often[np.isin(indices, as_array(part))] = share / max(len(part), 1)
     return often
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleOptions(Config):
-    """Which samples of the training data are trained on, how often, and which are held out for evaluation."""
-
-    val_split: Annotated[float | None, Within("(0, 1)", ", a share of the samples"), IN_WORDS] = None
-    """Share of the training data's samples that is held out and evaluated, instead of `val`; None: none. Each class
-    has its share, rounded to a sample, and keeps at least one to train on. Which samples these are depends on
-    `split_seed` and their numbers alone, not on the seed of the training, ranks or batch size."""
-    folds: Annotated[int | None, Whole(2), IN_WORDS] = None
-    """Number of parts of the training data for cross-validation, of which `fold` is held out and evaluated, instead of
-    `val`; None: none. Each class is divided evenly; the only sample of a class is always trained on."""
-    fold: Annotated[Natural, IN_WORDS] = 0
-    """The part that is held out with `folds`, from 0."""
-    split_seed: Annotated[Natural, IN_WORDS] = 0
-    """Seed of `val_split`, `folds`, `per_class` and `limit`. It is not that of the training, so that several seeds
-    train and evaluate on the same samples."""
-    indices: Annotated[PathText | Path | Sequence[int] | None, FILE, INDICES, NONE, IN_WORDS] = None
-    """The samples of the training data to use, before it is split: indices, a Boolean mask of all samples (also
-    arrays), or a file with them (.npy; .json; .txt, one a line); None: all."""
-    per_class: Annotated[Positive | None, IN_WORDS] = None
-    """Samples of each class to train on (few-shot), of those not held out; None: all."""
-    limit: Annotated[Positive | None, IN_WORDS] = None
-    """Samples to train on, at most, of those not held out, of each class its share; None: all."""
-    balance: Annotated[Literal["class"] | PathText | Path | Sequence[float] | None, FILE, WEIGHTS, NONE, IN_WORDS] = (
-        None
-    )
-    """How often each sample is trained on: "class", so that each class has the same share of every epoch; or one weight
-    per sample of the training data, as a list, an array or a file (as `indices`), in proportion to which each is drawn:
-    in every epoch its share, rounded up or down, and over the epochs the share itself. An epoch has as many samples as
-    without it; a repeated sample has its own augmentation each time. None: once."""
-
-    def __post_init__(self) -> None:
-        for name in ("indices", "balance"):
-            value = getattr(self, name)
-            if hasattr(value, "tolist") and getattr(value, "ndim", 0) == 1:  # an array or a tensor
-                object.__setattr__(self, name, tuple(value.tolist()))
-            elif isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
-        super().__post_init__()
-        if self.folds is None and self.fold:
-            raise self.error(f"fold={self.fold} is one of folds=…, which is missing. Pass folds=, too.")
-        if self.folds is not None and self.fold >= self.folds:
-            raise self.error(f"fold={self.fold} must be from 0 to folds - 1 = {self.folds - 1}.")
-        if self.folds is not None and self.val_split is not None:
-            raise self.error(f"val_split={self.val_split:g} and folds={self.folds} both hold out data. Leave one out.")
-
-    @property
-    def splits(self) -> bool:
-        """Whether a part of the training data is held out."""
-        return self.val_split is not None or self.folds is not None
-
-    @property
-    def selects(self) -> bool:
-        """Whether not simply all samples are trained on, each once in an epoch."""
-        return self.splits or any(
-            value is not None for value in (self.indices, self.per_class, self.limit, self.balance)
-        )
-
-    def select(self, samples: int, labels: Callable[[], NDArray[Any] | None]) -> Selection:
-        """Return which of the data set's samples to use. `labels()` returns those of all, None if they are masks.
-
-        Raises:
-            DataError: if there are none to train on or to evaluate, an index is out of range or there twice, or the
-                labels are not what an option needs.
-        """
-        used: Samples = range(samples) if self.indices is None else self._indices(samples)
-        needed = self.splits or self.per_class or self.limit or self.balance == "class"
-        known = labels() if needed else None
-        train, val = used, None
-        if self.val_split is not None:
-            out = held_out(used, classes_of(known, used), self.val_split, self.split_seed)
-            val = taken(used, out)
-            train = Rest(samples, out) if isinstance(used, range) else np.delete(as_array(used), out)
-        elif self.folds is not None:
-            used = as_array(used)
-            fold = folds_of(used, classes_of(known, used), self.folds, self.split_seed)
-            train, val = used[fold != self.fold], used[fold == self.fold]
-            if len(val) == 0:
-                raise DataError(f"fold={self.fold} of folds={self.folds} is empty: each class has too few samples.")
-        if self.per_class is not None:
-            train = few(train, classes_of(known, train), self.per_class, self.split_seed)
-        if self.limit is not None:
-            train = limited(train, classes_of(known, train), self.limit, self.split_seed)
-        if self.balance is None:
-            return Selection(train, val)
-        if self.balance == "class":
-            classes = classes_of(known, train)
-            if classes is None:
-                raise DataError(
-                    'balance="class" needs labels that are class indices, but these are not. Pass one weight per '
-                    "sample."
-                )
-            return Selection(train, val, parts=tuple(by_class(train, classes)))
-        weights = check_weights(_values("balance", self.balance), samples)[as_array(train)]
-        if not weights.any():
-            raise DataError("balance: the weights of all samples that are trained on are 0.")
-        return Selection(train, val, weights=weights, line=line_of(weights))
-
-    def _indices(self, samples: int) -> Indices:
-        values = np.asarray(_values("indices", self.indices))
-        if values.dtype == np.bool_:
-            if values.shape != (samples,):
-                raise DataError(
-                    f"indices is a mask of {values.size} samples, but the data set has {samples}. Pass one true or "
-                    "false for each."
-                )
-            values = np.flatnonzero(values)
-        elif values.dtype.kind not in "iu" or values.ndim != 1:
-            raise DataError(
-                f"indices has values of type {values.dtype} and shape {values.shape}. Pass integers, or true and "
-                "false, in one dimension."
-            )
-        if len(values) == 0:
-            raise DataError("indices selects no sample.")
-        values = check_indices(values, samples)
-        sorted_values = np.sort(values)
-        again = sorted_values[1:][sorted_values[1:] == sorted_values[:-1]]
-        if len(again):
-            raise DataError(
-                f"indices contains {again[0]} more than once. Leave the repetition out; to train on some samples more "
-                "often than on others, use balance=."
-            )
-        return values
-
-    def describe(self) -> str:
-        """Return what is selected, for the plan; empty if nothing is."""
-        chosen = []
-        if self.indices is not None:
-            known = f"in {self.indices}" if isinstance(self.indices, str | Path) else "of indices="
-            chosen.append(f"only the samples {known}")
-        if self.val_split is not None:
-            chosen.append(f"{self.val_split:.4g} of them held out and evaluated, of each class its share")
-        if self.folds is not None:
-            chosen.append(f"fold {self.fold} of {self.folds} held out and evaluated, of each class its share")
-        if self.per_class is not None:
-            chosen.append(f"{self.per_class} of each class trained on")
-        if self.limit is not None:
-            chosen.append(f"at most {self.limit} trained on")
-        if self.balance is not None:
-            share = "the same share" if self.balance == "class" else "its share by weight"
-            chosen.append(f"each {'class' if self.balance == 'class' else 'sample'} with {share} of every epoch")
-        return "".join(f"; {each}" for each in chosen)
 
 
 def used_samples(indices: Any, samples: int) -> Samples:
@@ -231,21 +73,6 @@ def check_indices(indices: Any, samples: int) -> NDArray[np.int64]:
         raise DataError(f"indices contains {chosen[outside][0]}, but the data set has samples 0 to {samples - 1}.")
     # A copy, which the caller cannot change; but of what is mapped (`shared_arrays`), which nobody can.
     return chosen.astype(np.int64, copy=chosen.flags.writeable or not isinstance(chosen.base, np.memmap))
-
-
-class SampleKeywords(TypedDict, total=False):
-    """The options of `SampleOptions` as keywords, for type checkers."""
-
-    # keywords of SampleOptions
-    val_split: float | None
-    folds: int | None
-    fold: int
-    split_seed: int
-    indices: str | Path | Sequence[int] | None
-    per_class: int | None
-    limit: int | None
-    balance: Literal["class"] | str | Path | Sequence[float] | None
-    # end
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,17 +105,84 @@ class Selection:
         return cls(train, arrays.get("val"), tuple(parts), arrays.get("weights"), arrays.get("line"))
 
 
+def select(options: SampleOptions, samples: int, labels: Callable[[], NDArray[Any] | None]) -> Selection:
+    """Return which of the data set's samples to use. `labels()` returns those of all, None if they are masks.
+
+    Raises:
+        DataError: if there are none to train on or to evaluate, an index is out of range or there twice, or the
+            labels are not what an option needs.
+    """
+    used: Samples = range(samples) if options.indices is None else _used(options.indices, samples)
+    needed = options.splits or options.per_class or options.limit or options.balance == "class"
+    known = labels() if needed else None
+    train, val = used, None
+    if options.val_split is not None:
+        out = held_out(used, classes_of(known, used), options.val_split, options.split_seed)
+        val = taken(used, out)
+        train = Rest(samples, out) if isinstance(used, range) else np.delete(as_array(used), out)
+    elif options.folds is not None:
+        used = as_array(used)
+        fold = folds_of(used, classes_of(known, used), options.folds, options.split_seed)
+        train, val = used[fold != options.fold], used[fold == options.fold]
+        if len(val) == 0:
+            raise DataError(f"fold={options.fold} of folds={options.folds} is empty: each class has too few samples.")
+    if options.per_class is not None:
+        train = few(train, classes_of(known, train), options.per_class, options.split_seed)
+    if options.limit is not None:
+        train = limited(train, classes_of(known, train), options.limit, options.split_seed)
+    if options.balance is None:
+        return Selection(train, val)
+    if options.balance == "class":
+        classes = classes_of(known, train)
+        if classes is None:
+            raise DataError(
+                'balance="class" needs labels that are class indices, but these are not. Pass one weight per sample.'
+            )
+        return Selection(train, val, parts=tuple(by_class(train, classes)))
+    weights = check_weights(_values("balance", options.balance), samples)[as_array(train)]
+    if not weights.any():
+        raise DataError("balance: the weights of all samples that are trained on are 0.")
+    return Selection(train, val, weights=weights, line=line_of(weights))
+
+
+def _used(indices: Any, samples: int) -> Indices:
+    values = np.asarray(_values("indices", indices))
+    if values.dtype == np.bool_:
+        if values.shape != (samples,):
+            raise DataError(
+                f"indices is a mask of {values.size} samples, but the data set has {samples}. Pass one true or "
+                "false for each."
+            )
+        values = np.flatnonzero(values)
+    elif values.dtype.kind not in "iu" or values.ndim != 1:
+        raise DataError(
+            f"indices has values of type {values.dtype} and shape {values.shape}. Pass integers, or true and "
+            "false, in one dimension."
+        )
+    if len(values) == 0:
+        raise DataError("indices selects no sample.")
+    values = check_indices(values, samples)
+    sorted_values = np.sort(values)
+    again = sorted_values[1:][sorted_values[1:] == sorted_values[:-1]]
+    if len(again):
+        raise DataError(
+            f"indices contains {again[0]} more than once. Leave the repetition out; to train on some samples more "
+            "often than on others, use balance=."
+        )
+    return values
+
+
 def selected(options: SampleOptions, beton: BetonFiles) -> Selection:
     """Return which of the samples the options select. Of a large data set, one process of this machine computes it, and
     all of its processes map the arrays.
 
     Raises:
-        DataError: as `SampleOptions.select`.
+        DataError: as `select`.
     """
     samples = len(beton)
 
     def make() -> Selection:
-        return options.select(samples, beton.compact_labels)
+        return select(options, samples, beton.compact_labels)
 
     if not (beton.lazy and options.selects) or beton.checksum is None:
         return make()

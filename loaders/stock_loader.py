@@ -21,7 +21,7 @@ from ..common.errors import DataError, require
 from ..common.exhaustion import is_exhaustion
 from ..common.options.signatures import documented
 from ..common.storage.addresses import is_address
-from .arguments import check_device, options_here
+from .arguments import check_device
 from .beton.data_set import BetonFiles, open_files
 from .decode.ffcv_modules import ffcv_module, thread_counts_restored
 from .decode.moving import moving_fields
@@ -302,7 +302,7 @@ def _epoch_class() -> Any:
 
 def stock_options(given: LoaderKeywords) -> LoaderOptions:
     """Return the checked options of FFCV's own loader; raise DataError for one that it does not have."""
-    made = options_here({"interpolation": "area", **given})
+    made = LoaderOptions.here({"interpolation": "area", **given})
     train, square = made.train, "Use one side, because FFCV evaluates on central squares"
     refused = (
         ("interpolation", made.interpolation != "area", "Leave it out, because FFCV resizes by area"),

@@ -23,7 +23,7 @@ from ..common.exhaustion import exhaustion, is_exhaustion
 from ..common.options.signatures import documented
 from ..common.signals import interrupts_held
 from ..common.storage.cache import Remote
-from .arguments import check_device, check_images, options_here
+from .arguments import check_device, check_images
 from .conversion.sample_source import class_names
 from .datasets.torch_dataset import BetonDataset, PictureFolder, make_transform, open_dataset, set_transform
 from .decode.moving import check_motion, moving_fields
@@ -63,7 +63,7 @@ class TorchLoader(EpochLoader):
         device: torch.device | str = "cpu",
         **options: Unpack[LoaderKeywords],
     ) -> None:
-        own = options_here(options)
+        own = LoaderOptions.here(options)
         self.workers = check_workers(own.workers, least=0)
         if own.on_error == "skip":
             raise DataError("on_error='skip' is only available in FFCVLoader. Use 'raise'.")

@@ -10,11 +10,6 @@ from typing import TYPE_CHECKING
 from ..common.lazy import exports
 
 if TYPE_CHECKING:
-    from .analysis.batch import ShownBatch as ShownBatch
-    from .analysis.compare import RunComparison as RunComparison
-    from .analysis.compare import compare_runs as compare_runs
-    from .analysis.errors import Errors as Errors
-    from .analysis.marks import Mark as Mark
     from .apps.exports.export import Exported as Exported
     from .apps.exports.export import export as export
     from .apps.serve import serve_app as serve_app
@@ -26,18 +21,26 @@ if TYPE_CHECKING:
     from .callbacks.optuna_pruning import OptunaPruning as OptunaPruning
     from .callbacks.profile import Profile as Profile
     from .callbacks.ray_report import RayReport as RayReport
-    from .checkpoints.directory import Checkpoints as Checkpoints
-    from .checkpoints.directory import CheckpointWarning as CheckpointWarning
     from .describe.plan import Plan as Plan
     from .describe.plan import Step as Step
     from .ledger.comparison import compare as compare
     from .ledger.ledger import Ledger as Ledger
     from .ledger.ledger import LedgerInterrupted as LedgerInterrupted
+    from .measuring.race.result import RaceInterrupted as RaceInterrupted
+    from .measuring.race.result import RaceResult as RaceResult
+    from .measuring.tuning.lr_range import LRRange as LRRange
+    from .measuring.tuning.result import Tuned as Tuned
+    from .measuring.tuning.result import TuneInterrupted as TuneInterrupted
     from .optim.groups import layerwise_decay as layerwise_decay
     from .pipeline import Pipeline as Pipeline
-    from .race.result import RaceInterrupted as RaceInterrupted
-    from .race.result import RaceResult as RaceResult
     from .recipes.presets import RECIPES as RECIPES
+    from .runs.analysis.batch import ShownBatch as ShownBatch
+    from .runs.analysis.compare import RunComparison as RunComparison
+    from .runs.analysis.compare import compare_runs as compare_runs
+    from .runs.analysis.errors import Errors as Errors
+    from .runs.analysis.marks import Mark as Mark
+    from .runs.checkpoints.directory import Checkpoints as Checkpoints
+    from .runs.checkpoints.directory import CheckpointWarning as CheckpointWarning
     from .runs.folds import CrossValidation as CrossValidation
     from .runs.result import FitResult as FitResult
     from .runs.result import TrainingInterrupted as TrainingInterrupted
@@ -59,8 +62,5 @@ if TYPE_CHECKING:
     from .training.loop import evaluate as evaluate
     from .training.loop import train_epoch as train_epoch
     from .training.summary import ModelSummary as ModelSummary
-    from .tuning.lr_range import LRRange as LRRange
-    from .tuning.result import Tuned as Tuned
-    from .tuning.result import TuneInterrupted as TuneInterrupted
 
 __getattr__, __dir__, __all__ = exports(__name__, __file__)

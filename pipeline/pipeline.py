@@ -17,19 +17,19 @@ from .recipes.presets import Completed
 from .runs.config import FitConfig
 
 if TYPE_CHECKING:
-    from .analysis.batch import ShownBatch
-    from .analysis.compare import RunArg, RunComparison
     from .ledger.ledger import Ledger
     from .lightning.hand_over import HandOver
-    from .race.race import Against
-    from .race.result import RaceResult
+    from .measuring.race.race import Against
+    from .measuring.race.result import RaceResult
+    from .measuring.tuning.lr_range import LRRange
+    from .measuring.tuning.result import Tuned
+    from .runs.analysis.batch import ShownBatch
+    from .runs.analysis.compare import RunArg, RunComparison
     from .runs.folds import CrossValidation
     from .runs.initial import WeightsArg
     from .runs.result import FitResult
     from .training.build import Built
     from .training.summary import ModelSummary
-    from .tuning.lr_range import LRRange
-    from .tuning.result import Tuned
 
 
 class Pipeline(PipelineSpec):
@@ -267,7 +267,7 @@ class Pipeline(PipelineSpec):
             >>> [run.epochs for run in comparison.runs]
             [1, 1]
         """
-        from .analysis.compare import compare_runs
+        from .runs.analysis.compare import compare_runs
 
         return compare_runs(runs)
 
@@ -296,7 +296,7 @@ class Pipeline(PipelineSpec):
             check_whole(name, value, PlanError, least)
         if epochs is not None:
             check_whole("epochs", epochs, PlanError, 1)
-        from .analysis.batch import batch_of
+        from .runs.analysis.batch import batch_of
 
         return batch_of(self, epoch, samples, epochs)
 
@@ -323,7 +323,7 @@ class Pipeline(PipelineSpec):
             >>> len(found.lrs) <= 12
             True
         """
-        from .tuning.lr_range import lr_range
+        from .measuring.tuning.lr_range import lr_range
 
         return lr_range(self, lowest, highest, steps)
 
@@ -406,7 +406,7 @@ class Pipeline(PipelineSpec):
             DrivetrainError: if two variants did not train on the same samples.
             LedgerInterrupted: on Ctrl-C, a KeyboardInterrupt. Its `ledger` has the results so far, or None.
         """
-        from .ledger.measure import measure
+        from .measuring.ledger import measure
 
         return measure(
             self, seconds=seconds, within=within, accuracy=accuracy, epochs=epochs, target=target,
@@ -472,7 +472,7 @@ class Pipeline(PipelineSpec):
             LedgerError: if `out` is of something else.
             TuneInterrupted: on Ctrl-C, a KeyboardInterrupt. Its `tuned` has the results so far.
         """
-        from .tuning.tune import tune
+        from .measuring.tuning.tune import tune
 
         return tune(
             self, seconds=seconds, allow=allow, epochs=epochs, target=target, out=out, again=again, progress=progress
@@ -525,7 +525,7 @@ class Pipeline(PipelineSpec):
             >>> [(row.variant, row.runs) for row in race.rows]
             [('the pipeline', 2), ('smooth', 2)]
         """
-        from .race.race import race
+        from .measuring.race.race import race
 
         return race(
             self, target=target, seeds=seeds, against=against, epochs=epochs, give_up=give_up, seconds=seconds, out=out,

@@ -1,11 +1,10 @@
-"""Data sets of more files than a process keeps open: one process of a machine opens all of them, and compares them; each
-opens those that it uses."""
+"""Data sets of more files than a process keeps open: one process of a machine opens and compares all, and each opens
+those that it uses."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,7 +72,7 @@ def _key(names: Sequence[str]) -> str | None:
             return None
         for each in (path, manifest_path(path)):
             try:
-                status = os.stat(each)
+                status = each.stat()
             except FileNotFoundError:
                 found.update(b"none")
             except OSError:

@@ -36,7 +36,7 @@ from ...common.options.config import (
 from ...common.storage.addresses import is_address
 from ...loaders.image_size import ImageSize, usual_size
 from ...loaders.options import SIZE, ImageKeywords, ImageOptions, LoaderOptions, ReadKeywords, ReadOptions
-from ...loaders.selection import SampleKeywords, SampleOptions
+from ...loaders.sample_options import SampleKeywords, SampleOptions
 from ...loaders.sources import Files, Part, files_of
 from ...strategies.options import Options, Precision, StepOptions
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ...common.matmul import old_precision
 from ...transforms import Transform
 from .config import DistributedConfig
 
@@ -39,7 +40,7 @@ def cuda_settings(how: DistributedConfig, transforms: Sequence[Transform]) -> It
         torch.backends.cudnn.benchmark, _ = choose_benchmark(how, transforms)
         if how.matmul_precision is not None:
             _restore_matmul_precision(stack)
-            if _old_precision() is not None:
+            if old_precision() is not None:
                 torch.set_float32_matmul_precision(how.matmul_precision)
             else:
                 precision = "ieee" if how.matmul_precision == "highest" else "tf32"
@@ -52,18 +53,6 @@ def _restore_matmul_precision(stack: ExitStack) -> None:
     for owner in owners:
         if hasattr(owner, "fp32_precision"):  # since torch 2.9
             stack.callback(setattr, owner, "fp32_precision", owner.fp32_precision)
-    if (before := _old_precision()) is not None:
+    if (before := old_precision()) is not None:
         # Setting the older switch also sets the newer ones, so it is restored first: it is last on the stack.
         stack.callback(torch.set_float32_matmul_precision, before)
-
-
-def _old_precision() -> str | None:
-    """None if the process has used torch's newer switches, after which torch refuses to read the older one."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-
-
-def matmul_precision() -> str:
-    return _old_precision() or str(torch.backends.cuda.matmul.fp32_precision)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ...common.table import Printed, Table
-from ..measuring.statistics import Ratio, ratio_of_means
-from ..measuring.variant import EXTRAS, SPLIT, VariantId
 from .ledger import Ledger
+from .statistics import Ratio, ratio_of_means
+from .variant import EXTRAS, SPLIT, VariantId
 
 
 @dataclass(frozen=True)

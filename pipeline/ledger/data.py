@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..measuring.statistics import LEVEL, Figure, Levels, Ratio
-from ..measuring.variant import COPY, EXTRAS, LOADER, MODEL, PARTS, PLAIN, SPLIT, Costs, Trial, VariantId, only, without
+from .statistics import LEVEL, Figure, Levels, Ratio
+from .variant import COPY, EXTRAS, LOADER, MODEL, PARTS, PLAIN, SPLIT, Costs, Trial, VariantId, only, without
 
 CEILINGS = (LOADER, MODEL, COPY)
 ADDED = ("transforms", "loss", "hooks")  # the parts that are not the model's or the optimizer's

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ..measuring.statistics import RESOLVED, Ratio, speed_text
-from ..measuring.variant import COPY, LOADER, MODEL, PARTS, PLAIN, VariantId
 from .data import ADDED, LedgerData
+from .statistics import RESOLVED, Ratio, speed_text
+from .variant import COPY, LOADER, MODEL, PARTS, PLAIN, VariantId
 
 ALIKE = 0.9  # ceilings with a ratio above this are both the bottleneck
 UNSURE = 0.1  # with a larger spread, whether the speedups compound is uncertain

@@ -13,12 +13,12 @@ from ...common.errors import DrivetrainError, MissingExtra, require
 from ...common.pictures import displayed, save_result
 from ...common.storage.json_files import ShapeError, convert, finite, parse
 from ...common.table import Printed, Table
-from ..measuring.statistics import LEVEL
-from ..measuring.variant import PLAIN, Costs, Kind, Trial, VariantId
 from . import findings
 from .data import Accuracies, LedgerData, Row, Trained
 from .picture import picture
+from .statistics import LEVEL
 from .table import sentences, tables
+from .variant import PLAIN, Costs, Kind, Trial, VariantId
 
 V = TypeVar("V")
 

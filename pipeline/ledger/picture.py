@@ -6,11 +6,11 @@ from typing import Any
 
 from ...common.errors import require
 from ...common.pictures import BAND, BLUE, GREEN, INK, ORANGE, PALE, PURPLE, RED, SKY
-from ..measuring.statistics import Figure, Ratio, speed_text
-from ..measuring.variant import COPY, LOADER, MODEL, PLAIN, VariantId
 from .data import LedgerData, Row
 from .findings import bound, caveats, compound
+from .statistics import Figure, Ratio, speed_text
 from .table import ratio_text
+from .variant import COPY, LOADER, MODEL, PLAIN, VariantId
 
 CEILING = {MODEL: RED, LOADER: GREEN, COPY: PURPLE}
 PLACES = {"alone": ORANGE, "added in turn": BLUE, "added last": INK}

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from ...common.table import Table
-from ..measuring.statistics import UNRESOLVED, Figure, Ratio, speed_text
-from ..measuring.variant import EXTRAS, PLAIN, Costs, VariantId
 from .data import Accuracies, LedgerData, Trained
 from .findings import bound, caveats, compound
+from .statistics import UNRESOLVED, Figure, Ratio, speed_text
+from .variant import EXTRAS, PLAIN, Costs, VariantId
 
 PRECISE = 0.03  # the widest interval for an overhead of a few percent
 

@@ -35,9 +35,9 @@ from ...strategies.launching.group import is_rank
 from ..describe.cuda_settings import cuda_settings
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan, resolve
+from ..ledger.variant import Costs, Trial, VariantId
 from ..training.build import build, fork_rng, make_loader
 from .trials import BuiltVariant, Labels, MemoryScale, digest, phases, run_trial
-from .variant import Costs, Trial, VariantId
 
 T = TypeVar("T")
 

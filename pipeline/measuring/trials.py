@@ -28,6 +28,7 @@ from ...strategies.common.memory import HeldBytes, held_bytes
 from ...strategies.devices import wait_for
 from ...transforms import Loop, Transform
 from ..describe.config import LOG_EVERY
+from ..ledger.variant import PARTS, Trial, Workload
 from ..telemetry.loggers import Metrics
 from ..telemetry.observer import Observer, Observers
 from ..telemetry.progress import Progress
@@ -35,7 +36,6 @@ from ..telemetry.state import TrainState
 from ..training.build import Built
 from ..training.guard import NonFiniteGuard
 from ..training.loop import train_epoch
-from .variant import PARTS, Trial, Workload
 
 Labels = list[NDArray[Any]]  # of each of this rank's batches, in order
 

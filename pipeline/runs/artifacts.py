@@ -12,13 +12,13 @@ from typing import Any
 from ...common.model_state import ModelState, in_memory
 from ...common.signals import interrupts_held
 from ...common.storage.tensors import Tensors
-from ..checkpoints.weights import load_model, open_model, save_model
 from ..describe.inputs import metadata
 from ..telemetry.history import HISTORY, Epoch, Evaluation, History, StepPoint, read_history
 from ..telemetry.host_copy import HostCopy
 from ..telemetry.observer import Observer
 from ..telemetry.progress import echo
 from ..telemetry.state import TrainState
+from .checkpoints.weights import load_model, open_model, save_model
 from .config import FitConfig
 from .folder import MODEL, clear_results, draw_curves, with_trained, write
 

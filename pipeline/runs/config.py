@@ -17,7 +17,7 @@ from ..describe.config import CALLBACKS, FitOptions
 
 if TYPE_CHECKING:
     from ..callbacks.callback import Callback
-    from ..checkpoints.directory import Checkpoints
+    from .checkpoints.directory import Checkpoints
 
 STOPPING = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 """Signals that can ask a run to stop. Ctrl-C, SIGINT, has a meaning of its own."""
@@ -114,7 +114,7 @@ def _check_signals(name: str, value: Sequence[Any]) -> None:
 
 
 def _checkpoints() -> type[Checkpoints]:
-    from ..checkpoints.directory import Checkpoints
+    from .checkpoints.directory import Checkpoints
 
     return Checkpoints
 
@@ -196,7 +196,7 @@ class FitConfig(FitOptions):
     @property
     def folder(self) -> Path | None:
         """`out` as a path; of an address, the folder of this machine whose files are uploaded."""
-        from ..checkpoints.remote import working_folder
+        from .checkpoints.remote import working_folder
 
         if self.out is None:
             return None

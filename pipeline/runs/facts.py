@@ -14,12 +14,12 @@ from torch import nn
 from ...common.errors import LedgerError
 from ...common.storage.addresses import stamp
 from ...loaders.sources import files_of
-from ..checkpoints.fingerprint import identity
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.resolve import ResolvedPlan
 from ..telemetry.provenance import provenance
 from ..training.build import identity_of
 from ..training.model_identity import code_identity, digest
+from .checkpoints.fingerprint import identity
 from .config import FitConfig, known_callbacks
 
 # The options of `fit` that belong to the training, not to one start of it.

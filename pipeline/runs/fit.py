@@ -8,9 +8,6 @@ from ...common.errors import PlanError, StrategyError
 from ...common.storage.addresses import is_address
 from ...strategies.launching.group import is_main_process, is_rank
 from ...strategies.launching.meeting import LostRankError, failures_posted
-from ..checkpoints.directory import CheckpointDir, kept_precision
-from ..checkpoints.remote import RemoteRun, shown
-from ..checkpoints.writer import UPLOAD_PATIENCE
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan, resolve
@@ -20,6 +17,9 @@ from ..training.agreement import Requests
 from ..training.build import plain_torch, rebuild_model, resolve_data
 from .artifacts import FitJob, RankResult
 from .callbacks import check_callbacks, run_options
+from .checkpoints.directory import CheckpointDir, kept_precision
+from .checkpoints.remote import RemoteRun, shown
+from .checkpoints.writer import UPLOAD_PATIENCE
 from .config import FitConfig, recorded
 from .folder import (
     STACKS,

@@ -17,8 +17,6 @@ from ...common.names import name_of
 from ...common.signals import interrupts_held
 from ...common.storage.files import acquire, release, write_file
 from ...strategies.launching.group import is_main_process
-from ..checkpoints.directory import CheckpointDir
-from ..checkpoints.remote import CHECKPOINTS, RemoteRun, opened, shown
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan
 from ..recipes.files import RECIPE, read_recipe
@@ -28,6 +26,8 @@ from ..telemetry.history import HISTORY, Epoch, Evaluation, read_history
 from ..telemetry.loggers import METRICS, PROMETHEUS, SERVICE_RUNS
 from ..telemetry.observer import Observer
 from ..telemetry.state import TrainState
+from .checkpoints.directory import CheckpointDir
+from .checkpoints.remote import CHECKPOINTS, RemoteRun, opened, shown
 
 PLAN, CURVES = "plan.txt", "curves.png"
 MODEL, UNLISTED = "model.safetensors", "model.unlisted.safetensors"

@@ -13,10 +13,10 @@ from ...common.checks import check_whole
 from ...common.errors import PlanError
 from ...common.storage.addresses import is_address
 from ...common.table import Table
-from ..analysis.errors import Errors, pooled
 from ..describe.pipeline_spec import PipelineSpec
 from ..tasks.metrics import format_metric
 from ..telemetry.history import History, Units
+from .analysis.errors import Errors, pooled
 from .config import FitConfig
 from .fit import fit
 

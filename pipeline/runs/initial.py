@@ -12,15 +12,15 @@ from ...common.errors import CheckpointError, PlanError, first_of
 from ...common.model_state import ModelState, on_meta, set_buffer, unlisted_tensors, vacant_buffers
 from ...common.storage.tensors import Tensors, part_of, shape_of
 from ...transforms import Transform
-from ..checkpoints.directory import find
-from ..checkpoints.format import Checkpoint
-from ..checkpoints.remote import STATE, opened
-from ..checkpoints.state import evaluated_state
-from ..checkpoints.weights import open_model, open_unlisted
 from ..describe.resolve import ResolvedPlan
 from ..models.weights import SOURCES, SUFFIXES
 from ..models.weights import read_weights as read_file
 from ..tasks.target_scale import BUFFERS, carried_scale
+from .checkpoints.directory import find
+from .checkpoints.format import Checkpoint
+from .checkpoints.remote import STATE, opened
+from .checkpoints.state import evaluated_state
+from .checkpoints.weights import open_model, open_unlisted
 from .folder import MODEL, UNLISTED
 
 State = Mapping[str, torch.Tensor]

@@ -28,8 +28,6 @@ from ...loaders.beton.layout import MODE_RAW
 from ...loaders.conversion.folders import EXTENSIONS, files_below
 from ...strategies.options import Precision, half_dtype
 from ...transforms import Transform
-from ..analysis.judge import shown
-from ..analysis.picture import masked
 from ..describe.config import DistributedConfig
 from ..describe.inputs import Inputs
 from ..describe.pipeline_spec import PipelineSpec
@@ -37,6 +35,8 @@ from ..describe.resolve import choose_precision
 from ..tasks.nests import map_tensors, to_float
 from ..tasks.task import Task
 from ..training.hooks import evaluated_outputs
+from .analysis.judge import shown
+from .analysis.picture import masked
 
 SHOWN = 24  # predictions that a notebook shows with pictures
 BATCH = 32  # images that `predict` takes at once: enough for speed, little memory

@@ -26,8 +26,6 @@ from ...common.version import __version__
 from ...loaders.sources import Source, files_of
 from ...strategies.launching.group import group_store, in_group
 from ...strategies.launching.meeting import arrives
-from ..checkpoints.directory import CheckpointDir
-from ..checkpoints.fingerprint import identity
 from ..describe.config import FitOptions
 from ..describe.resolve import ResolvedPlan
 from ..recipes.convert import to_recipe
@@ -35,6 +33,8 @@ from ..recipes.schema import keys_of
 from ..training.build import expected_device, identity_of
 from ..training.model_identity import difference
 from .artifacts import FitJob
+from .checkpoints.directory import CheckpointDir
+from .checkpoints.fingerprint import identity
 
 _MODEL = "model"  # the fact with a checksum of what the model is
 _EDGE, _FILES = 1 << 20, 64  # bytes of a file's beginning and end that are compared, of so many files

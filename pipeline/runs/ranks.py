@@ -10,11 +10,11 @@ from ... import strategies
 from ...common.errors import DrivetrainError, StrategyError
 from ...strategies.launching.group import is_rank, refuse_lone_task
 from ...strategies.launching.meeting import under_torchrun
-from ..checkpoints.state import global_randomness_kept
 from ..describe.cuda_settings import cuda_settings
 from ..describe.resolve import ResolvedPlan
 from ..training.build import Built, Initial, build, draw_apart, fork_rng
 from ..training.checks import TrainedOn
+from .checkpoints.state import global_randomness_kept
 
 Result = TypeVar("Result")
 

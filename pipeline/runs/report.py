@@ -13,11 +13,6 @@ from ...common.errors import CheckpointError, DrivetrainError, RecipeError, requ
 from ...common.pictures import drawn, image_tag
 from ...common.storage.files import write_file
 from ...common.table import Table
-from ..analysis.batch import ShownBatch, batch_of
-from ..analysis.errors import Errors
-from ..analysis.picture import figure_of
-from ..checkpoints.directory import CheckpointDir
-from ..checkpoints.remote import CHECKPOINTS, opened
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import Plan
 from ..ledger.ledger import Ledger
@@ -26,6 +21,11 @@ from ..recipes.core_yaml import parse
 from ..recipes.files import RECIPE
 from ..recipes.script import recipe_and_files
 from ..telemetry.history import HISTORY, History, read_history, shown
+from .analysis.batch import ShownBatch, batch_of
+from .analysis.errors import Errors
+from .analysis.picture import figure_of
+from .checkpoints.directory import CheckpointDir
+from .checkpoints.remote import CHECKPOINTS, opened
 from .folder import MODEL, PLAN, UNLISTED, provide_code, recipe_text, with_trained
 
 LEDGER = "ledger.json"

@@ -19,10 +19,6 @@ from ...loaders.image_size import height_width
 from ...loaders.sources import files_of
 from ...strategies.launching.meeting import under_torchrun
 from ...transforms import Report, Transform
-from ..analysis.errors import Errors
-from ..analysis.judge import judge
-from ..checkpoints.remote import opened
-from ..checkpoints.weights import load_model, plain_state
 from ..describe.config import DataConfig, DistributedConfig
 from ..describe.inputs import Inputs
 from ..describe.pipeline_spec import PipelineSpec, sort_transforms
@@ -36,6 +32,10 @@ from ..telemetry.history import HISTORY, History, read_history
 from ..training.build import Built, plain_torch, rebuild_model, resolve_data
 from ..training.checks import TrainedOn
 from ..training.loop import evaluate
+from .analysis.errors import Errors
+from .analysis.judge import judge
+from .checkpoints.remote import opened
+from .checkpoints.weights import load_model, plain_state
 from .folder import MODEL, UNLISTED, provide_code
 from .initial import InitialWeights, WeightsArg, check_source
 from .prediction import BATCH, OnError, Predictions, listed, predicted

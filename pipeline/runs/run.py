@@ -18,21 +18,6 @@ from ...strategies.common.optimizer_state import as_held
 from ...strategies.devices import wait_for
 from ...strategies.launching.group import of_all_ranks
 from ..callbacks.callback import RunView
-from ..checkpoints import state as states
-from ..checkpoints.directory import CheckpointDir, CheckpointWarning, ResumePoint, begin_run, choose_start
-from ..checkpoints.fingerprint import (
-    check_compatible,
-    check_model,
-    compare_validation,
-    description,
-    fingerprint,
-    tied_to_length,
-)
-from ..checkpoints.format import Checkpoint
-from ..checkpoints.remote import RemoteRun, shown
-from ..checkpoints.shards import gathered_one_by_one
-from ..checkpoints.state import evaluated_state
-from ..checkpoints.writer import CheckpointWriter
 from ..describe.inputs import Inputs
 from ..describe.resolve import ResolvedPlan
 from ..tasks.scales import scales
@@ -50,6 +35,21 @@ from ..training.loop import EpochStats, evaluate, train_epoch
 from ..training.schedule import Schedule
 from .artifacts import FitJob, RankResult, RunArtifacts
 from .callbacks import RunCallbacks
+from .checkpoints import state as states
+from .checkpoints.directory import CheckpointDir, CheckpointWarning, ResumePoint, begin_run, choose_start
+from .checkpoints.fingerprint import (
+    check_compatible,
+    check_model,
+    compare_validation,
+    description,
+    fingerprint,
+    tied_to_length,
+)
+from .checkpoints.format import Checkpoint
+from .checkpoints.remote import RemoteRun, shown
+from .checkpoints.shards import gathered_one_by_one
+from .checkpoints.state import evaluated_state
+from .checkpoints.writer import CheckpointWriter
 from .folder import PublishResults, hyperparameters
 from .initial import Matched
 from .result import TrainingInterrupted, TrainingPreempted

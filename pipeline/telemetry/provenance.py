@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...common import errors, machine
-from ..describe.cuda_settings import matmul_precision
+from ...common.matmul import matmul_precision
 from .progress import in_cell
 
 PACKAGES = ("drivetrain", "torch", "torchvision", "numpy", "pillow", "ffcv", "numba")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from drivetrain.common.pictures import INK, PALE, PALETTE
 from drivetrain.pipeline.ledger.picture import CEILING, PARTS, PLACES
-from drivetrain.pipeline.tuning.result import OUTCOMES
+from drivetrain.pipeline.measuring.tuning.result import OUTCOMES
 from numpy.typing import NDArray
 
 # Of linear RGB, for the whole lack of a cone: Machado, Oliveira and Fernandes, "A Physiologically-based Model for

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from drivetrain.loaders import convert
-from drivetrain.pipeline.race.result import Point, RaceResult, RaceRun
+from drivetrain.pipeline.measuring.race.result import Point, RaceResult, RaceRun
 from loader_pictures import jpeg_folder, raw_pictures
 from machines import Cluster
 from places import ROOT

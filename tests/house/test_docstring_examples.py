@@ -19,7 +19,7 @@ import torchvision
 from drivetrain import Pipeline, strategies
 from drivetrain.loaders import convert
 from drivetrain.pipeline import FitResult, Ledger
-from drivetrain.pipeline.measuring.variant import LOADER, MODEL, PLAIN, Trial, in_turn
+from drivetrain.pipeline.ledger.variant import LOADER, MODEL, PLAIN, Trial, in_turn
 from loader_pictures import jpeg_bytes, picture
 from places import ROOT
 from torch import nn

@@ -175,7 +175,7 @@ endless = Pipeline(Slow).load(TRAIN, VAL, **data, loader="torch")
 FIT = "result = pipeline.fit(epochs=2, out='run', logger='csv', log_every=2)\nresult"
 LEDGER = """
 from drivetrain.pipeline import Ledger
-from drivetrain.pipeline.measuring.variant import LOADER, MODEL, PLAIN, Trial, in_turn
+from drivetrain.pipeline.ledger.variant import LOADER, MODEL, PLAIN, Trial, in_turn
 Ledger([dict.fromkeys((PLAIN, in_turn("a"), LOADER, MODEL), Trial(64, 1.0, 0.1))])
 """
 BAR = "application/vnd.jupyter.widget-view+json"

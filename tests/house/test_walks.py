@@ -157,16 +157,24 @@ def test_every_module_has_a_layer() -> None:
     (contract, *_) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     named = {name.strip() for layer in contract["layers"] for name in layer.replace("|", ":").split(":")}
     # These import only at first use; setup.py is not part of the package.
-    packages = {
-        "drivetrain",
-        "drivetrain.__main__",
-        "drivetrain.setup",
-        "drivetrain.pipeline",
-        "drivetrain.pipeline.ledger",
-    }
+    packages = {"drivetrain", "drivetrain.__main__", "drivetrain.setup", "drivetrain.pipeline"}
     for module in modules().keys() - packages:
         parents = {".".join(module.split(".")[: n + 1]) for n in range(module.count(".") + 1)}
         assert parents & named, module
+
+
+def test_the_pipeline_has_at_most_seven_floors() -> None:
+    """The longest chain of rooms that import each other, in `pipeline/`."""
+    room = re.compile(r"drivetrain\.pipeline\.(\w+)")
+    below: dict[str, set[str]] = {}
+    for module, imported in modules().items():
+        if found := room.match(module):
+            others = {other[1] for other in map(room.match, imported) if other}
+            below.setdefault(found[1], set()).update(others - {found[1]})
+    floors: dict[str, int] = {}
+    for name in TopologicalSorter(below).static_order():
+        floors[name] = 1 + max((floors[other] for other in below.get(name, ())), default=0)
+    assert max(floors.values()) <= 7, floors
 
 
 def test_the_package_itself_is_imported_relatively() -> None:

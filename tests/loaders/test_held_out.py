@@ -18,7 +18,8 @@ from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.order import epoch as epoch_order
 from drivetrain.loaders.order.arrays import by_weight
 from drivetrain.loaders.order.batches import Marked, Rest, as_array, count_marked, marked, taken
-from drivetrain.loaders.selection import SampleOptions, Selection, selected
+from drivetrain.loaders.sample_options import SampleOptions
+from drivetrain.loaders.selection import Selection, selected
 from drivetrain.loaders.sources import files_of
 from hypothesis import example, given
 from hypothesis import strategies as st

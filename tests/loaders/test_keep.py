@@ -9,7 +9,7 @@ import pytest
 from drivetrain import DataError
 from drivetrain.loaders import FFCVLoader
 from drivetrain.loaders.options import LoaderKeywords
-from drivetrain.loaders.selection import SampleOptions
+from drivetrain.loaders.sample_options import SampleOptions
 from pipeline_data import SIDE, TRAIN, Toy
 
 OPTIONS: LoaderKeywords = {"batch_size": 16, "image_size": SIDE, "workers": 1}

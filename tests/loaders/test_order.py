@@ -15,7 +15,7 @@ from drivetrain.loaders.order.arrays import array_order, by_weight
 from drivetrain.loaders.order.batches import WINDOW, Shares, last_batch, shares
 from drivetrain.loaders.order.epoch import in_runs, mixed, shuffled, unshuffled
 from drivetrain.loaders.order.permutation import key_of, permuted, subkeys
-from drivetrain.loaders.selection import SampleOptions
+from drivetrain.loaders.sample_options import SampleOptions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

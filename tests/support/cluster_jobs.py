@@ -123,7 +123,7 @@ def doctor_of_ranks(port: int) -> dict[str, tuple[Any, str]]:
 def own_machine(folder: Path) -> Iterator[Path]:
     """On each rank: as on a machine of its own, whose cache this yields. An address, here a folder, is asked often."""
     cache = folder / f"machine {dist.get_rank()}"
-    often = mock.patch("drivetrain.pipeline.checkpoints.writer._REMOTE_ROUND", 0.05)
+    often = mock.patch("drivetrain.pipeline.runs.checkpoints.writer._REMOTE_ROUND", 0.05)
     with mock.patch.dict(os.environ, {"DRIVETRAIN_DATA": str(cache)}), often:
         yield cache
 

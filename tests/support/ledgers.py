@@ -12,10 +12,10 @@ from drivetrain import Pipeline
 from drivetrain.common.budget import Budget
 from drivetrain.pipeline import Ledger
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.ledger.measure import Record, _Measurement
+from drivetrain.pipeline.ledger.variant import LOADER, MODEL, Trial, VariantId
+from drivetrain.pipeline.measuring.ledger import Record, _Measurement
 from drivetrain.pipeline.measuring.runner import Loaders, build_variant
 from drivetrain.pipeline.measuring.trials import BuiltVariant
-from drivetrain.pipeline.measuring.variant import LOADER, MODEL, Trial, VariantId
 from pipeline_data import CLASSES, VAL, Toy, plain_model, write_toy
 from torch import nn
 

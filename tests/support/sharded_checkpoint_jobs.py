@@ -16,10 +16,10 @@ from deepspeed_methods import DIVIDED
 from drivetrain import CheckpointError, Pipeline, strategies
 from drivetrain.common.storage.tensors import Tensors, save_weights
 from drivetrain.pipeline import Checkpoints, CheckpointWarning
-from drivetrain.pipeline.checkpoints import format as checkpoint_format
-from drivetrain.pipeline.checkpoints import state as states
-from drivetrain.pipeline.checkpoints.format import grouped, key_of
-from drivetrain.pipeline.checkpoints.shards import Shapes, open_shards, own_share
+from drivetrain.pipeline.runs.checkpoints import format as checkpoint_format
+from drivetrain.pipeline.runs.checkpoints import state as states
+from drivetrain.pipeline.runs.checkpoints.format import grouped, key_of
+from drivetrain.pipeline.runs.checkpoints.shards import Shapes, open_shards, own_share
 from drivetrain.strategies import Engine, OptimizerState
 from drivetrain.strategies.common.optimizer_state import as_held
 from drivetrain.strategies.deepspeed.strategy import import_deepspeed

@@ -18,7 +18,7 @@ from dataclasses import astuple
 from typing import Any
 
 from drivetrain.common.storage import files
-from drivetrain.pipeline.checkpoints import writer
+from drivetrain.pipeline.runs.checkpoints import writer
 from drivetrain.pipeline.telemetry import curves
 from drivetrain.pipeline.telemetry.history import History
 from drivetrain.strategies.launching import meeting

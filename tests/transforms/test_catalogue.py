@@ -19,7 +19,7 @@ from drivetrain import Callback, Pipeline, PlanError, RunView
 from drivetrain import transforms as t
 from drivetrain.common.errors import CheckpointError
 from drivetrain.pipeline import load_run
-from drivetrain.pipeline.checkpoints.fingerprint import rebuild_spec
+from drivetrain.pipeline.runs.checkpoints.fingerprint import rebuild_spec
 from own_transforms import FadingDropout, GaussianNoise, SignMomentum, Smooth, Upside
 from PIL import Image
 from pipeline_data import Toy, numbers

@@ -25,7 +25,7 @@ from drivetrain import (
 )
 from drivetrain import transforms as ours
 from drivetrain.pipeline import FitResult
-from drivetrain.pipeline.checkpoints.state import chosen, plain_names
+from drivetrain.pipeline.runs.checkpoints.state import chosen, plain_names
 from drivetrain.strategies import launch
 from drivetrain.transforms import Transform, from_composer
 from drivetrain.transforms.composer.session import PLACES

@@ -55,7 +55,7 @@ def compare(runs: tuple[Path | str, ...], out: Path | None, as_json: bool) -> No
     time.
     """
     from ....common.storage.json_files import to_json
-    from ...analysis.compare import compare_runs
+    from ...runs.analysis.compare import compare_runs
 
     found = compare_runs(runs)
     print(to_json(found.to_dict()) if as_json else found)

@@ -56,9 +56,9 @@ def race(
     for one in ((recipe, overrides), *others.values()):
         completed_recipe(*one, train, val)  # all of them before torch is imported
     from ...describe.resolve import resolve
-    from ...ledger.variants import plain
-    from ...measuring.variant import PLAIN as PLAIN_PYTORCH
-    from ...race.result import RaceInterrupted
+    from ...ledger.variant import PLAIN as PLAIN_PYTORCH
+    from ...measuring.race.result import RaceInterrupted
+    from ...measuring.variants import plain
 
     with ExitStack() as stack:
         pipeline = stack.enter_context(pipeline_of(recipe, overrides, train, val))

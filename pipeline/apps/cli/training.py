@@ -116,7 +116,7 @@ def train(
     """
     with pipeline_of(recipe, overrides, train, val) as pipeline:
         from ....strategies.launching.group import is_main_process
-        from ...checkpoints.directory import Checkpoints
+        from ...runs.checkpoints.directory import Checkpoints
         from ...runs.fit import fit
         from ...telemetry.history import shown
 
@@ -180,7 +180,7 @@ def _next_commands(out: str, *, evaluated: bool) -> list[tuple[str, str]]:
 
 
 def _tuned(pipeline: Pipeline, seconds: float, out: Path | None, quiet: bool, **options: Any) -> Pipeline:
-    from ...tuning.result import TuneInterrupted
+    from ...measuring.tuning.result import TuneInterrupted
 
     if pipeline.fit_options is not None:  # tuned.yaml shall not replace the run of the recipe
         pipeline = pipeline.replace(fit_options=replace(pipeline.fit_options, out=None))

@@ -23,7 +23,7 @@ def watch(run: Path | str, every: float, once: bool) -> None:
     """
     from ....common.checks import check_number
     from ....common.errors import PlanError
-    from ...analysis.watch import look
+    from ...runs.analysis.watch import look
 
     check_number("--every", every, PlanError, "(0, inf)", also=": seconds")
     live, line = sys.stdout.isatty() and not once, ""

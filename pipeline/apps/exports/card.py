@@ -13,8 +13,8 @@ from ....common.table import Table
 from ....loaders.image_size import height_width
 from ....loaders.options import fill_color
 from ....transforms import TRANSFORMS
-from ...checkpoints.format import Checkpoint
 from ...describe.inputs import Inputs
+from ...runs.checkpoints.format import Checkpoint
 from ...tasks.metrics import format_metric
 from ...telemetry.history import Epoch, History
 from .programs import INPUT, OUTPUT, Difference

@@ -14,14 +14,14 @@ from ....common.checks import check_number
 from ....common.errors import CheckpointError, DataError, RecipeError, require_suffix, suggest
 from ....common.model_state import load_state
 from ....loaders.image_size import height_width
-from ...checkpoints.directory import CheckpointDir
-from ...checkpoints.format import Checkpoint
-from ...checkpoints.remote import STATE, opened
-from ...checkpoints.state import ModelArg, chosen, evaluated_state, plain_names, rebuild
-from ...checkpoints.weights import save_model
 from ...describe.inputs import Inputs, metadata
 from ...recipes.files import RECIPE, read_recipe
 from ...recipes.script import modules_named
+from ...runs.checkpoints.directory import CheckpointDir
+from ...runs.checkpoints.format import Checkpoint
+from ...runs.checkpoints.remote import STATE, opened
+from ...runs.checkpoints.state import ModelArg, chosen, evaluated_state, plain_names, rebuild
+from ...runs.checkpoints.weights import save_model
 from ...runs.folder import provide_code
 from ...tasks.target_scale import BUFFERS
 from .card import CARD, LEDGER, check_card, write_card

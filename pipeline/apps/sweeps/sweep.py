@@ -25,8 +25,8 @@ from ....common.storage.addresses import stamp
 from ....common.storage.files import write_file
 from ....common.table import Table, screen_width
 from ....loaders.sources import files_of
-from ...analysis.compare import RunSummary, read_run
 from ...recipes.presets import DEFAULTS, completed, parse_overrides
+from ...runs.analysis.compare import RunSummary, read_run
 from ...runs.folder import lock_run_dir, make_folder
 from ...tasks.metrics import format_metric
 from .space import SEED, Space, Values, name_of

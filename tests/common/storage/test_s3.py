@@ -15,7 +15,7 @@ import torch
 from drivetrain import CheckpointError, DataError
 from drivetrain.common.storage import addresses as sources
 from drivetrain.loaders import FFCVLoader, convert, open_beton
-from drivetrain.pipeline.checkpoints.remote import RemoteRun, UnreachedError
+from drivetrain.pipeline.runs.checkpoints.remote import RemoteRun, UnreachedError
 from fsspec.implementations.local import LocalFileSystem
 from object_store import Store, object_store
 

@@ -15,7 +15,7 @@ from command_line import call
 from drivetrain import Callback, CheckpointError, DrivetrainError
 from drivetrain.pipeline import RunView, TrainingInterrupted
 from drivetrain.pipeline.apps.report import write_report
-from drivetrain.pipeline.measuring.variant import PLAIN, in_turn
+from drivetrain.pipeline.ledger.variant import PLAIN, in_turn
 from ledgers import of_speeds
 from pipeline_data import Toy, write_toy
 

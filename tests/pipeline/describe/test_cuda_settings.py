@@ -9,9 +9,10 @@ import torch
 from cluster_jobs import resume_apart
 from drivetrain import CheckpointError, Pipeline, PlanError, StrategyError, strategies
 from drivetrain.common import machine
-from drivetrain.pipeline.checkpoints.directory import find, kept_precision
-from drivetrain.pipeline.describe.cuda_settings import cuda_settings, matmul_precision
+from drivetrain.common.matmul import matmul_precision
+from drivetrain.pipeline.describe.cuda_settings import cuda_settings
 from drivetrain.pipeline.describe.resolve import resolve
+from drivetrain.pipeline.runs.checkpoints.directory import find, kept_precision
 from drivetrain.transforms import ProgressiveResizing
 from pipeline_data import Toy, plain_model
 
@@ -205,7 +206,7 @@ def test_a_resume_on_another_machine_keeps_to_it(
 
 
 def test_the_ledger_and_the_ranks_see_what_was_taken(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    from drivetrain.pipeline.ledger.variants import stages
+    from drivetrain.pipeline.measuring.variants import stages
     from drivetrain.pipeline.runs.artifacts import FitJob
     from drivetrain.pipeline.runs.preflight import facts
 

@@ -137,7 +137,7 @@ from drivetrain import Pipeline, PlanError, RecipeError
 from drivetrain.common.errors import DataError, StrategyError
 from drivetrain.loaders import FFCVLoader, StockFFCVLoader, TorchLoader, convert
 from drivetrain.pipeline.apps.cli.app import main
-from drivetrain.pipeline.checkpoints.fingerprint import fingerprint
+from drivetrain.pipeline.runs.checkpoints.fingerprint import fingerprint
 from drivetrain.pipeline.describe.config import FitOptions
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.runs.config import FitConfig

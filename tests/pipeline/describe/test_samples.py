@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from drivetrain import DataError, Pipeline, PlanError
 from drivetrain.loaders import FFCVLoader, convert
-from drivetrain.loaders.selection import SampleOptions
+from drivetrain.loaders.sample_options import SampleOptions
 from pipeline_data import CLASSES, SIDE, TRAIN, Toy, plain_model, toy_arrays
 from same_runs import assert_same_run
 

@@ -23,9 +23,9 @@ from drivetrain.common.budget import Budget, OutOfTime, alarm, rounded_up, until
 from drivetrain.loaders import TorchLoader
 from drivetrain.pipeline import Ledger, LedgerInterrupted
 from drivetrain.pipeline.apps.cli.training import measure
-from drivetrain.pipeline.ledger import measure as ledger_module
+from drivetrain.pipeline.ledger.variant import MODEL, PLAIN
+from drivetrain.pipeline.measuring import ledger as ledger_module
 from drivetrain.pipeline.measuring import runner as ledger_runner
-from drivetrain.pipeline.measuring.variant import MODEL, PLAIN
 from drivetrain.transforms import EMA, ChannelsLast, LabelSmoothing
 from ledgers import BATCH, TRAIN, Acting, in_process, small_recipe
 from pipeline_data import Toy, plain_model
@@ -402,7 +402,7 @@ SCRIPT = """
 import sys, time
 from drivetrain import Pipeline
 from drivetrain.pipeline import LedgerInterrupted
-from drivetrain.pipeline.ledger import measure as ledger_record
+from drivetrain.pipeline.measuring import ledger as ledger_record
 from drivetrain.transforms import LabelSmoothing
 from pipeline_data import Sleepy
 

@@ -15,8 +15,8 @@ import torch
 from drivetrain import DrivetrainError, LedgerError, NonFiniteError, Pipeline, StrategyError
 from drivetrain.pipeline import Ledger, compare
 from drivetrain.pipeline.ledger.picture import caption, picture
+from drivetrain.pipeline.ledger.variant import LOADER, MODEL, PLAIN, in_turn, without
 from drivetrain.pipeline.measuring.runner import describe_error
-from drivetrain.pipeline.measuring.variant import LOADER, MODEL, PLAIN, in_turn, without
 from drivetrain.transforms import GradientClipping, LabelSmoothing, Report, Transform
 from ledgers import BATCH, Acting, in_process
 from pipeline_data import Toy

@@ -22,20 +22,7 @@ from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.ledger.comparison import differences
 from drivetrain.pipeline.ledger.data import Trained  # fmt: skip
 from drivetrain.pipeline.ledger.ledger import Ledger
-from drivetrain.pipeline.ledger.measure import seconds_to, train_each
-from drivetrain.pipeline.ledger.variants import possible, variants
-from drivetrain.pipeline.measuring import runner as ledger_runner
-from drivetrain.pipeline.measuring import trials as ledger_trials
-from drivetrain.pipeline.measuring.runner import (
-    Loaders,
-    Variant,
-    VariantRunner,
-    build_variant,
-    largest,
-    resident_peak,
-)
-from drivetrain.pipeline.measuring.trials import mean_trial, run_trial
-from drivetrain.pipeline.measuring.variant import (
+from drivetrain.pipeline.ledger.variant import (
     COPY,
     LOADER,
     MODEL,
@@ -48,6 +35,19 @@ from drivetrain.pipeline.measuring.variant import (
     only,
     without,
 )
+from drivetrain.pipeline.measuring import runner as ledger_runner
+from drivetrain.pipeline.measuring import trials as ledger_trials
+from drivetrain.pipeline.measuring.ledger import seconds_to, train_each
+from drivetrain.pipeline.measuring.runner import (
+    Loaders,
+    Variant,
+    VariantRunner,
+    build_variant,
+    largest,
+    resident_peak,
+)
+from drivetrain.pipeline.measuring.trials import mean_trial, run_trial
+from drivetrain.pipeline.measuring.variants import possible, variants
 from drivetrain.pipeline.telemetry.history import Epoch, Monitor
 from drivetrain.pipeline.telemetry.provenance import provenance
 from drivetrain.strategies import Single
@@ -292,7 +292,7 @@ def test_time_to_an_accuracy() -> None:
 def test_each_variant_trains_as_long_and_its_last_accuracy_counts(
     toy: Toy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drivetrain.pipeline.ledger.measure.is_interactive", lambda: True)
+    monkeypatch.setattr("drivetrain.pipeline.measuring.ledger.is_interactive", lambda: True)
     pipeline = in_process(toy).optimize("sgd", lr=0.005, momentum=0.9, schedule="constant")
     smooth = pipeline.transform(LabelSmoothing(0.9))
     one, two = only("one"), only("two")

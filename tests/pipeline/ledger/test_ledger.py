@@ -17,8 +17,8 @@ from drivetrain.pipeline import Ledger, compare
 from drivetrain.pipeline.ledger.comparison import differences
 from drivetrain.pipeline.ledger.data import Accuracies, Trained
 from drivetrain.pipeline.ledger.picture import picture
-from drivetrain.pipeline.measuring.statistics import ratio, ratio_of_means, t_quantile
-from drivetrain.pipeline.measuring.variant import (
+from drivetrain.pipeline.ledger.statistics import ratio, ratio_of_means, t_quantile
+from drivetrain.pipeline.ledger.variant import (
     COPY,
     EXTRAS,
     LOADER,

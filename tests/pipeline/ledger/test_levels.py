@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from drivetrain.pipeline import Ledger
 from drivetrain.pipeline.ledger.picture import caption
-from drivetrain.pipeline.measuring.statistics import Levels, Ratio, ratio, speed_text
-from drivetrain.pipeline.measuring.variant import LOADER, MODEL, PLAIN, VariantId, in_turn, only
+from drivetrain.pipeline.ledger.statistics import Levels, Ratio, ratio, speed_text
+from drivetrain.pipeline.ledger.variant import LOADER, MODEL, PLAIN, VariantId, in_turn, only
 from ledgers import trials_of
 
 A, B, C = map(in_turn, "abc")

@@ -19,12 +19,7 @@ from drivetrain import transforms as t
 from drivetrain.loaders import FFCVLoader, TorchLoader, convert
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.ledger.ledger import Ledger
-from drivetrain.pipeline.ledger.measure import TIGHT_ROUNDS
-from drivetrain.pipeline.ledger.variants import alone_and_without, stages, variants
-from drivetrain.pipeline.measuring import trials as measured_trials
-from drivetrain.pipeline.measuring.runner import Loaders, Variant, VariantRunner, groups
-from drivetrain.pipeline.measuring.trials import phases, run_trial
-from drivetrain.pipeline.measuring.variant import (
+from drivetrain.pipeline.ledger.variant import (
     EXTRAS,
     LOADER,
     MODEL,
@@ -35,6 +30,11 @@ from drivetrain.pipeline.measuring.variant import (
     only,
     without,
 )
+from drivetrain.pipeline.measuring import trials as measured_trials
+from drivetrain.pipeline.measuring.ledger import TIGHT_ROUNDS
+from drivetrain.pipeline.measuring.runner import Loaders, Variant, VariantRunner, groups
+from drivetrain.pipeline.measuring.trials import phases, run_trial
+from drivetrain.pipeline.measuring.variants import alone_and_without, stages, variants
 from drivetrain.pipeline.telemetry import progress
 from drivetrain.pipeline.telemetry.loggers import CSVLogger
 from drivetrain.pipeline.telemetry.progress import Progress

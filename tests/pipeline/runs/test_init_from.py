@@ -16,10 +16,10 @@ from drivetrain import CheckpointError, DataError, Pipeline, PlanError
 from drivetrain.pipeline import FitResult
 from drivetrain.pipeline.describe.config import FitOptions
 from drivetrain.pipeline.ledger.data import Trained
-from drivetrain.pipeline.ledger.measure import train_each
+from drivetrain.pipeline.ledger.variant import PLAIN, VariantId
+from drivetrain.pipeline.measuring.ledger import train_each
 from drivetrain.pipeline.measuring.runner import Variant
-from drivetrain.pipeline.measuring.variant import PLAIN, VariantId
-from drivetrain.pipeline.tuning.arena import Arena
+from drivetrain.pipeline.measuring.tuning.arena import Arena
 from drivetrain.transforms import EMA, Factorize
 from pipeline_data import BATCH, SIDE, Toy, batch_norm_model, evaluated, plain_model
 from safetensors.torch import load_file, save_file

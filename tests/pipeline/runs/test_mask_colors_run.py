@@ -11,7 +11,7 @@ import segmentation_jobs as jobs
 from drivetrain import DataError
 from drivetrain.loaders import convert
 from drivetrain.pipeline import load_run
-from drivetrain.pipeline.analysis.picture import overlaid
+from drivetrain.pipeline.runs.analysis.picture import overlaid
 from PIL import Image
 
 COLORS = [(10, 20, 30), (250, 0, 120), (0, 240, 250)]

@@ -24,7 +24,7 @@ from command_line import call
 from drivetrain import Callback, CheckpointError, Checkpoints, DataError, PlanError, Profile, RunView, strategies
 from drivetrain.common.storage import addresses as sources
 from drivetrain.pipeline import TrainingInterrupted, TrainingPreempted, export, load_run
-from drivetrain.pipeline.checkpoints.remote import RemoteRun, opened
+from drivetrain.pipeline.runs.checkpoints.remote import RemoteRun, opened
 from object_store import SECRET, Store, object_store
 from PIL import Image
 from pipeline_data import Toy, left_in, numbers

@@ -15,7 +15,7 @@ from checkpoint_kill_server import Losses
 from cluster_jobs import Signals, Slow
 from drivetrain import Callback, Pipeline, PlanError, RunView
 from drivetrain.pipeline import Checkpoints, TrainingInterrupted, TrainingPreempted
-from drivetrain.pipeline.checkpoints.directory import CheckpointDir
+from drivetrain.pipeline.runs.checkpoints.directory import CheckpointDir
 from drivetrain.strategies.launching.launcher import launch
 from drivetrain.transforms import EMA, MixUp, ProgressiveResizing
 from pipeline_data import Toy, batch_norm_model

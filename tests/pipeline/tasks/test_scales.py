@@ -6,12 +6,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from drivetrain import Classification, EarlyStopping, Pipeline, PlanError
-from drivetrain.pipeline.checkpoints.directory import CheckpointDir, best_of
-from drivetrain.pipeline.ledger.measure import train_each
+from drivetrain.pipeline.measuring.ledger import train_each
 from drivetrain.pipeline.measuring.runner import Variant
+from drivetrain.pipeline.measuring.tuning.arena import Arena
+from drivetrain.pipeline.runs.checkpoints.directory import CheckpointDir, best_of
 from drivetrain.pipeline.tasks.scales import Scale, scales
 from drivetrain.pipeline.telemetry.history import read_history
-from drivetrain.pipeline.tuning.arena import Arena
 from pipeline_data import Toy
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassHingeLoss

@@ -8,7 +8,7 @@ import torch
 from drivetrain import Pipeline, PlanError
 from drivetrain.pipeline import layerwise_decay
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.ledger.variants import alone_and_without, in_turn
+from drivetrain.pipeline.measuring.variants import alone_and_without, in_turn
 from drivetrain.pipeline.optim.config import OptimizerConfig
 from drivetrain.pipeline.optim.groups import GroupedFactory
 from drivetrain.pipeline.training.build import build, build_model

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from drivetrain import Callback, NonFiniteError, Pipeline, PlanError, RunView, strategies
 from drivetrain.pipeline import Checkpoints
-from drivetrain.pipeline.checkpoints.format import Checkpoint
+from drivetrain.pipeline.runs.checkpoints.format import Checkpoint
 from drivetrain.pipeline.training.guard import NonFiniteGuard
 from drivetrain.pipeline.training.hooks import TrainingHooks
 from drivetrain.pipeline.training.loop import train_epoch

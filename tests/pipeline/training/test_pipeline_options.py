@@ -11,8 +11,8 @@ import torch
 from drivetrain import DataError, Pipeline, PlanError, RecipeError, StrategyError
 from drivetrain.pipeline import Ledger
 from drivetrain.pipeline.describe.resolve import resolve
-from drivetrain.pipeline.ledger.variants import alone_and_without, stages, variants, with_loader
-from drivetrain.pipeline.measuring.variant import LOADER, in_turn, other
+from drivetrain.pipeline.ledger.variant import LOADER, in_turn, other
+from drivetrain.pipeline.measuring.variants import alone_and_without, stages, variants, with_loader
 from drivetrain.transforms import GyroDropout, LabelSmoothing, ProgressiveResizing, RandAugment
 from pipeline_data import CLASSES, Toy, evaluated, plain_model, surroundings
 from torch import nn

@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 import pytest
 from drivetrain import Pipeline
+from drivetrain.pipeline.ledger.variant import in_turn
 from drivetrain.pipeline.measuring.runner import ProcessRunner, Variant
-from drivetrain.pipeline.measuring.variant import in_turn
 from drivetrain.strategies import launch
 from pipeline_data import Toy, plain_model
 

@@ -12,8 +12,8 @@ import pytest
 from command_line import COMMANDS, call, toy_values
 from drivetrain import Pipeline
 from drivetrain.pipeline import Ledger, RaceResult
-from drivetrain.pipeline.race.result import Point, RaceRun
-from drivetrain.pipeline.tuning.result import Tried, Tuned
+from drivetrain.pipeline.measuring.race.result import Point, RaceRun
+from drivetrain.pipeline.measuring.tuning.result import Tried, Tuned
 from pipeline_data import Toy
 from places import ROOT
 

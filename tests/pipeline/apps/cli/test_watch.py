@@ -13,7 +13,7 @@ import pytest
 from command_line import call, done
 from drivetrain import Callback, Checkpoints, EarlyStopping, RunView
 from drivetrain.pipeline import compare_runs, load_run
-from drivetrain.pipeline.analysis import watch
+from drivetrain.pipeline.runs.analysis import watch
 from drivetrain.pipeline.telemetry.loggers import PrometheusLogger
 from pipeline_data import BATCH, TRAIN, Toy, plain_model
 from torch import nn

@@ -12,7 +12,7 @@ import yaml
 from drivetrain import CheckpointError, Classification
 from drivetrain.pipeline import Ledger, export
 from drivetrain.pipeline.apps.exports.card import CARD
-from drivetrain.pipeline.measuring.variant import LOADER, MODEL, PLAIN, Trial, in_turn
+from drivetrain.pipeline.ledger.variant import LOADER, MODEL, PLAIN, Trial, in_turn
 from drivetrain.transforms import EMA, LabelSmoothing
 from pipeline_data import CLASSES, SIDE, TRAIN, Toy, batch_norm_model
 from torchmetrics import MeanMetric
