@@ -283,8 +283,8 @@ class LoaderOptions(ReadOptions, ImageOptions):
             self._require("views", len(self.views) > 0, example)
             _check_groups(self.views)
         if self.has_views:
-            self._require("flip", not self.alternates, "True or False with several views per image")
-            self.groups  # noqa: B018 — each has the options of a loader, which are checked
+            for _, own in self.groups:  # each has the options of a loader, which are checked
+                own._require("flip", not own.alternates, "True or False with several views per image")
 
     @property
     def size(self) -> tuple[int, int]:

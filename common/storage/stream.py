@@ -258,7 +258,10 @@ def _blocks_of(starts: NDArray[np.integer], sizes: NDArray[np.integer] | int) ->
 
 def mirror_at(path: Path, patience: float | None = None) -> Mirror | None:
     """Return the mirror whose copy `path` is; None for any other file, such as the manifest next to a copy."""
-    if not ((path.parent / FACTS).exists() and (path.parent / BLOCKS).exists()):
+    try:
+        if not ((path.parent / FACTS).exists() and (path.parent / BLOCKS).exists()):
+            return None
+    except OSError:  # a folder that may not be entered: opening the file raises the reason
         return None
     facts = json.loads((path.parent / FACTS).read_text())
     if facts["name"] != path.name:

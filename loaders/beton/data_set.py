@@ -31,6 +31,7 @@ CHECKED = 1 << 18
 """Samples of a data set that are all checked when it is opened, in about 0.3 s; of a larger one those that are used."""
 MOST_OPEN = 1024
 """Files of a data set that are open at a time, and take a descriptor: of more, those that were used last."""
+_TIMES = 4  # as many are open at most, with those that are being checked, and those of batches in preparation
 _AT_ONCE = 1 << 16  # labels read at a time
 _KNOWN = 256  # samples of a larger one whose sizes stand for all
 
@@ -199,12 +200,16 @@ class BetonFiles:
 
     @cached_property
     def remote(self) -> bool:
-        return any(one.file.mirror is not None for one in self._open)
+        if isinstance(self.files, Shelf):
+            return self.files.remote
+        return any(one.file.mirror is not None for one in self.files)
 
     @cached_property
     def room(self) -> int | None:
         """The bytes that this process may keep of the files, if it streams them."""
-        mirrors = (one.file.mirror for one in self._open)
+        if isinstance(self.files, Shelf):
+            return None if self.files.room is None else self.files.room.size
+        mirrors = (one.file.mirror for one in self.files)
         return next((each.room.size for each in mirrors if isinstance(each, Stream)), None)
 
     @cached_property
@@ -255,8 +260,16 @@ class _Checks:
         self.has_checksums = True
 
     def __call__(self, one: Beton) -> None:
-        first = self._first = self._first or one
+        self.alike(one)
         self.has_checksums &= one.checksums is not None
+        if self._before is not None and not _follows(one.manifest.get("shard"), self._before[1]):
+            wrong = f"{one.path} does not follow {self._before[0]}: they are from different conversions."
+            raise BetonError(f"{wrong} Convert the data again.")
+        self._before = one.path, {key: one.manifest[key] for key in ("shard", "seal") if key in one.manifest}
+
+    def alike(self, one: Beton) -> None:
+        """Compare a file with the first one only: files are used in any order."""
+        first = self._first = self._first or one
         for what, own, there in (
             ("fields", _types(one), _types(first)),
             ("targets", one.targets, first.targets),
@@ -270,10 +283,6 @@ class _Checks:
                 )
         if one.manifest.get("classes"):  # then the first file has them, too
             one.manifest["classes"] = first.manifest["classes"]  # once in memory
-        if self._before is not None and not _follows(one.manifest.get("shard"), self._before[1]):
-            wrong = f"{one.path} does not follow {self._before[0]}: they are from different conversions."
-            raise BetonError(f"{wrong} Convert the data again.")
-        self._before = one.path, {key: one.manifest[key] for key in ("shard", "seal") if key in one.manifest}
 
 
 def _follows(shard: Any, before: dict[str, Any]) -> bool:
@@ -295,8 +304,9 @@ def _brief(value: object) -> str:
 def open_files(source: Source, remote: Remote = Remote()) -> BetonFiles:  # noqa: B008  frozen
     """Open a data source: a `.beton` file, a pattern such as `train-{000..127}.beton`, or several with weights.
 
-    Each of up to `MOST_OPEN` files takes a descriptor: where needed, the process's soft limit is raised until they are
-    closed. Of more files, each is opened once to be checked, by one process of the machine, and again when it is used.
+    Each open file takes a descriptor, and so does its manifest: where needed, the process's soft limit is raised until
+    they are closed. Of more files than `MOST_OPEN`, each is opened once to be checked, by one process of the machine,
+    and again when it is used.
     """
     files = files_of(source)
     names, most, check = files.names, CHECKED // len(files.names), _Checks()
@@ -304,7 +314,7 @@ def open_files(source: Source, remote: Remote = Remote()) -> BetonFiles:  # noqa
     def open_one(number: int) -> Beton:
         return open_beton(names[number], remote, most)
 
-    with more_descriptors(min(len(names), MOST_OPEN)) as keep:
+    with more_descriptors(2 * min(len(names), _TIMES * MOST_OPEN)) as keep:  # of each file and its manifest
         if len(names) > MOST_OPEN:
             opened = _open_many(files, open_one, check)
         else:
@@ -336,7 +346,7 @@ def _open_many(files: Files, open_one: Callable[[int], Beton], check: _Checks) -
     def again(number: int) -> Beton:
         one = open_one(number)
         one.file.require_identity(facts.identities[number])
-        check(one)
+        check.alike(one)
         return one
 
     shelf = Shelf(again, len(numbers), MOST_OPEN)

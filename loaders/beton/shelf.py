@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ...common.storage.addresses import is_address
 from ...common.storage.files import boot_id
 from ...common.storage.shared import Arrays, shared_arrays
-from ...common.storage.stream import mirror_at
+from ...common.storage.stream import Room, Stream, mirror_at
 from ...common.version import __version__
 from .manifest import manifest_path
 from .open_file import Identity
@@ -92,14 +92,18 @@ class Shelf(Sequence[Beton]):
         self._used = OrderedDict[int, Beton]()
         self._alive = WeakValueDictionary[int, Beton]()
         self._lock = Lock()
+        self.remote = False
+        """Whether one that was opened is at an address; of those that stay open, none may be."""
+        self.room: Room | None = None  # of those that are streamed
 
     def __len__(self) -> int:
         return self._length
 
     @property
     def open(self) -> list[Beton]:
+        """Those that are open, also those of batches in preparation that were not among the last used."""
         with self._lock:
-            return list(self._used.values())
+            return list(self._alive.values())
 
     def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
@@ -111,6 +115,9 @@ class Shelf(Sequence[Beton]):
 
     def put(self, number: int, beton: Beton) -> Beton:
         """Keep a file open, and close the one that was not used for the longest time."""
+        if (mirror := beton.file.mirror) is not None:
+            self.remote = True
+            self.room = mirror.room if isinstance(mirror, Stream) else self.room
         with self._lock:
             beton = self._used[number] = self._alive.setdefault(number, beton)
             self._used.move_to_end(number)

@@ -268,6 +268,20 @@ except DataError as error:
 """
 
 
+MORE = """
+import resource, sys
+from drivetrain.loaders import FFCVLoader
+from drivetrain.loaders.beton import data_set
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))
+data_set.CHECKED = 0
+for data_set.MOST_OPEN in (1024, 150):  # with their manifests; and while others are checked
+    with FFCVLoader(sys.argv[1] + "/{000..299}.beton", batch_size=50, image_size=16, workers=1, verify=True) as loader:
+        list(loader)
+    del loader
+"""
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_threads_open_files_that_take_waiting(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not waits:  # the machine's other work must not look like waiting
@@ -285,7 +299,7 @@ def test_threads_open_files_that_take_waiting(waits: bool, monkeypatch: pytest.M
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.long
-def test_hundreds_of_files_need_few_descriptors(folder: Path, tmp_path: Path) -> None:
+def test_hundreds_of_files_need_few_descriptors(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(300):
         for suffix in ("", ".json"):
             os.link(folder / f"part-0.beton{suffix}", tmp_path / f"{number:03}.beton{suffix}")
@@ -293,6 +307,9 @@ def test_hundreds_of_files_need_few_descriptors(folder: Path, tmp_path: Path) ->
     assert ended.returncode == 0, ended.stderr
     assert "too many open files" in ended.stdout
     assert "Raise the limit (ulimit -n), use fewer and larger files" in ended.stdout
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    ended = run_python(MORE, tmp_path)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_conversion_to_several_files(folder: Path, tmp_path: Path) -> None:

@@ -148,6 +148,9 @@ def test_unusable_views_are_refused(photos: Path, views: Any, message: str) -> N
 def test_alternating_flips_are_of_one_view(photos: Path) -> None:
     with pytest.raises(DataError, match="flip='alternating' must be True or False with several views"):
         FFCVLoader(photos, batch_size=2, image_size=40, views=2, flip="alternating")
+    for kind in (FFCVLoader, TorchLoader):
+        with pytest.raises(DataError, match="flip='alternating' must be True or False with several views"):
+            kind(photos, batch_size=2, image_size=40, views=[{"count": 2, "flip": "alternating"}, {"image_size": 24}])
 
 
 def test_progressive_resizing_keeps_the_sizes_of_groups(photos: Path) -> None:

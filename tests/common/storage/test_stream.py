@@ -153,6 +153,17 @@ def test_more_files_than_are_open_at_a_time(
     assert not list((tmp_path / "cache").rglob("*.beton"))
 
 
+def test_a_file_at_an_address_among_many_others(
+    server: RangeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_set, "MOST_OPEN", 1)
+    near, far, last = str(folder / "part-0.beton"), server.address("part-1.beton"), str(folder / "part-2.beton")
+    remote = Remote(tmp_path, LIMIT, stream=True)
+    files = data_set.open_files({near: 1, far: 1, last: 1}, remote)
+    assert files.remote
+    assert files.room
+
+
 def test_a_loop_that_is_left_and_epochs_that_are_skipped(server: RangeServer, folder: Path) -> None:
     options = OPTIONS | {"stream": True, "cache_limit": LIMIT}
     with (

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from drivetrain.common.errors import BetonError
 from drivetrain.loaders import FFCVLoader, convert, open_beton
+from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.beton.layout import ALLOCATION, FIELD, HEADER, MIN_PAGE, Field, metadata_dtype
 from drivetrain.loaders.beton.manifest import manifest_path
 from loader_pictures import beton_of, raw_beton, raw_pictures
@@ -315,3 +316,9 @@ def test_loader_raises_the_same(copy: Path) -> None:
     patch_header(copy, alloc_table_ptr=0)
     with pytest.raises(BetonError, match="unfinished"):
         FFCVLoader(copy, batch_size=2, image_size=SIDE)
+
+
+@pytest.mark.parametrize("name", ["train.beton", "{0000..1024}.beton"])
+def test_a_file_whose_folder_cannot_be_looked_into(tmp_path: Path, name: str) -> None:
+    with pytest.raises(BetonError, match="cannot be read: File name too long"):
+        open_files(tmp_path / ("x" * 300) / name)

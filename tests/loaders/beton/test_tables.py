@@ -21,6 +21,7 @@ from drivetrain.loaders.beton.data_set import open_files
 from drivetrain.loaders.beton.layout import ALLOCATION, HEADER, metadata_dtype, tables_start
 from drivetrain.loaders.beton.manifest import BLOCK, LINE, manifest_path
 from drivetrain.loaders.beton.reader import Beton
+from drivetrain.loaders.beton.shelf import Shelf
 from loader_pictures import jpeg_bytes, picture, raw_pictures
 
 COUNT = 1300  # three blocks
@@ -294,6 +295,23 @@ def test_many_files_are_opened_once_on_a_machine(
     (tmp_path / "08.beton").unlink()
     with pytest.raises(BetonError, match=r"08.beton does not exist"):
         open_files(source)
+
+
+def test_files_of_two_conversions_are_used_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, level in (("a", 10), ("b", 200)):
+        convert((np.full((16, 8, 8, 3), level, np.uint8), np.arange(16) % 4), tmp_path / f"{name}-{{0..3}}.beton")
+    monkeypatch.setattr(data_set, "MOST_OPEN", 2)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for source in (tmp_path / "{a,b}-{0..3}.beton", {str(tmp_path / f"{name}-{{0..3}}.beton"): 1 for name in "ab"}):
+        files = open_files(source)
+        for index in (4, 16 + 8, 16 + 4, 8):  # of a-1, b-2, b-1 and a-2
+            assert files.read("label", np.array([index])).tolist() == [index % 4]
+
+
+def test_a_file_that_is_used_is_closed_with_the_others(folder: Path) -> None:
+    shelf = Shelf(lambda number: open_beton(folder / f"part-{number}.beton"), 3, 1)
+    used, _ = shelf[0], shelf[1]
+    assert used in shelf.open, "a thread may wait for it"
 
 
 def test_of_many_files_some_are_open(
