@@ -126,12 +126,7 @@ class Loggers:
                     _give(one, values)
             except Exception as error:  # as in `log`
                 name = one if isinstance(one, str) else type(one).__name__
-                warnings.warn(
-                    f"{name} did not take the hyperparameters{' and is disabled' * isinstance(one, str)}: "
-                    f"{type(error).__name__}: {error}",
-                    LoggerWarning,
-                    stacklevel=2,
-                )
+                _warn(f"{name} did not take the hyperparameters{' and is disabled' * isinstance(one, str)}", error)
             if not isinstance(one, str):
                 self._all.append((one, _method(one)))
 
@@ -145,12 +140,7 @@ class Loggers:
                 method(dict(values), step=step)
             except Exception as error:  # a run of days must not fail because a server is unreachable
                 self._all.remove(pair)
-                warnings.warn(
-                    f"{type(one).__name__} failed at step {step} and is disabled for the rest of this run: "
-                    f"{type(error).__name__}: {error}",
-                    LoggerWarning,
-                    stacklevel=2,
-                )
+                _warn(f"{type(one).__name__} failed at step {step} and is disabled for the rest of this run", error)
 
     def log_ranks(self, times: Sequence[RankTimes], step: int) -> None:
         """Log the median and the slowest rank; those that have labels receive all ranks."""
@@ -172,12 +162,11 @@ class Loggers:
                 except Exception as error:  # as in `log`
                     if one not in enabled:  # its failure is known
                         continue
-                    warnings.warn(
-                        f"{type(one).__name__} failed at its end; its last entries may be missing: "
-                        f"{type(error).__name__}: {error}",
-                        LoggerWarning,
-                        stacklevel=2,
-                    )
+                    _warn(f"{type(one).__name__} failed at its end; its last entries may be missing", error)
+
+
+def _warn(what: str, error: Exception) -> None:
+    warnings.warn(f"{what}: {type(error).__name__}: {error}", LoggerWarning, stacklevel=3)
 
 
 def _give(one: object, values: Mapping[str, Any]) -> None:

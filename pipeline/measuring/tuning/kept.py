@@ -40,14 +40,23 @@ class Kept(Struct):
         return f"{self.stopped} Measured on this machine on {date} UTC; again=True (--again) measures again."
 
 
-class KeptResults:
-    """The file in the cache folder of one tuning, which its facts name."""
+class Results:
+    """What is `known` of a tuning, which its facts name: from its `file`; without one, from what is `kept` at `path` in
+    the cache folder; nothing to measure it `again`."""
 
-    def __init__(self, facts: Mapping[str, Any]) -> None:
-        facts = {**facts, "revision": provenance()["git_revision"]}
-        self._facts: dict[str, Any] = json.loads(json.dumps(facts, sort_keys=True))
+    def __init__(self, file: Path | None, facts: Mapping[str, Any], *, again: bool) -> None:
+        own = {**facts, "revision": provenance()["git_revision"]}
+        self._facts: dict[str, Any] = json.loads(json.dumps(own, sort_keys=True))
         name = hashlib.sha256(json.dumps(self._facts).encode()).hexdigest()[:16]
-        self.path = cache_folder() / FOLDER / f"{name}.json"
+        self.file, self.path = file, cache_folder() / FOLDER / f"{name}.json"
+        self.kept: Kept | None = None
+        self.known: list[Tried] = []
+        if again:
+            return
+        if file is not None and file.exists():
+            self.known = read_trials(file, facts)
+        elif (found := self.read()) is not None:
+            self.kept, self.known = found, verdicts(found.trials)
 
     def read(self) -> Kept | None:
         """Return what is kept; None, with a warning, if the file is damaged or of something else."""
@@ -82,21 +91,6 @@ class KeptResults:
         except (OSError, DrivetrainError) as error:
             warnings.warn(f"The next call will measure again: {error}", stacklevel=2)
 
-
-class Results:
-    """What is `known` of a tuning: from its `file`; without one, from what is `kept`; nothing to measure it `again`."""
-
-    def __init__(self, file: Path | None, facts: Mapping[str, Any], kept: KeptResults, *, again: bool) -> None:
-        self.file, self._here = file, kept
-        self.kept: Kept | None = None
-        self.known: list[Tried] = []
-        if again:
-            return
-        if file is not None and file.exists():
-            self.known = read_trials(file, facts)
-        elif (found := kept.read()) is not None:
-            self.kept, self.known = found, verdicts(found.trials)
-
     def write(self, tuned: Tuned) -> Tuned:
         if self.file is not None:
             tuned.save(self.file)
@@ -104,5 +98,5 @@ class Results:
 
     def save(self, tuned: Tuned, seconds: float | None = 0.0) -> Tuned:
         """Write a result, and keep it; `seconds` as `Kept` has them."""
-        self._here.keep(tuned, seconds)
+        self.keep(tuned, seconds)
         return self.write(tuned)

@@ -37,7 +37,7 @@ from .candidates import (
     to_target,
     untried,
 )
-from .kept import Kept, KeptResults, Results
+from .kept import Kept, Results
 from .result import Outcome, Tried, Tuned, TuneInterrupted
 from .storage import NO_FOLDER
 from .to_target import TargetTuner
@@ -69,7 +69,7 @@ def tune(
         changes = _to_target(plan, allow, target)
     trained = None if target is None and not allow else epochs if target is None else plan.spec.epochs
     facts = facts_of(plan) | {"allow": sorted({*allow}), "target": target, "epochs": trained}
-    results = Results(_file(out), facts, KeptResults(facts), again=again)
+    results = Results(_file(out), facts, again=again)
     budget = Budget(seconds, begin, progress, "tune")
     if target is None:
         names = {one.name for one in changes}

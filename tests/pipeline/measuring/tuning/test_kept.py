@@ -14,7 +14,7 @@ from drivetrain.pipeline.describe.config import FitOptions
 from drivetrain.pipeline.describe.resolve import resolve
 from drivetrain.pipeline.measuring.tuning import tune as tune_module
 from drivetrain.pipeline.measuring.tuning.candidates import Candidate
-from drivetrain.pipeline.measuring.tuning.kept import KeptResults
+from drivetrain.pipeline.measuring.tuning.kept import Results
 from drivetrain.pipeline.measuring.tuning.result import Tried
 from drivetrain.pipeline.runs.facts import facts_of, stamp
 from drivetrain.transforms import ChannelsLast, LabelSmoothing
@@ -31,8 +31,8 @@ def pipeline(toy: Toy) -> Pipeline:
     return Pipeline(plain_model).load(toy.train, toy.val, batch_size=16, image_size=8, workers=1)
 
 
-def kept_of(pipeline: Pipeline) -> KeptResults:
-    return KeptResults(facts_of(resolve(pipeline)) | OPTIONS)
+def kept_of(pipeline: Pipeline) -> Results:
+    return Results(None, facts_of(resolve(pipeline)) | OPTIONS, again=True)
 
 
 def known(pipeline: Pipeline, trials: Sequence[Tried], stopped: str = ALL) -> Tuned:
