@@ -147,9 +147,9 @@ _LINES: dict[str, Callable[[Option], str]] = {
 def outdated(root: Path, package: str) -> dict[Path, str]:
     """Return the files of a package whose marked regions are not what the options say, with what they should be."""
     found = {}
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted([*root.glob("*.py"), *root.glob("[!.]*/**/*.py")]):  # not .venv, .build
         relative = path.relative_to(root)
-        if relative.parts[0].startswith((".", "tests")) or path == Path(__file__):  # .venv, .build
+        if relative.parts[0] == "tests" or path == Path(__file__):
             continue
         text = path.read_text()
         if _REGION.search(text):

@@ -19,7 +19,7 @@ from pipeline_data import Toy
 from places import ROOT, import_ours
 from process_state import wait_until_ended
 
-pytestmark = [pytest.mark.process, pytest.mark.alone]
+pytestmark = pytest.mark.process
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -52,6 +52,7 @@ def kinds(cell: Any) -> set[str]:
 @pytest.mark.timeout(280)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 @pytest.mark.slow
+@pytest.mark.alone
 @each_notebook
 def test_notebook_runs(
     path: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

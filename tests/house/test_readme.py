@@ -36,14 +36,22 @@ def _run_script(text: str, folder: Path, timeout: int) -> str:
     return output_of(sys.executable, "example.py", cwd=folder, timeout=timeout)
 
 
-@pytest.mark.process
-def test_the_loaders_example_runs_on_small_data(tmp_path: Path) -> None:
+def _printed(text: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a script prints, run in this process: another one imports torch for seconds."""
+    monkeypatch.chdir(folder)
+    exec(compile(text, "example.py", "exec", dont_inherit=True), {"__name__": "__main__"})
+    return capsys.readouterr().out
+
+
+def test_the_loaders_example_runs_on_small_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocks = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
     (text,) = [block for block in blocks if "set_image_size" in block]
     images = np.random.default_rng(0).integers(0, 256, (12, 32, 32, 3), dtype=np.uint8)
     convert((images, np.arange(12)), tmp_path / "train.beton", progress=False)
     shown = "print(state['position'], images.shape, images.dtype, loader.settings.image_size)"
-    told = _run_script(text.replace("256", "4") + shown, tmp_path, 100)
+    told = _printed(text.replace("256", "4") + shown, tmp_path, capsys, monkeypatch)
     assert told == "3 torch.Size([4, 3, 176, 176]) torch.bfloat16 208\n"
 
 
@@ -99,8 +107,11 @@ def cifar() -> None:
         pytest.skip(str(error).splitlines()[0])
 
 
-@pytest.mark.process
-def test_the_example_runs_on_small_data(tmp_path: Path) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.process])])
+def test_the_example_runs_on_small_data(
+    apart: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     images = np.random.default_rng(0).integers(0, 256, (100, 32, 32, 3), dtype=np.uint8)
     labels = np.arange(100) % 10
     text = _example()
@@ -111,7 +122,8 @@ def test_the_example_runs_on_small_data(tmp_path: Path) -> None:
         convert(small, tmp_path / f"{name}.beton", classes=cifar10.CLASSES, progress=False)
         assert f'"cifar10:{name}"' in text
         text = text.replace(f'"cifar10:{name}"', f'"{name}.beton"')
-    told = _run_script(text + "\nprint(len(result.history.epochs), result.accuracy)", tmp_path, 200)
+    text += "\nprint(len(result.history.epochs), result.accuracy)"
+    told = _run_script(text, tmp_path, 200) if apart else _printed(text, tmp_path, capsys, monkeypatch)
     assert "BlurPool" in told
     assert re.search(r"^1 0\.\d+$", told, re.MULTILINE)
 

@@ -103,7 +103,7 @@ def recipe(toy: Toy, tmp_path: Path) -> None:
 
 
 def resume(toy: Toy, tmp_path: Path) -> None:
-    recipe(toy, tmp_path)
+    """After `recipe`, in its folder."""
     Pipeline.from_recipe(_recipe(toy)).fit(epochs=2, out=tmp_path, resume="auto", progress=False)
 
 
@@ -115,23 +115,25 @@ def _recipe(toy: Toy) -> dict[str, Any]:
     }  # fmt: skip
 
 
-ACTIONS: dict[str, Callable[[Toy, Path], None]] = {
-    "A batch": load, "Training": recipe, "A recipe": recipe, "A checkpoint": resume,
-    "`image_size`": recipe, "`clip_norm`": recipe,
+Action = Callable[[Toy, Path], None]
+ACTIONS: dict[str, list[Action]] = {
+    "A batch": [load], "Training": [recipe], "A recipe": [recipe], "A checkpoint": [recipe, resume],
+    "`image_size`": [recipe], "`clip_norm`": [recipe],
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def seen(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[tuple[str, str]]]:
-    """The calls of a walk's action, by its title; several walks look at the same one."""
+    """The calls of a walk's actions, by its title; several walks look at the same ones."""
+    folder = tmp_path_factory.mktemp("walk")
 
     @cache
-    def called_by(action: Callable[[Toy, Path], None]) -> list[tuple[str, str]]:
+    def called_by(action: Action) -> list[tuple[str, str]]:
         with calls() as found:
-            action(toy, tmp_path_factory.mktemp("walk"))
+            action(toy, folder)
         return found
 
-    return lambda title: called_by(ACTIONS[title])
+    return lambda title: [call for action in ACTIONS[title] for call in called_by(action)]
 
 
 @pytest.mark.long

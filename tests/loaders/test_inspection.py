@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import call, run
+from command_line import call
 from drivetrain import BetonError, DataError
 from drivetrain.loaders import contact_sheet, convert, inspect, open_beton, verify
 from loader_pictures import jpeg_bytes, jpeg_folder, picture, raw_pictures
@@ -111,14 +111,12 @@ def test_contact_sheet_shows_pictures_in_a_grid(photos: Path, tmp_path: Path) ->
     assert not (tmp_path / "other.png").exists()
 
 
-@pytest.mark.process
 def test_command_line(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The installed program once, and the other commands in this process."""
-    shown = run("inspect", str(photos), "--sheet", "sheet.png", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    shown = call("inspect", str(photos), "--sheet", "sheet.png")
     assert shown.code == 0, shown.err
     assert "18 samples" in shown.out
     assert (tmp_path / "sheet.png").exists()
-    monkeypatch.chdir(tmp_path)
     assert call("verify", str(photos)).code == 0
     damage(photos, 7, offset=0.6)
     bad = call("verify", str(photos))

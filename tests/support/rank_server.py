@@ -27,9 +27,10 @@ FREE = 200  # this process itself has no descriptor from here on
 PLACES = 5  # of the descriptors in a rank: 0 to 4
 LATE = (
     "drivetrain.loaders.decode.decoder", "matplotlib.backends.backend_agg", "matplotlib.figure",
-    "matplotlib.font_manager", "torch.distributed.fsdp", "torch.distributed.tensor",
+    "matplotlib.font_manager", "pytest", "torch.distributed.fsdp", "torch.distributed.optim",
+    "torch.distributed.tensor",
 )  # fmt: skip
-"""What trainings import when they need it."""
+"""What trainings import when they need it; and pytest, which most files have that define what ranks run."""
 
 
 def serve(control: socket.socket) -> None:

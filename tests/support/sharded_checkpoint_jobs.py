@@ -132,10 +132,10 @@ def train_until_killed(pipeline: Pipeline, out: Path, victim: int, step: int, mo
     pipeline.fit(epochs=2, out=out, progress=False, checkpoints=EVERY_STEP)
 
 
-def gone_on(pipeline: Pipeline, outs: list[Path]) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
-    """Of the run in each folder that goes on: its history's facts, and the weights."""
+def gone_on(pipeline: Pipeline, outs: list[Path]) -> list[tuple[dict[str, Any], Any, dict[str, torch.Tensor]]]:
+    """Of the run in each folder that goes on, or begins: its history's facts, the numbers, and the weights."""
     results = [pipeline.fit(epochs=2, out=out, resume="auto", progress=False) for out in outs]
-    return [(result.history.facts, result.model.state_dict()) for result in results]
+    return [(result.history.facts, numbers(result), result.model.state_dict()) for result in results]
 
 
 def resumed(pipeline: Pipeline, outs: list[Path]) -> list[tuple[int, list[str], list[int]]]:
@@ -253,6 +253,15 @@ def flat_runs(pipelines: dict[str, Pipeline], out: Path, alone: Path, step: str)
                 found[f"{name} from {source}"] = outcome_of(pipeline, resume=place)
             found[f"{name} from {source} sent"] = counts
     return found
+
+
+def flat_jobs(
+    pipelines: dict[str, Pipeline], out: Path, alone: Path, step: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`flat_runs`, and `round_trips` of what shards elements: importing DeepSpeed takes each rank seconds."""
+    found, folder = flat_runs(pipelines, out, alone, step), out / "elements"
+    folder.mkdir(exist_ok=True)
+    return found, round_trips(folder, [*FLAT])
 
 
 def outcome_of(pipeline: Pipeline, **fit: Any) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -60,8 +60,15 @@ def on_disk(folder: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*.beton"))
 
 
-@pytest.mark.parametrize("order", ["random", "quasi_random"])
-@pytest.mark.parametrize("name", ["train.beton", "part-{0..2}.beton"])
+@pytest.mark.parametrize(
+    ("order", "name"),
+    [
+        ("random", "train.beton"),
+        ("quasi_random", "part-{0..2}.beton"),
+        pytest.param("random", "part-{0..2}.beton", marks=pytest.mark.slow),
+        pytest.param("quasi_random", "train.beton", marks=pytest.mark.slow),
+    ],
+)
 def test_the_pixels_of_the_local_file_in_a_third_of_its_size(
     server: RangeServer, folder: Path, tmp_path: Path, order: str, name: str
 ) -> None:
@@ -86,7 +93,7 @@ def test_the_pixels_of_the_local_file_in_a_third_of_its_size(
     assert not list((tmp_path / "cache").rglob("*.beton")), "nothing is left"
 
 
-@pytest.mark.parametrize("name", ["train.beton", "part-{0..2}.beton"])
+@pytest.mark.parametrize("name", [pytest.param("train.beton", marks=pytest.mark.slow), "part-{0..2}.beton"])
 def test_samples_that_are_checked_when_used(
     server: RangeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -136,7 +143,7 @@ def test_the_parts_of_tables_that_a_batch_needs_are_fetched_together(
     assert np.array_equal(rows.pointers, expected.pointers)
 
 
-@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("most", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_more_files_than_are_open_at_a_time(
     server: RangeServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
@@ -180,8 +187,9 @@ def test_a_loop_that_is_left_and_epochs_that_are_skipped(server: RangeServer, fo
         assert all(torch.equal(one[0], other[0]) for one, other in zip(local, far, strict=True))
 
 
+@pytest.mark.parametrize("times", [40, pytest.param(100, marks=pytest.mark.slow)])
 def test_threads_that_want_more_than_there_is_room_for_read_what_the_file_has(
-    server: RangeServer, folder: Path
+    server: RangeServer, folder: Path, times: int
 ) -> None:
     """Prefetches of some drop what others have just fetched; what is being read stays."""
     path = local_copy(server.address("train.beton"), Remote(stream=True, cache_limit=0.5))
@@ -191,7 +199,7 @@ def test_threads_that_want_more_than_there_is_room_for_read_what_the_file_has(
 
     def read(seed: int) -> None:
         draw = np.random.default_rng(seed)
-        for number in range(100):
+        for number in range(times):
             starts = draw.integers(0, len(content) - 3 * BLOCK, 3)
             soon, later = np.full(2, number, np.float32), np.zeros(2, np.float32)
             one.expect(draw.integers(0, len(content) - BLOCK, 2), np.full(2, BLOCK), soon, later)

@@ -16,6 +16,7 @@ from drivetrain import DrivetrainError, LedgerError, NonFiniteError, Pipeline, S
 from drivetrain.pipeline import Ledger, compare
 from drivetrain.pipeline.ledger.picture import caption, picture
 from drivetrain.pipeline.ledger.variant import LOADER, MODEL, PLAIN, in_turn, without
+from drivetrain.pipeline.measuring import ledger as ledger_module
 from drivetrain.pipeline.measuring.runner import describe_error
 from drivetrain.transforms import GradientClipping, LabelSmoothing, Report, Transform
 from ledgers import BATCH, Acting, in_process
@@ -63,6 +64,12 @@ def measured(pipeline: Pipeline) -> Ledger:
     return pipeline.ledger(seconds=95, within=0.95, progress=False)
 
 
+@pytest.fixture
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what fails here, no interval matters."""
+    monkeypatch.setattr(ledger_module, "TIGHT_ROUNDS", 2)
+
+
 def assert_shown_everywhere(ledger: Ledger, name: str, reason: str, folder: Path) -> None:
     """In rows, table, HTML, JSON, picture and comparison."""
     (row,) = (row for row in ledger.rows if row.name == name)
@@ -89,6 +96,7 @@ def assert_shown_everywhere(ledger: Ledger, name: str, reason: str, folder: Path
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("few_rounds")
 def test_a_variant_that_cannot_warm_up(toy: Toy, tmp_path: Path) -> None:
     """In turn and alone it fails; the full pipeline, in which it is undone, is measured."""
     ledger = measured(in_process(toy, Fragile).transform(Breaks(), Mends(), LabelSmoothing(0.1)))
@@ -155,6 +163,7 @@ def test_plain_pytorch_fails(toy: Toy) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("few_rounds")
 def test_one_training_that_diverges_is_a_row(toy: Toy) -> None:
     """With a rate at which all but the clipped variants diverge."""
     pipeline = (

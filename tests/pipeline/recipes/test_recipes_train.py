@@ -41,7 +41,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 LONGER = [
     name
     for name in RECIPES
-    if re.fullmatch(r"ffcv-resnet18-(24|32|40|56|88)|ffcv-resnet50-\d+|resnet50-\w+|vit-s16", name)
+    if re.fullmatch(r"ffcv-resnet18-(24|32|40|56|88)|ffcv-resnet50-\d+|resnet50-\w+|vit-s16|imagenette-(20|fast)", name)
 ]
 
 

@@ -21,7 +21,7 @@ from places import SUPPORT
 from process_state import wait_until_ended
 from safetensors.torch import load_file
 
-pytestmark = [pytest.mark.process, pytest.mark.alone]
+pytestmark = pytest.mark.process
 
 PATIENCE = 15.0  # seconds that a script may take to end
 KEPT = [name for name in RUN_FILES if name != "curves.png"]  # drawing them would take a second
@@ -79,6 +79,7 @@ def interrupt(process: subprocess.Popen[str]) -> tuple[str, str]:
     return output
 
 
+@pytest.mark.alone
 def test_scripts_that_are_interrupted(toy: Toy, tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
     """On one device, on two ranks, and with the worker processes of PyTorch's loader; all at the same time."""
     script = tmp_path / "script.py"
@@ -234,6 +235,7 @@ def command(*arguments: str) -> list[str]:
     return [str(Path(sys.executable).with_name("drivetrain")), *arguments]
 
 
+@pytest.mark.alone
 def test_the_command_line_ends_with_a_line(toy: Toy, tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:
     """Training, the ledger and a conversion, at the same time."""
     values = ["batch_size=4", "image_size=16", "loading={}", "workers=1", "epochs=5000", "precision=fp32"]

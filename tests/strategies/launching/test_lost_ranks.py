@@ -19,6 +19,10 @@ import os, signal, sys, time
 import torch, torch.distributed as dist
 from drivetrain.common.errors import DataError
 from drivetrain.strategies import launch
+from drivetrain.strategies.launching import meeting
+
+if sys.argv[1] == "dies":  # a process that is gone beats no later; the other cases have the seconds of users
+    meeting.BEAT, meeting._MISSED = 0.2, 1.0
 
 def train(how):
     for step in range(1000):

@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from sharded_checkpoint_jobs import (
     FLAT,
     Odd,
     denied,
-    flat_runs,
+    flat_jobs,
     gone_on,
     outcome_of,
     resumed,
@@ -214,43 +214,72 @@ def test_other_shards_than_the_state_lists(
         pipeline(toy).fit(epochs=2, resume=place, progress=False)
 
 
-KILLED = [(1, "after model"), (0, "before optimizer"), (1, "after rank")]
+KILLED = [("fsdp", 0, "before optimizer"), ("fsdp", 1, "after rank"), ("ddp", 0, "after model")]
+"""The strategy, the rank that is killed as it writes a checkpoint, and when; `test_kill.py` kills at any moment."""
+Kill = tuple[str, int, str]
+
+
+def after_kills(toy: Toy, folder: Path, kills: list[Kill]) -> dict[Kill, Any]:
+    """For each: what there is of the run that went on, and of one that nobody killed, of the same strategy. All of a
+    strategy go on in one launch."""
+    found: dict[Kill, Any] = {}
+    for strategy in dict.fromkeys(strategy for strategy, *_ in kills):
+        made, outs = pipeline(toy, strategy, 2), dict[Kill, Path]()
+        for kill in (each for each in kills if each[0] == strategy):
+            _, victim, moment = kill
+            out = outs[kill] = folder / f"{strategy}-{victim}-{moment.replace(' ', '-')}"
+            with pytest.raises(StrategyError, match=f"rank {victim} of 2 was killed by SIGKILL"):
+                launch(train_until_killed, made, out, victim, 5, moment, devices=2, timeout=120)
+            assert (out / "checkpoints" / ".step-00000005.partial").exists()
+            assert find(out).path.name == "step-00000004"
+        gone, _ = launch(gone_on, made, [*outs.values(), folder / strategy], devices=2, timeout=120)
+        found |= {kill: (one, gone[-1]) for kill, one in zip(outs, gone[:-1], strict=True)}
+    return found
+
+
+def same_as_undisturbed(killed: Any, whole: Any) -> None:
+    assert killed[0]["resumed"][0]["step"] == 4
+    assert "resumed" not in whole[0]
+    assert killed[1] == whole[1]
+    torch.testing.assert_close(killed[2], whole[2], rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")
-def after_kills(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Any]:
-    """For each of `KILLED`: the weights of the run that went on, and its history's facts. All go on in one launch."""
-    made, outs = pipeline(toy, "fsdp", 2), {}
-    for victim, moment in KILLED:
-        out = outs[victim, moment] = tmp_path_factory.mktemp("killed") / "run"
-        with pytest.raises(StrategyError, match=f"rank {victim} of 2 was killed by SIGKILL"):
-            launch(train_until_killed, made, out, victim, 5, moment, devices=2, timeout=120)
-        assert (out / "checkpoints" / ".step-00000005.partial").exists()
-        assert find(out).path.name == "step-00000004"
-    found, _ = launch(gone_on, made, [*outs.values()], devices=2, timeout=120)
-    return dict(zip(outs, found, strict=True))
+def gone(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> dict[Kill, Any]:
+    return after_kills(toy, tmp_path_factory.mktemp("killed"), KILLED)
 
 
-@pytest.mark.parametrize(("victim", "moment"), KILLED)
-def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(
-    victim: int, moment: str, after_kills: dict[tuple[int, str], Any], run: Path
-) -> None:
-    facts, weights = after_kills[victim, moment]
-    assert facts["resumed"][0]["step"] == 4
-    torch.testing.assert_close(weights, load_file(run / "model.safetensors"), rtol=0, atol=0)
+@pytest.mark.parametrize("kill", KILLED, ids=str)
+def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(kill: Kill, gone: dict[Kill, Any]) -> None:
+    same_as_undisturbed(*gone[kill])
 
 
-def test_ranks_write_their_elements_and_read_only_these(tmp_path: Path) -> None:
-    """Of tensors of 21, 7, 2 elements and 1 element, not all of which every rank has."""
-    ranks = launch(round_trips, tmp_path, [*FLAT], devices=3, timeout=240)
-    counts = [(7, 3, 1, 1), (7, 3, 1, None), (7, 1, None, None)]
+@pytest.mark.slow
+def test_other_ranks_and_moments(toy: Toy, tmp_path: Path) -> None:
+    for found in after_kills(toy, tmp_path, [("fsdp", 1, "after model"), ("ddp", 1, "after rank")]).values():
+        same_as_undisturbed(*found)
+
+
+COUNTS = {
+    2: [(11, 4, 1, 1), (10, 3, 1, None)],
+    3: [(7, 3, 1, 1), (7, 3, 1, None), (7, 1, None, None)],
+}
+"""By the number of ranks, the elements on each of tensors of 21, 7, 2 elements and 1 element."""
+
+
+def assert_elements(ranks: Sequence[dict[str, Any]]) -> None:
     names = ("first.weight", "second.weight::exp_avg", "last.weight", "second.bias")
     for name in FLAT:
         for number, rank in enumerate(ranks):
             own, together, loaded = rank[name]
             assert together, (name, number)
             assert loaded, (name, number)
-            assert tuple(own.get(each) for each in names) == counts[number], (name, number)
+            assert tuple(own.get(each) for each in names) == COUNTS[len(ranks)][number], (name, number)
+
+
+@pytest.mark.slow  # on two ranks below, with the other runs of DeepSpeed, whose import takes each rank seconds
+def test_three_ranks_write_their_elements_and_read_only_these(tmp_path: Path) -> None:
+    assert_elements(launch(round_trips, tmp_path, [*FLAT], devices=3, timeout=240))
 
 
 def shard_files(folder: Path, value: torch.Tensor, count: int, flat: bool) -> Tensors:
@@ -277,8 +306,8 @@ def test_elements_and_rows_of_any_shards(shape: tuple[int, ...], tmp_path: Path)
 
 
 @pytest.fixture(scope="module")
-def flat(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """Rank 0's outcomes of `flat_runs`, with one device's, and the folder of all runs."""
+def elements(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, list[dict[str, Any]]]:
+    """Rank 0's outcomes of `flat_runs`, with one device's; the folder of all runs; and each rank's `round_trips`."""
     out = tmp_path_factory.mktemp("flat")
     made = toy.pipeline(Odd).optimize("adamw", lr=0.01, warmup=0.2)
     alone = made.distribute("single", device="cpu")
@@ -286,10 +315,20 @@ def flat(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, 
     found: dict[str, Any] = {"single": outcome_of(alone, out=out / "single", checkpoints=often)}
     names = ("deepspeed_stage_3", "fsdp")
     on_ranks = {name: made.distribute(name, devices=2, device="cpu", **options_of(name)) for name in names}
-    found |= launch(flat_runs, on_ranks, out, out / "single", STEP, devices=2, timeout=240)[0]
+    ranks = launch(flat_jobs, on_ranks, out, out / "single", STEP, devices=2, timeout=240)
+    found |= ranks[0][0]
     for name in on_ranks:
         found[f"single from {name}"] = outcome_of(alone, resume=out / name / "checkpoints" / STEP)
-    return found, out
+    return found, out, [round_trip for _, round_trip in ranks]
+
+
+@pytest.fixture(scope="module")
+def flat(elements: Any) -> tuple[dict[str, Any], Path]:
+    return elements[0], elements[1]
+
+
+def test_ranks_write_their_elements_and_read_only_these(elements: Any) -> None:
+    assert_elements(elements[2])
 
 
 def test_deepspeeds_shards_are_saved_and_loaded_without_gathering(flat: tuple[dict[str, Any], Path]) -> None:

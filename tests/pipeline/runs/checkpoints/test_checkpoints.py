@@ -99,7 +99,7 @@ NAMES = [
 ]  # fmt: skip
 
 
-LONGER = {"no momentum", "a factory", "freezing", "selecting", "resizing"}
+LONGER = {"no momentum", "a factory", "freezing", "selecting", "resizing", "mixing", "in parts"}
 """Those that keep nothing which another of them does not keep, too: for `make test-all`."""
 
 

@@ -144,10 +144,8 @@ def ends_the_same(
     print(f"{done} kills, {while_saving} while saving, {runs} runs compared, at steps {sorted(steps)}")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "kills", "seed"),
-    [pytest.param("single", 1, 4, 1, marks=pytest.mark.slow), ("ddp", 2, 1, 11)],
-)
+@pytest.mark.slow  # test_checkpoint_shards.py kills ranks of ddp and fsdp, forked by a process that is there
+@pytest.mark.parametrize(("strategy", "ranks", "kills", "seed"), [("single", 1, 4, 1), ("ddp", 2, 1, 11)])
 def test_a_few(strategy: str, ranks: int, kills: int, seed: int, server: Server, tmp_path: Path) -> None:
     ends_the_same(server, tmp_path, strategy, ranks, kills, seed)
 
