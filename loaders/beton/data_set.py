@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from ...common import machine
 from ...common.errors import BetonError
@@ -22,7 +21,7 @@ from ..sources import Files, Source, files_of, in_threads
 from .manifest import joined
 from .open_file import Identity
 from .reader import Beton, open_beton
-from .shelf import Facts, Shelf
+from .shelf import Facts, Shelf, with_colors
 from .tables import Rows
 
 Indices = NDArray[np.int64]
@@ -50,15 +49,11 @@ class BetonFiles:
     """The samples of several files with the same fields and classes, numbered through in the files' order. What it
     shares with `Beton` is the same in all files, or the arrays of all samples, `(N,)`."""
 
-    def __init__(
-        self, files: Files, betons: Sequence[Beton], identities: Sequence[Identity], counts: ArrayLike,
-        has_checksums: bool, checksums: Sequence[int] | NDArray[np.uint32] = (),
-    ) -> None:  # fmt: skip
-        self.files, self.name, self.identities = betons, str(files), identities
-        self.has_checksums = has_checksums  # all files have a manifest
-        self._checksums = checksums  # the CRC-32 of each file's, if they are known
+    def __init__(self, files: Files, betons: Sequence[Beton], facts: Facts) -> None:
+        self.files, self.name, self._facts = betons, str(files), facts
+        self.identities, self.has_checksums = facts.identities, facts.has_checksums
         # The index of each file's first sample, and then the number of all samples
-        self.starts = np.append(0, np.cumsum(counts, dtype=np.int64))
+        self.starts = np.append(0, np.cumsum(facts.counts))
         self.parts: tuple[tuple[float, int, int], ...] = ()  # weight, first and end of each data set of a mix
         if files.weights is not None:
             ends = np.cumsum([0, *(len(part.files) for part in files.parts)])
@@ -75,8 +70,7 @@ class BetonFiles:
 
     def colors(self, name: str) -> tuple[str, ...]:
         """Return the color of each class index in a mask, `"#rrggbb"`: that of the first file which has one, or ""."""
-        own = (one.colors.get(name, ()) for one in self.files)
-        return tuple(next(filter(None, each), "") for each in itertools.zip_longest(*own))
+        return tuple(self._facts.colors.get(name, ()))
 
     modes, widths, heights = _joined("modes"), _joined("widths"), _joined("heights")
     pointers, sizes = _joined("pointers"), _joined("sizes")
@@ -139,8 +133,8 @@ class BetonFiles:
         """The CRC-32 of all samples' checksums, in order; None if a file has no manifest."""
         if not self.has_checksums:
             return None
-        if len(self._checksums):
-            return joined(zip((4 * np.diff(self.starts)).tolist(), map(int, self._checksums), strict=True))
+        if len(known := self._facts.checksums):
+            return joined(zip((4 * np.diff(self.starts)).tolist(), known.tolist(), strict=True))
         return reduce(lambda before, one: one.all_checksums(before), self.files, 0)
 
     @cached_property
@@ -257,15 +251,24 @@ class _Checks:
     def __init__(self) -> None:
         self._first: Beton | None = None
         self._before: tuple[Path, dict[str, Any]] | None = None
+        self._identities, self._counts, self._colors = list[Identity](), list[int](), dict[str, list[str]]()
         self.has_checksums = True
 
     def __call__(self, one: Beton) -> None:
         self.alike(one)
         self.has_checksums &= one.checksums is not None
+        self._identities.append(one.file.identity)
+        self._counts.append(len(one))
+        self._colors = with_colors(self._colors, one.colors)
         if self._before is not None and not _follows(one.manifest.get("shard"), self._before[1]):
             wrong = f"{one.path} does not follow {self._before[0]}: they are from different conversions."
             raise BetonError(f"{wrong} Convert the data again.")
         self._before = one.path, {key: one.manifest[key] for key in ("shard", "seal") if key in one.manifest}
+
+    def facts(self, checksums: Sequence[int]) -> Facts:
+        """Return what is known of the files, with the CRC-32 of each file's checksums if they are known."""
+        counts = np.array(self._counts, np.int64)
+        return Facts(self._identities, counts, self.has_checksums, np.array(checksums, np.uint32), self._colors)
 
     def alike(self, one: Beton) -> None:
         """Compare a file with the first one only: files are used in any order."""
@@ -321,8 +324,7 @@ def open_files(source: Source, remote: Remote = Remote()) -> BetonFiles:  # noqa
             betons = in_threads(open_one, range(len(names)))
             for one in betons:
                 check(one)
-            identities = [one.file.identity for one in betons]
-            opened = BetonFiles(files, betons, identities, [*map(len, betons)], check.has_checksums)
+            opened = BetonFiles(files, betons, check.facts([]))
         keep(opened)
     return opened
 
@@ -331,17 +333,14 @@ def _open_many(files: Files, open_one: Callable[[int], Beton], check: _Checks) -
     numbers = range(len(files.names))
 
     def look() -> Facts:
-        identities, counts, checksums = list[Identity](), list[int](), list[int]()
+        checksums = list[int]()
         for first in numbers[::MOST_OPEN]:
             for number, one in enumerate(in_threads(open_one, numbers[first : first + MOST_OPEN]), first):
                 check(one)
                 shelf.put(number, one)
-                identities.append(one.file.identity)
-                counts.append(len(one))
                 if check.has_checksums:
                     checksums.append(one.all_checksums())
-        known = checksums if check.has_checksums else []
-        return Facts(identities, np.array(counts), np.array(known, np.uint32))
+        return check.facts(checksums if check.has_checksums else [])
 
     def again(number: int) -> Beton:
         one = open_one(number)
@@ -351,4 +350,4 @@ def _open_many(files: Files, open_one: Callable[[int], Beton], check: _Checks) -
 
     shelf = Shelf(again, len(numbers), MOST_OPEN)
     facts = Facts.shared(files.names, look)
-    return BetonFiles(files, shelf, facts.identities, facts.counts, len(facts.checksums) > 0, facts.checksums)
+    return BetonFiles(files, shelf, facts)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from threading import Lock
 from typing import Any, Self
@@ -25,6 +26,7 @@ from .manifest import manifest_path
 from .open_file import Identity
 from .reader import Beton
 
+Colors = Mapping[str, Sequence[str]]
 _FORMAT = 1  # of what is shared
 
 
@@ -35,12 +37,16 @@ class Facts:
     Attributes:
         identities: of each file.
         counts: `(F,)` samples of each file.
-        checksums: `(F,)` the CRC-32 of each file's checksums; empty if a file has no manifest.
+        has_checksums: whether all files have a manifest.
+        checksums: `(F,)` the CRC-32 of each file's checksums; empty: not known.
+        colors: the colors of each mask by class index; see `with_colors`.
     """
 
     identities: list[Identity]
     counts: NDArray[np.int64]
+    has_checksums: bool
     checksums: NDArray[np.uint32]
+    colors: Colors
 
     @classmethod
     def shared(cls, names: Sequence[str], look: Callable[[], Self]) -> Self:
@@ -52,14 +58,21 @@ class Facts:
         if (key := _key(names)) is None:
             return look()
         arrays = shared_arrays(key, lambda: look()._arrays())
-        identities = json.loads(arrays["identities"].tobytes())
-        return cls([tuple(each) for each in identities], arrays["counts"], arrays["checksums"])
+        identities, has_checksums, colors = json.loads(arrays["others"].tobytes())
+        own = [tuple(each) for each in identities]
+        return cls(own, arrays["counts"], has_checksums, arrays["checksums"], colors)
 
     def _arrays(self) -> Arrays:
-        text = json.dumps(self.identities).encode()
-        return {
-            "identities": np.frombuffer(text, np.uint8), "counts": self.counts, "checksums": self.checksums,
-        }  # fmt: skip
+        others = json.dumps([self.identities, self.has_checksums, self.colors]).encode()
+        return {"others": np.frombuffer(others, np.uint8), "counts": self.counts, "checksums": self.checksums}
+
+
+def with_colors(known: Colors, more: Colors) -> dict[str, list[str]]:
+    """Return each mask's color of each class index, `"#rrggbb"`: as known, else that of a further file, else ""."""
+    return {
+        name: [one or other for one, other in zip_longest(known.get(name, ()), more.get(name, ()), fillvalue="")]
+        for name in {**known, **more}
+    }
 
 
 def _key(names: Sequence[str]) -> str | None:
