@@ -147,7 +147,13 @@ def _methods(
 
 def all_finite(part: Part, model: nn.Module) -> bool:
     saved = part.tensors.get("model", {})
-    return all(bool(saved[name].isfinite().all()) for name, _ in model.named_parameters() if name in saved)
+    return all(_is_finite(saved[name]) for name, _ in model.named_parameters() if name in saved)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """In one pass without another tensor: `isfinite` takes several times as long, and training waits for it."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return not real.numel() or all(bool(each.isfinite()) for each in torch.aminmax(real))  # NaN if one is
 
 
 def load_engine(checkpoint: Checkpoint, engine: Engine) -> None:
