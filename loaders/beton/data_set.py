@@ -249,7 +249,7 @@ class _Checks:
     """Compare each file of a data set with the first one and the one before."""
 
     def __init__(self) -> None:
-        self._first: Beton | None = None
+        self._first: tuple[Path, dict[str, Any]] | None = None  # of it, what is compared: it need not stay open
         self._before: tuple[Path, dict[str, Any]] | None = None
         self._identities, self._counts, self._colors = list[Identity](), list[int](), dict[str, list[str]]()
         self.has_checksums = True
@@ -272,20 +272,17 @@ class _Checks:
 
     def alike(self, one: Beton) -> None:
         """Compare a file with the first one only: files are used in any order."""
-        first = self._first = self._first or one
-        for what, own, there in (
-            ("fields", _types(one), _types(first)),
-            ("targets", one.targets, first.targets),
-            ("classes", one.classes, first.classes),
-        ):
-            if own != there:
+        own = {"fields": _types(one), "targets": one.targets, "classes": one.manifest.get("classes", [])}
+        path, first = self._first = self._first or (one.path, own)
+        for what, there in first.items():
+            if own[what] != there:
                 raise BetonError(
-                    f"{one.path} has the {what} {_brief(own)}, and {first.path} has {_brief(there)}. Files of one "
+                    f"{one.path} has the {what} {_brief(own[what])}, and {path} has {_brief(there)}. Files of one "
                     f"data set, and of a mix, must have the same {what} in the same order. Convert them alike "
                     "(classes=, fields=)."
                 )
-        if one.manifest.get("classes"):  # then the first file has them, too
-            one.manifest["classes"] = first.manifest["classes"]  # once in memory
+        if "classes" in one.manifest:
+            one.manifest["classes"] = first["classes"]  # once in memory
 
 
 def _follows(shard: Any, before: dict[str, Any]) -> bool:

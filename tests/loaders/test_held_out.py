@@ -304,7 +304,7 @@ def test_a_large_data_sets_selection_is_shared(
     with closing(open_files(files_of(toy.train))) as beton:
         first = selected(chosen, beton)
         (key,) = (path for path in folder.iterdir() if path.is_dir())
-        monkeypatch.setattr(SampleOptions, "select", None)  # not called again
+        monkeypatch.setattr(selection, "select", None)  # not called again
         again = selected(chosen, beton)
         assert all(np.array_equal(array, again.arrays()[name]) for name, array in first.arrays().items())
         assert first.arrays().keys() == again.arrays().keys()
