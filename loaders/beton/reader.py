@@ -403,27 +403,27 @@ def _opened(path: Path, remote: Remote, most: int | None) -> Beton:
     if not path.name:  # "." or "/", from which no name of a manifest follows
         read_header(path)  # raises
     for _ in range(_ATTEMPTS - 1):
-        before = _identities(path)
+        before = stamps(path)
         try:
             return _open(path, remote.patience, most)
         except BetonError:
             wait_for_renames(path)
-            if _identities(path) == before:
+            if stamps(path) == before:
                 raise  # nobody replaced the files in the meantime
     with renames_held(path):  # writers that replace the files faster than they are read wait for this one
         return _open(path, remote.patience, most)
 
 
-def _identities(path: Path) -> list[tuple[int, int] | None]:
-    """Return what distinguishes a file and its manifest from files that replace them."""
-    identities: list[tuple[int, int] | None] = []
+def stamps(path: Path) -> list[tuple[int, ...] | None]:
+    """Return what distinguishes a file and its manifest from files that replace them, or that they become."""
+    found: list[tuple[int, ...] | None] = []
     for one in (path, manifest_path(path)):
         try:
             status = one.stat()
-            identities.append((status.st_ino, status.st_mtime_ns))
+            found.append((status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
         except OSError:
-            identities.append(None)
-    return identities
+            found.append(None)
+    return found
 
 
 def _open(path: Path, patience: float, most: int | None) -> Beton:

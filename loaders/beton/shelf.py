@@ -22,9 +22,8 @@ from ...common.storage.files import boot_id
 from ...common.storage.shared import Arrays, shared_arrays
 from ...common.storage.stream import Room, Stream, mirror_at
 from ...common.version import __version__
-from .manifest import manifest_path
 from .open_file import Identity
-from .reader import Beton
+from .reader import Beton, stamps
 
 Colors = Mapping[str, Sequence[str]]
 _FORMAT = 1  # of what is shared
@@ -83,16 +82,7 @@ def _key(names: Sequence[str]) -> str | None:
         path = Path(name)
         if is_address(name) or mirror_at(path) is not None:
             return None
-        for each in (path, manifest_path(path)):
-            try:
-                status = each.stat()
-            except FileNotFoundError:
-                found.update(b"none")
-            except OSError:
-                return None
-            else:
-                facts = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-                found.update(repr(facts).encode())
+        found.update(repr(stamps(path)).encode())
     return found.hexdigest()[:32]
 
 
