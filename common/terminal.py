@@ -10,7 +10,14 @@ SHOWN = 20  # lines of a long list
 
 def is_interactive() -> bool:
     """Return whether a user sees progress bars: in a terminal or a notebook, not in a log file."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
+    return sys.stderr.isatty() or in_cell()
+
+
+def in_cell() -> bool:
+    """Return whether the code runs in a notebook. Some libraries import ipykernel without one, so that only the shell
+    in use can show it."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def time_bar(seconds: float, progress: bool) -> Any:

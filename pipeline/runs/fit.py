@@ -6,13 +6,14 @@ from pathlib import Path
 
 from ...common.errors import PlanError, StrategyError
 from ...common.storage.addresses import is_address
+from ...common.terminal import in_cell
 from ...strategies.launching.group import is_main_process, is_rank
 from ...strategies.launching.meeting import LostRankError, failures_posted
 from ..describe.pipeline_spec import PipelineSpec
 from ..describe.plan import Plan
 from ..describe.resolve import ResolvedPlan, resolve
 from ..telemetry.loggers import check as check_loggers
-from ..telemetry.progress import echo, in_cell
+from ..telemetry.progress import echo
 from ..training.agreement import Requests
 from ..training.build import plain_torch, rebuild_model, resolve_data
 from .artifacts import FitJob, RankResult

@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm as text_bar
 from tqdm.auto import tqdm
 
-from ...common.terminal import is_interactive
+from ...common.terminal import in_cell, is_interactive
 from .history import Epoch, Evaluation, shown
 from .host_copy import HostCopy
 from .observer import Observer
@@ -105,10 +105,6 @@ def _memory() -> str:
     """Return the memory of the device that tensors take, at most so far; empty on a CPU."""
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return f"{peak / 2**30:.1f} GiB" if peak else ""
-
-
-def in_cell() -> bool:
-    return "ipykernel" in sys.modules
 
 
 def progress_file(from_cell: bool) -> TextIO | None:

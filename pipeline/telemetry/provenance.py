@@ -15,7 +15,7 @@ import torch
 
 from ...common import errors, machine
 from ...common.matmul import matmul_precision
-from .progress import in_cell
+from ...common.terminal import in_cell
 
 PACKAGES = ("drivetrain", "torch", "torchvision", "numpy", "pillow", "ffcv", "numba")
 ENVIRONMENT = (

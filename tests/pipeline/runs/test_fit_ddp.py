@@ -230,10 +230,12 @@ def test_a_strategy_that_needs_a_process_group_gets_one_on_one_device(toy: Toy) 
 
 SCRIPT = """
 import sys
-import ipykernel  # by which a notebook's process is known
 import torch
 from torch import nn
 from drivetrain import Pipeline
+from ipykernel.zmqshell import ZMQInteractiveShell
+
+ZMQInteractiveShell.instance()  # what a notebook's process has
 
 class Mine(nn.Module):
     def __init__(self, classes):

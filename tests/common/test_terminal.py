@@ -1,0 +1,14 @@
+"""Whether anybody looks at progress bars."""
+
+from io import StringIO
+
+import ipykernel.zmqshell  # as jupyter_client does, without a notebook
+import pytest
+from drivetrain.common.terminal import in_cell, is_interactive
+
+
+def test_an_imported_kernel_is_not_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ipykernel.zmqshell.ZMQInteractiveShell.initialized() is False
+    monkeypatch.setattr("sys.stderr", StringIO())
+    assert not in_cell()
+    assert not is_interactive()  # as in a log file
